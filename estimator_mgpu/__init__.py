@@ -1,0 +1,16 @@
+"""Train a TensorFlow Estimator's model_fn on several devices, with the numbers of one."""
+
+from estimator_mgpu.compat import estimator
+from estimator_mgpu.devices import session_config
+from estimator_mgpu.optimizer import TowerOptimizer
+from estimator_mgpu.replicate import current_tower, replicate
+
+__version__ = '0.1.0'
+
+__all__ = [
+    'TowerOptimizer',
+    'current_tower',
+    'estimator',
+    'replicate',
+    'session_config',
+]

@@ -1,0 +1,200 @@
+"""Which TensorFlow this is; tf.estimator on every one of them.
+
+TensorFlow 2.15 is the last one that has `tf.estimator`; there, importing this module changes
+nothing. On TensorFlow 2.16 and later it does what TensorFlow 2.15 did:
+
+- `tf.estimator` and `tf.compat.v1.estimator` are there, from the package tensorflow-estimator. The
+  few TensorFlow modules that it imports and that are gone are replaced by stand-ins, which say what
+  is missing when they are used (TPU embeddings, the distribute coordinator).
+- `tf.keras` and `tf.compat.v1.layers` are Keras 2 if tf-keras is installed: the environment
+  variable TF_USE_LEGACY_KERAS is set to 1, which child processes inherit. It is left alone if it is
+  set already (0 asks for Keras 3), or if the program has used `tf.keras` before. `import keras` is
+  always what is installed under that name.
+
+What somebody else has put in these places stays.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.tools import module_util
+from tensorflow.python.util import lazy_loader, tf_export
+
+SUPPORTED = ('2.15', '2.21')
+"""The oldest and the newest TensorFlow, both included."""
+
+_COORDINATOR = 'tensorflow.python.distribute.estimator_training'
+_REMOVED = {
+    _COORDINATOR: 'For the devices of one machine use estimator_mgpu.replicate.',
+    'tensorflow.python.tpu.session_support': 'Estimators on TPUs need TensorFlow 2.15.',
+    'tensorflow.python.tpu.tpu_embedding': 'TPU embeddings need TensorFlow 2.15.',
+    'tensorflow.python.tpu.tpu_embedding_gradient': 'TPU embeddings need TensorFlow 2.15.',
+}
+# What model code for Keras 2 runs into: tf.layers and tf.nn.rnn_cell, tf-keras asked for but not
+# installed, attributes and modules of tf.keras, and `from tensorflow.compat.v1.layers import`.
+_KERAS_ERRORS = (
+    r"Keras 3|Keras cannot be imported|keras\._tf_keras|'DenseFeatures'|"
+    r"'tensorflow\.compat\.v1\.keras'|compat.v1.layers.__init__"
+)
+
+
+def check_tensorflow(version: str) -> None:
+    """Raises ImportError if this version of TensorFlow is not one of `SUPPORTED`."""
+    oldest, newest = (_minor(supported) for supported in SUPPORTED)
+    if not oldest <= _minor(version) <= newest:
+        raise ImportError(
+            f'estimator_mgpu runs on TensorFlow {SUPPORTED[0]} to {SUPPORTED[1]}, and this is '
+            f'TensorFlow {version}. Install a supported one: '
+            f'pip install "tensorflow>={SUPPORTED[0]},<{newest[0]}.{newest[1] + 1}"'
+        )
+
+
+def load_estimator() -> Any:
+    """Returns the namespace `tf.compat.v1.estimator`, after putting it there if it is missing.
+
+    Raises:
+      ImportError: if tensorflow-estimator is needed and cannot be imported.
+    """
+    if _minor(tf.__version__) > (2, 15):
+        _choose_keras()
+        _restore_removed()
+        _publish_estimator()
+    return tf.compat.v1.estimator
+
+
+def legacy_keras_remedy(error: Exception) -> str | None:
+    """Returns what to do about an error of Keras 2 code that met Keras 3; None for other errors."""
+    if not re.search(_KERAS_ERRORS, str(error)):
+        return None
+    major, minor = _minor(tf.__version__)
+    return (
+        'tf.layers, and tf.keras as Keras 2, need tf-keras on this TensorFlow: '
+        f'pip install "tf-keras~={major}.{minor}.0", and import estimator_mgpu, or set the '
+        'environment variable TF_USE_LEGACY_KERAS=1, before Keras is first used.'
+    )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """(2, 15) of '2.15.1'; (0, 0) of what is no version."""
+    found = re.match(r'(\d+)\.(\d+)', version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _namespaces() -> Iterator[tuple[Any, str]]:
+    """TensorFlow's public namespaces, each with the version of its API.
+
+    `import tensorflow.compat.v1` makes a second `tf.compat.v1`; callers may hold either.
+    """
+    importlib.import_module('tensorflow.compat.v1')
+    importlib.import_module('tensorflow.compat.v2')
+    for name, module in list(sys.modules.items()):
+        if re.fullmatch(r'tensorflow|tensorflow(\._api\.v2)?(\.compat\.v[12])+', name):
+            yield module, 'v1' if name.endswith('v1') else 'v2'
+
+
+def _choose_keras() -> None:
+    """Makes tf.keras Keras 2 where that is possible and nobody has chosen."""
+    if 'TF_USE_LEGACY_KERAS' in os.environ or not importlib.util.find_spec('tf_keras'):
+        return
+    if 'tensorflow.keras' in sys.modules or any(_keras_in_use(*found) for found in _namespaces()):
+        return
+    os.environ['TF_USE_LEGACY_KERAS'] = '1'
+    # Lazy attributes follow the variable from here on. `from tensorflow.keras import layers` goes
+    # by paths that TensorFlow set earlier.
+    for module, api in _namespaces():
+        keras = f'tf_keras.api._{api}.keras'
+        layers = f'{keras}.__internal__.legacy.layers'
+        for name in (keras, layers) if api == 'v1' else (keras,):
+            module.__path__.insert(0, module_util.get_parent_dir_for_name(name))
+
+
+def _keras_in_use(module: Any, api: str) -> bool:
+    """Whether any of a namespace's lazy Keras attributes has been resolved."""
+    names = {'v1': 'keras layers', 'v2': 'keras initializers losses metrics optimizers'}[api]
+    loaders = [getattr(module, name) for name in names.split()]
+    kind = lazy_loader.KerasLazyLoader
+    return not all(isinstance(one, kind) and not one._tfll_initialized for one in loaders)
+
+
+def _restore_removed() -> None:
+    """Adds what tensorflow-estimator imports from TensorFlow, where it is missing."""
+    for name, advice in _REMOVED.items():
+        if name not in sys.modules and not importlib.util.find_spec(name):
+            module: Any = _RemovedModule(name, advice)
+            if name == _COORDINATOR:
+                module.init_run_config = _init_run_config
+                module.should_run_distribute_coordinator = lambda config: False
+            sys.modules[name] = module
+    if not hasattr(tf_export, 'ESTIMATOR_API_NAME'):
+        tf_export.ESTIMATOR_API_NAME = 'estimator'
+        tf_export.SUBPACKAGE_NAMESPACES.append('estimator')
+        for attributes, suffix in (tf_export.API_ATTRS, ''), (tf_export.API_ATTRS_V1, '_v1'):
+            attributes['estimator'] = tf_export._Attributes(
+                f'_estimator_api_names{suffix}', f'_estimator_api_constants{suffix}'
+            )
+
+
+class _RemovedModule(types.ModuleType):
+    """Any name can be imported from it, and none can be called."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith('__'):
+            raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError(
+                f'{self.__name__}.{name} was removed from TensorFlow 2.16. {self.__doc__}'
+            )
+
+        # A class, as isinstance() is asked about some of these names.
+        setattr(self, name, type(name, (), {'__new__': fail, '__module__': self.__name__}))
+        return vars(self)[name]
+
+
+def _init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
+    """Prepares a RunConfig that has distribution strategies, for one machine."""
+    experimental = config._experimental_distribute
+    for name in 'train_distribute', 'eval_distribute':
+        if strategy := getattr(experimental, name, None):
+            if getattr(config, f'_{name}'):
+                raise ValueError(f'Set {name} or experimental_distribute.{name}, not both.')
+            setattr(config, f'_{name}', strategy)
+    cluster = tf_config.get('cluster', {})
+    remote = getattr(experimental, 'remote_cluster', None)
+    if config._train_distribute and (remote or (cluster and 'master' not in cluster)):
+        sys.modules[_COORDINATOR].estimator_train()  # Says that it was removed.
+    config._distribute_coordinator_mode = None
+    config._init_distributed_setting_from_environment_var(tf_config)
+    config._maybe_overwrite_session_config_for_distributed_training()
+
+
+def _publish_estimator() -> None:
+    """Sets the attribute `estimator` of TensorFlow's namespaces, where it is missing."""
+    try:
+        importlib.import_module('tensorflow_estimator')
+    except ImportError as error:
+        remedy = legacy_keras_remedy(error) or 'pip install "tensorflow-estimator==2.15.0"'
+        raise ImportError(
+            f'TensorFlow {tf.__version__} has no tf.estimator of its own, and the package '
+            f'tensorflow-estimator cannot be imported ({error}). Remedy: {remedy}'
+        ) from error
+    for module, api in _namespaces():
+        if not hasattr(module, 'estimator'):
+            name = f'tensorflow_estimator.python.estimator.api._{api}.estimator'
+            module.estimator = importlib.import_module(name)
+            # For `from tensorflow.estimator import Estimator`.
+            sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)
+
+
+check_tensorflow(tf.__version__)
+estimator = load_estimator()
+"""The namespace `tf.compat.v1.estimator`."""

@@ -1,0 +1,100 @@
+"""A tower's own copies of the functions that its ops call.
+
+v2 loops and branches and `tf.function`s keep their ops in functions, which all of a graph's ops
+share. A function gets a copy for a tower where its body draws random numbers from a fixed seed
+(the towers would draw the same) or writes to a variable (which happens once, in tower 0).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import sharing
+
+
+def reseed(node: tf.NodeDef, tower: int) -> None:
+    """Gives a random op of a tower a seed of its own, the same in every run."""
+    if 'seed' in node.attr and 'seed2' in node.attr:
+        seed, seed2 = node.attr['seed'].i, node.attr['seed2'].i
+        if tower and (seed or seed2):
+            # Weyl's sequence of the golden ratio spreads neighbouring numbers far apart.
+            node.attr['seed2'].i = (seed2 + tower * 0x9E3779B1) % (2**31 - 1) or tower
+
+
+class Library:
+    """A graph's functions, by name."""
+
+    def __init__(self, graph: tf.Graph):
+        self._graph = graph
+        self._functions: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        """Returns the `FunctionDef` of that name, or None where the graph has no such function."""
+        if name not in self._functions:
+            library = self._graph.as_graph_def().library
+            self._functions.update((f.signature.name, f) for f in library.function)
+        return self._functions.get(name)
+
+
+class TowerFunctions:
+    """The functions of one tower, copied as they're needed.
+
+    Args:
+      tower: the tower's number.
+    """
+
+    def __init__(self, tower: int):
+        self._tower = tower
+        self._names: dict[str, str] = {}
+        self._new: list[Any] = []
+
+    def adapt(self, node: tf.NodeDef, library: Library) -> None:
+        """Makes a node call the tower's own functions, where those differ."""
+        for attr in node.attr.values():
+            for func in [attr.func] if attr.HasField('func') else attr.list.func:
+                func.name = self._own(func.name, library)
+
+    def take_new(self) -> list[Any]:
+        """Returns the `FunctionDef`s that were made since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def _own(self, name: str, library: Library) -> str:
+        if name not in self._names:
+            self._names[name] = name  # A function that calls itself, and the common case.
+            original = library.get(name)
+            if original is not None:
+                own = type(original)()
+                own.CopyFrom(original)
+                self._change(own, library)
+                if own != original:
+                    own.signature.name = f'{name}_tower_{self._tower}'
+                    self._names[name] = own.signature.name
+                    self._new.append(own)
+        return self._names[name]
+
+    def _change(self, function: Any, library: Library) -> None:
+        for node in function.node_def:
+            reseed(node, self._tower)
+            self.adapt(node, library)
+        outputs = {t.split(':')[0] for node in function.node_def for t in node.input if t[0] != '^'}
+        outputs |= {t.split(':')[0] for t in function.ret.values()}
+        writes = {
+            node.name
+            for node in function.node_def
+            if sharing.is_write_type(node.op) and node.name not in outputs
+        }
+        if not writes:
+            return
+        kept = [node for node in function.node_def if node.name not in writes]
+        for node in kept:
+            inputs = [t for t in node.input if t[0] != '^' or t[1:] not in writes]
+            del node.input[:]
+            node.input.extend(inputs)
+        del function.node_def[:]
+        function.node_def.extend(kept)
+        for key in [key for key, name in function.control_ret.items() if name in writes]:
+            del function.control_ret[key]
+            function.signature.control_output.remove(key)

@@ -1,0 +1,168 @@
+"""The hook that makes every optimizer's gradients those of all towers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private, sharing
+from estimator_mgpu.towers import Towers
+
+_lock = threading.Lock()
+_active: dict[tf.Graph, Towers] = {}
+_originals: dict[tuple[Any, str], Any] = {}
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def reducing(towers: Towers) -> Iterator[None]:
+    """Reduces all gradients with respect to variables that are computed in the towers' graph.
+
+    `tf.gradients`, `Optimizer.compute_gradients` and `minimize`, Keras' `get_gradients` and
+    `tf.GradientTape` all end in one of two functions of TensorFlow. While there's a graph with
+    towers, these are hooked; in other graphs, built by other threads say, they do as ever.
+    """
+    with _lock:
+        if not _active:
+            _install()
+        _active[towers.graph] = towers
+    try:
+        yield
+    finally:
+        with _lock:
+            del _active[towers.graph]
+            if not _active:
+                _uninstall()
+
+
+def current_towers() -> Towers | None:
+    """Returns the towers that the default graph is being built for, if any."""
+    return _active.get(private.outermost(tf.get_default_graph()))
+
+
+def _install() -> None:
+    for where, make in ((private.GRADIENTS, _hooked), (private.TAPE_GRADIENTS, _tape_hooked)):
+        module, name = where
+        _originals[where] = getattr(module, name)
+        setattr(module, name, make(_originals[where]))
+
+
+def _uninstall() -> None:
+    for (module, name), original in _originals.items():
+        setattr(module, name, original)
+    _originals.clear()
+
+
+def _hooked(original: Any) -> Any:
+    def gradients(
+        ys: Any,
+        xs: Any,
+        grad_ys: Any = None,
+        name: str = 'gradients',
+        colocate_gradients_with_ops: bool = False,
+        gate_gradients: bool = False,
+        aggregation_method: Any = None,
+        stop_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        src_graph: Any = None,
+    ) -> list:
+        options = (name, colocate_gradients_with_ops, gate_gradients, aggregation_method)
+
+        def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list:
+            stopped = [*(_as_list(stop_gradients) or []), *stop] or None
+            # What doesn't depend on the batch adds to the towers' gradients, or nothing.
+            unconnected = tf.UnconnectedGradients.NONE if stop else unconnected_gradients
+            return original(ys, xs, grad_ys, *options, stopped, unconnected, src_graph)
+
+        variables = _variables_to_reduce(xs)
+        if not variables:
+            return compute(ys, xs, grad_ys)
+        with _inside():
+            towers = current_towers()
+            reduced = towers.gradients(_tensors(ys), variables, _as_list(grad_ys), compute)
+            others = [x for x in _as_list(xs) if not _is_variable(x)]
+            unreduced = compute(ys, others, grad_ys) if others else []
+        reduced, unreduced = iter(reduced), iter(unreduced)
+        return [next(reduced if _is_variable(x) else unreduced) for x in _as_list(xs)]
+
+    return gradients
+
+
+def _tape_hooked(original: Any) -> Any:
+    def imperative_grad(
+        tape: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        sources_raw: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> list:
+        variables = _variables_to_reduce(sources)
+        if not variables:
+            return original(
+                tape, target, sources, output_gradients, sources_raw, unconnected_gradients
+            )
+        if len(variables) < len(sources):
+            raise ValueError(
+                'A GradientTape was asked for gradients with respect to variables and to other '
+                'tensors in one call, but only those of variables are reduced over the towers. '
+                'Ask for them in two calls, of a GradientTape(persistent=True).'
+            )
+
+        def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list:
+            if stop:  # What the reduction adds to the graph isn't on the tape.
+                return tf.gradients(ys, xs, grad_ys, stop_gradients=stop)
+            return original(tape, ys, xs, grad_ys, sources_raw, unconnected_gradients)
+
+        with _inside():
+            return current_towers().gradients(
+                _tensors(target), sources, _as_list(output_gradients), compute
+            )
+
+    return imperative_grad
+
+
+def _variables_to_reduce(xs: Any) -> list:
+    """Returns the variables among `xs` if their gradients are to be reduced, else nothing."""
+    if getattr(_thread, 'inside', False) or tf.executing_eagerly():
+        return []
+    towers = current_towers()
+    variables = [x for x in _as_list(xs) if _is_variable(x)]
+    if towers is None or not variables:
+        return []
+    if tf.get_default_graph() is not towers.graph:
+        raise ValueError(
+            'Gradients with respect to variables are computed inside a tf.function, tf.cond or '
+            'tf.while_loop, where they cannot be reduced over several devices. Compute them '
+            'outside, and only apply them inside; or train this model with replicate(devices=1).'
+        )
+    return variables
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    _thread.inside = True
+    try:
+        yield
+    finally:
+        _thread.inside = False
+
+
+def _is_variable(x: Any) -> bool:
+    if isinstance(x, tf.Tensor):
+        return sharing.is_handle(x) or sharing.is_plain_read(x.op)
+    return isinstance(x, tf.Variable) or hasattr(x, 'handle')
+
+
+def _as_list(values: Any) -> Any:
+    if values is None:
+        return None
+    return list(values) if isinstance(values, (list, tuple)) else [values]
+
+
+def _tensors(ys: Any) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(y) for y in tf.nest.flatten(ys, expand_composites=True)]

@@ -1,0 +1,338 @@
+"""How a loss comes about from the rows of a batch: as a mean, as a sum, or from several of these.
+
+Only the graph knows. Walking back from the loss, there is a *tail* of ops on values that no
+longer have rows (additions of L2 losses, quotients, square roots, ...), and at its end are the
+*leaves*, where rows are reduced: a `Sum` or a `Mean`. On several towers, a leaf's value for the
+whole batch is the towers' sum, or their mean weighted by rows; the tail, computed on these values,
+then gives what one device would get: for masked means, `sum / batch_size` and L2 losses alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private
+
+MEAN, SUM, AUTO = 'mean', 'sum', 'auto'
+# The constants of tf.losses.Reduction and tf.keras.losses.Reduction, meaning what they did for
+# tf.contrib.estimator.replicate_model_fn: a sum sums, all others average.
+_CONSTANTS = {
+    'auto': AUTO,
+    'mean': MEAN,
+    'sum': SUM,
+    'weighted_sum': SUM,
+    'weighted_mean': MEAN,
+    'weighted_sum_over_batch_size': MEAN,
+    'weighted_sum_by_nonzero_weights': MEAN,
+    'sum_over_batch_size': MEAN,
+}
+_ADVICE = "Say which it is by replicate(loss_reduction='mean') or replicate(loss_reduction='sum')."
+
+# Ops through which a sum over rows stays one.
+_LINEAR = frozenset(
+    ['Identity', 'Add', 'AddV2', 'AddN', 'Sub', 'Neg', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims']
+)
+# Ops whose output has rows just where an input has.
+_ELEMENTWISE = _LINEAR | frozenset(
+    ['Mul', 'RealDiv', 'Div', 'DivNoNan', 'MulNoNan', 'Pack', 'ConcatV2', 'Abs', 'Square', 'Sqrt']
+    + ['SquaredDifference', 'Exp', 'Log', 'Log1p', 'Pow', 'Maximum', 'Minimum', 'StopGradient']
+    + ['Select', 'SelectV2', 'CheckNumerics', 'Reciprocal', 'Rsqrt', 'Relu', 'Softplus']
+)
+_QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan'])
+
+
+class Leaf(NamedTuple):
+    """Where rows are reduced.
+
+    Attributes:
+      tensor: the reduced value, of one shard.
+      kind: 'mean' or 'sum'.
+    """
+
+    tensor: tf.Tensor
+    kind: str
+
+
+class Parts(NamedTuple):
+    """What a loss consists of.
+
+    Attributes:
+      leaves: where rows are reduced; none if the loss doesn't depend on the batch.
+      tail: the names of the ops between the leaves and the loss.
+      doubts: one sentence for each thing that the graph doesn't tell.
+    """
+
+    leaves: list[Leaf]
+    tail: set[str]
+    doubts: list[str]
+
+
+def check_reduction(reduction: str) -> str:
+    """Returns 'auto', 'mean' or 'sum' for what the user gave as `loss_reduction`.
+
+    >>> check_reduction(tf.losses.Reduction.SUM_OVER_BATCH_SIZE)
+    'mean'
+
+    Raises:
+      ValueError: if it's none of the legal values.
+    """
+    key = getattr(reduction, 'value', reduction)
+    if key not in _CONSTANTS:
+        raise ValueError(
+            f"loss_reduction={reduction!r} is not known. Legal are 'auto' (the default: found out "
+            "from the loss), 'mean' and 'sum', and the constants of tf.losses.Reduction but NONE, "
+            'which leaves a loss per row; reduce it first, say by tf.reduce_mean().'
+        )
+    return _CONSTANTS[key]
+
+
+def take_apart(
+    loss: tf.Tensor,
+    dependents: set[str],
+    reduction: str,
+    static_rows: int | None,
+    towers: int,
+) -> Parts:
+    """Finds the leaves of a loss.
+
+    Args:
+      loss: float tensor of tower 0. One with rows of its own counts as their sum, as in
+        `tf.gradients`.
+      dependents: the names of the ops that depend on the shard.
+      reduction: 'auto', 'mean' or 'sum'.
+      static_rows: the rows of every shard, where that is known.
+      towers: how many shards there are.
+
+    Returns:
+      `Parts`.
+    """
+    if loss.op.name not in dependents:
+        return Parts([], set(), [])
+    if reduction == MEAN:
+        return Parts([Leaf(loss, MEAN)], set(), [])
+    walk = _Walk(dependents, static_rows, towers)
+    walk.from_loss(loss, walk.through_linear if reduction == SUM else walk.through_any)
+    return Parts(walk.leaves, walk.tail, walk.doubts)
+
+
+class _Walk:
+    def __init__(self, dependents: set[str], static_rows: int | None, towers: int):
+        self._dependents = dependents
+        self._static_rows = static_rows
+        self._towers = towers
+        self._with_rows: dict[str, bool] = {}
+        self.leaves: list[Leaf] = []
+        self.tail: set[str] = set()
+        self.doubts: list[str] = []
+
+    def from_loss(
+        self, loss: tf.Tensor, through: Callable[[tf.Tensor], list[tf.Tensor] | str]
+    ) -> None:
+        """Walks back, `through` saying of each tensor what to go on with, or which leaf it is."""
+        waiting = [loss]
+        seen = set()
+        while waiting:
+            tensor = waiting.pop()
+            if tensor.name in seen:
+                continue
+            seen.add(tensor.name)
+            found = through(tensor)
+            if isinstance(found, str):
+                self.leaves.append(Leaf(tensor, found))
+            else:
+                self.tail.add(tensor.op.name)
+                waiting += found
+
+    def through_linear(self, tensor: tf.Tensor) -> list[tf.Tensor] | str:
+        """For a loss that is known to be a sum: only what leaves it one is its tail."""
+        op = tensor.op
+        inputs = self._dependent_inputs(op)
+        scaled = op.type in ('Mul', *_QUOTIENTS) and len(inputs) == 1
+        scaled = scaled and (op.type == 'Mul' or inputs[0] is op.inputs[0])
+        summed = op.type == 'Sum' and op.inputs[0].op.type == 'Pack'
+        if not (op.type in _LINEAR or scaled or summed) or any(map(self._has_rows, inputs)):
+            return SUM
+        return inputs
+
+    def through_any(self, tensor: tf.Tensor) -> list[tf.Tensor] | str:
+        """For a loss of which nothing is known."""
+        op = tensor.op
+        if self._has_rows(tensor):
+            return SUM  # tf.gradients takes a loss with rows for their sum.
+        inputs = self._dependent_inputs(op)
+        if op.type in ('Sum', 'Mean', 'L2Loss') and self._has_rows(op.inputs[0]):
+            return self._reduction(op)
+        if op.type == 'Size' and self._has_rows(op.inputs[0]):
+            return SUM
+        if inputs and inputs[0].op.type == 'Shape':
+            return self._dimension(op, inputs[0].op.inputs[0])
+        if op.type in ('Mul', *_QUOTIENTS) and self._divides_by_shard_rows(op):
+            return MEAN
+        if not inputs or op.op_def.is_stateful or any(map(self._has_rows, inputs)):
+            self._doubt(
+                tensor,
+                f'it goes back to the op {op.name!r} of type {op.type}, which is neither a sum '
+                'nor a mean over rows. It is taken for a mean',
+            )
+            return MEAN
+        return inputs
+
+    def _reduction(self, op: tf.Operation) -> str:
+        kind = MEAN if op.type == 'Mean' else SUM
+        inner = self._inner_kinds(op.inputs[0])
+        if inner - {kind}:
+            self._doubt(
+                op.outputs[0],
+                f'both the {op.type} {op.name!r} and one before it, of another kind, may be what '
+                f'reduces the rows. It is taken for a {kind}',
+            )
+        if kind == SUM and self._normalised(op.inputs[0]):
+            self._doubt(
+                op.outputs[0],
+                'it is a sum of rows that were divided by a value of their shard, so a mean, of '
+                'which the weight is unknown. Its towers are weighted by their rows',
+            )
+            return MEAN
+        return kind
+
+    def _dimension(self, op: tf.Operation, of: tf.Tensor) -> str:
+        """For a scalar picked from a shape: the rows of towers add up, other sizes are equal."""
+        if not self._has_rows(of):
+            return MEAN
+        if op.type == 'Prod' or of.shape.rank is None or len(op.inputs) < 2:
+            return SUM
+        begin = private.constant_value(op.inputs[1])
+        axis = int(begin.flat[0]) if begin is not None and begin.size else 0
+        return SUM if axis % of.shape.rank == self._row_axis(of) else MEAN
+
+    def _divides_by_shard_rows(self, op: tf.Operation) -> bool:
+        """Whether a constant divisor is the static size of one shard, so the quotient a mean."""
+        if self._static_rows is None:
+            return False
+        numerator, divisor = self._constant_divisor(op)
+        if divisor is None:
+            return False
+        sizes = [sum_op.inputs[0].shape.num_elements() for sum_op in self._sums(numerator)]
+        of_shard = {self._static_rows, *sizes}
+        of_batch = {size * self._towers for size in of_shard if size}
+        if op.type == 'DivNoNan':  # tf.losses' and Keras' means, by what they counted themselves
+            return divisor in of_shard or divisor not in of_batch
+        if divisor in of_shard and divisor not in of_batch:
+            return True
+        multiple = self._static_rows > 1 and divisor % self._static_rows == 0
+        if divisor in of_shard or (multiple and divisor not in of_batch):
+            self._doubt(
+                op.outputs[0],
+                f'it is a sum divided by {divisor:g}, which may be the size of a shard or of the '
+                'batch. It is taken for a sum',
+            )
+        return False
+
+    def _constant_divisor(self, op: tf.Operation) -> tuple[tf.Tensor, float | None]:
+        """Returns what an op divides, and by which constant, if by one."""
+        left, right = op.inputs
+        if op.type == 'Mul' and left.op.name not in self._dependents:
+            left, right = right, left
+        if right.op.name in self._dependents:
+            return left, None
+        value = private.constant_value(right)
+        if value is None or value.size != 1 or not value.flat[0]:
+            return left, None
+        value = float(value.flat[0])
+        if op.type != 'Mul':
+            return left, value
+        # A factor of 1 is no quotient; that of a float32 is not quite that of a float64.
+        return left, None if value == 1 else float(np.round(1 / value, 4))
+
+    def _sums(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """Lists the sums over rows that a tensor without rows comes from."""
+        found, waiting, seen = [], [tensor.op], set()
+        while waiting:
+            op = waiting.pop()
+            if op.name in seen:
+                continue
+            seen.add(op.name)
+            if op.type == 'Sum' and self._has_rows(op.inputs[0]):
+                found.append(op)
+            elif op.type in _ELEMENTWISE:
+                waiting += [t.op for t in self._dependent_inputs(op)]
+        return found
+
+    def _inner_kinds(self, tensor: tf.Tensor) -> set[str]:
+        """Which kinds of reductions along dimension 0 there are among elementwise ops."""
+        found, waiting, seen = set(), [tensor.op], set()
+        while waiting:
+            op = waiting.pop()
+            if op.name in seen:
+                continue
+            seen.add(op.name)
+            if op.type in ('Sum', 'Mean'):
+                if op.outputs[0].shape.rank and 0 in self._axes(op):
+                    found.add(MEAN if op.type == 'Mean' else SUM)
+                waiting.append(op.inputs[0].op)
+            elif op.type in _ELEMENTWISE:
+                waiting += [t.op for t in self._dependent_inputs(op)]
+        return found
+
+    def _normalised(self, tensor: tf.Tensor) -> bool:
+        """Whether rows were divided by something that was reduced over the rows of the shard."""
+        waiting = [tensor]
+        while waiting:
+            op = waiting.pop().op
+            if op.type in _QUOTIENTS:
+                divisor = op.inputs[1]
+                if divisor.op.name in self._dependents and not self._has_rows(divisor):
+                    return True
+                waiting.append(op.inputs[0])
+            elif op.type in ('Mul', 'Identity', 'Cast', 'Reshape', 'ExpandDims', 'Squeeze', 'Neg'):
+                waiting += self._dependent_inputs(op)
+        return False
+
+    def _has_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor still has an entry, or several, for each row."""
+        if tensor.name not in self._with_rows:
+            self._with_rows[tensor.name] = self._find_rows(tensor)
+        return self._with_rows[tensor.name]
+
+    def _find_rows(self, tensor: tf.Tensor) -> bool:
+        if tensor.op.name not in self._dependents or tensor.shape.num_elements() == 1:
+            return False
+        if tensor.shape.rank is not None and self._row_axis(tensor) is None:
+            return False
+        op = tensor.op
+        if op.type in _ELEMENTWISE:
+            return any(map(self._has_rows, self._dependent_inputs(op)))
+        if op.type in ('Sum', 'Mean') and op.inputs[0].shape.rank is not None:
+            return self._row_axis(op.inputs[0]) not in self._axes(op)
+        return op.type != 'Shape'
+
+    def _row_axis(self, tensor: tf.Tensor) -> int | None:
+        """Which dimension may hold the rows, to go by its size; the first if several may."""
+        for axis, size in enumerate(tensor.shape.as_list()):
+            if size is None or (self._static_rows is not None and self._may_hold_rows(size)):
+                return axis
+        return None
+
+    def _may_hold_rows(self, size: int) -> bool:
+        rows = self._static_rows
+        return size == rows or (rows > 1 and size % rows == 0)
+
+    def _axes(self, op: tf.Operation) -> set[int]:
+        """Which dimensions a `Sum` or `Mean` reduces."""
+        rank = op.inputs[0].shape.rank
+        value = private.constant_value(op.inputs[1])
+        if rank is None or value is None:
+            return {0}
+        return {int(axis) % rank for axis in value.flat} if rank else set()
+
+    def _dependent_inputs(self, op: tf.Operation) -> list[tf.Tensor]:
+        return [t for t in op.inputs if t.op.name in self._dependents]
+
+    def _doubt(self, tensor: tf.Tensor, why: str) -> None:
+        self.doubts.append(
+            f'Whether {tensor.name!r} is a mean or a sum over rows cannot be told: {why}. {_ADVICE}'
+        )

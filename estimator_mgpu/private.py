@@ -1,0 +1,77 @@
+"""Every private name of TensorFlow that this package leans on.
+
+They are looked up when the package is imported, so a TensorFlow that has dropped one says so at
+once, by name, rather than in the middle of a training script.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+
+def _module(name: str, *attributes: str) -> Any:
+    try:
+        module = importlib.import_module(name)
+        for attribute in attributes:
+            getattr(module, attribute)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f'TensorFlow {tf.__version__} has no {name}.{"/".join(attributes)}, which '
+            'estimator_mgpu needs. Install a TensorFlow that it was tested with (2.15 to 2.21).'
+        ) from error
+    return module
+
+
+# What tf.gradients, Optimizer.compute_gradients and Keras' get_gradients all end in.
+GRADIENTS = (_module('tensorflow.python.ops.gradients_util', '_GradientsHelper'), '_GradientsHelper')
+# What tf.GradientTape.gradient ends in.
+TAPE_GRADIENTS = (
+    _module('tensorflow.python.eager.imperative_grad', 'imperative_grad'),
+    'imperative_grad',
+)
+
+_tensor_util = _module('tensorflow.python.framework.tensor_util', 'try_evaluate_constant')
+_op_def_registry = _module('tensorflow.python.framework.op_def_registry', 'get')
+_ops = _module('tensorflow.python.framework.ops', 'Operation')
+for _method in ('_add_control_inputs', '_get_control_flow_context', '_update_input'):
+    if not hasattr(_ops.Operation, _method):
+        raise ImportError(
+            f'TensorFlow {tf.__version__} has no Operation.{_method}, which estimator_mgpu needs. '
+            'Install a TensorFlow that it was tested with (2.15 to 2.21).'
+        )
+
+
+def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """Returns the tensor's value if the graph alone determines it, else None."""
+    return _tensor_util.try_evaluate_constant(tensor)
+
+
+def op_def(op_type: str) -> Any:
+    """Returns the `OpDef` of an op type, or None where there is none (a function's name)."""
+    return _op_def_registry.get(op_type)
+
+
+def add_control_inputs(op: tf.Operation, inputs: list[tf.Operation]) -> None:
+    """Makes an op that exists already wait for others."""
+    op._add_control_inputs(inputs)
+
+
+def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Gives an op that exists already another input."""
+    op._update_input(index, tensor)
+
+
+def in_control_flow(op: tf.Operation) -> bool:
+    """Whether an op is inside a v1 `while_loop` or `cond`."""
+    return op._get_control_flow_context() is not None
+
+
+def outermost(graph: tf.Graph) -> tf.Graph:
+    """Returns the graph that a function's graph is being traced for, or the graph itself."""
+    while hasattr(graph, 'outer_graph'):
+        graph = graph.outer_graph
+    return graph

@@ -1,0 +1,193 @@
+"""`replicate()`: one model_fn on several devices."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import compat, devices as devices_lib, gradients, losses, sharding, specs
+from estimator_mgpu.copying import absolute_scope
+from estimator_mgpu.towers import Towers
+
+LossWeight = Callable[[Any, Any], Any]
+
+
+def replicate(
+    model_fn: Callable[..., Any] | None = None,
+    *,
+    devices: devices_lib.Devices = None,
+    loss_reduction: str = losses.AUTO,
+    loss_weight: LossWeight | None = None,
+    broadcast: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """Makes a model_fn train on several devices, with the numbers of one.
+
+    The model_fn is called once, with the first of as many shards of the batch as there are
+    devices; what it built is copied to the other devices, and the gradients are summed.
+
+    >>> @replicate(devices=2)
+    ... def model_fn(features, labels, mode):
+    ...     w = tf.get_variable('w', [3, 1])
+    ...     loss = tf.losses.mean_squared_error(labels, tf.matmul(features, w))
+    ...     train_op = tf.train.AdamOptimizer().minimize(loss, tf.train.get_global_step())
+    ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    Args:
+      model_fn: as for `tf.estimator.Estimator`. Its features and labels are nests of tensors with
+        one row an example along dimension 0.
+      devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
+        (logical CPU devices where there is none); or device strings, one a tower.
+      loss_reduction: whether a loss is a 'mean' or a 'sum' over the rows of a batch, or one of
+        `tf.losses.Reduction`'s constants. 'auto' finds out from the loss.
+      loss_weight: a function (features, labels) -> scalar that says how many units the mean loss
+        of these rows averages over, say their mask's sum. By default it's the number of rows.
+      broadcast: names of features that go whole to every tower. Scalars do so by themselves.
+
+    Returns:
+      The replicated model_fn; without `model_fn`, a decorator.
+
+    Raises:
+      TypeError: if the model_fn isn't callable or `devices` is of a wrong type.
+      ValueError: if `devices` or `loss_reduction` is none of the legal ones.
+    """
+    options = {
+        'devices': devices,
+        'loss_reduction': loss_reduction,
+        'loss_weight': loss_weight,
+        'broadcast': broadcast,
+    }
+    if model_fn is None:
+        return functools.partial(replicate, **options)
+    if not callable(model_fn):
+        raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
+    if hasattr(model_fn, 'replicate_options'):
+        raise ValueError('This model_fn is replicated already. Apply replicate() once.')
+    if isinstance(broadcast, str):
+        raise TypeError(f'broadcast={broadcast!r} is a str. Give a list of names: [{broadcast!r}].')
+    reduction = losses.check_reduction(loss_reduction)
+    if loss_weight is not None and reduction == losses.SUM:
+        raise ValueError(
+            "loss_weight says what a mean averages over, but loss_reduction is 'sum'. Leave one "
+            'of them out.'
+        )
+    if loss_weight is not None:
+        reduction = losses.MEAN
+    signature = inspect.signature(model_fn)
+
+    @functools.wraps(model_fn, updated=())
+    def replicated(*args: Any, **kwargs: Any) -> Any:
+        arguments = replicated.__signature__.bind(*args, **kwargs).arguments
+        mode, config = arguments.get('mode'), arguments.get('config')
+        _check_not_distributed(config)
+        towers = devices_lib.resolve(devices)
+        devices_lib.warn_of_missing(towers, config)
+        batch = arguments['features'], arguments.get('labels')
+        own = {name: value for name, value in arguments.items() if name in signature.parameters}
+
+        def build(features: Any, labels: Any) -> Any:
+            own['features'] = features
+            if 'labels' in own:
+                own['labels'] = labels
+            bound = inspect.BoundArguments(signature, own)
+            return specs.check(model_fn(*bound.args, **bound.kwargs))
+
+        if mode != tf.estimator.ModeKeys.TRAIN or len(towers) == 1:
+            with _one_device(towers[0]):
+                return build(*batch)
+        return _train(build, batch, towers, reduction, loss_weight, broadcast)
+
+    replicated.__signature__ = _with_parameters(signature, 'mode', 'config')
+    replicated.replicate_options = options
+    return replicated
+
+
+def current_tower() -> tuple[tf.Tensor, int]:
+    """Returns which tower a model_fn is building, and how many there are.
+
+    >>> index, count = current_tower()  # outside of a replicated model_fn: 0 of 1
+    >>> count
+    1
+
+    Returns:
+      `(index, count)`: an int32 scalar tensor, which is another number in each tower, from 0; and
+      the number of towers.
+    """
+    towers = gradients.current_towers()
+    return (tf.constant(0), 1) if towers is None else (towers.index, len(towers.devices))
+
+
+def _train(
+    build: Callable[[Any, Any], Any],
+    batch: tuple[Any, Any],
+    devices: Sequence[str],
+    reduction: str,
+    loss_weight: LossWeight | None,
+    broadcast: Sequence[str],
+) -> Any:
+    graph = tf.get_default_graph()
+    with absolute_scope(graph, 'replicate'), tf.device('/device:CPU:0'):
+        shards = sharding.split(*batch, len(devices), broadcast)
+        weights = sharding.weights(shards, loss_weight)
+    towers = Towers(
+        graph,
+        devices,
+        weights,
+        guarded=loss_weight is not None,
+        reduction=reduction,
+        static_rows=shards.static_rows,
+    )
+    towers.give(list(zip(shards.features, shards.labels)))
+    with gradients.reducing(towers), _one_device(devices[0]):
+        spec = build(shards.features[0], shards.labels[0])
+        return specs.merge_train(spec, towers)
+
+
+@contextlib.contextmanager
+def _one_device(device: str) -> Iterator[None]:
+    """The scope that a model_fn is called in."""
+    scope = tf.get_variable_scope()
+    # A device string, unlike a function, stays out of the bodies of loops and branches.
+    with tf.variable_scope(scope, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False):
+        with tf.device(device):
+            try:
+                yield
+            except Exception as error:
+                remedy = compat.legacy_keras_remedy(error)
+                if remedy is None:
+                    raise
+                raise RuntimeError(remedy) from error
+
+
+def _with_parameters(signature: inspect.Signature, *names: str) -> inspect.Signature:
+    """Adds parameters, for Estimator passes a model_fn just what it asks for."""
+    parameters = list(signature.parameters.values())
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+    end = next(
+        (
+            i
+            for i, p in enumerate(parameters)
+            if p.kind in variadic or p.kind == inspect.Parameter.VAR_KEYWORD
+        ),
+        len(parameters),
+    )
+    added = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in names
+        if name not in signature.parameters
+    ]
+    return signature.replace(parameters=parameters[:end] + added + parameters[end:])
+
+
+def _check_not_distributed(config: Any) -> None:
+    strategy = getattr(config, 'train_distribute', None)
+    if strategy is not None or tf.distribute.has_strategy():
+        strategy = strategy or tf.distribute.get_strategy()
+        raise ValueError(
+            f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
+            'model_fn on several devices itself. Leave out train_distribute, or replicate().'
+        )

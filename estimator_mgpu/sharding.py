@@ -1,0 +1,305 @@
+"""Splitting a nest of tensors by rows, and joining rows again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+_SPLITTABLE = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
+
+
+class Shards(NamedTuple):
+    """A batch, divided over the towers.
+
+    Attributes:
+      features: one nest of features a tower, its rows in the batch's order.
+      labels: the same for labels.
+      rows: one int64 scalar a tower: how many rows of the batch it holds. It is 0 where the batch
+        has fewer rows than there are towers; such a tower's nest holds the batch's first row, so
+        that it has something to compute on, and nothing it computes may count.
+      total: int64 scalar, the rows of the whole batch.
+      static_rows: the rows of each shard where they're known and equal, else None.
+    """
+
+    features: list[Any]
+    labels: list[Any]
+    rows: list[tf.Tensor]
+    total: tf.Tensor
+    static_rows: int | None
+
+
+def split(features: Any, labels: Any, towers: int, broadcast: Sequence[str] = ()) -> Shards:
+    """Splits features and labels by rows into one shard a tower.
+
+    The shards' sizes differ by at most one, the larger ones first: 5 rows over 3 towers are rows
+    0-1, 2-3 and 4.
+
+    Args:
+      features: any nest of dense tensors, `SparseTensor`s and `RaggedTensor`s, with rows along
+        dimension 0. Scalars, and what isn't a tensor (None, str, numbers), go whole to every tower.
+      labels: the same, or None.
+      towers: how many shards to make.
+      broadcast: names of features (their key, or keys joined by `/`) that go whole to every tower.
+
+    Returns:
+      `Shards`.
+
+    Raises:
+      TypeError: if something in the nest can't be split.
+      ValueError: if rows differ in number, a rank is unknown, a name in `broadcast` isn't there
+        or nothing in the batch has rows.
+    """
+    batch = {'features': features, 'labels': labels}
+    leaves = dict(_with_paths(batch))
+    whole = _broadcast_paths(leaves, broadcast)
+    sharded = {}
+    for path, leaf in leaves.items():
+        leaf = None if path in whole else _as_tensor(path, leaf)
+        if leaf is None:
+            continue
+        if leaf.shape.rank is None:
+            raise ValueError(
+                f'{_name(path)} has an unknown rank, so it cannot be told whether it has rows. '
+                f'Give it a shape in the input_fn, say tensor.set_shape([None, 3]), or name it '
+                f'in replicate(broadcast=[...]) if it goes whole to every tower.'
+            )
+        if leaf.shape.rank > 0:
+            sharded[path] = leaf
+    if not sharded:
+        raise ValueError(
+            'There is nothing to divide over the towers: no feature and no label has rows along '
+            f'dimension 0. Given: {", ".join(_describe(p, x) for p, x in leaves.items())}. Let the '
+            'input_fn give batches, say by dataset.batch().'
+        )
+    static = _static_rows(sharded)
+    bounds = _Bounds(sharded, static, towers)
+    parts = {path: bounds.slices(leaf) for path, leaf in sharded.items()}
+    nests = [
+        _pack(batch, [parts[p][i] if p in parts else x for p, x in leaves.items()])
+        for i in range(towers)
+    ]
+    return Shards(
+        [nest['features'] for nest in nests],
+        [nest['labels'] for nest in nests],
+        bounds.rows,
+        bounds.total,
+        bounds.static_rows,
+    )
+
+
+def weights(
+    shards: Shards, units: Callable[[Any, Any], Any] | None = None
+) -> dict[str, list[tf.Tensor]]:
+    """Returns what each shard counts in a mean, and in a sum, over the whole batch.
+
+    A mean over the batch is the sum of the shards' means, each times its share of the units that
+    are averaged over (Chan, Golub and LeVeque, 1979, equation 1.2 for the mean).
+
+    Args:
+      shards: the batch.
+      units: a function (features, labels) -> scalar that says over how many units the mean of a
+        shard is; by default its rows.
+
+    Returns:
+      For 'mean' and 'sum', one float64 scalar a tower: shares that add up to 1; and 1, or 0 for
+      a shard without rows.
+    """
+    counts = [tf.cast(rows > 0, tf.float64) for rows in shards.rows]
+    sizes = [tf.cast(rows, tf.float64) for rows in shards.rows]
+    if units is not None:
+        given = [units(f, x) for f, x in zip(shards.features, shards.labels)]
+        sizes = [tf.cast(_scalar(size), tf.float64) * c for size, c in zip(given, counts)]
+    total = tf.add_n(sizes)
+    return {'mean': [tf.div_no_nan(size, total) for size in sizes], 'sum': counts}
+
+
+def _scalar(units: Any) -> tf.Tensor:
+    units = tf.convert_to_tensor(units)
+    if units.shape.rank != 0:
+        raise ValueError(
+            f'loss_weight returned a tensor of shape {units.shape}. It has to return a scalar: how '
+            'many units the mean loss of these rows averages over, say tf.reduce_sum(mask).'
+        )
+    return units
+
+
+def join(parts: Sequence[Any], rows: Sequence[tf.Tensor]) -> Any:
+    """Joins the towers' rows in input order: the inverse of `split` for one tensor.
+
+    Args:
+      parts: one dense, sparse or ragged tensor a tower.
+      rows: one scalar a tower, as `Shards.rows`; a tower with 0 rows adds nothing.
+
+    Returns:
+      One tensor of the same kind with all rows.
+    """
+    parts = [_keep(part, count) for part, count in zip(parts, rows)]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, parts, expand_nonconcat_dims=True)
+    return tf.concat(parts, 0)
+
+
+class _Bounds:
+    """Where each shard begins and ends; Python numbers where they're static and even."""
+
+    def __init__(self, sharded: dict[tuple, Any], static: int | None, towers: int):
+        self.static_rows = None
+        if static is not None and static and static % towers == 0:
+            size = self.static_rows = static // towers
+            self._slices = [(i * size, size) for i in range(towers)]
+            self.rows = [tf.constant(size, tf.int64) for _ in range(towers)]
+            self.total = tf.constant(static, tf.int64)
+            return
+        self.total = _checked_rows(sharded)
+        share, rest = self.total // towers, self.total % towers
+        self._slices, self.rows = [], []
+        for i in range(towers):
+            rows = share + tf.cast(i < rest, tf.int64)
+            start = i * share + tf.minimum(tf.constant(i, tf.int64), rest)
+            # A tower without rows computes on the batch's first row, for nothing.
+            start = tf.where(rows > 0, start, tf.zeros_like(start))
+            self._slices.append((start, tf.maximum(rows, 1)))
+            self.rows.append(rows)
+
+    def slices(self, leaf: Any) -> list[Any]:
+        if self.static_rows is None:
+            leaf = _without_static_rows(leaf)
+        return [_slice(leaf, start, size) for start, size in self._slices]
+
+
+def _slice(leaf: Any, start: Any, size: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        shape = leaf.dense_shape
+        rest = leaf.shape[1:]
+        first = tf.concat([tf.reshape(tf.cast(start, tf.int64), [1]), tf.zeros_like(shape[1:])], 0)
+        extent = tf.concat([tf.reshape(tf.cast(size, tf.int64), [1]), shape[1:]], 0)
+        part = tf.sparse.slice(leaf, first, extent)
+        part.set_shape(tf.TensorShape([size if isinstance(size, int) else None]).concatenate(rest))
+        return part
+    part = leaf[start : start + size]
+    if isinstance(leaf, tf.RaggedTensor):
+        # Without what the slicing remembers of the whole batch, as copies replace the parts only.
+        parts = tf.nest.flatten(part, expand_composites=True)
+        parts = [tf.identity(t) for t in parts]
+        part = tf.nest.pack_sequence_as(part, parts, expand_composites=True)
+    return part
+
+
+def _keep(part: Any, count: tf.Tensor) -> Any:
+    """Drops the rows of a tower that has none of the batch's."""
+    if isinstance(part, tf.SparseTensor):
+        size = tf.where(count > 0, part.dense_shape[0], tf.zeros([], tf.int64))
+        return _slice(part, 0, size)
+    have = part.nrows() if isinstance(part, tf.RaggedTensor) else tf.shape(part, tf.int64)[0]
+    return part[: tf.where(count > 0, tf.cast(have, tf.int64), tf.zeros([], tf.int64))]
+
+
+def _without_static_rows(leaf: Any) -> Any:
+    """Hides a static row count, which would differ between the towers."""
+    if isinstance(leaf, tf.Tensor) and _known_rows(leaf) is not None:
+        return tf.placeholder_with_default(leaf, [None, *leaf.shape.as_list()[1:]])
+    return leaf
+
+
+def _rows_of(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(tf.int64)
+    return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def _known_rows(leaf: Any) -> int | None:
+    return leaf.shape.as_list()[0]
+
+
+def _checked_rows(sharded: dict[tuple, Any]) -> tf.Tensor:
+    """Returns the batch's rows, asserted to be the same in every tensor when the step runs."""
+    counts = {path: _rows_of(leaf) for path, leaf in sharded.items()}
+    total = next(iter(counts.values()))
+    if len(counts) == 1 or all(_known_rows(leaf) is not None for leaf in sharded.values()):
+        return total
+    message = (
+        'features and labels must have the same number of rows along dimension 0; the rows of '
+        f'{", ".join(_name(path) for path in counts)} are'
+    )
+    rows = tf.stack(list(counts.values()))
+    check = tf.Assert(tf.reduce_all(tf.equal(rows, total)), [message, rows], summarize=100)
+    with tf.control_dependencies([check]):
+        return tf.identity(total)
+
+
+def _static_rows(sharded: dict[tuple, Any]) -> int | None:
+    known = {path: _known_rows(leaf) for path, leaf in sharded.items()}
+    known = {path: rows for path, rows in known.items() if rows is not None}
+    if len(set(known.values())) > 1:
+        sizes = ', '.join(f'{_name(path)} has {rows}' for path, rows in known.items())
+        raise ValueError(
+            f'The rows along dimension 0 differ in number: {sizes}. Every feature and label needs '
+            "one row an example. What isn't per example (a vocabulary, say) is either a scalar or "
+            'named in replicate(broadcast=[...]), to go whole to every tower.'
+        )
+    return next(iter(known.values())) if len(known) == len(sharded) else None
+
+
+def _as_tensor(path: tuple, leaf: Any) -> Any:
+    """Returns what is to be split, or None for what goes whole to every tower."""
+    if isinstance(leaf, _SPLITTABLE):
+        return leaf
+    if leaf is None or isinstance(leaf, (str, bytes, bool, int, float, tf.DType)):
+        return None
+    if hasattr(leaf, '__array__'):  # NumPy arrays and scalars
+        return tf.convert_to_tensor(leaf, name='_'.join(map(str, path)))
+    raise TypeError(
+        f'{_name(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Legal '
+        'are dense, sparse and ragged tensors, in any nest of dicts, tuples and lists. Let the '
+        'input_fn give one of these, or name it in replicate(broadcast=[...]).'
+    )
+
+
+def _broadcast_paths(leaves: dict[tuple, Any], broadcast: Sequence[str]) -> set[tuple]:
+    found = set()
+    names = {}
+    for path in leaves:
+        if path[0] == 'features':
+            keys = [str(key) for key in path[1:]]
+            for end in range(1, len(keys) + 1):
+                names.setdefault('/'.join(keys[:end]), set()).add(path)
+            names.setdefault(keys[-1] if keys else '', set()).add(path)
+    for name in broadcast:
+        if name not in names:
+            raise ValueError(
+                f'broadcast names {name!r}, but there is no such feature. '
+                f'The features are: {", ".join(sorted(filter(None, names))) or "one tensor"}.'
+            )
+        found |= names[name]
+    return found
+
+
+def _with_paths(nest: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
+    """Lists a nest's leaves in `tf.nest` order, each with the keys that lead to it."""
+    if isinstance(nest, Mapping):
+        items = sorted(nest.items())
+    elif isinstance(nest, tuple) and hasattr(nest, '_fields'):
+        items = list(zip(nest._fields, nest))
+    elif isinstance(nest, (list, tuple)):
+        items = list(enumerate(nest))
+    else:
+        return [(path, nest)]
+    return [leaf for key, value in items for leaf in _with_paths(value, (*path, key))]
+
+
+def _pack(nest: Any, leaves: list[Any]) -> Any:
+    return tf.nest.pack_sequence_as(nest, leaves)
+
+
+def _name(path: tuple) -> str:
+    kind, *keys = path
+    kind = {'features': 'feature', 'labels': 'label'}[kind] if keys else kind
+    return f'{kind} {"/".join(map(str, keys))!r}' if keys else kind
+
+
+def _describe(path: tuple, leaf: Any) -> str:
+    return f'{_name(path)} ({getattr(leaf, "shape", type(leaf).__name__)})'

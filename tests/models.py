@@ -1,0 +1,62 @@
+"""Model functions as people write them, each with batches to train it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+ROWS = 12
+
+
+def floats(rows: int, *shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.RandomState(seed + rows).randn(rows, *shape).astype(np.float32)
+
+
+def batches(rows: int = ROWS, steps: int = 10, dtype: Any = np.float32) -> list:
+    """Three features and one label a row."""
+    return [
+        (floats(rows, 3, seed=i).astype(dtype), floats(rows, 1, seed=100 + i).astype(dtype))
+        for i in range(steps)
+    ]
+
+
+def spec_of(mode: str, loss: tf.Tensor, *train_ops: Any) -> Any:
+    train_op = train_ops[0] if len(train_ops) == 1 else tf.group(*train_ops)
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+def step() -> Any:
+    return tf.train.get_global_step()
+
+
+def predict(features: tf.Tensor) -> tf.Tensor:
+    """A small network whose variables come from get_variable."""
+    dtype = features.dtype
+    with tf.variable_scope('net'):
+        w = tf.get_variable('w', [3, 4], dtype)
+        b = tf.get_variable('b', [4], dtype)
+        v = tf.get_variable('v', [4, 1], dtype)
+        return tf.matmul(tf.nn.tanh(tf.matmul(features, w) + b), v)
+
+
+def regression(train: Callable[[tf.Tensor], Any]) -> Callable[..., Any]:
+    """Returns a model_fn of mean squared error that `train(loss)` gives the train_op of."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.losses.mean_squared_error(labels, predict(features))
+        return spec_of(mode, loss, train(loss))
+
+    return model_fn
+
+
+def with_loss(loss_of: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+    """Returns a model_fn of any loss (labels, predictions), trained by momentum."""
+
+    def model_fn(features, labels, mode):
+        loss = loss_of(labels, predict(features))
+        return spec_of(mode, loss, tf.train.MomentumOptimizer(0.05, 0.9).minimize(loss, step()))
+
+    return model_fn
