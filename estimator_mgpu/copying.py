@@ -172,7 +172,7 @@ class Copies:
         graph_def = tf.GraphDef()
         graph_def.versions.CopyFrom(self._graph.graph_def_versions)
         input_map: dict[str, tf.Tensor] = {}
-        for (name, op), original in zip(needed.items(), nodes):
+        for op, original in zip(needed.values(), nodes):
             node = graph_def.node.add()
             node.CopyFrom(original)
             del node.input[:]
@@ -241,7 +241,7 @@ class Copies:
             if names:
                 node.attr['_class'].list.s.extend(names)
         if 'frame_name' in node.attr:
-            node.attr['frame_name'].s = f'{tower.scope}/{op.get_attr("frame_name").decode()}'.encode()
+            node.attr['frame_name'].s = tower.scope.encode() + b'/' + node.attr['frame_name'].s
         reseed(node, tower.index)
         tower.functions.adapt(node, self._library)
 

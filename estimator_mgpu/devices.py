@@ -94,9 +94,7 @@ def _count(gpus: int) -> str:
     )
 
 
-def session_config(
-    devices: Devices = None, base: tf.ConfigProto | None = None
-) -> tf.ConfigProto:
+def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) -> tf.ConfigProto:
     """Returns a `ConfigProto` whose session has `devices`.
 
     A session has one CPU device unless told otherwise, and with soft placement, Estimator's

@@ -78,16 +78,16 @@ def _hooked(original: Any) -> Any:
             unconnected = tf.UnconnectedGradients.NONE if stop else unconnected_gradients
             return original(ys, xs, grad_ys, *options, stopped, unconnected, src_graph)
 
-        variables = _variables_to_reduce(xs)
-        if not variables:
+        towers = _towers_for(xs)
+        if towers is None:
             return compute(ys, xs, grad_ys)
+        xs = _as_list(xs)
+        variables = [x for x in xs if _is_variable(x)]
+        others = [x for x in xs if not _is_variable(x)]
         with _inside():
-            towers = current_towers()
-            reduced = towers.gradients(_tensors(ys), variables, _as_list(grad_ys), compute)
-            others = [x for x in _as_list(xs) if not _is_variable(x)]
-            unreduced = compute(ys, others, grad_ys) if others else []
-        reduced, unreduced = iter(reduced), iter(unreduced)
-        return [next(reduced if _is_variable(x) else unreduced) for x in _as_list(xs)]
+            reduced = iter(towers.gradients(_tensors(ys), variables, _as_list(grad_ys), compute))
+            left_alone = iter(compute(ys, others, grad_ys) if others else [])
+        return [next(reduced if _is_variable(x) else left_alone) for x in xs]
 
     return gradients
 
@@ -101,12 +101,12 @@ def _tape_hooked(original: Any) -> Any:
         sources_raw: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> list:
-        variables = _variables_to_reduce(sources)
-        if not variables:
+        towers = _towers_for(sources)
+        if towers is None:
             return original(
                 tape, target, sources, output_gradients, sources_raw, unconnected_gradients
             )
-        if len(variables) < len(sources):
+        if not all(_is_variable(source) for source in sources):
             raise ValueError(
                 'A GradientTape was asked for gradients with respect to variables and to other '
                 'tensors in one call, but only those of variables are reduced over the towers. '
@@ -116,31 +116,41 @@ def _tape_hooked(original: Any) -> Any:
         def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list:
             if stop:  # What the reduction adds to the graph isn't on the tape.
                 return tf.gradients(ys, xs, grad_ys, stop_gradients=stop)
+            grad_ys = [None] * len(ys) if grad_ys is None else grad_ys
+            pairs = [_on_tape(towers, *pair) for pair in zip(ys, grad_ys)]
+            ys, grad_ys = map(list, zip(*pairs))
             return original(tape, ys, xs, grad_ys, sources_raw, unconnected_gradients)
 
         with _inside():
-            return current_towers().gradients(
-                _tensors(target), sources, _as_list(output_gradients), compute
-            )
+            seeds = _as_list(output_gradients)
+            return towers.gradients(_tensors(target), sources, seeds, compute)
 
     return imperative_grad
 
 
-def _variables_to_reduce(xs: Any) -> list:
-    """Returns the variables among `xs` if their gradients are to be reduced, else nothing."""
+def _on_tape(towers: Towers, y: tf.Tensor, grad_y: Any) -> tuple[tf.Tensor, Any]:
+    """Goes back from what was made to take a gradient of to what the user's tape has seen."""
+    while y.name in towers.made_from:
+        source = towers.made_from[y.name]
+        [grad_y] = tf.gradients(y, source, grad_y)
+        y = source
+    return y, grad_y
+
+
+def _towers_for(xs: Any) -> Towers | None:
+    """Returns the towers whose gradients with respect to `xs` are to be reduced, if any."""
     if getattr(_thread, 'inside', False) or tf.executing_eagerly():
-        return []
+        return None
     towers = current_towers()
-    variables = [x for x in _as_list(xs) if _is_variable(x)]
-    if towers is None or not variables:
-        return []
+    if towers is None or not any(_is_variable(x) for x in _as_list(xs)):
+        return None
     if tf.get_default_graph() is not towers.graph:
         raise ValueError(
             'Gradients with respect to variables are computed inside a tf.function, tf.cond or '
             'tf.while_loop, where they cannot be reduced over several devices. Compute them '
             'outside, and only apply them inside; or train this model with replicate(devices=1).'
         )
-    return variables
+    return towers
 
 
 @contextlib.contextmanager

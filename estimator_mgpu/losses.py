@@ -51,10 +51,13 @@ class Leaf(NamedTuple):
     Attributes:
       tensor: the reduced value, of one shard.
       kind: 'mean' or 'sum'.
+      counted: whether a mean goes by the number of entries it's over, which only a step tells,
+        rather than by rows.
     """
 
     tensor: tf.Tensor
     kind: str
+    counted: bool = False
 
 
 class Parts(NamedTuple):
@@ -116,6 +119,8 @@ def take_apart(
         return Parts([Leaf(loss, MEAN)], set(), [])
     walk = _Walk(dependents, static_rows, towers)
     walk.from_loss(loss, walk.through_linear if reduction == SUM else walk.through_any)
+    if walk.lost:
+        return Parts([Leaf(loss, MEAN)], set(), walk.doubts)
     return Parts(walk.leaves, walk.tail, walk.doubts)
 
 
@@ -128,6 +133,7 @@ class _Walk:
         self.leaves: list[Leaf] = []
         self.tail: set[str] = set()
         self.doubts: list[str] = []
+        self.lost = False
 
     def from_loss(
         self, loss: tf.Tensor, through: Callable[[tf.Tensor], list[tf.Tensor] | str]
@@ -142,7 +148,9 @@ class _Walk:
             seen.add(tensor.name)
             found = through(tensor)
             if isinstance(found, str):
-                self.leaves.append(Leaf(tensor, found))
+                counted = found == MEAN and tensor.op.type == 'Mean'
+                counted = counted and not tensor.op.inputs[0].shape.is_fully_defined()
+                self.leaves.append(Leaf(tensor, found, counted))
             else:
                 self.tail.add(tensor.op.name)
                 waiting += found
@@ -166,12 +174,16 @@ class _Walk:
         inputs = self._dependent_inputs(op)
         if op.type in ('Sum', 'Mean', 'L2Loss') and self._has_rows(op.inputs[0]):
             return self._reduction(op)
+        if op.type in ('Sum', 'Mean'):
+            self._check_inner(op)
         if op.type == 'Size' and self._has_rows(op.inputs[0]):
             return SUM
         if inputs and inputs[0].op.type == 'Shape':
             return self._dimension(op, inputs[0].op.inputs[0])
         if op.type in ('Mul', *_QUOTIENTS) and self._divides_by_shard_rows(op):
             return MEAN
+        if not inputs:
+            self.lost = True  # The tower's own number, say, or a row as it is.
         if not inputs or op.op_def.is_stateful or any(map(self._has_rows, inputs)):
             self._doubt(
                 tensor,
@@ -183,13 +195,6 @@ class _Walk:
 
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM
-        inner = self._inner_kinds(op.inputs[0])
-        if inner - {kind}:
-            self._doubt(
-                op.outputs[0],
-                f'both the {op.type} {op.name!r} and one before it, of another kind, may be what '
-                f'reduces the rows. It is taken for a {kind}',
-            )
         if kind == SUM and self._normalised(op.inputs[0]):
             self._doubt(
                 op.outputs[0],
@@ -198,6 +203,20 @@ class _Walk:
             )
             return MEAN
         return kind
+
+    def _check_inner(self, op: tf.Operation) -> None:
+        """Doubts that what a reduction is given has no rows, if its size might be theirs."""
+        given = op.inputs[0]
+        if given.shape.rank is None or not given.shape.rank or self._row_axis(given) is None:
+            return
+        for inner in self._reductions(given):
+            if inner.outputs[0].shape.rank and inner.type != op.type:
+                self._doubt(
+                    op.outputs[0],
+                    f'its rows may be reduced by the {inner.type} {inner.name!r} or, if they are '
+                    f'not along dimension 0, by the {op.type} {op.name!r}. It is taken for the '
+                    'former',
+                )
 
     def _dimension(self, op: tf.Operation, of: tf.Tensor) -> str:
         """For a scalar picked from a shape: the rows of towers add up, other sizes are equal."""
@@ -216,21 +235,28 @@ class _Walk:
         numerator, divisor = self._constant_divisor(op)
         if divisor is None:
             return False
-        sizes = [sum_op.inputs[0].shape.num_elements() for sum_op in self._sums(numerator)]
+        summed = [r.inputs[0] for r in self._reductions(numerator) if r.type == 'Sum']
+        sizes = [tensor.shape.num_elements() for tensor in summed]
         of_shard = {self._static_rows, *sizes}
         of_batch = {size * self._towers for size in of_shard if size}
         if op.type == 'DivNoNan':  # tf.losses' and Keras' means, by what they counted themselves
             return divisor in of_shard or divisor not in of_batch
-        if divisor in of_shard and divisor not in of_batch:
+        if divisor in of_shard and divisor not in of_batch and not self._is_round(op, divisor):
             return True
         multiple = self._static_rows > 1 and divisor % self._static_rows == 0
-        if divisor in of_shard or (multiple and divisor not in of_batch):
+        if divisor in of_shard or (multiple and divisor not in of_batch and op.type != 'Mul'):
             self._doubt(
                 op.outputs[0],
-                f'it is a sum divided by {divisor:g}, which may be the size of a shard or of the '
-                'batch. It is taken for a sum',
+                f'it is a sum divided by {divisor:g}, which may be the size of a shard, of the '
+                'batch or neither. It is taken for a sum',
             )
         return False
+
+    def _is_round(self, op: tf.Operation, divisor: float) -> bool:
+        """Whether somebody may have written this constant, rather than a size being it."""
+        if op.type == 'Mul':  # 0.5 or 0.25 is a usual weight of a loss, 0.0833333 isn't
+            return 1000 % divisor == 0
+        return divisor in (2, 10, 100, 1000)
 
     def _constant_divisor(self, op: tf.Operation) -> tuple[tf.Tensor, float | None]:
         """Returns what an op divides, and by which constant, if by one."""
@@ -248,32 +274,16 @@ class _Walk:
         # A factor of 1 is no quotient; that of a float32 is not quite that of a float64.
         return left, None if value == 1 else float(np.round(1 / value, 4))
 
-    def _sums(self, tensor: tf.Tensor) -> list[tf.Operation]:
-        """Lists the sums over rows that a tensor without rows comes from."""
+    def _reductions(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """Lists the reductions over rows that a tensor without rows comes from."""
         found, waiting, seen = [], [tensor.op], set()
         while waiting:
             op = waiting.pop()
             if op.name in seen:
                 continue
             seen.add(op.name)
-            if op.type == 'Sum' and self._has_rows(op.inputs[0]):
+            if op.type in ('Sum', 'Mean') and self._has_rows(op.inputs[0]):
                 found.append(op)
-            elif op.type in _ELEMENTWISE:
-                waiting += [t.op for t in self._dependent_inputs(op)]
-        return found
-
-    def _inner_kinds(self, tensor: tf.Tensor) -> set[str]:
-        """Which kinds of reductions along dimension 0 there are among elementwise ops."""
-        found, waiting, seen = set(), [tensor.op], set()
-        while waiting:
-            op = waiting.pop()
-            if op.name in seen:
-                continue
-            seen.add(op.name)
-            if op.type in ('Sum', 'Mean'):
-                if op.outputs[0].shape.rank and 0 in self._axes(op):
-                    found.add(MEAN if op.type == 'Mean' else SUM)
-                waiting.append(op.inputs[0].op)
             elif op.type in _ELEMENTWISE:
                 waiting += [t.op for t in self._dependent_inputs(op)]
         return found
@@ -313,13 +323,13 @@ class _Walk:
     def _row_axis(self, tensor: tf.Tensor) -> int | None:
         """Which dimension may hold the rows, to go by its size; the first if several may."""
         for axis, size in enumerate(tensor.shape.as_list()):
-            if size is None or (self._static_rows is not None and self._may_hold_rows(size)):
+            if size is None or self._may_hold_rows(size):
                 return axis
         return None
 
     def _may_hold_rows(self, size: int) -> bool:
         rows = self._static_rows
-        return size == rows or (rows > 1 and size % rows == 0)
+        return rows is not None and (size == rows or (rows > 1 and size % rows == 0))
 
     def _axes(self, op: tf.Operation) -> set[int]:
         """Which dimensions a `Sum` or `Mean` reduces."""

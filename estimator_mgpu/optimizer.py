@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -25,9 +25,7 @@ class TowerOptimizer(tf.train.Optimizer):
       TypeError: if it's neither.
     """
 
-    def __init__(
-        self, optimizer_or_fn: Union[tf.train.Optimizer, Callable[[], tf.train.Optimizer]]
-    ):
+    def __init__(self, optimizer_or_fn: tf.train.Optimizer | Callable[[], tf.train.Optimizer]):
         optimizer = optimizer_or_fn
         if not isinstance(optimizer, tf.train.Optimizer) and callable(optimizer):
             optimizer = optimizer()

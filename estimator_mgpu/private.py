@@ -27,7 +27,10 @@ def _module(name: str, *attributes: str) -> Any:
 
 
 # What tf.gradients, Optimizer.compute_gradients and Keras' get_gradients all end in.
-GRADIENTS = (_module('tensorflow.python.ops.gradients_util', '_GradientsHelper'), '_GradientsHelper')
+GRADIENTS = (
+    _module('tensorflow.python.ops.gradients_util', '_GradientsHelper'),
+    '_GradientsHelper',
+)
 # What tf.GradientTape.gradient ends in.
 TAPE_GRADIENTS = (
     _module('tensorflow.python.eager.imperative_grad', 'imperative_grad'),

@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import compat, devices as devices_lib, gradients, losses, sharding, specs
+from estimator_mgpu import compat, gradients, losses, sharding, specs
+from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.copying import absolute_scope
 from estimator_mgpu.towers import Towers
 
@@ -55,7 +56,7 @@ def replicate(
       TypeError: if the model_fn isn't callable or `devices` is of a wrong type.
       ValueError: if `devices` or `loss_reduction` is none of the legal ones.
     """
-    options = {
+    options: dict[str, Any] = {
         'devices': devices,
         'loss_reduction': loss_reduction,
         'loss_weight': loss_weight,
@@ -78,14 +79,16 @@ def replicate(
     if loss_weight is not None:
         reduction = losses.MEAN
     signature = inspect.signature(model_fn)
+    wider_signature = _with_parameters(signature, 'mode', 'config')
 
     @functools.wraps(model_fn, updated=())
     def replicated(*args: Any, **kwargs: Any) -> Any:
-        arguments = replicated.__signature__.bind(*args, **kwargs).arguments
+        arguments = wider_signature.bind(*args, **kwargs).arguments
         mode, config = arguments.get('mode'), arguments.get('config')
         _check_not_distributed(config)
         towers = devices_lib.resolve(devices)
-        devices_lib.warn_of_missing(towers, config)
+        if config is not None:
+            devices_lib.warn_of_missing(towers, config.session_config)
         batch = arguments['features'], arguments.get('labels')
         own = {name: value for name, value in arguments.items() if name in signature.parameters}
 
@@ -101,8 +104,8 @@ def replicate(
                 return build(*batch)
         return _train(build, batch, towers, reduction, loss_weight, broadcast)
 
-    replicated.__signature__ = _with_parameters(signature, 'mode', 'config')
-    replicated.replicate_options = options
+    replicated.__signature__ = wider_signature  # type: ignore[attr-defined]
+    replicated.replicate_options = options  # type: ignore[attr-defined]
     return replicated
 
 

@@ -20,7 +20,7 @@ class Shards(NamedTuple):
         has fewer rows than there are towers; such a tower's nest holds the batch's first row, so
         that it has something to compute on, and nothing it computes may count.
       total: int64 scalar, the rows of the whole batch.
-      static_rows: the rows of each shard where they're known and equal, else None.
+      static_rows: the rows of each shard where they're known, equal and several, else None.
     """
 
     features: list[Any]
@@ -137,7 +137,7 @@ def join(parts: Sequence[Any], rows: Sequence[tf.Tensor]) -> Any:
     """
     parts = [_keep(part, count) for part, count in zip(parts, rows)]
     if isinstance(parts[0], tf.SparseTensor):
-        return tf.sparse.concat(0, parts, expand_nonconcat_dims=True)
+        return tf.sparse.concat(0, parts, expand_nonconcat_dim=True)
     return tf.concat(parts, 0)
 
 
@@ -146,7 +146,8 @@ class _Bounds:
 
     def __init__(self, sharded: dict[tuple, Any], static: int | None, towers: int):
         self.static_rows = None
-        if static is not None and static and static % towers == 0:
+        # With one row a shard, sizes of 1 would no longer tell rows from what was reduced.
+        if static is not None and static % towers == 0 and static > towers:
             size = self.static_rows = static // towers
             self._slices = [(i * size, size) for i in range(towers)]
             self.rows = [tf.constant(size, tf.int64) for _ in range(towers)]
@@ -180,20 +181,20 @@ def _slice(leaf: Any, start: Any, size: Any) -> Any:
         return part
     part = leaf[start : start + size]
     if isinstance(leaf, tf.RaggedTensor):
-        # Without what the slicing remembers of the whole batch, as copies replace the parts only.
-        parts = tf.nest.flatten(part, expand_composites=True)
-        parts = [tf.identity(t) for t in parts]
-        part = tf.nest.pack_sequence_as(part, parts, expand_composites=True)
+        # Without what the slicing remembers of the whole batch, as copies replace the parts only,
+        # and without static sizes, which differ between the towers.
+        flat, *splits = [
+            tf.placeholder_with_default(t, [None, *t.shape.as_list()[1:]])
+            for t in (part.flat_values, *part.nested_row_splits)
+        ]
+        part = tf.RaggedTensor.from_nested_row_splits(flat, splits, validate=False)
     return part
 
 
-def _keep(part: Any, count: tf.Tensor) -> Any:
+def _keep(part: Any, rows: tf.Tensor) -> Any:
     """Drops the rows of a tower that has none of the batch's."""
-    if isinstance(part, tf.SparseTensor):
-        size = tf.where(count > 0, part.dense_shape[0], tf.zeros([], tf.int64))
-        return _slice(part, 0, size)
-    have = part.nrows() if isinstance(part, tf.RaggedTensor) else tf.shape(part, tf.int64)[0]
-    return part[: tf.where(count > 0, tf.cast(have, tf.int64), tf.zeros([], tf.int64))]
+    size = tf.where(rows > 0, _rows_of(part), tf.zeros([], tf.int64))
+    return _slice(part, tf.zeros([], tf.int64), size)
 
 
 def _without_static_rows(leaf: Any) -> Any:
@@ -260,8 +261,8 @@ def _as_tensor(path: tuple, leaf: Any) -> Any:
 
 
 def _broadcast_paths(leaves: dict[tuple, Any], broadcast: Sequence[str]) -> set[tuple]:
-    found = set()
-    names = {}
+    found: set[tuple] = set()
+    names: dict[str, set[tuple]] = {}
     for path in leaves:
         if path[0] == 'features':
             keys = [str(key) for key in path[1:]]

@@ -44,7 +44,7 @@ class _Traits(NamedTuple):
     calls_function: bool
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _traits(op_type: str) -> _Traits:
     op_def = private.op_def(op_type)
     if op_def is None:  # The op's type is the name of a function that it calls.

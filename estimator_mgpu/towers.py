@@ -53,7 +53,10 @@ class Towers:
         )
         self._sources: list[tf.Tensor] = []
         self._cast: dict[tuple, tf.Tensor] = {}
-        self._leaves: dict[str, tf.Tensor] = {}
+        # What was made of a tensor of the user's to take the gradient of, by its name.
+        self.made_from: dict[str, tf.Tensor] = {}
+        self._counted: dict[str, list[losses.Leaf]] = {}
+        self._summed: dict[str, tf.Tensor] = {}
         self._reduced: list[tf.Tensor] = []
         self._told: set[str] = set()
         self.index, *others = [
@@ -85,7 +88,8 @@ class Towers:
     def whole(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the value that a scalar of tower 0 has for the whole batch."""
         parts = self._take_apart(loss)
-        return self._tail(loss, parts, self._sums(parts.leaves))
+        terms = [term for leaf in parts.leaves for term in self._terms(leaf)]
+        return self._tail(loss, parts, self._sums(terms))
 
     def _take_apart(self, loss: tf.Tensor) -> losses.Parts:
         parts = losses.take_apart(
@@ -94,28 +98,49 @@ class Towers:
         self._tell(loss, parts)
         return parts
 
-    def _tail(
-        self, loss: tf.Tensor, parts: losses.Parts, leaves: dict[str, tf.Tensor]
-    ) -> tf.Tensor:
-        """Returns the loss as it follows from other values of its leaves."""
+    def _terms(self, leaf: losses.Leaf) -> list[losses.Leaf]:
+        """Returns what is added up over the towers for a leaf: itself, or a sum and a count.
+
+        A mean over an unknown number of entries (those of a `boolean_mask`, say) is their sum by
+        their number, and these add up.
+        """
+        if not leaf.counted:
+            return [leaf]
+        if leaf.tensor.name not in self._counted:
+            mean = leaf.tensor.op
+            with absolute_scope(self.graph, 'replicate'), tf.device(mean.device):
+                total = tf.reduce_sum(*mean.inputs, keepdims=mean.get_attr('keep_dims'))
+                sizes = [tf.size(t, out_type=tf.int64) for t in (mean.inputs[0], total)]
+                count = tf.cast(sizes[0] // tf.maximum(sizes[1], 1), total.dtype)
+            self.made_from[total.name] = mean.inputs[0]
+            self._counted[leaf.tensor.name] = [
+                losses.Leaf(total, losses.SUM),
+                losses.Leaf(count, losses.SUM),
+            ]
+        return self._counted[leaf.tensor.name]
+
+    def _tail(self, loss: tf.Tensor, parts: losses.Parts, terms: dict[str, tf.Tensor]) -> tf.Tensor:
+        """Returns the loss as it follows from other values of its leaves' terms."""
         if not parts.leaves:
             return loss
         tail = TowerCopy(0, _unique_scope(self.graph, 'reduced'), self.devices[0])
         copies = Copies(self.graph, self.devices[0], [tail], only=parts.tail)
-        for leaf in parts.leaves:
-            copies.replace(leaf.tensor, [leaves[leaf.tensor.name]])
+        with absolute_scope(self.graph, tail.scope), tf.device(self.devices[0]):
+            for leaf in parts.leaves:
+                value, *count = [terms[term.tensor.name] for term in self._terms(leaf)]
+                copies.replace(leaf.tensor, [value / count[0] if count else value])
         [[whole]] = copies.copy([loss])
         self.copies.share([whole])
         return whole
 
-    def _sums(self, leaves: Iterable[losses.Leaf]) -> dict[str, tf.Tensor]:
-        """Returns the leaves' values for the whole batch, by the names of tower 0's."""
-        missing = [leaf for leaf in leaves if leaf.tensor.name not in self._leaves]
+    def _sums(self, terms: Iterable[losses.Leaf]) -> dict[str, tf.Tensor]:
+        """Returns what terms come to for the whole batch, by the names of tower 0's."""
+        missing = {t.tensor.name: t for t in terms if t.tensor.name not in self._summed}
         if missing:
-            copies = self.copies.copy([leaf.tensor for leaf in missing])
-            for leaf, *towers in zip(missing, *copies):
-                self._leaves[leaf.tensor.name] = self._sum_of(leaf, towers)
-        return self._leaves
+            copies = self.copies.copy([term.tensor for term in missing.values()])
+            for term, *towers in zip(missing.values(), *copies):
+                self._summed[term.tensor.name] = self._sum_of(term, towers)
+        return self._summed
 
     def gradients(
         self, ys: Sequence[tf.Tensor], xs: Sequence[Any], grad_ys: Any, compute: Compute
@@ -137,29 +162,29 @@ class Towers:
         self._check_first_order(ys)
         ys, grad_ys = self._as_scalars(ys, grad_ys)
         parts = [self._take_apart(y) for y in ys]
-        leaves = {leaf.tensor.name: leaf for part in parts for leaf in part.leaves}
-        # What a loss's leaves count in it may depend on their sums, and those on the copies. But
-        # taking gradients changes loops of the forward pass, so it comes before copying.
+        leaves = [leaf for part in parts for leaf in part.leaves]
+        terms = {term.tensor.name: term for leaf in leaves for term in self._terms(leaf)}
+        # What a term counts in a loss may depend on its sum, and that on the copies. But taking
+        # gradients changes loops of the forward pass, so it comes before copying.
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             stubs = {
-                name: tf.identity(tf.placeholder(leaf.tensor.dtype, leaf.tensor.shape))
-                for name, leaf in leaves.items()
+                name: tf.identity(tf.placeholder(term.tensor.dtype, term.tensor.shape))
+                for name, term in terms.items()
             }
             wholes = [self._tail(y, part, stubs) for y, part in zip(ys, parts)]
             seeds = dict(zip(stubs, tf.gradients(wholes, list(stubs.values()), grad_ys)))
             seeds = {name: seed for name, seed in seeds.items() if seed is not None}
             weighted = [
-                seed * self._weight(leaves[name].kind, 0, seed.dtype)
-                for name, seed in seeds.items()
+                seed * self._weight(terms[name].kind, 0, seed.dtype) for name, seed in seeds.items()
             ]
         self.copies.share([*stubs.values(), *seeds.values()])
         once, grads = [None] * len(xs), [None] * len(xs)
         if {whole.name for whole in wholes} != {stub.name for stub in stubs.values()}:
             once = compute(wholes, xs, grad_ys, list(stubs.values()))
         if seeds:
-            grads = compute([leaves[name].tensor for name in seeds], xs, weighted)
+            grads = compute([terms[name].tensor for name in seeds], xs, weighted)
         copies = self.copies.copy(_flat_tensors(grads))
-        sums = self._sums(leaves.values())
+        sums = self._sums(terms.values())
         for name, stub in stubs.items():
             private.set_input(stub.op, 0, sums[name])
         towers = [grads] + [_pack_tensors(grads, own) for own in copies]
@@ -173,10 +198,11 @@ class Towers:
         dependents = self._dependents()
         for y, grad_y in zip(ys, grad_ys or [None] * len(ys)):
             if y.shape.num_elements() != 1 or (grad_y is not None and grad_y.op.name in dependents):
-                with tf.device(self.devices[0]):
-                    if grad_y is not None:
-                        y = y * tf.stop_gradient(tf.cast(grad_y, y.dtype))
-                    y, grad_y = tf.reduce_sum(y), None
+                with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
+                    given = tf.ones_like(y) if grad_y is None else tf.cast(grad_y, y.dtype)
+                    total, grad_y = tf.reduce_sum(y * tf.stop_gradient(given)), None
+                self.made_from[total.name] = y
+                y = total
             scalars.append(y)
             seeds.append(grad_y)
         return scalars, seeds
@@ -205,20 +231,20 @@ class Towers:
             ]
         return _pack_tensors(grads, guarded)
 
-    def _sum_of(self, leaf: losses.Leaf, copies: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns a leaf's value for the whole batch."""
+    def _sum_of(self, term: losses.Leaf, copies: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Returns a term's value for the whole batch."""
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
-            terms = []
-            for tower, value in enumerate([leaf.tensor, *copies]):
+            parts = []
+            for tower, value in enumerate([term.tensor, *copies]):
                 dtype = value.dtype if value.dtype.is_floating else tf.float64
-                weight = self._weight(leaf.kind, tower, dtype)
-                term = tf.cast(value, dtype) * weight
+                weight = self._weight(term.kind, tower, dtype)
+                part = tf.cast(value, dtype) * weight
                 if self._guarded:
-                    term = tf.where(weight > 0, term, tf.zeros_like(term))
-                terms.append(term)
-            total = tf.add_n(terms)
-            if not leaf.tensor.dtype.is_floating:
-                total = tf.cast(tf.round(total), leaf.tensor.dtype)
+                    part = tf.where(weight > 0, part, tf.zeros_like(part))
+                parts.append(part)
+            total = tf.add_n(parts)
+            if not term.tensor.dtype.is_floating:
+                total = tf.cast(tf.round(total), term.tensor.dtype)
             whole = tf.identity(total, name='whole')
         self.copies.share([whole])
         return whole
@@ -257,7 +283,7 @@ class Towers:
             logging.warning('%s', doubt)
         for leaf in parts.leaves:
             logging.info(
-                'Loss %r: the towers\' %r is taken for a %s over rows.',
+                "Loss %r: the towers' %r is taken for a %s over rows.",
                 loss.name,
                 leaf.tensor.name,
                 leaf.kind,

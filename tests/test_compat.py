@@ -20,6 +20,8 @@ only_216_on = pytest.mark.skipif(HAS_ESTIMATOR, reason='only TensorFlow 2.16 and
 MODEL = """
 import tensorflow.compat.v1 as v1
 
+pytestmark = pytest.mark.core
+
 def model_fn(features, labels, mode):
     w = v1.get_variable('w', [], initializer=v1.zeros_initializer())
     loss = v1.reduce_mean(v1.square(w - features))

@@ -1,10 +1,12 @@
 """Networks of all kinds: several devices train them to the variables of one."""
 
-import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from models import ROWS, batches, floats, spec_of, step
+
+from models import batches, spec_of, step
 from towers import compare
+
+pytestmark = pytest.mark.core
 
 
 def train(loss):

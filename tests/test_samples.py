@@ -19,8 +19,7 @@ def run_sample(name: str, *flags: str) -> str:
     done = subprocess.run(
         [sys.executable, str(SAMPLES / name), *flags],
         env={**os.environ, 'CUDA_VISIBLE_DEVICES': '-1'},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=300,
     )
@@ -29,7 +28,8 @@ def run_sample(name: str, *flags: str) -> str:
 
 
 def accuracy_and_steps(line: str) -> tuple[float, int]:
-    found = re.fullmatch(r'accuracy (\S+) on 360 held-out digits \(devices=\d+, (\d+) steps\)', line)
+    pattern = r'accuracy (\S+) on 360 held-out digits \(devices=\d+, (\d+) steps\)'
+    found = re.fullmatch(pattern, line)
     assert found, line
     return float(found[1]), int(found[2])
 

@@ -34,7 +34,9 @@ class Run(NamedTuple):
     spec: Any
 
 
-def _placeholder(value: Any, static: bool) -> tf.Tensor:
+def _placeholder(value: Any, static: bool) -> tf.Tensor | None:
+    if value is None:
+        return None
     value = np.asarray(value)
     shape = value.shape if static else (None, *value.shape[1:])
     return tf.placeholder(value.dtype, shape if value.shape else [])
@@ -54,7 +56,9 @@ def train(
     towers: int,
     *,
     values: dict[str, np.ndarray] | None = None,
+    steps: int | None = None,
     static: bool = True,
+    preprocess: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     **options: Any,
 ) -> Run:
     """Trains for one step a batch.
@@ -64,7 +68,9 @@ def train(
       batches: NumPy nests of features and labels, of the same structure.
       towers: how many towers; 1 runs the model_fn as it is, undecorated.
       values: what variables start from, by name.
+      steps: how many of the batches to train on, by default all.
       static: whether the graph knows the batch size.
+      preprocess: makes features and labels of what is fed, as an input_fn does.
       **options: for `replicate()`.
     """
     with tf.Graph().as_default() as graph:
@@ -73,31 +79,19 @@ def train(
         inputs = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
         if towers > 1 or options:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
-        spec = model_fn(features=inputs[0], labels=inputs[1], mode=TRAIN)
+        features, labels = preprocess(*inputs) if preprocess else inputs
+        spec = model_fn(features=features, labels=labels, mode=TRAIN)
         variables = {v.op.name: v for v in tf.global_variables()}
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
             for name, value in (values or {}).items():
                 variables[name].load(value, sess)
             losses = []
-            for batch in batches:
-                feed = dict(zip(tf.nest.flatten(inputs), tf.nest.flatten(batch)))
+            for batch in batches[:steps]:
+                feed = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
+                feed = {tensor: value for tensor, value in feed if tensor is not None}
                 losses.append(sess.run([spec.loss, spec.train_op], feed)[0])
             return Run(sess.run(variables), losses, graph, spec)
-
-
-def initial_values(
-    model_fn: Callable[..., Any], batch: tuple[Any, Any], seed: int = 3
-) -> dict[str, np.ndarray]:
-    """Returns values for all variables of a model, those of a fresh initialization."""
-    with tf.Graph().as_default():
-        tf.set_random_seed(seed)
-        tf.train.get_or_create_global_step()
-        inputs = tf.nest.map_structure(lambda x: _placeholder(x, True), batch)
-        model_fn(features=inputs[0], labels=inputs[1], mode=TRAIN)
-        with session(1) as sess:
-            sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            return sess.run({v.op.name: v for v in tf.global_variables()})
 
 
 def assert_same(ours: Run, one: Run, rtol: float = 1e-5) -> None:
@@ -121,11 +115,13 @@ def compare(
     *,
     rtol: float = 1e-5,
     static: bool = True,
+    preprocess: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     **options: Any,
 ) -> tuple[Run, Run]:
     """Trains on one device and on several, from the same values; they have to agree."""
-    values = initial_values(model_fn, batches[0])
-    one = train(model_fn, batches, 1, values=values, static=static)
-    ours = train(model_fn, batches, towers, values=values, static=static, **options)
+    shared = {'static': static, 'preprocess': preprocess}
+    values = train(model_fn, batches, 1, steps=0, **shared).values
+    one = train(model_fn, batches, 1, values=values, **shared)
+    ours = train(model_fn, batches, towers, values=values, **shared, **options)
     assert_same(ours, one, rtol)
     return ours, one

@@ -1,0 +1,63 @@
+# Needs only make and Python 3.9 or later; everything else is installed into .venv/.
+#
+#   make digits   trains samples/digits.py on two devices
+#   make test     builds the wheel, installs it and tests what is installed
+#   make lint     ruff and mypy
+#   make matrix   make test on every supported TensorFlow
+#   make clean    removes all of it
+
+PYTHON ?= python3
+# A TensorFlow such as 2.15; by default the newest that this Python can have.
+TF ?=
+DEVICES ?= 2
+# More arguments for pytest, such as ARGS='-k gradients'.
+ARGS ?=
+
+python := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+venv := .venv/python$(python)-tensorflow$(or $(TF),-newest)
+pins := $(if $(TF),'tensorflow==$(TF).*' 'tf-keras==$(TF).*')
+pip := $(venv)/bin/python -m pip --disable-pip-version-check -q -q
+# The directory itself stands for the files that are added or removed.
+sources := pyproject.toml setup.cfg setup.py estimator_mgpu $(wildcard estimator_mgpu/*.py)
+
+# The tests are for the installed copy, whatever the caller's path says.
+unexport PYTHONPATH
+
+.PHONY: digits test lint matrix clean
+.DELETE_ON_ERROR:
+
+digits: $(venv)/samples.stamp
+	$(venv)/bin/python samples/digits.py --devices=$(DEVICES)
+
+# From within the environment, so that nothing finds estimator_mgpu/ in the current directory.
+test: $(venv)/test.stamp
+	cd $(venv) && bin/pytest -q -n 2 $(ARGS) $(CURDIR)/tests
+
+lint: $(venv)/test.stamp
+	$(venv)/bin/ruff check .
+	$(venv)/bin/ruff format --check .
+	$(venv)/bin/mypy
+
+matrix:
+	.ci/matrix
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# A wheel of the same version replaces the one that is installed only by force. What it requires,
+# and an extra's requirements, are then looked up, and installed only where they are missing.
+$(venv)/%.stamp: $(venv)/wheel.stamp
+	$(pip) install "$$(ls $(venv)/dist/*.whl)[$*]" $(pins)
+	touch $@
+
+$(venv)/wheel.stamp: $(venv)/bin/pip $(sources)
+	rm -rf build $(venv)/dist
+	$(pip) wheel --no-deps --wheel-dir $(venv)/dist .
+	rm -rf build
+	$(pip) install --no-deps --force-reinstall $(venv)/dist/*.whl
+	touch $@
+
+$(venv)/bin/pip:
+	@echo 'Setting up $(venv): 2 GB, some minutes.'
+	$(PYTHON) -m venv $(venv)
+	$(pip) install --upgrade pip

@@ -1,0 +1,270 @@
+"""'auto' is right on the losses that people write, and says so where it cannot tell."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from estimator_mgpu import losses as losses_lib
+from models import batches, predict, spec_of, step, with_loss
+from towers import compare, train
+
+ROWS = 12  # of batches()
+REDUCTION = tf.losses.Reduction
+
+
+def squares(labels, output):
+    return tf.square(output - labels)
+
+
+def mask(labels):
+    """Which rows count: about half of them, unevenly spread over the shards."""
+    return tf.cast(labels > 0.3, tf.float32)
+
+
+def l2():
+    return 0.1 * tf.add_n([tf.nn.l2_loss(v) for v in tf.trainable_variables()])
+
+
+def tf_loss(reduction, weighted=False):
+    def loss(labels, output):
+        weights = mask(labels) * 2.0 if weighted else 1.0
+        return tf.losses.mean_squared_error(labels, output, weights, reduction=reduction)
+
+    return loss
+
+
+def keras_loss(reduction):
+    def loss(labels, output):
+        return tf.keras.losses.MeanSquaredError(reduction=reduction)(labels, output)
+
+    return loss
+
+
+def total_loss(labels, output):
+    tf.losses.mean_squared_error(labels, output)
+    tf.losses.absolute_difference(labels, output, weights=0.3)
+    tf.losses.add_loss(l2())
+    return tf.losses.get_total_loss()
+
+
+def static_rows(labels, output):
+    rows = labels.shape.as_list()[0] or tf.shape(labels)[0]
+    return tf.reduce_sum(squares(labels, output)) / tf.cast(rows, tf.float32)
+
+
+def times_reciprocal_of_static_rows(labels, output):
+    rows = labels.shape.as_list()[0]
+    scale = 1.0 / rows if rows else 1.0 / tf.cast(tf.shape(labels)[0], tf.float32)
+    return tf.reduce_sum(squares(labels, output)) * scale
+
+
+def over_columns_first(labels, output):
+    per_column = tf.reduce_mean(tf.tile(squares(labels, output), [1, 5]), 0)
+    return tf.reduce_sum(per_column)
+
+
+def softmax(labels, output):
+    classes = tf.cast(labels[:, 0] > 0, tf.int32)
+    logits = tf.concat([output, -output], 1)
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(labels=classes, logits=logits)
+    )
+
+
+LOSSES = {
+    'reduce_mean': lambda y, p: tf.reduce_mean(squares(y, p)),
+    'reduce_sum': lambda y, p: tf.reduce_sum(squares(y, p)),
+    'mean of sums': lambda y, p: tf.reduce_mean(tf.reduce_sum(tf.tile(squares(y, p), [1, 5]), 1)),
+    'sum of means': lambda y, p: tf.reduce_sum(tf.reduce_mean(tf.tile(squares(y, p), [1, 5]), 1)),
+    'columns first': over_columns_first,
+    'softmax': softmax,
+    'l2_loss of rows': lambda y, p: tf.nn.l2_loss(p - y),
+    'rows left to tf.gradients': lambda y, p: tf.reduce_sum(squares(y, p), keepdims=True)[0, 0],
+    'sum by batch size': lambda y, p: tf.reduce_sum(squares(y, p)) / ROWS,
+    'boolean_mask': lambda y, p: tf.reduce_mean(tf.boolean_mask(squares(y, p), y > -1)),
+    'sum by tf.shape': lambda y, p: (
+        tf.reduce_sum(squares(y, p)) / tf.cast(tf.shape(p)[0], tf.float32)
+    ),
+    'sum by tf.size': lambda y, p: tf.reduce_sum(squares(y, p)) / tf.cast(tf.size(p), tf.float32),
+    'sum by static rows': static_rows,
+    'sum times 1/rows': times_reciprocal_of_static_rows,
+    'scaled sum': lambda y, p: 0.5 * tf.reduce_sum(squares(y, p)) / 100.0,
+    'masked mean': lambda y, p: (
+        tf.reduce_sum(mask(y) * squares(y, p)) / (tf.reduce_sum(mask(y)) + 1e-8)
+    ),
+    'masked mean, at least 1': lambda y, p: (
+        tf.reduce_sum(mask(y) * squares(y, p)) / tf.maximum(tf.reduce_sum(mask(y)), 1.0)
+    ),
+    'mean by mean': lambda y, p: (
+        tf.reduce_mean(mask(y) * squares(y, p)) / tf.reduce_mean(mask(y) + 0.1)
+    ),
+    'root': lambda y, p: tf.sqrt(tf.reduce_mean(squares(y, p))),
+    'mean and l2': lambda y, p: tf.reduce_mean(squares(y, p)) + l2(),
+    'sum and l2': lambda y, p: tf.reduce_sum(squares(y, p)) + l2(),
+    'mean and sum and l2': lambda y, p: tf.add_n(
+        [tf.reduce_mean(squares(y, p)), tf.reduce_sum(tf.abs(y - p)), l2()]
+    ),
+    'stacked': lambda y, p: tf.reduce_sum(
+        tf.stack([tf.reduce_mean(squares(y, p)), tf.reduce_mean(tf.abs(y - p))]) * [0.3, 0.7]
+    ),
+    'vector of rows': lambda y, p: squares(y, p)[:, 0],
+    'total_loss': total_loss,
+    **{f'tf.losses {r}': tf_loss(r) for r in REDUCTION.all() if r != REDUCTION.NONE},
+    **{f'tf.losses {r} masked': tf_loss(r, True) for r in REDUCTION.all() if r != REDUCTION.NONE},
+    'keras mean': keras_loss('sum_over_batch_size'),
+    'keras sum': keras_loss('sum'),
+}
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('towers', [2, 5], ids='towers={}'.format)
+@pytest.mark.parametrize('loss', LOSSES.values(), ids=LOSSES.keys())
+def test_auto_is_exact(loss, towers, static, caplog):
+    def model_fn(features, labels, mode):
+        value = loss(labels, predict(features))
+        train_op = tf.train.MomentumOptimizer(0.02, 0.9).minimize(value, step())
+        return spec_of(mode, tf.reduce_sum(value), train_op)
+
+    compare(model_fn, batches(steps=4), towers, static=static)
+    assert 'cannot be told' not in caplog.text
+    assert 'is taken for a' in caplog.text
+
+
+DOUBTS = {
+    'product': lambda y, p: tf.reduce_prod(1 + squares(y, p) / 100),
+    'largest': lambda y, p: tf.reduce_max(squares(y, p)),
+    'function': lambda y, p: tf.function(lambda x: tf.reduce_mean(x))(squares(y, p)),
+    'two axes': lambda y, p: tf.reduce_mean(
+        tf.reduce_sum(tf.reshape(tf.tile(squares(y, p), [1, 12]), [tf.shape(p)[0], -1]), 0)
+    ),
+    'normalised rows': lambda y, p: tf.reduce_sum(
+        squares(y, p) * (mask(y) / (tf.reduce_sum(mask(y)) + 1e-3))
+    ),
+}
+
+
+@pytest.mark.parametrize('loss', DOUBTS.values(), ids=DOUBTS.keys())
+def test_auto_warns_where_it_cannot_tell(loss, caplog):
+    train(with_loss(loss), batches(steps=1), 2, static=False)
+    assert 'cannot be told' in caplog.text
+    assert "loss_reduction='mean'" in caplog.text
+
+
+def test_auto_warns_of_an_ambiguous_divisor(caplog):
+    """12 rows in 2 shards: 18 is 3 times a shard, but neither the batch nor a shard."""
+    train(with_loss(lambda y, p: tf.reduce_sum(squares(y, p)) / 18.0), batches(steps=1), 2)
+    assert 'divided by 18' in caplog.text
+
+
+def test_a_mean_of_what_does_not_depend_on_the_batch_counts_once():
+    def model_fn(features, labels, mode):
+        del features, labels
+        w = tf.get_variable('w', [3])
+        loss = tf.nn.l2_loss(w)
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    ours, _ = compare(model_fn, batches(steps=3), 4)
+    assert not [op for op in ours.graph.get_operations() if op.type == 'L2Loss'][1:]
+
+
+@pytest.mark.parametrize('rows', [12, 7], ids='rows={}'.format)
+def test_said_sum_counts_l2_once(rows):
+    compare(
+        with_loss(lambda y, p: 2.0 * tf.reduce_sum(squares(y, p)) / 3.0 + l2()),
+        batches(rows, steps=4),
+        3,
+        loss_reduction='sum',
+    )
+
+
+@pytest.mark.parametrize(
+    'reduction', ['mean', REDUCTION.SUM_OVER_BATCH_SIZE, REDUCTION.SUM_BY_NONZERO_WEIGHTS]
+)
+def test_said_mean(reduction):
+    loss = with_loss(lambda y, p: tf.reduce_mean(squares(y, p)) + l2())
+    compare(loss, batches(7, steps=4), 3, loss_reduction=reduction)
+
+
+def test_a_sum_said_to_be_a_mean_is_one_nth_by_hand():
+    """Two towers' sums averaged are half the whole sum: the mistake that 'auto' prevents."""
+    loss = with_loss(lambda y, p: tf.reduce_sum(squares(y, p)))
+    [(features, labels)] = batches(steps=1)
+    values = {
+        'net/w': np.zeros([3, 4], 'f'),
+        'net/b': np.zeros(4, 'f'),
+        'net/v': np.zeros([4, 1], 'f'),
+    }
+    run = train(loss, [(features, labels)], 2, values=values, loss_reduction='mean')
+    np.testing.assert_allclose(run.losses, [np.sum(labels**2) / 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ('given', 'meant'),
+    [
+        ('auto', 'auto'),
+        ('mean', 'mean'),
+        ('sum', 'sum'),
+        (REDUCTION.SUM, 'sum'),
+        (REDUCTION.MEAN, 'mean'),
+        (REDUCTION.SUM_OVER_BATCH_SIZE, 'mean'),
+        (REDUCTION.SUM_BY_NONZERO_WEIGHTS, 'mean'),
+        (REDUCTION.SUM_OVER_NONZERO_WEIGHTS, 'mean'),
+    ],
+)
+def test_constants(given, meant):
+    assert losses_lib.check_reduction(given) == meant
+
+
+@pytest.mark.parametrize('given', [REDUCTION.NONE, 'average', None, 3])
+def test_unknown_reduction(given):
+    with pytest.raises(ValueError, match="Legal are 'auto'"):
+        estimator_mgpu.replicate(lambda features, labels: None, loss_reduction=given)
+
+
+def test_a_shard_without_entries_in_a_counted_mean():
+    """The mask is empty in the second of three shards, whose own mean is NaN."""
+    features, labels = batches(6, steps=1)[0]
+    labels[:] = 1.0
+    labels[2:4] = 0.0
+    compare(with_loss(masked), [(features, labels)] * 3, 3)
+
+
+def masked(labels, output):
+    """NaN on a shard without labels above 0.3: the mean over no rows."""
+    return tf.reduce_mean(tf.boolean_mask(squares(labels, output), labels > 0.3))
+
+
+@pytest.mark.parametrize('towers', [2, 5], ids='towers={}'.format)
+def test_loss_weight_makes_a_masked_mean_exact(towers):
+    compare(
+        with_loss(masked),
+        batches(steps=4),
+        towers,
+        loss_weight=lambda features, labels: tf.reduce_sum(mask(labels)),
+    )
+
+
+def test_loss_weight_of_zero_keeps_nan_out():
+    """The mask is empty in the second of three shards."""
+    features, labels = batches(6, steps=1)[0]
+    labels[:] = 1.0
+    labels[2:4] = 0.0
+    compare(
+        with_loss(masked),
+        [(features, labels)] * 3,
+        3,
+        loss_weight=lambda features, labels: tf.reduce_sum(mask(labels)),
+    )
+
+
+def test_loss_weight_has_to_be_a_scalar():
+    with pytest.raises(ValueError, match='has to return a scalar'):
+        train(with_loss(masked), batches(steps=1), 2, loss_weight=lambda features, labels: labels)
+
+
+def test_loss_weight_with_a_sum():
+    with pytest.raises(ValueError, match='Leave one'):
+        estimator_mgpu.replicate(
+            lambda features, labels: None, loss_reduction='sum', loss_weight=lambda f, x: 1.0
+        )
