@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private, sharing
 from estimator_mgpu.devices import spec_of
 from estimator_mgpu.functions import Library, TowerFunctions, reseed
+
+
+class Updates(NamedTuple):
+    """What some tensors need to be written.
+
+    Attributes:
+      ops: all ops that they depend on, by name, up to what's shared.
+      writes: those that write.
+      own: the names of those that write or that read what is written.
+    """
+
+    ops: dict[str, tf.Operation]
+    writes: list[tf.Operation]
+    own: set[str]
+
+    def after_writes(self) -> set[str]:
+        """Returns the names of the ops that wait for a write, or use what is read after one."""
+        found = set(self.own)
+        size = 0
+        while size < len(found):
+            size = len(found)
+            found |= {
+                op.name
+                for op in self.ops.values()
+                if any(t.op.name in found for t in op.inputs)
+                or any(c.name in found for c in op.control_inputs)
+            }
+        return found
 
 
 class TowerCopy:
@@ -63,6 +91,7 @@ class Copies:
         self.towers = towers
         self._only = only
         self._boundary: set[str] = set()
+        self._own: set[str] = set()
         self._library = Library(graph)
         self._tokens: dict[str, tf.Tensor] = {}
         # What TensorFlow may change after it was copied, as it was then.
@@ -82,6 +111,8 @@ class Copies:
         """Whether all towers use this very op rather than copies of it."""
         if self._only is not None and op.name not in self._only:
             return True
+        if op.name in self._own:
+            return False
         return op.name in self._boundary or sharing.is_shared(op)
 
     def dependents(self, sources: Iterable[tf.Tensor]) -> set[str]:
@@ -95,16 +126,27 @@ class Copies:
                     waiting += op.outputs
         return found
 
-    def copy(self, tensors: Sequence[tf.Tensor]) -> list[list[tf.Tensor]]:
-        """Returns the towers' copies of tower 0's `tensors`, one list a tower."""
+    def copy(
+        self, tensors: Sequence[tf.Tensor], after: Callable[..., tf.Tensor] | None = None
+    ) -> list[list[tf.Tensor]]:
+        """Returns the towers' copies of tower 0's `tensors`, one list a tower.
+
+        Args:
+          tensors: tensors of tower 0.
+          after: after(tower, tensors of the tower before) -> what those of a tower's ops wait for
+            that `let_write` was called for.
+        """
         self._forget_outgrown()
         late = dict(self._late_control_inputs())
         waiting = [t.op for t in tensors if not self._is_replaced(t)]
         needed = self._not_copied(waiting + [c for added in late.values() for c in added])
         if needed:
             nodes = [op.node_def for op in needed.values()]
+            before = list(tensors)
             for tower in self.towers:
-                self._copy_to(tower, needed, nodes)
+                gate = after(tower, before) if after else None
+                self._copy_to(tower, needed, nodes, gate)
+                before = [tower.tensor(t) for t in tensors]
         for op, added in late.items():
             for tower in self.towers:
                 own = [tower.ops[c.name] for c in added if c.name in tower.ops]
@@ -115,6 +157,34 @@ class Copies:
             if sharing.calls_function(op):
                 self._outputs[op.name] = len(op.outputs)
         return [[tower.tensor(t) for t in tensors] for tower in self.towers]
+
+    def updates(self, tensors: Iterable[tf.Tensor]) -> Updates:
+        """Finds what has to be written, and read, for `tensors` to be there."""
+        found: dict[str, tf.Operation] = {}
+        users: dict[str, set[str]] = {}
+        writes = []
+        waiting = [t.op for t in tensors]
+        while waiting:
+            op = waiting.pop()
+            if op.name in found or op.name in self._boundary:
+                continue
+            found[op.name] = op
+            handles = sharing.shared_handles(op)
+            if handles:
+                users[op.name] = handles
+                calls = sharing.calls_function(op)
+                if self._library.writes(op.node_def) if calls else sharing.is_write(op):
+                    writes.append(op)
+            if not self.is_shared(op) or handles:
+                waiting += [t.op for t in op.inputs if not self._is_replaced(t)]
+                waiting += op.control_inputs
+        written = set().union(*(users[op.name] for op in writes))
+        own = {name for name, handles in users.items() if handles & written}
+        return Updates(found, writes, own)
+
+    def let_write(self, names: Iterable[str]) -> None:
+        """Lets each tower have these ops by itself, though they write, or read what's written."""
+        self._own.update(names)
 
     def _is_replaced(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self.towers[0].replaced
@@ -167,7 +237,11 @@ class Copies:
                 yield op, added
 
     def _copy_to(
-        self, tower: TowerCopy, needed: dict[str, tf.Operation], nodes: Sequence[tf.NodeDef]
+        self,
+        tower: TowerCopy,
+        needed: dict[str, tf.Operation],
+        nodes: Sequence[tf.NodeDef],
+        gate: tf.Tensor | None,
     ) -> None:
         graph_def = tf.GraphDef()
         graph_def.versions.CopyFrom(self._graph.graph_def_versions)
@@ -187,6 +261,9 @@ class Copies:
                     node.input.append(f'^{control.name}')
                     if control.name not in needed:
                         input_map[f'^{control.name}'] = own
+            if gate is not None and op.name in self._own:
+                node.input.append(f'^{gate.op.name}')
+                input_map[f'^{gate.op.name}'] = gate
             self._adapt(tower, op, node, needed)
         graph_def.library.function.extend(tower.functions.take_new())
         with absolute_scope(self._graph):
@@ -243,7 +320,7 @@ class Copies:
         if 'frame_name' in node.attr:
             node.attr['frame_name'].s = tower.scope.encode() + b'/' + node.attr['frame_name'].s
         reseed(node, tower.index)
-        tower.functions.adapt(node, self._library)
+        tower.functions.adapt(node, self._library, writes=op.name in self._own)
 
 
 @contextlib.contextmanager

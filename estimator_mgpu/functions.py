@@ -23,6 +23,15 @@ def reseed(node: tf.NodeDef, tower: int) -> None:
             node.attr['seed2'].i = (seed2 + tower * 0x9E3779B1) % (2**31 - 1) or tower
 
 
+def called(node: tf.NodeDef) -> list[Any]:
+    """Returns the references to functions in a node."""
+    return [
+        func
+        for attr in node.attr.values()
+        for func in ([attr.func] if attr.HasField('func') else attr.list.func)
+    ]
+
+
 class Library:
     """A graph's functions, by name."""
 
@@ -37,6 +46,15 @@ class Library:
             self._functions.update((f.signature.name, f) for f in library.function)
         return self._functions.get(name)
 
+    def writes(self, node: tf.NodeDef, seen: frozenset[str] = frozenset()) -> bool:
+        """Whether the functions that a node calls write to variables."""
+        names = {func.name for func in called(node)} - seen
+        return any(
+            sharing.is_write_type(inner.op) or self.writes(inner, seen | names)
+            for name in names
+            for inner in (self.get(name).node_def if self.get(name) else ())
+        )
+
 
 class TowerFunctions:
     """The functions of one tower, copied as they're needed.
@@ -47,54 +65,67 @@ class TowerFunctions:
 
     def __init__(self, tower: int):
         self._tower = tower
-        self._names: dict[str, str] = {}
+        self._names: dict[tuple[str, bool], str] = {}
         self._new: list[Any] = []
 
-    def adapt(self, node: tf.NodeDef, library: Library) -> None:
-        """Makes a node call the tower's own functions, where those differ."""
-        for attr in node.attr.values():
-            for func in [attr.func] if attr.HasField('func') else attr.list.func:
-                func.name = self._own(func.name, library)
+    def adapt(self, node: tf.NodeDef, library: Library, writes: bool = False) -> None:
+        """Makes a node call the tower's own functions, where those differ.
+
+        Args:
+          node: a call of functions.
+          library: the graph's functions.
+          writes: whether this tower, too, is to write to variables in them.
+        """
+        for func in called(node):
+            func.name = self._own(func.name, library, writes)
 
     def take_new(self) -> list[Any]:
         """Returns the `FunctionDef`s that were made since the last call."""
         new, self._new = self._new, []
         return new
 
-    def _own(self, name: str, library: Library) -> str:
-        if name not in self._names:
-            self._names[name] = name  # A function that calls itself, and the common case.
+    def _own(self, name: str, library: Library, writes: bool) -> str:
+        key = (name, writes)
+        if key not in self._names:
+            self._names[key] = name  # A function that calls itself, and the common case.
             original = library.get(name)
             if original is not None:
                 own = type(original)()
                 own.CopyFrom(original)
-                self._change(own, library)
+                self._change(own, library, writes)
                 if own != original:
-                    own.signature.name = f'{name}_tower_{self._tower}'
-                    self._names[name] = own.signature.name
+                    suffix = f'tower_{self._tower}' + ('_writes' if writes else '')
+                    own.signature.name = f'{name}_{suffix}'
+                    self._names[key] = own.signature.name
                     self._new.append(own)
-        return self._names[name]
+        return self._names[key]
 
-    def _change(self, function: Any, library: Library) -> None:
+    def _change(self, function: Any, library: Library, writes: bool) -> None:
         for node in function.node_def:
             reseed(node, self._tower)
-            self.adapt(node, library)
-        outputs = {t.split(':')[0] for node in function.node_def for t in node.input if t[0] != '^'}
-        outputs |= {t.split(':')[0] for t in function.ret.values()}
-        writes = {
-            node.name
-            for node in function.node_def
-            if sharing.is_write_type(node.op) and node.name not in outputs
-        }
+            self.adapt(node, library, writes)
         if not writes:
-            return
-        kept = [node for node in function.node_def if node.name not in writes]
-        for node in kept:
-            inputs = [t for t in node.input if t[0] != '^' or t[1:] not in writes]
-            del node.input[:]
-            node.input.extend(inputs)
-        del function.node_def[:]
-        function.node_def.extend(kept)
-        for key in [key for key, name in function.control_ret.items() if name in writes]:
-            del function.control_ret[key]
-            function.signature.control_output.remove(key)
+            _drop_writes(function)
+
+
+def _drop_writes(function: Any) -> None:
+    """Takes the writes to variables out of a function."""
+    outputs = {t.split(':')[0] for node in function.node_def for t in node.input if t[0] != '^'}
+    outputs |= {t.split(':')[0] for t in function.ret.values()}
+    writes = {
+        node.name
+        for node in function.node_def
+        if sharing.is_write_type(node.op) and node.name not in outputs
+    }
+    if not writes:
+        return
+    kept = [node for node in function.node_def if node.name not in writes]
+    for node in kept:
+        inputs = [t for t in node.input if t[0] != '^' or t[1:] not in writes]
+        del node.input[:]
+        node.input.extend(inputs)
+    del function.node_def[:]
+    function.node_def.extend(kept)
+    for key in [key for key, name in function.control_ret.items() if name in writes]:
+        del function.control_ret[key]
+        function.signature.control_output.remove(key)

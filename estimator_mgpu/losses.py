@@ -124,6 +124,11 @@ def take_apart(
     return Parts(walk.leaves, walk.tail, walk.doubts)
 
 
+def has_rows(tensor: tf.Tensor, dependents: set[str], static_rows: int | None) -> bool:
+    """Whether a tensor has an entry, or several, for each row of its shard."""
+    return _Walk(dependents, static_rows, 1).has_rows(tensor)
+
+
 class _Walk:
     def __init__(self, dependents: set[str], static_rows: int | None, towers: int):
         self._dependents = dependents
@@ -162,21 +167,21 @@ class _Walk:
         scaled = op.type in ('Mul', *_QUOTIENTS) and len(inputs) == 1
         scaled = scaled and (op.type == 'Mul' or inputs[0] is op.inputs[0])
         summed = op.type == 'Sum' and op.inputs[0].op.type == 'Pack'
-        if not (op.type in _LINEAR or scaled or summed) or any(map(self._has_rows, inputs)):
+        if not (op.type in _LINEAR or scaled or summed) or any(map(self.has_rows, inputs)):
             return SUM
         return inputs
 
     def through_any(self, tensor: tf.Tensor) -> list[tf.Tensor] | str:
         """For a loss of which nothing is known."""
         op = tensor.op
-        if self._has_rows(tensor):
+        if self.has_rows(tensor):
             return SUM  # tf.gradients takes a loss with rows for their sum.
         inputs = self._dependent_inputs(op)
-        if op.type in ('Sum', 'Mean', 'L2Loss') and self._has_rows(op.inputs[0]):
+        if op.type in ('Sum', 'Mean', 'L2Loss') and self.has_rows(op.inputs[0]):
             return self._reduction(op)
         if op.type in ('Sum', 'Mean'):
             self._check_inner(op)
-        if op.type == 'Size' and self._has_rows(op.inputs[0]):
+        if op.type == 'Size' and self.has_rows(op.inputs[0]):
             return SUM
         if inputs and inputs[0].op.type == 'Shape':
             return self._dimension(op, inputs[0].op.inputs[0])
@@ -184,7 +189,7 @@ class _Walk:
             return MEAN
         if not inputs:
             self.lost = True  # The tower's own number, say, or a row as it is.
-        if not inputs or op.op_def.is_stateful or any(map(self._has_rows, inputs)):
+        if not inputs or op.op_def.is_stateful or any(map(self.has_rows, inputs)):
             self._doubt(
                 tensor,
                 f'it goes back to the op {op.name!r} of type {op.type}, which is neither a sum '
@@ -220,7 +225,7 @@ class _Walk:
 
     def _dimension(self, op: tf.Operation, of: tf.Tensor) -> str:
         """For a scalar picked from a shape: the rows of towers add up, other sizes are equal."""
-        if not self._has_rows(of):
+        if not self.has_rows(of):
             return MEAN
         if op.type == 'Prod' or of.shape.rank is None or len(op.inputs) < 2:
             return SUM
@@ -282,7 +287,7 @@ class _Walk:
             if op.name in seen:
                 continue
             seen.add(op.name)
-            if op.type in ('Sum', 'Mean') and self._has_rows(op.inputs[0]):
+            if op.type in ('Sum', 'Mean') and self.has_rows(op.inputs[0]):
                 found.append(op)
             elif op.type in _ELEMENTWISE:
                 waiting += [t.op for t in self._dependent_inputs(op)]
@@ -295,14 +300,14 @@ class _Walk:
             op = waiting.pop().op
             if op.type in _QUOTIENTS:
                 divisor = op.inputs[1]
-                if divisor.op.name in self._dependents and not self._has_rows(divisor):
+                if divisor.op.name in self._dependents and not self.has_rows(divisor):
                     return True
                 waiting.append(op.inputs[0])
             elif op.type in ('Mul', 'Identity', 'Cast', 'Reshape', 'ExpandDims', 'Squeeze', 'Neg'):
                 waiting += self._dependent_inputs(op)
         return False
 
-    def _has_rows(self, tensor: tf.Tensor) -> bool:
+    def has_rows(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor still has an entry, or several, for each row."""
         if tensor.name not in self._with_rows:
             self._with_rows[tensor.name] = self._find_rows(tensor)
@@ -315,7 +320,7 @@ class _Walk:
             return False
         op = tensor.op
         if op.type in _ELEMENTWISE:
-            return any(map(self._has_rows, self._dependent_inputs(op)))
+            return any(map(self.has_rows, self._dependent_inputs(op)))
         if op.type in ('Sum', 'Mean') and op.inputs[0].shape.rank is not None:
             return self._row_axis(op.inputs[0]) not in self._axes(op)
         return op.type != 'Shape'

@@ -37,6 +37,11 @@ TAPE_GRADIENTS = (
     'imperative_grad',
 )
 
+# The collection in which Estimator keeps its read of the global step when it trains.
+GLOBAL_STEP_READ = _module(
+    'tensorflow.python.training.training_util', 'GLOBAL_STEP_READ_KEY'
+).GLOBAL_STEP_READ_KEY
+
 _tensor_util = _module('tensorflow.python.framework.tensor_util', 'try_evaluate_constant')
 _op_def_registry = _module('tensorflow.python.framework.op_def_registry', 'get')
 _ops = _module('tensorflow.python.framework.ops', 'Operation')

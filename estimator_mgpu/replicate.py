@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import compat, gradients, losses, sharding, specs
+from estimator_mgpu import compat, gradients, losses, private, sharding, specs
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.copying import absolute_scope
 from estimator_mgpu.towers import Towers
@@ -99,10 +99,13 @@ def replicate(
             bound = inspect.BoundArguments(signature, own)
             return specs.check(model_fn(*bound.args, **bound.kwargs))
 
-        if mode != tf.estimator.ModeKeys.TRAIN or len(towers) == 1:
-            with _one_device(towers[0]):
+        if config is not None and _is_export(batch, mode):
+            with _model_scope(None):  # A SavedModel goes anywhere, so it names no device.
                 return build(*batch)
-        return _train(build, batch, towers, reduction, loss_weight, broadcast)
+        if len(towers) == 1:
+            with _model_scope(towers[0]):
+                return build(*batch)
+        return _on_towers(build, batch, towers, reduction, loss_weight, broadcast)
 
     replicated.__signature__ = wider_signature  # type: ignore[attr-defined]
     replicated.replicate_options = options  # type: ignore[attr-defined]
@@ -124,7 +127,7 @@ def current_tower() -> tuple[tf.Tensor, int]:
     return (tf.constant(0), 1) if towers is None else (towers.index, len(towers.devices))
 
 
-def _train(
+def _on_towers(
     build: Callable[[Any, Any], Any],
     batch: tuple[Any, Any],
     devices: Sequence[str],
@@ -145,18 +148,19 @@ def _train(
         static_rows=shards.static_rows,
     )
     towers.give(list(zip(shards.features, shards.labels)))
-    with gradients.reducing(towers), _one_device(devices[0]):
+    with gradients.reducing(towers), _model_scope(devices[0]):
         spec = build(shards.features[0], shards.labels[0])
-        return specs.merge_train(spec, towers)
+        return specs.merge(spec, towers, shards)
 
 
 @contextlib.contextmanager
-def _one_device(device: str) -> Iterator[None]:
+def _model_scope(device: str | None) -> Iterator[None]:
     """The scope that a model_fn is called in."""
     scope = tf.get_variable_scope()
     # A device string, unlike a function, stays out of the bodies of loops and branches.
+    place = tf.device(device) if device else contextlib.nullcontext()
     with tf.variable_scope(scope, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False):
-        with tf.device(device):
+        with place:
             try:
                 yield
             except Exception as error:
@@ -164,6 +168,26 @@ def _one_device(device: str) -> Iterator[None]:
                 if remedy is None:
                     raise
                 raise RuntimeError(remedy) from error
+
+
+def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
+    """Whether Estimator builds a graph to export, rather than one to run.
+
+    Its batch is fed. One that is to train may be, too, but has read the global step before.
+    """
+    graph = tf.get_default_graph()
+    if mode == tf.estimator.ModeKeys.TRAIN and graph.get_collection(private.GLOBAL_STEP_READ):
+        return False
+    waiting = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
+    seen = set()
+    while waiting:
+        op = waiting.pop()
+        if op.type in ('Placeholder', 'PlaceholderV2'):
+            return True
+        if op.name not in seen:
+            seen.add(op.name)
+            waiting += [t.op for t in op.inputs]
+    return False
 
 
 def _with_parameters(signature: inspect.Signature, *names: str) -> inspect.Signature:

@@ -193,7 +193,7 @@ def _slice(leaf: Any, start: Any, size: Any) -> Any:
 
 def _keep(part: Any, rows: tf.Tensor) -> Any:
     """Drops the rows of a tower that has none of the batch's."""
-    size = tf.where(rows > 0, _rows_of(part), tf.zeros([], tf.int64))
+    size = tf.where(rows > 0, rows_of(part), tf.zeros([], tf.int64))
     return _slice(part, tf.zeros([], tf.int64), size)
 
 
@@ -204,7 +204,8 @@ def _without_static_rows(leaf: Any) -> Any:
     return leaf
 
 
-def _rows_of(leaf: Any) -> tf.Tensor:
+def rows_of(leaf: Any) -> tf.Tensor:
+    """Returns how many rows a dense, sparse or ragged tensor has: an int64 scalar."""
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     if isinstance(leaf, tf.RaggedTensor):
@@ -218,7 +219,7 @@ def _known_rows(leaf: Any) -> int | None:
 
 def _checked_rows(sharded: dict[tuple, Any]) -> tf.Tensor:
     """Returns the batch's rows, asserted to be the same in every tensor when the step runs."""
-    counts = {path: _rows_of(leaf) for path, leaf in sharded.items()}
+    counts = {path: rows_of(leaf) for path, leaf in sharded.items()}
     total = next(iter(counts.values()))
     if len(counts) == 1 or all(_known_rows(leaf) is not None for leaf in sharded.values()):
         return total

@@ -100,7 +100,12 @@ def is_write_type(op_type: str) -> bool:
 
 def uses_shared_handle(op: tf.Operation) -> bool:
     """Whether an op is given a handle that outlives a step."""
-    return any(is_handle(t) and _outlives_step(t) for t in op.inputs)
+    return bool(shared_handles(op))
+
+
+def shared_handles(op: tf.Operation) -> set[str]:
+    """Returns the names of the ops that made the handles an op is given, if they outlive a step."""
+    return set().union(*(_makers(t) for t in op.inputs if is_handle(t)))
 
 
 def calls_function(op: tf.Operation) -> bool:
@@ -118,9 +123,9 @@ def is_handle(tensor: tf.Tensor) -> bool:
     return tensor.dtype == tf.resource or tensor.dtype != tensor.dtype.base_dtype
 
 
-def _outlives_step(handle: tf.Tensor) -> bool:
-    """Whether a handle, followed through loops and branches, comes from `makes_handle`."""
-    seen = set()
+def _makers(handle: tf.Tensor) -> set[str]:
+    """Follows a handle back through loops and branches to the ops for which `makes_handle`."""
+    found, seen = set(), set()
     waiting = [handle.op]
     while waiting:
         op = waiting.pop()
@@ -128,7 +133,7 @@ def _outlives_step(handle: tf.Tensor) -> bool:
             continue
         seen.add(op.name)
         if makes_handle(op):
-            return True
-        if op.type in _PASSING:
+            found.add(op.name)
+        elif op.type in _PASSING:
             waiting += [t.op for t in op.inputs if is_handle(t)]
-    return False
+    return found

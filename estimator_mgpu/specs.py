@@ -6,6 +6,9 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import metrics, sharding
+from estimator_mgpu.copying import absolute_scope
+from estimator_mgpu.sharding import Shards
 from estimator_mgpu.towers import Towers
 
 
@@ -23,12 +26,34 @@ def check(spec: Any) -> Any:
     return spec
 
 
-def merge_train(spec: Any, towers: Towers) -> Any:
-    """Returns a TRAIN spec whose loss is that of the whole batch.
+def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
+    """Returns the spec of the whole batch.
+
+    Args:
+      spec: tower 0's EstimatorSpec.
+      towers: the towers.
+      shards: their shares of the batch.
 
     Raises:
-      ValueError: if the model_fn computed no gradient that could be reduced.
+      ValueError: if a TRAIN spec came without a gradient that could be reduced, or the rows of
+        predictions aren't those of the batch.
     """
+    if spec.mode == tf.estimator.ModeKeys.TRAIN:
+        _check_reduced(towers)
+        return spec._replace(loss=towers.whole(spec.loss))
+    rows = _Rows(towers, shards)
+    if spec.mode == tf.estimator.ModeKeys.PREDICT:
+        return spec._replace(predictions=rows.join(spec.predictions))
+    return spec._replace(
+        loss=towers.whole(spec.loss),
+        eval_metric_ops=metrics.merge(
+            spec.eval_metric_ops, towers, None if shards.static_rows else shards.rows
+        ),
+        predictions=rows.join(spec.predictions, batch_values=True),
+    )
+
+
+def _check_reduced(towers: Towers) -> None:
     if not towers.reductions:
         raise ValueError(
             f'The model_fn is to train on {len(towers.devices)} devices, but no gradient of a '
@@ -38,4 +63,72 @@ def merge_train(spec: Any, towers: Towers) -> Any:
             'tf.gradients(), tf.GradientTape.gradient() and Keras optimizers. Use one of these in '
             'the model_fn, or train with replicate(devices=1).'
         )
-    return spec._replace(loss=towers.whole(spec.loss))
+
+
+class _Rows:
+    """Joins the towers' rows of predictions, checked to be those of their shards."""
+
+    def __init__(self, towers: Towers, shards: Shards):
+        self._towers = towers
+        self._shards = shards
+        with absolute_scope(towers.graph, 'replicate'), tf.device('/device:CPU:0'):
+            # A tower without rows computes on one.
+            expected = [tf.maximum(rows, 1) for rows in shards.rows]
+        self._expected = expected[0]
+        towers.copies.replace(expected[0], expected[1:])
+
+    def join(self, predictions: Any, batch_values: bool = False) -> Any:
+        """Returns the whole batch's predictions.
+
+        Args:
+          predictions: a tensor, or a dict of tensors.
+          batch_values: whether there may be values of the batch, a scalar say.
+        """
+        names = {'': predictions} if not isinstance(predictions, dict) else predictions
+        checked = {
+            name: self._checked(name, value)
+            for name, value in names.items()
+            if not (batch_values and _is_batch_value(value))
+        }
+        flat = tf.nest.flatten(checked, expand_composites=True)
+        towers = [flat, *self._towers.copies.copy(flat)]
+        nests = [tf.nest.pack_sequence_as(checked, own, expand_composites=True) for own in towers]
+        joined = {}
+        with absolute_scope(self._towers.graph, 'replicate'), tf.device('/device:CPU:0'):
+            for name, value in names.items():
+                if name in checked:
+                    joined[name] = sharding.join([nest[name] for nest in nests], self._shards.rows)
+                else:
+                    joined[name] = self._of_batch(value)
+        return joined if isinstance(predictions, dict) else joined['']
+
+    def _of_batch(self, value: Any) -> Any:
+        return self._towers.whole(value) if value.dtype.is_floating else value
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Returns a prediction of tower 0 that fails where its rows aren't the shard's."""
+        what = f'predictions[{name!r}]' if name else 'predictions'
+        advice = (
+            'On several devices each prediction has one row an example, along dimension 0; leave '
+            'out what is not per example, or predict with replicate(devices=1).'
+        )
+        if value.shape.rank == 0:
+            raise ValueError(f'{what} is a scalar (rank 0). {advice}')
+        static, rows = self._shards.static_rows, None
+        if value.shape.rank is not None:
+            rows = value.shape.as_list()[0]
+        if static and rows not in (None, static):
+            raise ValueError(f'{what} has {rows} rows where its shard has {static}. {advice}')
+        with absolute_scope(self._towers.graph, 'replicate'), tf.device('/device:CPU:0'):
+            check = tf.Assert(
+                tf.equal(sharding.rows_of(value), self._expected),
+                [f'{what} has another number of rows than its shard. {advice}', self._expected],
+            )
+        device = tf.nest.flatten(value, expand_composites=True)[0].device
+        with absolute_scope(self._towers.graph, 'replicate'), tf.device(device):
+            with tf.control_dependencies([check]):
+                return tf.nest.map_structure(tf.identity, value, expand_composites=True)
+
+
+def _is_batch_value(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.shape.rank == 0

@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 from absl import logging
 
 from estimator_mgpu import losses, private
-from estimator_mgpu.copying import Copies, TowerCopy, absolute_scope
+from estimator_mgpu.copying import Copies, TowerCopy, Updates, absolute_scope
 
 # compute(ys, xs, grad_ys) and compute(ys, xs, grad_ys, stop_gradients) give gradients
 # TensorFlow's own way.
@@ -91,6 +91,20 @@ class Towers:
         terms = [term for leaf in parts.leaves for term in self._terms(leaf)]
         return self._tail(loss, parts, self._sums(terms))
 
+    def whole_update(
+        self, update: tf.Tensor, values: Sequence[tf.Tensor], updates: Updates
+    ) -> tf.Tensor:
+        """Returns an update that writes the values that `values` have for the whole batch."""
+        parts = [self._take_apart(value) for value in values]
+        leaves = [leaf for part in parts for leaf in part.leaves]
+        sums = self._sums(term for leaf in leaves for term in self._terms(leaf))
+        tail = updates.own.union(updates.after_writes(), *(part.tail for part in parts))
+        return self._tail(update, losses.Parts(leaves, tail, []), sums, updates.own)
+
+    def has_rows(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor of tower 0 has an entry, or several, for each row."""
+        return losses.has_rows(tensor, self._dependents(), self._static_rows)
+
     def _take_apart(self, loss: tf.Tensor) -> losses.Parts:
         parts = losses.take_apart(
             loss, self._dependents(), self._reduction, self._static_rows, len(self.devices)
@@ -119,12 +133,19 @@ class Towers:
             ]
         return self._counted[leaf.tensor.name]
 
-    def _tail(self, loss: tf.Tensor, parts: losses.Parts, terms: dict[str, tf.Tensor]) -> tf.Tensor:
+    def _tail(
+        self,
+        loss: tf.Tensor,
+        parts: losses.Parts,
+        terms: dict[str, tf.Tensor],
+        writing: Iterable[str] = (),
+    ) -> tf.Tensor:
         """Returns the loss as it follows from other values of its leaves' terms."""
         if not parts.leaves:
             return loss
         tail = TowerCopy(0, _unique_scope(self.graph, 'reduced'), self.devices[0])
         copies = Copies(self.graph, self.devices[0], [tail], only=parts.tail)
+        copies.let_write(writing)
         with absolute_scope(self.graph, tail.scope), tf.device(self.devices[0]):
             for leaf in parts.leaves:
                 value, *count = [terms[term.tensor.name] for term in self._terms(leaf)]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.core
 
 
 def train(loss):
-    return tf.train.AdamOptimizer(0.01).minimize(loss, step())
+    return tf.train.AdamOptimizer(0.01, epsilon=1e-3).minimize(loss, step())
 
 
 def dense_layers(features, labels, mode):
@@ -117,7 +117,10 @@ def gan(features, labels, mode):
 
     def discriminator(x):
         hidden = tf.layers.dense(x, 4, tf.nn.tanh, name='discriminator', reuse=tf.AUTO_REUSE)
-        return tf.layers.dense(hidden, 1, name='discriminator_1', reuse=tf.AUTO_REUSE)
+        ones = tf.ones_initializer()
+        return tf.layers.dense(
+            hidden, 1, bias_initializer=ones, name='discriminator_1', reuse=tf.AUTO_REUSE
+        )
 
     fake = generator()
     real, faked = discriminator(features), discriminator(fake)
@@ -126,8 +129,8 @@ def gan(features, labels, mode):
     # Gradient penalty: the gradient of an activation, differentiated again.
     slope = tf.gradients(tf.reduce_sum(real), features)[0]
     d_loss += 0.1 * tf.reduce_mean(tf.reduce_sum(tf.square(slope), 1))
-    d_optimizer = tf.train.AdamOptimizer(0.01, name='d_adam')
-    g_optimizer = tf.train.AdamOptimizer(0.01, name='g_adam')
+    d_optimizer = tf.train.AdamOptimizer(0.01, epsilon=1e-3, name='d_adam')
+    g_optimizer = tf.train.AdamOptimizer(0.01, epsilon=1e-3, name='g_adam')
     d_grads = d_optimizer.compute_gradients(d_loss, tf.trainable_variables('discriminator'))
     g_grads = g_optimizer.compute_gradients(g_loss, tf.trainable_variables('generator'))
     with tf.control_dependencies([g for g, _ in d_grads + g_grads]):

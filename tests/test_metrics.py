@@ -1,0 +1,219 @@
+"""Metrics over towers are those of one device: for every metric, batch size and last batch."""
+
+import inspect
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import floats
+from towers import evaluate
+
+K = 4  # classes
+
+# What each function of tf.metrics is given; columns of the features are scores of classes.
+CLASSES = ['accuracy', 'false_negatives', 'false_positives', 'precision', 'recall']
+CLASSES += ['true_negatives', 'true_positives']
+AT_THRESHOLDS = ['false_negatives', 'false_positives', 'precision', 'recall']
+AT_THRESHOLDS += ['true_negatives', 'true_positives']
+AT_K = ['average_precision_at_k', 'precision_at_k', 'recall_at_k']
+AT_K += ['sparse_average_precision_at_k', 'sparse_precision_at_k']
+DIFFERENCES = ['mean_absolute_error', 'mean_squared_error', 'root_mean_squared_error']
+
+
+def scores(features):
+    return tf.nn.sigmoid(features[:, 0])
+
+
+METRICS = {
+    'mean': lambda m, x, y: m(x[:, 0]),
+    'mean_tensor': lambda m, x, y: m(tf.reduce_mean(x, 0)),
+    'percentage_below': lambda m, x, y: m(x[:, 0], 0.3),
+    'auc': lambda m, x, y: m(y > 1, scores(x), num_thresholds=20),
+    'mean_iou': lambda m, x, y: m(y, tf.argmax(x, 1), K),
+    'mean_per_class_accuracy': lambda m, x, y: m(y, tf.argmax(x, 1), K),
+    'mean_relative_error': lambda m, x, y: m(x[:, 1], x[:, 0], tf.abs(x[:, 1]) + 1),
+    'mean_cosine_distance': lambda m, x, y: m(
+        tf.nn.l2_normalize(x, 1), tf.nn.l2_normalize(x[:, ::-1], 1), 1
+    ),
+    'sensitivity_at_specificity': lambda m, x, y: m(y > 1, scores(x), 0.4, num_thresholds=20),
+    'specificity_at_sensitivity': lambda m, x, y: m(y > 1, scores(x), 0.4, num_thresholds=20),
+    'precision_at_top_k': lambda m, x, y: m(y[:, None], tf.math.top_k(x, 2)[1], 2),
+    'recall_at_top_k': lambda m, x, y: m(y[:, None], tf.math.top_k(x, 2)[1], 2),
+    **{name: lambda m, x, y: m(y > 1, x[:, 0] > 0) for name in CLASSES if name != 'accuracy'},
+    'accuracy': lambda m, x, y: m(y, tf.argmax(x, 1)),
+    **{
+        f'{name}_at_thresholds': lambda m, x, y: m(y > 1, scores(x), [0.3, 0.5, 0.8])
+        for name in AT_THRESHOLDS
+    },
+    **{name: lambda m, x, y: m(y[:, None], x, 2) for name in AT_K},
+    **{name: lambda m, x, y: m(x[:, 1], x[:, 0]) for name in DIFFERENCES},
+}
+
+
+def test_every_metric_of_the_module_is_tested():
+    functions = {name for name, f in vars(tf.metrics).items() if inspect.isroutine(f)}
+    functions = functions or {n for n in dir(tf.metrics) if callable(getattr(tf.metrics, n))}
+    assert {name for name in functions if not name.startswith('_')} == set(METRICS)
+
+
+def batches(*rows):
+    return [(floats(n, K, seed=i), floats(n, 1, seed=7 * i)[:, 0] > 0) for i, n in enumerate(rows)]
+
+
+def labelled(*rows):
+    return [(x, (np.abs(x).sum(1) * 10).astype(np.int64) % K) for x, _ in batches(*rows)]
+
+
+def model_of(**metrics):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(features))
+        ops = {name: metric(features, labels) for name, metric in metrics.items()}
+        return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=ops)
+
+    return model_fn
+
+
+SIZES = {'even': (8, 8), 'short last': (8, 8, 3), 'fewer than towers': (5, 1, 2), 'odd': (7, 9)}
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize('name', METRICS)
+def test_metric(name, sizes):
+    metric = getattr(tf.metrics, name)
+    model_fn = model_of(metric=lambda x, y: METRICS[name](metric, x, y))
+    static = len(set(sizes)) == 1
+    one = evaluate(model_fn, labelled(*sizes), 1, static=static)
+    ours = evaluate(model_fn, labelled(*sizes), 4, static=static)
+    np.testing.assert_allclose(ours.metrics['metric'], one.metrics['metric'], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(ours.losses, one.losses, rtol=1e-6)
+    assert np.isfinite(one.metrics['metric']).all()
+
+
+@pytest.mark.parametrize('towers', [2, 3, 8], ids='towers={}'.format)
+def test_all_metrics_at_once(towers, behavior):
+    metrics = {
+        name: lambda x, y, name=name: METRICS[name](getattr(tf.metrics, name), x, y)
+        for name in METRICS
+    }
+    data = labelled(8, 5, 1)
+    one = evaluate(model_of(**metrics), data, 1, static=False)
+    ours = evaluate(model_of(**metrics), data, towers, static=False)
+    for name in METRICS:
+        np.testing.assert_allclose(
+            ours.metrics[name], one.metrics[name], rtol=1e-6, atol=1e-7, err_msg=name
+        )
+
+
+def variable(name, shape, dtype=tf.float32, validate_shape=True):
+    return tf.Variable(
+        lambda: tf.zeros(shape, dtype),
+        trainable=False,
+        collections=[tf.GraphKeys.LOCAL_VARIABLES, tf.GraphKeys.METRIC_VARIABLES],
+        validate_shape=validate_shape,
+        shape=tf.TensorShape(shape) if validate_shape else tf.TensorShape([None]),
+        name=name,
+    )
+
+
+def streaming_covariance(x, y):
+    """Not additive: each update needs the means so far (Chan, Golub and LeVeque's update)."""
+    count, co = variable('count', []), variable('co', [])
+    mean_x, mean_y = variable('mean_x', []), variable('mean_y', [])
+    n = tf.cast(tf.size(x), tf.float32)
+    new = count + n
+    batch_x, batch_y = tf.reduce_mean(x), tf.reduce_mean(y)
+    new_co = co + tf.reduce_sum((x - batch_x) * (y - batch_y))
+    new_co += (batch_x - mean_x) * (batch_y - mean_y) * count * n / new
+    new_x, new_y = mean_x + (batch_x - mean_x) * n / new, mean_y + (batch_y - mean_y) * n / new
+    with tf.control_dependencies([new_co, new_x, new_y]):
+        update = tf.group(
+            count.assign(new), co.assign(new_co), mean_x.assign(new_x), mean_y.assign(new_y)
+        )
+    return co / (count - 1), update
+
+
+def streaming_concat(values):
+    """Keeps all values, in order, in an array that doubles in a branch when it's full."""
+    array, size = variable('array', [0], validate_shape=False), variable('size', [], tf.int32)
+    new_size = size + tf.shape(values)[0]
+
+    def grow():
+        with tf.control_dependencies(
+            [
+                tf.assign(
+                    array, tf.concat([array, tf.zeros([2 * new_size])], 0), validate_shape=False
+                )
+            ]
+        ):
+            return tf.constant(True)
+
+    full = new_size > tf.shape(array.read_value())[0]
+    with tf.control_dependencies([tf.cond(full, grow, lambda: tf.constant(False))]):
+        old = array.read_value()
+        merged = tf.concat([old[:size], values, old[new_size:]], 0)
+        with tf.control_dependencies([tf.assign(array, merged, validate_shape=False)]):
+            update = size.assign(new_size)
+    return array[:size], update
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize('towers', [2, 4], ids='towers={}'.format)
+def test_metrics_that_are_not_additive(towers, sizes):
+    model_fn = model_of(
+        covariance=lambda x, y: streaming_covariance(x[:, 0], x[:, 1]),
+        concat=lambda x, y: streaming_concat(x[:, 0]),
+    )
+    data = batches(*sizes)
+    ours = evaluate(model_fn, data, towers, static=len(set(sizes)) == 1)
+    everything = np.concatenate([x for x, _ in data])
+    np.testing.assert_array_equal(ours.metrics['concat'], everything[:, 0])
+    expected = np.cov(everything[:, 0], everything[:, 1])[0, 1]
+    np.testing.assert_allclose(ours.metrics['covariance'], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('rows', [1000, 7, 64], ids='batch={}'.format)
+@pytest.mark.parametrize('towers', [3, 8], ids='towers={}'.format)
+def test_every_row_counts_once(towers, rows):
+    sizes = [rows] * (1000 // rows) + [1000 % rows] * bool(1000 % rows)
+    model_fn = model_of(
+        rows=lambda x, y: tf.metrics.true_positives(tf.ones_like(y), tf.ones_like(y))
+    )
+    data = batches(*sizes)[-20:]
+    ours = evaluate(model_fn, data, towers, static=False)
+    assert ours.metrics['rows'] == sum(len(y) for _, y in data)
+
+
+def test_mean_of_the_batch_loss_is_over_batches():
+    """By hand: losses of two batches are 1 and 9, whatever their sizes; their mean is 5."""
+    data = [(np.ones([5, 1], 'f'), np.zeros(5)), (np.full([2, 1], 3, 'f'), np.zeros(2))]
+    model_fn = model_of(loss_again=lambda x, y: tf.metrics.mean(tf.reduce_mean(tf.square(x))))
+    for towers in (1, 2, 4):
+        ours = evaluate(model_fn, data, towers, static=False)
+        np.testing.assert_allclose(ours.metrics['loss_again'], 5.0, rtol=1e-6)
+
+
+def test_rows_added_up_by_position_are_an_error():
+    with pytest.raises(ValueError, match="The metric 'rows' adds up batches row by row"):
+        evaluate(model_of(rows=lambda x, y: tf.metrics.mean_tensor(x)), batches(8), 2)
+
+
+def test_keras_metrics():
+    def metric(features, labels):
+        accuracy = tf.keras.metrics.SparseCategoricalAccuracy()
+        accuracy.update_state(labels, features)
+        return accuracy
+
+    one = evaluate(model_of(accuracy=metric), labelled(8, 5, 1), 1, static=False)
+    ours = evaluate(model_of(accuracy=metric), labelled(8, 5, 1), 4, static=False)
+    np.testing.assert_allclose(ours.metrics['accuracy'], one.metrics['accuracy'], rtol=1e-6)
+
+
+def test_an_update_that_is_an_operation():
+    def metric(features, labels):
+        total, update = tf.metrics.mean(features)
+        return total, tf.group(update)
+
+    one = evaluate(model_of(mean=metric), batches(8, 3), 1, static=False)
+    ours = evaluate(model_of(mean=metric), batches(8, 3), 4, static=False)
+    np.testing.assert_allclose(ours.metrics['mean'], one.metrics['mean'], rtol=1e-6)
