@@ -4,13 +4,16 @@ from estimator_mgpu.compat import estimator
 from estimator_mgpu.devices import session_config
 from estimator_mgpu.optimizer import TowerOptimizer
 from estimator_mgpu.replicate import current_tower, replicate
+from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
 
 __version__ = '0.1.0'
 
 __all__ = [
+    'Estimator',
     'TowerOptimizer',
     'current_tower',
     'estimator',
     'replicate',
+    'replicate_estimator',
     'session_config',
 ]

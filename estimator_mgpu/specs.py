@@ -88,24 +88,23 @@ class _Rows:
         checked = {
             name: self._checked(name, value)
             for name, value in names.items()
-            if not (batch_values and _is_batch_value(value))
+            if not (batch_values and value.shape.rank == 0)
         }
-        flat = tf.nest.flatten(checked, expand_composites=True)
-        towers = [flat, *self._towers.copies.copy(flat)]
-        nests = [tf.nest.pack_sequence_as(checked, own, expand_composites=True) for own in towers]
+        own = list(checked.values())
+        towers = dict(zip(checked, zip(own, *self._towers.copies.copy(own))))
         joined = {}
         with absolute_scope(self._towers.graph, 'replicate'), tf.device('/device:CPU:0'):
             for name, value in names.items():
                 if name in checked:
-                    joined[name] = sharding.join([nest[name] for nest in nests], self._shards.rows)
+                    joined[name] = sharding.join(towers[name], self._shards.rows)
                 else:
                     joined[name] = self._of_batch(value)
         return joined if isinstance(predictions, dict) else joined['']
 
-    def _of_batch(self, value: Any) -> Any:
+    def _of_batch(self, value: tf.Tensor) -> tf.Tensor:
         return self._towers.whole(value) if value.dtype.is_floating else value
 
-    def _checked(self, name: str, value: Any) -> Any:
+    def _checked(self, name: str, value: tf.Tensor) -> tf.Tensor:
         """Returns a prediction of tower 0 that fails where its rows aren't the shard's."""
         what = f'predictions[{name!r}]' if name else 'predictions'
         advice = (
@@ -124,11 +123,6 @@ class _Rows:
                 tf.equal(sharding.rows_of(value), self._expected),
                 [f'{what} has another number of rows than its shard. {advice}', self._expected],
             )
-        device = tf.nest.flatten(value, expand_composites=True)[0].device
-        with absolute_scope(self._towers.graph, 'replicate'), tf.device(device):
+        with absolute_scope(self._towers.graph, 'replicate'), tf.device(value.device):
             with tf.control_dependencies([check]):
-                return tf.nest.map_structure(tf.identity, value, expand_composites=True)
-
-
-def _is_batch_value(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and value.shape.rank == 0
+                return tf.identity(value)

@@ -1,0 +1,99 @@
+"""`Estimator`: a tf.estimator.Estimator that replicates its model_fn and has the devices for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from estimator_mgpu import compat
+from estimator_mgpu import devices as devices_lib
+from estimator_mgpu.replicate import replicate
+
+compat.load_estimator()  # Where TensorFlow has no tf.estimator, it has one now.
+
+
+class Estimator(tf.estimator.Estimator):
+    """A drop-in `tf.estimator.Estimator` for several devices.
+
+    >>> estimator = Estimator(lambda features, labels, mode: None, devices=2)
+    >>> estimator.config.session_config.device_count['CPU']
+    2
+
+    Args:
+      model_fn: as for `tf.estimator.Estimator`; one that is replicated already stays as it is.
+      model_dir: as for `tf.estimator.Estimator`.
+      config: as for `tf.estimator.Estimator`. Its session config gets the devices.
+      params: as for `tf.estimator.Estimator`.
+      warm_start_from: as for `tf.estimator.Estimator`.
+      devices: as for `replicate()`.
+      **options: the further options of `replicate()`.
+
+    Raises:
+      TypeError, ValueError: as `replicate()`; and if `devices` or options are given for a model_fn
+        that is replicated already.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., Any],
+        model_dir: str | None = None,
+        config: Any = None,
+        params: dict[str, Any] | None = None,
+        warm_start_from: Any = None,
+        *,
+        devices: devices_lib.Devices = None,
+        **options: Any,
+    ):
+        given = getattr(model_fn, 'replicate_options', None)
+        if given is None:
+            model_fn = replicate(model_fn, devices=devices, **options)
+        elif devices is not None or options:
+            raise ValueError(
+                f'This model_fn is replicated already, on devices={given["devices"]!r}. Give '
+                'devices and options to replicate() or to Estimator(), but not to both.'
+            )
+        else:
+            devices = given['devices']
+        config = config or tf.estimator.RunConfig()
+        base = config.session_config
+        config = config.replace(session_config=devices_lib.session_config(devices, base))
+        super().__init__(model_fn, model_dir, config, params, warm_start_from)
+
+
+def replicate_estimator(
+    estimator: Any, *, devices: devices_lib.Devices = None, **options: Any
+) -> Estimator:
+    """Returns an estimator that does on several devices what another does on one.
+
+    It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,
+    config and warm start are the other's.
+
+    Args:
+      estimator: a `tf.estimator.Estimator`, of TensorFlow 1 or 2.
+      devices: as for `replicate()`.
+      **options: the further options of `replicate()`.
+
+    Returns:
+      An `Estimator`.
+
+    Raises:
+      TypeError: if `estimator` is none.
+      TypeError, ValueError: as `replicate()`.
+    """
+    if not isinstance(estimator, tf.compat.v1.estimator.Estimator):
+        raise TypeError(
+            f'replicate_estimator({estimator!r}) was given a {type(estimator).__name__}. It takes '
+            'a tf.estimator.Estimator; a model_fn goes to replicate().'
+        )
+    # The settings as the estimator has understood them; the argument isn't kept.
+    warm_start = estimator._warm_start_settings
+    return Estimator(
+        estimator.model_fn,
+        estimator.model_dir,
+        estimator.config,
+        warm_start_from=warm_start,
+        devices=devices,
+        **options,
+    )

@@ -1,0 +1,101 @@
+"""Estimators that somebody else built, on several devices: canned ones of TensorFlow 1 and 2."""
+
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf2
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+
+ROWS = 50
+X = np.random.RandomState(0).randn(ROWS, 2).astype(np.float32)
+WORDS = np.array(['a', 'b', 'c', 'd', 'e'])[np.random.RandomState(1).randint(5, size=ROWS)]
+CLASSES = np.random.RandomState(2).randint(3, size=ROWS)
+VALUES = X[:, 0] * 2 + 1
+
+fc = tf.feature_column
+
+
+def columns():
+    words = fc.categorical_column_with_vocabulary_list('word', ['a', 'b', 'c', 'd'])
+    crossed = fc.crossed_column(['word', fc.bucketized_column(fc.numeric_column('x'), [0.0])], 10)
+    wide = [words, crossed]
+    deep = [fc.numeric_column('x', 1), fc.embedding_column(words, 3)]
+    return wide, deep
+
+
+def data(labels, batch):
+    features = {'x': X[:, :1], 'word': WORDS}
+    return tf.data.Dataset.from_tensor_slices((features, labels)).batch(batch)
+
+
+def build(name, version, config):
+    """Returns a canned estimator with optimizers that slots tell of."""
+    wide, deep = columns()
+    namespace = tf.estimator if version == 1 else tf2.estimator
+    make = getattr(namespace, name)
+    options = {'n_classes': 3} if 'Classifier' in name else {}
+    if name.startswith('Linear'):
+        return make(feature_columns=wide, config=config, **options)
+    if name.startswith('DNNLinear'):
+        return make(
+            linear_feature_columns=wide,
+            dnn_feature_columns=deep,
+            dnn_hidden_units=[4],
+            config=config,
+            **options,
+        )
+    return make(feature_columns=deep, hidden_units=[4], config=config, **options)
+
+
+NAMES = [
+    f'{kind}{task}'
+    for kind in ('Linear', 'DNN', 'DNNLinearCombined')
+    for task in ('Classifier', 'Regressor')
+]
+
+
+@pytest.mark.parametrize('version', [1, 2], ids='v{}'.format)
+@pytest.mark.parametrize('name', NAMES)
+def test_canned(name, version, tmp_path):
+    """v1 heads sum over the batch, v2 heads average; both train and evaluate as on one device."""
+    labels = CLASSES if 'Classifier' in name else VALUES
+    start, one_dir, our_dir = (str(tmp_path / d) for d in ('start', 'one', 'ours'))
+
+    def config(model_dir):
+        return tf.estimator.RunConfig(model_dir, tf_random_seed=3)
+
+    train = lambda: data(labels, 9).repeat()  # noqa: E731
+    build(name, version, config(start)).train(train, max_steps=1)
+    shutil.copytree(start, one_dir)
+    shutil.copytree(start, our_dir)
+    one = build(name, version, config(one_dir))
+    ours = estimator_mgpu.replicate_estimator(build(name, version, config(our_dir)), devices=4)
+    evaluations, variables = [], []
+    for estimator in (one, ours):
+        estimator.train(train, max_steps=8)
+        evaluations.append(estimator.evaluate(lambda: data(labels, 8)))
+        variables.append(
+            {n: estimator.get_variable_value(n) for n in estimator.get_variable_names()}
+        )
+    assert set(variables[0]) == set(variables[1])
+    for key, expected in variables[0].items():
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(
+            variables[1][key], expected, rtol=1e-5, atol=1e-5 * scale, err_msg=key
+        )
+    assert set(evaluations[0]) == set(evaluations[1])
+    for key, expected in evaluations[0].items():
+        np.testing.assert_allclose(evaluations[1][key], expected, rtol=1e-5, err_msg=key)
+    predictions = [list(e.predict(lambda: data(labels, 7))) for e in (one, ours)]
+    assert len(predictions[0]) == len(predictions[1]) == ROWS
+    key = 'predictions' if 'Regressor' in name else 'probabilities'
+    for expected, got in zip(*predictions):
+        np.testing.assert_allclose(got[key], expected[key], rtol=1e-4, atol=1e-6)
+
+
+def test_not_an_estimator():
+    with pytest.raises(TypeError, match='a model_fn goes to replicate'):
+        estimator_mgpu.replicate_estimator(lambda features, labels: None)

@@ -1,0 +1,125 @@
+"""Predictions: every row once, in input order, whatever the towers and the last batch."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from models import floats
+from towers import evaluate
+
+PREDICT = tf.estimator.ModeKeys.PREDICT
+
+
+def ids(*rows):
+    """Batches of features that number the rows from 0 through all batches."""
+    starts = np.cumsum([0, *rows])
+    return [
+        (np.arange(start, start + n, dtype=np.int64)[:, None], None)
+        for start, n in zip(starts, rows)
+    ]
+
+
+def model_of(predict):
+    def model_fn(features, labels, mode):
+        return tf.estimator.EstimatorSpec(
+            mode, predictions=predict(features), loss=tf.reduce_mean(tf.cast(features, tf.float32))
+        )
+
+    return model_fn
+
+
+SIZES = {'even': (8, 8), 'short last': (8, 8, 3), 'fewer than towers': (5, 1, 2), 'odd': (7, 9)}
+
+
+@pytest.mark.parametrize('mode', [PREDICT, 'eval'])
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize('towers', [2, 4, 8], ids='towers={}'.format)
+def test_every_row_once_and_in_order(towers, sizes, mode):
+    def predict(x):
+        return {
+            'id': x[:, 0],
+            'string': tf.strings.as_string(x[:, 0]),
+            'matrix': tf.cast(tf.tile(x[:, :, None], [1, 2, 3]), tf.float64),
+            'flag': x[:, 0] % 2 > 0,
+        }
+
+    model_fn = model_of(predict)
+    ours = evaluate(model_fn, ids(*sizes), towers, static=len(set(sizes)) == 1, mode=mode)
+    for batch, (features, _) in zip(ours.predictions, ids(*sizes)):
+        numbers = features[:, 0]
+        np.testing.assert_array_equal(batch['id'], numbers)
+        np.testing.assert_array_equal(batch['string'], [str(n).encode() for n in numbers])
+        np.testing.assert_array_equal(batch['matrix'], np.tile(features[:, :, None], [1, 2, 3]))
+        np.testing.assert_array_equal(batch['flag'], numbers % 2 > 0)
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+def test_a_bare_tensor(sizes):
+    ours = evaluate(model_of(lambda x: x * 2), ids(*sizes), 4, static=False, mode=PREDICT)
+    for batch, (features, _) in zip(ours.predictions, ids(*sizes)):
+        np.testing.assert_array_equal(batch, features * 2)
+
+
+@pytest.mark.parametrize('towers', [1, 2], ids='towers={}'.format)
+def test_estimator_takes_no_sparse_predictions(towers):
+    """Nor ragged ones: EstimatorSpec says so itself, on one device as on several."""
+    predict = lambda x: {'sparse': tf.sparse.from_dense(x)}  # noqa: E731
+    with pytest.raises(TypeError, match='must be Tensor, given: SparseTensor'):
+        evaluate(model_of(predict), ids(8), towers, mode=PREDICT)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_a_scalar_prediction(static):
+    with pytest.raises(ValueError, match=r"predictions\['mean'\] is a scalar.*devices=1"):
+        predict = lambda x: {'mean': tf.reduce_mean(tf.cast(x, tf.float32))}  # noqa: E731
+        evaluate(model_of(predict), ids(8), 2, mode=PREDICT, static=static)
+
+
+def test_a_scalar_in_evaluation_is_that_of_the_batch():
+    predict = lambda x: {'mean': tf.reduce_mean(tf.cast(x, tf.float32)), 'id': x}  # noqa: E731
+    for towers in (1, 2, 3):
+        ours = evaluate(model_of(predict), ids(8), towers, static=False, mode='eval')
+        assert ours.predictions[0]['mean'] == 3.5
+
+
+def test_rows_that_do_not_match():
+    predict = lambda x: {'names': tf.constant(['a', 'b', 'c'])}  # noqa: E731
+    with pytest.raises(ValueError, match=r"predictions\['names'\] has 3 rows where"):
+        evaluate(model_of(predict), ids(8), 2, mode=PREDICT)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='another number of rows'):
+        evaluate(model_of(predict), ids(8), 2, mode=PREDICT, static=False)
+
+
+@pytest.mark.parametrize('single', [True, False], ids=['examples', 'batches'])
+def test_under_estimator(single, tmp_path):
+    seen = []
+
+    class Hook(tf.train.SessionRunHook):
+        def after_run(self, run_context, run_values):
+            seen.append(1)
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [3, 2])
+        spec = tf.estimator.EstimatorSpec(
+            mode,
+            predictions={'out': tf.matmul(features, w)},
+            loss=tf.reduce_mean(tf.matmul(features, w)),
+            train_op=tf.train.get_global_step().assign_add(1),
+            prediction_hooks=[Hook()],
+        )
+        return spec
+
+    data = floats(11, 3)
+
+    def input_fn():
+        return tf.data.Dataset.from_tensor_slices(data).batch(4)
+
+    one = tf.estimator.Estimator(model_fn, str(tmp_path))
+    one.train(input_fn, steps=1)
+    ours = estimator_mgpu.Estimator(model_fn, str(tmp_path), devices=3)
+    results = [list(e.predict(input_fn, yield_single_examples=single)) for e in (one, ours)]
+    assert len(seen) == 6
+    assert len(results[1]) == len(results[0]) == (11 if single else 3)
+    for expected, got in zip(*results):
+        np.testing.assert_allclose(got['out'], expected['out'], rtol=1e-6)
