@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private, sharing
+from estimator_mgpu.reduction import reduced_gradients
 from estimator_mgpu.towers import Towers
 
 _lock = threading.Lock()
@@ -85,7 +86,9 @@ def _hooked(original: Any) -> Any:
         variables = [x for x in xs if _is_variable(x)]
         others = [x for x in xs if not _is_variable(x)]
         with _inside():
-            reduced = iter(towers.gradients(_tensors(ys), variables, _as_list(grad_ys), compute))
+            reduced = iter(
+                reduced_gradients(towers, _tensors(ys), variables, _as_list(grad_ys), compute)
+            )
             left_alone = iter(compute(ys, others, grad_ys) if others else [])
         return [next(reduced if _is_variable(x) else left_alone) for x in xs]
 
@@ -123,7 +126,7 @@ def _tape_hooked(original: Any) -> Any:
 
         with _inside():
             seeds = _as_list(output_gradients)
-            return towers.gradients(_tensors(target), sources, seeds, compute)
+            return reduced_gradients(towers, _tensors(target), sources, seeds, compute)
 
     return imperative_grad
 

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.rows import LINEAR, Rows
 
 MEAN, SUM, AUTO = 'mean', 'sum', 'auto'
 # The constants of tf.losses.Reduction and tf.keras.losses.Reduction, meaning what they did for
@@ -32,16 +33,6 @@ _CONSTANTS = {
 }
 _ADVICE = "Say which it is by replicate(loss_reduction='mean') or replicate(loss_reduction='sum')."
 
-# Ops through which a sum over rows stays one.
-_LINEAR = frozenset(
-    ['Identity', 'Add', 'AddV2', 'AddN', 'Sub', 'Neg', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims']
-)
-# Ops whose output has rows just where an input has.
-_ELEMENTWISE = _LINEAR | frozenset(
-    ['Mul', 'RealDiv', 'Div', 'DivNoNan', 'MulNoNan', 'Pack', 'ConcatV2', 'Abs', 'Square', 'Sqrt']
-    + ['SquaredDifference', 'Exp', 'Log', 'Log1p', 'Pow', 'Maximum', 'Minimum', 'StopGradient']
-    + ['Select', 'SelectV2', 'CheckNumerics', 'Reciprocal', 'Rsqrt', 'Relu', 'Softplus']
-)
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan'])
 
 
@@ -95,9 +86,8 @@ def check_reduction(reduction: str) -> str:
 
 def take_apart(
     loss: tf.Tensor,
-    dependents: set[str],
+    rows: Rows,
     reduction: str,
-    static_rows: int | None,
     towers: int,
 ) -> Parts:
     """Finds the leaves of a loss.
@@ -105,36 +95,28 @@ def take_apart(
     Args:
       loss: float tensor of tower 0. One with rows of its own counts as their sum, as in
         `tf.gradients`.
-      dependents: the names of the ops that depend on the shard.
+      rows: which tensors depend on the shard, and which have rows.
       reduction: 'auto', 'mean' or 'sum'.
-      static_rows: the rows of every shard, where that is known.
       towers: how many shards there are.
 
     Returns:
       `Parts`.
     """
-    if loss.op.name not in dependents:
+    if loss.op.name not in rows.dependents:
         return Parts([], set(), [])
     if reduction == MEAN:
         return Parts([Leaf(loss, MEAN)], set(), [])
-    walk = _Walk(dependents, static_rows, towers)
+    walk = _Walk(rows, towers)
     walk.from_loss(loss, walk.through_linear if reduction == SUM else walk.through_any)
     if walk.lost:
         return Parts([Leaf(loss, MEAN)], set(), walk.doubts)
     return Parts(walk.leaves, walk.tail, walk.doubts)
 
 
-def has_rows(tensor: tf.Tensor, dependents: set[str], static_rows: int | None) -> bool:
-    """Whether a tensor has an entry, or several, for each row of its shard."""
-    return _Walk(dependents, static_rows, 1).has_rows(tensor)
-
-
 class _Walk:
-    def __init__(self, dependents: set[str], static_rows: int | None, towers: int):
-        self._dependents = dependents
-        self._static_rows = static_rows
+    def __init__(self, rows: Rows, towers: int):
+        self._rows = rows
         self._towers = towers
-        self._with_rows: dict[str, bool] = {}
         self.leaves: list[Leaf] = []
         self.tail: set[str] = set()
         self.doubts: list[str] = []
@@ -163,25 +145,25 @@ class _Walk:
     def through_linear(self, tensor: tf.Tensor) -> list[tf.Tensor] | str:
         """For a loss that is known to be a sum: only what leaves it one is its tail."""
         op = tensor.op
-        inputs = self._dependent_inputs(op)
+        inputs = self._rows.dependent_inputs(op)
         scaled = op.type in ('Mul', *_QUOTIENTS) and len(inputs) == 1
         scaled = scaled and (op.type == 'Mul' or inputs[0] is op.inputs[0])
         summed = op.type == 'Sum' and op.inputs[0].op.type == 'Pack'
-        if not (op.type in _LINEAR or scaled or summed) or any(map(self.has_rows, inputs)):
+        if not (op.type in LINEAR or scaled or summed) or any(map(self._rows.has, inputs)):
             return SUM
         return inputs
 
     def through_any(self, tensor: tf.Tensor) -> list[tf.Tensor] | str:
         """For a loss of which nothing is known."""
         op = tensor.op
-        if self.has_rows(tensor):
+        if self._rows.has(tensor):
             return SUM  # tf.gradients takes a loss with rows for their sum.
-        inputs = self._dependent_inputs(op)
-        if op.type in ('Sum', 'Mean', 'L2Loss') and self.has_rows(op.inputs[0]):
+        inputs = self._rows.dependent_inputs(op)
+        if op.type in ('Sum', 'Mean', 'L2Loss') and self._rows.has(op.inputs[0]):
             return self._reduction(op)
         if op.type in ('Sum', 'Mean'):
             self._check_inner(op)
-        if op.type == 'Size' and self.has_rows(op.inputs[0]):
+        if op.type == 'Size' and self._rows.has(op.inputs[0]):
             return SUM
         if inputs and inputs[0].op.type == 'Shape':
             return self._dimension(op, inputs[0].op.inputs[0])
@@ -189,7 +171,7 @@ class _Walk:
             return MEAN
         if not inputs:
             self.lost = True  # The tower's own number, say, or a row as it is.
-        if not inputs or op.op_def.is_stateful or any(map(self.has_rows, inputs)):
+        if not inputs or op.op_def.is_stateful or any(map(self._rows.has, inputs)):
             self._doubt(
                 tensor,
                 f'it goes back to the op {op.name!r} of type {op.type}, which is neither a sum '
@@ -212,9 +194,9 @@ class _Walk:
     def _check_inner(self, op: tf.Operation) -> None:
         """Doubts that what a reduction is given has no rows, if its size might be theirs."""
         given = op.inputs[0]
-        if given.shape.rank is None or not given.shape.rank or self._row_axis(given) is None:
+        if given.shape.rank is None or not given.shape.rank or self._rows.axis(given) is None:
             return
-        for inner in self._reductions(given):
+        for inner in self._rows.reductions(given):
             if inner.outputs[0].shape.rank and inner.type != op.type:
                 self._doubt(
                     op.outputs[0],
@@ -225,30 +207,30 @@ class _Walk:
 
     def _dimension(self, op: tf.Operation, of: tf.Tensor) -> str:
         """For a scalar picked from a shape: the rows of towers add up, other sizes are equal."""
-        if not self.has_rows(of):
+        if not self._rows.has(of):
             return MEAN
         if op.type == 'Prod' or of.shape.rank is None or len(op.inputs) < 2:
             return SUM
         begin = private.constant_value(op.inputs[1])
         axis = int(begin.flat[0]) if begin is not None and begin.size else 0
-        return SUM if axis % of.shape.rank == self._row_axis(of) else MEAN
+        return SUM if axis % of.shape.rank == self._rows.axis(of) else MEAN
 
     def _divides_by_shard_rows(self, op: tf.Operation) -> bool:
         """Whether a constant divisor is the static size of one shard, so the quotient a mean."""
-        if self._static_rows is None:
+        if self._rows.static is None:
             return False
         numerator, divisor = self._constant_divisor(op)
         if divisor is None:
             return False
-        summed = [r.inputs[0] for r in self._reductions(numerator) if r.type == 'Sum']
+        summed = [r.inputs[0] for r in self._rows.reductions(numerator) if r.type == 'Sum']
         sizes = [tensor.shape.num_elements() for tensor in summed]
-        of_shard = {self._static_rows, *sizes}
+        of_shard = {self._rows.static, *sizes}
         of_batch = {size * self._towers for size in of_shard if size}
         if op.type == 'DivNoNan':  # tf.losses' and Keras' means, by what they counted themselves
             return divisor in of_shard or divisor not in of_batch
         if divisor in of_shard and divisor not in of_batch and not self._is_round(op, divisor):
             return True
-        multiple = self._static_rows > 1 and divisor % self._static_rows == 0
+        multiple = self._rows.static > 1 and divisor % self._rows.static == 0
         if divisor in of_shard or (multiple and divisor not in of_batch and op.type != 'Mul'):
             self._doubt(
                 op.outputs[0],
@@ -266,9 +248,9 @@ class _Walk:
     def _constant_divisor(self, op: tf.Operation) -> tuple[tf.Tensor, float | None]:
         """Returns what an op divides, and by which constant, if by one."""
         left, right = op.inputs
-        if op.type == 'Mul' and left.op.name not in self._dependents:
+        if op.type == 'Mul' and left.op.name not in self._rows.dependents:
             left, right = right, left
-        if right.op.name in self._dependents:
+        if right.op.name in self._rows.dependents:
             return left, None
         value = private.constant_value(right)
         if value is None or value.size != 1 or not value.flat[0]:
@@ -279,20 +261,6 @@ class _Walk:
         # A factor of 1 is no quotient; that of a float32 is not quite that of a float64.
         return left, None if value == 1 else float(np.round(1 / value, 4))
 
-    def _reductions(self, tensor: tf.Tensor) -> list[tf.Operation]:
-        """Lists the reductions over rows that a tensor without rows comes from."""
-        found, waiting, seen = [], [tensor.op], set()
-        while waiting:
-            op = waiting.pop()
-            if op.name in seen:
-                continue
-            seen.add(op.name)
-            if op.type in ('Sum', 'Mean') and self.has_rows(op.inputs[0]):
-                found.append(op)
-            elif op.type in _ELEMENTWISE:
-                waiting += [t.op for t in self._dependent_inputs(op)]
-        return found
-
     def _normalised(self, tensor: tf.Tensor) -> bool:
         """Whether rows were divided by something that was reduced over the rows of the shard."""
         waiting = [tensor]
@@ -300,52 +268,12 @@ class _Walk:
             op = waiting.pop().op
             if op.type in _QUOTIENTS:
                 divisor = op.inputs[1]
-                if divisor.op.name in self._dependents and not self.has_rows(divisor):
+                if divisor.op.name in self._rows.dependents and not self._rows.has(divisor):
                     return True
                 waiting.append(op.inputs[0])
             elif op.type in ('Mul', 'Identity', 'Cast', 'Reshape', 'ExpandDims', 'Squeeze', 'Neg'):
-                waiting += self._dependent_inputs(op)
+                waiting += self._rows.dependent_inputs(op)
         return False
-
-    def has_rows(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor still has an entry, or several, for each row."""
-        if tensor.name not in self._with_rows:
-            self._with_rows[tensor.name] = self._find_rows(tensor)
-        return self._with_rows[tensor.name]
-
-    def _find_rows(self, tensor: tf.Tensor) -> bool:
-        if tensor.op.name not in self._dependents or tensor.shape.num_elements() == 1:
-            return False
-        if tensor.shape.rank is not None and self._row_axis(tensor) is None:
-            return False
-        op = tensor.op
-        if op.type in _ELEMENTWISE:
-            return any(map(self.has_rows, self._dependent_inputs(op)))
-        if op.type in ('Sum', 'Mean') and op.inputs[0].shape.rank is not None:
-            return self._row_axis(op.inputs[0]) not in self._axes(op)
-        return op.type != 'Shape'
-
-    def _row_axis(self, tensor: tf.Tensor) -> int | None:
-        """Which dimension may hold the rows, to go by its size; the first if several may."""
-        for axis, size in enumerate(tensor.shape.as_list()):
-            if size is None or self._may_hold_rows(size):
-                return axis
-        return None
-
-    def _may_hold_rows(self, size: int) -> bool:
-        rows = self._static_rows
-        return rows is not None and (size == rows or (rows > 1 and size % rows == 0))
-
-    def _axes(self, op: tf.Operation) -> set[int]:
-        """Which dimensions a `Sum` or `Mean` reduces."""
-        rank = op.inputs[0].shape.rank
-        value = private.constant_value(op.inputs[1])
-        if rank is None or value is None:
-            return {0}
-        return {int(axis) % rank for axis in value.flat} if rank else set()
-
-    def _dependent_inputs(self, op: tf.Operation) -> list[tf.Tensor]:
-        return [t for t in op.inputs if t.op.name in self._dependents]
 
     def _doubt(self, tensor: tf.Tensor, why: str) -> None:
         self.doubts.append(

@@ -101,8 +101,9 @@ def _counts_batches(write: tf.Operation) -> bool:
 def _once(name: str, update: tf.Tensor, updates: Updates, towers: Towers) -> tf.Tensor:
     """Returns a metric's update with the whole batch's values in the place of tower 0's."""
     values = [t for op in updates.writes for t in op.inputs if not sharing.is_handle(t)]
+    rows = towers.rows()
     for value in values:
-        if towers.has_rows(value):
+        if rows.has(value):
             raise ValueError(
                 f'The metric {name!r} adds up batches row by row, as tf.metrics.mean_tensor does '
                 'with values that have rows, so it has no value for shards of other sizes. Take '

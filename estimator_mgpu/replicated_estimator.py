@@ -70,6 +70,11 @@ def replicate_estimator(
     It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,
     config and warm start are the other's.
 
+    >>> columns = [tf.feature_column.numeric_column('x')]
+    >>> canned = tf.compat.v1.estimator.LinearRegressor(columns)
+    >>> replicate_estimator(canned, devices=4).model_dir == canned.model_dir
+    True
+
     Args:
       estimator: a `tf.estimator.Estimator`, of TensorFlow 1 or 2.
       devices: as for `replicate()`.

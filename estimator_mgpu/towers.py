@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 from absl import logging
 
-from estimator_mgpu import losses, private
+from estimator_mgpu import losses
 from estimator_mgpu.copying import Copies, TowerCopy, Updates, absolute_scope
-
-# compute(ys, xs, grad_ys) and compute(ys, xs, grad_ys, stop_gradients) give gradients
-# TensorFlow's own way.
-Compute = Callable[..., list]
+from estimator_mgpu.rows import Rows
 
 
 class Towers:
@@ -41,9 +38,10 @@ class Towers:
     ):
         self.graph = graph
         self.devices = devices
-        self.reductions = 0
-        self._weights = weights
-        self._guarded = guarded
+        self.reductions = 0  # how often gradients were reduced
+        self.reduced: list[tf.Tensor] = []  # and what they came to
+        self.weights = weights
+        self.guarded = guarded
         self._reduction = reduction
         self._static_rows = static_rows
         self.copies = Copies(
@@ -57,7 +55,6 @@ class Towers:
         self.made_from: dict[str, tf.Tensor] = {}
         self._counted: dict[str, list[losses.Leaf]] = {}
         self._summed: dict[str, tf.Tensor] = {}
-        self._reduced: list[tf.Tensor] = []
         self._told: set[str] = set()
         self.index, *others = [
             self._constant(scope, device, i)
@@ -77,7 +74,7 @@ class Towers:
         Args:
           shards: one nest a tower. A tensor that stands in all of them goes whole to every tower.
         """
-        first, *others = [_flat_tensors(shard) for shard in shards]
+        first, *others = [flat_tensors(shard) for shard in shards]
         for tensor, *own in zip(first, *others):
             if all(t is tensor for t in own):
                 self.copies.share([tensor])
@@ -87,32 +84,31 @@ class Towers:
 
     def whole(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the value that a scalar of tower 0 has for the whole batch."""
-        parts = self._take_apart(loss)
-        terms = [term for leaf in parts.leaves for term in self._terms(leaf)]
-        return self._tail(loss, parts, self._sums(terms))
+        parts = self.take_apart(loss)
+        terms = [term for leaf in parts.leaves for term in self.terms(leaf)]
+        return self.tail(loss, parts, self.sums(terms))
 
     def whole_update(
         self, update: tf.Tensor, values: Sequence[tf.Tensor], updates: Updates
     ) -> tf.Tensor:
         """Returns an update that writes the values that `values` have for the whole batch."""
-        parts = [self._take_apart(value) for value in values]
+        parts = [self.take_apart(value) for value in values]
         leaves = [leaf for part in parts for leaf in part.leaves]
-        sums = self._sums(term for leaf in leaves for term in self._terms(leaf))
+        sums = self.sums(term for leaf in leaves for term in self.terms(leaf))
         tail = updates.own.union(updates.after_writes(), *(part.tail for part in parts))
-        return self._tail(update, losses.Parts(leaves, tail, []), sums, updates.own)
+        return self.tail(update, losses.Parts(leaves, tail, []), sums, updates.own)
 
-    def has_rows(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor of tower 0 has an entry, or several, for each row."""
-        return losses.has_rows(tensor, self._dependents(), self._static_rows)
+    def rows(self) -> Rows:
+        """Returns what is known of the rows of tower 0's tensors."""
+        return Rows(self.dependents(), self._static_rows)
 
-    def _take_apart(self, loss: tf.Tensor) -> losses.Parts:
-        parts = losses.take_apart(
-            loss, self._dependents(), self._reduction, self._static_rows, len(self.devices)
-        )
+    def take_apart(self, loss: tf.Tensor) -> losses.Parts:
+        """Finds the leaves of a loss, and tells in the log."""
+        parts = losses.take_apart(loss, self.rows(), self._reduction, len(self.devices))
         self._tell(loss, parts)
         return parts
 
-    def _terms(self, leaf: losses.Leaf) -> list[losses.Leaf]:
+    def terms(self, leaf: losses.Leaf) -> list[losses.Leaf]:
         """Returns what is added up over the towers for a leaf: itself, or a sum and a count.
 
         A mean over an unknown number of entries (those of a `boolean_mask`, say) is their sum by
@@ -133,7 +129,7 @@ class Towers:
             ]
         return self._counted[leaf.tensor.name]
 
-    def _tail(
+    def tail(
         self,
         loss: tf.Tensor,
         parts: losses.Parts,
@@ -148,13 +144,13 @@ class Towers:
         copies.let_write(writing)
         with absolute_scope(self.graph, tail.scope), tf.device(self.devices[0]):
             for leaf in parts.leaves:
-                value, *count = [terms[term.tensor.name] for term in self._terms(leaf)]
+                value, *count = [terms[term.tensor.name] for term in self.terms(leaf)]
                 copies.replace(leaf.tensor, [value / count[0] if count else value])
         [[whole]] = copies.copy([loss])
         self.copies.share([whole])
         return whole
 
-    def _sums(self, terms: Iterable[losses.Leaf]) -> dict[str, tf.Tensor]:
+    def sums(self, terms: Iterable[losses.Leaf]) -> dict[str, tf.Tensor]:
         """Returns what terms come to for the whole batch, by the names of tower 0's."""
         missing = {t.tensor.name: t for t in terms if t.tensor.name not in self._summed}
         if missing:
@@ -163,104 +159,15 @@ class Towers:
                 self._summed[term.tensor.name] = self._sum_of(term, towers)
         return self._summed
 
-    def gradients(
-        self, ys: Sequence[tf.Tensor], xs: Sequence[Any], grad_ys: Any, compute: Compute
-    ) -> list:
-        """Returns the gradients of the whole batch's losses, one for each variable.
-
-        Tower 0's gradient is computed and copied to the other towers. What a tower's share counts
-        comes in as the gradient of its loss, so the towers' gradients are summed as they are.
-
-        Args:
-          ys: tower 0's losses.
-          xs: the variables.
-          grad_ys: None, or one gradient, or None, for each loss.
-          compute: computes gradients TensorFlow's own way.
-
-        Returns:
-          One dense tensor, `IndexedSlices` or None for each of `xs`.
-        """
-        self._check_first_order(ys)
-        ys, grad_ys = self._as_scalars(ys, grad_ys)
-        parts = [self._take_apart(y) for y in ys]
-        leaves = [leaf for part in parts for leaf in part.leaves]
-        terms = {term.tensor.name: term for leaf in leaves for term in self._terms(leaf)}
-        # What a term counts in a loss may depend on its sum, and that on the copies. But taking
-        # gradients changes loops of the forward pass, so it comes before copying.
-        with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
-            stubs = {
-                name: tf.identity(tf.placeholder(term.tensor.dtype, term.tensor.shape))
-                for name, term in terms.items()
-            }
-            wholes = [self._tail(y, part, stubs) for y, part in zip(ys, parts)]
-            seeds = dict(zip(stubs, tf.gradients(wholes, list(stubs.values()), grad_ys)))
-            seeds = {name: seed for name, seed in seeds.items() if seed is not None}
-            weighted = [
-                seed * self._weight(terms[name].kind, 0, seed.dtype) for name, seed in seeds.items()
-            ]
-        self.copies.share([*stubs.values(), *seeds.values()])
-        once, grads = [None] * len(xs), [None] * len(xs)
-        if {whole.name for whole in wholes} != {stub.name for stub in stubs.values()}:
-            once = compute(wholes, xs, grad_ys, list(stubs.values()))
-        if seeds:
-            grads = compute([terms[name].tensor for name in seeds], xs, weighted)
-        copies = self.copies.copy(_flat_tensors(grads))
-        sums = self._sums(terms.values())
-        for name, stub in stubs.items():
-            private.set_input(stub.op, 0, sums[name])
-        towers = [grads] + [_pack_tensors(grads, own) for own in copies]
-        reduced = self._reduce(towers, once, xs)
-        self.reductions += any(g is not None for g in reduced)
-        return reduced
-
-    def _as_scalars(self, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[list, list]:
-        """Returns scalar losses with the same gradients, as a gradient of theirs may differ."""
-        scalars, seeds = [], []
-        dependents = self._dependents()
-        for y, grad_y in zip(ys, grad_ys or [None] * len(ys)):
-            if y.shape.num_elements() != 1 or (grad_y is not None and grad_y.op.name in dependents):
-                with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
-                    given = tf.ones_like(y) if grad_y is None else tf.cast(grad_y, y.dtype)
-                    total, grad_y = tf.reduce_sum(y * tf.stop_gradient(given)), None
-                self.made_from[total.name] = y
-                y = total
-            scalars.append(y)
-            seeds.append(grad_y)
-        return scalars, seeds
-
-    def _reduce(self, towers: list[list], once: list, xs: Sequence[Any]) -> list:
-        """Sums the towers' gradients, and those that don't depend on the batch, for each of xs."""
-        if self._guarded:
-            towers = [self._guard(own, i) for i, own in enumerate(towers)]
-        reduced = []
-        for x, extra, *own in zip(xs, once, *towers):
-            terms = [g for g in own + [extra] if g is not None]
-            with absolute_scope(self.graph, 'replicate'), tf.device(x.device):
-                reduced.append(_add(terms) if terms else None)
-        tensors = _flat_tensors(reduced)
-        self.copies.share(tensors)
-        self._reduced += tensors
-        return reduced
-
-    def _guard(self, grads: list, tower: int) -> list:
-        """Leaves out what isn't a number where a tower counts for nothing."""
-        counts = self._weights[losses.MEAN][tower] > 0
-        with absolute_scope(self.graph, 'replicate'):
-            guarded = [
-                g if g.dtype.is_integer else tf.where(counts, g, tf.zeros_like(g))
-                for g in _flat_tensors(grads)
-            ]
-        return _pack_tensors(grads, guarded)
-
     def _sum_of(self, term: losses.Leaf, copies: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a term's value for the whole batch."""
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             parts = []
             for tower, value in enumerate([term.tensor, *copies]):
                 dtype = value.dtype if value.dtype.is_floating else tf.float64
-                weight = self._weight(term.kind, tower, dtype)
+                weight = self.weight(term.kind, tower, dtype)
                 part = tf.cast(value, dtype) * weight
-                if self._guarded:
+                if self.guarded:
                     part = tf.where(weight > 0, part, tf.zeros_like(part))
                 parts.append(part)
             total = tf.add_n(parts)
@@ -270,31 +177,21 @@ class Towers:
         self.copies.share([whole])
         return whole
 
-    def _weight(self, kind: str, tower: int, dtype: tf.DType) -> tf.Tensor:
+    def weight(self, kind: str, tower: int, dtype: tf.DType) -> tf.Tensor:
+        """Returns what a tower counts in a 'mean' or a 'sum'; in copies tower 0's is replaced."""
         key = (kind, dtype)
         if key not in self._cast:
             with absolute_scope(self.graph, 'replicate'), tf.device('/device:CPU:0'):
                 # Identities, as a cast to the same type is the tensor itself.
-                cast = [tf.cast(tf.identity(w), dtype) for w in self._weights[kind]]
+                cast = [tf.cast(tf.identity(w), dtype) for w in self.weights[kind]]
             self._cast[key] = cast
             self.copies.replace(cast[0], cast[1:])
         return self._cast[key][tower]
 
-    def _dependents(self) -> set[str]:
+    def dependents(self) -> set[str]:
+        """Returns the names of tower 0's ops that depend on its shard or its number."""
         sources = [*self._sources, self.index]
         return self.copies.dependents(sources) | {t.op.name for t in sources}
-
-    def _check_first_order(self, ys: Sequence[tf.Tensor]) -> None:
-        dependents = self.copies.dependents(self._reduced)
-        for y in ys:
-            if y.op.name in dependents:
-                raise ValueError(
-                    f'The gradient of {y.name!r} was asked for, which itself depends on a gradient '
-                    'with respect to variables that was reduced over the towers. On several '
-                    'devices, only gradients with respect to activations and inputs can be '
-                    'differentiated again (a gradient penalty, say). Train this model with '
-                    'replicate(devices=1), or stop the gradient by tf.stop_gradient().'
-                )
 
     def _tell(self, loss: tf.Tensor, parts: losses.Parts) -> None:
         if loss.name in self._told or self._reduction == losses.MEAN:
@@ -311,28 +208,12 @@ class Towers:
             )
 
 
-def _add(terms: list) -> Any:
-    """Adds gradients; they stay sparse if one is, as in TensorFlow's own sums."""
-    if not any(isinstance(g, tf.IndexedSlices) for g in terms):
-        return tf.add_n(terms, name='gradient')
-    slices = [g if isinstance(g, tf.IndexedSlices) else _as_slices(g) for g in terms]
-    return tf.IndexedSlices(
-        tf.concat([g.values for g in slices], 0, name='gradient'),
-        tf.concat([tf.cast(g.indices, slices[0].indices.dtype) for g in slices], 0),
-        slices[0].dense_shape,
-    )
-
-
-def _as_slices(dense: tf.Tensor) -> tf.IndexedSlices:
-    shape = tf.shape(dense)
-    return tf.IndexedSlices(dense, tf.range(shape[0]), shape)
-
-
-def _flat_tensors(nest: Any) -> list[tf.Tensor]:
+def flat_tensors(nest: Any) -> list[tf.Tensor]:
+    """Lists a nest's tensors, the parts of composite ones included."""
     return [t for t in tf.nest.flatten(nest, expand_composites=True) if isinstance(t, tf.Tensor)]
 
 
-def _pack_tensors(nest: Any, tensors: Sequence[tf.Tensor]) -> Any:
+def pack_tensors(nest: Any, tensors: Sequence[tf.Tensor]) -> Any:
     """Puts other tensors in the place of a nest's."""
     own = iter(tensors)
     flat = tf.nest.flatten(nest, expand_composites=True)

@@ -1,0 +1,140 @@
+"""The reduction: gradients of the whole batch's losses from those of the towers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import losses, private
+from estimator_mgpu.copying import absolute_scope
+from estimator_mgpu.towers import Towers, flat_tensors, pack_tensors
+
+# compute(ys, xs, grad_ys) and compute(ys, xs, grad_ys, stop_gradients) give gradients
+# TensorFlow's own way.
+Compute = Callable[..., list]
+
+
+def reduced_gradients(
+    towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any], grad_ys: Any, compute: Compute
+) -> list:
+    """Returns the gradients of the whole batch's losses, one for each variable.
+
+    Tower 0's gradient is computed and copied to the other towers. What a tower's share counts
+    comes in as the gradient of its loss, so the towers' gradients are summed as they are.
+
+    Args:
+      towers: the towers.
+      ys: tower 0's losses.
+      xs: the variables.
+      grad_ys: None, or one gradient, or None, for each loss.
+      compute: computes gradients TensorFlow's own way.
+
+    Returns:
+      One dense tensor, `IndexedSlices` or None for each of `xs`.
+    """
+    _check_first_order(towers, ys)
+    ys, grad_ys = _as_scalars(towers, ys, grad_ys)
+    parts = [towers.take_apart(y) for y in ys]
+    leaves = [leaf for part in parts for leaf in part.leaves]
+    terms = {term.tensor.name: term for leaf in leaves for term in towers.terms(leaf)}
+    # What a term counts in a loss may depend on its sum, and that on the copies. But taking
+    # gradients changes loops of the forward pass, so it comes before copying.
+    with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
+        stubs = {
+            name: tf.identity(tf.placeholder(term.tensor.dtype, term.tensor.shape))
+            for name, term in terms.items()
+        }
+        wholes = [towers.tail(y, part, stubs) for y, part in zip(ys, parts)]
+        seeds = dict(zip(stubs, tf.gradients(wholes, list(stubs.values()), grad_ys)))
+        seeds = {name: seed for name, seed in seeds.items() if seed is not None}
+        weighted = [
+            seed * towers.weight(terms[name].kind, 0, seed.dtype) for name, seed in seeds.items()
+        ]
+    towers.copies.share([*stubs.values(), *seeds.values()])
+    once, grads = [None] * len(xs), [None] * len(xs)
+    if {whole.name for whole in wholes} != {stub.name for stub in stubs.values()}:
+        once = compute(wholes, xs, grad_ys, list(stubs.values()))
+    if seeds:
+        grads = compute([terms[name].tensor for name in seeds], xs, weighted)
+    copies = towers.copies.copy(flat_tensors(grads))
+    sums = towers.sums(terms.values())
+    for name, stub in stubs.items():
+        private.set_input(stub.op, 0, sums[name])
+    every = [grads] + [pack_tensors(grads, own) for own in copies]
+    reduced = _reduce(towers, every, once, xs)
+    towers.reductions += any(g is not None for g in reduced)
+    return reduced
+
+
+def _as_scalars(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[list, list]:
+    """Returns scalar losses with the same gradients, as a gradient of theirs may differ."""
+    scalars, seeds = [], []
+    dependents = towers.dependents()
+    for y, grad_y in zip(ys, grad_ys or [None] * len(ys)):
+        if y.shape.num_elements() != 1 or (grad_y is not None and grad_y.op.name in dependents):
+            with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
+                given = tf.ones_like(y) if grad_y is None else tf.cast(grad_y, y.dtype)
+                total, grad_y = tf.reduce_sum(y * tf.stop_gradient(given)), None
+            towers.made_from[total.name] = y
+            y = total
+        scalars.append(y)
+        seeds.append(grad_y)
+    return scalars, seeds
+
+
+def _reduce(towers: Towers, grads: list[list], once: list, xs: Sequence[Any]) -> list:
+    """Sums the towers' gradients, and those that don't depend on the batch, for each of xs."""
+    if towers.guarded:
+        grads = [_guard(towers, own, i) for i, own in enumerate(grads)]
+    reduced = []
+    for x, extra, *own in zip(xs, once, *grads):
+        terms = [g for g in own + [extra] if g is not None]
+        with absolute_scope(towers.graph, 'replicate'), tf.device(x.device):
+            reduced.append(_add(terms) if terms else None)
+    tensors = flat_tensors(reduced)
+    towers.copies.share(tensors)
+    towers.reduced += tensors
+    return reduced
+
+
+def _guard(towers: Towers, grads: list, tower: int) -> list:
+    """Leaves out what isn't a number where a tower counts for nothing."""
+    counts = towers.weights[losses.MEAN][tower] > 0
+    with absolute_scope(towers.graph, 'replicate'):
+        guarded = [
+            g if g.dtype.is_integer else tf.where(counts, g, tf.zeros_like(g))
+            for g in flat_tensors(grads)
+        ]
+    return pack_tensors(grads, guarded)
+
+
+def _check_first_order(towers: Towers, ys: Sequence[tf.Tensor]) -> None:
+    dependents = towers.copies.dependents(towers.reduced)
+    for y in ys:
+        if y.op.name in dependents:
+            raise ValueError(
+                f'The gradient of {y.name!r} was asked for, which itself depends on a gradient '
+                'with respect to variables that was reduced over the towers. On several '
+                'devices, only gradients with respect to activations and inputs can be '
+                'differentiated again (a gradient penalty, say). Train this model with '
+                'replicate(devices=1), or stop the gradient by tf.stop_gradient().'
+            )
+
+
+def _add(terms: list) -> Any:
+    """Adds gradients; they stay sparse if one is, as in TensorFlow's own sums."""
+    if not any(isinstance(g, tf.IndexedSlices) for g in terms):
+        return tf.add_n(terms, name='gradient')
+    slices = [g if isinstance(g, tf.IndexedSlices) else _as_slices(g) for g in terms]
+    return tf.IndexedSlices(
+        tf.concat([g.values for g in slices], 0, name='gradient'),
+        tf.concat([tf.cast(g.indices, slices[0].indices.dtype) for g in slices], 0),
+        slices[0].dense_shape,
+    )
+
+
+def _as_slices(dense: tf.Tensor) -> tf.IndexedSlices:
+    shape = tf.shape(dense)
+    return tf.IndexedSlices(dense, tf.range(shape[0]), shape)
