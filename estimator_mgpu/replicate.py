@@ -103,7 +103,7 @@ def replicate(
             with _model_scope(None):  # A SavedModel goes anywhere, so it names no device.
                 return build(*batch)
         if len(towers) == 1:
-            with _model_scope(towers[0]):
+            with _model_scope(None if devices is None else towers[0]):
                 return build(*batch)
         return _on_towers(build, batch, towers, reduction, loss_weight, broadcast)
 

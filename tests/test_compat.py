@@ -17,10 +17,10 @@ only_215 = pytest.mark.skipif(not HAS_ESTIMATOR, reason='only TensorFlow 2.15')
 only_216_on = pytest.mark.skipif(HAS_ESTIMATOR, reason='only TensorFlow 2.16 and later')
 
 # One variable that goes from 0 towards 1 with gradient 2 (w - 1): 0.2, then 0.36.
+pytestmark = pytest.mark.core
+
 MODEL = """
 import tensorflow.compat.v1 as v1
-
-pytestmark = pytest.mark.core
 
 def model_fn(features, labels, mode):
     w = v1.get_variable('w', [], initializer=v1.zeros_initializer())
