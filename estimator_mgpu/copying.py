@@ -26,6 +26,24 @@ class Updates(NamedTuple):
     writes: list[tf.Operation]
     own: set[str]
 
+    def without(self, writes: Iterable[tf.Operation]) -> Updates:
+        """Leaves out some writes, and reads of what they write."""
+        left = set().union(*(sharing.shared_handles(op) for op in writes))
+        own = {name for name in self.own if not sharing.shared_handles(self.ops[name]) & left}
+        return self._replace(own=own)
+
+    def loops_after_writes(self) -> set[str]:
+        """Returns the names of what starts loops that are given something read.
+
+        Where a tower has no rows, what is read isn't there. A loop of which some but not all
+        inputs are there never ends.
+        """
+        after = self.after_writes()
+        loops = {name for name in after if sharing.calls_function(self.ops[name])}
+        enters = [op for op in self.ops.values() if op.type in ('Enter', 'RefEnter')]
+        frames = {op.get_attr('frame_name') for op in enters if op.name in after}
+        return loops | {op.name for op in enters if op.get_attr('frame_name') in frames}
+
     def after_writes(self) -> set[str]:
         """Returns the names of the ops that wait for a write, or use what is read after one."""
         found = set(self.own)
@@ -92,6 +110,7 @@ class Copies:
         self._only = only
         self._boundary: set[str] = set()
         self._own: set[str] = set()
+        self._gated: set[str] = set()
         self._library = Library(graph)
         self._tokens: dict[str, tf.Tensor] = {}
         # What TensorFlow may change after it was copied, as it was then.
@@ -107,20 +126,40 @@ class Copies:
         """Makes these tensors, which stand for the whole batch, the same for all towers."""
         self._boundary.update(t.op.name for t in tensors)
 
+    def is_boundary(self, op: tf.Operation) -> bool:
+        """Whether an op stands for the whole batch."""
+        return op.name in self._boundary
+
     def is_shared(self, op: tf.Operation) -> bool:
         """Whether all towers use this very op rather than copies of it."""
         if self._only is not None and op.name not in self._only:
             return True
         if op.name in self._own:
             return False
+        if op.type == 'PlaceholderWithDefault' and not self._comes_from_shard(op):
+            return True
         return op.name in self._boundary or sharing.is_shared(op)
 
-    def dependents(self, sources: Iterable[tf.Tensor]) -> set[str]:
+    def _comes_from_shard(self, op: tf.Operation) -> bool:
+        """Whether an op depends on what towers have of their own, so that it can't be fed."""
+        waiting, seen = list(op.inputs), set()
+        while waiting:
+            tensor = waiting.pop()
+            if self._is_replaced(tensor):
+                return True
+            if tensor.name not in seen and not sharing.is_shared(tensor.op):
+                seen.add(tensor.name)
+                waiting += tensor.op.inputs
+        return False
+
+    def dependents(self, sources: Iterable[tf.Tensor], differentiably: bool = False) -> set[str]:
         """Returns the names of the ops that depend on `sources` within a tower."""
         found: set[str] = set()
         waiting = list(sources)
         while waiting:
             for op in waiting.pop().consumers():
+                if differentiably and op.type in ('StopGradient', 'PreventGradient'):
+                    continue
                 if op.name not in found and not self.is_shared(op):
                     found.add(op.name)
                     waiting += op.outputs
@@ -163,6 +202,7 @@ class Copies:
         found: dict[str, tf.Operation] = {}
         users: dict[str, set[str]] = {}
         writes = []
+        python: set[str] = set()
         waiting = [t.op for t in tensors]
         while waiting:
             op = waiting.pop()
@@ -170,6 +210,9 @@ class Copies:
                 continue
             found[op.name] = op
             handles = sharing.shared_handles(op)
+            if op.type in sharing.PYTHON_FUNCTIONS and op.name not in self.towers[0].ops:
+                python.add(op.name)
+                writes.append(op)
             if handles:
                 users[op.name] = handles
                 calls = sharing.calls_function(op)
@@ -178,13 +221,16 @@ class Copies:
             if not self.is_shared(op) or handles:
                 waiting += [t.op for t in op.inputs if not self._is_replaced(t)]
                 waiting += op.control_inputs
-        written = set().union(*(users[op.name] for op in writes))
+        written = set().union(*(users.get(op.name, set()) for op in writes))
         own = {name for name, handles in users.items() if handles & written}
-        return Updates(found, writes, own)
+        return Updates(found, writes, own | python)
 
-    def let_write(self, names: Iterable[str]) -> None:
-        """Lets each tower have these ops by itself, though they write, or read what's written."""
-        self._own.update(names)
+    def let_write(self, updates: Updates) -> None:
+        """Lets each tower have these updates by itself, though they write."""
+        self._own |= updates.own
+        # Nothing outside can make an op inside a v1 loop wait; what enters the loop does.
+        outside = {name for name in updates.own if not private.in_loop(updates.ops[name])}
+        self._gated |= outside | updates.loops_after_writes()
 
     def _is_replaced(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self.towers[0].replaced
@@ -261,7 +307,7 @@ class Copies:
                     node.input.append(f'^{control.name}')
                     if control.name not in needed:
                         input_map[f'^{control.name}'] = own
-            if gate is not None and op.name in self._own:
+            if gate is not None and op.name in self._gated:
                 node.input.append(f'^{gate.op.name}')
                 input_map[f'^{gate.op.name}'] = gate
             self._adapt(tower, op, node, needed)

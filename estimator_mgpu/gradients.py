@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private, sharing
-from estimator_mgpu.reduction import reduced_gradients
+from estimator_mgpu.reduction import local_gradients, reduced_gradients
 from estimator_mgpu.towers import Towers
 
 _lock = threading.Lock()
@@ -81,18 +81,27 @@ def _hooked(original: Any) -> Any:
 
         towers = _towers_for(xs)
         if towers is None:
-            return compute(ys, xs, grad_ys)
+            return _left_alone(ys, xs, grad_ys, compute)
         xs = _as_list(xs)
         variables = [x for x in xs if _is_variable(x)]
         others = [x for x in xs if not _is_variable(x)]
         with _inside():
-            reduced = iter(
-                reduced_gradients(towers, _tensors(ys), variables, _as_list(grad_ys), compute)
-            )
-            left_alone = iter(compute(ys, others, grad_ys) if others else [])
+            seeds = _as_list(grad_ys)
+            reduced = iter(reduced_gradients(towers, _tensors(ys), variables, seeds, compute))
+            left_alone = iter(local_gradients(towers, _tensors(ys), others, seeds, compute))
         return [next(reduced if _is_variable(x) else left_alone) for x in xs]
 
     return gradients
+
+
+def _left_alone(ys: Any, xs: Any, grad_ys: Any, compute: Any) -> list:
+    """Gradients with respect to activations, or of no concern to any towers."""
+    towers = current_towers()
+    nested = getattr(_thread, 'inside', False) or tf.executing_eagerly()
+    with _inside():
+        if towers is None or nested or tf.get_default_graph() is not towers.graph:
+            return compute(ys, xs, grad_ys)
+        return local_gradients(towers, _tensors(ys), _as_list(xs), _as_list(grad_ys), compute)
 
 
 def _tape_hooked(original: Any) -> Any:
@@ -106,9 +115,10 @@ def _tape_hooked(original: Any) -> Any:
     ) -> list:
         towers = _towers_for(sources)
         if towers is None:
-            return original(
-                tape, target, sources, output_gradients, sources_raw, unconnected_gradients
-            )
+            with _inside():
+                return original(
+                    tape, target, sources, output_gradients, sources_raw, unconnected_gradients
+                )
         if not all(_is_variable(source) for source in sources):
             raise ValueError(
                 'A GradientTape was asked for gradients with respect to variables and to other '
@@ -158,11 +168,12 @@ def _towers_for(xs: Any) -> Towers | None:
 
 @contextlib.contextmanager
 def _inside() -> Iterator[None]:
+    before = getattr(_thread, 'inside', False)
     _thread.inside = True
     try:
         yield
     finally:
-        _thread.inside = False
+        _thread.inside = before
 
 
 def _is_variable(x: Any) -> bool:

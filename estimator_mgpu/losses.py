@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.rows import LINEAR, Rows
+from estimator_mgpu.rows import ELEMENTWISE, LINEAR, Rows
 
-MEAN, SUM, AUTO = 'mean', 'sum', 'auto'
+MEAN, SUM, SHAPE, AUTO = 'mean', 'sum', 'shape', 'auto'
 # The constants of tf.losses.Reduction and tf.keras.losses.Reduction, meaning what they did for
 # tf.contrib.estimator.replicate_model_fn: a sum sums, all others average.
 _CONSTANTS = {
@@ -41,14 +41,16 @@ class Leaf(NamedTuple):
 
     Attributes:
       tensor: the reduced value, of one shard.
-      kind: 'mean' or 'sum'.
+      kind: 'mean' or 'sum'; or 'shape', for a shape of which the size along `axis` is a sum.
       counted: whether a mean goes by the number of entries it's over, which only a step tells,
         rather than by rows.
+      axis: along which dimension the rows are in what a shape is of.
     """
 
     tensor: tf.Tensor
     kind: str
     counted: bool = False
+    axis: int | None = None
 
 
 class Parts(NamedTuple):
@@ -137,7 +139,8 @@ class _Walk:
             if isinstance(found, str):
                 counted = found == MEAN and tensor.op.type == 'Mean'
                 counted = counted and not tensor.op.inputs[0].shape.is_fully_defined()
-                self.leaves.append(Leaf(tensor, found, counted))
+                axis = self._rows.axis(tensor.op.inputs[0]) if found == SHAPE else None
+                self.leaves.append(Leaf(tensor, found, counted, axis))
             else:
                 self.tail.add(tensor.op.name)
                 waiting += found
@@ -165,36 +168,84 @@ class _Walk:
             self._check_inner(op)
         if op.type == 'Size' and self._rows.has(op.inputs[0]):
             return SUM
-        if inputs and inputs[0].op.type == 'Shape':
-            return self._dimension(op, inputs[0].op.inputs[0])
+        if op.type == 'Shape':
+            return SHAPE if self._rows.has(op.inputs[0]) else MEAN
         if op.type in ('Mul', *_QUOTIENTS) and self._divides_by_shard_rows(op):
             return MEAN
-        if not inputs:
-            self.lost = True  # The tower's own number, say, or a row as it is.
-        if not inputs or op.op_def.is_stateful or any(map(self._rows.has, inputs)):
+        opaque = any(t.dtype in (tf.variant, tf.resource) for t in inputs)
+        opaque = opaque or private.in_control_flow(op) or op.type in ('Exit', 'Merge')
+        if not inputs or opaque or op.op_def.is_stateful or any(map(self._rows.has, inputs)):
+            # Other leaves of a quotient, say, are then not to be added up by themselves.
+            self.lost = True
             self._doubt(
                 tensor,
                 f'it goes back to the op {op.name!r} of type {op.type}, which is neither a sum '
-                'nor a mean over rows. It is taken for a mean',
+                "nor a mean over rows. The towers' losses are averaged, weighted by their rows",
             )
             return MEAN
         return inputs
 
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM
-        if kind == SUM and self._normalised(op.inputs[0]):
+        divided, mixed = self._mixed(op.inputs[0])
+        if kind == SUM and divided:
+            kind = MEAN
+        if mixed is not None:
             self._doubt(
                 op.outputs[0],
-                'it is a sum of rows that were divided by a value of their shard, so a mean, of '
-                'which the weight is unknown. Its towers are weighted by their rows',
+                f'its rows are combined with {mixed.name!r}, which was reduced over the rows of a '
+                f'shard, so that it is not quite the {kind} over the batch that it is taken for',
             )
-            return MEAN
         return kind
+
+    def _mixed(self, tensor: tf.Tensor) -> tuple[bool, tf.Tensor | None]:
+        """Whether rows were divided by a value of their shard, and which value they're mixed with.
+
+        Static rows, and counts of rows, divide exactly.
+        """
+        divided, mixed = False, None
+        waiting, seen = [tensor], set()
+        while waiting:
+            op = waiting.pop().op
+            if op.name in seen or op.type not in ELEMENTWISE:
+                continue
+            seen.add(op.name)
+            for value in op.inputs:
+                divisor = op.type in _QUOTIENTS and value is op.inputs[1]
+                if self._rows.has(value):
+                    waiting.append(value)
+                elif value.op.name not in self._rows.dependents:
+                    divided |= divisor and self._is_static_rows(value)
+                else:
+                    divided |= divisor
+                    if value.dtype.is_floating and not self._is_count(value):
+                        mixed = value
+        return divided, mixed
+
+    def _is_static_rows(self, divisor: tf.Tensor) -> bool:
+        if self._rows.static is None or divisor.shape.num_elements() != 1:
+            return False
+        value = private.constant_value(divisor)
+        return value is not None and float(value.flat[0]) == self._rows.static
+
+    def _is_count(self, tensor: tf.Tensor) -> bool:
+        """Whether a value comes from shapes alone."""
+        waiting, seen = [tensor.op], set()
+        while waiting:
+            op = waiting.pop()
+            if op.name in seen or op.type in ('Shape', 'Size'):
+                continue
+            seen.add(op.name)
+            inputs = self._rows.dependent_inputs(op)
+            if not inputs or any(map(self._rows.has, inputs)):
+                return False
+            waiting += [t.op for t in inputs]
+        return True
 
     def _check_inner(self, op: tf.Operation) -> None:
         """Doubts that what a reduction is given has no rows, if its size might be theirs."""
         given = op.inputs[0]
-        if given.shape.rank is None or not given.shape.rank or self._rows.axis(given) is None:
+        if not given.shape.rank or not self._rows.may_have(given):
             return
         for inner in self._rows.reductions(given):
             if inner.outputs[0].shape.rank and inner.type != op.type:
@@ -204,16 +255,6 @@ class _Walk:
                     f'not along dimension 0, by the {op.type} {op.name!r}. It is taken for the '
                     'former',
                 )
-
-    def _dimension(self, op: tf.Operation, of: tf.Tensor) -> str:
-        """For a scalar picked from a shape: the rows of towers add up, other sizes are equal."""
-        if not self._rows.has(of):
-            return MEAN
-        if op.type == 'Prod' or of.shape.rank is None or len(op.inputs) < 2:
-            return SUM
-        begin = private.constant_value(op.inputs[1])
-        axis = int(begin.flat[0]) if begin is not None and begin.size else 0
-        return SUM if axis % of.shape.rank == self._rows.axis(of) else MEAN
 
     def _divides_by_shard_rows(self, op: tf.Operation) -> bool:
         """Whether a constant divisor is the static size of one shard, so the quotient a mean."""
@@ -260,20 +301,6 @@ class _Walk:
             return left, value
         # A factor of 1 is no quotient; that of a float32 is not quite that of a float64.
         return left, None if value == 1 else float(np.round(1 / value, 4))
-
-    def _normalised(self, tensor: tf.Tensor) -> bool:
-        """Whether rows were divided by something that was reduced over the rows of the shard."""
-        waiting = [tensor]
-        while waiting:
-            op = waiting.pop().op
-            if op.type in _QUOTIENTS:
-                divisor = op.inputs[1]
-                if divisor.op.name in self._rows.dependents and not self._rows.has(divisor):
-                    return True
-                waiting.append(op.inputs[0])
-            elif op.type in ('Mul', 'Identity', 'Cast', 'Reshape', 'ExpandDims', 'Squeeze', 'Neg'):
-                waiting += self._rows.dependent_inputs(op)
-        return False
 
     def _doubt(self, tensor: tf.Tensor, why: str) -> None:
         self.doubts.append(

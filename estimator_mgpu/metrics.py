@@ -1,9 +1,10 @@
-"""Streaming metrics over towers: their updates run one tower after another.
+"""Metrics over towers: updates with the whole batch's values, or one tower after another.
 
-A streaming metric is defined over a stream of batches, so shards one after another are as good as
-one batch, whether or not what it keeps is additive. Each tower has its own copy of the update, on
-the same variables; the forward passes run in parallel, and only what reads or writes these
-variables waits for the tower before.
+Where a metric's update writes what follows from sums and means over rows, it is run once, with the
+whole batch's (see losses.py). Any other update runs on every tower, one after another: a streaming
+metric is defined over a stream of batches, so shards are as good as one batch, whether or not what
+it keeps is additive. The towers' copies of the update share the metric's variables; the forward
+passes run in parallel, and only what reads or writes these variables waits for the tower before.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private, sharing
+from estimator_mgpu import losses, private, sharing
 from estimator_mgpu.copying import TowerCopy, Updates, absolute_scope
+from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers
+
+_ADDITIONS = frozenset(['AssignAddVariableOp', 'AssignAdd'])
 
 
 def merge(metrics: dict[str, Any], towers: Towers, rows: Sequence[tf.Tensor] | None) -> dict:
-    """Returns metrics whose updates are those of all towers.
+    """Returns metrics whose updates are those of the whole batch.
 
     Args:
       metrics: as `eval_metric_ops` of an EstimatorSpec, (value, update) by name.
@@ -30,23 +34,101 @@ def merge(metrics: dict[str, Any], towers: Towers, rows: Sequence[tf.Tensor] | N
     Returns:
       `eval_metric_ops` for the whole batch.
     """
-    if not metrics:
-        return metrics
-    merged = {}
+    with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
+        updates = {name: _tensor(update) for name, (_, update) in sorted(metrics.items())}
+    merged: dict[str, tf.Tensor] = {}
     streamed: dict[str, tf.Tensor] = {}
-    for name in sorted(metrics):
-        value, update = metrics[name]
-        with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
-            update = _tensor(update)
-        updates = towers.copies.updates([update])
-        if any(_counts_batches(op) for op in updates.writes):
-            merged[name] = value, _once(name, update, updates, towers)
+    known = towers.rows()
+    for group in _groups(updates, towers):
+        needed = towers.copies.updates(group.values())
+        parts = [_take_apart(op, known, towers) for op in needed.writes]
+        if needed.writes and all(p is not None for part in parts for p in part):
+            found = towers.whole_update(
+                list(group.values()), [p for part in parts for p in part if p is not None], needed
+            )
+            merged.update(zip(group, found))
         else:
-            streamed[name] = update
-            towers.copies.let_write(updates.own)
-    for name, update in _one_after_another(streamed, towers, rows).items():
-        merged[name] = metrics[name][0], update
-    return merged
+            for name in group:
+                _check_not_by_position(name, needed, known)
+            once = [op for op in needed.writes if _counts_batches(op)]
+            towers.copies.let_write(needed.without(once))
+            streamed.update(group)
+    merged.update(_one_after_another(streamed, towers, rows))
+    return {name: (metrics[name][0], update) for name, update in merged.items()}
+
+
+def _groups(updates: dict[str, tf.Tensor], towers: Towers) -> list[dict[str, tf.Tensor]]:
+    """Groups updates that share writes, as a metric made of two others does with theirs."""
+    groups: list[tuple[set[str], dict[str, tf.Tensor]]] = []
+    for name, update in updates.items():
+        writes = {op.name for op in towers.copies.updates([update]).writes}
+        group = {name: update}
+        for other in [g for g in groups if g[0] & writes]:
+            groups.remove(other)
+            writes |= other[0]
+            group.update(other[1])
+        groups.append((writes, group))
+    return [group for _, group in groups]
+
+
+def _take_apart(write: tf.Operation, rows: Rows, towers: Towers) -> list[losses.Parts | None]:
+    """Takes apart what an op writes; None for what isn't certain."""
+    if write.type in sharing.PYTHON_FUNCTIONS:
+        return [None]  # Whatever it does with what it's given.
+    found: list[losses.Parts | None] = []
+    for value in write.inputs:
+        if sharing.is_handle(value):
+            continue
+        if value.op.name not in rows.dependents:
+            found.append(None if _may_count_rows(value, rows) else losses.Parts([], set(), []))
+            continue
+        parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
+        found.append(None if rows.has(value) or parts.doubts else parts)
+    return found
+
+
+def _may_count_rows(value: tf.Tensor, rows: Rows) -> bool:
+    """Whether a value that doesn't depend on the batch may be a shard's static row count."""
+    if rows.static is None:
+        return False
+    waiting, seen = [value.op], set()
+    while waiting:
+        op = waiting.pop()
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        constant = private.constant_value(op.outputs[0]) if op.outputs else None
+        if constant is None:
+            waiting += [t.op for t in op.inputs]
+        elif (
+            constant.dtype.kind in 'fiu' and ((constant % rows.static == 0) & (constant > 0)).any()
+        ):
+            return True
+    return False
+
+
+def _check_not_by_position(name: str, updates: Updates, rows: Rows) -> None:
+    """Checks that a metric doesn't add up batches row by row."""
+    counts = [op for op in updates.writes if _counts_batches(op)]
+    shapes = [op.inputs[1].shape.as_list() for op in counts if op.inputs[1].shape.rank]
+    for op in updates.writes:
+        added = op.inputs[1] if op.type in _ADDITIONS else None
+        if added is None or not added.shape.rank or not rows.has(added):
+            continue
+        if added.shape.as_list() in shapes:
+            raise ValueError(
+                f'The metric {name!r} adds up batches row by row, as tf.metrics.mean_tensor does '
+                'with values that have rows, so it has no value for shards of other sizes. Take '
+                'the mean over the rows first, or evaluate with replicate(devices=1).'
+            )
+
+
+def _counts_batches(write: tf.Operation) -> bool:
+    """Whether a write adds 1 for a batch; where the rest is streamed, it still happens once."""
+    if write.type not in _ADDITIONS:
+        return False
+    value = private.constant_value(write.inputs[1])
+    return value is not None and bool((value == 1).all())
 
 
 def _one_after_another(
@@ -84,32 +166,6 @@ def _one_after_another(
             updates = [tf.identity(t) for t in last]
     towers.copies.share(updates)
     return dict(zip(first, updates))
-
-
-def _counts_batches(write: tf.Operation) -> bool:
-    """Whether a write adds 1 for a batch, where a metric of rows adds their number.
-
-    The mean of a batch's loss, say, is taken over batches, and to have shards instead of these
-    would be another mean where they are of different sizes.
-    """
-    if write.type not in ('AssignAddVariableOp', 'AssignAdd'):
-        return False
-    value = private.constant_value(write.inputs[1])
-    return value is not None and bool((value == 1).all())
-
-
-def _once(name: str, update: tf.Tensor, updates: Updates, towers: Towers) -> tf.Tensor:
-    """Returns a metric's update with the whole batch's values in the place of tower 0's."""
-    values = [t for op in updates.writes for t in op.inputs if not sharing.is_handle(t)]
-    rows = towers.rows()
-    for value in values:
-        if rows.has(value):
-            raise ValueError(
-                f'The metric {name!r} adds up batches row by row, as tf.metrics.mean_tensor does '
-                'with values that have rows, so it has no value for shards of other sizes. Take '
-                'the mean over the rows first, or evaluate with replicate(devices=1).'
-            )
-    return towers.whole_update(update, values, updates)
 
 
 def _gated(tensors: Sequence[tf.Tensor], gate: tf.Tensor | None) -> list[tf.Tensor]:

@@ -78,6 +78,14 @@ def in_control_flow(op: tf.Operation) -> bool:
     return op._get_control_flow_context() is not None
 
 
+def in_loop(op: tf.Operation) -> bool:
+    """Whether an op is inside a v1 `while_loop`."""
+    context = op._get_control_flow_context()
+    while context is not None and not context.IsWhileContext():
+        context = context.outer_context
+    return context is not None
+
+
 def outermost(graph: tf.Graph) -> tf.Graph:
     """Returns the graph that a function's graph is being traced for, or the graph itself."""
     while hasattr(graph, 'outer_graph'):

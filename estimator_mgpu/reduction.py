@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import losses, private
+from estimator_mgpu import losses
 from estimator_mgpu.copying import absolute_scope
 from estimator_mgpu.towers import Towers, flat_tensors, pack_tensors
 
@@ -36,36 +36,66 @@ def reduced_gradients(
     """
     _check_first_order(towers, ys)
     ys, grad_ys = _as_scalars(towers, ys, grad_ys)
-    parts = [towers.take_apart(y) for y in ys]
-    leaves = [leaf for part in parts for leaf in part.leaves]
-    terms = {term.tensor.name: term for leaf in leaves for term in towers.terms(leaf)}
-    # What a term counts in a loss may depend on its sum, and that on the copies. But taking
-    # gradients changes loops of the forward pass, so it comes before copying.
-    with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
-        stubs = {
-            name: tf.identity(tf.placeholder(term.tensor.dtype, term.tensor.shape))
-            for name, term in terms.items()
-        }
-        wholes = [towers.tail(y, part, stubs) for y, part in zip(ys, parts)]
-        seeds = dict(zip(stubs, tf.gradients(wholes, list(stubs.values()), grad_ys)))
-        seeds = {name: seed for name, seed in seeds.items() if seed is not None}
-        weighted = [
-            seed * towers.weight(terms[name].kind, 0, seed.dtype) for name, seed in seeds.items()
-        ]
-    towers.copies.share([*stubs.values(), *seeds.values()])
+    wholes, stubs, terms, seeds = _seeds(towers, ys, grad_ys)
     once, grads = [None] * len(xs), [None] * len(xs)
     if {whole.name for whole in wholes} != {stub.name for stub in stubs.values()}:
         once = compute(wholes, xs, grad_ys, list(stubs.values()))
     if seeds:
-        grads = compute([terms[name].tensor for name in seeds], xs, weighted)
+        grads = compute([terms[name].tensor for name in seeds], xs, list(seeds.values()))
     copies = towers.copies.copy(flat_tensors(grads))
-    sums = towers.sums(terms.values())
-    for name, stub in stubs.items():
-        private.set_input(stub.op, 0, sums[name])
+    towers.fill_stubs()
     every = [grads] + [pack_tensors(grads, own) for own in copies]
     reduced = _reduce(towers, every, once, xs)
     towers.reductions += any(g is not None for g in reduced)
     return reduced
+
+
+def local_gradients(
+    towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any], grad_ys: Any, compute: Compute
+) -> list:
+    """Returns the gradients of the whole batch's losses with respect to tower 0's activations.
+
+    Nothing is reduced, but the gradient of a mean is a share in that over the batch.
+
+    Args and returns: as `reduced_gradients`.
+    """
+    dependents = towers.dependents()
+    if not all(isinstance(x, tf.Tensor) and x.op.name in dependents for x in xs):
+        return compute(ys, xs, grad_ys)
+    parts = [towers.take_apart(y) for y in ys if y.shape.num_elements() == 1]
+    sums = all(leaf.kind == losses.SUM for part in parts for leaf in part.leaves)
+    if sums or any(part.doubts for part in parts) or len(parts) < len(ys):
+        return compute(ys, xs, grad_ys)
+    ys, grad_ys = _as_scalars(towers, ys, grad_ys)
+    _, _, terms, seeds = _seeds(towers, ys, grad_ys)
+    return compute([terms[name].tensor for name in seeds], xs, list(seeds.values()))
+
+
+def _seeds(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple:
+    """Returns what losses' gradients start from.
+
+    What a term counts in a loss may depend on its sum over the towers, and that on the copies. But
+    taking gradients changes loops of the forward pass, so it comes before copying: stubs stand
+    for the sums until then.
+
+    Returns:
+      The losses, of the stubs; the stubs; the terms; and the gradients with respect to tower 0's
+      terms: the last three by the terms' names.
+    """
+    parts = [towers.take_apart(y) for y in ys]
+    leaves = [leaf for part in parts for leaf in part.leaves]
+    terms = {term.tensor.name: term for leaf in leaves for term in towers.terms(leaf)}
+    with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
+        stubs = {name: towers.stub(term) for name, term in terms.items()}
+        wholes = [towers.tail(y, part, stubs) for y, part in zip(ys, parts)]
+        found = dict(zip(stubs, tf.gradients(wholes, list(stubs.values()), grad_ys)))
+        shared = {name: seed for name, seed in found.items() if seed is not None}
+        towers.copies.share(shared.values())
+        seeds = {
+            name: seed * towers.weight(terms[name].kind, 0, seed.dtype)
+            for name, seed in shared.items()
+        }
+    return wholes, stubs, terms, seeds
 
 
 def _as_scalars(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[list, list]:
@@ -111,7 +141,7 @@ def _guard(towers: Towers, grads: list, tower: int) -> list:
 
 
 def _check_first_order(towers: Towers, ys: Sequence[tf.Tensor]) -> None:
-    dependents = towers.copies.dependents(towers.reduced)
+    dependents = towers.copies.dependents(towers.reduced, differentiably=True)
     for y in ys:
         if y.op.name in dependents:
             raise ValueError(
@@ -128,11 +158,22 @@ def _add(terms: list) -> Any:
     if not any(isinstance(g, tf.IndexedSlices) for g in terms):
         return tf.add_n(terms, name='gradient')
     slices = [g if isinstance(g, tf.IndexedSlices) else _as_slices(g) for g in terms]
-    return tf.IndexedSlices(
-        tf.concat([g.values for g in slices], 0, name='gradient'),
-        tf.concat([tf.cast(g.indices, slices[0].indices.dtype) for g in slices], 0),
-        slices[0].dense_shape,
-    )
+    values = tf.concat([g.values for g in slices], 0, name='gradient')
+    indices = tf.concat([tf.cast(g.indices, slices[0].indices.dtype) for g in slices], 0)
+    if all(_is_unique(g.indices) for g in slices):
+        # An embedding lookup that takes each id of the batch once; the norm of such a gradient,
+        # for one, is another if ids stand in it several times.
+        indices, places = tf.unique(indices)
+        values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices[0].dense_shape)
+
+
+def _is_unique(indices: tf.Tensor) -> bool:
+    """Whether indices come from a `tf.unique`, or from the gradient of a sum of segments."""
+    op = indices.op
+    while op.type in ('Identity', 'Reshape', 'Cast'):
+        op = op.inputs[0].op
+    return op.type in ('Unique', 'UniqueV2') or op.type.startswith('SparseSegment')
 
 
 def _as_slices(dense: tf.Tensor) -> tf.IndexedSlices:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
+from absl import logging
 
 from estimator_mgpu import compat, gradients, losses, private, sharding, specs
 from estimator_mgpu import devices as devices_lib
@@ -139,6 +140,12 @@ def _on_towers(
     with absolute_scope(graph, 'replicate'), tf.device('/device:CPU:0'):
         shards = sharding.split(*batch, len(devices), broadcast)
         weights = sharding.weights(shards, loss_weight)
+    logging.info(
+        'The input_fn gives the global batch; its rows are divided over %d towers, %s: %s.',
+        len(devices),
+        ', '.join(devices),
+        f'{shards.static_rows} rows each' if shards.static_rows else 'evenly, to within one row',
+    )
     towers = Towers(
         graph,
         devices,
@@ -182,7 +189,7 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     seen = set()
     while waiting:
         op = waiting.pop()
-        if op.type in ('Placeholder', 'PlaceholderV2'):
+        if op.type in ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault'):
             return True
         if op.name not in seen:
             seen.add(op.name)

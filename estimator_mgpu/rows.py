@@ -1,6 +1,8 @@
-"""Which tensors of a tower still have rows, to go by the graph and by sizes."""
+"""Which tensors of a tower have rows, and along which dimension, by the graph and by sizes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import tensorflow.compat.v1 as tf
 
@@ -11,62 +13,51 @@ LINEAR = frozenset(
     ['Identity', 'Add', 'AddV2', 'AddN', 'Sub', 'Neg', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims']
 )
 # Ops whose output has rows just where an input has.
-_ELEMENTWISE = LINEAR | frozenset(
+ELEMENTWISE = LINEAR | frozenset(
     ['Mul', 'RealDiv', 'Div', 'DivNoNan', 'MulNoNan', 'Pack', 'ConcatV2', 'Abs', 'Square', 'Sqrt']
     + ['SquaredDifference', 'Exp', 'Log', 'Log1p', 'Pow', 'Maximum', 'Minimum', 'StopGradient']
-    + ['Select', 'SelectV2', 'CheckNumerics', 'Reciprocal', 'Rsqrt', 'Relu', 'Softplus']
+    + ['Select', 'SelectV2', 'CheckNumerics', 'Reciprocal', 'Rsqrt', 'Relu', 'Softplus', 'Softmax']
 )
+# v1 loops and branches, and what a TensorArray's `flow` goes through in them.
+_ARRAYS = frozenset(['TensorArrayWriteV3', 'TensorArrayScatterV3', 'TensorArraySplitV3'])
+_FLOW = _ARRAYS | frozenset(['Enter', 'Exit', 'Merge', 'Switch', 'NextIteration'])
 
 
 class Rows:
     """What is known of the rows of a tower's tensors.
 
     Args:
+      sources: the shard's tensors, with rows along dimension 0 where they have any.
       dependents: the names of the ops that depend on the shard.
       static: the rows of the shard where that's known.
     """
 
-    def __init__(self, dependents: set[str], static: int | None):
+    def __init__(self, sources: Iterable[tf.Tensor], dependents: set[str], static: int | None):
         self.dependents = dependents
         self.static = static
-        self._with_rows: dict[str, bool] = {}
+        self._axes: dict[str, int] = {}  # by the name of a tensor with rows
+        waiting = []
+        for tensor in sources:
+            if tensor.shape.rank != 0:
+                self._axes[tensor.name] = 0
+                waiting.append(tensor)
+        while waiting:
+            tensor = waiting.pop()
+            for op in tensor.consumers():
+                if op.name in dependents:
+                    waiting += self._follow(op, tensor)
 
     def has(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor still has an entry, or several, for each row."""
-        if tensor.name not in self._with_rows:
-            self._with_rows[tensor.name] = self._find_rows(tensor)
-        return self._with_rows[tensor.name]
-
-    def _find_rows(self, tensor: tf.Tensor) -> bool:
-        if tensor.op.name not in self.dependents or tensor.shape.num_elements() == 1:
-            return False
-        if tensor.shape.rank is not None and self.axis(tensor) is None:
-            return False
-        op = tensor.op
-        if op.type in _ELEMENTWISE:
-            return any(map(self.has, self.dependent_inputs(op)))
-        if op.type in ('Sum', 'Mean') and op.inputs[0].shape.rank is not None:
-            return self.axis(op.inputs[0]) not in self._axes(op)
-        return op.type != 'Shape'
+        """Whether a tensor has an entry, or several, for each row."""
+        return tensor.name in self._axes
 
     def axis(self, tensor: tf.Tensor) -> int | None:
-        """Which dimension may hold the rows, to go by its size; the first if several may."""
-        for axis, size in enumerate(tensor.shape.as_list()):
-            if size is None or self._may_hold_rows(size):
-                return axis
-        return None
+        """Which dimension holds the rows, if any does."""
+        return self._axes.get(tensor.name)
 
-    def _may_hold_rows(self, size: int) -> bool:
-        rows = self.static
-        return rows is not None and (size == rows or (rows > 1 and size % rows == 0))
-
-    def _axes(self, op: tf.Operation) -> set[int]:
-        """Which dimensions a `Sum` or `Mean` reduces."""
-        rank = op.inputs[0].shape.rank
-        value = private.constant_value(op.inputs[1])
-        if rank is None or value is None:
-            return {0}
-        return {int(axis) % rank for axis in value.flat} if rank else set()
+    def may_have(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor has a dimension that, to go by its size, may hold rows."""
+        return tensor.shape.rank is None or any(map(self._may_hold, tensor.shape.as_list()))
 
     def reductions(self, tensor: tf.Tensor) -> list[tf.Operation]:
         """Lists the reductions over rows that a tensor without rows comes from."""
@@ -78,9 +69,61 @@ class Rows:
             seen.add(op.name)
             if op.type in ('Sum', 'Mean') and self.has(op.inputs[0]):
                 found.append(op)
-            elif op.type in _ELEMENTWISE:
+            elif op.type in ELEMENTWISE:
                 waiting += [t.op for t in self.dependent_inputs(op)]
         return found
 
     def dependent_inputs(self, op: tf.Operation) -> list[tf.Tensor]:
+        """Lists the inputs of an op that depend on the shard."""
         return [t for t in op.inputs if t.op.name in self.dependents]
+
+    def _follow(self, op: tf.Operation, given: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the outputs of an op that have rows because one of its inputs has."""
+        if op.type in ('Shape', 'ShapeN', 'Size', 'Rank'):
+            return []
+        found = []
+        for output in op.outputs:
+            if output.name not in self._axes:
+                axis = self._axis_of(op, output, given)
+                if axis is not None:
+                    self._axes[output.name] = axis
+                    found.append(output)
+        return found
+
+    def _axis_of(self, op: tf.Operation, output: tf.Tensor, given: tf.Tensor) -> int | None:
+        if output.dtype in (tf.variant, tf.resource):
+            return 0  # Lists of rows, say; what's in them isn't known.
+        if op.type in _FLOW and given.shape.rank == 0:
+            return 0  # A scalar that stands for a v1 TensorArray of rows.
+        if output.shape.num_elements() == 1:
+            return 0 if op.type in _ARRAYS else None
+        if output.shape.rank is None:
+            return 0
+        axis = self._axes[given.name]
+        if op.type in ('Sum', 'Mean', 'Max', 'Min', 'Prod', 'Any', 'All') and given.shape.rank:
+            reduced = self._reduced(op)
+            if axis in reduced:
+                return None
+            if not op.get_attr('keep_dims'):
+                axis -= sum(other < axis for other in reduced)
+        elif op.type == 'Transpose':
+            order = private.constant_value(op.inputs[1])
+            if order is not None and axis in list(order):
+                axis = list(order).index(axis)
+        sizes = output.shape.as_list()
+        if axis < len(sizes) and self._may_hold(sizes[axis]):
+            return axis
+        return next((i for i, size in enumerate(sizes) if self._may_hold(size)), None)
+
+    def _may_hold(self, size: int | None) -> bool:
+        if size is None:
+            return True
+        return self.static is not None and size % self.static == 0
+
+    def _reduced(self, op: tf.Operation) -> set[int]:
+        """Which dimensions a reduction reduces."""
+        rank = op.inputs[0].shape.rank
+        value = private.constant_value(op.inputs[1])
+        if value is None:
+            return {0}
+        return {int(axis) % rank for axis in value.flat}

@@ -16,9 +16,11 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 
-_PLACEHOLDERS = frozenset(['Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault'])
+_PLACEHOLDERS = frozenset(['Placeholder', 'PlaceholderV2'])
 # Handles that live for one step, so each tower has its own.
 _PER_STEP = ('TensorArray', 'Stack')
+# Python functions, which may keep what they're given.
+PYTHON_FUNCTIONS = frozenset(['PyFunc', 'EagerPyFunc'])
 # Ops that only pass a handle on.
 _PASSING = frozenset(
     ['Identity', 'Enter', 'RefEnter', 'Switch', 'RefSwitch', 'Merge', 'RefMerge', 'Exit']

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import metrics, sharding
+from estimator_mgpu import metrics, sharding, writes
 from estimator_mgpu.copying import absolute_scope
 from estimator_mgpu.sharding import Shards
 from estimator_mgpu.towers import Towers
@@ -38,18 +39,22 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
       ValueError: if a TRAIN spec came without a gradient that could be reduced, or the rows of
         predictions aren't those of the batch.
     """
+    towers.fill_stubs()
     if spec.mode == tf.estimator.ModeKeys.TRAIN:
         _check_reduced(towers)
+        writes.of_whole_batch(spec.train_op, towers)
         return spec._replace(loss=towers.whole(spec.loss))
     rows = _Rows(towers, shards)
     if spec.mode == tf.estimator.ModeKeys.PREDICT:
         return spec._replace(predictions=rows.join(spec.predictions))
+    # What the forward pass does comes first, so that it doesn't wait where metrics do.
+    loss = towers.whole(spec.loss)
+    predictions = rows.join(spec.predictions, batch_values=True)
+    counts = None if shards.static_rows else shards.rows
     return spec._replace(
-        loss=towers.whole(spec.loss),
-        eval_metric_ops=metrics.merge(
-            spec.eval_metric_ops, towers, None if shards.static_rows else shards.rows
-        ),
-        predictions=rows.join(spec.predictions, batch_values=True),
+        loss=loss,
+        predictions=predictions,
+        eval_metric_ops=metrics.merge(spec.eval_metric_ops, towers, counts),
     )
 
 
@@ -72,8 +77,8 @@ class _Rows:
         self._towers = towers
         self._shards = shards
         with absolute_scope(towers.graph, 'replicate'), tf.device('/device:CPU:0'):
-            # A tower without rows computes on one.
-            expected = [tf.maximum(rows, 1) for rows in shards.rows]
+            # A tower without rows computes on one, if there is one.
+            expected = [tf.minimum(tf.maximum(rows, 1), shards.total) for rows in shards.rows]
         self._expected = expected[0]
         towers.copies.replace(expected[0], expected[1:])
 
@@ -88,25 +93,47 @@ class _Rows:
         checked = {
             name: self._checked(name, value)
             for name, value in names.items()
-            if not (batch_values and value.shape.rank == 0)
+            if not (batch_values and self._is_of_batch(value))
         }
         own = list(checked.values())
         towers = dict(zip(checked, zip(own, *self._towers.copies.copy(own))))
         joined = {}
-        with absolute_scope(self._towers.graph, 'replicate'), tf.device('/device:CPU:0'):
-            for name, value in names.items():
-                if name in checked:
-                    joined[name] = sharding.join(towers[name], self._shards.rows)
-                else:
-                    joined[name] = self._of_batch(value)
+        for name, value in names.items():
+            if name in checked:
+                joined[name] = self._joined(name, towers[name])
+            else:
+                joined[name] = self._of_batch(value)
         return joined if isinstance(predictions, dict) else joined['']
 
+    def _joined(self, name: str, towers: Sequence[tf.Tensor]) -> tf.Tensor:
+        with absolute_scope(self._towers.graph, 'replicate'), tf.device('/device:CPU:0'):
+            checks = []
+            if not towers[0].shape[1:].is_fully_defined():
+                sizes = tf.stack([tf.shape(part)[1:] for part in towers])
+                message = (
+                    f'{_describe(name)} has rows of different sizes on different devices, as they '
+                    'go by the rows of a shard (its longest sequence, say). Pad them to one size '
+                    'in the model_fn, or predict with replicate(devices=1). The sizes are'
+                )
+                same = tf.reduce_all(tf.equal(sizes, sizes[:1]))
+                checks.append(tf.Assert(same, [message, sizes], summarize=100))
+            with tf.control_dependencies(checks):
+                towers = [tf.identity(part) for part in towers]
+            return sharding.join(towers, self._shards.rows)
+
+    def _is_of_batch(self, value: tf.Tensor) -> bool:
+        """Whether a value has no row an example: a scalar, or another number of rows."""
+        if value.shape.rank == 0:
+            return True
+        rows = None if value.shape.rank is None else value.shape.as_list()[0]
+        return bool(self._shards.static_rows) and rows not in (None, self._shards.static_rows)
+
     def _of_batch(self, value: tf.Tensor) -> tf.Tensor:
-        return self._towers.whole(value) if value.dtype.is_floating else value
+        return self._towers.whole(value) if value.shape.rank == 0 else value
 
     def _checked(self, name: str, value: tf.Tensor) -> tf.Tensor:
         """Returns a prediction of tower 0 that fails where its rows aren't the shard's."""
-        what = f'predictions[{name!r}]' if name else 'predictions'
+        what = _describe(name)
         advice = (
             'On several devices each prediction has one row an example, along dimension 0; leave '
             'out what is not per example, or predict with replicate(devices=1).'
@@ -126,3 +153,7 @@ class _Rows:
         with absolute_scope(self._towers.graph, 'replicate'), tf.device(value.device):
             with tf.control_dependencies([check]):
                 return tf.identity(value)
+
+
+def _describe(name: str) -> str:
+    return f'predictions[{name!r}]' if name else 'predictions'

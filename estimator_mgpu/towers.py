@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 from absl import logging
 
-from estimator_mgpu import losses
+from estimator_mgpu import losses, private
 from estimator_mgpu.copying import Copies, TowerCopy, Updates, absolute_scope
 from estimator_mgpu.rows import Rows
 
@@ -54,6 +54,7 @@ class Towers:
         # What was made of a tensor of the user's to take the gradient of, by its name.
         self.made_from: dict[str, tf.Tensor] = {}
         self._counted: dict[str, list[losses.Leaf]] = {}
+        self._stubs: list[tuple[tf.Tensor, losses.Leaf]] = []
         self._summed: dict[str, tf.Tensor] = {}
         self._told: set[str] = set()
         self.index, *others = [
@@ -84,23 +85,31 @@ class Towers:
 
     def whole(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the value that a scalar of tower 0 has for the whole batch."""
-        parts = self.take_apart(loss)
+        return self.value(loss, self.take_apart(loss))
+
+    def value(self, loss: tf.Tensor, parts: losses.Parts) -> tf.Tensor:
+        """Returns the value for the whole batch of a scalar that was taken apart."""
         terms = [term for leaf in parts.leaves for term in self.terms(leaf)]
         return self.tail(loss, parts, self.sums(terms))
 
     def whole_update(
-        self, update: tf.Tensor, values: Sequence[tf.Tensor], updates: Updates
-    ) -> tf.Tensor:
-        """Returns an update that writes the values that `values` have for the whole batch."""
-        parts = [self.take_apart(value) for value in values]
+        self, outputs: Sequence[tf.Tensor], parts: Sequence[losses.Parts], updates: Updates
+    ) -> list[tf.Tensor]:
+        """Returns updates that write the whole batch's values.
+
+        Args:
+          outputs: tower 0's updates.
+          parts: what the values that they write consist of.
+          updates: what they need written.
+        """
         leaves = [leaf for part in parts for leaf in part.leaves]
         sums = self.sums(term for leaf in leaves for term in self.terms(leaf))
         tail = updates.own.union(updates.after_writes(), *(part.tail for part in parts))
-        return self.tail(update, losses.Parts(leaves, tail, []), sums, updates.own)
+        return self._tails(outputs, losses.Parts(leaves, tail, []), sums, updates)
 
     def rows(self) -> Rows:
         """Returns what is known of the rows of tower 0's tensors."""
-        return Rows(self.dependents(), self._static_rows)
+        return Rows(self._sources, self.dependents(), self._static_rows)
 
     def take_apart(self, loss: tf.Tensor) -> losses.Parts:
         """Finds the leaves of a loss, and tells in the log."""
@@ -129,26 +138,28 @@ class Towers:
             ]
         return self._counted[leaf.tensor.name]
 
-    def tail(
+    def tail(self, loss: tf.Tensor, parts: losses.Parts, terms: dict[str, tf.Tensor]) -> tf.Tensor:
+        """Returns the loss as it follows from other values of its leaves' terms."""
+        return self._tails([loss], parts, terms)[0] if parts.leaves else loss
+
+    def _tails(
         self,
-        loss: tf.Tensor,
+        outputs: Sequence[tf.Tensor],
         parts: losses.Parts,
         terms: dict[str, tf.Tensor],
-        writing: Iterable[str] = (),
-    ) -> tf.Tensor:
-        """Returns the loss as it follows from other values of its leaves' terms."""
-        if not parts.leaves:
-            return loss
+        updates: Updates | None = None,
+    ) -> list[tf.Tensor]:
         tail = TowerCopy(0, _unique_scope(self.graph, 'reduced'), self.devices[0])
         copies = Copies(self.graph, self.devices[0], [tail], only=parts.tail)
-        copies.let_write(writing)
+        if updates is not None:
+            copies.let_write(updates)
         with absolute_scope(self.graph, tail.scope), tf.device(self.devices[0]):
             for leaf in parts.leaves:
                 value, *count = [terms[term.tensor.name] for term in self.terms(leaf)]
                 copies.replace(leaf.tensor, [value / count[0] if count else value])
-        [[whole]] = copies.copy([loss])
-        self.copies.share([whole])
-        return whole
+        [wholes] = copies.copy(outputs)
+        self.copies.share(wholes)
+        return wholes
 
     def sums(self, terms: Iterable[losses.Leaf]) -> dict[str, tf.Tensor]:
         """Returns what terms come to for the whole batch, by the names of tower 0's."""
@@ -159,13 +170,27 @@ class Towers:
                 self._summed[term.tensor.name] = self._sum_of(term, towers)
         return self._summed
 
+    def stub(self, term: losses.Leaf) -> tf.Tensor:
+        """Returns a tensor that will be a term's value for the whole batch."""
+        stub = tf.identity(tf.placeholder(term.tensor.dtype, term.tensor.shape))
+        self.copies.share([stub])
+        self._stubs.append((stub, term))
+        return stub
+
+    def fill_stubs(self) -> None:
+        """Gives the stubs their values, for which the forward pass is copied."""
+        sums = self.sums(term for _, term in self._stubs)
+        for stub, term in self._stubs:
+            private.set_input(stub.op, 0, sums[term.tensor.name])
+        self._stubs.clear()
+
     def _sum_of(self, term: losses.Leaf, copies: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a term's value for the whole batch."""
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             parts = []
             for tower, value in enumerate([term.tensor, *copies]):
                 dtype = value.dtype if value.dtype.is_floating else tf.float64
-                weight = self.weight(term.kind, tower, dtype)
+                weight = self._weight_of(term, tower, dtype)
                 part = tf.cast(value, dtype) * weight
                 if self.guarded:
                     part = tf.where(weight > 0, part, tf.zeros_like(part))
@@ -176,6 +201,13 @@ class Towers:
             whole = tf.identity(total, name='whole')
         self.copies.share([whole])
         return whole
+
+    def _weight_of(self, term: losses.Leaf, tower: int, dtype: tf.DType) -> tf.Tensor:
+        if term.kind != losses.SHAPE:
+            return self.weight(term.kind, tower, dtype)
+        along = tf.one_hot(term.axis, tf.size(term.tensor), dtype=dtype)
+        other = (1 - along) * self.weight(losses.MEAN, tower, dtype)
+        return along * self.weight(losses.SUM, tower, dtype) + other
 
     def weight(self, kind: str, tower: int, dtype: tf.DType) -> tf.Tensor:
         """Returns what a tower counts in a 'mean' or a 'sum'; in copies tower 0's is replaced."""

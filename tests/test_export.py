@@ -52,6 +52,12 @@ def serving():
     return tf.estimator.export.ServingInputReceiver({'x': x}, x)
 
 
+def defaulted():
+    """Somebody's receiver that may be left unfed."""
+    x = tf.placeholder_with_default(tf.zeros([1, 3]), [None, 3], 'x')
+    return tf.estimator.export.ServingInputReceiver({'x': x}, x)
+
+
 def parsed():
     examples = tf.placeholder(tf.string, [None], 'examples')
     features = tf.io.parse_example(examples, {'x': tf.io.FixedLenFeature([3], tf.float32)})
@@ -106,7 +112,7 @@ def trained(tmp_path_factory):
     return model_dir
 
 
-@pytest.mark.parametrize('receiver', [serving, parsed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('receiver', [serving, parsed, defaulted], ids=lambda f: f.__name__)
 def test_export_saved_model(receiver, trained, tmp_path):
     exports = {
         name: graphs(e.export_saved_model(str(tmp_path / name), receiver).decode())

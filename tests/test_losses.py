@@ -268,3 +268,77 @@ def test_loss_weight_with_a_sum():
         estimator_mgpu.replicate(
             lambda features, labels: None, loss_reduction='sum', loss_weight=lambda f, x: 1.0
         )
+
+
+def tokens(labels):
+    """[rows, 5], of a size that only a step tells in the second dimension."""
+    return tf.tile(labels, tf.stack([1, 5 + 0 * tf.shape(labels)[0]]))
+
+
+SIZES = {
+    'unstacked shape': lambda z: tf.cast(tf.reduce_prod(tf.unstack(tf.shape(z))), tf.float32),
+    'cast shape': lambda z: tf.cast(tf.shape(z), tf.float32)[0] * 5.0,
+    'product of a part': lambda z: tf.cast(tf.reduce_prod(tf.shape(z)[:2]), tf.float32),
+    'rows and columns': lambda z: tf.cast(tf.shape(z)[0] * tf.shape(z)[1], tf.float32),
+    'transposed': lambda z: tf.cast(tf.shape(tf.transpose(z))[1], tf.float32),
+}
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('size', SIZES.values(), ids=SIZES.keys())
+def test_sizes_by_which_sums_are_divided(size, static, caplog):
+    loss = with_loss(lambda y, p: tf.reduce_sum(tokens(squares(y, p))) / size(tokens(y)))
+    compare(loss, batches(steps=3), 2, static=static)
+    compare(loss, batches(7, steps=3), 3, static=static)
+    assert 'cannot be told' not in caplog.text
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_rows_divided_before_they_are_summed(static, caplog):
+    def loss(labels, output):
+        rows = labels.shape.as_list()[0] or tf.cast(tf.shape(labels)[0], tf.float32)
+        return tf.reduce_sum(squares(labels, output) / rows)
+
+    compare(with_loss(loss), batches(steps=3), 2, static=static)
+    assert 'cannot be told' not in caplog.text
+
+
+def test_time_major_sum_over_time_then_mean_over_rows():
+    def loss(labels, output):
+        over_time = tf.reduce_sum(tf.transpose(tokens(squares(labels, output))), 0)
+        return tf.reduce_mean(over_time)
+
+    compare(with_loss(loss), batches(7, steps=3), 3, static=False)
+
+
+def test_as_many_losses_as_rows():
+    """4 losses in a vector, and 4 rows a shard, are not the same."""
+
+    def loss(labels, output):
+        powers = tf.stack([tf.reduce_mean(tf.abs(labels - output) ** k) for k in (1, 2, 3, 4)])
+        return tf.reduce_sum(tf.nn.softmax(tf.stop_gradient(powers)) * powers)
+
+    compare(with_loss(loss), batches(8, steps=3), 2)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_rows_mixed_with_a_value_of_their_shard_are_warned_of(static, caplog):
+    def loss(labels, output):
+        weights = tf.exp(labels)
+        return tf.reduce_mean(squares(labels, output) * (weights / tf.reduce_mean(weights)))
+
+    train(with_loss(loss), batches(steps=1), 2, static=static)
+    assert 'was reduced over the rows of a shard' in caplog.text
+
+
+@pytest.mark.parametrize('loop', ['while', 'foldl'])
+def test_a_loss_from_a_loop_is_warned_of(loop, caplog, behavior):
+    def loss(labels, output):
+        rows = squares(labels, output)[:, 0]
+        if loop == 'foldl':
+            return tf.foldl(lambda a, b: a + b, rows)
+        body = lambda i, x: (i + 1, x + tf.reduce_mean(rows))  # noqa: E731
+        return tf.while_loop(lambda i, x: i < 3, body, [0, 0.0])[1]
+
+    train(with_loss(loss), batches(steps=1), 2)
+    assert 'cannot be told' in caplog.text

@@ -198,6 +198,85 @@ def test_rows_added_up_by_position_are_an_error():
         evaluate(model_of(rows=lambda x, y: tf.metrics.mean_tensor(x)), batches(8), 2)
 
 
+def state(value):
+    return variable(value, [])
+
+
+def moving(value, decay=0.9):
+    kept = state('moving')
+    return kept, kept.assign(decay * kept + (1 - decay) * value)
+
+
+def running_mean(value):
+    total, count = state('total'), state('count')
+    return total / count, tf.group(total.assign(total + value), count.assign(count + 1))
+
+
+def loss_of(x):
+    return tf.reduce_mean(tf.square(x))
+
+
+BATCH_LEVEL = {
+    'running mean': lambda x, y: running_mean(loss_of(x)),
+    'moving average': lambda x, y: moving(loss_of(x)),
+    'last': lambda x, y: moving(loss_of(x), 0.0),
+    'sum': lambda x, y: (lambda s: (s, s.assign_add(loss_of(x))))(state('sum')),
+    'root, weighted by rows': lambda x, y: tf.metrics.mean(
+        tf.sqrt(loss_of(x)), weights=tf.cast(tf.shape(x)[0], tf.float32)
+    ),
+    'half weight': lambda x, y: tf.metrics.mean(loss_of(x), weights=0.5),
+    'columns': lambda x, y: tf.metrics.mean(tf.reduce_mean(x, 0)),
+    'python function': lambda x, y: (
+        lambda s: (s, s.assign_add(tf.cast(tf.py_func(np.sum, [x], tf.float32), tf.float32)))
+    )(state('python')),
+}
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize('metric', BATCH_LEVEL.values(), ids=BATCH_LEVEL.keys())
+def test_metrics_of_batches(metric, sizes):
+    one = evaluate(model_of(metric=metric), batches(*sizes), 1, static=False)
+    ours = evaluate(model_of(metric=metric), batches(*sizes), 4, static=False)
+    np.testing.assert_allclose(ours.metrics['metric'], one.metrics['metric'], rtol=1e-5)
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+def test_updates_that_metrics_share_run_once(sizes):
+    def model_fn(features, labels, mode):
+        positives, update_positives = tf.metrics.true_positives(labels, features[:, 0] > 0)
+        loss, update_loss = tf.metrics.mean(loss_of(features))
+        confusion = variable('confusion', [2, 2])
+        add = tf.math.confusion_matrix(labels, features[:, 0] > 0, 2, dtype=tf.float32)
+        batch = state('batches')
+        ops = {
+            'positives': (positives, update_positives),
+            'loss': (loss, update_loss),
+            'product': (positives * loss, tf.group(update_positives, update_loss)),
+            'confusion': (confusion, tf.group(confusion.assign_add(add), batch.assign_add(1.0))),
+            'batches': (batch, tf.no_op()),
+        }
+        return tf.estimator.EstimatorSpec(mode, loss=loss_of(features), eval_metric_ops=ops)
+
+    static = len(set(sizes)) == 1
+    one = evaluate(model_fn, batches(*sizes), 1, static=static)
+    ours = evaluate(model_fn, batches(*sizes), 4, static=static)
+    for name, expected in one.metrics.items():
+        np.testing.assert_allclose(ours.metrics[name], expected, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+def test_python_functions_see_each_row_once_and_in_order(sizes):
+    seen = []
+
+    def model_fn(features, labels, mode):
+        update = tf.py_func(lambda x: seen.extend(x) or np.float32(0), [features[:, 0]], tf.float32)
+        ops = {'seen': (tf.constant(0.0), update)}
+        return tf.estimator.EstimatorSpec(mode, loss=loss_of(features), eval_metric_ops=ops)
+
+    evaluate(model_fn, batches(*sizes), 4, static=len(set(sizes)) == 1)
+    assert seen == [row for x, _ in batches(*sizes) for row in x[:, 0]]
+
+
 def test_keras_metrics():
     def metric(features, labels):
         accuracy = tf.keras.metrics.SparseCategoricalAccuracy()
@@ -217,3 +296,19 @@ def test_an_update_that_is_an_operation():
     one = evaluate(model_of(mean=metric), batches(8, 3), 1, static=False)
     ours = evaluate(model_of(mean=metric), batches(8, 3), 4, static=False)
     np.testing.assert_allclose(ours.metrics['mean'], one.metrics['mean'], rtol=1e-6)
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+def test_a_metric_that_loops_over_rows(sizes, behavior):
+    """What it keeps goes through a loop, which has to end also where a tower has no rows."""
+
+    def decaying(x, y):
+        kept = variable('kept', [])
+        body = lambda i, a: (i + 1, a * 0.9 + x[i, 0])  # noqa: E731
+        last = tf.while_loop(lambda i, a: i < tf.shape(x)[0], body, [0, kept.read_value()])[1]
+        return kept, tf.assign(kept, last)
+
+    static = len(set(sizes)) == 1
+    one = evaluate(model_of(kept=decaying), batches(*sizes), 1, static=static)
+    ours = evaluate(model_of(kept=decaying), batches(*sizes), 4, static=static)
+    np.testing.assert_allclose(ours.metrics['kept'], one.metrics['kept'], rtol=1e-5)

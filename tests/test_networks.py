@@ -158,7 +158,63 @@ def tape(features, labels, mode):
     return spec_of(mode, loss, train_op)
 
 
+def adversarial(features, labels, mode):
+    """FGM: the loss again, where the gradient of an embedding says it's largest."""
+    table = tf.get_variable('table', [3, 4])
+
+    def loss_with(table):
+        hidden = tf.nn.tanh(tf.matmul(features, table))
+        output = tf.layers.dense(hidden, 1, name='output', reuse=tf.AUTO_REUSE)
+        return tf.reduce_mean(tf.square(output - labels))
+
+    loss = loss_with(table)
+    slope = tf.stop_gradient(tf.gradients(loss, table)[0])
+    loss += loss_with(table + 0.5 * slope / tf.norm(slope))
+    return spec_of(mode, loss, train(loss))
+
+
+def gradient_penalty_of_a_mean(features, labels, mode):
+    """The gradient of a mean over the batch with respect to a row is that row's share."""
+    output = tf.layers.dense(tf.layers.dense(features, 4, tf.nn.tanh), 1)
+    slope = tf.gradients(tf.reduce_mean(output), features)[0]
+    loss = tf.reduce_mean(tf.square(output - labels)) + 100 * tf.reduce_sum(tf.square(slope))
+    return spec_of(mode, loss, train(loss))
+
+
+def recomputed(features, labels, mode):
+    w = tf.get_variable('w', [3, 4], use_resource=True)
+    layer = tf.recompute_grad(lambda x: tf.nn.tanh(tf.matmul(x, w)))
+    output = tf.layers.dense(layer(features), 1)
+    slope = tf.stop_gradient(tf.gradients(output, features)[0])
+    loss = tf.reduce_mean(tf.square(output - labels) + tf.reduce_sum(slope, 1, keepdims=True))
+    return spec_of(mode, loss, train(loss))
+
+
+def placeholder_with_default(features, labels, mode):
+    rate = tf.placeholder_with_default(0.5, [])
+    features = tf.placeholder_with_default(features, [None, 3])
+    loss = tf.reduce_mean(tf.square(rate * tf.layers.dense(features, 1) - labels))
+    return spec_of(mode, loss, train(loss))
+
+
+def clipped_embedding(features, labels, mode):
+    """The norm of a sparse gradient depends on whether ids stand in it several times."""
+    ids = tf.sparse.from_dense(1 + tf.cast(tf.abs(features) * 10, tf.int32) % 4)
+    table = tf.get_variable('table', [5, 3])
+    rows = tf.nn.embedding_lookup_sparse(table, ids, None, combiner='sum')
+    loss = tf.reduce_mean(tf.square(tf.layers.dense(rows, 1) - labels))
+    optimizer = tf.train.AdamOptimizer(0.01, epsilon=1e-3)
+    grads, variables = zip(*optimizer.compute_gradients(loss))
+    clipped, _ = tf.clip_by_global_norm(grads, 0.1)
+    return spec_of(mode, loss, optimizer.apply_gradients(zip(clipped, variables), step()))
+
+
 NETWORKS = [
+    adversarial,
+    gradient_penalty_of_a_mean,
+    recomputed,
+    placeholder_with_default,
+    clipped_embedding,
     dense_layers,
     tf_variables,
     keras_layers,

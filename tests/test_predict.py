@@ -83,6 +83,23 @@ def test_a_scalar_in_evaluation_is_that_of_the_batch():
         assert ours.predictions[0]['mean'] == 3.5
 
 
+def test_rows_as_wide_as_the_longest_of_their_shard():
+    predict = lambda x: {'mask': tf.sequence_mask(x[:, 0])}  # noqa: E731
+    with pytest.raises(tf.errors.InvalidArgumentError, match='Pad them to one size'):
+        evaluate(model_of(predict), ids(8), 2, mode=PREDICT, static=False)
+
+
+def test_an_empty_batch():
+    ours = evaluate(model_of(lambda x: x), ids(3, 0, 2), 2, mode=PREDICT, static=False)
+    assert [len(batch) for batch in ours.predictions] == [3, 0, 2]
+
+
+def test_rows_that_do_not_match_in_evaluation():
+    """Estimator does not fetch them, so they are no error until somebody does."""
+    predict = lambda x: {'flat': tf.reshape(tf.tile(x, [1, 3]), [-1]), 'id': x}  # noqa: E731
+    evaluate(model_of(predict), ids(8), 2, mode='eval')
+
+
 def test_rows_that_do_not_match():
     predict = lambda x: {'names': tf.constant(['a', 'b', 'c'])}  # noqa: E731
     with pytest.raises(ValueError, match=r"predictions\['names'\] has 3 rows where"):

@@ -403,6 +403,13 @@ def test_missing_devices_are_warned_of(tmp_path, caplog):
     assert line.format(['/device:CPU:0', '/device:CPU:1']) in caplog.text
 
 
+def test_the_log_says_how_the_batch_is_divided(caplog):
+    build(regression(adam), devices=2, rows=6)
+    assert '2 towers, /device:CPU:0, /device:CPU:1: 3 rows each.' in caplog.text
+    build(regression(adam), devices=2, rows=5)
+    assert 'evenly, to within one row.' in caplog.text
+
+
 def test_session_config_keeps_what_it_is_given():
     base = tf.ConfigProto(log_device_placement=True, device_count={'CPU': 7})
     config = estimator_mgpu.session_config(3, base)

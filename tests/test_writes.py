@@ -1,0 +1,98 @@
+"""What happens once a step is of the whole batch; where it can't be, a warning says so."""
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import batches, predict, spec_of, step
+from towers import compare, train
+
+
+def square(features, labels):
+    return tf.square(predict(features) - labels)
+
+
+def sgd(loss, rate=0.05):
+    return tf.train.GradientDescentOptimizer(rate).minimize(loss, step())
+
+
+def divided_by_the_batch_size(features, labels, mode):
+    """A sum of rows, whose gradients are divided afterwards."""
+    loss = tf.reduce_sum(square(features, labels))
+    optimizer = tf.train.MomentumOptimizer(0.05, 0.9)
+    rows = tf.cast(tf.shape(features)[0], tf.float32)
+    grads = [(g / rows, v) for g, v in optimizer.compute_gradients(loss)]
+    return spec_of(mode, loss, optimizer.apply_gradients(grads, step()))
+
+
+def rate_from_the_loss(features, labels, mode):
+    loss = tf.reduce_mean(square(features, labels))
+    return spec_of(mode, loss, sgd(loss, 0.01 / (1.0 + tf.stop_gradient(loss))))
+
+
+def rate_from_the_batch_size(features, labels, mode):
+    loss = tf.reduce_mean(square(features, labels))
+    rate = 0.01 * tf.cast(tf.shape(features)[0], tf.float32)
+    return spec_of(mode, loss, sgd(loss, rate))
+
+
+def counter_of_examples(features, labels, mode):
+    loss = tf.reduce_mean(square(features, labels))
+    seen = tf.get_variable('seen', [], tf.int64, tf.zeros_initializer(), trainable=False)
+    add = seen.assign_add(tf.shape(features, out_type=tf.int64)[0])
+    return spec_of(mode, loss, sgd(loss), add)
+
+
+def average_of_the_loss(features, labels, mode):
+    loss = tf.reduce_mean(square(features, labels))
+    average = tf.train.ExponentialMovingAverage(0.9)
+    return spec_of(mode, loss, sgd(loss), average.apply([loss]))
+
+
+def skipped_unless_finite(features, labels, mode):
+    loss = tf.reduce_mean(square(features, labels))
+    optimizer = tf.train.GradientDescentOptimizer(0.05)
+    finite = tf.cast(tf.is_finite(loss), tf.float32)
+    grads = [(g * finite, v) for g, v in optimizer.compute_gradients(loss)]
+    return spec_of(mode, loss, optimizer.apply_gradients(grads, step()))
+
+
+MODELS = [
+    divided_by_the_batch_size,
+    rate_from_the_loss,
+    rate_from_the_batch_size,
+    counter_of_examples,
+    average_of_the_loss,
+    skipped_unless_finite,
+]
+
+
+@pytest.mark.parametrize('rows', [12, 7, 2], ids='rows={}'.format)
+@pytest.mark.parametrize('model_fn', MODELS, ids=lambda f: f.__name__)
+def test_scalars_are_of_the_whole_batch(model_fn, rows, caplog):
+    compare(model_fn, batches(rows, steps=4), 3, static=rows != 12)
+    assert 'of the first shard only' not in caplog.text
+
+
+def test_rows_that_are_written_are_warned_of(caplog):
+    """Center loss: the centres move towards the rows of the first shard alone."""
+
+    def model_fn(features, labels, mode):
+        centres = tf.get_variable('centres', [2, 3], trainable=False)
+        classes = tf.cast(labels[:, 0] > 0, tf.int32)
+        away = tf.gather(centres, classes) - features
+        update = tf.scatter_sub(centres, classes, 0.1 * away)
+        loss = tf.reduce_mean(square(features, labels))
+        return spec_of(mode, loss, sgd(loss), update)
+
+    train(model_fn, batches(steps=1), 2)
+    assert 'of the first shard only: the other 1 shards do not count' in caplog.text
+
+
+def test_batch_norm_is_not_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        hidden = tf.layers.batch_normalization(features, training=True)
+        loss = tf.reduce_mean(square(hidden, labels))
+        return spec_of(mode, loss, sgd(loss), *tf.get_collection(tf.GraphKeys.UPDATE_OPS))
+
+    train(model_fn, batches(steps=1), 2)
+    assert 'of the first shard only' not in caplog.text
