@@ -13,8 +13,11 @@ import tensorflow.compat.v1 as tf
 from absl import logging
 
 from estimator_mgpu import losses, private, sharing
+from estimator_mgpu.copying import absolute_scope
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers
+
+_QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv'])
 
 
 def of_whole_batch(train_op: Any, towers: Towers) -> None:
@@ -33,15 +36,40 @@ def of_whole_batch(train_op: Any, towers: Towers) -> None:
         if not write and op.name not in after:
             continue
         for i, value in enumerate(op.inputs):
-            if value.op.name not in rows.dependents or value.op.name in after:
+            if sharing.is_handle(value) or value.op.name in after:
                 continue
-            if sharing.is_handle(value):
+            if value.op.name not in rows.dependents:
+                if write or (op.type in _QUOTIENTS and i == 1):
+                    _check_static_rows(op, i, rows, towers)
                 continue
             if value.name not in wholes:
                 wholes[value.name] = _whole(value, rows, towers, op)
             whole = wholes[value.name]
             if whole is not None and not private.in_control_flow(op):
                 private.set_input(op, i, whole)
+
+
+def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers) -> None:
+    """Makes a constant that is the static size of a shard that of the batch, or warns of it."""
+    value = op.inputs[index]
+    if rows.static is None or value.shape.num_elements() != 1:
+        return
+    constant = private.constant_value(value)
+    if constant is None or float(constant.flat[0]) != rows.static:
+        return
+    if value.op.type == 'Const':
+        logging.warning(
+            '%r (%s) happens once a step, with the constant %d, which is also the number of rows '
+            "of a shard. If it's meant to be that of the batch, take tf.shape(features)[0].",
+            op.name,
+            op.type,
+            rows.static,
+        )
+        return
+    # It was computed from constants: from the shape of a shard.
+    with absolute_scope(towers.graph, 'replicate'), tf.device(value.device):
+        total = tf.constant(constant * len(towers.devices), value.dtype)
+    private.set_input(op, index, total)
 
 
 def _whole(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> tf.Tensor | None:

@@ -73,6 +73,26 @@ def test_scalars_are_of_the_whole_batch(model_fn, rows, caplog):
     assert 'of the first shard only' not in caplog.text
 
 
+@pytest.mark.parametrize(
+    'model_fn', [divided_by_the_batch_size, counter_of_examples], ids=lambda f: f.__name__
+)
+def test_static_sizes_are_of_the_whole_batch(model_fn, caplog):
+    compare(model_fn, batches(12, steps=4), 3, static=True)
+    assert 'happens once a step' not in caplog.text
+
+
+def test_a_constant_like_the_rows_of_a_shard_is_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_sum(square(features, labels))
+        optimizer = tf.train.GradientDescentOptimizer(0.05)
+        rows = features.shape.as_list()[0]
+        grads = [(g / rows, v) for g, v in optimizer.compute_gradients(loss)]
+        return spec_of(mode, loss, optimizer.apply_gradients(grads, step()))
+
+    train(model_fn, batches(12, steps=1), 2)
+    assert 'with the constant 6, which is also the number of rows of a shard' in caplog.text
+
+
 def test_rows_that_are_written_are_warned_of(caplog):
     """Center loss: the centres move towards the rows of the first shard alone."""
 
