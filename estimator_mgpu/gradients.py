@@ -88,7 +88,8 @@ def _hooked(original: Any) -> Any:
         with _inside():
             seeds = _as_list(grad_ys)
             reduced = iter(reduced_gradients(towers, _tensors(ys), variables, seeds, compute))
-            left_alone = iter(local_gradients(towers, _tensors(ys), others, seeds, compute))
+            local = local_gradients(towers, _tensors(ys), others, seeds, compute) if others else []
+            left_alone = iter(local)
         return [next(reduced if _is_variable(x) else left_alone) for x in xs]
 
     return gradients

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
+from absl import logging
 
 from estimator_mgpu import losses, private, sharing
 from estimator_mgpu.copying import TowerCopy, Updates, absolute_scope
@@ -50,7 +51,16 @@ def merge(metrics: dict[str, Any], towers: Towers, rows: Sequence[tf.Tensor] | N
         else:
             for name in group:
                 _check_not_by_position(name, needed, known)
-            once = [op for op in needed.writes if _counts_batches(op)]
+            counts = [op for op in needed.writes if _counts_batches(op)]
+            values = [metrics[name][0] for name in group]
+            once = [op for op in counts if not _is_combined(op, needed, values)]
+            if len(once) < len(counts):
+                logging.warning(
+                    'The metrics %s count batches, and what they do with them is neither a sum nor '
+                    'a mean over rows: they are taken over shards instead. Evaluate with '
+                    'replicate(devices=1) for one value a batch.',
+                    ', '.join(group),
+                )
             towers.copies.let_write(needed.without(once))
             streamed.update(group)
     merged.update(_one_after_another(streamed, towers, rows))
@@ -105,6 +115,31 @@ def _may_count_rows(value: tf.Tensor, rows: Rows) -> bool:
         ):
             return True
     return False
+
+
+def _is_combined(
+    write: tf.Operation, updates: Updates, values: Sequence[tf.Tensor | tf.Operation]
+) -> bool:
+    """Whether what a write counts is used together with other variables of its metrics."""
+    ops = dict(updates.ops)
+    waiting = [value.op for value in values if isinstance(value, tf.Tensor)]
+    while waiting:
+        op = waiting.pop()
+        if op.name not in ops:
+            ops[op.name] = op
+            waiting += [t.op for t in op.inputs]
+    own, others = sharing.shared_handles(write), set()
+    for name in updates.own:
+        others |= sharing.shared_handles(updates.ops[name]) - own
+    reach = []
+    for handles in (own, others):
+        found = {op.name for op in ops.values() if sharing.shared_handles(op) & handles}
+        size = -1
+        while size < len(found):
+            size = len(found)
+            found |= {o.name for o in ops.values() if any(t.op.name in found for t in o.inputs)}
+        reach.append(found)
+    return bool(reach[0] & reach[1])
 
 
 def _check_not_by_position(name: str, updates: Updates, rows: Rows) -> None:

@@ -39,7 +39,8 @@ def reduced_gradients(
     wholes, stubs, terms, seeds = _seeds(towers, ys, grad_ys)
     once, grads = [None] * len(xs), [None] * len(xs)
     if {whole.name for whole in wholes} != {stub.name for stub in stubs.values()}:
-        once = compute(wholes, xs, grad_ys, list(stubs.values()))
+        with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
+            once = compute(wholes, xs, grad_ys, list(stubs.values()))
     if seeds:
         grads = compute([terms[name].tensor for name in seeds], xs, list(seeds.values()))
     copies = towers.copies.copy(flat_tensors(grads))

@@ -120,12 +120,13 @@ def test_touches_nothing_on_215():
         from estimator_mgpu import compat
         assert compat.load_estimator() is before[2][1]['estimator']
         after = state()
-        assert before[0].keys() == after[0].keys()
+        assert before[0].keys() <= after[0].keys()  # what is imported lazily may be, now
         assert all(after[0][name] is module for name, module in before[0].items())
         assert before[1] == after[1]
         for old, new in zip(before[2], after[2]):
-            assert old.keys() == new.keys()
-            assert all(new[name] is value for name, value in old.items())
+            assert old.keys() <= new.keys()
+            for name, value in old.items():  # what was loaded lazily is the module itself, now
+                assert new[name] is value or 'LazyLoader' in type(value).__name__, name
         """
     )
 

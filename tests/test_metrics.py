@@ -264,6 +264,23 @@ def test_updates_that_metrics_share_run_once(sizes):
         np.testing.assert_allclose(ours.metrics[name], expected, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize('how', ['tf.metrics.mean', 'own'])
+def test_a_mean_of_what_only_shards_have_is_warned_of(how, caplog):
+    """By hand: the shards of rows 0, 1, 2, 3 have maxima of 1 and 3, the batch one of 3."""
+
+    def metric(x, y):
+        largest = tf.reduce_max(x)
+        if how == 'tf.metrics.mean':
+            return tf.metrics.mean(largest)
+        total, count = state('total'), state('count')
+        return total / count, tf.group(total.assign_add(largest), count.assign_add(1.0))
+
+    data = [(np.arange(4, dtype='f')[:, None], np.zeros(4))]
+    ours = evaluate(model_of(largest=metric), data, 2)
+    assert 'taken over shards instead' in caplog.text
+    np.testing.assert_allclose(ours.metrics['largest'], (1 + 3) / 2)
+
+
 @pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
 def test_python_functions_see_each_row_once_and_in_order(sizes):
     seen = []
