@@ -16,9 +16,10 @@ import tensorflow.compat.v1 as tf
 from absl import logging
 
 from estimator_mgpu import losses, private, sharing
-from estimator_mgpu.copying import TowerCopy, Updates, absolute_scope
+from estimator_mgpu.copying import TowerCopy, absolute_scope
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers
+from estimator_mgpu.updates import Updates
 
 _ADDITIONS = frozenset(['AssignAddVariableOp', 'AssignAdd'])
 
