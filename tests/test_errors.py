@@ -236,3 +236,16 @@ def test_private_names_do_what_they_are_for():
         assert private.outermost(inner[0]) is graph
         with tf.Session() as sess:
             assert sess.run(copy) == 2
+
+
+def test_layers_without_keras_2():
+    """What tf.layers raise on TensorFlow 2.16 and later without tf-keras."""
+
+    def model_fn(features, labels, mode):
+        raise AttributeError('`dense` is not available with Keras 3.')
+
+    with pytest.raises(
+        RuntimeError, match='pip install "tf-keras~=.*TF_USE_LEGACY_KERAS=1'
+    ) as info:
+        build(model_fn)
+    assert isinstance(info.value.__cause__, AttributeError)
