@@ -183,7 +183,7 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     Its batch is fed. One that is to train may be, too, but has read the global step before.
     """
     graph = tf.get_default_graph()
-    if mode == tf.estimator.ModeKeys.TRAIN and graph.get_collection(private.GLOBAL_STEP_READ):
+    if mode == compat.estimator.ModeKeys.TRAIN and graph.get_collection(private.GLOBAL_STEP_READ):
         return False
     waiting = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     seen = set()

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
+import tensorflow as tf  # noqa: F401, for the examples
+from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import compat
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.replicate import replicate
 
-compat.load_estimator()  # Where TensorFlow has no tf.estimator, it has one now.
 
-
-class Estimator(tf.estimator.Estimator):
+class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
     """A drop-in `tf.estimator.Estimator` for several devices.
 
     >>> estimator = Estimator(lambda features, labels, mode: None, devices=2)
@@ -56,7 +55,7 @@ class Estimator(tf.estimator.Estimator):
             )
         else:
             devices = given['devices']
-        config = config or tf.estimator.RunConfig()
+        config = config or compat.estimator.RunConfig()
         base = config.session_config
         config = config.replace(session_config=devices_lib.session_config(devices, base))
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
@@ -87,7 +86,7 @@ def replicate_estimator(
       TypeError: if `estimator` is none.
       TypeError, ValueError: as `replicate()`.
     """
-    if not isinstance(estimator, tf.compat.v1.estimator.Estimator):
+    if not isinstance(estimator, compat.estimator.Estimator):
         raise TypeError(
             f'replicate_estimator({estimator!r}) was given a {type(estimator).__name__}. It takes '
             'a tf.estimator.Estimator; a model_fn goes to replicate().'

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import metrics, sharding, writes
+from estimator_mgpu import compat, metrics, sharding, writes
 from estimator_mgpu.copying import absolute_scope
 from estimator_mgpu.sharding import Shards
 from estimator_mgpu.towers import Towers
@@ -19,7 +19,7 @@ def check(spec: Any) -> Any:
     Raises:
       TypeError: if a model_fn returned anything else.
     """
-    if not isinstance(spec, tf.estimator.EstimatorSpec):
+    if not isinstance(spec, compat.estimator.EstimatorSpec):
         raise TypeError(
             f'The model_fn returned {spec!r} of {type(spec).__name__}. It has to return a '
             'tf.estimator.EstimatorSpec; is a return statement missing?'
@@ -40,12 +40,12 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
         predictions aren't those of the batch.
     """
     towers.fill_stubs()
-    if spec.mode == tf.estimator.ModeKeys.TRAIN:
+    if spec.mode == compat.estimator.ModeKeys.TRAIN:
         _check_reduced(towers)
         writes.of_whole_batch(spec.train_op, towers)
         return spec._replace(loss=towers.whole(spec.loss))
     rows = _Rows(towers, shards)
-    if spec.mode == tf.estimator.ModeKeys.PREDICT:
+    if spec.mode == compat.estimator.ModeKeys.PREDICT:
         return spec._replace(predictions=rows.join(spec.predictions))
     # What the forward pass does comes first, so that it doesn't wait where metrics do.
     loss = towers.whole(spec.loss)
