@@ -203,7 +203,8 @@ def test_killed_while_saving(tmp_path):
     last = tf.train.latest_checkpoint(str(tmp_path))
     saved = values(last)
     reached = int(saved['global_step'])
-    assert reached >= 3
+    # The file named checkpoint, which says which is the last, is written after the index of 3.
+    assert reached >= 2
     # On another number of towers, against one device from the same checkpoint.
     one = copy_of(tmp_path, tmp_path.parent / 'one')
     estimator_on(2, tmp_path).train(input_fn, max_steps=reached + 2)
