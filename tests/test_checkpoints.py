@@ -188,15 +188,16 @@ estimator.train(t.input_fn, max_steps=100000)
 
 
 def test_killed_while_saving(tmp_path):
-    """SIGKILL between the data and the index of a checkpoint that is saved at every step."""
+    """SIGKILL while a checkpoint is saved at every step: half-written, if that is seen in 10 s."""
     here = str(pathlib.Path(__file__).parent)
     process = subprocess.Popen(
         [sys.executable, '-c', PROGRAM, here, str(tmp_path)], stderr=subprocess.DEVNULL
     )
-    deadline = time.time() + 120
+    while process.poll() is None and not (tmp_path / 'model.ckpt-3.index').exists():
+        time.sleep(0.01)
+    deadline = time.time() + 10
     while time.time() < deadline and process.poll() is None:
-        half_written = list(tmp_path.glob('*_temp*')) + list(tmp_path.glob('*.tempstate*'))
-        if half_written and (tmp_path / 'model.ckpt-3.index').exists():
+        if list(tmp_path.glob('*_temp*')) + list(tmp_path.glob('*.tempstate*')):
             break
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
