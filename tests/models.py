@@ -23,6 +23,11 @@ def batches(rows: int = ROWS, steps: int = 10, dtype: Any = np.float32) -> list:
     ]
 
 
+def away_from_0() -> list:
+    """Batches with labels such that no gradient is a sum that all but cancels."""
+    return [(x, y + 2) for x, y in batches()]
+
+
 def spec_of(mode: str, loss: tf.Tensor, *train_ops: Any) -> Any:
     train_op = train_ops[0] if len(train_ops) == 1 else tf.group(*train_ops)
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
@@ -30,6 +35,11 @@ def spec_of(mode: str, loss: tf.Tensor, *train_ops: Any) -> Any:
 
 def step() -> Any:
     return tf.train.get_global_step()
+
+
+def adam(loss: tf.Tensor) -> tf.Operation:
+    """An epsilon above rounding errors, for gradients that are 0."""
+    return tf.train.AdamOptimizer(0.01, epsilon=1e-3).minimize(loss, step())
 
 
 def predict(features: tf.Tensor) -> tf.Tensor:
@@ -59,4 +69,37 @@ def with_loss(loss_of: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[
         loss = loss_of(labels, predict(features))
         return spec_of(mode, loss, tf.train.MomentumOptimizer(0.05, 0.9).minimize(loss, step()))
 
+    return model_fn
+
+
+def of_all_modes(
+    forward: Callable[[tf.Tensor], tf.Tensor],
+    train: Callable[[tf.Tensor], Any] | None = None,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """Returns a model_fn for all modes.
+
+    Args:
+      forward: forward(features) -> what is predicted, of the labels' shape.
+      train: train(loss) -> the train_op; by default Adam's.
+      name: the model_fn's, by default that of `forward`.
+    """
+
+    def model_fn(features, labels, mode):
+        output = forward(features)
+        if mode == tf.estimator.ModeKeys.PREDICT:
+            return tf.estimator.EstimatorSpec(mode, predictions={'output': output})
+        tf.losses.mean_squared_error(labels, output)
+        loss = tf.losses.get_total_loss()
+        if mode == tf.estimator.ModeKeys.TRAIN:
+            return spec_of(mode, loss, (train or adam)(loss))
+        metrics = {
+            'error': tf.metrics.mean_absolute_error(labels, output),
+            'above': tf.metrics.mean(tf.cast(output > labels, tf.float32)),
+        }
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, predictions={'output': output}, eval_metric_ops=metrics
+        )
+
+    model_fn.__name__ = name or forward.__name__
     return model_fn

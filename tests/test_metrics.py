@@ -83,7 +83,7 @@ def test_metric(name, sizes):
     metric = getattr(tf.metrics, name)
     model_fn = model_of(metric=lambda x, y: METRICS[name](metric, x, y))
     static = len(set(sizes)) == 1
-    one = evaluate(model_fn, labelled(*sizes), 1, static=static)
+    one = evaluate(model_fn, labelled(*sizes), 0, static=static)
     ours = evaluate(model_fn, labelled(*sizes), 4, static=static)
     np.testing.assert_allclose(ours.metrics['metric'], one.metrics['metric'], rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(ours.losses, one.losses, rtol=1e-6)
@@ -97,7 +97,7 @@ def test_all_metrics_at_once(towers, behavior):
         for name in METRICS
     }
     data = labelled(8, 5, 1)
-    one = evaluate(model_of(**metrics), data, 1, static=False)
+    one = evaluate(model_of(**metrics), data, 0, static=False)
     ours = evaluate(model_of(**metrics), data, towers, static=False)
     for name in METRICS:
         np.testing.assert_allclose(
@@ -235,7 +235,7 @@ BATCH_LEVEL = {
 @pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize('metric', BATCH_LEVEL.values(), ids=BATCH_LEVEL.keys())
 def test_metrics_of_batches(metric, sizes):
-    one = evaluate(model_of(metric=metric), batches(*sizes), 1, static=False)
+    one = evaluate(model_of(metric=metric), batches(*sizes), 0, static=False)
     ours = evaluate(model_of(metric=metric), batches(*sizes), 4, static=False)
     np.testing.assert_allclose(ours.metrics['metric'], one.metrics['metric'], rtol=1e-5)
 
@@ -258,7 +258,7 @@ def test_updates_that_metrics_share_run_once(sizes):
         return tf.estimator.EstimatorSpec(mode, loss=loss_of(features), eval_metric_ops=ops)
 
     static = len(set(sizes)) == 1
-    one = evaluate(model_fn, batches(*sizes), 1, static=static)
+    one = evaluate(model_fn, batches(*sizes), 0, static=static)
     ours = evaluate(model_fn, batches(*sizes), 4, static=static)
     for name, expected in one.metrics.items():
         np.testing.assert_allclose(ours.metrics[name], expected, rtol=1e-5, err_msg=name)
@@ -300,7 +300,7 @@ def test_keras_metrics():
         accuracy.update_state(labels, features)
         return accuracy
 
-    one = evaluate(model_of(accuracy=metric), labelled(8, 5, 1), 1, static=False)
+    one = evaluate(model_of(accuracy=metric), labelled(8, 5, 1), 0, static=False)
     ours = evaluate(model_of(accuracy=metric), labelled(8, 5, 1), 4, static=False)
     np.testing.assert_allclose(ours.metrics['accuracy'], one.metrics['accuracy'], rtol=1e-6)
 
@@ -310,7 +310,7 @@ def test_an_update_that_is_an_operation():
         total, update = tf.metrics.mean(features)
         return total, tf.group(update)
 
-    one = evaluate(model_of(mean=metric), batches(8, 3), 1, static=False)
+    one = evaluate(model_of(mean=metric), batches(8, 3), 0, static=False)
     ours = evaluate(model_of(mean=metric), batches(8, 3), 4, static=False)
     np.testing.assert_allclose(ours.metrics['mean'], one.metrics['mean'], rtol=1e-6)
 
@@ -326,6 +326,6 @@ def test_a_metric_that_loops_over_rows(sizes, behavior):
         return kept, tf.assign(kept, last)
 
     static = len(set(sizes)) == 1
-    one = evaluate(model_of(kept=decaying), batches(*sizes), 1, static=static)
+    one = evaluate(model_of(kept=decaying), batches(*sizes), 0, static=static)
     ours = evaluate(model_of(kept=decaying), batches(*sizes), 4, static=static)
     np.testing.assert_allclose(ours.metrics['kept'], one.metrics['kept'], rtol=1e-5)

@@ -55,7 +55,7 @@ def test_optimizer(optimizer, towers):
 @pytest.mark.parametrize('optimizer', OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_one_tower_is_exact(optimizer):
     model_fn = regression(lambda loss: optimizer().minimize(loss, step()))
-    compare(model_fn, batches(), 1, loss_reduction='auto', rtol=0)
+    compare(model_fn, batches(), 1, rtol=0)
 
 
 @pytest.mark.parametrize('towers', [2, 3, 4, 8], ids='towers={}'.format)

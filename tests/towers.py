@@ -7,6 +7,7 @@ tower that doesn't run on its device fails.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,9 @@ def _placeholder(value: Any, static: bool) -> tf.Tensor | None:
 @contextlib.contextmanager
 def session(towers: int, **options: Any) -> Iterator[tf.Session]:
     """A session that has a CPU device a tower and puts every op where it's told to."""
-    config = tf.ConfigProto(device_count={'CPU': towers}, allow_soft_placement=False, **options)
+    config = tf.ConfigProto(
+        device_count={'CPU': max(towers, 1)}, allow_soft_placement=False, **options
+    )
     with tf.Session(config=config) as sess:
         yield sess
 
@@ -66,7 +69,7 @@ def train(
     Args:
       model_fn: called with features, labels and mode.
       batches: NumPy nests of features and labels, of the same structure.
-      towers: how many towers; 1 runs the model_fn as it is, undecorated.
+      towers: how many towers; 0 runs the model_fn as it is, undecorated.
       values: what variables start from, by name.
       steps: how many of the batches to train on, by default all.
       static: whether the graph knows the batch size.
@@ -77,7 +80,7 @@ def train(
         tf.set_random_seed(7)
         tf.train.get_or_create_global_step()
         inputs = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
-        if towers > 1 or options:
+        if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
         features, labels = preprocess(*inputs) if preprocess else inputs
         spec = model_fn(features=features, labels=labels, mode=TRAIN)
@@ -112,13 +115,13 @@ def evaluate(
     values: dict[str, np.ndarray] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Evaluates, or predicts, one step a batch; 1 tower runs the model_fn undecorated."""
+    """Evaluates, or predicts, one step a batch; with 0 towers on the model_fn undecorated."""
     with tf.Graph().as_default():
         tf.set_random_seed(7)
         tf.train.get_or_create_global_step()
         features, labels = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
         inputs = features, labels
-        if towers > 1 or options:
+        if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
         spec = model_fn(features=features, labels=labels, mode=mode)
         updates = tf.group(*(update for _, update in spec.eval_metric_ops.values()))
@@ -127,8 +130,8 @@ def evaluate(
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
             sess.run(tf.local_variables_initializer())
-            for name, value in (values or {}).items():
-                variables[name].load(value, sess)
+            for name, variable in variables.items() if values else ():
+                variable.load(values[name], sess)
             losses, predictions = [], []
             for batch in batches:
                 feed = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
@@ -166,8 +169,72 @@ def compare(
 ) -> tuple[Run, Run]:
     """Trains on one device and on several, from the same values; they have to agree."""
     shared = {'static': static, 'preprocess': preprocess}
-    values = train(model_fn, batches, 1, steps=0, **shared).values
-    one = train(model_fn, batches, 1, values=values, **shared)
+    values = train(model_fn, batches, 0, steps=0, **shared).values
+    one = train(model_fn, batches, 0, values=values, **shared)
     ours = train(model_fn, batches, towers, values=values, **shared, **options)
     assert_same(ours, one, rtol)
     return ours, one
+
+
+@functools.lru_cache(maxsize=8)
+def _on_one_device(
+    model_fn: Callable[..., Any], make_batches: Callable[[], Sequence], static: bool, v2: bool
+) -> tuple[dict, Run, Evaluation, Evaluation]:
+    """What one device comes to from the same values: initial ones, and runs of all modes."""
+    del v2  # Tells results under TensorFlow 2's behavior from those under TensorFlow 1's.
+    batches = make_batches()
+    values = train(model_fn, batches, 0, steps=0, static=static).values
+    run = train(model_fn, batches, 0, values=values, static=static)
+    evaluation = evaluate(model_fn, batches, 0, static=static, values=run.values)
+    return values, run, evaluation, _predict(model_fn, batches, 0, static, run.values)
+
+
+def _predict(
+    model_fn: Callable[..., Any], batches: Sequence, towers: int, static: bool, values: dict
+) -> Evaluation:
+    mode = tf.estimator.ModeKeys.PREDICT
+    unlabelled = [(features, None) for features, _ in batches]
+    return evaluate(model_fn, unlabelled, towers, static=static, mode=mode, values=values)
+
+
+def compare_modes(
+    model_fn: Callable[..., Any],
+    make_batches: Callable[[], Sequence],
+    towers: int,
+    *,
+    rtol: float = 1e-5,
+    static: bool = True,
+) -> Run:
+    """Trains, evaluates and predicts on one device and on several; all has to agree.
+
+    Args:
+      model_fn: called with features, labels and mode, for all three modes.
+      make_batches: returns NumPy nests of features and labels; both functions are at module level,
+        as one device's results are kept for other numbers of towers.
+      towers: how many towers.
+      rtol: relative to the largest entry of each variable, metric and prediction.
+      static: whether the graph knows the batch size.
+    """
+    kept = _on_one_device(model_fn, make_batches, static, tf.control_flow_v2_enabled())
+    values, one, *others = kept
+    batches = make_batches()
+    ours = train(model_fn, batches, towers, values=values, static=static)
+    assert_same(ours, one, rtol)
+    evaluation = evaluate(model_fn, batches, towers, static=static, values=one.values)
+    predictions = _predict(model_fn, batches, towers, static, one.values)
+    for found, expected in zip([evaluation, predictions], others):
+        assert_close(found, expected, rtol)
+    return ours
+
+
+def assert_close(ours: Any, one: Any, rtol: float) -> None:
+    """Asserts equal nests of arrays: within `rtol` of the largest entry of each."""
+    tf.nest.assert_same_structure(ours, one)
+    for found, expected in zip(tf.nest.flatten(ours), tf.nest.flatten(one)):
+        found, expected = np.asarray(found), np.asarray(expected)
+        assert found.shape == expected.shape
+        if expected.dtype.kind == 'f':
+            scale = np.abs(expected).max() if expected.size else 0.0
+            np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol * scale)
+        else:
+            np.testing.assert_array_equal(found, expected)
