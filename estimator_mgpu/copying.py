@@ -152,6 +152,16 @@ class Copies:
                 self._outputs[op.name] = len(op.outputs)
         return [[tower.tensor(t) for t in tensors] for tower in self.towers]
 
+    def has_copies(self, op: tf.Operation) -> bool:
+        """Whether the other towers have an op, too."""
+        return op.name in self.towers[0].ops
+
+    def writes(self, op: tf.Operation) -> bool:
+        """Whether an op, or a function that it calls, changes something that outlives a step."""
+        if sharing.calls_function(op):
+            return sharing.uses_shared_handle(op) and self._library.writes(op.node_def)
+        return sharing.is_write(op)
+
     def updates(self, tensors: Iterable[tf.Tensor]) -> Updates:
         """Finds what has to be written, and read, for `tensors` to be there."""
         found: dict[str, tf.Operation] = {}
@@ -170,8 +180,7 @@ class Copies:
                 writes.append(op)
             if handles:
                 users[op.name] = handles
-                calls = sharing.calls_function(op)
-                if self._library.writes(op.node_def) if calls else sharing.is_write(op):
+                if self.writes(op):
                     writes.append(op)
             if not self.is_shared(op) or handles:
                 waiting += [t.op for t in op.inputs if not self._is_replaced(t)]
@@ -186,6 +195,12 @@ class Copies:
         # Nothing outside can make an op inside a v1 loop wait; what enters the loop does.
         outside = {name for name in updates.own if not private.in_loop(updates.ops[name])}
         self._gated |= outside | updates.loops_after_writes()
+
+    def _writes_once(self, op: tf.Operation) -> bool:
+        """Whether an op that only has to have run writes for all towers."""
+        while op.type == 'Identity':
+            op = op.inputs[0].op
+        return op.name not in self._own and self.writes(op)
 
     def _is_replaced(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self.towers[0].replaced
@@ -205,7 +220,9 @@ class Copies:
                 continue
             needed[op.name] = op
             waiting += [t.op for t in op.inputs if not self._is_replaced(t)]
-            waiting += [c for c in op.control_inputs if c.name not in replaced]
+            waiting += [
+                c for c in op.control_inputs if c.name not in replaced and not self._writes_once(c)
+            ]
         return needed
 
     def _forget_outgrown(self) -> None:

@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.rows import ELEMENTWISE, LINEAR, Rows
+from estimator_mgpu.rows import BATCH_NORMS, ELEMENTWISE, LINEAR, Rows
 
-MEAN, SUM, SHAPE, AUTO = 'mean', 'sum', 'shape', 'auto'
+MEAN, SUM, SHAPE, UNITS, AUTO = 'mean', 'sum', 'shape', 'units', 'auto'
 # The constants of tf.losses.Reduction and tf.keras.losses.Reduction, meaning what they did for
 # tf.contrib.estimator.replicate_model_fn: a sum sums, all others average.
 _CONSTANTS = {
@@ -41,7 +41,8 @@ class Leaf(NamedTuple):
 
     Attributes:
       tensor: the reduced value, of one shard.
-      kind: 'mean' or 'sum'; or 'shape', for a shape of which the size along `axis` is a sum.
+      kind: 'mean', 'sum' or 'units'; or 'shape', for a shape of which the size along `axis` is a
+        sum.
       counted: whether a mean goes by the number of entries it's over, which only a step tells,
         rather than by rows.
       axis: along which dimension the rows are in what a shape is of.
@@ -60,11 +61,13 @@ class Parts(NamedTuple):
       leaves: where rows are reduced; none if the loss doesn't depend on the batch.
       tail: the names of the ops between the leaves and the loss.
       doubts: one sentence for each thing that the graph doesn't tell.
+      lost: whether it's taken for a mean for want of anything better.
     """
 
     leaves: list[Leaf]
     tail: set[str]
     doubts: list[str]
+    lost: bool = False
 
 
 def check_reduction(reduction: str) -> str:
@@ -98,7 +101,7 @@ def take_apart(
       loss: float tensor of tower 0. One with rows of its own counts as their sum, as in
         `tf.gradients`.
       rows: which tensors depend on the shard, and which have rows.
-      reduction: 'auto', 'mean' or 'sum'.
+      reduction: 'auto', 'mean', 'sum' or, for a mean over units other than rows, 'units'.
       towers: how many shards there are.
 
     Returns:
@@ -106,12 +109,12 @@ def take_apart(
     """
     if loss.op.name not in rows.dependents:
         return Parts([], set(), [])
-    if reduction == MEAN:
-        return Parts([Leaf(loss, MEAN)], set(), [])
+    if reduction in (MEAN, UNITS):
+        return Parts([Leaf(loss, reduction)], set(), [])
     walk = _Walk(rows, towers)
     walk.from_loss(loss, walk.through_linear if reduction == SUM else walk.through_any)
     if walk.lost:
-        return Parts([Leaf(loss, MEAN)], set(), walk.doubts)
+        return Parts([Leaf(loss, MEAN)], set(), walk.doubts, lost=True)
     return Parts(walk.leaves, walk.tail, walk.doubts)
 
 
@@ -162,12 +165,16 @@ class _Walk:
         if self._rows.has(tensor):
             return SUM  # tf.gradients takes a loss with rows for their sum.
         inputs = self._rows.dependent_inputs(op)
-        if op.type in ('Sum', 'Mean', 'L2Loss') and self._rows.has(op.inputs[0]):
+        if op.type == 'Size' and self._rows.has(op.inputs[0]):
+            return SUM
+        if self._rows.sums(op) or (op.type == 'Mean' and self._rows.has(op.inputs[0])):
             return self._reduction(op)
         if op.type in ('Sum', 'Mean'):
             self._check_inner(op)
-        if op.type == 'Size' and self._rows.has(op.inputs[0]):
-            return SUM
+        if op.type in BATCH_NORMS:
+            if tensor.value_index > 1:
+                self._doubt(tensor, 'it is a variance of the rows of a shard, taken for a mean')
+            return MEAN
         if op.type == 'Shape':
             return SHAPE if self._rows.has(op.inputs[0]) else MEAN
         if op.type in ('Mul', *_QUOTIENTS) and self._divides_by_shard_rows(op):
@@ -187,7 +194,7 @@ class _Walk:
 
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM
-        divided, mixed = self._mixed(op.inputs[0])
+        divided, mixed = self._mixed([t for t in op.inputs if self._rows.has(t)])
         if kind == SUM and divided:
             kind = MEAN
         if mixed is not None:
@@ -198,13 +205,12 @@ class _Walk:
             )
         return kind
 
-    def _mixed(self, tensor: tf.Tensor) -> tuple[bool, tf.Tensor | None]:
+    def _mixed(self, waiting: list[tf.Tensor]) -> tuple[bool, tf.Tensor | None]:
         """Whether rows were divided by a value of their shard, and which value they're mixed with.
 
         Static rows, and counts of rows, divide exactly.
         """
-        divided, mixed = False, None
-        waiting, seen = [tensor], set()
+        divided, mixed, seen = False, None, set()
         while waiting:
             op = waiting.pop().op
             if op.name in seen or op.type not in ELEMENTWISE:
@@ -263,7 +269,7 @@ class _Walk:
         numerator, divisor = self._constant_divisor(op)
         if divisor is None:
             return False
-        summed = [r.inputs[0] for r in self._rows.reductions(numerator) if r.type == 'Sum']
+        summed = [r.inputs[0] for r in self._rows.reductions(numerator) if r.type != 'Mean']
         sizes = [tensor.shape.num_elements() for tensor in summed]
         of_shard = {self._rows.static, *sizes}
         of_batch = {size * self._towers for size in of_shard if size}

@@ -132,7 +132,7 @@ def _reduce(towers: Towers, grads: list[list], once: list, xs: Sequence[Any]) ->
 
 def _guard(towers: Towers, grads: list, tower: int) -> list:
     """Leaves out what isn't a number where a tower counts for nothing."""
-    counts = towers.weights[losses.MEAN][tower] > 0
+    counts = towers.weights[losses.UNITS][tower] > 0
     with absolute_scope(towers.graph, 'replicate'):
         guarded = [
             g if g.dtype.is_integer else tf.where(counts, g, tf.zeros_like(g))

@@ -78,7 +78,7 @@ def replicate(
             'of them out.'
         )
     if loss_weight is not None:
-        reduction = losses.MEAN
+        reduction = losses.UNITS
     signature = inspect.signature(model_fn)
     wider_signature = _with_parameters(signature, 'mode', 'config')
 
@@ -150,7 +150,6 @@ def _on_towers(
         graph,
         devices,
         weights,
-        guarded=loss_weight is not None,
         reduction=reduction,
         static_rows=shards.static_rows,
     )

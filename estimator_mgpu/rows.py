@@ -18,6 +18,8 @@ ELEMENTWISE = LINEAR | frozenset(
     + ['SquaredDifference', 'Exp', 'Log', 'Log1p', 'Pow', 'Maximum', 'Minimum', 'StopGradient']
     + ['Select', 'SelectV2', 'CheckNumerics', 'Reciprocal', 'Rsqrt', 'Relu', 'Softplus', 'Softmax']
 )
+# Their outputs but the first are statistics of the batch.
+BATCH_NORMS = frozenset(['FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3'])
 # v1 loops and branches, and what a TensorArray's `flow` goes through in them.
 _ARRAYS = frozenset(['TensorArrayWriteV3', 'TensorArrayScatterV3', 'TensorArraySplitV3'])
 _FLOW = _ARRAYS | frozenset(['Enter', 'Exit', 'Merge', 'Switch', 'NextIteration'])
@@ -67,11 +69,20 @@ class Rows:
             if op.name in seen:
                 continue
             seen.add(op.name)
-            if op.type in ('Sum', 'Mean') and self.has(op.inputs[0]):
+            if op.type == 'Mean' and self.has(op.inputs[0]) or self.sums(op):
                 found.append(op)
             elif op.type in ELEMENTWISE:
                 waiting += [t.op for t in self.dependent_inputs(op)]
         return found
+
+    def sums(self, op: tf.Operation) -> bool:
+        """Whether an op's output is a sum over rows."""
+        if any(self.has(t) for t in op.outputs):
+            return False
+        if op.type in ('Sum', 'Size', 'L2Loss'):
+            return self.has(op.inputs[0])
+        given = [t for t in op.inputs if self.has(t)]
+        return bool(given) and all(self._is_summed(op, t) for t in given)
 
     def dependent_inputs(self, op: tf.Operation) -> list[tf.Tensor]:
         """Lists the inputs of an op that depend on the shard."""
@@ -100,6 +111,12 @@ class Rows:
         if output.shape.rank is None:
             return 0
         axis = self._axes[given.name]
+        if op.type in BATCH_NORMS and output is not op.outputs[0]:
+            return None
+        if self._is_summed(op, given):
+            return None
+        if _is_product(op, given):
+            return self._product_axis(op, given)
         if op.type in ('Sum', 'Mean', 'Max', 'Min', 'Prod', 'Any', 'All') and given.shape.rank:
             reduced = self._reduced(op)
             if axis in reduced:
@@ -115,6 +132,29 @@ class Rows:
             return axis
         return next((i for i, size in enumerate(sizes) if self._may_hold(size)), None)
 
+    def _is_summed(self, op: tf.Operation, given: tf.Tensor) -> bool:
+        """Whether a product of matrices, or a sum of segments, sums over an input's rows."""
+        if _is_product(op, given):
+            return self._product_axis(op, given) is None
+        if op.type == 'UnsortedSegmentSum' and self._axes[given.name] == 0:
+            sizes = op.outputs[0].shape.as_list() if op.outputs[0].shape.rank else [None]
+            return op.inputs[2].op.name not in self.dependents and not self._may_hold(sizes[0])
+        return False
+
+    def _product_axis(self, op: tf.Operation, given: tf.Tensor) -> int | None:
+        """Which dimension of a product has an input's rows; None where they're summed over."""
+        axis, rank = self._axes[given.name], given.shape.rank
+        first = given.name == op.inputs[0].name
+        if op.type == 'Einsum':
+            terms, _, output = op.get_attr('equation').decode().partition('->')
+            label = terms.split(',')[not first][axis]
+            return output.index(label) if label in output else None
+        if axis < rank - 2:
+            return axis + op.outputs[0].shape.rank - rank
+        names = ('transpose_a', 'transpose_b') if op.type == 'MatMul' else ('adj_x', 'adj_y')
+        summed = rank - 1 if first != op.get_attr(names[not first]) else rank - 2
+        return None if axis == summed else op.outputs[0].shape.rank - (2 if first else 1)
+
     def _may_hold(self, size: int | None) -> bool:
         if size is None:
             return True
@@ -127,3 +167,12 @@ class Rows:
         if value is None:
             return {0}
         return {int(axis) % rank for axis in value.flat}
+
+
+def _is_product(op: tf.Operation, given: tf.Tensor) -> bool:
+    """Whether an op is a product of matrices whose dimensions are known one by one."""
+    if given.shape.rank is None or op.outputs[0].shape.rank is None:
+        return False
+    if op.type == 'Einsum':
+        return len(op.inputs) == 2 and b'.' not in op.get_attr('equation')
+    return op.type in ('MatMul', 'BatchMatMulV2', 'BatchMatMulV3')

@@ -92,27 +92,33 @@ def split(features: Any, labels: Any, towers: int, broadcast: Sequence[str] = ()
 def weights(
     shards: Shards, units: Callable[[Any, Any], Any] | None = None
 ) -> dict[str, list[tf.Tensor]]:
-    """Returns what each shard counts in a mean, and in a sum, over the whole batch.
+    """Returns what each shard counts in a mean, in a sum, and in a mean over units of the batch.
 
     A mean over the batch is the sum of the shards' means, each times its share of the units that
     are averaged over (Chan, Golub and LeVeque, 1979, equation 1.2 for the mean).
 
     Args:
       shards: the batch.
-      units: a function (features, labels) -> scalar that says over how many units the mean of a
-        shard is; by default its rows.
+      units: a function (features, labels) -> scalar that says how many units a shard has; without
+        it, there's no mean over units.
 
     Returns:
-      For 'mean' and 'sum', one float64 scalar a tower: shares that add up to 1; and 1, or 0 for
-      a shard without rows.
+      One float64 scalar a tower: for 'mean', its share of the rows; for 'sum', 1, or 0 for a shard
+      without rows; and for 'units', its share of these.
     """
     counts = [tf.cast(rows > 0, tf.float64) for rows in shards.rows]
     sizes = [tf.cast(rows, tf.float64) for rows in shards.rows]
+    found = {'mean': _shares(sizes), 'sum': counts}
     if units is not None:
         given = [units(f, x) for f, x in zip(shards.features, shards.labels)]
         sizes = [tf.cast(_scalar(size), tf.float64) * c for size, c in zip(given, counts)]
+        found['units'] = _shares(sizes)
+    return found
+
+
+def _shares(sizes: list[tf.Tensor]) -> list[tf.Tensor]:
     total = tf.add_n(sizes)
-    return {'mean': [tf.div_no_nan(size, total) for size in sizes], 'sum': counts}
+    return [tf.div_no_nan(size, total) for size in sizes]
 
 
 def _scalar(units: Any) -> tf.Tensor:

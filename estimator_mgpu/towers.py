@@ -20,10 +20,9 @@ class Towers:
     Args:
       graph: the graph the model is built in.
       devices: one device a tower; the model_fn builds tower 0.
-      weights: for 'mean' and 'sum', one float64 scalar a tower: what its share in a mean, or in a
-        sum, of the whole batch counts.
-      guarded: whether a tower of weight 0 may have a loss that isn't a number.
-      reduction: 'auto', 'mean' or 'sum'.
+      weights: for each kind of leaf, one float64 scalar a tower: what its share in a mean, a sum or
+        a mean over units of the whole batch counts.
+      reduction: 'auto', 'mean', 'sum' or 'units'.
       static_rows: the rows of every shard where that's known.
     """
 
@@ -33,7 +32,6 @@ class Towers:
         devices: Sequence[str],
         weights: dict[str, list[tf.Tensor]],
         *,
-        guarded: bool = False,
         reduction: str = losses.AUTO,
         static_rows: int | None = None,
     ):
@@ -42,7 +40,8 @@ class Towers:
         self.reductions = 0  # how often gradients were reduced
         self.reduced: list[tf.Tensor] = []  # and what they came to
         self.weights = weights
-        self.guarded = guarded
+        # Whether a tower that has rows may have no units, and a loss that isn't a number.
+        self.guarded = losses.UNITS in weights
         self._reduction = reduction
         self._static_rows = static_rows
         self.copies = Copies(
@@ -171,6 +170,20 @@ class Towers:
                 self._summed[term.tensor.name] = self._sum_of(term, towers)
         return self._summed
 
+    def joined(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the rows of all towers' values, in the batch's order.
+
+        Args:
+          value: tensor of tower 0 with rows, one for each of its shard or several.
+        """
+        copies = [value, *(own for [own] in self.copies.copy([value]))]
+        with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
+            counts = [tf.cast(count, tf.int64) for count in self.weights[losses.SUM]]
+            parts = [v[: tf.shape(v, out_type=tf.int64)[0] * n] for v, n in zip(copies, counts)]
+            joined = tf.concat(parts, 0)
+        self.copies.share([joined])
+        return joined
+
     def stub(self, term: losses.Leaf) -> tf.Tensor:
         """Returns a tensor that will be a term's value for the whole batch."""
         stub = tf.identity(tf.placeholder(term.tensor.dtype, term.tensor.shape))
@@ -227,7 +240,7 @@ class Towers:
         return self.copies.dependents(sources) | {t.op.name for t in sources}
 
     def _tell(self, loss: tf.Tensor, parts: losses.Parts) -> None:
-        if loss.name in self._told or self._reduction == losses.MEAN:
+        if loss.name in self._told or self._reduction in (losses.MEAN, losses.UNITS):
             return
         self._told.add(loss.name)
         for doubt in parts.doubts:

@@ -1,12 +1,15 @@
 """What is written once a step, in tower 0, is the whole batch's where that can be.
 
 A learning rate that depends on the loss, gradients divided by the size of the batch, a counter of
-examples: such scalars come from tower 0's shard, and go where something is done once for all
-towers. There, the whole batch's value takes their place.
+examples, a moving average of the batch's mean: what is written or used there comes from tower 0's
+shard, and goes where something is done once for all towers. There, the whole batch's value takes
+its place, or the average over the towers where it is a statistic that only a shard has, such as a
+variance.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -17,22 +20,29 @@ from estimator_mgpu.copying import absolute_scope
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers
 
+_FIRST_ONLY = 'of the first shard only: the other shards do not count for it'
+_AVERAGED = 'averaged over the shards: it cannot be told to be a sum or a mean over rows'
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv'])
+# Writes of rows in any number, each to its place in a variable or a table.
+_SCATTER = re.compile('Scatter|LookupTableInsert')
 
 
 def of_whole_batch(train_op: Any, towers: Towers) -> None:
-    """Gives what `train_op` does with reduced gradients and variables the whole batch's scalars.
+    """Gives what is written, or done with reduced gradients, the whole batch's values.
 
     Args:
       train_op: tower 0's, an operation or a tensor.
       towers: the towers.
     """
     train_op = train_op if isinstance(train_op, tf.Operation) else train_op.op
+    variables = [*tf.global_variables(), *tf.local_variables()]
+    # Initial values may be statistics of the batch that a session starts with.
+    initializers = [v.initializer for v in variables if isinstance(v.initializer, tf.Operation)]
     rows = towers.rows()
     after = towers.copies.dependents(towers.reduced)
     wholes: dict[str, tf.Tensor | None] = {}
-    for op in _ancestors(train_op, towers):
-        write = sharing.is_write(op)
+    for op in _ancestors([train_op, *initializers], towers):
+        write = towers.copies.writes(op)
         if not write and op.name not in after:
             continue
         for i, value in enumerate(op.inputs):
@@ -42,10 +52,16 @@ def of_whole_batch(train_op: Any, towers: Towers) -> None:
                 if write or (op.type in _QUOTIENTS and i == 1):
                     _check_static_rows(op, i, rows, towers)
                 continue
+            if private.in_loop(op) or towers.copies.has_copies(op):
+                _warn(op, value, _FIRST_ONLY)
+                continue
+            if _SCATTER.search(op.type) and rows.axis(value) == 0:
+                private.set_input(op, i, towers.joined(value))
+                continue
             if value.name not in wholes:
                 wholes[value.name] = _whole(value, rows, towers, op)
             whole = wholes[value.name]
-            if whole is not None and not private.in_control_flow(op):
+            if whole is not None:
                 private.set_input(op, i, whole)
 
 
@@ -73,28 +89,29 @@ def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers)
 
 
 def _whole(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> tf.Tensor | None:
-    """Returns the whole batch's value of a scalar; None, with a warning, if it can't be had."""
-    if value.shape.num_elements() == 1:
-        parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
-        if parts.leaves and not parts.doubts:
-            return towers.value(value, parts)
-    elif not rows.has(value):
-        return None  # A statistic of the shard, such as batch normalization's.
-    logging.warning(
-        '%r (%s) happens once a step, with %r of the first shard only: the other %d shards do not '
-        'count for it.',
-        user.name,
-        user.type,
-        value.name,
-        len(towers.devices) - 1,
-    )
-    return None
+    """Returns the whole batch's value, or the towers' average; None for rows in any number."""
+    scalar = value.shape.num_elements() == 1
+    has_rows = not scalar and rows.has(value)
+    if has_rows and not value.shape.is_fully_defined():
+        _warn(user, value, _FIRST_ONLY)
+        return None
+    parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
+    if parts.doubts or has_rows:
+        # A variance of the batch, say: batch normalization's are known to be averages.
+        if scalar or has_rows or parts.lost:
+            _warn(user, value, _AVERAGED)
+        parts = losses.Parts([losses.Leaf(value, losses.MEAN)], set(), [])
+    return towers.value(value, parts)
 
 
-def _ancestors(op: tf.Operation, towers: Towers) -> list[tf.Operation]:
-    """Lists what an op depends on, itself included, up to what stands for the whole batch."""
-    found = []
-    waiting, seen = [op], set()
+def _warn(user: tf.Operation, value: tf.Tensor, how: str) -> None:
+    what = '%r (%s) happens once a step, with %r %s.'
+    logging.warning(what, user.name, user.type, value.name, how)
+
+
+def _ancestors(waiting: list[tf.Operation], towers: Towers) -> list[tf.Operation]:
+    """Lists what ops depend on, themselves included, up to what stands for the whole batch."""
+    found, seen = [], set()
     while waiting:
         op = waiting.pop()
         if op.name in seen or towers.copies.is_boundary(op):

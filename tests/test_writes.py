@@ -93,19 +93,68 @@ def test_a_constant_like_the_rows_of_a_shard_is_warned_of(caplog):
     assert 'with the constant 6, which is also the number of rows of a shard' in caplog.text
 
 
-def test_rows_that_are_written_are_warned_of(caplog):
-    """Center loss: the centres move towards the rows of the first shard alone."""
+def centre_loss(features, labels, mode):
+    """The centres move towards the rows of their class."""
+    centres = tf.get_variable('centres', [2, 3], trainable=False)
+    classes = tf.cast(labels[:, 0] > 0, tf.int32)
+    away = tf.gather(centres, classes) - features
+    loss = tf.reduce_mean(square(features, labels)) + tf.reduce_mean(tf.square(away))
+    with tf.control_dependencies([away]):
+        train_op = sgd(loss)
+    with tf.control_dependencies([train_op]):
+        return spec_of(mode, loss, train_op, tf.scatter_sub(centres, classes, 0.1 * away))
 
+
+def codebook(features, labels, mode):
+    """Moving averages of how many rows each class has, and of their sum (VQ-VAE)."""
+    one_hot = tf.one_hot(tf.cast(labels[:, 0] > 0, tf.int32), 4)
+    sums = tf.matmul(one_hot, features, transpose_a=True)
+    same_sums = tf.einsum('bi,bj->ij', one_hot, features)
+    segments = tf.math.unsorted_segment_sum(features, tf.argmax(one_hot, 1), 5)
+    updates = []
+    for i, value in enumerate([tf.reduce_sum(one_hot, 0), sums, same_sums, segments]):
+        average = tf.get_variable(
+            f'average_{i}', value.shape, initializer=tf.zeros_initializer(), trainable=False
+        )
+        updates.append(tf.assign_sub(average, (average - value) * 0.1))
+    loss = tf.reduce_mean(square(features, labels))
+    return spec_of(mode, loss, sgd(loss), *updates)
+
+
+def first_values(features, labels, mode):
+    """A variable that starts as a mean over the first batch."""
+    start = tf.get_variable('start', initializer=tf.reduce_mean(features, 0), trainable=False)
+    loss = tf.reduce_mean(square(features - start, labels))
+    return spec_of(mode, loss, sgd(loss))
+
+
+@pytest.mark.parametrize('rows', [12, 7, 2], ids='rows={}'.format)
+@pytest.mark.parametrize('model_fn', [centre_loss, codebook], ids=lambda f: f.__name__)
+def test_what_is_written_is_of_all_rows(model_fn, rows, behavior, caplog):
+    compare(model_fn, batches(rows, steps=4), 3, static=rows != 12)
+    assert 'happens once a step' not in caplog.text
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_rows_that_are_written_as_they_are_are_warned_of(static, caplog):
     def model_fn(features, labels, mode):
-        centres = tf.get_variable('centres', [2, 3], trainable=False)
-        classes = tf.cast(labels[:, 0] > 0, tf.int32)
-        away = tf.gather(centres, classes) - features
-        update = tf.scatter_sub(centres, classes, 0.1 * away)
+        last = tf.get_variable('last', [6, 3], trainable=False)
         loss = tf.reduce_mean(square(features, labels))
-        return spec_of(mode, loss, sgd(loss), update)
+        return spec_of(mode, loss, sgd(loss), last.assign(features))
+
+    train(model_fn, batches(steps=1), 2, static=static)
+    how = 'averaged over the shards' if static else 'of the first shard only: the other shards'
+    assert how in caplog.text
+
+
+def test_a_statistic_that_is_no_mean_is_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        largest = tf.get_variable('largest', [], trainable=False)
+        loss = tf.reduce_mean(square(features, labels))
+        return spec_of(mode, loss, sgd(loss), largest.assign(tf.reduce_max(features)))
 
     train(model_fn, batches(steps=1), 2)
-    assert 'of the first shard only: the other 1 shards do not count' in caplog.text
+    assert 'averaged over the shards: it cannot be told to be a sum or a mean' in caplog.text
 
 
 def test_batch_norm_is_not_warned_of(caplog):
