@@ -1,10 +1,11 @@
 """Train a TensorFlow Estimator's model_fn on several devices, with the numbers of one."""
 
 from estimator_mgpu.compat import estimator
+from estimator_mgpu.contrib import TowerOptimizer, replicate_model_fn
 from estimator_mgpu.devices import session_config
-from estimator_mgpu.optimizer import TowerOptimizer
 from estimator_mgpu.replicate import current_tower, replicate
 from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
+from estimator_mgpu.verification import verify
 
 __version__ = '0.1.0'
 
@@ -15,5 +16,7 @@ __all__ = [
     'estimator',
     'replicate',
     'replicate_estimator',
+    'replicate_model_fn',
     'session_config',
+    'verify',
 ]

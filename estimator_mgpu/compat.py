@@ -71,6 +71,11 @@ def load_estimator() -> Any:
     return tf.compat.v1.estimator
 
 
+def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list]:
+    """Returns the features and labels of an input_fn, and the hooks of a session that has them."""
+    return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
+
+
 def legacy_keras_remedy(error: Exception) -> str | None:
     """Returns what to do about an error of Keras 2 code that met Keras 3; None for other errors."""
     if not re.search(_KERAS_ERRORS, str(error)):

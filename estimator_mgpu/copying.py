@@ -152,6 +152,10 @@ class Copies:
                 self._outputs[op.name] = len(op.outputs)
         return [[tower.tensor(t) for t in tensors] for tower in self.towers]
 
+    def names(self) -> set[str]:
+        """Returns the names of all copies."""
+        return {op.name for tower in self.towers for op in tower.ops.values()}
+
     def has_copies(self, op: tf.Operation) -> bool:
         """Whether the other towers have an op, too."""
         return op.name in self.towers[0].ops

@@ -7,6 +7,7 @@ share. A function gets a copy for a tower where its body draws random numbers fr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -46,14 +47,20 @@ class Library:
             self._functions.update((f.signature.name, f) for f in library.function)
         return self._functions.get(name)
 
-    def writes(self, node: tf.NodeDef, seen: frozenset[str] = frozenset()) -> bool:
+    def writes(self, node: tf.NodeDef) -> bool:
         """Whether the functions that a node calls write to variables."""
-        names = {func.name for func in called(node)} - seen
-        return any(
-            sharing.is_write_type(inner.op) or self.writes(inner, seen | names)
-            for name in names
-            for inner in (self.get(name).node_def if self.get(name) else ())
-        )
+        return any(sharing.is_write_type(inner.op) for inner in self.nodes(node))
+
+    def nodes(self, node: tf.NodeDef) -> Iterator[tf.NodeDef]:
+        """Lists the nodes of the functions that a node calls, and of those that they call."""
+        waiting, seen = called(node), set()
+        while waiting:
+            name = waiting.pop().name
+            if name not in seen:
+                seen.add(name)
+                for inner in self.get(name).node_def if self.get(name) else ():
+                    yield inner
+                    waiting += called(inner)
 
 
 class TowerFunctions:

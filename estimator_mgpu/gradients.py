@@ -15,8 +15,29 @@ from estimator_mgpu.towers import Towers
 
 _lock = threading.Lock()
 _active: dict[tf.Graph, Towers] = {}
+_recordings: dict[tf.Graph, Recording] = {}
 _originals: dict[tuple[Any, str], Any] = {}
 _thread = threading.local()
+
+
+class Recording:
+    """The gradients with respect to variables that were computed in a graph.
+
+    Attributes:
+      gradients: a list of (variable, gradient), in the order of the calls.
+      towers: the graph's towers, if it has any.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: list[tuple[Any, Any]] = []
+        self.towers: Towers | None = None
+
+
+@contextlib.contextmanager
+def recording(graph: tf.Graph) -> Iterator[Recording]:
+    """Records the gradients that are computed in a graph, reduced ones where they are reduced."""
+    with _hook(_recordings, graph, Recording()) as found:
+        yield found
 
 
 @contextlib.contextmanager
@@ -27,16 +48,24 @@ def reducing(towers: Towers) -> Iterator[None]:
     `tf.GradientTape` all end in one of two functions of TensorFlow. While there's a graph with
     towers, these are hooked; in other graphs, built by other threads say, they do as ever.
     """
-    with _lock:
-        if not _active:
-            _install()
-        _active[towers.graph] = towers
-    try:
+    if towers.graph in _recordings:
+        _recordings[towers.graph].towers = towers
+    with _hook(_active, towers.graph, towers):
         yield
+
+
+@contextlib.contextmanager
+def _hook(registry: dict, graph: tf.Graph, value: Any) -> Iterator[Any]:
+    with _lock:
+        if not _active and not _recordings:
+            _install()
+        registry[graph] = value
+    try:
+        yield value
     finally:
         with _lock:
-            del _active[towers.graph]
-            if not _active:
+            del registry[graph]
+            if not _active and not _recordings:
                 _uninstall()
 
 
@@ -81,7 +110,7 @@ def _hooked(original: Any) -> Any:
 
         towers = _towers_for(xs)
         if towers is None:
-            return _left_alone(ys, xs, grad_ys, compute)
+            return _recorded(xs, _left_alone(ys, xs, grad_ys, compute))
         xs = _as_list(xs)
         variables = [x for x in xs if _is_variable(x)]
         others = [x for x in xs if not _is_variable(x)]
@@ -90,7 +119,7 @@ def _hooked(original: Any) -> Any:
             reduced = iter(reduced_gradients(towers, _tensors(ys), variables, seeds, compute))
             local = local_gradients(towers, _tensors(ys), others, seeds, compute) if others else []
             left_alone = iter(local)
-        return [next(reduced if _is_variable(x) else left_alone) for x in xs]
+        return _recorded(xs, [next(reduced if _is_variable(x) else left_alone) for x in xs])
 
     return gradients
 
@@ -117,9 +146,10 @@ def _tape_hooked(original: Any) -> Any:
         towers = _towers_for(sources)
         if towers is None:
             with _inside():
-                return original(
+                found = original(
                     tape, target, sources, output_gradients, sources_raw, unconnected_gradients
                 )
+            return _recorded(sources, found)
         if not all(_is_variable(source) for source in sources):
             raise ValueError(
                 'A GradientTape was asked for gradients with respect to variables and to other '
@@ -137,9 +167,19 @@ def _tape_hooked(original: Any) -> Any:
 
         with _inside():
             seeds = _as_list(output_gradients)
-            return reduced_gradients(towers, _tensors(target), sources, seeds, compute)
+            found = reduced_gradients(towers, _tensors(target), sources, seeds, compute)
+        return _recorded(sources, found)
 
     return imperative_grad
+
+
+def _recorded(xs: Any, found: list) -> list:
+    """Returns gradients, after they were recorded where somebody wants that."""
+    recorded = _recordings.get(tf.get_default_graph())
+    if recorded is not None and not getattr(_thread, 'inside', False):
+        pairs = zip(_as_list(xs), found)
+        recorded.gradients += [(x, g) for x, g in pairs if g is not None and _is_variable(x)]
+    return found
 
 
 def _on_tape(towers: Towers, y: tf.Tensor, grad_y: Any) -> tuple[tf.Tensor, Any]:

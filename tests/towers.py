@@ -62,6 +62,7 @@ def train(
     steps: int | None = None,
     static: bool = True,
     preprocess: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    replicate: Callable[..., Any] = estimator_mgpu.replicate,
     **options: Any,
 ) -> Run:
     """Trains for one step a batch.
@@ -74,6 +75,7 @@ def train(
       steps: how many of the batches to train on, by default all.
       static: whether the graph knows the batch size.
       preprocess: makes features and labels of what is fed, as an input_fn does.
+      replicate: what replicates the model_fn.
       **options: for `replicate()`.
     """
     with tf.Graph().as_default() as graph:
@@ -81,7 +83,7 @@ def train(
         tf.train.get_or_create_global_step()
         inputs = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
         if towers:
-            model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
+            model_fn = replicate(model_fn, devices=towers, **options)
         features, labels = preprocess(*inputs) if preprocess else inputs
         spec = model_fn(features=features, labels=labels, mode=TRAIN)
         variables = {v.op.name: v for v in tf.global_variables()}

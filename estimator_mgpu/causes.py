@@ -1,0 +1,73 @@
+"""Why several devices may give other numbers than one: what a graph shows of it."""
+
+from __future__ import annotations
+
+import re
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.functions import Library
+from estimator_mgpu.rows import BATCH_NORMS
+from estimator_mgpu.towers import Towers
+
+_RANDOM = re.compile(r'Random|Multinomial|TruncatedNormal|StatefulUniform|StatefulStandard|RngRead')
+
+
+def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | None) -> list[str]:
+    """Returns a sentence for each thing in a model that may differ between devices.
+
+    Args:
+      graph: the graph of the model.
+      roots: the ops that were run; what they depend on is looked at.
+      towers: the towers, if the model was replicated.
+    """
+    copies = set() if towers is None else towers.copies.names()
+    ops = [op for op in _ancestors(roots) if op.name not in copies]
+    causes = []
+    drawn = _first_random(ops, Library(graph))
+    if drawn is not None:
+        causes.append(
+            f'Random numbers, such as those of dropout, are others on each device: {drawn}. '
+            'Compare without them.'
+        )
+    mixed = None if towers is None else _first_mixed(ops, towers)
+    if mixed is not None:
+        causes.append(
+            f'Rows are combined with a value of all rows of a shard, as batch normalization does: '
+            f'{mixed.name!r} ({mixed.type}). Each device has its own shard.'
+        )
+    return causes
+
+
+def _ancestors(waiting: list[tf.Operation]) -> list[tf.Operation]:
+    found: dict[str, tf.Operation] = {}
+    while waiting:
+        op = waiting.pop()
+        if op.name not in found:
+            found[op.name] = op
+            waiting += [t.op for t in op.inputs]
+            waiting += op.control_inputs
+    return list(found.values())
+
+
+def _first_random(ops: list[tf.Operation], library: Library) -> str | None:
+    for op in ops:
+        if _RANDOM.search(op.type) and not op.type.startswith('Stateless'):
+            return f'{op.name!r} ({op.type})'
+        for inner in library.nodes(op.node_def):
+            if _RANDOM.search(inner.op) and not inner.op.startswith('Stateless'):
+                return f'{inner.name!r} ({inner.op}) in {op.name!r}'
+    return None
+
+
+def _first_mixed(ops: list[tf.Operation], towers: Towers) -> tf.Operation | None:
+    rows = towers.rows()
+    for op in reversed(ops):  # The earliest, rather than a gradient's.
+        inputs = rows.dependent_inputs(op)
+        if op.type in BATCH_NORMS and op.get_attr('is_training') and inputs:
+            return op
+        with_rows = [t for t in inputs if rows.has(t)]
+        others = [t for t in inputs if not rows.has(t) and t.dtype.is_floating]
+        if with_rows and others and any(map(rows.has, op.outputs)):
+            return op
+    return None

@@ -1,0 +1,175 @@
+"""Short runs of a model_fn, always on the same batches."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging as python_logging
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+from absl import logging
+from tensorflow_estimator.python.estimator.estimator import EstimatorV2
+
+from estimator_mgpu import compat, gradients
+from estimator_mgpu import devices as devices_lib
+from estimator_mgpu.causes import likely_causes
+from estimator_mgpu.towers import flat_tensors, pack_tensors
+
+MODES = compat.estimator.ModeKeys
+
+
+class Run(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+      values: what was fetched, by what it is: one array a step, or one of the end.
+      initial: the variables at the start, by name.
+      final: the variables at the end.
+      causes: sentences on why it may differ from a run on other devices.
+    """
+
+    values: dict[str, list]
+    initial: dict[str, np.ndarray]
+    final: dict[str, np.ndarray]
+    causes: list[str]
+
+
+class Trial:
+    """Runs model_fns in one mode, always on the same batches."""
+
+    def __init__(
+        self,
+        model_fn: Callable[..., Any],
+        input_fn: Callable[..., Any],
+        params: Any,
+        mode: str,
+        steps: int,
+        towers: Sequence[str],
+    ):
+        self._mode = mode
+        self._params = params
+        self._config = compat.estimator.RunConfig(
+            tf_random_seed=1, session_config=devices_lib.session_config(towers)
+        )
+        with tf.Graph().as_default(), tempfile.TemporaryDirectory() as directory:
+            tf.set_random_seed(1)
+            estimator = self._estimator(model_fn, directory)
+            *self._batch, hooks = compat.features_and_labels(estimator, input_fn, mode)
+            flat = flat_tensors(self._batch)
+            self._types = [(t.dtype, t.shape) for t in flat]
+            self._batches: list[tuple] = []
+            with tf.train.SingularMonitoredSession(hooks) as session:
+                with contextlib.suppress(tf.errors.OutOfRangeError):
+                    for _ in range(steps):
+                        self._batches.append(tuple(session.run(flat)))
+        if not self._batches and mode == MODES.TRAIN:
+            raise ValueError('The input_fn gives no batch to train on, so nothing can be compared.')
+
+    def run(self, model_fn: Callable[..., Any], start: dict[str, np.ndarray]) -> Run:
+        """Runs a model_fn on all batches, its variables starting from `start` where it has them."""
+        with contextlib.ExitStack() as stack:
+            graph = stack.enter_context(tf.Graph().as_default())
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            recorded = stack.enter_context(gradients.recording(graph))
+            warnings = stack.enter_context(_warnings())
+            tf.set_random_seed(1)
+            tf.train.create_global_step()
+            iterator, (features, labels) = self._input()
+            estimator = self._estimator(model_fn, directory)
+            spec = estimator.model_fn(features, labels, self._mode, estimator.config)
+            fetches, update, results = self._fetches(spec, recorded)
+            begin = _Begin(iterator.initializer, start)
+            hooks = (spec.training_hooks, spec.evaluation_hooks, spec.prediction_hooks)
+            creator = tf.train.ChiefSessionCreator(
+                spec.scaffold, config=self._config.session_config
+            )
+            values: dict[str, list] = {}
+            with tf.train.MonitoredSession(creator, [begin, *itertools.chain(*hooks)]) as session:
+                for _ in self._batches:
+                    if not session.should_stop():
+                        for what, value in session.run([fetches, update])[0].items():
+                            values.setdefault(what, []).append(value)
+                final, last = begin.session.run([begin.variables, results])
+            values.update((what, [value]) for what, value in last.items())
+            roots = [t.op for what, t in fetches.items() if not what.startswith('gradient')]
+            causes = warnings + likely_causes(graph, roots, recorded.towers)
+            return Run(values, begin.initial, final, causes)
+
+    def _estimator(self, model_fn: Any, directory: str) -> Any:
+        return EstimatorV2(model_fn, directory, self._config, self._params)
+
+    def _input(self) -> tuple[Any, Any]:
+        types, shapes = zip(*self._types)
+        dataset = tf.data.Dataset.from_generator(lambda: iter(self._batches), types, shapes)
+        iterator = tf.data.make_initializable_iterator(dataset)
+        return iterator, pack_tensors(self._batch, iterator.get_next())
+
+    def _fetches(self, spec: Any, recorded: gradients.Recording) -> tuple[dict, Any, dict]:
+        """Returns what each step gives, what it does, and what there is in the end, by name."""
+        if self._mode == MODES.TRAIN:
+            return {'loss': spec.loss, **_gradients(recorded)}, spec.train_op, {}
+        predictions = spec.predictions
+        if not isinstance(predictions, dict):
+            predictions = {'': predictions} if predictions is not None else {}
+        named = {f'predictions[{k!r}]' if k else 'predictions': t for k, t in predictions.items()}
+        if self._mode == MODES.PREDICT:
+            return named, [], {}
+        metrics = spec.eval_metric_ops
+        updates = [update for _, update in metrics.values()]
+        results = {f'metric {name}': value for name, (value, _) in metrics.items()}
+        return {'loss': spec.loss, **named}, updates, results
+
+
+class _Begin(tf.train.SessionRunHook):
+    """Lets a session begin with given values of variables."""
+
+    def __init__(self, initializer: tf.Operation, start: dict[str, np.ndarray]):
+        self._initializer = initializer
+        self._start = start
+
+    def begin(self) -> None:
+        self.variables = {v.op.name: v for v in tf.global_variables()}
+
+    def after_create_session(self, session: tf.Session, coord: Any) -> None:
+        session.run(self._initializer)
+        for name, variable in self.variables.items():
+            if name in self._start:
+                variable.load(self._start[name], session)
+        self.session = session
+        self.initial = session.run(self.variables)
+
+
+def _gradients(recorded: gradients.Recording) -> dict[str, tf.Tensor]:
+    found: dict[str, tf.Tensor] = {}
+    for variable, gradient in recorded.gradients:
+        gradient = tf.convert_to_tensor(gradient)  # Sums up the entries of IndexedSlices.
+        if gradient.graph.is_fetchable(gradient):
+            what = f'gradient of {variable.op.name}'
+            calls = sum(name.partition(' (call')[0] == what for name in found)
+            found[f'{what} (call {calls + 1})' if calls else what] = gradient
+    return found
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collects this package's warnings."""
+    found: list[str] = []
+    package = pathlib.Path(__file__).parent
+
+    class Collector(python_logging.Handler):
+        def emit(self, record: python_logging.LogRecord) -> None:
+            if package in pathlib.Path(record.pathname).parents:
+                found.append(record.getMessage())
+
+    handler = Collector(level=python_logging.WARNING)
+    logger = logging.get_absl_logger()
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,201 @@
+"""`verify()`: a user's own model_fn on one device and on several, from the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
+from absl import logging
+
+from estimator_mgpu import devices as devices_lib
+from estimator_mgpu.replicate import replicate
+from estimator_mgpu.trial import MODES, Run, Trial
+
+
+class Difference(NamedTuple):
+    """How far one thing is from one device's.
+
+    Attributes:
+      mode: 'train', 'eval' or 'infer', as in `tf.estimator.ModeKeys`.
+      what: such as `gradient of dense/kernel`.
+      relative: the largest difference of its entries, relative to one device's largest entry; inf
+        where shapes differ or one has no value.
+      exact: whether that's no more than float rounding.
+    """
+
+    mode: str
+    what: str
+    relative: float
+    exact: bool
+
+
+class Verification(NamedTuple):
+    """What `verify()` found. As a str it's a table.
+
+    Attributes:
+      differences: one for everything that was compared.
+      causes: sentences that say why what differs does, most likely.
+    """
+
+    differences: list[Difference]
+    causes: list[str]
+
+    @property
+    def exact(self) -> bool:
+        """Whether several devices gave the numbers of one, and anything was compared."""
+        return bool(self.differences) and all(d.exact for d in self.differences)
+
+    @property
+    def exit_status(self) -> int:
+        """0 if `exact`, else 1: `sys.exit(verify(model_fn, input_fn).exit_status)`."""
+        return int(not self.exact)
+
+    def __str__(self) -> str:
+        width = max([len(d.what) for d in self.differences] + [0])
+        lines = [
+            f'{d.mode:5} {d.what:{width}} {d.relative:8.1e} {"ok" if d.exact else "DIFFERS"}'
+            for d in self.differences
+        ]
+        wrong = sum(not d.exact for d in self.differences)
+        lines.append(f'{wrong} of {len(self.differences)} differ from one device.')
+        return '\n'.join([*lines, *self.causes])
+
+
+def verify(
+    model_fn: Callable[..., Any],
+    input_fn: Callable[..., Any],
+    params: dict[str, Any] | None = None,
+    devices: devices_lib.Devices = 2,
+    *,
+    steps: int = 3,
+    tolerance: float = 1e-4,
+) -> Verification:
+    """Runs a model_fn on one device and on several, from the same values, and compares.
+
+    A few batches are trained on, evaluated and predicted. What is compared is the loss of each
+    batch, each variable's gradient and how far training moved it, each metric and the predictions.
+
+    >>> def model_fn(features, labels, mode):
+    ...     w = tf.get_variable('w', [3, 1])
+    ...     loss = tf.losses.mean_squared_error(labels, tf.matmul(features, w))
+    ...     train_op = tf.train.AdamOptimizer().minimize(loss, tf.train.get_global_step())
+    ...     return tf.estimator.EstimatorSpec(
+    ...         mode, loss=loss, train_op=train_op, predictions=tf.matmul(features, w))
+    >>> def input_fn():
+    ...     rows = np.eye(3, dtype='float32')
+    ...     return tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).repeat().batch(8)
+    >>> result = verify(model_fn, input_fn, devices=4)  # doctest: +ELLIPSIS
+    train loss ...
+    train gradient of w ...
+    train update of ...
+    0 of 11 differ from one device.
+    >>> result.exact
+    True
+
+    Args:
+      model_fn: as for `tf.estimator.Estimator`. If it's replicated, its options are used.
+      input_fn: as for `tf.estimator.Estimator`; it's called once a mode.
+      params: as for `tf.estimator.Estimator`.
+      devices: the several devices, as for `replicate()`.
+      steps: how many batches to take.
+      tolerance: the largest relative difference that may be rounding.
+
+    Returns:
+      A `Verification`, which is printed, too.
+
+    Raises:
+      ValueError: if `devices` is one device only, or there's no batch to train on.
+    """
+    towers = devices_lib.resolve(devices)
+    if len(towers) < 2:
+        raise ValueError(
+            f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
+            'without GPUs, devices=2 makes two logical CPU devices.'
+        )
+    options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
+    plain = getattr(model_fn, '__wrapped__', model_fn) if len(options) > 1 else model_fn
+    several = replicate(plain, **options)
+    differences: list[Difference] = []
+    causes: list[str] = []
+    trained: dict[str, np.ndarray] = {}
+    for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
+        trial = Trial(plain, input_fn, params, mode, steps, towers)
+        try:
+            one = trial.run(plain, trained)
+        except Exception as error:  # A model_fn needn't have all modes.
+            if mode == MODES.TRAIN:
+                raise
+            logging.info('verify(): %s does not run on one device: %s', mode, error)
+            continue
+        try:
+            ours = trial.run(several, {**trained, **one.initial})
+        except Exception as error:
+            differences.append(Difference(mode, 'whether it runs', np.inf, False))
+            causes.append(f'On {len(towers)} devices there is an error: {error}')
+            continue
+        found = list(_compare(mode, one, ours, tolerance))
+        if not all(d.exact for d in found):
+            likely = [*_of_reduction(one, ours, len(towers)), *ours.causes]
+            causes += [cause for cause in likely if cause not in causes]
+        differences += found
+        trained = trained or one.final
+    result = Verification(differences, causes)
+    print(result)
+    return result
+
+
+def _of_reduction(one: Run, ours: Run, devices: int) -> list[str]:
+    """Returns a sentence if the losses differ by a factor of the number of devices."""
+    expected, found = (np.mean(run.values.get('loss', 0.0)) for run in (one, ours))
+    for reduction, factor in (('mean', devices), ('sum', 1 / devices)):
+        if expected and abs(found / expected / factor - 1) < 1e-3:
+            return [
+                f'The loss is {found / expected:.3g} times that of one device: it is reduced over '
+                f"the towers otherwise than it should be. Try loss_reduction='{reduction}'."
+            ]
+    return []
+
+
+def _compare(mode: str, one: Run, ours: Run, tolerance: float) -> Iterator[Difference]:
+    """Compares all that a run came to."""
+    slopes = [np.abs(v).max() for w, v in _arrays(one) if w.startswith('gradient') and v.size]
+    steepest = max(slopes, default=0.0)
+    found = dict(_arrays(ours))
+    for what, expected in _arrays(one):
+        # What is 0 but for rounding is compared with what it's rounded at.
+        rounded = steepest if what.startswith('gradient') else 0.0
+        yield _difference(mode, what, found.get(what), expected, rounded, tolerance)
+    for name, start in one.initial.items() if mode == MODES.TRAIN else ():
+        moved, largest = one.final[name] - start, np.abs(start).max() if start.size else 0.0
+        own = ours.final[name] - start if name in ours.final else None
+        yield _difference(mode, f'update of {name}', own, moved, largest, tolerance)
+
+
+def _arrays(run: Run) -> Iterator[tuple[str, np.ndarray]]:
+    """All that was fetched, the steps' rows one after another."""
+    for what, values in run.values.items():
+        yield what, np.concatenate([np.reshape(value, -1) for value in values])
+
+
+def _difference(
+    mode: str,
+    what: str,
+    found: np.ndarray | None,
+    expected: np.ndarray,
+    rounded: float,
+    tolerance: float,
+) -> Difference:
+    if found is None or found.shape != expected.shape:
+        return Difference(mode, what, np.inf, False)
+    if expected.dtype.kind not in 'fc' and expected.dtype.name != 'bfloat16':
+        same = bool((found == expected).all())
+        return Difference(mode, what, 0.0 if same else np.inf, same)
+    epsilon = 2.0**-8 if expected.dtype.name == 'bfloat16' else np.finfo(expected.dtype).eps
+    found, expected = found.astype(np.complex128), expected.astype(np.complex128)
+    if not expected.size or np.array_equal(found, expected, equal_nan=True):
+        return Difference(mode, what, 0.0, True)
+    gap, scale = np.abs(found - expected).max(), np.abs(expected).max()
+    relative = float(gap / scale) if scale and np.isfinite(gap / scale) else np.inf
+    return Difference(mode, what, relative, gap <= tolerance * scale + 8 * epsilon * rounded)

@@ -1,0 +1,178 @@
+"""`verify()` tells a user whether, and why, several devices differ from one."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from estimator_mgpu import private
+from models import adam, floats, of_all_modes, predict, spec_of, step
+
+FEATURES, LABELS = floats(40, 3), floats(40, 1, seed=1) + 2
+
+
+def input_fn():
+    return tf.data.Dataset.from_tensor_slices((FEATURES, LABELS)).shuffle(40).repeat().batch(10)
+
+
+def failed(result):
+    return {(d.mode, d.what) for d in result.differences if not d.exact}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('devices', [2, 4], ids='devices={}'.format)
+def test_an_exact_model(devices, capsys, behavior):
+    original = getattr(*private.GRADIENTS)
+    result = estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=devices)
+    assert getattr(*private.GRADIENTS) is original
+    assert failed(result) == set() and result.exact and result.exit_status == 0
+    assert result.causes == []
+    names = ['net/w', 'net/b', 'net/v']
+    slots = [f'{name}/Adam{i}' for name in names for i in ('', '_1')]
+    written = [*names, *slots, 'beta1_power', 'beta2_power', 'global_step']
+    assert {d.what for d in result.differences if d.mode == 'train'} == {
+        'loss',
+        *(f'gradient of {name}' for name in names),
+        *(f'update of {name}' for name in written),
+    }
+    assert {d.what for d in result.differences if d.mode == 'eval'} == {
+        'loss',
+        'metric above',
+        'metric error',
+        "predictions['output']",
+    }
+    assert [d.what for d in result.differences if d.mode == 'infer'] == ["predictions['output']"]
+    printed = capsys.readouterr().out
+    assert re.search(r'train gradient of net/w +\d\.\de-\d\d ok', printed)
+    assert printed.endswith(f'0 of {len(result.differences)} differ from one device.\n')
+
+
+def dropout(features):
+    return tf.layers.dense(tf.nn.dropout(features, rate=0.5, name='drop'), 1)
+
+
+def dropout_in_a_function(features):
+    return tf.layers.dense(tf.function(lambda x: tf.nn.dropout(x, rate=0.5))(features), 1)
+
+
+def batch_norm(features):
+    return tf.layers.dense(tf.layers.batch_normalization(features, training=True), 1)
+
+
+def fused_batch_norm(features):
+    x = tf.layers.batch_normalization(features[:, None, None], training=True, name='norm')
+    return tf.layers.dense(x[:, 0, 0], 1)
+
+
+CAUSES = {
+    dropout: "(?s)Random numbers.*'drop",
+    dropout_in_a_function: '(?s)Random numbers.*RandomUniform.*PartitionedCall',
+    batch_norm: "Rows are combined with a value of all rows.*'batch_normalization/",
+    fused_batch_norm: 'Rows are combined.*FusedBatchNorm',
+}
+
+
+@pytest.mark.parametrize('forward', CAUSES, ids=lambda f: f.__name__)
+def test_likely_causes(forward):
+    result = estimator_mgpu.verify(of_all_modes(forward), input_fn)
+    assert not result.exact and result.exit_status == 1
+    assert ('train', 'loss') in failed(result)
+    assert len(result.causes) == 1
+    assert re.search(CAUSES[forward], result.causes[0])
+    assert result.causes[0] in str(result)
+
+
+@pytest.mark.parametrize(
+    ('reduce', 'taken', 'right'),
+    [(tf.reduce_sum, 'mean', 'sum'), (tf.reduce_mean, 'sum', 'mean')],
+    ids=['sum', 'mean'],
+)
+def test_a_loss_reduced_otherwise_than_assumed(reduce, taken, right):
+    def model_fn(features, labels, mode):
+        loss = reduce(tf.square(predict(features) - labels))
+        return spec_of(mode, loss, adam(loss))
+
+    wrong = estimator_mgpu.replicate(model_fn, loss_reduction=taken, devices=3)
+    result = estimator_mgpu.verify(wrong, input_fn, devices=2)
+    assert ('train', 'loss') in failed(result)
+    assert f"Try loss_reduction='{right}'." in result.causes[0]
+    corrected = estimator_mgpu.replicate(model_fn, loss_reduction=right)
+    assert estimator_mgpu.verify(corrected, input_fn, devices=2).exact
+
+
+def test_warnings_are_causes():
+    """A statistic of the shard that no list of causes knows."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(predict(features) - labels))
+        largest = tf.get_variable('largest', [], trainable=False)
+        update = largest.assign(tf.reduce_max(features))
+        return spec_of(mode, loss, adam(loss), update)
+
+    result = estimator_mgpu.verify(model_fn, input_fn)
+    assert failed(result) == {('train', 'update of largest')}
+    assert 'averaged over the shards' in result.causes[0]
+
+
+def test_every_call_and_kind_of_gradient():
+    """Two optimizers, a sparse gradient, one of nothing, nests of features, params and hooks."""
+    begun = []
+
+    class Hook(tf.train.SessionRunHook):
+        def begin(self):
+            begun.append(1)
+
+    def model_fn(features, labels, mode, params):
+        assert labels is None
+        table = tf.get_variable('table', [7, 2])
+        tf.get_variable('unused', [2])
+        ids = features['ids']
+        rows = tf.nn.embedding_lookup_sparse(table, ids, None, combiner='sum')
+        loss = tf.reduce_mean(tf.square(rows - features['dense'][0]))
+        optimizer = tf.train.GradientDescentOptimizer(params['rate'])
+        grads = optimizer.compute_gradients(loss)
+        grads += optimizer.compute_gradients(0.5 * loss, [table])
+        train_op = optimizer.apply_gradients([(g, v) for g, v in grads if g is not None], step())
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, train_op=train_op, training_hooks=[Hook()]
+        )
+
+    def sparse_input_fn(params):
+        assert params['batch'] == 5
+        ids = tf.SparseTensor([[i, 0] for i in range(20)], [i % 7 for i in range(20)], [20, 2])
+        features = {'ids': ids, 'dense': (np.ones([20, 2], 'float32'),)}
+        return tf.data.Dataset.from_tensor_slices(features).batch(params['batch'])
+
+    result = estimator_mgpu.verify(model_fn, sparse_input_fn, {'rate': 0.1, 'batch': 5}, 3)
+    assert result.exact, result
+    assert [d.what for d in result.differences if d.mode == 'train'] == [
+        'loss',
+        'gradient of table',
+        'gradient of table (call 2)',
+        'update of global_step',
+        'update of table',
+        'update of unused',
+    ]
+    assert len(begun) == 2
+
+
+def test_an_error_on_several_devices_is_a_difference():
+    def model_fn(features, labels, mode):
+        output = predict(features)
+        if mode == tf.estimator.ModeKeys.PREDICT:
+            return tf.estimator.EstimatorSpec(mode, predictions=tf.reduce_sum(output))
+        loss = tf.reduce_mean(tf.square(output - labels))
+        return spec_of(mode, loss, adam(loss))
+
+    result = estimator_mgpu.verify(model_fn, input_fn)
+    assert failed(result) == {('infer', 'whether it runs')}
+    assert 'is a scalar (rank 0)' in result.causes[0]
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match='devices=1 is one device'):
+        estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=1)
+    with pytest.raises(ValueError, match='gives no batch to train on'):
+        estimator_mgpu.verify(of_all_modes(predict), lambda: input_fn().take(0))
