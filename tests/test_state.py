@@ -5,8 +5,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 from tensorflow.python.ops import lookup_ops
 
-from models import adam, away_from_0, batches, of_all_modes, spec_of, step
-from towers import compare, compare_modes
+from models import away_from_0, of_all_modes
+from towers import compare_modes
 
 
 def ids_of(features):
