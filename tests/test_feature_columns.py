@@ -93,7 +93,7 @@ def clipped():
 
 
 def linear_columns():
-    return [*numeric(), buckets(), *categorical(), weighted(), crossed()]
+    return [numeric()[0], *categorical()[:2], weighted(), crossed()]
 
 
 def network(x):
@@ -131,7 +131,7 @@ def shared_of_v2(features):
 
 
 def wide_and_deep(features):
-    deep = network(fc.input_layer(features, embedded_means()))
+    deep = network(fc.input_layer(features, [*numeric(), *indicators()[2:3]]))
     return fc.linear_model(features, linear_columns()) + deep
 
 
@@ -165,7 +165,7 @@ FORWARD = [
 ]
 
 
-@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
+@pytest.mark.parametrize('towers', [1, 4], ids='towers={}'.format)
 @pytest.mark.parametrize('model_fn', map(of_all_modes, FORWARD), ids=lambda f: f.__name__)
 def test_as_on_one_device(model_fn, towers):
     compare_modes(model_fn, examples, towers)
