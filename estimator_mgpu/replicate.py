@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 from absl import logging
 
-from estimator_mgpu import compat, gradients, losses, private, sharding, specs
+from estimator_mgpu import compat, gradients, losses, private, reads, sharding, specs
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.copying import absolute_scope
 from estimator_mgpu.towers import Towers
@@ -156,7 +156,9 @@ def _on_towers(
     towers.give(list(zip(shards.features, shards.labels)))
     with gradients.reducing(towers), _model_scope(devices[0]):
         spec = build(shards.features[0], shards.labels[0])
-        return specs.merge(spec, towers, shards)
+        spec = specs.merge(spec, towers, shards)
+        reads.keep(towers)
+        return spec
 
 
 @contextlib.contextmanager

@@ -1,0 +1,205 @@
+"""Keras layers and whole Keras models in a model_fn: several devices do as one."""
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import adam, away_from_0, of_all_modes, spec_of
+from towers import compare_modes
+
+keras = tf.keras
+L2 = keras.regularizers.l2
+
+
+def ids_of(features):
+    return tf.cast(tf.abs(features) * 10, tf.int32) % 7
+
+
+def sequence_of(features):
+    """Three steps of two numbers."""
+    return tf.stack([features, tf.square(features)], 2)
+
+
+def functional(features):
+    inputs = keras.Input([3])
+    hidden = keras.layers.Dense(4, activation='tanh')(inputs)
+    hidden = keras.layers.Concatenate()([hidden, inputs])
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    return model(features)
+
+
+def called_twice(features):
+    """One layer's weights used for two inputs, and a model inside of another."""
+    inner = keras.Sequential([keras.layers.Dense(3, activation='tanh')])
+    one, two = keras.Input([3], name='one'), keras.Input([3], name='two')
+    outputs = keras.layers.Dense(1)(keras.layers.Subtract()([inner(one), inner(inner(two))]))
+    return keras.Model([one, two], outputs)([features, features * 2])
+
+
+def input_of_tensor(features):
+    """A model around the features themselves."""
+    inputs = keras.Input(tensor=features)
+    hidden = keras.layers.Dense(4, activation='tanh')(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden)).output
+
+
+def subclassed(features):
+    class Net(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.layer = keras.layers.Dense(3, activation='tanh')
+            self.scale = self.add_weight('scale', [3], initializer='ones')
+            self.out = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.out(self.layer(x) * self.scale)
+
+    return Net()(features)
+
+
+def embedding(features):
+    rows = keras.layers.Embedding(7, 3)(ids_of(features))
+    return keras.layers.Dense(1)(keras.layers.Flatten()(rows))
+
+
+def masked_lstm(features):
+    """Id 0 is padding."""
+    rows = keras.layers.Embedding(7, 3, mask_zero=True)
+    model = keras.Sequential([rows, keras.layers.LSTM(4, return_sequences=True)])
+    return keras.layers.Dense(1)(model(ids_of(features))[:, -1])
+
+
+def gru(features):
+    hidden = keras.layers.GRU(4, return_sequences=True)(sequence_of(features))
+    return keras.layers.Dense(1)(hidden[:, -1])
+
+
+def bidirectional(features):
+    layer = keras.layers.SimpleRNN(3, unroll=True)
+    return keras.layers.Dense(1)(keras.layers.Bidirectional(layer)(sequence_of(features)))
+
+
+def conv1d(features):
+    hidden = keras.layers.Conv1D(4, 2, activation='relu', padding='causal')(sequence_of(features))
+    hidden = keras.layers.GlobalAveragePooling1D()(keras.layers.MaxPooling1D(2)(hidden))
+    return keras.layers.Dense(1)(hidden)
+
+
+def time_distributed(features):
+    hidden = keras.layers.TimeDistributed(keras.layers.Dense(3))(sequence_of(features))
+    return keras.layers.Dense(1)(keras.layers.Flatten()(keras.layers.LayerNormalization()(hidden)))
+
+
+def attention(features):
+    sequence = keras.layers.Dense(4)(sequence_of(features))
+    hidden = keras.layers.MultiHeadAttention(2, 3, use_bias=False)(sequence, sequence)
+    return keras.layers.Dense(1)(keras.layers.Flatten()(hidden))
+
+
+def learning_phase(features):
+    """Dropout that goes by Keras' learning phase, which is not to train unless it's fed."""
+    hidden = keras.layers.Dense(4, activation='tanh')(features)
+    return keras.layers.Dense(1)(keras.layers.Dropout(0.5)(hidden))
+
+
+def lambda_layers(features):
+    hidden = keras.layers.Dense(4)(features)
+    hidden = keras.layers.Lambda(lambda x: tf.nn.tanh(x) - tf.reduce_mean(x, 1, keepdims=True))(
+        hidden
+    )
+    return keras.layers.Dense(1)(keras.layers.PReLU()(hidden))
+
+
+FORWARD = [
+    functional,
+    called_twice,
+    input_of_tensor,
+    subclassed,
+    embedding,
+    bidirectional,
+    conv1d,
+    time_distributed,
+    attention,
+    learning_phase,
+    lambda_layers,
+]
+
+
+@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
+@pytest.mark.parametrize('model_fn', map(of_all_modes, FORWARD), ids=lambda f: f.__name__)
+def test_as_on_one_device(model_fn, towers, behavior):
+    compare_modes(model_fn, away_from_0, towers)
+
+
+@pytest.mark.parametrize('forward', [masked_lstm, gru], ids=lambda f: f.__name__)
+def test_recurrent_layers(forward, behavior):
+    compare_modes(of_all_modes(forward), away_from_0, 3)
+
+
+def with_losses(build, name):
+    """A model_fn that adds a Keras model's own losses: of weights, and of these features."""
+
+    def model_fn(features, labels, mode):
+        model = build()
+        output = model(features, training=mode == tf.estimator.ModeKeys.TRAIN)
+        if mode == tf.estimator.ModeKeys.PREDICT:
+            return tf.estimator.EstimatorSpec(mode, predictions={'output': output})
+        loss = tf.reduce_mean(keras.losses.mean_squared_error(labels, output))
+        added = model.get_losses_for(None) + model.get_losses_for(features)
+        assert added
+        loss += tf.add_n(added)
+        if mode == tf.estimator.ModeKeys.TRAIN:
+            return spec_of(mode, loss, adam(loss))
+        metrics = {'error': tf.metrics.mean_squared_error(labels, output)}
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, predictions={'output': output}, eval_metric_ops=metrics
+        )
+
+    model_fn.__name__ = name
+    return model_fn
+
+
+def regularized():
+    inputs = keras.Input([3])
+    hidden = keras.layers.Dense(
+        4, 'tanh', kernel_regularizer=L2(0.1), bias_regularizer=keras.regularizers.l1(0.1)
+    )(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+
+def activity_regularized():
+    inputs = keras.Input([3])
+    hidden = keras.layers.Dense(4, activity_regularizer=L2(0.1))(inputs)
+    hidden = keras.layers.ActivityRegularization(l1=0.1)(keras.layers.Activation('tanh')(hidden))
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+
+def loss_added():
+    """A mean over the batch, added by the model itself."""
+    inputs = keras.Input([3])
+    hidden = keras.layers.Dense(4, activation='tanh')(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.add_loss(0.1 * tf.reduce_mean(tf.square(hidden)))
+    return model
+
+
+def loss_added_by_layer():
+    class Sparse(keras.layers.Layer):
+        def call(self, x):
+            self.add_loss(0.1 * tf.reduce_mean(tf.reduce_sum(tf.abs(x), 1)))
+            return tf.nn.tanh(x)
+
+    return keras.Sequential([keras.layers.Dense(4), Sparse(), keras.layers.Dense(1)])
+
+
+WITH_LOSSES = [
+    with_losses(build, build.__name__)
+    for build in [regularized, activity_regularized, loss_added, loss_added_by_layer]
+]
+
+
+@pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
+@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
+@pytest.mark.parametrize('model_fn', WITH_LOSSES, ids=lambda f: f.__name__)
+def test_losses_of_models(model_fn, towers, static, caplog):
+    compare_modes(model_fn, away_from_0, towers, static=static)
+    assert 'cannot be told' not in caplog.text
