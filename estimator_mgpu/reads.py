@@ -18,7 +18,7 @@ from estimator_mgpu.towers import Towers
 def keep(towers: Towers) -> None:
     """Gives the other towers copies of reads that writes of tower 0 depend on."""
     after = towers.copies.dependents(towers.reduced)
-    own = {op.name for tower in towers.copies.towers for op in tower.ops.values()}
+    own = towers.copies.names()
     users = {}
     for tower in towers.copies.towers:
         for op in tower.ops.values():
