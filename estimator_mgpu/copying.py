@@ -71,6 +71,7 @@ class Copies:
         # What TensorFlow may change after it was copied, as it was then.
         self._control_inputs: dict[str, set[str]] = {}
         self._outputs: dict[str, int] = {}
+        self._forgotten: set[str] = set()
 
     def replace(self, tensor: tf.Tensor, by: Sequence[tf.Tensor]) -> None:
         """Puts one tensor a tower in the place of tower 0's `tensor`."""
@@ -218,9 +219,10 @@ class Copies:
             op = self._graph.get_operation_by_name(name)
             if len(op.outputs) != outputs:
                 del self._outputs[name]
-                for gone in self.dependents(op.outputs) | {name}:
-                    for tower in self.towers:
-                        tower.ops.pop(gone, None)
+                gone = self.dependents(op.outputs) | {name}
+                self._forgotten |= gone
+                for tower in self.towers:
+                    tower.ops = {of: own for of, own in tower.ops.items() if of not in gone}
 
     def _late_control_inputs(self) -> Iterator[tuple[tf.Operation, list[tf.Operation]]]:
         """Finds control inputs that ops got after they were copied.
@@ -267,9 +269,13 @@ class Copies:
                 input_map[f'^{gate.op.name}'] = gate
             self._adapt(tower, op, node, needed)
         graph_def.library.function.extend(tower.functions.take_new())
+        scope = tower.scope
+        if not self._forgotten.isdisjoint(needed):
+            # With names that are taken, the import may come to the same new name twice.
+            scope = self._graph.unique_name(f'{scope}/again')
         with absolute_scope(self._graph):
             copies = tf.import_graph_def(
-                graph_def, input_map, return_elements=list(needed), name=f'{tower.scope}/'
+                graph_def, input_map, return_elements=list(needed), name=f'{scope}/'
             )
         tower.ops.update(zip(needed, copies))
 
