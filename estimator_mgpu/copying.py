@@ -303,6 +303,10 @@ class Copies:
                     self._tokens[op.name] = tf.constant(0, name='done')
         return self._tokens[op.name]
 
+    def _goes_along(self, other: tf.Operation | None, stays: bool) -> bool:
+        """Whether an op's copy goes where that of `other` does, with which it's colocated."""
+        return other is not None and (stays or not sharing.stays_with_variable(other))
+
     def _adapt(
         self,
         tower: TowerCopy,
@@ -311,7 +315,8 @@ class Copies:
         needed: dict[str, tf.Operation],
     ) -> None:
         """Gives a copied node what must differ: device, colocation, loop, seed, functions."""
-        if node.device and not sharing.stays_with_variable(op):
+        stays = sharing.stays_with_variable(op)
+        if node.device and not stays:
             spec = spec_of(node.device)
             if (spec.device_type, spec.device_index) == (
                 self._device.device_type,
@@ -320,7 +325,11 @@ class Copies:
                 to = spec_of(tower.device)
                 node.device = spec.make_merged_spec(to).to_string()
         if '_class' in node.attr:
-            names = [s for s in node.attr['_class'].list.s if s.decode()[len('loc:@') :] in needed]
+            names = [
+                name
+                for name in node.attr['_class'].list.s
+                if self._goes_along(needed.get(name.decode()[len('loc:@') :]), stays)
+            ]
             del node.attr['_class']
             if names:
                 node.attr['_class'].list.s.extend(names)
