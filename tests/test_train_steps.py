@@ -160,7 +160,7 @@ def gan_of_one_optimizer(features, labels):
 
 def loop(x, w, steps=3):
     def body(i, x):
-        return i + 1, tf.nn.tanh(tf.matmul(x, w)) + 0.5 * x
+        return i + 1, tf.nn.tanh(tf.tensordot(x, w, 1)) + 0.5 * x
 
     return tf.while_loop(lambda i, _: i < steps, body, [0, x])[1]
 
@@ -190,6 +190,17 @@ def two_minimizes_of_a_branch(features, labels):
     rest = tf.trainable_variables('two') + [w]
     second = momentum().minimize(losses[0] + losses[1], step(), rest)
     return losses[0] + losses[1], one, tf.group(first, second)
+
+
+def colocated(features, labels):
+    """Gradients with the ops that they are of: a gather stays with its variable."""
+    table = tf.get_variable('table', [5, 4], use_resource=True)
+    ids = tf.cast(tf.abs(features) * 10, tf.int32) % 5
+    hidden = tf.reduce_sum(loop(tf.gather(table, ids), table[:4]), 1)
+    output = output_layer(hidden)
+    loss = mean_square(labels, output)
+    train = momentum(0.002).minimize(loss, step(), colocate_gradients_with_ops=True)
+    return loss, output, train
 
 
 def surgery(features, labels):
@@ -229,6 +240,7 @@ LOSSES = [
     gan_of_one_optimizer,
     two_losses_of_a_loop,
     two_minimizes_of_a_branch,
+    colocated,
     surgery,
     frozen_then_tuned,
 ]
