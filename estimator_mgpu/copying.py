@@ -71,7 +71,6 @@ class Copies:
         # What TensorFlow may change after it was copied, as it was then.
         self._control_inputs: dict[str, set[str]] = {}
         self._outputs: dict[str, int] = {}
-        self._forgotten: set[str] = set()
 
     def replace(self, tensor: tf.Tensor, by: Sequence[tf.Tensor]) -> None:
         """Puts one tensor a tower in the place of tower 0's `tensor`."""
@@ -131,17 +130,23 @@ class Copies:
           after: after(tower, tensors of the tower before) -> what those of a tower's ops wait for
             that `let_write` was called for.
         """
-        self._forget_outgrown()
+        outgrown = self._take_outgrown()
         late = dict(self._late_control_inputs())
         waiting = [t.op for t in tensors if not self._is_replaced(t)]
-        needed = self._not_copied(waiting + [c for added in late.values() for c in added])
+        waiting += [*outgrown, *(c for added in late.values() for c in added)]
+        needed = self._not_copied(waiting)
         if needed:
             nodes = [op.node_def for op in needed.values()]
             before = list(tensors)
             for tower in self.towers:
                 gate = after(tower, before) if after else None
-                self._copy_to(tower, needed, nodes, gate)
+                # With names that are taken, an import may come to the same new name twice.
+                again = self._graph.unique_name(f'{tower.scope}/again') if outgrown else None
+                self._copy_to(tower, needed, nodes, gate, again or tower.scope)
                 before = [tower.tensor(t) for t in tensors]
+        for op, old in outgrown.items():
+            for tower, own in zip(self.towers, old):
+                _move_consumers(own, tower.ops[op.name])
         for op, added in late.items():
             for tower in self.towers:
                 own = [tower.ops[c.name] for c in added if c.name in tower.ops]
@@ -209,20 +214,20 @@ class Copies:
             waiting += [c for c in op.control_inputs if c.name not in replaced]
         return needed
 
-    def _forget_outgrown(self) -> None:
-        """Forgets copies of loops, branches and function calls that have more outputs now.
+    def _take_outgrown(self) -> dict[tf.Operation, list[tf.Operation]]:
+        """Takes out the copies of loops, branches and function calls that have more outputs now.
 
         Gradients of v2 loops and branches add what they need of the forward pass to its outputs.
-        A second gradient may, after the first was copied; then there are two copies.
+        A second gradient may, after the first was copied. Were there two copies then, one might
+        read variables that what comes of the other has written already.
         """
+        outgrown = {}
         for name, outputs in list(self._outputs.items()):
             op = self._graph.get_operation_by_name(name)
             if len(op.outputs) != outputs:
                 del self._outputs[name]
-                gone = self.dependents(op.outputs) | {name}
-                self._forgotten |= gone
-                for tower in self.towers:
-                    tower.ops = {of: own for of, own in tower.ops.items() if of not in gone}
+                outgrown[op] = [tower.ops.pop(name) for tower in self.towers]
+        return outgrown
 
     def _late_control_inputs(self) -> Iterator[tuple[tf.Operation, list[tf.Operation]]]:
         """Finds control inputs that ops got after they were copied.
@@ -245,6 +250,7 @@ class Copies:
         needed: dict[str, tf.Operation],
         nodes: Sequence[tf.NodeDef],
         gate: tf.Tensor | None,
+        scope: str,
     ) -> None:
         graph_def = tf.GraphDef()
         graph_def.versions.CopyFrom(self._graph.graph_def_versions)
@@ -269,10 +275,6 @@ class Copies:
                 input_map[f'^{gate.op.name}'] = gate
             self._adapt(tower, op, node, needed)
         graph_def.library.function.extend(tower.functions.take_new())
-        scope = tower.scope
-        if not self._forgotten.isdisjoint(needed):
-            # With names that are taken, the import may come to the same new name twice.
-            scope = self._graph.unique_name(f'{scope}/again')
         with absolute_scope(self._graph):
             copies = tf.import_graph_def(
                 graph_def, input_map, return_elements=list(needed), name=f'{scope}/'
@@ -337,6 +339,15 @@ class Copies:
             node.attr['frame_name'].s = tower.scope.encode() + b'/' + node.attr['frame_name'].s
         reseed(node, tower.index)
         tower.functions.adapt(node, self._library, writes=op.name in self._own)
+
+
+def _move_consumers(old: tf.Operation, new: tf.Operation) -> None:
+    """Gives what consumes an op's outputs those of another, which may have more, instead."""
+    for before, after in zip(old.outputs, new.outputs):
+        for consumer in before.consumers():
+            for i, tensor in enumerate(consumer.inputs):
+                if tensor.name == before.name:
+                    private.set_input(consumer, i, after)
 
 
 @contextlib.contextmanager
