@@ -4,8 +4,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from layers import hidden_layer, mean_square, of_losses, output_layer
-from models import away_from_0, step
-from towers import compare_modes
+from models import away_from_0, batches, step
+from towers import compare_modes, train
 
 # Losses: losses(features, labels) -> loss, output and a train_op of its own, if it has one.
 
@@ -207,7 +207,44 @@ LOSSES = [
 ]
 
 
+UNEVEN = [grad_ys, grad_ys_of_variables, several_losses, of_rows, persistent_tape]
+
+
 @pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
 @pytest.mark.parametrize('model_fn', map(of_losses, LOSSES), ids=lambda f: f.__name__)
 def test_losses(model_fn, towers, behavior):
     compare_modes(model_fn, away_from_0, towers)
+
+
+def hessian_vector(features, labels):
+    loss = mean_square(labels, output_layer(hidden_layer(features)))
+    variables = tf.trainable_variables()
+    grads = tf.gradients(loss, variables)
+    return tf.gradients(grads, variables, grad_ys=[tf.ones_like(g) for g in grads])
+
+
+def hessian_vector_on_tapes(features, labels):
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            loss = mean_square(labels, output_layer(hidden_layer(features)))
+        variables = tf.trainable_variables()
+        grads = inner.gradient(loss, variables)
+    return outer.gradient(grads, variables)
+
+
+@pytest.mark.parametrize('second', [hessian_vector, hessian_vector_on_tapes])
+def test_gradients_of_reduced_gradients(second):
+    def model_fn(features, labels, mode):
+        second(features, labels)
+
+    with pytest.raises(ValueError, match='(?s)depends on a gradient.*replicate\\(devices=1\\)'):
+        train(model_fn, away_from_0(), 3)
+
+
+def ten_rows():
+    return batches(10)
+
+
+@pytest.mark.parametrize('model_fn', map(of_losses, UNEVEN), ids=lambda f: f.__name__)
+def test_batch_that_does_not_divide(model_fn):
+    compare_modes(model_fn, ten_rows, 4, static=False)
