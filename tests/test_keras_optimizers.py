@@ -163,7 +163,33 @@ def keras_model(features, labels):
     return loss, output, tf.group(*adam().get_updates(loss, model.trainable_variables))
 
 
-LOSSES = [minimized, minimized_on_a_tape, applied_from_a_tape, aggregated_already, keras_model]
+def new_in_a_function(features, labels):
+    """Keras' new optimizers update variables in functions only, not in a graph of TensorFlow 1."""
+    output = output_layer(hidden_layer(features))
+    loss = mean_square(labels, output)
+    variables = tf.trainable_variables()
+    optimizer = tf.compat.v2.keras.optimizers.SGD(
+        0.05, momentum=0.9, weight_decay=0.01, global_clipnorm=1.0, jit_compile=False
+    )
+    optimizer.build(variables)
+
+    @tf.function
+    def apply(grads):
+        optimizer.apply_gradients(zip(grads, variables))
+        return tf.constant(0)
+
+    with tf.control_dependencies([apply(tf.gradients(loss, variables))]):
+        return loss, output, step().assign_add(1)
+
+
+LOSSES = [
+    new_in_a_function,
+    minimized,
+    minimized_on_a_tape,
+    applied_from_a_tape,
+    aggregated_already,
+    keras_model,
+]
 
 
 @pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
