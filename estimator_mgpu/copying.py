@@ -130,17 +130,23 @@ class Copies:
           after: after(tower, tensors of the tower before) -> what those of a tower's ops wait for
             that `let_write` was called for.
         """
-        self._forget_outgrown()
+        outgrown = self._take_outgrown()
         late = dict(self._late_control_inputs())
         waiting = [t.op for t in tensors if not self._is_replaced(t)]
-        needed = self._not_copied(waiting + [c for added in late.values() for c in added])
+        waiting += [*outgrown, *(c for added in late.values() for c in added)]
+        needed = self._not_copied(waiting)
         if needed:
             nodes = [op.node_def for op in needed.values()]
             before = list(tensors)
             for tower in self.towers:
                 gate = after(tower, before) if after else None
-                self._copy_to(tower, needed, nodes, gate)
+                # With names that are taken, an import may come to the same new name twice.
+                again = self._graph.unique_name(f'{tower.scope}/again') if outgrown else None
+                self._copy_to(tower, needed, nodes, gate, again or tower.scope)
                 before = [tower.tensor(t) for t in tensors]
+        for op, old in outgrown.items():
+            for tower, own in zip(self.towers, old):
+                _move_consumers(own, tower.ops[op.name])
         for op, added in late.items():
             for tower in self.towers:
                 own = [tower.ops[c.name] for c in added if c.name in tower.ops]
@@ -229,19 +235,20 @@ class Copies:
             ]
         return needed
 
-    def _forget_outgrown(self) -> None:
-        """Forgets copies of loops, branches and function calls that have more outputs now.
+    def _take_outgrown(self) -> dict[tf.Operation, list[tf.Operation]]:
+        """Takes out the copies of loops, branches and function calls that have more outputs now.
 
         Gradients of v2 loops and branches add what they need of the forward pass to its outputs.
-        A second gradient may, after the first was copied; then there are two copies.
+        A second gradient may, after the first was copied. Were there two copies then, one might
+        read variables that what comes of the other has written already.
         """
+        outgrown = {}
         for name, outputs in list(self._outputs.items()):
             op = self._graph.get_operation_by_name(name)
             if len(op.outputs) != outputs:
                 del self._outputs[name]
-                for gone in self.dependents(op.outputs) | {name}:
-                    for tower in self.towers:
-                        tower.ops.pop(gone, None)
+                outgrown[op] = [tower.ops.pop(name) for tower in self.towers]
+        return outgrown
 
     def _late_control_inputs(self) -> Iterator[tuple[tf.Operation, list[tf.Operation]]]:
         """Finds control inputs that ops got after they were copied.
@@ -264,6 +271,7 @@ class Copies:
         needed: dict[str, tf.Operation],
         nodes: Sequence[tf.NodeDef],
         gate: tf.Tensor | None,
+        scope: str,
     ) -> None:
         graph_def = tf.GraphDef()
         graph_def.versions.CopyFrom(self._graph.graph_def_versions)
@@ -290,7 +298,7 @@ class Copies:
         graph_def.library.function.extend(tower.functions.take_new())
         with absolute_scope(self._graph):
             copies = tf.import_graph_def(
-                graph_def, input_map, return_elements=list(needed), name=f'{tower.scope}/'
+                graph_def, input_map, return_elements=list(needed), name=f'{scope}/'
             )
         tower.ops.update(zip(needed, copies))
 
@@ -318,6 +326,10 @@ class Copies:
                     self._tokens[op.name] = tf.constant(0, name='done')
         return self._tokens[op.name]
 
+    def _goes_along(self, other: tf.Operation | None, stays: bool) -> bool:
+        """Whether an op's copy goes where that of `other` does, with which it's colocated."""
+        return other is not None and (stays or not sharing.stays_with_variable(other))
+
     def _adapt(
         self,
         tower: TowerCopy,
@@ -326,7 +338,8 @@ class Copies:
         needed: dict[str, tf.Operation],
     ) -> None:
         """Gives a copied node what must differ: device, colocation, loop, seed, functions."""
-        if node.device and not sharing.stays_with_variable(op):
+        stays = sharing.stays_with_variable(op)
+        if node.device and not stays:
             spec = spec_of(node.device)
             if (spec.device_type, spec.device_index) == (
                 self._device.device_type,
@@ -335,7 +348,11 @@ class Copies:
                 to = spec_of(tower.device)
                 node.device = spec.make_merged_spec(to).to_string()
         if '_class' in node.attr:
-            names = [s for s in node.attr['_class'].list.s if s.decode()[len('loc:@') :] in needed]
+            names = [
+                name
+                for name in node.attr['_class'].list.s
+                if self._goes_along(needed.get(name.decode()[len('loc:@') :]), stays)
+            ]
             del node.attr['_class']
             if names:
                 node.attr['_class'].list.s.extend(names)
@@ -343,6 +360,15 @@ class Copies:
             node.attr['frame_name'].s = tower.scope.encode() + b'/' + node.attr['frame_name'].s
         reseed(node, tower.index)
         tower.functions.adapt(node, self._library, writes=op.name in self._own)
+
+
+def _move_consumers(old: tf.Operation, new: tf.Operation) -> None:
+    """Gives what consumes an op's outputs those of another, which may have more, instead."""
+    for before, after in zip(old.outputs, new.outputs):
+        for consumer in before.consumers():
+            for i, tensor in enumerate(consumer.inputs):
+                if tensor.name == before.name:
+                    private.set_input(consumer, i, after)
 
 
 @contextlib.contextmanager

@@ -143,10 +143,11 @@ def _guard(towers: Towers, grads: list, tower: int) -> list:
 
 def _check_first_order(towers: Towers, ys: Sequence[tf.Tensor]) -> None:
     dependents = towers.copies.dependents(towers.reduced, differentiably=True)
+    dependents |= {t.op.name for t in towers.reduced}
     for y in ys:
         if y.op.name in dependents:
             raise ValueError(
-                f'The gradient of {y.name!r} was asked for, which itself depends on a gradient '
+                f'The gradient of {y.name!r} was asked for, which is or depends on a gradient '
                 'with respect to variables that was reduced over the towers. On several '
                 'devices, only gradients with respect to activations and inputs can be '
                 'differentiated again (a gradient penalty, say). Train this model with '

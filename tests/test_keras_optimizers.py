@@ -1,0 +1,198 @@
+"""Keras optimizers in a model_fn, old and new: several devices give the variables of one."""
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from layers import hidden_layer, mean_square, of_losses, output_layer
+from models import away_from_0, of_all_modes, predict, step
+from towers import compare_modes
+
+OLD = tf.keras.optimizers.legacy
+OPTIMIZERS = {
+    'SGD': {'learning_rate': 0.05, 'momentum': 0.9, 'nesterov': True},
+    'Adam': {'learning_rate': 0.01, 'epsilon': 1e-3, 'amsgrad': True},
+    'Adamax': {'learning_rate': 0.01, 'epsilon': 1e-3},
+    'Nadam': {'learning_rate': 0.01, 'epsilon': 1e-3},
+    'RMSprop': {'learning_rate': 0.01, 'epsilon': 1e-2, 'momentum': 0.5, 'centered': True},
+    'Adagrad': {'learning_rate': 0.1},
+    'Adadelta': {'learning_rate': 0.5, 'epsilon': 1e-3},
+    'Ftrl': {'learning_rate': 0.1, 'l1_regularization_strength': 1e-3},
+}
+
+
+def counted(optimizer):
+    """An optimizer that counts in the global step."""
+    optimizer.iterations = step()
+    return optimizer
+
+
+def adam(**options):
+    return counted(OLD.Adam(0.01, epsilon=1e-3, **options))
+
+
+def updates_by(name, options):
+    def train(loss):
+        optimizer = counted(getattr(OLD, name)(**options))
+        return tf.group(*optimizer.get_updates(loss, tf.trainable_variables()))
+
+    return train
+
+
+def clipped_by(**options):
+    def train(loss):
+        return tf.group(*adam(**options).get_updates(loss, tf.trainable_variables()))
+
+    return train
+
+
+def get_gradients(loss):
+    optimizer, variables = adam(), tf.trainable_variables()
+    grads, _ = tf.clip_by_global_norm(optimizer.get_gradients(loss, variables), 0.1)
+    return optimizer.apply_gradients(zip(grads, variables))
+
+
+def gradients_of_tensorflow(loss):
+    variables = tf.trainable_variables()
+    return adam(clipnorm=0.05).apply_gradients(zip(tf.gradients(loss, variables), variables))
+
+
+def some_variables(loss):
+    """Two optimizers, each for a part of the variables."""
+    first = OLD.SGD(0.05).get_updates(loss, tf.trainable_variables('net/w'))
+    return tf.group(*first, *adam().get_updates(loss, tf.trainable_variables('net/[bv]')))
+
+
+def own_iterations(loss):
+    optimizer = OLD.RMSprop(0.01, epsilon=1e-2)
+    updates = optimizer.get_updates(loss, tf.trainable_variables())
+    with tf.control_dependencies(updates):
+        return step().assign(tf.cast(optimizer.iterations, tf.int64))
+
+
+def scheduled(loss):
+    rate = tf.keras.optimizers.schedules.PolynomialDecay(0.1, 8, 0.01)
+    optimizer = counted(OLD.SGD(rate, momentum=0.9))
+    return tf.group(*optimizer.get_updates(loss, tf.trainable_variables()))
+
+
+def rate_by_step(loss):
+    rate = tf.train.cosine_decay(0.1, step(), 10)
+    return tf.group(*counted(OLD.SGD(rate)).get_updates(loss, tf.trainable_variables()))
+
+
+def sparse(features):
+    table = tf.get_variable('table', [5, 4], use_resource=True)
+    ids = tf.cast(tf.abs(features) * 10, tf.int32) % 5
+    return output_layer(tf.nn.tanh(tf.reduce_sum(tf.gather(table, ids), 1)))
+
+
+def by_updates(loss):
+    return tf.group(*adam().get_updates(loss, tf.trainable_variables()))
+
+
+TRAINS = {name: updates_by(name, options) for name, options in OPTIMIZERS.items()}
+TRAINS['clipvalue'] = clipped_by(clipvalue=0.02)
+TRAINS['clipnorm'] = clipped_by(clipnorm=0.02)
+TRAINS['global_clipnorm'] = clipped_by(global_clipnorm=0.1)
+TRAINS['decay'] = clipped_by(decay=0.5)
+for _train in [
+    get_gradients,
+    gradients_of_tensorflow,
+    some_variables,
+    own_iterations,
+    scheduled,
+] + [rate_by_step]:
+    TRAINS[_train.__name__] = _train
+MODELS = [of_all_modes(predict, train, name) for name, train in TRAINS.items()]
+MODELS.append(of_all_modes(sparse, by_updates))
+
+
+def minimized(features, labels):
+    """A loss that is a function, as minimize takes it in a graph too."""
+    output = output_layer(hidden_layer(features))
+
+    def loss():
+        return mean_square(labels, output_layer(hidden_layer(features)))
+
+    with tf.variable_scope(tf.get_variable_scope(), reuse=True):
+        train = adam().minimize(loss, tf.trainable_variables())
+    return mean_square(labels, output), output, train
+
+
+def minimized_on_a_tape(features, labels):
+    with tf.GradientTape() as tape:
+        output = output_layer(hidden_layer(features))
+        loss = mean_square(labels, output)
+    return loss, output, adam().minimize(loss, tf.trainable_variables(), tape=tape)
+
+
+def applied_from_a_tape(features, labels):
+    tf.get_variable('unused', [3], use_resource=True)
+    with tf.GradientTape() as tape:
+        output = output_layer(hidden_layer(features))
+        loss = mean_square(labels, output)
+    variables = tf.trainable_variables()
+    pairs = [(g, v) for g, v in zip(tape.gradient(loss, variables), variables) if g is not None]
+    return loss, output, adam().apply_gradients(pairs)
+
+
+def aggregated_already(features, labels):
+    """Gradients that the user says need no summing over replicas."""
+    output = output_layer(hidden_layer(features))
+    loss = mean_square(labels, output)
+    variables = tf.trainable_variables()
+    pairs = zip(tf.gradients(loss, variables), variables)
+    train = adam().apply_gradients(pairs, experimental_aggregate_gradients=False)
+    return loss, output, train
+
+
+def keras_model(features, labels):
+    """With regularizers, and updates and losses that the model keeps."""
+    l2 = tf.keras.regularizers.l2(0.01)
+    model = tf.keras.Sequential(
+        [
+            tf.keras.layers.Dense(4, 'tanh', kernel_regularizer=l2),
+            tf.keras.layers.Dense(1, kernel_regularizer=l2),
+        ]
+    )
+    output = model(features, training=True)
+    loss = tf.reduce_mean(tf.keras.losses.mean_squared_error(labels, output))
+    loss += tf.add_n(
+        model.get_losses_for(None) if hasattr(model, 'get_losses_for') else model.losses
+    )
+    return loss, output, tf.group(*adam().get_updates(loss, model.trainable_variables))
+
+
+def new_in_a_function(features, labels):
+    """Keras' new optimizers update variables in functions only, not in a graph of TensorFlow 1."""
+    output = output_layer(hidden_layer(features))
+    loss = mean_square(labels, output)
+    variables = tf.trainable_variables()
+    optimizer = tf.compat.v2.keras.optimizers.SGD(
+        0.05, momentum=0.9, weight_decay=0.01, global_clipnorm=1.0, jit_compile=False
+    )
+    optimizer.build(variables)
+
+    @tf.function
+    def apply(grads):
+        optimizer.apply_gradients(zip(grads, variables))
+        return tf.constant(0)
+
+    with tf.control_dependencies([apply(tf.gradients(loss, variables))]):
+        return loss, output, step().assign_add(1)
+
+
+LOSSES = [
+    new_in_a_function,
+    minimized,
+    minimized_on_a_tape,
+    applied_from_a_tape,
+    aggregated_already,
+    keras_model,
+]
+
+
+@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
+@pytest.mark.parametrize('model_fn', [*MODELS, *map(of_losses, LOSSES)], ids=lambda f: f.__name__)
+def test_keras_optimizer(model_fn, towers):
+    compare_modes(model_fn, away_from_0, towers)
