@@ -205,8 +205,28 @@ class Copies:
                 continue
             needed[op.name] = op
             waiting += [t.op for t in op.inputs if not self._is_replaced(t)]
-            waiting += [c for c in op.control_inputs if c.name not in replaced]
+            waiting += [c for c in self._waits_for(op) if c.name not in replaced]
         return needed
+
+    def _waits_for(self, op: tf.Operation) -> list[tf.Operation]:
+        """Lists an op's control inputs, with what writes wait for in place of those in v1 loops.
+
+        A copy doesn't wait for these writes; but what has no other input is in a loop only by that.
+        """
+        if not private.in_control_flow(op):
+            return list(op.control_inputs)
+        found, seen = [], set()
+        waiting = list(op.control_inputs)
+        while waiting:
+            control = waiting.pop()
+            if control.name in seen:
+                continue
+            seen.add(control.name)
+            if private.in_control_flow(control) and self.is_shared(control):
+                waiting += [*control.control_inputs, *(t.op for t in control.inputs)]
+            elif control.type not in ('Enter', 'RefEnter'):  # They run in the first round only.
+                found.append(control)
+        return found
 
     def _forget_outgrown(self) -> None:
         """Forgets copies of loops, branches and function calls that have more outputs now.
@@ -256,7 +276,7 @@ class Copies:
                 own = tower.tensor(tensor)
                 if own is not tensor or tensor.op.name not in needed:
                     input_map[tensor.name] = own
-            for control in op.control_inputs:
+            for control in self._waits_for(op):
                 own = self._control(tower, control, needed)
                 if own is not None:
                     node.input.append(f'^{control.name}')
