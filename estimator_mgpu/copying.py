@@ -91,13 +91,13 @@ class Copies:
             return True
         if op.name in self._own:
             return False
-        if op.type == 'PlaceholderWithDefault' and not self._comes_from_shard(op):
+        if op.type == 'PlaceholderWithDefault' and not any(map(self._comes_from_shard, op.inputs)):
             return True
         return op.name in self._boundary or sharing.is_shared(op)
 
-    def _comes_from_shard(self, op: tf.Operation) -> bool:
-        """Whether an op depends on what towers have of their own, so that it can't be fed."""
-        waiting, seen = list(op.inputs), set()
+    def _comes_from_shard(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor depends on what towers have of their own, so that it can't be fed."""
+        waiting, seen = [tensor], set()
         while waiting:
             tensor = waiting.pop()
             if self._is_replaced(tensor):
@@ -274,6 +274,8 @@ class Copies:
             for tensor in op.inputs:
                 node.input.append(tensor.name)
                 own = tower.tensor(tensor)
+                if own is tensor and tensor.op.name not in needed:
+                    self._check_shared_by_all(op, tensor)
                 if own is not tensor or tensor.op.name not in needed:
                     input_map[tensor.name] = own
             for control in self._waits_for(op):
@@ -292,6 +294,18 @@ class Copies:
                 graph_def, input_map, return_elements=list(needed), name=f'{tower.scope}/'
             )
         tower.ops.update(zip(needed, copies))
+
+    def _check_shared_by_all(self, op: tf.Operation, tensor: tf.Tensor) -> None:
+        """Raises an error where what is written in a v1 loop or branch isn't there for copies."""
+        looped = private.in_loop(tensor.op)
+        if looped or any(map(self._comes_from_shard, private.branched_on(tensor.op))):
+            where = 'loop' if looped else 'branch that depends on the batch'
+            raise ValueError(
+                f'{op.name!r} uses what {tensor.op.name!r} ({tensor.op.type}) writes to a variable '
+                f'inside a v1 {where}. Writes happen once, on the first device, and the other '
+                f'devices cannot have what is inside its {where.split()[0]}. Write outside of it, '
+                'use what was read before, or train this model with replicate(devices=1).'
+            )
 
     def _control(
         self, tower: TowerCopy, control: tf.Operation, needed: dict[str, tf.Operation]

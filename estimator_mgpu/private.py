@@ -120,6 +120,16 @@ def own_python_function(token: bytes, graph: tf.Graph, own: Callable[[bytes], by
     return _script_ops._py_funcs.insert(function).encode()
 
 
+def branched_on(op: tf.Operation) -> list[tf.Tensor]:
+    """Lists what decides on the v1 `cond`s that an op is inside of."""
+    found, context = [], op._get_control_flow_context()
+    while context is not None:
+        if context.IsCondContext():
+            found.append(context.pred)
+        context = context.outer_context
+    return found
+
+
 def outermost(graph: tf.Graph) -> tf.Graph:
     """Returns the graph that a function's graph is being traced for, or the graph itself."""
     while hasattr(graph, 'outer_graph'):
