@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private, sharing
+from estimator_mgpu import private, shadows, sharing
 from estimator_mgpu.devices import spec_of
 from estimator_mgpu.functions import Library, TowerFunctions, reseed
 from estimator_mgpu.updates import Updates
@@ -30,6 +30,8 @@ class TowerCopy:
         self.replaced: dict[str, tf.Tensor] = {}  # by the name of tower 0's tensor
         self.ops: dict[str, tf.Operation] = {}  # by the name of tower 0's op
         self.functions = TowerFunctions(index)
+        # Instead of handles, by the names of ops and of handles: see shadows.py.
+        self.shadows: dict[str, dict[str, tf.Tensor]] = {}
 
     def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns this tower's tensor for tower 0's: a copy, or the same where it's shared."""
@@ -135,6 +137,7 @@ class Copies:
         waiting = [t.op for t in tensors if not self._is_replaced(t)]
         needed = self._not_copied(waiting + [c for added in late.values() for c in added])
         if needed:
+            self._shadow(needed.values())
             nodes = [op.node_def for op in needed.values()]
             before = list(tensors)
             for tower in self.towers:
@@ -257,6 +260,16 @@ class Copies:
                 before.update(c.name for c in added)
                 yield op, added
 
+    def _shadow(self, ops: Iterable[tf.Operation]) -> None:
+        """Gives towers variables of their own for what a function both writes and reads."""
+        scopes = [tower.scope for tower in self.towers]
+        for op in ops:
+            if op.name not in self._own:
+                with absolute_scope(self._graph):
+                    made = shadows.of_call(op, self._library, scopes)
+                for tower, own in zip(self.towers, made):
+                    tower.shadows[op.name] = own
+
     def _copy_to(
         self,
         tower: TowerCopy,
@@ -271,7 +284,9 @@ class Copies:
             node = graph_def.node.add()
             node.CopyFrom(original)
             del node.input[:]
+            shadowed = tower.shadows.get(op.name, {})
             for tensor in op.inputs:
+                tensor = shadowed.get(tensor.name, tensor)
                 node.input.append(tensor.name)
                 own = tower.tensor(tensor)
                 if own is tensor and tensor.op.name not in needed:
@@ -287,7 +302,7 @@ class Copies:
             if gate is not None and op.name in self._gated:
                 node.input.append(f'^{gate.op.name}')
                 input_map[f'^{gate.op.name}'] = gate
-            self._adapt(tower, op, node, needed)
+            self._adapt(tower, op, node, needed, writes=bool(shadowed) or op.name in self._own)
         graph_def.library.function.extend(tower.functions.take_new())
         with absolute_scope(self._graph):
             copies = tf.import_graph_def(
@@ -337,6 +352,7 @@ class Copies:
         op: tf.Operation,
         node: tf.NodeDef,
         needed: dict[str, tf.Operation],
+        writes: bool,
     ) -> None:
         """Gives a copied node what must differ: device, colocation, loop, seed, functions."""
         if node.device and not sharing.stays_with_variable(op):
@@ -355,7 +371,7 @@ class Copies:
         if 'frame_name' in node.attr:
             node.attr['frame_name'].s = tower.scope.encode() + b'/' + node.attr['frame_name'].s
         reseed(node, tower.index)
-        tower.functions.adapt(node, self._library, writes=op.name in self._own)
+        tower.functions.adapt(node, self._library, writes)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ class Library:
     def __init__(self, graph: tf.Graph):
         self.graph = graph
         self._functions: dict[str, Any] = {}
+        self._uses: dict[str, tuple[set[int], set[int]]] = {}
 
     def get(self, name: str) -> Any:
         """Returns the `FunctionDef` of that name, or None where the graph has no such function."""
@@ -55,6 +56,33 @@ class Library:
             for name in names
             for inner in (self.get(name).node_def if self.get(name) else ())
         )
+
+    def uses(self, node: tf.NodeDef) -> tuple[set[int], set[int]]:
+        """Returns which inputs of a node are written to, as variables, and which are read."""
+        written: set[int] = set()
+        read: set[int] = set()
+        names = [func.name for func in called(node)] or [node.op]
+        functions = [name for name in names if self.get(name) is not None]
+        count = sum(name[0] != '^' for name in node.input)
+        if not functions:
+            (written if sharing.is_write_type(node.op) else read).update(range(count))
+        for name in functions:
+            # A branch is given all inputs but the first, which says which one it is.
+            first = count - len(self.get(name).signature.input_arg)
+            for uses, found in zip(self._uses_of_arguments(name), (written, read)):
+                found.update(first + i for i in uses)
+        return written, read
+
+    def _uses_of_arguments(self, name: str) -> tuple[set[int], set[int]]:
+        if name not in self._uses:
+            self._uses[name] = set(), set()  # For a function that calls itself.
+            function = self.get(name)
+            places = {arg.name: i for i, arg in enumerate(function.signature.input_arg)}
+            for node in function.node_def:
+                given = [name for name in node.input if name[0] != '^']
+                for uses, found in zip(self.uses(node), self._uses[name]):
+                    found.update(places[given[i]] for i in uses if given[i] in places)
+        return self._uses[name]
 
 
 class TowerFunctions:
