@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private, sharing
-from estimator_mgpu.devices import spec_of
-from estimator_mgpu.functions import Library, TowerFunctions, reseed
+from estimator_mgpu import private, shadows, sharing
+from estimator_mgpu.functions import Library
+from estimator_mgpu.importing import Importer, Request, TowerCopy, absolute_scope
 from estimator_mgpu.updates import Updates
-
-
-class TowerCopy:
-    """What one tower has instead of tower 0's ops.
-
-    Args:
-      index: the tower's number; 0 for a copy that draws the same random numbers as tower 0.
-      scope: the name scope that its ops live under.
-      device: its device.
-    """
-
-    def __init__(self, index: int, scope: str, device: str):
-        self.index = index
-        self.scope = scope
-        self.device = device
-        self.replaced: dict[str, tf.Tensor] = {}  # by the name of tower 0's tensor
-        self.ops: dict[str, tf.Operation] = {}  # by the name of tower 0's op
-        self.functions = TowerFunctions(index)
-
-    def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns this tower's tensor for tower 0's: a copy, or the same where it's shared."""
-        if tensor.name in self.replaced:
-            return self.replaced[tensor.name]
-        if tensor.op.name in self.ops:
-            return self.ops[tensor.op.name].outputs[tensor.value_index]
-        return tensor
 
 
 class Copies:
@@ -60,14 +32,13 @@ class Copies:
         only: set[str] | None = None,
     ):
         self._graph = graph
-        self._device = spec_of(device)
         self.towers = towers
         self._only = only
         self._boundary: set[str] = set()
         self._own: set[str] = set()
         self._gated: set[str] = set()
         self._library = Library(graph)
-        self._tokens: dict[str, tf.Tensor] = {}
+        self._importer = Importer(graph, device, self._library)
         # What TensorFlow may change after it was copied, as it was then.
         self._control_inputs: dict[str, set[str]] = {}
         self._outputs: dict[str, int] = {}
@@ -91,13 +62,13 @@ class Copies:
             return True
         if op.name in self._own:
             return False
-        if op.type == 'PlaceholderWithDefault' and not self._comes_from_shard(op):
+        if op.type == 'PlaceholderWithDefault' and not any(map(self._comes_from_shard, op.inputs)):
             return True
         return op.name in self._boundary or sharing.is_shared(op)
 
-    def _comes_from_shard(self, op: tf.Operation) -> bool:
-        """Whether an op depends on what towers have of their own, so that it can't be fed."""
-        waiting, seen = list(op.inputs), set()
+    def _comes_from_shard(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor depends on what towers have of their own, so that it can't be fed."""
+        waiting, seen = [tensor], set()
         while waiting:
             tensor = waiting.pop()
             if self._is_replaced(tensor):
@@ -136,13 +107,16 @@ class Copies:
         waiting += [*outgrown, *(c for added in late.values() for c in added)]
         needed = self._not_copied(waiting)
         if needed:
+            self._shadow(needed.values())
             nodes = [op.node_def for op in needed.values()]
+            controls = {name: self._waits_for(op) for name, op in needed.items()}
+            request = Request(needed, nodes, controls, self._own, self._gated)
             before = list(tensors)
             for tower in self.towers:
                 gate = after(tower, before) if after else None
                 # With names that are taken, an import may come to the same new name twice.
                 again = self._graph.unique_name(f'{tower.scope}/again') if outgrown else None
-                self._copy_to(tower, needed, nodes, gate, again or tower.scope)
+                self._importer.add(request, tower, again or tower.scope, gate)
                 before = [tower.tensor(t) for t in tensors]
         for op, old in outgrown.items():
             for tower, own in zip(self.towers, old):
@@ -229,11 +203,36 @@ class Copies:
             if self.is_shared(op):
                 continue
             needed[op.name] = op
-            waiting += [t.op for t in op.inputs if not self._is_replaced(t)]
+            for tensor in op.inputs:
+                if not self._is_replaced(tensor):
+                    self._check_can_be_had(tensor, op)
+                    waiting.append(tensor.op)
             waiting += [
-                c for c in op.control_inputs if c.name not in replaced and not self._writes_once(c)
+                c
+                for c in self._waits_for(op)
+                if c.name not in replaced and not self._writes_once(c)
             ]
         return needed
+
+    def _waits_for(self, op: tf.Operation) -> list[tf.Operation]:
+        """Lists an op's control inputs, with what writes wait for in place of those in v1 loops.
+
+        A copy doesn't wait for these writes; but what has no other input is in a loop only by that.
+        """
+        if not private.in_control_flow(op):
+            return list(op.control_inputs)
+        found, seen = [], set()
+        waiting = list(op.control_inputs)
+        while waiting:
+            control = waiting.pop()
+            if control.name in seen:
+                continue
+            seen.add(control.name)
+            if private.in_control_flow(control) and self.is_shared(control):
+                waiting += [*control.control_inputs, *(t.op for t in control.inputs)]
+            elif control.type not in ('Enter', 'RefEnter'):  # They run in the first round only.
+                found.append(control)
+        return found
 
     def _take_outgrown(self) -> dict[tf.Operation, list[tf.Operation]]:
         """Takes out the copies of loops, branches and function calls that have more outputs now.
@@ -265,101 +264,42 @@ class Copies:
                 before.update(c.name for c in added)
                 yield op, added
 
-    def _copy_to(
-        self,
-        tower: TowerCopy,
-        needed: dict[str, tf.Operation],
-        nodes: Sequence[tf.NodeDef],
-        gate: tf.Tensor | None,
-        scope: str,
-    ) -> None:
-        graph_def = tf.GraphDef()
-        graph_def.versions.CopyFrom(self._graph.graph_def_versions)
-        input_map: dict[str, tf.Tensor] = {}
-        for op, original in zip(needed.values(), nodes):
-            node = graph_def.node.add()
-            node.CopyFrom(original)
-            del node.input[:]
-            for tensor in op.inputs:
-                node.input.append(tensor.name)
-                own = tower.tensor(tensor)
-                if own is not tensor or tensor.op.name not in needed:
-                    input_map[tensor.name] = own
-            for control in op.control_inputs:
-                own = self._control(tower, control, needed)
-                if own is not None:
-                    node.input.append(f'^{control.name}')
-                    if control.name not in needed:
-                        input_map[f'^{control.name}'] = own
-            if gate is not None and op.name in self._gated:
-                node.input.append(f'^{gate.op.name}')
-                input_map[f'^{gate.op.name}'] = gate
-            self._adapt(tower, op, node, needed)
-        graph_def.library.function.extend(tower.functions.take_new())
-        with absolute_scope(self._graph):
-            copies = tf.import_graph_def(
-                graph_def, input_map, return_elements=list(needed), name=f'{scope}/'
+    def _shadow(self, ops: Iterable[tf.Operation]) -> None:
+        """Gives towers variables of their own for what a function both writes and reads."""
+        scopes = [tower.scope for tower in self.towers]
+        for op in ops:
+            if op.name not in self._own:
+                with absolute_scope(self._graph):
+                    made = shadows.of_call(op, self._library, scopes)
+                for tower, own in zip(self.towers, made):
+                    tower.shadows[op.name] = own
+
+    def _check_can_be_had(self, tensor: tf.Tensor, user: tf.Operation) -> None:
+        """Checks that what is taken or written once is what a tower needs.
+
+        Raises:
+          ValueError: for what's taken from a queue, an iterator or the like, and for what is
+            written inside a v1 loop, or branch, that each tower has of its own.
+        """
+        op = tensor.op
+        if op.name in self._boundary or op.name in self._own or not sharing.is_write(op):
+            return
+        if self.is_shared(op) and self._only is None and not sharing.writes_variable(op):
+            raise ValueError(
+                f'{op.name!r} ({op.type}) was made in the model_fn, and {user.name!r} uses what it '
+                'gives together with the rows of a shard. It happens once a step, for all devices, '
+                'so it cannot give each its own. Let the input_fn give this as a feature, or train '
+                'this model with replicate(devices=1).'
             )
-        tower.ops.update(zip(needed, copies))
-
-    def _control(
-        self, tower: TowerCopy, control: tf.Operation, needed: dict[str, tf.Operation]
-    ) -> Any:
-        """Returns what a copy waits for where tower 0's op waits for `control`, if anything."""
-        if control.name in needed:
-            return control
-        if control.name in tower.ops:
-            return self._token(tower.ops[control.name])
-        for tensor in control.outputs:
-            if tensor.name in tower.replaced:
-                return tower.replaced[tensor.name]
-        # An edge can't lead from inside one loop to another; a loop's copy is another.
-        return None if private.in_control_flow(control) else self._token(control)
-
-    def _token(self, op: tf.Operation) -> tf.Tensor:
-        """Returns a tensor that is there once `op` has run: an edge is remapped to a tensor."""
-        if op.outputs:
-            return op.outputs[0]
-        if op.name not in self._tokens:
-            with absolute_scope(self._graph, 'replicate'), tf.device(op.device):
-                with tf.control_dependencies([op]):
-                    self._tokens[op.name] = tf.constant(0, name='done')
-        return self._tokens[op.name]
-
-    def _goes_along(self, other: tf.Operation | None, stays: bool) -> bool:
-        """Whether an op's copy goes where that of `other` does, with which it's colocated."""
-        return other is not None and (stays or not sharing.stays_with_variable(other))
-
-    def _adapt(
-        self,
-        tower: TowerCopy,
-        op: tf.Operation,
-        node: tf.NodeDef,
-        needed: dict[str, tf.Operation],
-    ) -> None:
-        """Gives a copied node what must differ: device, colocation, loop, seed, functions."""
-        stays = sharing.stays_with_variable(op)
-        if node.device and not stays:
-            spec = spec_of(node.device)
-            if (spec.device_type, spec.device_index) == (
-                self._device.device_type,
-                self._device.device_index,
-            ):
-                to = spec_of(tower.device)
-                node.device = spec.make_merged_spec(to).to_string()
-        if '_class' in node.attr:
-            names = [
-                name
-                for name in node.attr['_class'].list.s
-                if self._goes_along(needed.get(name.decode()[len('loc:@') :]), stays)
-            ]
-            del node.attr['_class']
-            if names:
-                node.attr['_class'].list.s.extend(names)
-        if 'frame_name' in node.attr:
-            node.attr['frame_name'].s = tower.scope.encode() + b'/' + node.attr['frame_name'].s
-        reseed(node, tower.index)
-        tower.functions.adapt(node, self._library, writes=op.name in self._own)
+        looped = private.in_loop(op)
+        if looped or any(map(self._comes_from_shard, private.branched_on(op))):
+            where = 'loop' if looped else 'branch that depends on the batch'
+            raise ValueError(
+                f'{user.name!r} uses what {op.name!r} ({op.type}) writes to a variable '
+                f'inside a v1 {where}. Writes happen once, on the first device, and the other '
+                f'devices cannot have what is inside its {where.split()[0]}. Write outside of it, '
+                'use what was read before, or train this model with replicate(devices=1).'
+            )
 
 
 def _move_consumers(old: tf.Operation, new: tf.Operation) -> None:
@@ -369,11 +309,3 @@ def _move_consumers(old: tf.Operation, new: tf.Operation) -> None:
             for i, tensor in enumerate(consumer.inputs):
                 if tensor.name == before.name:
                     private.set_input(consumer, i, after)
-
-
-@contextlib.contextmanager
-def absolute_scope(graph: tf.Graph, name: str | None = None) -> Iterator[None]:
-    """Leaves the user's scopes, devices and dependencies, for a name scope of ours or none."""
-    with graph.as_default(), tf.control_dependencies(None), tf.device(None):
-        with tf.name_scope(f'{name}/' if name else None):
-            yield

@@ -2,7 +2,8 @@
 
 v2 loops and branches and `tf.function`s keep their ops in functions, which all of a graph's ops
 share. A function gets a copy for a tower where its body draws random numbers from a fixed seed
-(the towers would draw the same) or writes to a variable (which happens once, in tower 0).
+(the towers would draw the same), writes to a variable (which happens once, in tower 0) or calls a
+Python function (which keeps a tape for its gradient).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import sharing
+from estimator_mgpu import private, sharing
 
 
 def reseed(node: tf.NodeDef, tower: int) -> None:
@@ -37,13 +38,14 @@ class Library:
     """A graph's functions, by name."""
 
     def __init__(self, graph: tf.Graph):
-        self._graph = graph
+        self.graph = graph
         self._functions: dict[str, Any] = {}
+        self._uses: dict[str, tuple[set[int], set[int]]] = {}
 
     def get(self, name: str) -> Any:
         """Returns the `FunctionDef` of that name, or None where the graph has no such function."""
         if name not in self._functions:
-            library = self._graph.as_graph_def().library
+            library = self.graph.as_graph_def().library
             self._functions.update((f.signature.name, f) for f in library.function)
         return self._functions.get(name)
 
@@ -62,6 +64,33 @@ class Library:
                     yield inner
                     waiting += called(inner)
 
+    def uses(self, node: tf.NodeDef) -> tuple[set[int], set[int]]:
+        """Returns which inputs of a node are written to, as variables, and which are read."""
+        written: set[int] = set()
+        read: set[int] = set()
+        names = [func.name for func in called(node)] or [node.op]
+        functions = [name for name in names if self.get(name) is not None]
+        count = sum(name[0] != '^' for name in node.input)
+        if not functions:
+            (written if sharing.is_write_type(node.op) else read).update(range(count))
+        for name in functions:
+            # A branch is given all inputs but the first, which says which one it is.
+            first = count - len(self.get(name).signature.input_arg)
+            for uses, found in zip(self._uses_of_arguments(name), (written, read)):
+                found.update(first + i for i in uses)
+        return written, read
+
+    def _uses_of_arguments(self, name: str) -> tuple[set[int], set[int]]:
+        if name not in self._uses:
+            self._uses[name] = set(), set()  # For a function that calls itself.
+            function = self.get(name)
+            places = {arg.name: i for i, arg in enumerate(function.signature.input_arg)}
+            for node in function.node_def:
+                given = [name for name in node.input if name[0] != '^']
+                for uses, found in zip(self.uses(node), self._uses[name]):
+                    found.update(places[given[i]] for i in uses if given[i] in places)
+        return self._uses[name]
+
 
 class TowerFunctions:
     """The functions of one tower, copied as they're needed.
@@ -74,6 +103,7 @@ class TowerFunctions:
         self._tower = tower
         self._names: dict[tuple[str, bool], str] = {}
         self._new: list[Any] = []
+        self._tokens: dict[bytes, bytes] = {}  # of Python functions, by tower 0's
 
     def adapt(self, node: tf.NodeDef, library: Library, writes: bool = False) -> None:
         """Makes a node call the tower's own functions, where those differ.
@@ -85,11 +115,20 @@ class TowerFunctions:
         """
         for func in called(node):
             func.name = self._own(func.name, library, writes)
+        if node.op == 'EagerPyFunc':
+            node.attr['token'].s = self._token(node.attr['token'].s, library.graph)
 
     def take_new(self) -> list[Any]:
         """Returns the `FunctionDef`s that were made since the last call."""
         new, self._new = self._new, []
         return new
+
+    def _token(self, token: bytes, graph: tf.Graph) -> bytes:
+        if token not in self._tokens:
+            self._tokens[token] = private.own_python_function(
+                token, graph, lambda forward: self._token(forward, graph)
+            )
+        return self._tokens[token]
 
     def _own(self, name: str, library: Library, writes: bool) -> str:
         key = (name, writes)

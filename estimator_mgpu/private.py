@@ -7,6 +7,8 @@ once, by name, rather than in the middle of a training script.
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,9 @@ GLOBAL_STEP_READ = _module(
 
 _tensor_util = _module('tensorflow.python.framework.tensor_util', 'try_evaluate_constant')
 _op_def_registry = _module('tensorflow.python.framework.op_def_registry', 'get')
+_script_ops = _module(
+    'tensorflow.python.ops.script_ops', 'EagerFunc', '_py_funcs', 'tape_cache', '_EagerPyFuncGrad'
+)
 _ops = _module('tensorflow.python.framework.ops', 'Operation')
 for _method in ('_add_control_inputs', '_get_control_flow_context', '_update_input'):
     if not hasattr(_ops.Operation, _method):
@@ -84,6 +89,45 @@ def in_loop(op: tf.Operation) -> bool:
     while context is not None and not context.IsWhileContext():
         context = context.outer_context
     return context is not None
+
+
+def own_python_function(token: bytes, graph: tf.Graph, own: Callable[[bytes], bytes]) -> bytes:
+    """Registers the function of a `py_function` again, for it to keep another tape.
+
+    The tape of a call is kept, until the gradient takes it, under the token that the op has.
+
+    Args:
+      token: what the function is registered as.
+      graph: the graph that it's called in, which keeps it alive.
+      own: own(token of a function) -> what that was registered as again.
+
+    Returns:
+      The new token.
+    """
+    function = _script_ops._py_funcs.get(token.decode())
+    if function is None:  # It was made in another process, say; running it says so.
+        return token
+    if function._is_grad_func:
+        forward = inspect.getclosurevars(inspect.unwrap(function._func)).nonlocals['token']
+        forward = own(forward)
+
+        def gradient(*grads: tf.Tensor) -> list:
+            tape, inputs, outputs = _script_ops.tape_cache.pop(forward)
+            return tape.gradient(outputs, inputs, output_gradients=grads)
+
+        function = _script_ops.EagerFunc(gradient, function._out_dtypes, True)
+        graph._py_funcs_used_in_graph.append(function)
+    return _script_ops._py_funcs.insert(function).encode()
+
+
+def branched_on(op: tf.Operation) -> list[tf.Tensor]:
+    """Lists what decides on the v1 `cond`s that an op is inside of."""
+    found, context = [], op._get_control_flow_context()
+    while context is not None:
+        if context.IsCondContext():
+            found.append(context.pred)
+        context = context.outer_context
+    return found
 
 
 def outermost(graph: tf.Graph) -> tf.Graph:

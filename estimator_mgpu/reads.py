@@ -11,7 +11,7 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private, sharing
-from estimator_mgpu.copying import absolute_scope
+from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.towers import Towers
 
 
@@ -19,7 +19,7 @@ def keep(towers: Towers) -> None:
     """Gives the other towers copies of reads that writes of tower 0 depend on."""
     after = towers.copies.dependents(towers.reduced)
     own = towers.copies.names()
-    users = {}
+    users: dict[str, tuple[tf.Tensor, set[tf.Operation]]] = {}
     for tower in towers.copies.towers:
         for op in tower.ops.values():
             for read in op.inputs:

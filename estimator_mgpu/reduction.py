@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses
-from estimator_mgpu.copying import absolute_scope
+from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.towers import Towers, flat_tensors, pack_tensors
 
 # compute(ys, xs, grad_ys) and compute(ys, xs, grad_ys, stop_gradients) give gradients

@@ -13,7 +13,7 @@ from absl import logging
 
 from estimator_mgpu import compat, gradients, losses, private, reads, sharding, specs
 from estimator_mgpu import devices as devices_lib
-from estimator_mgpu.copying import absolute_scope
+from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.towers import Towers
 
 LossWeight = Callable[[Any, Any], Any]

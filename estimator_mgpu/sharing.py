@@ -21,6 +21,9 @@ _PLACEHOLDERS = frozenset(['Placeholder', 'PlaceholderV2'])
 _PER_STEP = ('TensorArray', 'Stack')
 # Python functions, which may keep what they're given.
 PYTHON_FUNCTIONS = frozenset(['PyFunc', 'EagerPyFunc'])
+_VARIABLES = frozenset(
+    ['VarHandleOp', 'VarHandlesOp', 'Variable', 'VariableV2', 'TemporaryVariable']
+)
 # Ops that only pass a handle on.
 _PASSING = frozenset(
     ['Identity', 'Enter', 'RefEnter', 'Switch', 'RefSwitch', 'Merge', 'RefMerge', 'Exit']
@@ -31,6 +34,7 @@ _PASSING = frozenset(
 _READS = frozenset(
     ['ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape', 'VarIsInitializedOp']
     + ['LookupTableFind', 'LookupTableFindV2', 'LookupTableSize', 'LookupTableSizeV2']
+    + ['LookupTableExport', 'LookupTableExportV2']
     + ['RngReadAndSkip', 'StatefulRandomBinomial', 'StatefulStandardNormal']
     + ['StatefulStandardNormalV2', 'StatefulTruncatedNormal', 'StatefulUniform']
     + ['StatefulUniformFullInt', 'StatefulUniformInt', 'ResourceCountUpTo']
@@ -92,6 +96,12 @@ def is_write(op: tf.Operation) -> bool:
     return traits.stateful and uses_shared_handle(op)
 
 
+def writes_variable(op: tf.Operation) -> bool:
+    """Whether a write is to variables only, rather than to a queue, a table or the like."""
+    handles = [t for t in op.inputs if is_handle(t)]
+    return _VARIABLES.issuperset(*(_makers(t).values() for t in handles))
+
+
 def is_write_type(op_type: str) -> bool:
     """Whether ops of a type change what the handles they're given stand for."""
     traits = _traits(op_type)
@@ -125,9 +135,13 @@ def is_handle(tensor: tf.Tensor) -> bool:
     return tensor.dtype == tf.resource or tensor.dtype != tensor.dtype.base_dtype
 
 
-def _makers(handle: tf.Tensor) -> set[str]:
-    """Follows a handle back through loops and branches to the ops for which `makes_handle`."""
-    found, seen = set(), set()
+def _makers(handle: tf.Tensor) -> dict[str, str]:
+    """Follows a handle back through loops and branches to the ops for which `makes_handle`.
+
+    Returns:
+      These ops' types, by name.
+    """
+    found, seen = {}, set()
     waiting = [handle.op]
     while waiting:
         op = waiting.pop()
@@ -135,7 +149,7 @@ def _makers(handle: tf.Tensor) -> set[str]:
             continue
         seen.add(op.name)
         if makes_handle(op):
-            found.add(op.name)
+            found[op.name] = op.type
         elif op.type in _PASSING:
             waiting += [t.op for t in op.inputs if is_handle(t)]
     return found

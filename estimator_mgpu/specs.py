@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import compat, metrics, sharding, writes
-from estimator_mgpu.copying import absolute_scope
+from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.sharding import Shards
 from estimator_mgpu.towers import Towers
 

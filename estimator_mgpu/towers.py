@@ -9,7 +9,8 @@ import tensorflow.compat.v1 as tf
 from absl import logging
 
 from estimator_mgpu import losses, private
-from estimator_mgpu.copying import Copies, TowerCopy, absolute_scope
+from estimator_mgpu.copying import Copies
+from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.updates import Updates
 

@@ -16,7 +16,7 @@ import tensorflow.compat.v1 as tf
 from absl import logging
 
 from estimator_mgpu import losses, private, sharing
-from estimator_mgpu.copying import absolute_scope
+from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers
 

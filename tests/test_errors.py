@@ -57,6 +57,75 @@ def test_optimizer_without_a_trainable_loss():
         build(model_fn)
 
 
+def from_an_iterator(features, labels, mode):
+    more = tf.data.make_one_shot_iterator(tf.data.Dataset.from_tensors(tf.ones([1, 3]))).get_next()
+    loss = tf.reduce_mean(predict(features + more))
+    return spec_of(mode, loss, adam(loss))
+
+
+def from_a_queue(features, labels, mode):
+    queue = tf.FIFOQueue(4, tf.float32, [3], name='queue')
+    loss = tf.reduce_mean(predict(features + queue.dequeue(name='taken')))
+    return spec_of(mode, loss, adam(loss))
+
+
+ONCE = {from_an_iterator: "'IteratorGetNext' .IteratorGetNext.", from_a_queue: "'taken' .QueueDe"}
+
+
+@pytest.mark.parametrize('model_fn', ONCE, ids=lambda f: f.__name__)
+def test_what_happens_once_cannot_be_each_towers(model_fn):
+    with pytest.raises(
+        ValueError, match='(?s)' + ONCE[model_fn] + '.*with the rows of a shard.*input_'
+    ):
+        build(model_fn)
+    build(model_fn, count=1)
+
+
+def test_what_happens_once_may_be_a_term_of_the_loss():
+    """Unlabelled data that don't depend on the batch count once."""
+
+    def model_fn(features, labels, mode):
+        rows = tf.data.make_one_shot_iterator(tf.data.Dataset.from_tensors(tf.ones([4, 3])))
+        loss = tf.reduce_mean(predict(features))
+        with tf.variable_scope('', reuse=True):
+            loss += tf.reduce_mean(predict(rows.get_next()))
+        return spec_of(mode, loss, adam(loss))
+
+    build(model_fn)
+
+
+def test_a_failure_while_copying_says_what_failed():
+    def model_fn(features, labels, mode):
+        hidden = tf.identity(predict(features), name='culprit')
+        hidden.op._set_device_from_string('/device:NONSENSE:a:b')
+        loss = tf.reduce_mean(hidden)
+        return spec_of(mode, loss, adam(loss))
+
+    match = "Copying 'culprit' to tower 1 on /device:CPU:1 failed: .*NONSENSE"
+    with pytest.raises(RuntimeError, match=match) as info:
+        build(model_fn)
+    assert isinstance(info.value.__cause__, ValueError)
+
+
+def test_a_failed_import_says_what_failed(monkeypatch):
+    original = tf.import_graph_def
+
+    def broken(graph_def, *args, **kwargs):
+        for node in graph_def.node:
+            if node.name == 'culprit':
+                node.attr['T'].type = tf.string.as_datatype_enum
+        return original(graph_def, *args, **kwargs)
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.identity(predict(features), name='culprit'))
+        return spec_of(mode, loss, adam(loss))
+
+    monkeypatch.setattr(tf, 'import_graph_def', broken)
+    with pytest.raises(RuntimeError, match="Copying 'culprit' to tower 1 on .*string") as info:
+        build(model_fn)
+    assert info.value.__cause__ is not None
+
+
 def test_gradients_inside_a_function():
     def model_fn(features, labels, mode):
         loss = tf.reduce_mean(predict(features))
