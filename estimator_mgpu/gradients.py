@@ -46,7 +46,12 @@ def current_towers() -> Towers | None:
 
 
 def _install() -> None:
-    for where, make in ((private.GRADIENTS, _hooked), (private.TAPE_GRADIENTS, _tape_hooked)):
+    sizes = [(where, _sizes_hooked) for where in private.SIZES]
+    for where, make in (
+        (private.GRADIENTS, _hooked),
+        (private.TAPE_GRADIENTS, _tape_hooked),
+        *sizes,
+    ):
         module, name = where
         _originals[where] = getattr(module, name)
         setattr(module, name, make(_originals[where]))
@@ -140,6 +145,23 @@ def _tape_hooked(original: Any) -> Any:
             return reduced_gradients(towers, _tensors(target), sources, seeds, compute)
 
     return imperative_grad
+
+
+def _sizes_hooked(original: Any) -> Any:
+    """Keeps static shapes and sizes of a model's tensors from being mere constants.
+
+    A constant doesn't tell the rows of a shard from any other number.
+    """
+
+    def internal(input: Any, name: Any = None, optimize: bool = True, **options: Any) -> tf.Tensor:
+        graph = tf.get_default_graph()
+        asked_for = 'out_type' in options  # by tf.shape or tf.size, rather than by tf.ones_like
+        building = graph in _active and not getattr(_thread, 'inside', False)
+        if asked_for and building and not private.is_control_flow(graph):
+            optimize = False
+        return original(input, name, optimize=optimize, **options)
+
+    return internal
 
 
 def _on_tape(towers: Towers, y: tf.Tensor, grad_y: Any) -> tuple[tf.Tensor, Any]:
