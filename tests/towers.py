@@ -104,14 +104,19 @@ def train(
         variables = {v.op.name: v for v in tf.global_variables()}
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            for name, value in (values or {}).items():
-                variables[name].load(value, sess)
+            _load(sess, {variables[name]: value for name, value in (values or {}).items()})
             losses = []
             for batch in batches[:steps]:
                 feed = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
                 feed = {tensor: value for tensor, value in feed if tensor is not None}
                 losses.append(sess.run([spec.loss, spec.train_op], feed)[0])
             return Run(sess.run(variables), losses, graph, spec)
+
+
+def _load(sess: tf.Session, values: dict[tf.Variable, np.ndarray]) -> None:
+    """Sets variables in one step, as each step of another kind takes its time to be prepared."""
+    values = {v.initializer: value for v, value in values.items()}
+    sess.run(list(values), {op.inputs[1]: value for op, value in values.items()})
 
 
 class Evaluation(NamedTuple):
@@ -148,8 +153,8 @@ def evaluate(
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
             sess.run(tf.local_variables_initializer())
-            for name, variable in variables.items() if values else ():
-                variable.load(values[name], sess)
+            if values:
+                _load(sess, {v: values[name] for name, v in variables.items()})
             losses, predictions = [], []
             for batch in batches:
                 feed = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
