@@ -24,8 +24,9 @@ def reducing(towers: Towers) -> Iterator[None]:
     """Reduces all gradients with respect to variables that are computed in the towers' graph.
 
     `tf.gradients`, `Optimizer.compute_gradients` and `minimize`, Keras' `get_gradients` and
-    `tf.GradientTape` all end in one of two functions of TensorFlow. While there's a graph with
-    towers, these are hooked; in other graphs, built by other threads say, they do as ever.
+    `tf.GradientTape` all end in one of two functions of TensorFlow, and `tf.shape` and `tf.size`
+    in two others. While there's a graph with towers, these are hooked; in other graphs, built by
+    other threads say, they do as ever.
     """
     with _lock:
         if not _active:
