@@ -45,8 +45,9 @@ def reducing(towers: Towers) -> Iterator[None]:
     """Reduces all gradients with respect to variables that are computed in the towers' graph.
 
     `tf.gradients`, `Optimizer.compute_gradients` and `minimize`, Keras' `get_gradients` and
-    `tf.GradientTape` all end in one of two functions of TensorFlow. While there's a graph with
-    towers, these are hooked; in other graphs, built by other threads say, they do as ever.
+    `tf.GradientTape` all end in one of two functions of TensorFlow, and `tf.shape` and `tf.size`
+    in two others. While there's a graph with towers, these are hooked; in other graphs, built by
+    other threads say, they do as ever.
     """
     if towers.graph in _recordings:
         _recordings[towers.graph].towers = towers
@@ -75,7 +76,12 @@ def current_towers() -> Towers | None:
 
 
 def _install() -> None:
-    for where, make in ((private.GRADIENTS, _hooked), (private.TAPE_GRADIENTS, _tape_hooked)):
+    sizes = [(where, _sizes_hooked) for where in private.SIZES]
+    for where, make in (
+        (private.GRADIENTS, _hooked),
+        (private.TAPE_GRADIENTS, _tape_hooked),
+        *sizes,
+    ):
         module, name = where
         _originals[where] = getattr(module, name)
         setattr(module, name, make(_originals[where]))
@@ -180,6 +186,23 @@ def _recorded(xs: Any, found: list) -> list:
         pairs = zip(_as_list(xs), found)
         recorded.gradients += [(x, g) for x, g in pairs if g is not None and _is_variable(x)]
     return found
+
+
+def _sizes_hooked(original: Any) -> Any:
+    """Keeps static shapes and sizes of a model's tensors from being mere constants.
+
+    A constant doesn't tell the rows of a shard from any other number.
+    """
+
+    def internal(input: Any, name: Any = None, optimize: bool = True, **options: Any) -> tf.Tensor:
+        graph = tf.get_default_graph()
+        asked_for = 'out_type' in options  # by tf.shape or tf.size, rather than by tf.ones_like
+        building = graph in _active and not getattr(_thread, 'inside', False)
+        if asked_for and building and not private.is_control_flow(graph):
+            optimize = False
+        return original(input, name, optimize=optimize, **options)
+
+    return internal
 
 
 def _on_tape(towers: Towers, y: tf.Tensor, grad_y: Any) -> tuple[tf.Tensor, Any]:

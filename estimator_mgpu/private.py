@@ -38,6 +38,9 @@ TAPE_GRADIENTS = (
     _module('tensorflow.python.eager.imperative_grad', 'imperative_grad'),
     'imperative_grad',
 )
+# What tf.shape and tf.size end in.
+_ARRAY_OPS = 'tensorflow.python.ops.array_ops'
+SIZES = [(_module(_ARRAY_OPS, name), name) for name in ('shape_internal', 'size_internal')]
 
 # The collection in which Estimator keeps its read of the global step when it trains.
 GLOBAL_STEP_READ = _module(
@@ -81,6 +84,11 @@ def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
 def in_control_flow(op: tf.Operation) -> bool:
     """Whether an op is inside a v1 `while_loop` or `cond`."""
     return op._get_control_flow_context() is not None
+
+
+def is_control_flow(graph: tf.Graph) -> bool:
+    """Whether what is added to a graph now goes into a v1 `while_loop` or `cond`."""
+    return graph._get_control_flow_context() is not None
 
 
 def in_loop(op: tf.Operation) -> bool:

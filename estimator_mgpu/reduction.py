@@ -156,10 +156,15 @@ def _check_first_order(towers: Towers, ys: Sequence[tf.Tensor]) -> None:
 
 
 def _add(terms: list) -> Any:
-    """Adds gradients; they stay sparse if one is, as in TensorFlow's own sums."""
-    if not any(isinstance(g, tf.IndexedSlices) for g in terms):
-        return tf.add_n(terms, name='gradient')
-    slices = [g if isinstance(g, tf.IndexedSlices) else _as_slices(g) for g in terms]
+    """Adds gradients; as in TensorFlow's own sums, the sum is sparse if all are."""
+    slices = [g for g in terms if isinstance(g, tf.IndexedSlices)]
+    dense = [g for g in terms if not isinstance(g, tf.IndexedSlices)]
+    if dense:
+        return tf.add_n([*dense, *([_joined(slices)] if slices else [])], name='gradient')
+    return _joined(slices)
+
+
+def _joined(slices: list[tf.IndexedSlices]) -> tf.IndexedSlices:
     values = tf.concat([g.values for g in slices], 0, name='gradient')
     indices = tf.concat([tf.cast(g.indices, slices[0].indices.dtype) for g in slices], 0)
     if all(_is_unique(g.indices) for g in slices):
@@ -176,8 +181,3 @@ def _is_unique(indices: tf.Tensor) -> bool:
     while op.type in ('Identity', 'Reshape', 'Cast'):
         op = op.inputs[0].op
     return op.type in ('Unique', 'UniqueV2') or op.type.startswith('SparseSegment')
-
-
-def _as_slices(dense: tf.Tensor) -> tf.IndexedSlices:
-    shape = tf.shape(dense)
-    return tf.IndexedSlices(dense, tf.range(shape[0]), shape)

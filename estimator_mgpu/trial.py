@@ -137,9 +137,8 @@ class _Begin(tf.train.SessionRunHook):
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
         session.run(self._initializer)
-        for name, variable in self.variables.items():
-            if name in self._start:
-                variable.load(self._start[name], session)
+        own = {name: v.initializer for name, v in self.variables.items() if name in self._start}
+        session.run(own, {op.inputs[1]: self._start[name] for name, op in own.items()})
         self.session = session
         self.initial = session.run(self.variables)
 

@@ -1,23 +1,27 @@
 """What all tests share."""
 
+import os
+
+import hypothesis
 import pytest
-import tensorflow.compat.v1 as tf
 from absl import logging
+
+from towers import behavior_of
+
+_every_run = {'deadline': None, 'database': None, 'suppress_health_check': hypothesis.HealthCheck}
+hypothesis.settings.register_profile('suite', max_examples=25, derandomize=True, **_every_run)
+# Other examples in each run; how many is up to the environment variable EXAMPLES.
+hypothesis.settings.register_profile(
+    'long', max_examples=int(os.environ.get('EXAMPLES', '300')), print_blob=True, **_every_run
+)
+hypothesis.settings.load_profile('suite')
 
 
 @pytest.fixture(params=['v2', 'v1'])
 def behavior(request):
     """TensorFlow 2's loops, variables and shapes, or those of `tf.disable_v2_behavior()`."""
-    if request.param == 'v2':
+    with behavior_of(request.param):
         yield request.param
-        return
-    tf.disable_control_flow_v2()
-    tf.disable_resource_variables()
-    tf.disable_v2_tensorshape()
-    yield request.param
-    tf.enable_control_flow_v2()
-    tf.enable_resource_variables()
-    tf.enable_v2_tensorshape()
 
 
 @pytest.fixture(autouse=True)

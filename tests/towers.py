@@ -44,6 +44,23 @@ def _placeholder(value: Any, static: bool) -> tf.Tensor | None:
 
 
 @contextlib.contextmanager
+def behavior_of(version: str) -> Iterator[None]:
+    """TensorFlow 2's loops, variables and shapes, or those of `tf.disable_v2_behavior()`."""
+    if version == 'v2':
+        yield
+        return
+    tf.disable_control_flow_v2()
+    tf.disable_resource_variables()
+    tf.disable_v2_tensorshape()
+    try:
+        yield
+    finally:
+        tf.enable_control_flow_v2()
+        tf.enable_resource_variables()
+        tf.enable_v2_tensorshape()
+
+
+@contextlib.contextmanager
 def session(towers: int, **options: Any) -> Iterator[tf.Session]:
     """A session that has a CPU device a tower and puts every op where it's told to."""
     config = tf.ConfigProto(
@@ -89,14 +106,19 @@ def train(
         variables = {v.op.name: v for v in tf.global_variables()}
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            for name, value in (values or {}).items():
-                variables[name].load(value, sess)
+            _load(sess, {variables[name]: value for name, value in (values or {}).items()})
             losses = []
             for batch in batches[:steps]:
                 feed = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
                 feed = {tensor: value for tensor, value in feed if tensor is not None}
                 losses.append(sess.run([spec.loss, spec.train_op], feed)[0])
             return Run(sess.run(variables), losses, graph, spec)
+
+
+def _load(sess: tf.Session, values: dict[tf.Variable, np.ndarray]) -> None:
+    """Sets variables in one step, as each step of another kind takes its time to be prepared."""
+    values = {v.initializer: value for v, value in values.items()}
+    sess.run(list(values), {op.inputs[1]: value for op, value in values.items()})
 
 
 class Evaluation(NamedTuple):
@@ -115,16 +137,17 @@ def evaluate(
     static: bool = True,
     mode: str = tf.estimator.ModeKeys.EVAL,
     values: dict[str, np.ndarray] | None = None,
+    preprocess: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     **options: Any,
 ) -> Evaluation:
     """Evaluates, or predicts, one step a batch; with 0 towers on the model_fn undecorated."""
     with tf.Graph().as_default():
         tf.set_random_seed(7)
         tf.train.get_or_create_global_step()
-        features, labels = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
-        inputs = features, labels
+        inputs = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
         if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
+        features, labels = preprocess(*inputs) if preprocess else inputs
         spec = model_fn(features=features, labels=labels, mode=mode)
         updates = tf.group(*(update for _, update in spec.eval_metric_ops.values()))
         loss = tf.constant(0.0) if spec.loss is None else spec.loss
@@ -132,8 +155,8 @@ def evaluate(
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
             sess.run(tf.local_variables_initializer())
-            for name, variable in variables.items() if values else ():
-                variable.load(values[name], sess)
+            if values:
+                _load(sess, {v: values[name] for name, v in variables.items()})
             losses, predictions = [], []
             for batch in batches:
                 feed = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
@@ -180,23 +203,28 @@ def compare(
 
 @functools.lru_cache(maxsize=8)
 def _on_one_device(
-    model_fn: Callable[..., Any], make_batches: Callable[[], Sequence], static: bool, v2: bool
+    model_fn: Callable[..., Any],
+    make_batches: Callable[[], Sequence],
+    static: bool,
+    preprocess: Callable[[Any, Any], tuple[Any, Any]] | None,
+    v2: bool,
 ) -> tuple[dict, Run, Evaluation, Evaluation]:
     """What one device comes to from the same values: initial ones, and runs of all modes."""
     del v2  # Tells results under TensorFlow 2's behavior from those under TensorFlow 1's.
     batches = make_batches()
-    values = train(model_fn, batches, 0, steps=0, static=static).values
-    run = train(model_fn, batches, 0, values=values, static=static)
-    evaluation = evaluate(model_fn, batches, 0, static=static, values=run.values)
-    return values, run, evaluation, _predict(model_fn, batches, 0, static, run.values)
+    shared = {'static': static, 'preprocess': preprocess}
+    values = train(model_fn, batches, 0, steps=0, **shared).values
+    run = train(model_fn, batches, 0, values=values, **shared)
+    evaluation = evaluate(model_fn, batches, 0, values=run.values, **shared)
+    return values, run, evaluation, _predict(model_fn, batches, 0, values=run.values, **shared)
 
 
 def _predict(
-    model_fn: Callable[..., Any], batches: Sequence, towers: int, static: bool, values: dict
+    model_fn: Callable[..., Any], batches: Sequence, towers: int, **options: Any
 ) -> Evaluation:
     mode = tf.estimator.ModeKeys.PREDICT
     unlabelled = [(features, None) for features, _ in batches]
-    return evaluate(model_fn, unlabelled, towers, static=static, mode=mode, values=values)
+    return evaluate(model_fn, unlabelled, towers, mode=mode, **options)
 
 
 def compare_modes(
@@ -206,6 +234,7 @@ def compare_modes(
     *,
     rtol: float = 1e-5,
     static: bool = True,
+    preprocess: Callable[[Any, Any], tuple[Any, Any]] | None = None,
 ) -> Run:
     """Trains, evaluates and predicts on one device and on several; all has to agree.
 
@@ -216,14 +245,16 @@ def compare_modes(
       towers: how many towers.
       rtol: relative to the largest entry of each variable, metric and prediction.
       static: whether the graph knows the batch size.
+      preprocess: makes features and labels of what is fed, as an input_fn does.
     """
-    kept = _on_one_device(model_fn, make_batches, static, tf.control_flow_v2_enabled())
+    shared = {'static': static, 'preprocess': preprocess}
+    kept = _on_one_device(model_fn, make_batches, **shared, v2=tf.control_flow_v2_enabled())
     values, one, *others = kept
     batches = make_batches()
-    ours = train(model_fn, batches, towers, values=values, static=static)
+    ours = train(model_fn, batches, towers, values=values, **shared)
     assert_same(ours, one, rtol)
-    evaluation = evaluate(model_fn, batches, towers, static=static, values=one.values)
-    predictions = _predict(model_fn, batches, towers, static, one.values)
+    evaluation = evaluate(model_fn, batches, towers, values=one.values, **shared)
+    predictions = _predict(model_fn, batches, towers, values=one.values, **shared)
     for found, expected in zip([evaluation, predictions], others):
         assert_close(found, expected, rtol)
     return ours
@@ -237,6 +268,8 @@ def assert_close(ours: Any, one: Any, rtol: float) -> None:
         assert found.shape == expected.shape
         if expected.dtype.kind == 'f':
             scale = np.abs(expected).max() if expected.size else 0.0
-            np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol * scale)
+            # What is float32 among float64, as tf.metrics is, has its own tolerance.
+            own = max(rtol, 1e-5) if expected.dtype == np.float32 else rtol
+            np.testing.assert_allclose(found, expected, rtol=own, atol=own * scale)
         else:
             np.testing.assert_array_equal(found, expected)
