@@ -176,9 +176,7 @@ def recommender(name: str) -> Any:
     return make(wide, deep, dnn_hidden_units=[6, 4], model_dir='unused')
 
 
-DEEP_FM, AUTO_INT = (
-    estimator_fn(name, functools.partial(recommender, name)) for name in ('DeepFM', 'AutoInt')
-)
+DEEP_FM = estimator_fn('DeepFM', functools.partial(recommender, 'DeepFM'))
 
 
 # Rankers of TF-Ranking.

@@ -48,10 +48,6 @@ def test_deepctr(towers):
     compare_modes(libraries.DEEP_FM, libraries.clicks, towers)
 
 
-def test_deepctr_attention():
-    compare_modes(libraries.AUTO_INT, libraries.clicks, 4)
-
-
 @pytest.mark.parametrize('towers', [3, 4], ids='towers={}'.format)
 def test_ranking(towers):
     compare_modes(libraries.SOFTMAX, libraries.queries, towers)
