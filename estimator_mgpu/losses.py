@@ -176,6 +176,8 @@ class _Walk:
                 self._doubt(tensor, 'it is a variance of the rows of a shard, taken for a mean')
             return MEAN
         if op.type == 'Shape':
+            if not self._rows.has(op.inputs[0]) and not op.inputs[0].shape.is_fully_defined():
+                self._doubt(tensor, f'{op.inputs[0].name!r} may or may not have rows')
             return SHAPE if self._rows.has(op.inputs[0]) else MEAN
         if op.type in ('Mul', *_QUOTIENTS) and self._divides_by_shard_rows(op):
             return MEAN

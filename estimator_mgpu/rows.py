@@ -39,15 +39,19 @@ class Rows:
         self.static = static
         self._axes: dict[str, int] = {}  # by the name of a tensor with rows
         waiting = []
+        graph = tf.get_default_graph()
         for tensor in sources:
+            graph = tensor.graph
             if tensor.shape.rank != 0:
                 self._axes[tensor.name] = 0
                 waiting.append(tensor)
         while waiting:
-            tensor = waiting.pop()
-            for op in tensor.consumers():
-                if op.name in dependents:
-                    waiting += self._follow(op, tensor)
+            while waiting:
+                tensor = waiting.pop()
+                for op in tensor.consumers():
+                    if op.name in dependents or op.type in _FLOW:
+                        waiting += self._follow(op, tensor)
+            waiting = self._arrays_of_rows(graph)
 
     def has(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor has an entry, or several, for each row."""
@@ -100,6 +104,25 @@ class Rows:
                     self._axes[output.name] = axis
                     found.append(output)
         return found
+
+    def _arrays_of_rows(self, graph: tf.Graph) -> list[tf.Tensor]:
+        """Finds v1 TensorArrays that are made for one entry a row, whatever is written to them."""
+        arrays = [op for op in graph.get_operations() if op.type == 'TensorArrayV3']
+        flows = [op.outputs[1] for op in arrays if self._is_row_count(op.inputs[0])]
+        new = [flow for flow in flows if flow.name not in self._axes]
+        self._axes.update((flow.name, 0) for flow in new)
+        return new
+
+    def _is_row_count(self, size: tf.Tensor) -> bool:
+        op = size.op
+        while op.type in ('Identity', 'Cast'):
+            op = op.inputs[0].op
+        if op.type != 'StridedSlice' or op.inputs[0].op.type != 'Shape':
+            value = private.constant_value(size)
+            return self.static is not None and value is not None and int(value) == self.static
+        index = private.constant_value(op.inputs[1])
+        axis = self.axis(op.inputs[0].op.inputs[0])
+        return axis is not None and index is not None and index.tolist() == [axis]
 
     def _axis_of(self, op: tf.Operation, output: tf.Tensor, given: tf.Tensor) -> int | None:
         if output.dtype in (tf.variant, tf.resource):

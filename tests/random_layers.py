@@ -144,6 +144,11 @@ def bidirectional(x, inputs):
     return tf.layers.dense(tf.reduce_sum(tf.concat(outputs, 2), 1), WIDTH)
 
 
+def map_rows(x, inputs):
+    w = variable('w', WIDTH, WIDTH)
+    return tf.map_fn(lambda row: tf.nn.tanh(tf.linalg.matvec(w, row)), x)
+
+
 def map_columns(x, inputs):
     w = variable('w', 1, 1)
     columns = tf.map_fn(lambda c: tf.matmul(c[:, None], w)[:, 0], tf.transpose(x))
@@ -244,7 +249,7 @@ LAYERS = {
     f.__name__: f
     for f in [dense, twice, reused_scope, residual, keras_dense, keras_normalized, tf_variable]
     + [partitioned, convolution_1d, convolution_2d, embedding, tied, regularized, unique_ids]
-    + [sparse_lookup, one_hot, gru, lstm, bidirectional, map_columns, scan, loop]
+    + [sparse_lookup, one_hot, gru, lstm, bidirectional, map_rows, map_columns, scan, loop]
     + [loop_with_lookup, branch_of_step, branch_of_batch, branch_of_scalar, branch_in_loop]
     + [function, custom_gradient, layer_norm, rows_merged, attention, parted_rows, selected]
     + [columns_split]

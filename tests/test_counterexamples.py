@@ -53,3 +53,27 @@ def test_rows_of_variables_are_not_those_of_shards():
         return tf.reduce_mean(tf.square(output - labels)) * rows(w) + tf.nn.l2_loss(w)
 
     compare(with_loss(loss), away_from_0(), 4)
+
+
+MAPPED = {
+    'sum': lambda y, p: tf.reduce_sum(tf.square(y - p)),
+    'mean': lambda y, p: tf.reduce_mean(tf.square(y - p)),
+    'mean times rows': lambda y, p: 0.1 * tf.reduce_mean(tf.square(y - p)) * rows(p),
+}
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('towers', [3, 4], ids='towers={}'.format)
+@pytest.mark.parametrize('loss', MAPPED.values(), ids=MAPPED.keys())
+def test_rows_that_went_through_a_loop_one_by_one(loss, towers, static, behavior, caplog):
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [3, 1])
+        output = tf.map_fn(lambda row: tf.linalg.matvec(w, row, transpose_a=True), features)
+        value = loss(labels, output)
+        train_op = tf.train.MomentumOptimizer(0.01, 0.9).minimize(value, step())
+        return spec_of(mode, value, train_op)
+
+    batches = away_from_0() if static else [(x[:10], y[:10]) for x, y in away_from_0()]
+    compare(model_fn, batches, towers, static=static)
+    if behavior == 'v1':
+        assert 'cannot be told' not in caplog.text
