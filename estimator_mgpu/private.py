@@ -138,6 +138,14 @@ def branched_on(op: tf.Operation) -> list[tf.Tensor]:
     return found
 
 
+def loop_ends(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the `Exit`s of the v1 `while_loop` that an op is in, if that's in nothing else."""
+    context = op._get_control_flow_context()
+    while context.outer_context is not None:
+        context = context.outer_context
+    return [t.op for t in context.loop_exits] if context.IsWhileContext() else []
+
+
 def outermost(graph: tf.Graph) -> tf.Graph:
     """Returns the graph that a function's graph is being traced for, or the graph itself."""
     while hasattr(graph, 'outer_graph'):

@@ -1,9 +1,11 @@
-"""What towers read of TensorFlow 1's variables that tower 0 writes.
+"""What towers read of variables that tower 0 writes before the gradients are reduced.
 
-A read of such a variable isn't a copy: it changes as the variable is written. Where tower 0 writes
-what it has computed from a read (the vector of a spectral norm, say), the other towers, which have
-the same read, would find there what was before or what comes after. So they get a copy of it, which
-the write waits for.
+A moving average in the forward pass, or the vector of a spectral norm, is read, and then written
+once for all towers. A write waits for what tower 0 reads before it, where one device's would; so
+that the other towers find what tower 0 found, it has to wait for them as well.
+
+A read of TensorFlow 1's variables isn't a copy, either: it changes as the variable is written. Where
+all towers share one, they get a copy of it, which the write waits for.
 """
 
 from __future__ import annotations
@@ -16,9 +18,41 @@ from estimator_mgpu.towers import Towers
 
 
 def keep(towers: Towers) -> None:
-    """Gives the other towers copies of reads that writes of tower 0 depend on."""
-    after = towers.copies.dependents(towers.reduced)
-    own = towers.copies.names()
+    """Makes writes of tower 0 wait for the other towers' reads, where they wait for tower 0's."""
+    after = towers.copies.dependents(towers.reduced) | towers.copies.names()
+    for name, readers in _readers(towers).items():
+        handles = towers.graph.get_operation_by_name(name).outputs
+        for write in [op for handle in handles for op in handle.consumers()]:
+            if write.name in after or not towers.copies.writes(write):
+                continue
+            before = _ancestors(write)
+            for reader in readers:
+                if reader.name in before and reader is not write:
+                    private.add_control_inputs(write, _ends(reader, towers))
+    _copy_shared_reads(towers, after)
+
+
+def _readers(towers: Towers) -> dict[str, list[tf.Operation]]:
+    """Returns tower 0's ops that have copies, by the names of the variables that they use."""
+    found: dict[str, list[tf.Operation]] = {}
+    for name in towers.copies.towers[0].ops:
+        op = towers.graph.get_operation_by_name(name)
+        for handle in sharing.shared_handles(op):
+            found.setdefault(handle, []).append(op)
+    return found
+
+
+def _ends(reader: tf.Operation, towers: Towers) -> list[tf.Operation]:
+    """Returns the copies of a read, or of the ends of the v1 loop that it's in."""
+    ops = [reader]
+    if private.in_control_flow(reader):
+        ops = private.loop_ends(reader)
+    return [
+        tower.ops[op.name] for op in ops for tower in towers.copies.towers if op.name in tower.ops
+    ]
+
+
+def _copy_shared_reads(towers: Towers, after: set[str]) -> None:
     users: dict[str, tuple[tf.Tensor, set[tf.Operation]]] = {}
     for tower in towers.copies.towers:
         for op in tower.ops.values():
@@ -29,7 +63,7 @@ def keep(towers: Towers) -> None:
         writes = [
             op
             for op in read.op.inputs[0].consumers()
-            if sharing.is_write(op) and op.name not in after | own and _depends(op, read.op)
+            if sharing.is_write(op) and op.name not in after and read.op.name in _ancestors(op)
         ]
         if writes:
             _replace(read, ops, writes, towers)
@@ -52,15 +86,14 @@ def _replace(
         private.add_control_inputs(write, [copy.op])
 
 
-def _depends(op: tf.Operation, on: tf.Operation) -> bool:
-    """Whether an op waits for another."""
-    waiting, seen = [op], set()
+def _ancestors(op: tf.Operation) -> set[str]:
+    """Returns the names of the ops that an op waits for."""
+    found: set[str] = set()
+    waiting = [op]
     while waiting:
         op = waiting.pop()
-        if op is on:
-            return True
-        if op.name not in seen:
-            seen.add(op.name)
-            waiting += [t.op for t in op.inputs]
-            waiting += op.control_inputs
-    return False
+        for other in [*(t.op for t in op.inputs), *op.control_inputs]:
+            if other.name not in found:
+                found.add(other.name)
+                waiting.append(other)
+    return found

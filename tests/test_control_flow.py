@@ -152,6 +152,21 @@ def write_in_a_loop(features):
     return dense(tf.while_loop(lambda i, x: i < 3, body, [0, features])[1])
 
 
+def read_in_a_loop_then_written(features):
+    """The other towers' loops have to read before tower 0 writes."""
+    w = tf.get_variable('w', [3, 3])
+    shift = tf.get_variable('shift', [], initializer=tf.zeros_initializer(), trainable=False)
+
+    def body(i, x):
+        return i + 1, tf.nn.tanh(tf.matmul(x, w)) + shift
+
+    _, x = tf.while_loop(lambda i, x: i < 3, body, [0, features])
+    with tf.control_dependencies([x]):
+        written = tf.assign_add(shift, 0.1)
+    with tf.control_dependencies([written]):
+        return tf.layers.dense(tf.identity(x), 1)
+
+
 MODELS = [
     while_loop,
     until_all_are_done,
@@ -162,6 +177,7 @@ MODELS = [
     layers_in_the_body,
     embedding_in_a_loop,
     write_in_a_loop,
+    read_in_a_loop_then_written,
 ]
 
 
