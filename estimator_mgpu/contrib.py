@@ -41,6 +41,8 @@ def replicate_model_fn(
     Raises:
       TypeError, ValueError: as `replicate()`.
     """
+    if not callable(model_fn):
+        raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
     if loss_reduction == tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS:
         loss_reduction = losses.AUTO
     return replicate(model_fn, devices=devices, loss_reduction=loss_reduction)

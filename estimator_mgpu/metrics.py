@@ -24,7 +24,12 @@ from estimator_mgpu.updates import Updates
 _ADDITIONS = frozenset(['AssignAddVariableOp', 'AssignAdd'])
 
 
-def merge(metrics: dict[str, Any], towers: Towers, rows: Sequence[tf.Tensor] | None) -> dict:
+def merge(
+    metrics: dict[str, Any],
+    towers: Towers,
+    rows: Sequence[tf.Tensor] | None,
+    forward: Sequence[tf.Tensor],
+) -> dict:
     """Returns metrics whose updates are those of the whole batch.
 
     Args:
@@ -32,6 +37,7 @@ def merge(metrics: dict[str, Any], towers: Towers, rows: Sequence[tf.Tensor] | N
       towers: the towers; the metrics are of tower 0.
       rows: one scalar a tower, the rows it has: a tower without rows updates nothing. None where
         all towers have rows.
+      forward: tower 0's loss and predictions. What is to be written for these is written once.
 
     Returns:
       `eval_metric_ops` for the whole batch.
@@ -41,8 +47,9 @@ def merge(metrics: dict[str, Any], towers: Towers, rows: Sequence[tf.Tensor] | N
     merged: dict[str, tf.Tensor] = {}
     streamed: dict[str, tf.Tensor] = {}
     known = towers.rows()
-    for group in _groups(updates, towers):
-        needed = towers.copies.updates(group.values())
+    once = towers.copies.updates(forward).writes
+    for group in _groups(updates, towers, once):
+        needed = towers.copies.updates(group.values()).without(once)
         parts = [_take_apart(op, known, towers) for op in needed.writes]
         if needed.writes and all(p is not None for part in parts for p in part):
             found = towers.whole_update(
@@ -54,25 +61,27 @@ def merge(metrics: dict[str, Any], towers: Towers, rows: Sequence[tf.Tensor] | N
                 _check_not_by_position(name, needed, known)
             counts = [op for op in needed.writes if _counts_batches(op)]
             values = [metrics[name][0] for name in group]
-            once = [op for op in counts if not _is_combined(op, needed, values)]
-            if len(once) < len(counts):
+            alone = [op for op in counts if not _is_combined(op, needed, values)]
+            if len(alone) < len(counts):
                 logging.warning(
                     'The metrics %s count batches, and what they do with them is neither a sum nor '
                     'a mean over rows: they are taken over shards instead. Evaluate with '
                     'replicate(devices=1) for one value a batch.',
                     ', '.join(group),
                 )
-            towers.copies.let_write(needed.without(once))
+            towers.copies.let_write(needed.without(alone))
             streamed.update(group)
     merged.update(_one_after_another(streamed, towers, rows))
     return {name: (metrics[name][0], update) for name, update in merged.items()}
 
 
-def _groups(updates: dict[str, tf.Tensor], towers: Towers) -> list[dict[str, tf.Tensor]]:
+def _groups(
+    updates: dict[str, tf.Tensor], towers: Towers, once: Sequence[tf.Operation]
+) -> list[dict[str, tf.Tensor]]:
     """Groups updates that share writes, as a metric made of two others does with theirs."""
     groups: list[tuple[set[str], dict[str, tf.Tensor]]] = []
     for name, update in updates.items():
-        writes = {op.name for op in towers.copies.updates([update]).writes}
+        writes = {op.name for op in towers.copies.updates([update]).without(once).writes}
         group = {name: update}
         for other in [g for g in groups if g[0] & writes]:
             groups.remove(other)

@@ -4,8 +4,8 @@ A moving average in the forward pass, or the vector of a spectral norm, is read,
 once for all towers. A write waits for what tower 0 reads before it, where one device's would; so
 that the other towers find what tower 0 found, it has to wait for them as well.
 
-A read of TensorFlow 1's variables isn't a copy, either: it changes as the variable is written. Where
-all towers share one, they get a copy of it, which the write waits for.
+A read of TensorFlow 1's variables isn't a copy, either: it changes as the variable is written.
+Where all towers share one, they get a copy of it, which the write waits for.
 """
 
 from __future__ import annotations

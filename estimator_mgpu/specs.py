@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import compat, metrics, sharding, writes
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.sharding import Shards
-from estimator_mgpu.towers import Towers
+from estimator_mgpu.towers import Towers, flat_tensors
 
 
 def check(spec: Any) -> Any:
@@ -50,11 +50,12 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
     # What the forward pass does comes first, so that it doesn't wait where metrics do.
     loss = towers.whole(spec.loss)
     predictions = rows.join(spec.predictions, batch_values=True)
+    forward = flat_tensors([spec.loss, spec.predictions])
     counts = None if shards.static_rows else shards.rows
     return spec._replace(
         loss=loss,
         predictions=predictions,
-        eval_metric_ops=metrics.merge(spec.eval_metric_ops, towers, counts),
+        eval_metric_ops=metrics.merge(spec.eval_metric_ops, towers, counts, forward),
     )
 
 

@@ -25,9 +25,10 @@ class Updates(NamedTuple):
 
     def without(self, writes: Iterable[tf.Operation]) -> Updates:
         """Leaves out some writes, and reads of what they write."""
+        names = {op.name for op in writes}
         left = set().union(*(sharing.shared_handles(op) for op in writes))
         own = {name for name in self.own if not sharing.shared_handles(self.ops[name]) & left}
-        return self._replace(own=own)
+        return self._replace(writes=[op for op in self.writes if op.name not in names], own=own)
 
     def loops_after_writes(self) -> set[str]:
         """Returns the names of what starts loops that are given something read.
