@@ -1,9 +1,5 @@
-"""Models of public libraries, unchanged: several devices do as one.
+"""Models of public libraries, unchanged: several devices do as one."""
 
-They're installed by the extra 'libraries'.
-"""
-
-import importlib
 import shutil
 
 import numpy as np
@@ -11,11 +7,9 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+import libraries
 from models import floats
 from towers import assert_close, assert_same, compare_modes, evaluate, train
-
-pytest.importorskip('tf_slim', reason="the extra 'libraries' is not installed")
-libraries = importlib.import_module('libraries')
 
 
 @pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
