@@ -180,10 +180,8 @@ class Copies:
         outside = {name for name in updates.own if not private.in_loop(updates.ops[name])}
         self._gated |= outside | updates.loops_after_writes()
 
-    def _writes_once(self, op: tf.Operation) -> bool:
-        """Whether an op that only has to have run writes for all towers."""
-        while op.type == 'Identity':
-            op = op.inputs[0].op
+    def writes_for_all(self, op: tf.Operation) -> bool:
+        """Whether an op writes once, rather than on each tower."""
         return op.name not in self._own and self.writes(op)
 
     def _is_replaced(self, tensor: tf.Tensor) -> bool:
@@ -210,7 +208,7 @@ class Copies:
             waiting += [
                 c
                 for c in self._waits_for(op)
-                if c.name not in replaced and not self._writes_once(c)
+                if c.name not in replaced and not self.writes_for_all(_source(c))
             ]
         return needed
 
@@ -268,7 +266,7 @@ class Copies:
         """Gives towers variables of their own for what a function both writes and reads."""
         scopes = [tower.scope for tower in self.towers]
         for op in ops:
-            if op.name not in self._own:
+            if sharing.calls_function(op) and op.name not in self._own:
                 with absolute_scope(self._graph):
                     made = shadows.of_call(op, self._library, scopes)
                 for tower, own in zip(self.towers, made):
@@ -300,6 +298,13 @@ class Copies:
                 f'devices cannot have what is inside its {where.split()[0]}. Write outside of it, '
                 'use what was read before, or train this model with replicate(devices=1).'
             )
+
+
+def _source(op: tf.Operation) -> tf.Operation:
+    """Returns the op whose output an op hands on, or itself."""
+    while op.type == 'Identity':
+        op = op.inputs[0].op
+    return op
 
 
 def _move_consumers(old: tf.Operation, new: tf.Operation) -> None:

@@ -23,7 +23,7 @@ def keep(towers: Towers) -> None:
     for name, readers in _readers(towers).items():
         handles = towers.graph.get_operation_by_name(name).outputs
         for write in [op for handle in handles for op in handle.consumers()]:
-            if write.name in after or not towers.copies.writes(write):
+            if write.name in after or not towers.copies.writes_for_all(write):
                 continue
             before = _ancestors(write)
             for reader in readers:

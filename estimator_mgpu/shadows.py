@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private, sharing
+from estimator_mgpu import private
 from estimator_mgpu.functions import Library
 
 
@@ -28,7 +28,7 @@ def of_call(
       For each tower, other handles by the names of tower 0's.
     """
     made: list[dict] = [{} for _ in scopes]
-    if not sharing.calls_function(op) or private.in_control_flow(op):
+    if private.in_control_flow(op):
         return made
     written, read = library.uses(op.node_def)
     handles = {op.inputs[i].name: op.inputs[i] for i in sorted(written)}
