@@ -179,10 +179,10 @@ def test_batch_norm_averages_move_once_a_step():
         with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
             return spec_of(mode, loss, adam(loss))
 
-    # Tower 0 has rows 0 and 1 of 4, with a mean of 2; the average goes from 0 half the way.
+    # The towers' means are 2 and 15, and the average goes from 0 half the way to that of the batch.
     features = np.array([[1.0], [3.0], [10.0], [20.0]], 'f')
     run = train(model_fn, [(features, np.zeros([4, 1], 'f'))], 2)
-    np.testing.assert_allclose(run.values['norm/moving_mean'], [1.0], rtol=1e-6)
+    np.testing.assert_allclose(run.values['norm/moving_mean'], [4.25], rtol=1e-6)
 
 
 def placement(graph_def):

@@ -102,8 +102,9 @@ def test_weights_by_hand():
         assert numbers(sharding.weights(shards)) == {'mean': [0.4, 0.4, 0.2], 'sum': [1, 1, 1]}
         shards = sharding.split(tf.zeros([2, 1]), None, 3)
         assert numbers(sharding.weights(shards)) == {'mean': [0.5, 0.5, 0], 'sum': [1, 1, 0]}
-        units = numbers(sharding.weights(shards, lambda features, labels: 3))
-        assert units == {'mean': [0.5, 0.5, 0], 'sum': [1, 1, 0]}
+        shards = sharding.split(tf.constant([[1.0], [3.0]]), None, 3)
+        found = numbers(sharding.weights(shards, lambda features, labels: tf.reduce_sum(features)))
+        assert found == {'mean': [0.5, 0.5, 0], 'sum': [1, 1, 0], 'units': [0.25, 0.75, 0]}
 
 
 @pytest.mark.parametrize(
