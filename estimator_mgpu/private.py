@@ -53,7 +53,12 @@ _script_ops = _module(
     'tensorflow.python.ops.script_ops', 'EagerFunc', '_py_funcs', 'tape_cache', '_EagerPyFuncGrad'
 )
 _ops = _module('tensorflow.python.framework.ops', 'Operation')
-for _method in ('_add_control_inputs', '_get_control_flow_context', '_update_input'):
+for _method in (
+    '_add_control_inputs',
+    '_control_outputs',
+    '_get_control_flow_context',
+    '_update_input',
+):
     if not hasattr(_ops.Operation, _method):
         raise ImportError(
             f'TensorFlow {tf.__version__} has no Operation.{_method}, which estimator_mgpu needs. '
@@ -74,6 +79,11 @@ def op_def(op_type: str) -> Any:
 def add_control_inputs(op: tf.Operation, inputs: list[tf.Operation]) -> None:
     """Makes an op that exists already wait for others."""
     op._add_control_inputs(inputs)
+
+
+def followers(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the ops that directly wait for an op."""
+    return [user for t in op.outputs for user in t.consumers()] + list(op._control_outputs)
 
 
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:

@@ -19,7 +19,8 @@ from estimator_mgpu.towers import Towers
 
 def keep(towers: Towers) -> None:
     """Makes writes of tower 0 wait for the other towers' reads, where they wait for tower 0's."""
-    after = towers.copies.dependents(towers.reduced) | towers.copies.names()
+    # What comes after the reduction waits for all towers anyway.
+    after = _after(towers.reduced) | towers.copies.names()
     for name, readers in _readers(towers).items():
         handles = towers.graph.get_operation_by_name(name).outputs
         for write in [op for handle in handles for op in handle.consumers()]:
@@ -84,6 +85,18 @@ def _replace(
                 private.set_input(op, i, copy)
     for write in writes:
         private.add_control_inputs(write, [copy.op])
+
+
+def _after(tensors: list[tf.Tensor]) -> set[str]:
+    """Returns the names of the ops that wait for tensors."""
+    found: set[str] = set()
+    waiting = [t.op for t in tensors]
+    while waiting:
+        for op in private.followers(waiting.pop()):
+            if op.name not in found:
+                found.add(op.name)
+                waiting.append(op)
+    return found
 
 
 def _ancestors(op: tf.Operation) -> set[str]:

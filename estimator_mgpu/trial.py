@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging as python_logging
 import pathlib
 import tempfile
@@ -84,12 +83,13 @@ class Trial:
             spec = estimator.model_fn(features, labels, self._mode, estimator.config)
             fetches, update, results = self._fetches(spec, recorded)
             begin = _Begin(iterator.initializer, start)
-            hooks = (spec.training_hooks, spec.evaluation_hooks, spec.prediction_hooks)
+            kinds = {MODES.TRAIN: 'training', MODES.EVAL: 'evaluation', MODES.PREDICT: 'prediction'}
+            hooks = [begin, *getattr(spec, f'{kinds[self._mode]}_hooks')]
             creator = tf.train.ChiefSessionCreator(
                 spec.scaffold, config=self._config.session_config
             )
             values: dict[str, list] = {}
-            with tf.train.MonitoredSession(creator, [begin, *itertools.chain(*hooks)]) as session:
+            with tf.train.MonitoredSession(creator, hooks) as session:
                 for _ in self._batches:
                     if not session.should_stop():
                         for what, value in session.run([fetches, update])[0].items():
