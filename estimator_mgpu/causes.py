@@ -24,7 +24,7 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
     copies = set() if towers is None else towers.copies.names()
     ops = [op for op in _ancestors(roots) if op.name not in copies]
     causes = []
-    drawn = _first_random(ops, Library(graph))
+    drawn = _first_random(ops, Library(graph), set() if towers is None else towers.dependents())
     if drawn is not None:
         causes.append(
             f'Random numbers, such as those of dropout, are others on each device: {drawn}. '
@@ -50,9 +50,10 @@ def _ancestors(waiting: list[tf.Operation]) -> list[tf.Operation]:
     return list(found.values())
 
 
-def _first_random(ops: list[tf.Operation], library: Library) -> str | None:
+def _first_random(ops: list[tf.Operation], library: Library, dependents: set[str]) -> str | None:
     for op in ops:
-        if _RANDOM.search(op.type) and not op.type.startswith('Stateless'):
+        stateless = op.type.startswith('Stateless')  # the same for all, but of a shard's size
+        if _RANDOM.search(op.type) and (op.name in dependents or not stateless):
             return f'{op.name!r} ({op.type})'
         for inner in library.nodes(op.node_def):
             if _RANDOM.search(inner.op) and not inner.op.startswith('Stateless'):

@@ -5,13 +5,15 @@ Such code runs as it is, once it takes them from here; README.md lists what is o
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.replicate import replicate, with_parameters
 
 
 def replicate_model_fn(
@@ -43,9 +45,25 @@ def replicate_model_fn(
     """
     if not callable(model_fn):
         raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
+    if 'params' not in inspect.signature(model_fn).parameters:
+        model_fn = _with_params(model_fn)
     if loss_reduction == tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS:
         loss_reduction = losses.AUTO
     return replicate(model_fn, devices=devices, loss_reduction=loss_reduction)
+
+
+def _with_params(model_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a model_fn be given params, as contrib's could be, though it has no use for them."""
+    signature = with_parameters(inspect.signature(model_fn), 'params')
+
+    @functools.wraps(model_fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        del arguments['params']
+        return model_fn(**arguments)
+
+    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    return wrapped
 
 
 class TowerOptimizer(tf.train.Optimizer):

@@ -114,9 +114,7 @@ class Copies:
             before = list(tensors)
             for tower in self.towers:
                 gate = after(tower, before) if after else None
-                # With names that are taken, an import may come to the same new name twice.
-                again = self._graph.unique_name(f'{tower.scope}/again') if outgrown else None
-                self._importer.add(request, tower, again or tower.scope, gate)
+                self._importer.add(request, tower, gate)
                 before = [tower.tensor(t) for t in tensors]
         for op, old in outgrown.items():
             for tower, own in zip(self.towers, old):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -30,8 +30,21 @@ class TowerCopy:
         self.replaced: dict[str, tf.Tensor] = {}  # by the name of tower 0's tensor
         self.ops: dict[str, tf.Operation] = {}  # by the name of tower 0's op
         self.functions = TowerFunctions(index)
+        self._taken: set[str] = set()  # names of copies, and of the scopes that they're in
         # Instead of handles, by the names of ops and of handles: see shadows.py.
         self.shadows: dict[str, dict[str, tf.Tensor]] = {}
+
+    def new_scope(self, graph: tf.Graph, names: Iterable[str]) -> str:
+        """Returns the scope for copies of ops: another one if names of theirs are taken.
+
+        An import renames such copies, and may come to the same new name twice.
+        """
+        names = [name.lower() for name in names]
+        taken = not self._taken.isdisjoint(names)
+        for name in names:
+            parts = name.split('/')
+            self._taken.update('/'.join(parts[:i]) for i in range(1, len(parts) + 1))
+        return graph.unique_name(f'{self.scope}/again') if taken else self.scope
 
     def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns this tower's tensor for tower 0's: a copy, or the same where it's shared."""
@@ -75,15 +88,12 @@ class Importer:
         self._library = library
         self._tokens: dict[str, tf.Tensor] = {}
 
-    def add(
-        self, request: Request, tower: TowerCopy, scope: str, gate: tf.Tensor | None = None
-    ) -> None:
+    def add(self, request: Request, tower: TowerCopy, gate: tf.Tensor | None = None) -> None:
         """Gives a tower copies of ops.
 
         Args:
           request: the ops.
           tower: the tower.
-          scope: the name scope that the copies live under.
           gate: what the gated ones wait for.
 
         Raises:
@@ -93,6 +103,7 @@ class Importer:
         graph_def.versions.CopyFrom(self._graph.graph_def_versions)
         input_map: dict[str, tf.Tensor] = {}
         op = None
+        scope = tower.new_scope(self._graph, request.ops)
         try:
             for op, node in zip(request.ops.values(), request.nodes):
                 graph_def.node.append(self._node(request, tower, op, node, gate, input_map))

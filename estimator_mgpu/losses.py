@@ -218,6 +218,8 @@ class _Walk:
             if op.name in seen or op.type not in ELEMENTWISE:
                 continue
             seen.add(op.name)
+            if op.type == 'Softmax' and self._rows.is_last_axis(op.inputs[0]):
+                divided, mixed = True, op.outputs[0]  # It adds up the rows of the shard.
             for value in op.inputs:
                 divisor = op.type in _QUOTIENTS and value is op.inputs[1]
                 if self._rows.has(value):

@@ -79,8 +79,13 @@ def replicate(
         )
     if loss_weight is not None:
         reduction = losses.UNITS
+    if loss_weight is not None and not callable(loss_weight):
+        raise TypeError(
+            f'loss_weight={loss_weight!r} is no function. It says of features and labels how many '
+            'units they have: loss_weight=lambda features, labels: tf.reduce_sum(labels["mask"]).'
+        )
     signature = inspect.signature(model_fn)
-    wider_signature = _with_parameters(signature, 'mode', 'config')
+    wider_signature = with_parameters(signature, 'mode', 'config')
 
     @functools.wraps(model_fn, updated=())
     def replicated(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +203,7 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     return False
 
 
-def _with_parameters(signature: inspect.Signature, *names: str) -> inspect.Signature:
+def with_parameters(signature: inspect.Signature, *names: str) -> inspect.Signature:
     """Adds parameters, for Estimator passes a model_fn just what it asks for."""
     parameters = list(signature.parameters.values())
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)

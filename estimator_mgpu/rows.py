@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import tensorflow.compat.v1 as tf
@@ -11,12 +12,21 @@ from estimator_mgpu import private
 # Ops through which a sum over rows stays one.
 LINEAR = frozenset(
     ['Identity', 'Add', 'AddV2', 'AddN', 'Sub', 'Neg', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims']
+    + ['Transpose']
 )
 # Ops whose output has rows just where an input has.
 ELEMENTWISE = LINEAR | frozenset(
     ['Mul', 'RealDiv', 'Div', 'DivNoNan', 'MulNoNan', 'Pack', 'ConcatV2', 'Abs', 'Square', 'Sqrt']
     + ['SquaredDifference', 'Exp', 'Log', 'Log1p', 'Pow', 'Maximum', 'Minimum', 'StopGradient']
     + ['Select', 'SelectV2', 'CheckNumerics', 'Reciprocal', 'Rsqrt', 'Relu', 'Softplus', 'Softmax']
+)
+# Sums of what goes to one place; the third input says how many places there are.
+_SEGMENT_SUMS = frozenset(['UnsortedSegmentSum', 'ScatterNd'])
+_COUNTS = frozenset(['Bincount', 'DenseBincount'])
+# Ops that make a tensor of a shape that is their first, or their second, input.
+_MAKES = re.compile(
+    r'(Fill|Random(?:StandardNormal|Uniform|UniformInt)|TruncatedNormal|Stateless(?:Random|Trunc).*)'
+    r'|(BroadcastTo|StatefulStandardNormalV2|StatefulUniform)'
 )
 # Their outputs but the first are statistics of the batch.
 BATCH_NORMS = frozenset(['FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3'])
@@ -51,7 +61,7 @@ class Rows:
                 for op in tensor.consumers():
                     if op.name in dependents or op.type in _FLOW:
                         waiting += self._follow(op, tensor)
-            waiting = self._arrays_of_rows(graph)
+            waiting = self._arrays_of_rows(graph) + self._made_for_rows(graph)
 
     def has(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor has an entry, or several, for each row."""
@@ -60,6 +70,10 @@ class Rows:
     def axis(self, tensor: tf.Tensor) -> int | None:
         """Which dimension holds the rows, if any does."""
         return self._axes.get(tensor.name)
+
+    def is_last_axis(self, tensor: tf.Tensor) -> bool:
+        """Whether the rows of a tensor are along its last dimension."""
+        return tensor.shape.rank is not None and self.axis(tensor) == tensor.shape.rank - 1
 
     def may_have(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor has a dimension that, to go by its size, may hold rows."""
@@ -75,7 +89,7 @@ class Rows:
             seen.add(op.name)
             if op.type == 'Mean' and self.has(op.inputs[0]) or self.sums(op):
                 found.append(op)
-            elif op.type in ELEMENTWISE:
+            elif op.type in ELEMENTWISE or op.type == 'Sum':  # tf.losses sum up a sum.
                 waiting += [t.op for t in self.dependent_inputs(op)]
         return found
 
@@ -112,6 +126,26 @@ class Rows:
         new = [flow for flow in flows if flow.name not in self._axes]
         self._axes.update((flow.name, 0) for flow in new)
         return new
+
+    def _made_for_rows(self, graph: tf.Graph) -> list[tf.Tensor]:
+        """Finds tensors made with an entry a row, such as noise, that depend on it by size only."""
+        found = []
+        for op in graph.get_operations():
+            made = _MAKES.match(op.type)
+            if made and op.name in self.dependents and op.outputs[0].name not in self._axes:
+                axis = self._axis_of_shape(op.inputs[0 if made[1] else 1].op)
+                if axis is not None:
+                    self._axes[op.outputs[0].name] = axis
+                    found.append(op.outputs[0])
+        return found
+
+    def _axis_of_shape(self, shape: tf.Operation) -> int | None:
+        """Which entry of a shape is the number of rows."""
+        if shape.type == 'Shape':
+            return self.axis(shape.inputs[0])
+        if shape.type != 'Pack':
+            return None
+        return next((i for i, size in enumerate(shape.inputs) if self._is_row_count(size)), None)
 
     def _is_row_count(self, size: tf.Tensor) -> bool:
         op = size.op
@@ -159,7 +193,9 @@ class Rows:
         """Whether a product of matrices, or a sum of segments, sums over an input's rows."""
         if _is_product(op, given):
             return self._product_axis(op, given) is None
-        if op.type == 'UnsortedSegmentSum' and self._axes[given.name] == 0:
+        if op.type in _COUNTS and self._axes[given.name] == 0 and op.inputs[0].shape.rank == 1:
+            return True
+        if op.type in _SEGMENT_SUMS and self._axes[given.name] == 0:
             sizes = op.outputs[0].shape.as_list() if op.outputs[0].shape.rank else [None]
             return op.inputs[2].op.name not in self.dependents and not self._may_hold(sizes[0])
         return False
@@ -170,7 +206,7 @@ class Rows:
         first = given.name == op.inputs[0].name
         if op.type == 'Einsum':
             terms, _, output = op.get_attr('equation').decode().partition('->')
-            label = terms.split(',')[not first][axis]
+            label = terms.split(',')[[t.name for t in op.inputs].index(given.name)][axis]
             return output.index(label) if label in output else None
         if axis < rank - 2:
             return axis + op.outputs[0].shape.rank - rank
@@ -197,5 +233,5 @@ def _is_product(op: tf.Operation, given: tf.Tensor) -> bool:
     if given.shape.rank is None or op.outputs[0].shape.rank is None:
         return False
     if op.type == 'Einsum':
-        return len(op.inputs) == 2 and b'.' not in op.get_attr('equation')
+        return b'.' not in op.get_attr('equation')
     return op.type in ('MatMul', 'BatchMatMulV2', 'BatchMatMulV3')

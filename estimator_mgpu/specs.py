@@ -42,15 +42,16 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
     towers.fill_stubs()
     if spec.mode == compat.estimator.ModeKeys.TRAIN:
         _check_reduced(towers)
-        writes.of_whole_batch(spec.train_op, towers)
+        writes.of_whole_batch([spec.train_op, spec.loss], towers)
         return spec._replace(loss=towers.whole(spec.loss))
+    forward = flat_tensors([spec.loss, spec.predictions])
+    writes.of_whole_batch(forward, towers)
     rows = _Rows(towers, shards)
     if spec.mode == compat.estimator.ModeKeys.PREDICT:
         return spec._replace(predictions=rows.join(spec.predictions))
     # What the forward pass does comes first, so that it doesn't wait where metrics do.
     loss = towers.whole(spec.loss)
     predictions = rows.join(spec.predictions, batch_values=True)
-    forward = flat_tensors([spec.loss, spec.predictions])
     counts = None if shards.static_rows else shards.rows
     return spec._replace(
         loss=loss,
@@ -130,7 +131,7 @@ class _Rows:
         return bool(self._shards.static_rows) and rows not in (None, self._shards.static_rows)
 
     def _of_batch(self, value: tf.Tensor) -> tf.Tensor:
-        return self._towers.whole(value) if value.shape.rank == 0 else value
+        return self._towers.whole(value)
 
     def _checked(self, name: str, value: tf.Tensor) -> tf.Tensor:
         """Returns a prediction of tower 0 that fails where its rows aren't the shard's."""

@@ -181,7 +181,9 @@ class Towers:
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             counts = [tf.cast(count, tf.int64) for count in self.weights[losses.SUM]]
             parts = [v[: tf.shape(v, out_type=tf.int64)[0] * n] for v, n in zip(copies, counts)]
+            # Of unknown size, for it takes the place of one shard's.
             joined = tf.concat(parts, 0)
+            joined = tf.placeholder_with_default(joined, [None, *joined.shape[1:]])
         self.copies.share([joined])
         return joined
 

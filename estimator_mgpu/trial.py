@@ -58,7 +58,8 @@ class Trial:
         with tf.Graph().as_default(), tempfile.TemporaryDirectory() as directory:
             tf.set_random_seed(1)
             estimator = self._estimator(model_fn, directory)
-            *self._batch, hooks = compat.features_and_labels(estimator, input_fn, mode)
+            *batch, hooks = compat.features_and_labels(estimator, input_fn, mode)
+            self._batch = tf.nest.map_structure(_as_tensor, batch)
             flat = flat_tensors(self._batch)
             self._types = [(t.dtype, t.shape) for t in flat]
             self._batches: list[tuple] = []
@@ -123,6 +124,10 @@ class Trial:
         updates = [update for _, update in metrics.values()]
         results = {f'metric {name}': value for name, (value, _) in metrics.items()}
         return {'loss': spec.loss, **named}, updates, results
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return tf.constant(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 class _Begin(tf.train.SessionRunHook):

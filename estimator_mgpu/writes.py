@@ -10,7 +10,7 @@ variance.
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 from absl import logging
@@ -27,22 +27,22 @@ _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv'])
 _SCATTER = re.compile('Scatter|LookupTableInsert')
 
 
-def of_whole_batch(train_op: Any, towers: Towers) -> None:
+def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) -> None:
     """Gives what is written, or done with reduced gradients, the whole batch's values.
 
     Args:
-      train_op: tower 0's, an operation or a tensor.
+      results: what tower 0 is run for: a train_op, a loss, predictions.
       towers: the towers.
     """
-    train_op = train_op if isinstance(train_op, tf.Operation) else train_op.op
+    results = [getattr(result, 'op', result) for result in results]
     variables = [*tf.global_variables(), *tf.local_variables()]
     # Initial values may be statistics of the batch that a session starts with.
     initializers = [v.initializer for v in variables if isinstance(v.initializer, tf.Operation)]
     rows = towers.rows()
     after = towers.copies.dependents(towers.reduced)
     wholes: dict[str, tf.Tensor | None] = {}
-    for op in _ancestors([train_op, *initializers], towers):
-        write = towers.copies.writes(op)
+    for op in _ancestors([*results, *initializers], towers):
+        write = towers.copies.writes_for_all(op)
         if not write and op.name not in after:
             continue
         for i, value in enumerate(op.inputs):
@@ -110,14 +110,15 @@ def _warn(user: tf.Operation, value: tf.Tensor, how: str) -> None:
 
 
 def _ancestors(waiting: list[tf.Operation], towers: Towers) -> list[tf.Operation]:
-    """Lists what ops depend on, themselves included, up to what stands for the whole batch."""
-    found, seen = [], set()
+    """Lists what tower 0's ops depend on, themselves included, the forward pass too."""
+    found, seen = [], towers.copies.names()
     while waiting:
         op = waiting.pop()
-        if op.name in seen or towers.copies.is_boundary(op):
+        if op.name in seen:
             continue
         seen.add(op.name)
-        found.append(op)
+        if not towers.copies.is_boundary(op):
+            found.append(op)
         waiting += [t.op for t in op.inputs]
         waiting += op.control_inputs
     return found

@@ -181,6 +181,15 @@ def test_sum_of_means_is_what_was_asked_for():
     assert run.values['w'] == 1.0 - 9.0
 
 
+@pytest.mark.parametrize('towers', [1, 2], ids='towers={}'.format)
+def test_params_that_a_model_fn_has_no_use_for(towers, tmp_path):
+    model_fn = on_cpus(with_loss(square), towers)
+    estimator = tf.estimator.Estimator(
+        model_fn, str(tmp_path), run_config(towers), params={'rate': 0.05}
+    )
+    estimator.train(input_fn, steps=1)
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="loss_reduction='none' is not known"):
         replicate_model_fn(with_loss(square), loss_reduction=REDUCTION.NONE)

@@ -240,6 +240,25 @@ def test_metrics_of_batches(metric, sizes):
     np.testing.assert_allclose(ours.metrics['metric'], one.metrics['metric'], rtol=1e-5)
 
 
+READS = {
+    'variable': lambda v: v,
+    'value': lambda v: v.value(),
+    'read_value': lambda v: v.read_value(),
+}
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize('read', READS.values(), ids=READS.keys())
+def test_largest_so_far(read, sizes, behavior):
+    def largest(x, y):
+        kept = variable('largest', [])
+        return tf.identity(kept), kept.assign(tf.maximum(read(kept), tf.reduce_max(x)))
+
+    one = evaluate(model_of(metric=largest), batches(*sizes), 0, static=False)
+    ours = evaluate(model_of(metric=largest), batches(*sizes), 4, static=False)
+    assert ours.metrics['metric'] == one.metrics['metric'] > 0
+
+
 @pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
 def test_updates_that_metrics_share_run_once(sizes):
     def model_fn(features, labels, mode):

@@ -7,7 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import private
+from estimator_mgpu import private, verification
 from models import adam, floats, of_all_modes, predict, spec_of, step
 
 FEATURES, LABELS = floats(40, 3), floats(40, 1, seed=1) + 2
@@ -156,6 +156,56 @@ def test_every_call_and_kind_of_gradient():
         'update of unused',
     ]
     assert len(begun) == 2
+
+
+@pytest.mark.parametrize('start', [np.inf, 1e9, 100.0])
+def test_large_first_values_hide_nothing(start):
+    """How far a variable moved would be the same to rounding."""
+
+    def model_fn(features, labels, mode):
+        errors = tf.square(predict(features) - labels)
+        loss = tf.reduce_mean(errors)
+        best = tf.get_variable(
+            'best', [], initializer=tf.constant_initializer(start), trainable=False
+        )
+        update = best.assign(tf.minimum(best, tf.reduce_max(errors)))
+        return spec_of(mode, loss, adam(loss), update)
+
+    result = estimator_mgpu.verify(model_fn, input_fn)
+    assert failed(result) == {('train', 'update of best')}
+
+
+@pytest.mark.parametrize('dtype', [tf.float16, tf.bfloat16, tf.float64], ids=lambda t: t.name)
+def test_rounding_of_other_types(dtype):
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [3, 1], dtype, tf.ones_initializer())
+        output = tf.matmul(tf.cast(features, dtype), w)
+        loss = tf.reduce_mean(tf.square(output - tf.cast(labels, dtype)))
+        train_op = tf.train.GradientDescentOptimizer(0.01).minimize(loss, step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, predictions=output)
+
+    assert estimator_mgpu.verify(model_fn, input_fn, devices=3).exact
+
+
+def test_values_that_are_no_numbers_are_compared():
+    two = [np.array([1.0, np.nan, -np.inf]), np.array([1.0 + 1e-6, np.nan, -np.inf])]
+    same = verification._difference('train', 'loss', two[1], two[0], 0.0, 1e-4)
+    assert same.exact and same.relative == pytest.approx(1e-6, rel=1e-3)
+    other = np.array([1.0, 2.0, -np.inf])
+    assert not verification._difference('train', 'loss', other, two[0], 0.0, 1e-4).exact
+
+
+def test_an_input_fn_of_arrays():
+    result = estimator_mgpu.verify(of_all_modes(predict), lambda: (FEATURES[:6], LABELS[:6]))
+    assert result.exact
+
+
+def test_no_cause_is_said_to_be_none():
+    def shifted(features):
+        return tf.layers.dense(tf.roll(features, 1, 0), 1)
+
+    result = estimator_mgpu.verify(of_all_modes(shifted), input_fn)
+    assert not result.exact and 'No cause was found' in result.causes[0]
 
 
 def test_an_error_on_several_devices_is_a_difference():

@@ -4,7 +4,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from models import batches, predict, spec_of, step
-from towers import compare, train
+from towers import compare, compare_modes, train
 
 
 def square(features, labels):
@@ -107,12 +107,17 @@ def centre_loss(features, labels, mode):
 
 def codebook(features, labels, mode):
     """Moving averages of how many rows each class has, and of their sum (VQ-VAE)."""
-    one_hot = tf.one_hot(tf.cast(labels[:, 0] > 0, tf.int32), 4)
+    classes = tf.cast(labels[:, 0] > 0, tf.int32)
+    one_hot = tf.one_hot(classes, 4)
     sums = tf.matmul(one_hot, features, transpose_a=True)
     same_sums = tf.einsum('bi,bj->ij', one_hot, features)
     segments = tf.math.unsorted_segment_sum(features, tf.argmax(one_hot, 1), 5)
     updates = []
-    for i, value in enumerate([tf.reduce_sum(one_hot, 0), sums, same_sums, segments]):
+    counts = [tf.reduce_sum(one_hot, 0), tf.einsum('ij->j', one_hot)]
+    bins = tf.math.bincount(classes, minlength=7, maxlength=7)
+    counts.append(tf.reshape(tf.cast(bins, tf.float32), [7]))
+    counts.append(tf.math.confusion_matrix(classes, classes, 7, dtype=tf.float32))
+    for i, value in enumerate([*counts, sums, same_sums, segments]):
         average = tf.get_variable(
             f'average_{i}', value.shape, initializer=tf.zeros_initializer(), trainable=False
         )
@@ -131,8 +136,48 @@ def first_values(features, labels, mode):
 @pytest.mark.parametrize('rows', [12, 7, 2], ids='rows={}'.format)
 @pytest.mark.parametrize('model_fn', [centre_loss, codebook], ids=lambda f: f.__name__)
 def test_what_is_written_is_of_all_rows(model_fn, rows, behavior, caplog):
-    compare(model_fn, batches(rows, steps=4), 3, static=rows != 12)
+    compare(model_fn, batches(rows, steps=4), 3)
     assert 'happens once a step' not in caplog.text
+
+
+def running_mean_used(features, labels, mode):
+    """The write is part of the forward pass; the train_op doesn't name it."""
+    mean = tf.get_variable('mean', [3], initializer=tf.zeros_initializer(), trainable=False)
+    update = tf.assign_add(mean, 0.1 * (tf.reduce_mean(features, 0) - mean))
+    with tf.control_dependencies([update]):
+        centred = features - mean.read_value()
+    output = predict(centred)
+    if mode == tf.estimator.ModeKeys.PREDICT:
+        return tf.estimator.EstimatorSpec(mode, predictions=output)
+    loss = tf.reduce_mean(tf.square(output - labels))
+    if mode == tf.estimator.ModeKeys.TRAIN:
+        return spec_of(mode, loss, sgd(loss))
+    seen = tf.get_local_variable('seen', [], initializer=tf.zeros_initializer())
+    with tf.control_dependencies([tf.assign_add(seen, tf.cast(tf.shape(output)[0], tf.float32))]):
+        loss = tf.identity(loss)
+    metrics = {'mean': tf.metrics.mean(output), 'seen': (seen.read_value(), tf.no_op())}
+    predictions = {'output': output, 'means': tf.reduce_mean(output, 0)}
+    return tf.estimator.EstimatorSpec(
+        mode, loss=loss, eval_metric_ops=metrics, predictions=predictions
+    )
+
+
+@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
+def test_writes_in_the_forward_pass(towers, behavior, caplog):
+    compare_modes(running_mean_used, batches, towers)
+    assert 'happens once a step' not in caplog.text
+
+
+def test_writes_in_a_branch_of_the_forward_pass_are_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        mean = tf.get_variable('mean', [3], initializer=tf.zeros_initializer(), trainable=False)
+        own = tf.reduce_mean(features, 0)
+        used = tf.cond(tf.equal(step(), 0), lambda: tf.assign(mean, own), lambda: mean * 1.0)
+        loss = tf.reduce_mean(square(features - used, labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    train(model_fn, batches(steps=1), 2)
+    assert 'of the first shard only' in caplog.text
 
 
 @pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])

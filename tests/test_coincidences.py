@@ -1,0 +1,92 @@
+"""Sizes and names that happen to be those of something else don't mislead."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import batches, floats, predict, spec_of, step
+from towers import compare
+
+ROWS = 12
+
+
+def model_of(loss_of):
+    def model_fn(features, labels, mode):
+        loss = loss_of(features, labels)
+        train_op = tf.train.MomentumOptimizer(0.05, 0.9).minimize(loss, step())
+        return spec_of(mode, loss, train_op)
+
+    return model_fn
+
+
+LOSSES = [
+    tf.losses.mean_squared_error,
+    tf.losses.absolute_difference,
+    tf.losses.sigmoid_cross_entropy,
+    tf.losses.huber_loss,
+    tf.losses.log_loss,
+]
+
+
+@pytest.mark.parametrize('width', [2, 3, 4, 6], ids='width={}'.format)
+@pytest.mark.parametrize('towers', [2, 3, 4], ids='towers={}'.format)
+@pytest.mark.parametrize('loss', LOSSES, ids=lambda f: f.__name__)
+def test_outputs_as_wide_as_there_are_towers_or_rows(loss, towers, width):
+    """The number of entries of a shard is then a number of rows of the batch, or of something."""
+
+    def loss_of(features, labels):
+        output = tf.layers.dense(features, width)
+        if loss is tf.losses.log_loss:
+            output = tf.sigmoid(output)
+        return loss(labels, output)
+
+    targets = [np.random.RandomState(i).rand(ROWS, width).astype('f') for i in range(4)]
+    data = [(x, y) for (x, _), y in zip(batches(), targets)]
+    compare(model_of(loss_of), data, towers)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('towers', [2, 3], ids='towers={}'.format)
+def test_real_and_generated_rows_in_one(towers, static):
+    def loss_of(features, labels):
+        rows = tf.concat([features, tf.layers.dense(features, 3)], 0)
+        zeros = tf.zeros([tf.shape(features)[0], 1])
+        real = tf.concat([tf.ones_like(features[:, :1]), zeros], 0)
+        return tf.losses.sigmoid_cross_entropy(real, tf.layers.dense(rows, 1))
+
+    compare(model_of(loss_of), batches(), towers, static=static)
+
+
+def by_class(features, labels):
+    """Sums over the rows of each class by how many there are."""
+    one_hot = tf.one_hot(tf.cast(labels[:, 0] > 2, tf.int32), 2)
+    losses = tf.square(predict(features) - labels)
+    return tf.reduce_mean(tf.reduce_sum(losses * one_hot, 0) / (tf.reduce_sum(one_hot, 0) + 1))
+
+
+def of_generated(features, labels):
+    """Rows that depend on the batch by its size alone, as noise does."""
+    noise = tf.fill([tf.shape(features)[0], 4], 0.5)
+    output = tf.layers.dense(tf.layers.dense(noise, 3), 1)
+    return tf.reduce_sum(tf.nn.softplus(output)) / tf.cast(tf.shape(output)[0], tf.float32)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('towers', [2, 3, 4], ids='towers={}'.format)
+@pytest.mark.parametrize('loss_of', [by_class, of_generated], ids=lambda f: f.__name__)
+def test_sums_by_sizes(loss_of, towers, static, behavior, caplog):
+    data = [(x, y + 2) for x, y in batches()]
+    compare(model_of(loss_of), data, towers, static=static)
+    assert 'cannot be told' not in caplog.text
+
+
+def test_weights_of_a_softmax_over_the_rows_are_doubted(caplog):
+    """Each shard's add up to 1, and so would be taken for a share of the batch's."""
+
+    def loss_of(features, labels):
+        weights = tf.nn.softmax(tf.layers.dense(features, 1), 0)
+        return tf.reduce_sum(weights * tf.square(predict(features) - labels))
+
+    with pytest.raises(AssertionError):
+        compare(model_of(loss_of), [(floats(ROWS, 3), floats(ROWS, 1))], 2)
+    assert 'not quite the mean over the batch' in caplog.text
