@@ -44,20 +44,19 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
         _check_reduced(towers)
         writes.of_whole_batch([spec.train_op, spec.loss], towers)
         return spec._replace(loss=towers.whole(spec.loss))
-    forward = flat_tensors([spec.loss, spec.predictions])
-    writes.of_whole_batch(forward, towers)
     rows = _Rows(towers, shards)
+    forward = flat_tensors([spec.loss, spec.predictions])
     if spec.mode == compat.estimator.ModeKeys.PREDICT:
-        return spec._replace(predictions=rows.join(spec.predictions))
-    # What the forward pass does comes first, so that it doesn't wait where metrics do.
-    loss = towers.whole(spec.loss)
-    predictions = rows.join(spec.predictions, batch_values=True)
-    counts = None if shards.static_rows else shards.rows
-    return spec._replace(
-        loss=loss,
-        predictions=predictions,
-        eval_metric_ops=metrics.merge(spec.eval_metric_ops, towers, counts, forward),
-    )
+        spec = spec._replace(predictions=rows.join(spec.predictions))
+    else:
+        # What the forward pass does comes first, so that it doesn't wait where metrics do.
+        loss = towers.whole(spec.loss)
+        predictions = rows.join(spec.predictions, batch_values=True)
+        counts = None if shards.static_rows else shards.rows
+        metric_ops = metrics.merge(spec.eval_metric_ops, towers, counts, forward)
+        spec = spec._replace(loss=loss, predictions=predictions, eval_metric_ops=metric_ops)
+    writes.of_whole_batch(forward, towers)
+    return spec
 
 
 def _check_reduced(towers: Towers) -> None:

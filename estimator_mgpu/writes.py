@@ -92,7 +92,7 @@ def _whole(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
     """Returns the whole batch's value, or the towers' average; None for rows in any number."""
     scalar = value.shape.num_elements() == 1
     has_rows = not scalar and rows.has(value)
-    if has_rows and not value.shape.is_fully_defined():
+    if has_rows and (sharing.calls_function(user) or not value.shape.is_fully_defined()):
         _warn(user, value, _FIRST_ONLY)
         return None
     parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
