@@ -54,13 +54,15 @@ def replicate_model_fn(
 
 def _with_params(model_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a model_fn be given params, as contrib's could be, though it has no use for them."""
-    signature = with_parameters(inspect.signature(model_fn), 'params')
+    own = inspect.signature(model_fn)
+    signature = with_parameters(own, 'params')
 
     @functools.wraps(model_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        del arguments['params']
-        return model_fn(**arguments)
+        arguments.pop('params', None)
+        bound = inspect.BoundArguments(own, arguments)
+        return model_fn(*bound.args, **bound.kwargs)
 
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
     return wrapped
