@@ -68,6 +68,8 @@ for _method in (
 
 def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
     """Returns the tensor's value if the graph alone determines it, else None."""
+    if tensor.dtype in (tf.resource, tf.variant):
+        return None  # TensorFlow makes no array of these, and says so by an error.
     return _tensor_util.try_evaluate_constant(tensor)
 
 
