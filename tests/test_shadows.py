@@ -8,7 +8,8 @@ from towers import compare_modes
 
 
 def dense(x, units=1):
-    return tf.layers.dense(x, units)
+    """With a bias that stays away from 0, where rounding would be all there is of it."""
+    return tf.layers.dense(x, units, bias_initializer=tf.ones_initializer())
 
 
 def square(name='w'):

@@ -203,7 +203,9 @@ def rates_for_variables(loss):
 def groups_of_variables(loss):
     """One gradients call, an optimizer and a rate for each group."""
     variables = tf.trainable_variables()
-    grads = dict(zip([v.op.name for v in variables], tf.gradients(loss, variables)))
+    # Without tf.tuple, TensorFlow 1's variables may change before all gradients are there.
+    gradients = tf.tuple(tf.gradients(loss, variables))
+    grads = dict(zip([v.op.name for v in variables], gradients))
     applied = [
         optimizer.apply_gradients([(grads[v.op.name], v) for v in variables if name in v.op.name])
         for name, optimizer in (('/w', adam()), ('/b', momentum()), ('/v', adam()))
