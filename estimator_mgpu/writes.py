@@ -49,7 +49,8 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
             if sharing.is_handle(value) or value.op.name in after:
                 continue
             if value.op.name not in rows.dependents:
-                if sharing.is_write(op) or (op.type in _QUOTIENTS and i == 1):
+                counts = sharing.is_write(op) and op not in initializers
+                if counts or (op.type in _QUOTIENTS and i == 1):
                     _check_static_rows(op, i, rows, towers)
                 continue
             if private.in_loop(op) or towers.copies.has_copies(op):

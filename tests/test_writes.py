@@ -133,6 +133,18 @@ def first_values(features, labels, mode):
     return spec_of(mode, loss, sgd(loss))
 
 
+def test_initial_values_like_the_rows_of_a_shard_stay(caplog):
+    def model_fn(features, labels, mode):
+        start = tf.get_variable('start', initializer=lambda: tf.cast(4, tf.float32))
+        tf.get_variable('other', [], initializer=tf.constant_initializer(4.0))
+        loss = tf.reduce_mean(square(features * start, labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    run = train(model_fn, batches(12, steps=1), 3, steps=0)
+    assert run.values['start'] == run.values['other'] == 4.0
+    assert 'with the constant' not in caplog.text
+
+
 @pytest.mark.parametrize('rows', [12, 7, 2], ids='rows={}'.format)
 @pytest.mark.parametrize('model_fn', [centre_loss, codebook], ids=lambda f: f.__name__)
 def test_what_is_written_is_of_all_rows(model_fn, rows, behavior, caplog):
