@@ -3,7 +3,7 @@
 import pytest
 import tensorflow.compat.v1 as tf
 
-from models import away_from_0, of_all_modes
+from models import away_from_0, of_all_modes, ten_rows
 from towers import compare_modes
 
 
@@ -95,10 +95,6 @@ MODELS = [
 @pytest.mark.parametrize('model_fn', map(of_all_modes, MODELS), ids=lambda f: f.__name__)
 def test_as_on_one_device(model_fn, towers, behavior):
     compare_modes(model_fn, away_from_0, towers)
-
-
-def ten_rows():
-    return [(x[:10], y[:10]) for x, y in away_from_0()]
 
 
 UNEVEN = [of_all_modes(f) for f in (map_to_several, tensor_arrays)]

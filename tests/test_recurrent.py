@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from models import away_from_0, floats, of_all_modes, step
+from models import away_from_0, floats, of_all_modes, step, ten_rows
 from towers import assert_close, compare_modes, evaluate
 
 TIMES = 4
@@ -149,10 +149,6 @@ CLIPPED = [of_all_modes(forward, clipped) for forward in (bidirectional, attenti
 @pytest.mark.parametrize('model_fn', CLIPPED, ids=lambda f: f.__name__)
 def test_clipped_by_global_norm(model_fn, behavior):
     compare_modes(model_fn, away_from_0, 4)
-
-
-def ten_rows():
-    return [(x[:10], y[:10]) for x, y in away_from_0()]
 
 
 @pytest.mark.parametrize('model_fn', [of_all_modes(raw_rnn)], ids=lambda f: f.__name__)
