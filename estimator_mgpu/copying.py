@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private, shadows, sharing
 from estimator_mgpu.functions import Library
+from estimator_mgpu.gates import Gates
 from estimator_mgpu.importing import Importer, Request, TowerCopy, absolute_scope
 from estimator_mgpu.updates import Updates
 
@@ -37,6 +38,7 @@ class Copies:
         self._boundary: set[str] = set()
         self._own: set[str] = set()
         self._gated: set[str] = set()
+        self._gates = Gates(graph)
         self._library = Library(graph)
         self._importer = Importer(graph, device, self._library)
         # What TensorFlow may change after it was copied, as it was then.
@@ -101,9 +103,11 @@ class Copies:
           after: after(tower, tensors of the tower before) -> what those of a tower's ops wait for
             that `let_write` was called for.
         """
+        self._gates.look()
         outgrown = self._take_outgrown()
         late = dict(self._late_control_inputs())
-        waiting = [t.op for t in tensors if not self._is_replaced(t)]
+        sources = map(self._past_gates, tensors)
+        waiting = [t.op for t in sources if not self._is_replaced(t)]
         waiting += [*outgrown, *(c for added in late.values() for c in added)]
         needed = self._not_copied(waiting)
         if needed:
@@ -182,6 +186,21 @@ class Copies:
         """Whether an op writes once, rather than on each tower."""
         return op.name not in self._own and self.writes(op)
 
+    def _past_gates(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns what a tensor is without gates, which towers are told to do without."""
+        while not self._has_own(tensor) and self._gates.can_go(tensor.op):
+            [source] = tensor.op.inputs
+            for tower in self.towers:
+                tower.passed[tensor.name] = source
+            tensor = source
+        return tensor
+
+    def _has_own(self, tensor: tf.Tensor) -> bool:
+        """Whether it's settled what towers have for a tensor."""
+        name = tensor.op.name
+        settled = name in self._gated or name in self.towers[0].ops or self.is_shared(tensor.op)
+        return settled or self._is_replaced(tensor)
+
     def _is_replaced(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self.towers[0].replaced
 
@@ -199,7 +218,7 @@ class Copies:
             if self.is_shared(op):
                 continue
             needed[op.name] = op
-            for tensor in op.inputs:
+            for tensor in map(self._past_gates, op.inputs):
                 if not self._is_replaced(tensor):
                     self._check_can_be_had(tensor, op)
                     waiting.append(tensor.op)

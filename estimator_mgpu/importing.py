@@ -29,6 +29,7 @@ class TowerCopy:
         self.device = device
         self.replaced: dict[str, tf.Tensor] = {}  # by the name of tower 0's tensor
         self.ops: dict[str, tf.Operation] = {}  # by the name of tower 0's op
+        self.passed: dict[str, tf.Tensor] = {}  # what gates hand on, by their outputs' names
         self.functions = TowerFunctions(index)
         self._taken: set[str] = set()  # names of copies, and of the scopes that they're in
         # Instead of handles, by the names of ops and of handles: see shadows.py.
@@ -46,8 +47,15 @@ class TowerCopy:
             self._taken.update('/'.join(parts[:i]) for i in range(1, len(parts) + 1))
         return graph.unique_name(f'{self.scope}/again') if taken else self.scope
 
+    def past_gates(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Returns what a tensor of tower 0 is without the gates that this tower does without."""
+        while tensor.name in self.passed:
+            tensor = self.passed[tensor.name]
+        return tensor
+
     def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns this tower's tensor for tower 0's: a copy, or the same where it's shared."""
+        tensor = self.past_gates(tensor)
         if tensor.name in self.replaced:
             return self.replaced[tensor.name]
         if tensor.op.name in self.ops:
@@ -86,7 +94,7 @@ class Importer:
         self._graph = graph
         self._device = spec_of(device)
         self._library = library
-        self._tokens: dict[str, tf.Tensor] = {}
+        self._tokens: dict[frozenset[str], tf.Tensor] = {}
 
     def add(self, request: Request, tower: TowerCopy, gate: tf.Tensor | None = None) -> None:
         """Gives a tower copies of ops.
@@ -138,46 +146,51 @@ class Importer:
         del node.input[:]
         shadowed = tower.shadows.get(op.name, {})
         for tensor in op.inputs:
-            tensor = shadowed.get(tensor.name, tensor)
+            tensor = tower.past_gates(shadowed.get(tensor.name, tensor))
             node.input.append(tensor.name)
             own = tower.tensor(tensor)
             if own is not tensor or tensor.op.name not in request.ops:
                 input_map[tensor.name] = own
+        outside = []
         for control in request.controls[op.name]:
-            own = self._control(tower, control, request.ops)
-            if own is not None:
+            if control.name in request.ops:
                 node.input.append(f'^{control.name}')
-                if control.name not in request.ops:
-                    input_map[f'^{control.name}'] = own
+            else:
+                outside += self._outside(tower, control)
+        if outside:
+            token = self._token(outside)
+            node.input.append(f'^{token.op.name}')
+            input_map[f'^{token.op.name}'] = token
         if gate is not None and op.name in request.gated:
             node.input.append(f'^{gate.op.name}')
             input_map[f'^{gate.op.name}'] = gate
         self._adapt(tower, op, node, request.ops, bool(shadowed) or op.name in request.writing)
         return node
 
-    def _control(
-        self, tower: TowerCopy, control: tf.Operation, needed: dict[str, tf.Operation]
-    ) -> Any:
+    def _outside(self, tower: TowerCopy, control: tf.Operation) -> list[tf.Operation]:
         """Returns what a copy waits for where tower 0's op waits for `control`, if anything."""
-        if control.name in needed:
-            return control
         if control.name in tower.ops:
-            return self._token(tower.ops[control.name])
+            return [tower.ops[control.name]]
         for tensor in control.outputs:
             if tensor.name in tower.replaced:
-                return tower.replaced[tensor.name]
+                return [tower.replaced[tensor.name].op]
         # An edge can't lead from inside one loop to another; a loop's copy is another.
-        return None if private.in_control_flow(control) else self._token(control)
+        return [] if private.in_control_flow(control) else [control]
 
-    def _token(self, op: tf.Operation) -> tf.Tensor:
-        """Returns a tensor that is there once `op` has run: an edge is remapped to a tensor."""
-        if op.outputs:
-            return op.outputs[0]
-        if op.name not in self._tokens:
-            with absolute_scope(self._graph, 'replicate'), tf.device(op.device):
-                with tf.control_dependencies([op]):
-                    self._tokens[op.name] = tf.constant(0, name='done')
-        return self._tokens[op.name]
+    def _token(self, ops: list[tf.Operation]) -> tf.Tensor:
+        """Returns a tensor that is there once all of `ops` have run.
+
+        An edge is remapped to a tensor. And one edge will do where gradients wait for all updates
+        of a model's moving averages.
+        """
+        if len(ops) == 1 and ops[0].outputs:
+            return ops[0].outputs[0]
+        key = frozenset(op.name for op in ops)
+        if key not in self._tokens:
+            with absolute_scope(self._graph, 'replicate'), tf.device(ops[0].device):
+                with tf.control_dependencies(ops):
+                    self._tokens[key] = tf.constant(0, name='done')
+        return self._tokens[key]
 
     def _goes_along(self, other: tf.Operation | None, stays: bool) -> bool:
         """Whether an op's copy goes where that of `other` does, with which it's colocated."""

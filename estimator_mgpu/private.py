@@ -57,6 +57,7 @@ for _method in (
     '_add_control_inputs',
     '_control_outputs',
     '_get_control_flow_context',
+    '_set_device',
     '_update_input',
 ):
     if not hasattr(_ops.Operation, _method):
@@ -91,6 +92,11 @@ def followers(op: tf.Operation) -> list[tf.Operation]:
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Gives an op that exists already another input."""
     op._update_input(index, tensor)
+
+
+def set_device(op: tf.Operation, device: str) -> None:
+    """Puts an op that exists already on another device."""
+    op._set_device(device)
 
 
 def in_control_flow(op: tf.Operation) -> bool:

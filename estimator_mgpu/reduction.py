@@ -35,6 +35,7 @@ def reduced_gradients(
       One dense tensor, `IndexedSlices` or None for each of `xs`.
     """
     _check_first_order(towers, ys)
+    towers.placement.settle(towers.graph)
     ys, grad_ys = _as_scalars(towers, ys, grad_ys)
     wholes, stubs, terms, seeds = _seeds(towers, ys, grad_ys)
     once, grads = [None] * len(xs), [None] * len(xs)
@@ -90,11 +91,10 @@ def _seeds(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple:
         stubs = {name: towers.stub(term) for name, term in terms.items()}
         wholes = [towers.tail(y, part, stubs) for y, part in zip(ys, parts)]
         found = dict(zip(stubs, tf.gradients(wholes, list(stubs.values()), grad_ys)))
-        shared = {name: seed for name, seed in found.items() if seed is not None}
-        towers.copies.share(shared.values())
         seeds = {
-            name: seed * towers.weight(terms[name].kind, 0, seed.dtype)
-            for name, seed in shared.items()
+            name: towers.seed(terms[name], gradient)
+            for name, gradient in found.items()
+            if gradient is not None
         }
     return wholes, stubs, terms, seeds
 

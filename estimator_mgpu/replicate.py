@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 from absl import logging
 
-from estimator_mgpu import compat, gradients, losses, private, reads, sharding, specs
+from estimator_mgpu import compat, gradients, losses, placement, private, reads, sharding, specs
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.towers import Towers
@@ -26,6 +26,7 @@ def replicate(
     loss_reduction: str = losses.AUTO,
     loss_weight: LossWeight | None = None,
     broadcast: Sequence[str] = (),
+    variables: str = placement.SPREAD,
 ) -> Callable[..., Any]:
     """Makes a model_fn train on several devices, with the numbers of one.
 
@@ -49,19 +50,22 @@ def replicate(
       loss_weight: a function (features, labels) -> scalar that says how many units the mean loss
         of these rows averages over, say their mask's sum. By default it's the number of rows.
       broadcast: names of features that go whole to every tower. Scalars do so by themselves.
+      variables: where variables live: 'spread' over the devices by bytes, on the 'first' device, or
+        on the 'cpu'. Those that the model_fn itself puts on another device stay there.
 
     Returns:
       The replicated model_fn; without `model_fn`, a decorator.
 
     Raises:
       TypeError: if the model_fn isn't callable or `devices` is of a wrong type.
-      ValueError: if `devices` or `loss_reduction` is none of the legal ones.
+      ValueError: if `devices`, `loss_reduction` or `variables` is none of the legal ones.
     """
     options: dict[str, Any] = {
         'devices': devices,
         'loss_reduction': loss_reduction,
         'loss_weight': loss_weight,
         'broadcast': broadcast,
+        'variables': placement.check(variables),
     }
     if model_fn is None:
         return functools.partial(replicate, **options)
@@ -111,7 +115,8 @@ def replicate(
         if len(towers) == 1:
             with _model_scope(None if devices is None else towers[0]):
                 return build(*batch)
-        return _on_towers(build, batch, towers, reduction, loss_weight, broadcast)
+        placed = placement.Placement(variables, towers)
+        return _on_towers(build, batch, towers, placed, reduction, loss_weight, broadcast)
 
     replicated.__signature__ = wider_signature  # type: ignore[attr-defined]
     replicated.replicate_options = options  # type: ignore[attr-defined]
@@ -137,6 +142,7 @@ def _on_towers(
     build: Callable[[Any, Any], Any],
     batch: tuple[Any, Any],
     devices: Sequence[str],
+    placed: placement.Placement,
     reduction: str,
     loss_weight: LossWeight | None,
     broadcast: Sequence[str],
@@ -154,12 +160,13 @@ def _on_towers(
     towers = Towers(
         graph,
         devices,
+        placed,
         weights,
         reduction=reduction,
         static_rows=shards.static_rows,
     )
     towers.give(list(zip(shards.features, shards.labels)))
-    with gradients.reducing(towers), _model_scope(devices[0]):
+    with gradients.reducing(towers), _model_scope(devices[0]), placed.scope():
         spec = build(shards.features[0], shards.labels[0])
         spec = specs.merge(spec, towers, shards)
         reads.keep(towers)

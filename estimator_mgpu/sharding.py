@@ -104,21 +104,29 @@ def weights(
 
     Returns:
       One float64 scalar a tower: for 'mean', its share of the rows; for 'sum', 1, or 0 for a shard
-      without rows; and for 'units', its share of these.
+      without rows; and for 'units', its share of these. It's one tensor for all towers where
+      static shapes say that these are the same.
     """
-    counts = [tf.cast(rows > 0, tf.float64) for rows in shards.rows]
-    sizes = [tf.cast(rows, tf.float64) for rows in shards.rows]
-    found = {'mean': _shares(sizes), 'sum': counts}
+    towers = len(shards.rows)
+    if shards.static_rows:  # The same for all towers.
+        counts = tf.ones([], tf.float64)
+        found = {
+            'mean': [tf.constant(1 / towers, tf.float64)] * towers,
+            'sum': [counts] * towers,
+        }
+    else:
+        rows = tf.stack(shards.rows)
+        counts = tf.cast(rows > 0, tf.float64)
+        found = {'mean': _shares(tf.cast(rows, tf.float64)), 'sum': tf.unstack(counts)}
     if units is not None:
         given = [units(f, x) for f, x in zip(shards.features, shards.labels)]
-        sizes = [tf.cast(_scalar(size), tf.float64) * c for size, c in zip(given, counts)]
-        found['units'] = _shares(sizes)
+        sizes = tf.stack([tf.cast(_scalar(size), tf.float64) for size in given])
+        found['units'] = _shares(sizes * counts)
     return found
 
 
-def _shares(sizes: list[tf.Tensor]) -> list[tf.Tensor]:
-    total = tf.add_n(sizes)
-    return [tf.div_no_nan(size, total) for size in sizes]
+def _shares(sizes: tf.Tensor) -> list[tf.Tensor]:
+    return tf.unstack(tf.div_no_nan(sizes, tf.reduce_sum(sizes)))
 
 
 def _scalar(units: Any) -> tf.Tensor:
@@ -155,25 +163,28 @@ class _Bounds:
         # With one row a shard, sizes of 1 would no longer tell rows from what was reduced.
         if static is not None and static % towers == 0 and static > towers:
             size = self.static_rows = static // towers
-            self._slices = [(i * size, size) for i in range(towers)]
-            self.rows = [tf.constant(size, tf.int64) for _ in range(towers)]
+            self.rows = [tf.constant(size, tf.int64)] * towers
             self.total = tf.constant(static, tf.int64)
+            self._scalars = [(i * size, size) for i in range(towers)]
             return
         self.total = _checked_rows(sharded)
-        share, rest = self.total // towers, self.total % towers
-        self._slices, self.rows = [], []
-        for i in range(towers):
-            rows = share + tf.cast(i < rest, tf.int64)
-            start = i * share + tf.minimum(tf.constant(i, tf.int64), rest)
-            # A tower without rows computes on the batch's first row, for nothing.
-            start = tf.where(rows > 0, start, tf.zeros_like(start))
-            self._slices.append((start, tf.maximum(rows, 1)))
-            self.rows.append(rows)
+        more = tf.range(towers, dtype=tf.int64) < self.total % towers
+        rows = self.total // towers + tf.cast(more, tf.int64)
+        # A tower without rows computes on the batch's first row, for nothing.
+        starts = tf.where(rows > 0, tf.cumsum(rows, exclusive=True), tf.zeros_like(rows))
+        sizes = tf.maximum(rows, 1)
+        self.rows = tf.unstack(rows)
+        self._scalars = list(zip(tf.unstack(starts), tf.unstack(sizes)))
+        self._vectors = list(zip(tf.split(starts, towers), tf.split(starts + sizes, towers)))
+        self._strides = tf.constant([1], tf.int64)
 
     def slices(self, leaf: Any) -> list[Any]:
-        if self.static_rows is None:
-            leaf = _without_static_rows(leaf)
-        return [_slice(leaf, start, size) for start, size in self._slices]
+        if not isinstance(leaf, tf.Tensor):
+            return [_slice(leaf, start, size) for start, size in self._scalars]
+        if self.static_rows is not None:
+            return tf.split(leaf, len(self.rows))
+        leaf = _without_static_rows(leaf)
+        return [tf.strided_slice(leaf, *ends, self._strides) for ends in self._vectors]
 
 
 def _slice(leaf: Any, start: Any, size: Any) -> Any:
@@ -203,9 +214,9 @@ def _keep(part: Any, rows: tf.Tensor) -> Any:
     return _slice(part, tf.zeros([], tf.int64), size)
 
 
-def _without_static_rows(leaf: Any) -> Any:
+def _without_static_rows(leaf: tf.Tensor) -> tf.Tensor:
     """Hides a static row count, which would differ between the towers."""
-    if isinstance(leaf, tf.Tensor) and _known_rows(leaf) is not None:
+    if _known_rows(leaf) is not None:
         return tf.placeholder_with_default(leaf, [None, *leaf.shape.as_list()[1:]])
     return leaf
 

@@ -125,6 +125,12 @@ def calls_function(op: tf.Operation) -> bool:
     return _traits(op.type).calls_function
 
 
+def is_pure(op: tf.Operation) -> bool:
+    """Whether an op does nothing but compute its outputs from its inputs."""
+    traits = _traits(op.type)
+    return not traits.stateful and not traits.calls_function
+
+
 def stays_with_variable(op: tf.Operation) -> bool:
     """Whether an op has to be on the device of a variable that it uses."""
     return not calls_function(op) and uses_shared_handle(op)

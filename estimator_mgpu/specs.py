@@ -39,6 +39,7 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
       ValueError: if a TRAIN spec came without a gradient that could be reduced, or the rows of
         predictions aren't those of the batch.
     """
+    towers.placement.settle(towers.graph)
     towers.fill_stubs()
     if spec.mode == compat.estimator.ModeKeys.TRAIN:
         _check_reduced(towers)

@@ -11,6 +11,7 @@ from absl import logging
 from estimator_mgpu import losses, private
 from estimator_mgpu.copying import Copies
 from estimator_mgpu.importing import TowerCopy, absolute_scope
+from estimator_mgpu.placement import Placement
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.updates import Updates
 
@@ -21,6 +22,7 @@ class Towers:
     Args:
       graph: the graph the model is built in.
       devices: one device a tower; the model_fn builds tower 0.
+      placement: where the model's variables live.
       weights: for each kind of leaf, one float64 scalar a tower: what its share in a mean, a sum or
         a mean over units of the whole batch counts.
       reduction: 'auto', 'mean', 'sum' or 'units'.
@@ -31,6 +33,7 @@ class Towers:
         self,
         graph: tf.Graph,
         devices: Sequence[str],
+        placement: Placement,
         weights: dict[str, list[tf.Tensor]],
         *,
         reduction: str = losses.AUTO,
@@ -38,6 +41,7 @@ class Towers:
     ):
         self.graph = graph
         self.devices = devices
+        self.placement = placement
         self.reductions = 0  # how often gradients were reduced
         self.reduced: list[tf.Tensor] = []  # and what they came to
         self.weights = weights
@@ -204,15 +208,18 @@ class Towers:
     def _sum_of(self, term: losses.Leaf, copies: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a term's value for the whole batch."""
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
-            parts = []
-            for tower, value in enumerate([term.tensor, *copies]):
-                dtype = value.dtype if value.dtype.is_floating else tf.float64
-                weight = self._weight_of(term, tower, dtype)
-                part = tf.cast(value, dtype) * weight
+            dtype = term.tensor.dtype if term.tensor.dtype.is_floating else tf.float64
+            parts = [tf.cast(value, dtype) for value in (term.tensor, *copies)]
+            if self._is_even(term.kind):
+                total = tf.add_n(parts)
+                if term.kind != losses.SUM:
+                    total *= self._weight_of(term, 0, dtype)
+            else:
+                weights = [self._weight_of(term, i, dtype) for i in range(len(parts))]
+                parts = [part * weight for part, weight in zip(parts, weights)]
                 if self.guarded:
-                    part = tf.where(weight > 0, part, tf.zeros_like(part))
-                parts.append(part)
-            total = tf.add_n(parts)
+                    parts = [tf.where(w > 0, p, tf.zeros_like(p)) for p, w in zip(parts, weights)]
+                total = tf.add_n(parts)
             if not term.tensor.dtype.is_floating:
                 total = tf.cast(tf.round(total), term.tensor.dtype)
             whole = tf.identity(total, name='whole')
@@ -230,12 +237,34 @@ class Towers:
         """Returns what a tower counts in a 'mean' or a 'sum'; in copies tower 0's is replaced."""
         key = (kind, dtype)
         if key not in self._cast:
+            distinct = self.weights[kind][: 1 if self._is_even(kind) else None]
             with absolute_scope(self.graph, 'replicate'), tf.device('/device:CPU:0'):
                 # Identities, as a cast to the same type is the tensor itself.
-                cast = [tf.cast(tf.identity(w), dtype) for w in self.weights[kind]]
+                cast = [tf.cast(tf.identity(w), dtype) for w in distinct]
+            if self._is_even(kind):
+                self.copies.share(cast)
+                cast *= len(self.devices)
+            else:
+                self.copies.replace(cast[0], cast[1:])
             self._cast[key] = cast
-            self.copies.replace(cast[0], cast[1:])
         return self._cast[key][tower]
+
+    def _is_even(self, kind: str) -> bool:
+        """Whether it's known that all towers count the same."""
+        if kind == losses.SHAPE:
+            return self._is_even(losses.SUM) and self._is_even(losses.MEAN)
+        return all(w is self.weights[kind][0] for w in self.weights[kind])
+
+    def seed(self, term: losses.Leaf, gradient: tf.Tensor) -> tf.Tensor:
+        """Returns what the gradient of a tower's term starts from.
+
+        Args:
+          term: the term.
+          gradient: the gradient with respect to the term's value for the whole batch.
+        """
+        seed = gradient * self.weight(term.kind, 0, gradient.dtype)
+        self.copies.share([gradient, seed] if self._is_even(term.kind) else [gradient])
+        return seed
 
     def dependents(self) -> set[str]:
         """Returns the names of tower 0's ops that depend on its shard or its number."""

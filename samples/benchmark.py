@@ -1,0 +1,253 @@
+"""Times one device, replicate() and MirroredStrategy side by side.
+
+    python samples/benchmark.py --models=mlp,deep --towers=2,8 --rounds=3
+    python samples/benchmark.py --devices=GPU --towers=2,4
+
+Each set-up runs in a process of its own, and every round has each of them once. As machines are
+noisy, what counts are ratios of runs of one round: the tables give their medians, and in brackets
+their least and greatest. Start-up is all from the call of train() to the end of the first step,
+with the checkpoint that Estimator writes before it.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import benchmark_models
+import tensorflow.compat.v1 as tf
+from absl import app, flags
+
+import estimator_mgpu
+
+estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no longer has it
+
+FLAGS = flags.FLAGS
+
+ONE, REPLICATE, MIRRORED = 'one device', 'replicate', 'MirroredStrategy'
+MEASURES = {  # What a run gives, and the unit it's printed in.
+    'build': 's',
+    'session': 's',
+    'first_step': 's',
+    'start_up': 's',
+    'step': 'ms',
+    'examples': '1/s',
+    'memory': 'MB',
+    'nodes': '',
+}
+
+flags.DEFINE_list('models', list(benchmark_models.MODELS), 'Which models.')
+flags.DEFINE_list('towers', ['2', '4', '8'], 'How many towers.')
+flags.DEFINE_list('setups', [REPLICATE, MIRRORED], 'What is compared with one device.')
+flags.DEFINE_enum('devices', 'CPU', ['CPU', 'GPU'], 'Logical CPU devices, or GPUs.')
+flags.DEFINE_string('variables', None, "replicate()'s choice of where variables live.")
+flags.DEFINE_integer('rounds', 3, 'How often each set-up runs.', lower_bound=1)
+flags.DEFINE_float('seconds', 5, 'How long steps are timed, after the first ones.', lower_bound=0)
+flags.DEFINE_string('output', 'benchmark', 'Where the tables go: this .md, .json and .png.')
+flags.DEFINE_string('run', None, 'The one run, in JSON, that this process is for.')
+
+
+class Clock(tf.train.SessionRunHook):
+    """Times a training, and ends it after some seconds of steps.
+
+    Args:
+      seconds: how long steps are timed.
+      untimed: how many steps come before that.
+    """
+
+    def __init__(self, seconds, untimed=5):
+        self._seconds = seconds
+        self._untimed = untimed
+        self.start = time.perf_counter()
+        self.ends = []
+
+    def begin(self):
+        self.built = time.perf_counter()
+        self.nodes = len(tf.get_default_graph().get_operations())
+
+    def after_create_session(self, session, coord):
+        self.created = time.perf_counter()
+
+    def after_run(self, run_context, run_values):
+        self.ends.append(time.perf_counter())
+        timed = self.ends[self._untimed :]
+        if len(timed) > 10 and timed[-1] - timed[0] > self._seconds:
+            run_context.request_stop()
+
+    def results(self, batch):
+        ends = self.ends[self._untimed :]
+        step = statistics.median(after - before for before, after in zip(ends, ends[1:]))
+        return {
+            'build': self.built - self.start,
+            'session': self.created - self.built,
+            'first_step': self.ends[0] - self.created,
+            'start_up': self.ends[0] - self.start,
+            'step': 1000 * step,
+            'examples': batch / step,
+            'memory': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            'nodes': self.nodes,
+        }
+
+
+def run_once(model, setup, towers):
+    """Trains a model for some seconds and returns what was measured."""
+    tf.get_logger().propagate = False
+    chosen = benchmark_models.MODELS[model]
+    model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
+    devices = [f'/device:{FLAGS.devices}:{i}' for i in range(towers)]
+    if setup == REPLICATE:
+        options = {'variables': FLAGS.variables} if FLAGS.variables else {}
+        model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
+    elif setup == MIRRORED:
+        if FLAGS.devices == 'CPU':
+            [cpu] = tf.config.list_physical_devices('CPU')
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * towers
+            )
+        strategy = tf.distribute.MirroredStrategy(devices)
+        rows //= towers  # Its batch is that of one replica.
+    with tempfile.TemporaryDirectory() as model_dir:
+        config = estimator.RunConfig(
+            session_config=estimator_mgpu.session_config(devices),
+            train_distribute=strategy,
+            tf_random_seed=1,
+        )
+        trained = estimator.Estimator(model_fn, model_dir, config)
+        clock = Clock(FLAGS.seconds)
+        trained.train(lambda: chosen.dataset(rows), hooks=[clock])
+    return clock.results(chosen.batch)
+
+
+def run_all(runs):
+    """Runs each set-up in its own process, round by round; yields what each measured."""
+    for number in range(FLAGS.rounds):
+        for run in runs:
+            command = [sys.executable, __file__, f'--run={json.dumps(run)}']
+            command += [f'--devices={FLAGS.devices}', f'--seconds={FLAGS.seconds}']
+            command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
+            process = subprocess.run(command, capture_output=True, text=True)
+            if process.returncode:
+                last = process.stderr.strip().splitlines()[-1]
+                print(f'{run} failed: {last}', file=sys.stderr)
+                continue
+            measured = json.loads(process.stdout.splitlines()[-1])
+            print(run, f'start-up {measured["start_up"]:.1f} s, step {measured["step"]:.1f} ms')
+            yield {**run, 'round': number, **measured}
+
+
+def ratios(results, measure, of, to):
+    """Returns the ratios of a measure between two set-ups' runs of the same rounds."""
+    rounds = [{r['round']: r[measure] for r in results if matches(r, which)} for which in (of, to)]
+    return [rounds[0][number] / rounds[1][number] for number in rounds[0] if number in rounds[1]]
+
+
+def matches(result, which):
+    return all(result[key] == value for key, value in which.items())
+
+
+def describe(values):
+    if not values:
+        return '-'
+    return f'{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})'
+
+
+def tables(results):
+    """Returns the tables, in Markdown."""
+    lines = ['Medians:', '', row('model', 'set-up', 'towers', *map(heading, MEASURES))]
+    lines.append(row(*['---'] * (3 + len(MEASURES))))
+    setups = dict.fromkeys((r['model'], r['setup'], r['towers']) for r in results)
+    for model, setup, towers in setups:
+        which = {'model': model, 'setup': setup, 'towers': towers}
+        own = [r for r in results if matches(r, which)]
+        medians = [statistics.median(r[measure] for r in own) for measure in MEASURES]
+        lines.append(row(model, setup, towers, *(f'{m:.4g}' for m in medians)))
+    headings = 'start-up', 'step', 'memory', 'nodes', 'build a further tower'
+    lines += ['', 'Ratios:', '', row('model', 'set-up', 'towers', 'to', *headings)]
+    lines.append(row(*['---'] * 9))
+    for model, setup, towers in setups:
+        which = {'model': model, 'setup': setup, 'towers': towers}
+        for other, count in ((ONE, 1), (MIRRORED, towers)):
+            to = {'model': model, 'setup': other, 'towers': count}
+            if to in (which, {**which, 'setup': ONE}) or (*to.values(),) not in setups:
+                continue
+            found = {m: ratios(results, m, which, to) for m in (*MEASURES,)}
+            further = [(r - 1) / (towers - 1) for r in found['build']] if other == ONE else []
+            cells = [describe(found[m]) for m in ('start_up', 'step', 'memory', 'nodes')]
+            lines.append(row(model, setup, towers, other, *cells, describe(further)))
+    return '\n'.join(lines)
+
+
+def heading(measure):
+    unit = MEASURES[measure]
+    return measure.replace('_', ' ') + (f' ({unit})' if unit else '')
+
+
+def row(*cells):
+    return '| ' + ' | '.join(map(str, cells)) + ' |'
+
+
+def plot(results, path):
+    """Draws how start-up, step, memory and nodes grow with the towers, a column a model."""
+    import matplotlib
+
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+
+    models = list(dict.fromkeys(r['model'] for r in results))
+    measures = 'start_up', 'step', 'memory', 'nodes'
+    figure, axes = pyplot.subplots(
+        len(measures), len(models), figsize=(3.2 * len(models), 9), squeeze=False, sharex=True
+    )
+    for column, model in zip(axes.T, models):
+        for axis, measure in zip(column, measures):
+            one = {'model': model, 'setup': ONE, 'towers': 1}
+            for setup, color in ((REPLICATE, 'C0'), (MIRRORED, 'C1')):
+                counts = sorted({r['towers'] for r in results if matches(r, {'setup': setup})})
+                found = {
+                    n: ratios(results, measure, {**one, 'setup': setup, 'towers': n}, one)
+                    for n in counts
+                }
+                found = {1: [1.0], **{n: values for n, values in found.items() if values}}
+                if len(found) > 1:
+                    middle = [statistics.median(values) for values in found.values()]
+                    axis.plot(list(found), middle, 'o-', color=color, label=setup)
+            axis.axhline(1, color='gray', linewidth=0.8)
+            axis.set_ylim(bottom=0)
+            axis.set_xscale('log', base=2)
+        column[0].set_title(model)
+        column[-1].set_xlabel('towers')
+    for axis, measure in zip(axes[:, 0], measures):
+        axis.set_ylabel(f'{measure.replace("_", "-")} / one device')
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def main(_):
+    if FLAGS.run:
+        print(json.dumps(run_once(**json.loads(FLAGS.run))))
+        return
+    output = pathlib.Path(FLAGS.output)
+    runs = []
+    for model in FLAGS.models:
+        runs.append({'model': model, 'setup': ONE, 'towers': 1})
+        for towers in map(int, FLAGS.towers):
+            runs += [{'model': model, 'setup': setup, 'towers': towers} for setup in FLAGS.setups]
+    results = []
+    for result in run_all(runs):
+        results.append(result)
+        found = {'tensorflow': tf.__version__, 'devices': FLAGS.devices, 'runs': results}
+        output.with_suffix('.json').write_text(json.dumps(found, indent=1))
+    print(tables(results))
+    output.with_suffix('.md').write_text(tables(results) + '\n')
+    plot(results, output.with_suffix('.png'))
+
+
+if __name__ == '__main__':
+    app.run(main)
