@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.functions import Library
 from estimator_mgpu.rows import BATCH_NORMS
 from estimator_mgpu.towers import Towers
+from estimator_mgpu.walks import walk
 
 _RANDOM = re.compile(r'Random|Multinomial|TruncatedNormal|StatefulUniform|StatefulStandard|RngRead')
 
@@ -22,7 +23,7 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
       towers: the towers, if the model was replicated.
     """
     copies = set() if towers is None else towers.copies.names()
-    ops = [op for op in _ancestors(roots) if op.name not in copies]
+    ops = list(walk(roots, without=copies))
     causes = []
     drawn = _first_random(ops, Library(graph), set() if towers is None else towers.dependents())
     if drawn is not None:
@@ -37,17 +38,6 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
             f'{mixed.name!r} ({mixed.type}). Each device has its own shard.'
         )
     return causes
-
-
-def _ancestors(waiting: list[tf.Operation]) -> list[tf.Operation]:
-    found: dict[str, tf.Operation] = {}
-    while waiting:
-        op = waiting.pop()
-        if op.name not in found:
-            found[op.name] = op
-            waiting += [t.op for t in op.inputs]
-            waiting += op.control_inputs
-    return list(found.values())
 
 
 def _first_random(ops: list[tf.Operation], library: Library, dependents: set[str]) -> str | None:

@@ -15,22 +15,29 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private, sharing
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.towers import Towers
+from estimator_mgpu.walks import Order, walk
 
 
 def keep(towers: Towers) -> None:
     """Makes writes of tower 0 wait for the other towers' reads, where they wait for tower 0's."""
     # What comes after the reduction waits for all towers anyway.
-    after = _after(towers.reduced) | towers.copies.names()
-    for name, readers in _readers(towers).items():
-        handles = towers.graph.get_operation_by_name(name).outputs
-        for write in [op for handle in handles for op in handle.consumers()]:
-            if write.name in after or not towers.copies.writes_for_all(write):
-                continue
-            before = _ancestors(write)
-            for reader in readers:
-                if reader.name in before and reader is not write:
+    after = {op.name for op in walk([t.op for t in towers.reduced], private.followers)}
+    after |= towers.copies.names()
+    readers = _readers(towers)
+    users = _users_of_ref_reads(towers)
+    writes = {name: _writes(towers, name, after) for name in readers}
+    ref_writes = {name: _ref_writes(read, after) for name, (read, _) in users.items()}
+    ends = {op.name: op for found in (writes, ref_writes) for ops in found.values() for op in ops}
+    order = Order(towers.graph, list(ends.values()))
+    for name in readers:
+        for write in writes[name]:
+            for reader in readers[name]:
+                if reader is not write and order.is_before(reader, write):
                     private.add_control_inputs(write, _ends(reader, towers))
-    _copy_shared_reads(towers, after)
+    for name, (read, ops) in users.items():
+        later = [write for write in ref_writes[name] if order.is_before(read.op, write)]
+        if later:
+            _replace(read, ops, later, towers)
 
 
 def _readers(towers: Towers) -> dict[str, list[tf.Operation]]:
@@ -53,21 +60,28 @@ def _ends(reader: tf.Operation, towers: Towers) -> list[tf.Operation]:
     ]
 
 
-def _copy_shared_reads(towers: Towers, after: set[str]) -> None:
+def _writes(towers: Towers, name: str, after: set[str]) -> list[tf.Operation]:
+    """Lists what writes once to the variable of that name, before the reduction."""
+    handles = towers.graph.get_operation_by_name(name).outputs
+    users = [op for handle in handles for op in handle.consumers()]
+    return [op for op in users if op.name not in after and towers.copies.writes_for_all(op)]
+
+
+def _ref_writes(read: tf.Tensor, after: set[str]) -> list[tf.Operation]:
+    """Lists what writes, before the reduction, to the v1 variable that a read is of."""
+    users = read.op.inputs[0].consumers()
+    return [op for op in users if op.name not in after and sharing.is_write(op)]
+
+
+def _users_of_ref_reads(towers: Towers) -> dict[str, tuple[tf.Tensor, set[tf.Operation]]]:
+    """Returns reads of v1 variables, and the copies that use them, by the reads' names."""
     users: dict[str, tuple[tf.Tensor, set[tf.Operation]]] = {}
     for tower in towers.copies.towers:
         for op in tower.ops.values():
             for read in op.inputs:
                 if _is_ref_read(read):
                     users.setdefault(read.name, (read, set()))[1].add(op)
-    for read, ops in users.values():
-        writes = [
-            op
-            for op in read.op.inputs[0].consumers()
-            if sharing.is_write(op) and op.name not in after and read.op.name in _ancestors(op)
-        ]
-        if writes:
-            _replace(read, ops, writes, towers)
+    return users
 
 
 def _is_ref_read(tensor: tf.Tensor) -> bool:
@@ -85,28 +99,3 @@ def _replace(
                 private.set_input(op, i, copy)
     for write in writes:
         private.add_control_inputs(write, [copy.op])
-
-
-def _after(tensors: list[tf.Tensor]) -> set[str]:
-    """Returns the names of the ops that wait for tensors."""
-    found: set[str] = set()
-    waiting = [t.op for t in tensors]
-    while waiting:
-        for op in private.followers(waiting.pop()):
-            if op.name not in found:
-                found.add(op.name)
-                waiting.append(op)
-    return found
-
-
-def _ancestors(op: tf.Operation) -> set[str]:
-    """Returns the names of the ops that an op waits for."""
-    found: set[str] = set()
-    waiting = [op]
-    while waiting:
-        op = waiting.pop()
-        for other in [*(t.op for t in op.inputs), *op.control_inputs]:
-            if other.name not in found:
-                found.add(other.name)
-                waiting.append(other)
-    return found

@@ -11,7 +11,17 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 from absl import logging
 
-from estimator_mgpu import compat, gradients, losses, placement, private, reads, sharding, specs
+from estimator_mgpu import (
+    compat,
+    gradients,
+    losses,
+    placement,
+    private,
+    reads,
+    sharding,
+    specs,
+    walks,
+)
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.towers import Towers
@@ -198,16 +208,9 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     graph = tf.get_default_graph()
     if mode == compat.estimator.ModeKeys.TRAIN and graph.get_collection(private.GLOBAL_STEP_READ):
         return False
-    waiting = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
-    seen = set()
-    while waiting:
-        op = waiting.pop()
-        if op.type in ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault'):
-            return True
-        if op.name not in seen:
-            seen.add(op.name)
-            waiting += [t.op for t in op.inputs]
-    return False
+    made_by = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
+    fed = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
+    return any(op.type in fed for op in walks.walk(made_by, walks.inputs))
 
 
 def with_parameters(signature: inspect.Signature, *names: str) -> inspect.Signature:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.walks import walk
 
 # Ops through which a sum over rows stays one.
 LINEAR = frozenset(
@@ -81,17 +82,16 @@ class Rows:
 
     def reductions(self, tensor: tf.Tensor) -> list[tf.Operation]:
         """Lists the reductions over rows that a tensor without rows comes from."""
-        found, waiting, seen = [], [tensor.op], set()
-        while waiting:
-            op = waiting.pop()
-            if op.name in seen:
-                continue
-            seen.add(op.name)
-            if op.type == 'Mean' and self.has(op.inputs[0]) or self.sums(op):
-                found.append(op)
-            elif op.type in ELEMENTWISE or op.type == 'Sum':  # tf.losses sum up a sum.
-                waiting += [t.op for t in self.dependent_inputs(op)]
-        return found
+
+        def reduces(op: tf.Operation) -> bool:
+            return op.type == 'Mean' and self.has(op.inputs[0]) or self.sums(op)
+
+        def onward(op: tf.Operation) -> list[tf.Operation]:
+            # tf.losses sum up a sum.
+            passing = not reduces(op) and (op.type in ELEMENTWISE or op.type == 'Sum')
+            return [t.op for t in self.dependent_inputs(op)] if passing else []
+
+        return [op for op in walk([tensor.op], onward) if reduces(op)]
 
     def sums(self, op: tf.Operation) -> bool:
         """Whether an op's output is a sum over rows."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.walks import walk
 
 _PLACEHOLDERS = frozenset(['Placeholder', 'PlaceholderV2'])
 # Handles that live for one step, so each tower has its own.
@@ -147,15 +148,8 @@ def _makers(handle: tf.Tensor) -> dict[str, str]:
     Returns:
       These ops' types, by name.
     """
-    found, seen = {}, set()
-    waiting = [handle.op]
-    while waiting:
-        op = waiting.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
-        if makes_handle(op):
-            found[op.name] = op.type
-        elif op.type in _PASSING:
-            waiting += [t.op for t in op.inputs if is_handle(t)]
-    return found
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        return [t.op for t in op.inputs if is_handle(t)] if op.type in _PASSING else []
+
+    return {op.name: op.type for op in walk([handle.op], onward) if makes_handle(op)}

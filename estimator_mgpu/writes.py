@@ -19,6 +19,7 @@ from estimator_mgpu import losses, private, sharing
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers
+from estimator_mgpu.walks import walk
 
 _FIRST_ONLY = 'of the first shard only: the other shards do not count for it'
 _AVERAGED = 'averaged over the shards: it cannot be told to be a sum or a mean over rows'
@@ -41,7 +42,9 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     rows = towers.rows()
     after = towers.copies.dependents(towers.reduced)
     wholes: dict[str, tf.Tensor | None] = {}
-    for op in _ancestors([*results, *initializers], towers):
+    # Of tower 0, the forward pass too.
+    ops = walk([*results, *initializers], without=towers.copies.names())
+    for op in [op for op in ops if not towers.copies.is_boundary(op)]:
         write = towers.copies.writes_for_all(op)
         if not write and op.name not in after:
             continue
@@ -108,18 +111,3 @@ def _whole(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
 def _warn(user: tf.Operation, value: tf.Tensor, how: str) -> None:
     what = '%r (%s) happens once a step, with %r %s.'
     logging.warning(what, user.name, user.type, value.name, how)
-
-
-def _ancestors(waiting: list[tf.Operation], towers: Towers) -> list[tf.Operation]:
-    """Lists what tower 0's ops depend on, themselves included, the forward pass too."""
-    found, seen = [], towers.copies.names()
-    while waiting:
-        op = waiting.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
-        if not towers.copies.is_boundary(op):
-            found.append(op)
-        waiting += [t.op for t in op.inputs]
-        waiting += op.control_inputs
-    return found
