@@ -46,8 +46,8 @@ def reducing(towers: Towers) -> Iterator[None]:
 
     `tf.gradients`, `Optimizer.compute_gradients` and `minimize`, Keras' `get_gradients` and
     `tf.GradientTape` all end in one of two functions of TensorFlow, and `tf.shape` and `tf.size`
-    in two others. While there's a graph with towers, these are hooked; in other graphs, built by
-    other threads say, they do as ever.
+    in two others. While there's a graph with towers, these and `GradientTape.jacobian` are hooked;
+    in other graphs, built by other threads say, they do as ever.
     """
     if towers.graph in _recordings:
         _recordings[towers.graph].towers = towers
@@ -80,6 +80,7 @@ def _install() -> None:
     for where, make in (
         (private.GRADIENTS, _hooked),
         (private.TAPE_GRADIENTS, _tape_hooked),
+        ((tf.GradientTape, 'jacobian'), _jacobian_hooked),
         *sizes,
     ):
         module, name = where
@@ -179,6 +180,29 @@ def _tape_hooked(original: Any) -> Any:
     return imperative_grad
 
 
+def _jacobian_hooked(original: Any) -> Any:
+    def jacobian(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        towers = _towers_for(tf.nest.flatten(sources))
+        if towers is None:
+            return original(tape, target, sources, *args, **kwargs)
+        of_rows = target.op.name in towers.dependents()
+        if of_rows and towers.rows().axis(target) != 0:
+            raise ValueError(
+                f'GradientTape.jacobian() of {target.name!r} with respect to variables was asked '
+                'for. On several devices, that has to have one row an example, along dimension 0. '
+                'Ask for the gradient() of each of its entries, by a GradientTape(persistent=True) '
+                'if there are several, or train this model with replicate(devices=1).'
+            )
+        with _inside():
+            found = original(tape, target, sources, *args, **kwargs)
+        if of_rows:  # What these gradients of rows come to is the whole batch's where it's used.
+            towers.add_rows([t for t in tf.nest.flatten(found) if t is not None])
+            towers.reductions += 1
+        return found
+
+    return jacobian
+
+
 def _recorded(xs: Any, found: list) -> list:
     """Returns gradients, after they were recorded where somebody wants that."""
     recorded = _recordings.get(tf.get_default_graph())
@@ -224,8 +248,9 @@ def _towers_for(xs: Any) -> Towers | None:
     if tf.get_default_graph() is not towers.graph:
         raise ValueError(
             'Gradients with respect to variables are computed inside a tf.function, tf.cond or '
-            'tf.while_loop, where they cannot be reduced over several devices. Compute them '
-            'outside, and only apply them inside; or train this model with replicate(devices=1).'
+            'tf.while_loop (tf.hessians makes one), where they cannot be reduced over several '
+            'devices. Compute them outside, and only apply them inside; or train this model with '
+            'replicate(devices=1).'
         )
     return towers
 

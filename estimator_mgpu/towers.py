@@ -55,6 +55,7 @@ class Towers:
             [TowerCopy(i, _unique_scope(graph, i), d) for i, d in enumerate(devices) if i],
         )
         self._sources: list[tf.Tensor] = []
+        self._with_rows: list[tf.Tensor] = []  # which only who made them knows
         self._cast: dict[tuple, tf.Tensor] = {}
         # What was made of a tensor of the user's to take the gradient of, by its name.
         self.made_from: dict[str, tf.Tensor] = {}
@@ -114,7 +115,11 @@ class Towers:
 
     def rows(self) -> Rows:
         """Returns what is known of the rows of tower 0's tensors."""
-        return Rows(self._sources, self.dependents(), self._static_rows)
+        return Rows([*self._sources, *self._with_rows], self.dependents(), self._static_rows)
+
+    def add_rows(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Makes it known of tensors of tower 0 that they have rows, along dimension 0."""
+        self._with_rows += tensors
 
     def take_apart(self, loss: tf.Tensor) -> losses.Parts:
         """Finds the leaves of a loss, and tells in the log."""
