@@ -106,6 +106,20 @@ class Rows:
         """Lists the inputs of an op that depend on the shard."""
         return [t for t in op.inputs if t.op.name in self.dependents]
 
+    def product_axis(self, op: tf.Operation, place: int) -> int | None:
+        """Which dimension of a product has an input's rows; None where they're summed over."""
+        axis, rank = self._axes[op.inputs[place].name], op.inputs[place].shape.rank
+        first = place == 0
+        if op.type == 'Einsum':
+            terms, _, output = op.get_attr('equation').decode().partition('->')
+            label = terms.split(',')[place][axis]
+            return output.index(label) if label in output else None
+        if axis < rank - 2:
+            return axis + op.outputs[0].shape.rank - rank
+        names = ('transpose_a', 'transpose_b') if op.type == 'MatMul' else ('adj_x', 'adj_y')
+        summed = rank - 1 if first != op.get_attr(names[not first]) else rank - 2
+        return None if axis == summed else op.outputs[0].shape.rank - (2 if first else 1)
+
     def _follow(self, op: tf.Operation, given: tf.Tensor) -> list[tf.Tensor]:
         """Returns the outputs of an op that have rows because one of its inputs has."""
         if op.type in ('Shape', 'ShapeN', 'Size', 'Rank'):
@@ -172,10 +186,10 @@ class Rows:
             return None
         if self._is_summed(op, given):
             return None
-        if _is_product(op, given):
-            return self._product_axis(op, given)
+        if is_product(op, given):
+            return self.product_axis(op, _place(op, given))
         if op.type in ('Sum', 'Mean', 'Max', 'Min', 'Prod', 'Any', 'All') and given.shape.rank:
-            reduced = self._reduced(op)
+            reduced = dimensions(op.inputs[1], given)
             if axis in reduced:
                 return None
             if not op.get_attr('keep_dims'):
@@ -191,8 +205,8 @@ class Rows:
 
     def _is_summed(self, op: tf.Operation, given: tf.Tensor) -> bool:
         """Whether a product of matrices, or a sum of segments, sums over an input's rows."""
-        if _is_product(op, given):
-            return self._product_axis(op, given) is None
+        if is_product(op, given):
+            return self.product_axis(op, _place(op, given)) is None
         if op.type in _COUNTS and self._axes[given.name] == 0 and op.inputs[0].shape.rank == 1:
             return True
         if op.type in _SEGMENT_SUMS and self._axes[given.name] == 0:
@@ -200,35 +214,25 @@ class Rows:
             return op.inputs[2].op.name not in self.dependents and not self._may_hold(sizes[0])
         return False
 
-    def _product_axis(self, op: tf.Operation, given: tf.Tensor) -> int | None:
-        """Which dimension of a product has an input's rows; None where they're summed over."""
-        axis, rank = self._axes[given.name], given.shape.rank
-        first = given.name == op.inputs[0].name
-        if op.type == 'Einsum':
-            terms, _, output = op.get_attr('equation').decode().partition('->')
-            label = terms.split(',')[[t.name for t in op.inputs].index(given.name)][axis]
-            return output.index(label) if label in output else None
-        if axis < rank - 2:
-            return axis + op.outputs[0].shape.rank - rank
-        names = ('transpose_a', 'transpose_b') if op.type == 'MatMul' else ('adj_x', 'adj_y')
-        summed = rank - 1 if first != op.get_attr(names[not first]) else rank - 2
-        return None if axis == summed else op.outputs[0].shape.rank - (2 if first else 1)
-
     def _may_hold(self, size: int | None) -> bool:
         if size is None:
             return True
         return self.static is not None and size % self.static == 0
 
-    def _reduced(self, op: tf.Operation) -> set[int]:
-        """Which dimensions a reduction reduces."""
-        rank = op.inputs[0].shape.rank
-        value = private.constant_value(op.inputs[1])
-        if value is None:
-            return {0}
-        return {int(axis) % rank for axis in value.flat}
+
+def dimensions(axes: tf.Tensor, given: tf.Tensor) -> set[int]:
+    """Which dimensions of what an op is given its input `axes` says."""
+    value = private.constant_value(axes)
+    if value is None:
+        return {0}
+    return {int(axis) % given.shape.rank for axis in value.flat}
 
 
-def _is_product(op: tf.Operation, given: tf.Tensor) -> bool:
+def _place(op: tf.Operation, given: tf.Tensor) -> int:
+    return [t.name for t in op.inputs].index(given.name)
+
+
+def is_product(op: tf.Operation, given: tf.Tensor) -> bool:
     """Whether an op is a product of matrices whose dimensions are known one by one."""
     if given.shape.rank is None or op.outputs[0].shape.rank is None:
         return False

@@ -66,9 +66,19 @@ def fused_batch_norm(features):
     return tf.layers.dense(x[:, 0, 0], 1)
 
 
+def dropout_beside_slices(features):
+    """Nothing of this gives a row what other rows are."""
+    x = tf.nn.dropout(features, rate=0.5, name='drop')[None][0, :, :2]
+    x = tf.gather(tf.roll(tf.cumsum(x, 1), 1, 1), [1, 0], axis=1)
+    x = tf.gather(*tf.unique(tf.boolean_mask(x, x[:, 0] < 9)[:, 1]))[:, None] + x
+    pairs = tf.einsum('ij,ik->ijk', x, x) + tf.matmul(x[:, :, None], x[:, None])
+    return tf.layers.dense(tf.reverse(tf.nn.softmax(tf.sort(pairs[..., 0])), [1]), 1)
+
+
 CAUSES = {
     dropout: "(?s)Random numbers.*'drop",
     dropout_in_a_function: '(?s)Random numbers.*RandomUniform.*PartitionedCall',
+    dropout_beside_slices: "(?s)Random numbers.*'drop",
     batch_norm: "Rows are combined with a value of all rows.*'batch_normalization/",
     fused_batch_norm: 'Rows are combined.*FusedBatchNorm',
 }
@@ -82,6 +92,77 @@ def test_likely_causes(forward):
     assert len(result.causes) == 1
     assert re.search(CAUSES[forward], result.causes[0])
     assert result.causes[0] in str(result)
+
+
+def in_batch_softmax(features):
+    x = tf.layers.dense(features, 3, name='net')
+    pairs = tf.matmul(x, x, transpose_b=True, name='pairs')
+    return tf.layers.dense(tf.matmul(tf.nn.softmax(pairs), x, name='other'), 1)
+
+
+def softmax_over_rows(features):
+    return tf.nn.softmax(tf.layers.dense(features, 1), 0, name='weights')
+
+
+def shifted(features):
+    return tf.layers.dense(tf.roll(features, 1, 0), 1)
+
+
+def sorted_rows(features):
+    return tf.layers.dense(tf.sort(features, 0), 1)
+
+
+def ranks(features):
+    return tf.layers.dense(tf.cast(tf.argsort(features, 0), tf.float32), 1)
+
+
+def cumulated(features):
+    return tf.layers.dense(tf.cumsum(features, -2), 1)
+
+
+def reversed_rows(features):
+    return tf.layers.dense(tf.reverse(features, [0]), 1)
+
+
+def other_rows(features):
+    rows = tf.range(tf.shape(features)[0])
+    return tf.layers.dense(tf.gather(features, tf.maximum(rows - 1, 0)), 1)
+
+
+def distances(features):
+    x = tf.layers.dense(features, 3)
+    return tf.reduce_mean(tf.squared_difference(x[:, None], x[None]), [1, 2])[:, None]
+
+
+def by_einsum(features):
+    pairs = tf.einsum('ij,kj->ik', features, features, name='pairs')
+    return tf.layers.dense(tf.reduce_max(pairs, 1, keepdims=True), 1)
+
+
+def neighbours(features):
+    return tf.layers.dense(features - tf.concat([features[:1], features[:-1]], 0), 1)
+
+
+OTHER_ROWS = {
+    in_batch_softmax: r"'pairs' \(MatMul\), 'other' \(MatMul\)",
+    softmax_over_rows: r"'Softmax' \(Softmax\)",
+    shifted: r"'Roll' \(Roll\)",
+    sorted_rows: r"'sort/TopKV2' \(TopKV2\)",
+    ranks: r"'argsort/TopKV2' \(TopKV2\)",
+    cumulated: r"'Cumsum' \(Cumsum\)",
+    reversed_rows: r"'ReverseV2' \(ReverseV2\)",
+    other_rows: r"'GatherV2' \(GatherV2\)",
+    distances: r"'SquaredDifference' \(SquaredDifference\)",
+    by_einsum: r"'pairs/Einsum' \(Einsum\)",
+    neighbours: r"'strided_slice' \(StridedSlice\), 'strided_slice_1' \(StridedSlice\)",
+}
+
+
+@pytest.mark.parametrize('forward', OTHER_ROWS, ids=lambda f: f.__name__)
+def test_what_combines_rows_is_named(forward):
+    result = estimator_mgpu.verify(of_all_modes(forward), input_fn)
+    [cause] = [cause for cause in result.causes if 'with other rows of their shard' in cause]
+    assert not result.exact and re.search(f'by {OTHER_ROWS[forward]}\\. Each device', cause)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +282,12 @@ def test_an_input_fn_of_arrays():
 
 
 def test_no_cause_is_said_to_be_none():
-    def shifted(features):
-        return tf.layers.dense(tf.roll(features, 1, 0), 1)
+    def shifted_elsewhere(features):
+        rows = tf.numpy_function(lambda x: np.roll(x, 1, 0), [features], tf.float32)
+        rows.set_shape(features.shape)
+        return tf.layers.dense(rows, 1)
 
-    result = estimator_mgpu.verify(of_all_modes(shifted), input_fn)
+    result = estimator_mgpu.verify(of_all_modes(shifted_elsewhere), input_fn)
     assert not result.exact and 'No cause was found' in result.causes[0]
 
 
