@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
+from estimator_mgpu import private, sharing
 from estimator_mgpu.walks import walk
 
 # Ops through which a sum over rows stays one.
@@ -21,6 +21,7 @@ ELEMENTWISE = LINEAR | frozenset(
     + ['SquaredDifference', 'Exp', 'Log', 'Log1p', 'Pow', 'Maximum', 'Minimum', 'StopGradient']
     + ['Select', 'SelectV2', 'CheckNumerics', 'Reciprocal', 'Rsqrt', 'Relu', 'Softplus', 'Softmax']
 )
+_REDUCTIONS = frozenset(['Sum', 'Mean', 'Max', 'Min', 'Prod', 'Any', 'All'])
 # Sums of what goes to one place; the third input says how many places there are.
 _SEGMENT_SUMS = frozenset(['UnsortedSegmentSum', 'ScatterNd'])
 _COUNTS = frozenset(['Bincount', 'DenseBincount'])
@@ -92,6 +93,20 @@ class Rows:
             return [t.op for t in self.dependent_inputs(op)] if passing else []
 
         return [op for op in walk([tensor.op], onward) if reduces(op)]
+
+    def assumed(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """Lists Python functions whose results are taken to have rows, of which no shape is known.
+
+        Args:
+          tensor: what comes from them directly, or by a reduction.
+        """
+
+        def onward(op: tf.Operation) -> list[tf.Operation]:
+            passing = op.type in ELEMENTWISE | _REDUCTIONS
+            return [t.op for t in self.dependent_inputs(op)] if passing else []
+
+        found = [op for op in walk([tensor.op], onward) if op.type in sharing.PYTHON_FUNCTIONS]
+        return [op for op in found if any(t.shape.rank is None for t in op.outputs if self.has(t))]
 
     def sums(self, op: tf.Operation) -> bool:
         """Whether an op's output is a sum over rows."""
@@ -188,7 +203,7 @@ class Rows:
             return None
         if is_product(op, given):
             return self.product_axis(op, _place(op, given))
-        if op.type in ('Sum', 'Mean', 'Max', 'Min', 'Prod', 'Any', 'All') and given.shape.rank:
+        if op.type in _REDUCTIONS and given.shape.rank:
             reduced = dimensions(op.inputs[1], given)
             if axis in reduced:
                 return None

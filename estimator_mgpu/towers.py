@@ -123,9 +123,25 @@ class Towers:
 
     def take_apart(self, loss: tf.Tensor) -> losses.Parts:
         """Finds the leaves of a loss, and tells in the log."""
-        parts = losses.take_apart(loss, self.rows(), self._reduction, len(self.devices))
-        self._tell(loss, parts)
+        rows = self.rows()
+        parts = losses.take_apart(loss, rows, self._reduction, len(self.devices))
+        if self._reduction not in (losses.MEAN, losses.UNITS):
+            self._tell(loss, parts)
+            self.warn_of_unknown(loss, rows)
         return parts
+
+    def warn_of_unknown(self, value: tf.Tensor, rows: Rows) -> None:
+        """Warns of Python functions' results that a value comes from, if they may have no rows."""
+        for op in rows.assumed(value):
+            if op.name not in self._told:
+                self._told.add(op.name)
+                logging.warning(
+                    'The shape of what %r (%s) gives is not known, so it is taken to have one row '
+                    "an example. Say that it has, by its set_shape([None]) or the like. If it's a "
+                    'value of the batch, each shard has its own: say set_shape([]).',
+                    op.name,
+                    op.type,
+                )
 
     def terms(self, leaf: losses.Leaf) -> list[losses.Leaf]:
         """Returns what is added up over the towers for a leaf: itself, or a sum and a count.
@@ -277,7 +293,7 @@ class Towers:
         return self.copies.dependents(sources) | {t.op.name for t in sources}
 
     def _tell(self, loss: tf.Tensor, parts: losses.Parts) -> None:
-        if loss.name in self._told or self._reduction in (losses.MEAN, losses.UNITS):
+        if loss.name in self._told:
             return
         self._told.add(loss.name)
         for doubt in parts.doubts:

@@ -99,6 +99,7 @@ def _whole(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
     if has_rows and (sharing.calls_function(user) or not value.shape.is_fully_defined()):
         _warn(user, value, _FIRST_ONLY)
         return None
+    towers.warn_of_unknown(value, rows)
     parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
     if parts.doubts or has_rows:
         # A variance of the batch, say: batch normalization's are known to be averages.
