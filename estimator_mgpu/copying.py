@@ -122,7 +122,7 @@ class Copies:
                 before = [tower.tensor(t) for t in tensors]
         for op, old in outgrown.items():
             for tower, own in zip(self.towers, old):
-                _move_consumers(own, tower.ops[op.name])
+                move_consumers(own, tower.ops[op.name])
         for op, added in late.items():
             for tower in self.towers:
                 own = [tower.ops[c.name] for c in added if c.name in tower.ops]
@@ -147,6 +147,10 @@ class Copies:
         if sharing.calls_function(op):
             return sharing.uses_shared_handle(op) and self._library.writes(op.node_def)
         return sharing.is_write(op)
+
+    def gives_written(self, op: tf.Operation) -> bool:
+        """Whether results of a function that an op calls come from variables that it writes."""
+        return self._library.gives_written(op.node_def)
 
     def updates(self, tensors: Iterable[tf.Tensor]) -> Updates:
         """Finds what has to be written, and read, for `tensors` to be there."""
@@ -324,7 +328,7 @@ def _source(op: tf.Operation) -> tf.Operation:
     return op
 
 
-def _move_consumers(old: tf.Operation, new: tf.Operation) -> None:
+def move_consumers(old: tf.Operation, new: tf.Operation) -> None:
     """Gives what consumes an op's outputs those of another, which may have more, instead."""
     for before, after in zip(old.outputs, new.outputs):
         for consumer in before.consumers():

@@ -64,6 +64,22 @@ class Library:
                     yield inner
                     waiting += called(inner)
 
+    def gives_written(self, node: tf.NodeDef) -> bool:
+        """Whether results of a function that a node calls come from variables that it writes."""
+        for name in (func.name for func in called(node)):
+            function = self.get(name)
+            nodes = {inner.name: inner for inner in function.node_def}
+            waiting, reached = list(function.ret.values()), set()
+            while waiting:
+                source = waiting.pop().split(':')[0]
+                if source[0] != '^' and source not in reached:
+                    reached.add(source)
+                    waiting += nodes[source].input if source in nodes else []
+            written, _ = self._uses_of_arguments(name)
+            if any(function.signature.input_arg[i].name in reached for i in written):
+                return True
+        return False
+
     def uses(self, node: tf.NodeDef) -> tuple[set[int], set[int]]:
         """Returns which inputs of a node are written to, as variables, and which are read."""
         written: set[int] = set()

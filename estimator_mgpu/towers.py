@@ -52,7 +52,7 @@ class Towers:
         self.copies = Copies(
             graph,
             devices[0],
-            [TowerCopy(i, _unique_scope(graph, i), d) for i, d in enumerate(devices) if i],
+            [TowerCopy(i, unique_scope(graph, i), d) for i, d in enumerate(devices) if i],
         )
         self._sources: list[tf.Tensor] = []
         self._with_rows: list[tf.Tensor] = []  # which only who made them knows
@@ -175,7 +175,7 @@ class Towers:
         terms: dict[str, tf.Tensor],
         updates: Updates | None = None,
     ) -> list[tf.Tensor]:
-        tail = TowerCopy(0, _unique_scope(self.graph, 'reduced'), self.devices[0])
+        tail = TowerCopy(0, unique_scope(self.graph, 'reduced'), self.devices[0])
         copies = Copies(self.graph, self.devices[0], [tail], only=parts.tail)
         if updates is not None:
             copies.let_write(updates)
@@ -320,7 +320,8 @@ def pack_tensors(nest: Any, tensors: Sequence[tf.Tensor]) -> Any:
     return tf.nest.pack_sequence_as(nest, flat, expand_composites=True)
 
 
-def _unique_scope(graph: tf.Graph, suffix: Any) -> str:
+def unique_scope(graph: tf.Graph, suffix: Any) -> str:
+    """Returns the name of a new scope: that of a tower, or any other."""
     name = f'tower_{suffix}' if isinstance(suffix, int) else suffix
     with absolute_scope(graph), tf.name_scope(name) as scope:
         return scope.rstrip('/')

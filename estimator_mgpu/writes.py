@@ -16,13 +16,17 @@ import tensorflow.compat.v1 as tf
 from absl import logging
 
 from estimator_mgpu import losses, private, sharing
-from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu.copying import Copies, move_consumers
+from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.rows import Rows
-from estimator_mgpu.towers import Towers
+from estimator_mgpu.towers import Towers, unique_scope
 from estimator_mgpu.walks import walk
 
 _FIRST_ONLY = 'of the first shard only: the other shards do not count for it'
 _AVERAGED = 'averaged over the shards: it cannot be told to be a sum or a mean over rows'
+# v2 branches, which an input decides on, and calls of functions.
+_BRANCHES = frozenset(['If', 'Case'])
+_CALLS = _BRANCHES | frozenset(['PartitionedCall', 'StatefulPartitionedCall'])
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv'])
 # Writes of rows in any number, each to its place in a variable or a table.
 _SCATTER = re.compile('Scatter|LookupTableInsert')
@@ -43,8 +47,15 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     after = towers.copies.dependents(towers.reduced)
     wholes: dict[str, tf.Tensor | None] = {}
     # Of tower 0, the forward pass too.
-    ops = walk([*results, *initializers], without=towers.copies.names())
-    for op in [op for op in ops if not towers.copies.is_boundary(op)]:
+    found = walk([*results, *initializers], without=towers.copies.names())
+    ops = [op for op in found if not towers.copies.is_boundary(op)]
+    apart = {op.name for op in ops if op not in results and _can_write_apart(op, rows, towers)}
+    for op in ops:
+        if op.name in apart:
+            _write_apart(op, towers)
+    if apart:
+        rows = towers.rows()
+    for op in ops:
         write = towers.copies.writes_for_all(op)
         if not write and op.name not in after:
             continue
@@ -56,7 +67,8 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                 if counts or (op.type in _QUOTIENTS and i == 1):
                     _check_static_rows(op, i, rows, towers)
                 continue
-            if private.in_loop(op) or towers.copies.has_copies(op):
+            used = towers.copies.has_copies(op) and op.name not in apart
+            if private.in_loop(op) or used:
                 _warn(op, value, _FIRST_ONLY)
                 continue
             if _SCATTER.search(op.type) and rows.axis(value) == 0:
@@ -67,6 +79,32 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
             whole = wholes[value.name]
             if whole is not None:
                 private.set_input(op, i, whole)
+
+
+def _can_write_apart(op: tf.Operation, rows: Rows, towers: Towers) -> bool:
+    """Whether a branch or call of the forward pass can be divided into what it writes and gives."""
+    if op.type not in _CALLS or not towers.copies.has_copies(op) or private.in_control_flow(op):
+        return False
+    given = rows.dependent_inputs(op)
+    if not towers.copies.writes_for_all(op) or towers.copies.gives_written(op):
+        return False
+    if all(map(rows.has, given)):
+        return False
+    return op.type not in _BRANCHES or op.inputs[0].op.name not in rows.dependents
+
+
+def _write_apart(op: tf.Operation, towers: Towers) -> None:
+    """Gives what uses an op's results those of a copy that doesn't write, as other towers have."""
+    own = TowerCopy(0, unique_scope(towers.graph, 'apart'), towers.devices[0])
+    Copies(towers.graph, towers.devices[0], [own], only={op.name}).copy(op.outputs)
+    copy = own.ops[op.name]
+    move_consumers(op, copy)
+    with absolute_scope(towers.graph, own.scope), tf.device(op.device):
+        # A function writes what its results wait for.
+        written = [tf.identity(result, name='written').op for result in op.outputs]
+    private.add_control_inputs(copy, written)
+    for tower in towers.copies.towers:
+        tower.ops[copy.name] = tower.ops[op.name]
 
 
 def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers) -> None:

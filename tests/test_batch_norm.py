@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from models import floats, spec_of, step
-from towers import train
+from towers import assert_close, evaluate, train
 
 MOMENTUM = 0.8
 
@@ -72,7 +72,52 @@ def in_a_branch(x):
     return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
 
 
-NORMS = [fused, unfused, of_vectors, by_placeholder, keras_layer, by_hand, in_a_branch]
+def in_a_used_branch(x):
+    """A `cond` keeps the averages and gives moments, or gives averages, as old code does, too."""
+    mean, variance = tf.nn.moments(x, [0, 1, 2])
+    average = tf.get_variable('norm/moving_mean', [3], initializer=tf.zeros_initializer())
+    other = tf.get_variable('norm/moving_variance', [3], initializer=tf.ones_initializer())
+
+    def updated():
+        updates = [
+            variable.assign(variable * MOMENTUM + value * (1 - MOMENTUM))
+            for variable, value in ((average, mean), (other, variance))
+        ]
+        with tf.control_dependencies(updates):
+            return tf.identity(mean), tf.identity(variance)
+
+    training = tf.placeholder_with_default(True, [])
+    moments = tf.cond(training, updated, lambda: (tf.identity(average), tf.identity(other)))
+    return tf.nn.batch_normalization(x, *moments, None, None, 1e-3)
+
+
+def in_a_function(x):
+    """A function keeps the averages and gives what is normalized by moments."""
+    mean, variance = tf.nn.moments(x, [0, 1, 2])
+    average = tf.get_variable(
+        'norm/moving_mean', [3], initializer=tf.zeros_initializer(), use_resource=True
+    )
+
+    @tf.function
+    def updated(mean, variance):
+        average.assign(average * MOMENTUM + mean * (1 - MOMENTUM))
+        return mean, tf.sqrt(variance + 1e-3)
+
+    mean, deviation = updated(mean, variance)
+    return (x - mean) / deviation
+
+
+NORMS = [
+    fused,
+    unfused,
+    of_vectors,
+    by_placeholder,
+    keras_layer,
+    by_hand,
+    in_a_branch,
+    in_a_used_branch,
+    in_a_function,
+]
 
 
 def model_of(norm):
@@ -97,8 +142,53 @@ def test_moving_mean_is_that_of_one_device(norm, towers, static, behavior, caplo
     found, expected = (run.values['norm/moving_mean'] for run in (ours, one))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert np.abs(expected).min() > 0.1
-    if norm not in (by_placeholder, in_a_branch):
+    assert 'of the first shard only' not in caplog.text
+    if norm not in (by_placeholder, in_a_branch, in_a_used_branch):
         assert 'happens once a step' not in caplog.text
+
+
+def by_averages(features, labels, mode):
+    """The recipe of many: ExponentialMovingAverage in a `cond` whose results are used."""
+    training = tf.placeholder_with_default(mode == tf.estimator.ModeKeys.TRAIN, [])
+    x = features
+    for name in ('first', 'second'):
+        with tf.variable_scope(name):
+            mean, variance = tf.nn.moments(x, [0, 1, 2])
+            averages = tf.train.ExponentialMovingAverage(MOMENTUM)
+
+            def updated(mean=mean, variance=variance, averages=averages):
+                with tf.control_dependencies([averages.apply([mean, variance])]):
+                    return tf.identity(mean), tf.identity(variance)
+
+            def kept(mean=mean, variance=variance, averages=averages):
+                return averages.average(mean), averages.average(variance)
+
+            x = tf.nn.batch_normalization(x, *tf.cond(training, updated, kept), None, None, 1e-3)
+    output = tf.layers.dense(tf.layers.flatten(x), 1)
+    if mode == tf.estimator.ModeKeys.PREDICT:
+        return tf.estimator.EstimatorSpec(mode, predictions=output)
+    loss = tf.losses.mean_squared_error(labels, output)
+    if mode == tf.estimator.ModeKeys.EVAL:
+        return tf.estimator.EstimatorSpec(mode, loss=loss, predictions=output)
+    return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.0).minimize(loss, step()))
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_averages_in_a_branch_that_is_used(static, behavior, caplog):
+    batches = images(12, 12) if static else images(12, 10, 2)
+    one = train(by_averages, batches, 0, static=static)
+    ours = train(by_averages, batches, 3, static=static)
+    assert set(ours.values) == set(one.values)
+    [name] = [name for name in one.values if 'first/moments/Squeeze/' in name]
+    np.testing.assert_allclose(ours.values[name], one.values[name], rtol=1e-6)
+    assert np.abs(one.values[name]).min() > 0.1
+    assert 'of the first shard only' not in caplog.text
+    for mode in (tf.estimator.ModeKeys.EVAL, tf.estimator.ModeKeys.PREDICT):
+        found = [
+            evaluate(by_averages, batches, n, mode=mode, values=one.values, static=static)
+            for n in (0, 3)
+        ]
+        assert_close(found[1], found[0], 1e-5)
 
 
 @pytest.mark.parametrize('weight', [None, lambda x, y: tf.reduce_sum(y)], ids=['rows', 'units'])

@@ -180,6 +180,27 @@ def test_writes_in_the_forward_pass(towers, behavior, caplog):
     assert 'happens once a step' not in caplog.text
 
 
+def kept_in_a_branch(features, labels, mode):
+    """The loss goes by what the branch gives, which isn't what it writes."""
+    mean = tf.get_variable('mean', [3], initializer=tf.zeros_initializer(), trainable=False)
+    w = tf.get_variable('w', [3, 1])
+    own = tf.reduce_mean(features, 0)
+
+    def keep():
+        with tf.control_dependencies([mean.assign(0.9 * mean + own)]):
+            return tf.nn.tanh(w)
+
+    used = tf.cond(step() < 3, keep, lambda: w * 1.0)
+    loss = tf.reduce_mean(tf.square(tf.matmul(features, used) - labels))
+    return spec_of(mode, loss, sgd(loss))
+
+
+@pytest.mark.parametrize('rows', [12, 7, 2], ids='rows={}'.format)
+def test_writes_in_a_branch_beside_what_it_gives(rows, behavior, caplog):
+    compare(kept_in_a_branch, batches(rows, steps=5), 3)
+    assert 'of the first shard only' not in caplog.text
+
+
 def test_writes_in_a_branch_of_the_forward_pass_are_warned_of(caplog):
     def model_fn(features, labels, mode):
         mean = tf.get_variable('mean', [3], initializer=tf.zeros_initializer(), trainable=False)
