@@ -1,8 +1,8 @@
 """Gates of gradients, which copies can do without.
 
-Where an op has several gradients, `tf.gradients` makes each wait for all of them, by `tf.tuple`: two
-or three ops more for each op of the model. With v1 variables, that keeps one gradient from using a
-variable that another has changed already. Resource variables don't change while they are used.
+Where an op has several gradients, `tf.gradients` makes each wait for all of them, by `tf.tuple`:
+two or three ops more for each op of the model. With v1 variables, that keeps one gradient from
+using a variable that another has changed already. Resource variables don't change in use.
 """
 
 from __future__ import annotations
