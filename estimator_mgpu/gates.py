@@ -41,7 +41,8 @@ class Gates:
         gates = op.control_inputs
         if len(gates) != 1 or gates[0].type != 'NoOp':
             return False
-        members, others = [], set()
+        members: list[tf.Operation] = []
+        others = set()
         for member in gates[0].control_inputs:
             # There's one more for each device, if the gradients are on several.
             inner = member.control_inputs if member.type == 'NoOp' else [member]
