@@ -91,12 +91,15 @@ class Towers:
 
     def whole(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the value that a scalar of tower 0 has for the whole batch."""
-        return self.value(loss, self.take_apart(loss))
+        [value] = self.values([(loss, self.take_apart(loss))])
+        return value
 
-    def value(self, loss: tf.Tensor, parts: losses.Parts) -> tf.Tensor:
-        """Returns the value for the whole batch of a scalar that was taken apart."""
-        terms = [term for leaf in parts.leaves for term in self.terms(leaf)]
-        return self.tail(loss, parts, self.sums(terms))
+    def values(self, apart: Iterable[tuple[tf.Tensor, losses.Parts]]) -> list[tf.Tensor]:
+        """Returns the values for the whole batch of tensors that were taken apart."""
+        apart = list(apart)
+        leaves = [leaf for _, parts in apart for leaf in parts.leaves]
+        sums = self.sums(term for leaf in leaves for term in self.terms(leaf))
+        return [self.tail(value, parts, sums) for value, parts in apart]
 
     def whole_update(
         self, outputs: Sequence[tf.Tensor], parts: Sequence[losses.Parts], updates: Updates

@@ -45,7 +45,8 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     initializers = [v.initializer for v in variables if isinstance(v.initializer, tf.Operation)]
     rows = towers.rows()
     after = towers.copies.dependents(towers.reduced)
-    wholes: dict[str, tf.Tensor | None] = {}
+    needed: list[tuple[tf.Operation, int, tf.Tensor]] = []
+    parts: dict[str, losses.Parts | None] = {}
     # Of tower 0, the forward pass too.
     found = walk([*results, *initializers], without=towers.copies.names())
     ops = [op for op in found if not towers.copies.is_boundary(op)]
@@ -74,11 +75,15 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
             if _SCATTER.search(op.type) and rows.axis(value) == 0:
                 private.set_input(op, i, towers.joined(value))
                 continue
-            if value.name not in wholes:
-                wholes[value.name] = _whole(value, rows, towers, op)
-            whole = wholes[value.name]
-            if whole is not None:
-                private.set_input(op, i, whole)
+            if value.name not in parts:
+                parts[value.name] = _parts(value, rows, towers, op)
+            if parts[value.name] is not None:
+                needed.append((op, i, value))
+    distinct = {value.name: value for _, _, value in needed}
+    values = towers.values((value, parts[name]) for name, value in distinct.items())
+    wholes = dict(zip(distinct, values))
+    for op, i, value in needed:
+        private.set_input(op, i, wholes[value.name])
 
 
 def _can_write_apart(op: tf.Operation, rows: Rows, towers: Towers) -> bool:
@@ -130,8 +135,13 @@ def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers)
     private.set_input(op, index, total)
 
 
-def _whole(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> tf.Tensor | None:
-    """Returns the whole batch's value, or the towers' average; None for rows in any number."""
+def _parts(
+    value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation
+) -> losses.Parts | None:
+    """Returns what the whole batch's value, or the towers' average, follows from.
+
+    It's None for rows in any number.
+    """
     scalar = value.shape.num_elements() == 1
     has_rows = not scalar and rows.has(value)
     if has_rows and (sharing.calls_function(user) or not value.shape.is_fully_defined()):
@@ -144,7 +154,7 @@ def _whole(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
         if scalar or has_rows or parts.lost:
             _warn(user, value, _AVERAGED)
         parts = losses.Parts([losses.Leaf(value, losses.MEAN)], set(), [])
-    return towers.value(value, parts)
+    return parts
 
 
 def _warn(user: tf.Operation, value: tf.Tensor, how: str) -> None:
