@@ -258,7 +258,9 @@ class _Walk:
         if not given.shape.rank or not self._rows.may_have(given):
             return
         for inner in self._rows.reductions(given):
-            if inner.outputs[0].shape.rank and inner.type != op.type:
+            rows = [t for t in inner.inputs if self._rows.has(t)]
+            certain = all(map(self._rows.is_certain, rows))
+            if inner.outputs[0].shape.rank and inner.type != op.type and not certain:
                 self._doubt(
                     op.outputs[0],
                     f'its rows may be reduced by the {inner.type} {inner.name!r} or, if they are '

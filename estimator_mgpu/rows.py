@@ -50,12 +50,14 @@ class Rows:
         self.dependents = dependents
         self.static = static
         self._axes: dict[str, int] = {}  # by the name of a tensor with rows
+        self._certain: set[str] = set()  # of these, where ops alone say so
         waiting = []
         graph = tf.get_default_graph()
         for tensor in sources:
             graph = tensor.graph
             if tensor.shape.rank != 0:
                 self._axes[tensor.name] = 0
+                self._certain.add(tensor.name)
                 waiting.append(tensor)
         while waiting:
             while waiting:
@@ -72,6 +74,10 @@ class Rows:
     def axis(self, tensor: tf.Tensor) -> int | None:
         """Which dimension holds the rows, if any does."""
         return self._axes.get(tensor.name)
+
+    def is_certain(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor's rows are known to be along their axis by more than sizes."""
+        return tensor.name in self._certain
 
     def is_last_axis(self, tensor: tf.Tensor) -> bool:
         """Whether the rows of a tensor are along its last dimension."""
@@ -141,11 +147,14 @@ class Rows:
             return []
         found = []
         for output in op.outputs:
-            if output.name not in self._axes:
-                axis = self._axis_of(op, output, given)
-                if axis is not None:
-                    self._axes[output.name] = axis
-                    found.append(output)
+            certain = given.name in self._certain and _keeps_axes(op, output, given)
+            if output.name in self._axes and (not certain or output.name in self._certain):
+                continue
+            axis = self._axis_of(op, output, given)
+            if axis is not None and self._axes.setdefault(output.name, axis) == axis:
+                if certain:
+                    self._certain.add(output.name)
+                found.append(output)
         return found
 
     def _arrays_of_rows(self, graph: tf.Graph) -> list[tf.Tensor]:
@@ -233,6 +242,14 @@ class Rows:
         if size is None:
             return True
         return self.static is not None and size % self.static == 0
+
+
+def _keeps_axes(op: tf.Operation, output: tf.Tensor, given: tf.Tensor) -> bool:
+    """Whether it doesn't take sizes to tell where an input's rows are in an output."""
+    if is_product(op, given) or op.type in _REDUCTIONS or op.type == 'Transpose':
+        return True
+    known = output.shape.is_fully_defined() and given.shape.is_fully_defined()
+    return known and output.shape.as_list() == given.shape.as_list()
 
 
 def dimensions(axes: tf.Tensor, given: tf.Tensor) -> set[int]:

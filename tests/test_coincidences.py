@@ -57,6 +57,49 @@ def test_real_and_generated_rows_in_one(towers, static):
     compare(model_of(loss_of), batches(), towers, static=static)
 
 
+def mean_then_sum(output, targets):
+    return tf.reduce_sum(tf.reduce_mean(tf.square(output - targets), 0))
+
+
+def sum_then_mean(output, targets):
+    return tf.reduce_mean(tf.reduce_sum(tf.transpose(tf.square(output - targets)), 1))
+
+
+def entropy_of_the_mean(output, targets):
+    shares = tf.reduce_mean(tf.nn.softmax(output), 0)
+    return mean_then_sum(output, targets) + tf.reduce_sum(shares * tf.log(shares))
+
+
+def of_products(output, targets):
+    products = tf.matmul(output, output, transpose_a=True)
+    return tf.reduce_mean(tf.square(output - targets)) + 0.001 * tf.reduce_mean(products)
+
+
+INNER = [mean_then_sum, sum_then_mean, entropy_of_the_mean, of_products]
+
+
+@pytest.mark.parametrize('width', [4, 5], ids='width={}'.format)
+@pytest.mark.parametrize('loss', INNER, ids=lambda f: f.__name__)
+def test_a_layer_as_wide_as_a_shard_has_rows_is_no_matter_of_doubt(loss, width, behavior, caplog):
+    def loss_of(features, labels):
+        output = tf.layers.dense(tf.layers.dense(features, width, tf.nn.tanh), width)
+        return loss(output, tf.concat([labels] * width, 1))
+
+    compare(model_of(loss_of), batches(), ROWS // 4)
+    assert 'cannot be told' not in caplog.text
+
+
+def test_rows_known_by_size_alone_are_doubted(caplog):
+    """A slice may or may not have put rows elsewhere."""
+
+    def loss_of(features, labels):
+        output = tf.layers.dense(features, 4)[:, None, :]
+        return tf.reduce_sum(tf.reduce_mean(tf.square(output - labels[:, None]), 0))
+
+    compare(model_of(loss_of), batches(), ROWS // 4)
+    assert 'cannot be told' in caplog.text
+
+
 def by_class(features, labels):
     """Sums over the rows of each class by how many there are."""
     one_hot = tf.one_hot(tf.cast(labels[:, 0] > 2, tf.int32), 2)
