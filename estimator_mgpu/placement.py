@@ -122,10 +122,11 @@ def _name(variable: Any) -> str:
 
 def _leader(variable: Any, names: set[str]) -> str:
     """Returns the name of the variable that another goes with: its own, if there is none."""
+    own = _name(variable)
     groups = [group.decode()[len('loc:@') :] for group in variable.op.colocation_groups()]
-    parts = _name(variable).split('/')
+    parts = own.split('/')
     above = ['/'.join(parts[:i]) for i in range(1, len(parts))]
-    return next((name for name in [*groups, *above] if name in names), _name(variable))
+    return next((name for name in [*groups, *above] if name in names - {own}), own)
 
 
 def _bytes(variable: Any) -> int:

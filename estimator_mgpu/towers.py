@@ -94,12 +94,12 @@ class Towers:
         [value] = self.values([(loss, self.take_apart(loss))])
         return value
 
-    def values(self, apart: Iterable[tuple[tf.Tensor, losses.Parts]]) -> list[tf.Tensor]:
+    def values(self, apart: Sequence[tuple[tf.Tensor, losses.Parts]]) -> list[tf.Tensor]:
         """Returns the values for the whole batch of tensors that were taken apart."""
-        apart = list(apart)
         leaves = [leaf for _, parts in apart for leaf in parts.leaves]
         sums = self.sums(term for leaf in leaves for term in self.terms(leaf))
-        return [self.tail(value, parts, sums) for value, parts in apart]
+        tails = {value.name: self.tail(value, parts, sums) for value, parts in apart}
+        return [tails[value.name] for value, _ in apart]
 
     def whole_update(
         self, outputs: Sequence[tf.Tensor], parts: Sequence[losses.Parts], updates: Updates

@@ -45,7 +45,7 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     initializers = [v.initializer for v in variables if isinstance(v.initializer, tf.Operation)]
     rows = towers.rows()
     after = towers.copies.dependents(towers.reduced)
-    needed: list[tuple[tf.Operation, int, tf.Tensor]] = []
+    needed: list[tuple[tf.Operation, int, tf.Tensor, losses.Parts]] = []
     parts: dict[str, losses.Parts | None] = {}
     # Of tower 0, the forward pass too.
     found = walk([*results, *initializers], without=towers.copies.names())
@@ -77,13 +77,13 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                 continue
             if value.name not in parts:
                 parts[value.name] = _parts(value, rows, towers, op)
-            if parts[value.name] is not None:
-                needed.append((op, i, value))
-    distinct = {value.name: value for _, _, value in needed}
-    values = towers.values((value, parts[name]) for name, value in distinct.items())
-    wholes = dict(zip(distinct, values))
-    for op, i, value in needed:
-        private.set_input(op, i, wholes[value.name])
+            own = parts[value.name]
+            if own is not None:
+                needed.append((op, i, value, own))
+    # Of all in one request, for each takes time.
+    wholes = towers.values([(value, own) for _, _, value, own in needed])
+    for (op, i, _, _), whole in zip(needed, wholes):
+        private.set_input(op, i, whole)
 
 
 def _can_write_apart(op: tf.Operation, rows: Rows, towers: Towers) -> bool:
@@ -135,9 +135,7 @@ def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers)
     private.set_input(op, index, total)
 
 
-def _parts(
-    value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation
-) -> losses.Parts | None:
+def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> losses.Parts | None:
     """Returns what the whole batch's value, or the towers' average, follows from.
 
     It's None for rows in any number.

@@ -75,7 +75,7 @@ def test_what_is_named_under_a_variable_is_with_it():
         assert found[f'{name}/ExponentialMovingAverage'] == found[name]
 
 
-@pytest.mark.parametrize('variables, device', [('cpu', '/device:CPU:0'), ('first', '/device:CPU:1')])
+@pytest.mark.parametrize('variables, device', [('cpu', CPUS[0]), ('first', CPUS[1])])
 def test_one_place(variables, device):
     found = build(by_hand, devices=['/cpu:1', '/cpu:2'], variables=variables)
     assert {found[name] for name in found if name != 'global_step'} == {device}
@@ -187,5 +187,5 @@ def test_variables_are_on_their_devices():
 
 
 def test_an_unknown_place():
-    with pytest.raises(ValueError, match=r"variables='gpu' is no place for variables: it's 'spread'"):
+    with pytest.raises(ValueError, match="variables='gpu' is no place .*: it's 'spread'"):
         estimator_mgpu.replicate(by_hand, variables='gpu')

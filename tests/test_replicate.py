@@ -59,7 +59,7 @@ def test_names_are_those_of_one_device():
     with tf.Graph().as_default() as one:
         tf.train.get_or_create_global_step()
         model_fn(tf.zeros([4, 3]), tf.zeros([4, 1]), TRAIN)
-    _, ours = build(model_fn, devices=3, rows=6)
+    _, ours = build(model_fn, devices=3, rows=6, variables='first')
 
     def names(graph):
         return {op.name for op in graph.get_operations() if not op.name.startswith('gradients/')}
@@ -227,9 +227,17 @@ def four_gpus(monkeypatch):
     )
 
 
+# Which GPU each variable is on.
+PLACES = {
+    'first': {'table': 0, 'kernel': 0, 'bias': 0},
+    'spread': {'table': 0, 'kernel': 1, 'bias': 2},
+}
+
+
+@pytest.mark.parametrize('variables', PLACES)
 @pytest.mark.parametrize('devices', [None, 4, [f'/gpu:{i}' for i in range(4)]], ids=repr)
-def test_placement_on_gpus(devices, four_gpus):
-    """Of every op in the graph: tower i on GPU i, variables and their updates on GPU 0."""
+def test_placement_on_gpus(devices, variables, four_gpus):
+    """Of every op in the graph: tower i on GPU i, what uses or updates a variable with that."""
 
     def model_fn(features, labels, mode):
         table = tf.get_variable('table', [9, 3])
@@ -240,27 +248,31 @@ def test_placement_on_gpus(devices, four_gpus):
         loss = tf.losses.mean_squared_error(labels, output)
         return spec_of(mode, loss, adam(loss))
 
-    _, graph = build(model_fn, devices=devices, rows=8)
-    gathers = 0
+    _, graph = build(model_fn, devices=devices, rows=8, variables=variables)
+    places = {name: f'/device:GPU:{i}' for name, i in PLACES[variables].items()}
+    found = {kind: 0 for kind in ('ResourceGather', 'VarHandleOp', 'ResourceApplyAdam')}
     for op in graph.get_operations():
         tower = re.match(r'tower_(\d)/', op.name)
+        variable = re.search(r'table|kernel|bias', op.name)
         if re.search(r'(^|/)pinned(/|$)', op.name):
             assert op.device == '/device:CPU:0', op
         elif op.type == 'ResourceGather':
-            gathers += 1
-            assert op.device == '/device:GPU:0', op
+            found[op.type] += 1
+            assert op.device == places['table'], op
         elif tower and op.device:
             assert op.device == f'/device:GPU:{tower[1]}', op
-        elif op.type in ('VarHandleOp', 'ResourceApplyAdam') and 'global_step' not in op.name:
-            assert op.device == '/device:GPU:0', op
+        elif op.type in found and variable:
+            found[op.type] += 1
+            assert op.device == places[variable[0]], op
         if tower:
             assert op.device or op.type in ('ReadVariableOp', 'Const', 'VariableShape'), op
-    assert gathers == 4
+    assert found == {'ResourceGather': 4, 'VarHandleOp': 9, 'ResourceApplyAdam': 2}
     copied = [op.name for op in graph.get_operations() if op.name.startswith('tower_3/')]
     assert len(copied) > 20
-    reduced = [op for op in graph.get_operations() if re.match(r'replicate/gradient', op.name)]
-    assert reduced
-    assert {op.device for op in reduced if op.type == 'AddN'} == {'/device:GPU:0'}
+    sums = [op for op in graph.get_operations() if re.match(r'replicate/gradient', op.name)]
+    dense = {op.device for op in sums if op.type == 'AddN'}
+    assert dense == {places['kernel'], places['bias']}
+    assert {op.device for op in sums if op.type == 'ConcatV2'} == {places['table']}
 
 
 def test_a_device_may_be_listed_twice():
