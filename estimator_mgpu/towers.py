@@ -98,8 +98,13 @@ class Towers:
         """Returns the values for the whole batch of tensors that were taken apart."""
         leaves = [leaf for _, parts in apart for leaf in parts.leaves]
         sums = self.sums(term for leaf in leaves for term in self.terms(leaf))
-        tails = {value.name: self.tail(value, parts, sums) for value, parts in apart}
-        return [tails[value.name] for value, _ in apart]
+        tail = set().union(*(parts.tail for _, parts in apart))
+        if leaves and not any(leaf.tensor.op.name in tail for leaf in leaves):
+            values = [value for value, parts in apart if parts.leaves]
+            wholes = self._tails(values, losses.Parts(leaves, tail, []), sums)
+            found = dict(zip((value.name for value in values), wholes))
+            return [found.get(value.name, value) for value, _ in apart]
+        return [self.tail(value, parts, sums) for value, parts in apart]
 
     def whole_update(
         self, outputs: Sequence[tf.Tensor], parts: Sequence[losses.Parts], updates: Updates

@@ -27,6 +27,8 @@ _AVERAGED = 'averaged over the shards: it cannot be told to be a sum or a mean o
 # v2 branches, which an input decides on, and calls of functions.
 _BRANCHES = frozenset(['If', 'Case'])
 _CALLS = _BRANCHES | frozenset(['PartitionedCall', 'StatefulPartitionedCall'])
+# Linear in each of their inputs, but for a constant.
+_LINEAR = frozenset(['Identity', 'Neg', 'Add', 'AddV2', 'Sub', 'Mul'])
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv'])
 # Writes of rows in any number, each to its place in a variable or a table.
 _SCATTER = re.compile('Scatter|LookupTableInsert')
@@ -151,8 +153,24 @@ def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
         # A variance of the batch, say: batch normalization's are known to be averages.
         if scalar or has_rows or parts.lost:
             _warn(user, value, _AVERAGED)
-        parts = losses.Parts([losses.Leaf(value, losses.MEAN)], set(), [])
+        return _averaged(value, rows)
     return parts
+
+
+def _averaged(value: tf.Tensor, rows: Rows) -> losses.Parts:
+    """Returns what the average over the towers follows from: that of the statistic itself.
+
+    A moving average moves by a share of its difference to the statistic, and the average of linear
+    functions of something is that of its average.
+    """
+    tail = set()
+    while value.op.type in _LINEAR:
+        dependent = [t for t in value.op.inputs if t.op.name in rows.dependents]
+        if len(dependent) != 1:
+            break
+        tail.add(value.op.name)
+        [value] = dependent
+    return losses.Parts([losses.Leaf(value, losses.MEAN)], tail, [])
 
 
 def _warn(user: tf.Operation, value: tf.Tensor, how: str) -> None:
