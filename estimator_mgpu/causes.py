@@ -8,7 +8,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.functions import Library
-from estimator_mgpu.rows import BATCH_NORMS, Rows, dimensions, is_product
+from estimator_mgpu.places import BATCH_NORMS, dimensions, is_product
+from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers
 from estimator_mgpu.walks import walk
 

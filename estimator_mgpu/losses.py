@@ -16,7 +16,9 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.rows import BATCH_NORMS, ELEMENTWISE, LINEAR, Rows
+from estimator_mgpu.places import BATCH_NORMS
+from estimator_mgpu.rows import ELEMENTWISE, LINEAR, Rows
+from estimator_mgpu.walks import walk
 
 MEAN, SUM, SHAPE, UNITS, AUTO = 'mean', 'sum', 'shape', 'units', 'auto'
 # The constants of tf.losses.Reduction and tf.keras.losses.Reduction, meaning what they did for
@@ -258,15 +260,24 @@ class _Walk:
         if not given.shape.rank or not self._rows.may_have(given):
             return
         for inner in self._rows.reductions(given):
-            rows = [t for t in inner.inputs if self._rows.has(t)]
-            certain = all(map(self._rows.is_certain, rows))
-            if inner.outputs[0].shape.rank and inner.type != op.type and not certain:
+            if any(map(self._rows.is_plain, inner.inputs)):
+                continue
+            if inner.outputs[0].shape.rank and not self._is_linear(op, inner):
                 self._doubt(
                     op.outputs[0],
                     f'its rows may be reduced by the {inner.type} {inner.name!r} or, if they are '
                     f'not along dimension 0, by the {op.type} {op.name!r}. It is taken for the '
                     'former',
                 )
+
+    def _is_linear(self, op: tf.Operation, inner: tf.Operation) -> bool:
+        """Whether it makes no difference which one of two reductions is that over rows."""
+
+        def onward(other: tf.Operation) -> list[tf.Operation]:
+            return [] if other is inner else [t.op for t in self._rows.dependent_inputs(other)]
+
+        between = walk([t.op for t in self._rows.dependent_inputs(op)], onward)
+        return inner.type == op.type and all(o is inner or o.type in LINEAR for o in between)
 
     def _divides_by_shard_rows(self, op: tf.Operation) -> bool:
         """Whether a constant divisor is the static size of one shard, so the quotient a mean."""

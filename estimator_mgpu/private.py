@@ -53,6 +53,11 @@ _script_ops = _module(
     'tensorflow.python.ops.script_ops', 'EagerFunc', '_py_funcs', 'tape_cache', '_EagerPyFuncGrad'
 )
 _ops = _module('tensorflow.python.framework.ops', 'Operation')
+if not hasattr(_ops.Graph, '_get_function'):
+    raise ImportError(
+        f'TensorFlow {tf.__version__} has no Graph._get_function, which estimator_mgpu needs. '
+        'Install a TensorFlow that it was tested with (2.15 to 2.21).'
+    )
 for _method in (
     '_add_control_inputs',
     '_control_outputs',
@@ -77,6 +82,18 @@ def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
 def op_def(op_type: str) -> Any:
     """Returns the `OpDef` of an op type, or None where there is none (a function's name)."""
     return _op_def_registry.get(op_type)
+
+
+def function_graphs(op: tf.Operation) -> list[tf.Graph]:
+    """Returns the graphs of the body of a loop, the branches or the function that an op calls.
+
+    None where the graph doesn't keep them, as one that was imported.
+    """
+    names = ['body', 'f', 'then_branch', 'else_branch', 'branches']
+    refs = [op.node_def.attr[name] for name in names if name in op.node_def.attr]
+    refs = [f for attr in refs for f in ([attr.func] if attr.HasField('func') else attr.list.func)]
+    found = [getattr(op.graph._get_function(ref.name), 'graph', None) for ref in refs]
+    return [] if None in found else found
 
 
 def add_control_inputs(op: tf.Operation, inputs: list[tf.Operation]) -> None:

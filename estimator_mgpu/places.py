@@ -1,0 +1,283 @@
+"""How rows spread from a shard's tensors to others, along the ops of a graph and its functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private
+from estimator_mgpu.axes import Place, UnknownPlace, place_in
+
+# What functions make up: v2 loops, branches and calls.
+_LOOPS = frozenset(['While', 'StatelessWhile'])
+_CALLS = _LOOPS | frozenset(
+    ['If', 'StatelessIf', 'Case', 'StatelessCase', 'PartitionedCall', 'StatefulPartitionedCall']
+)
+# Sums of what goes to one place; the third input says how many places there are.
+_SEGMENT_SUMS = frozenset(['UnsortedSegmentSum', 'ScatterNd'])
+_COUNTS = frozenset(['Bincount', 'DenseBincount'])
+# Ops that make a tensor of a shape that is their first, or their second, input.
+_MAKES = re.compile(
+    r'(Fill|Random(?:StandardNormal|Uniform|UniformInt)|TruncatedNormal|Stateless(?:Random|Trunc).*)'
+    r'|(BroadcastTo|StatefulStandardNormalV2|StatefulUniform)'
+)
+# Their outputs but the first are statistics of the batch.
+BATCH_NORMS = frozenset(['FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3'])
+# v1 loops and branches, and what a TensorArray's `flow` goes through in them.
+_ARRAYS = frozenset(['TensorArrayWriteV3', 'TensorArrayScatterV3', 'TensorArraySplitV3'])
+_FLOW = _ARRAYS | frozenset(['Enter', 'Exit', 'Merge', 'Switch', 'NextIteration'])
+
+
+class Places:
+    """Which tensors of a graph have rows, and where.
+
+    Args:
+      given: where those have rows that it's known of.
+      dependents: the names of the ops that depend on these; None for the ops of a function, all of
+        which may.
+      static: the rows of a shard where that's known.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[tuple[tf.Tensor, Place]],
+        dependents: set[str] | None,
+        static: int | None,
+    ):
+        self.dependents = set() if dependents is None else dependents
+        self._all = dependents is None
+        self.static = static
+        self._places = {tensor.name: place for tensor, place in given}
+        self._calls: dict[str, tf.Operation] = {}
+        self._unknown: list[tuple[tf.Operation, tf.Tensor, tf.Tensor]] = []
+        self._spread(given[0][0].graph if given else tf.get_default_graph(), [t for t, _ in given])
+
+    def has(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor has an entry, or several, for each row."""
+        return tensor.name in self._places
+
+    def axis(self, tensor: tf.Tensor) -> int | None:
+        """Which dimension holds the rows, if any does."""
+        place = self._places.get(tensor.name)
+        return None if place is None else place.axis
+
+    def product_axis(self, op: tf.Operation, place: int) -> int | None:
+        """Which dimension of a product has an input's rows; None where they're summed over."""
+        axis, rank = self._places[op.inputs[place].name].axis, op.inputs[place].shape.rank
+        first = place == 0
+        if op.type == 'Einsum':
+            terms, _, output = op.get_attr('equation').decode().partition('->')
+            label = terms.split(',')[place][axis]
+            return output.index(label) if label in output else None
+        if axis < rank - 2:
+            return axis + op.outputs[0].shape.rank - rank
+        names = ('transpose_a', 'transpose_b') if op.type == 'MatMul' else ('adj_x', 'adj_y')
+        summed = rank - 1 if first != op.get_attr(names[not first]) else rank - 2
+        return None if axis == summed else op.outputs[0].shape.rank - (2 if first else 1)
+
+    def _spread(self, graph: tf.Graph, waiting: list[tf.Tensor]) -> None:
+        """Finds which tensors have rows; where sizes have to tell, after all that ops tell."""
+        while waiting:
+            while waiting:
+                while waiting:
+                    tensor = waiting.pop()
+                    for op in tensor.consumers():
+                        if self._all or op.name in self.dependents or op.type in _FLOW:
+                            waiting += self._follow(op, tensor)
+                waiting = self._through_calls()
+            waiting = self._arrays_of_rows(graph) + self._made_for_rows(graph)
+            waiting = waiting or self._by_sizes()
+
+    def _in_function(self, graph: tf.Graph, places: dict[str, Place]) -> list[Place | None]:
+        """Returns where the results of a function have rows."""
+        given = [(t, places[t.name]) for t in graph.inputs if t.name in places]
+        inner = Places(given, None, self.static)
+        return [inner._places.get(t.name) for t in graph.outputs]
+
+    def _counts(self, op: tf.Operation) -> bool:
+        return self._all or op.name in self.dependents
+
+    def _follow(self, op: tf.Operation, given: tf.Tensor) -> list[tf.Tensor]:
+        """Returns the outputs of an op that have rows because one of its inputs has."""
+        if op.type in ('Shape', 'ShapeN', 'Size', 'Rank'):
+            return []
+        if op.type in _CALLS:
+            self._calls[op.name] = op
+            return []
+        found = []
+        for output in op.outputs:
+            if output.name not in self._places:
+                try:
+                    place = self._place_of(op, output, given)
+                except UnknownPlace:
+                    self._unknown.append((op, output, given))
+                    continue
+                if place is not None:
+                    self._places[output.name] = place
+                    found.append(output)
+        return found
+
+    def _place_of(self, op: tf.Operation, output: tf.Tensor, given: tf.Tensor) -> Place | None:
+        """Returns where an output has rows, by what the op does."""
+        scalar = output.dtype in (tf.variant, tf.resource) or op.type in _FLOW
+        if output.shape.num_elements() == 1 and not (scalar and output.shape.rank == 0):
+            return None
+        place = self._places[given.name]
+        if op.type in BATCH_NORMS and output is not op.outputs[0]:
+            return None
+        if self._is_summed(op, given):
+            return None
+        if is_product(op, given):
+            axis = self.product_axis(op, _place(op, given))
+            return None if axis is None else place.at(axis)
+        found = place_in(op, output, _place(op, given), place)
+        if found is None or output.shape.rank in (0, None):
+            return found
+        return found if self._may_hold(output.shape.as_list()[found.axis]) else None
+
+    def _by_sizes(self) -> list[tf.Tensor]:
+        """Takes for rows what has a dimension that may hold them, where no op tells."""
+        found = []
+        for op, output, given in self._unknown:
+            if output.name not in self._places:
+                place = self._guess(op, output, self._places[given.name])
+                if place is not None:
+                    self._places[output.name] = place
+                    found.append(output)
+        self._unknown.clear()
+        return found
+
+    def _guess(self, op: tf.Operation, output: tf.Tensor, given: Place) -> Place | None:
+        if output.dtype in (tf.variant, tf.resource) or output.shape.rank is None:
+            return Place(0, None, None, False)  # Lists of rows, say; what's in them isn't known.
+        sizes = output.shape.as_list()
+        holding = [i for i, size in enumerate(sizes) if self._may_hold(size)]
+        if not holding:
+            return None
+        axis = given.axis if given.axis in holding else holding[0]
+        # What ops do to rows mostly leaves them along the first dimension.
+        plain = given.plain and axis == given.axis == 0 and op.type not in _CALLS
+        return Place(axis, None, None, plain)
+
+    def _through_calls(self) -> list[tf.Tensor]:
+        """Goes through the functions that loops, branches and calls are made of."""
+        found = []
+        for op in self._calls.values():
+            places = self._results(op)
+            given = next(t for t in op.inputs if self.has(t))
+            for i, output in enumerate(op.outputs):
+                handle = output.dtype in (tf.variant, tf.resource)
+                if output.name in self._places or not handle and output.shape.num_elements() == 1:
+                    continue
+                place = None if places is None else places[i]
+                if place is not None:
+                    self._places[output.name] = place
+                    found.append(output)
+                elif places is None or handle:
+                    self._unknown.append((op, output, given))
+        self._calls.clear()
+        return found
+
+    def _results(self, op: tf.Operation) -> list[Place | None] | None:
+        """Returns where the outputs of a loop, branch or call have rows, if that can be told."""
+        graphs = private.function_graphs(op)
+        if not graphs:
+            return None
+        given = [self._places.get(t.name) for t in op.inputs]
+        loop = op.type in _LOOPS
+        found: list[Place | None] = [None] * len(op.outputs)
+        for graph in graphs:
+            own = given[len(given) - len(graph.inputs) :]
+            while True:
+                places = {t.name: p for t, p in zip(graph.inputs, own) if p is not None}
+                results = self._in_function(graph, places)
+                again = [a or b for a, b in zip(own, results)] if loop else own
+                if again == own:
+                    break
+                own = again
+            found = [a or b for a, b in zip(found, own if loop else results)]
+        return found
+
+    def _arrays_of_rows(self, graph: tf.Graph) -> list[tf.Tensor]:
+        """Finds TensorArrays that are made for one entry a row, whatever is written to them."""
+        arrays = {'TensorArrayV3': (0, 1), 'TensorListReserve': (1, 0)}
+        new = []
+        for op in graph.get_operations():
+            size, output = arrays.get(op.type, (0, 0))
+            if op.type not in arrays or op.outputs[output].name in self._places:
+                continue
+            if self._is_row_count(op.inputs[size]):
+                new.append(op.outputs[output])
+        self._places.update((tensor.name, Place(0)) for tensor in new)
+        return new
+
+    def _made_for_rows(self, graph: tf.Graph) -> list[tf.Tensor]:
+        """Finds tensors made with an entry a row, such as noise, that depend on it by size only."""
+        found = []
+        for op in graph.get_operations():
+            made = _MAKES.match(op.type)
+            if made and self._counts(op) and op.outputs[0].name not in self._places:
+                axis = self._axis_of_shape(op.inputs[0 if made[1] else 1].op)
+                if axis is not None:
+                    self._places[op.outputs[0].name] = Place(axis)
+                    found.append(op.outputs[0])
+        return found
+
+    def _axis_of_shape(self, shape: tf.Operation) -> int | None:
+        """Which entry of a shape is the number of rows."""
+        if shape.type == 'Shape':
+            return self.axis(shape.inputs[0])
+        if shape.type != 'Pack':
+            return None
+        return next((i for i, size in enumerate(shape.inputs) if self._is_row_count(size)), None)
+
+    def _is_row_count(self, size: tf.Tensor) -> bool:
+        op = size.op
+        while op.type in ('Identity', 'Cast'):
+            op = op.inputs[0].op
+        if op.type != 'StridedSlice' or op.inputs[0].op.type != 'Shape':
+            value = private.constant_value(size)
+            return self.static is not None and value is not None and int(value) == self.static
+        index = private.constant_value(op.inputs[1])
+        axis = self.axis(op.inputs[0].op.inputs[0])
+        return axis is not None and index is not None and index.tolist() == [axis]
+
+    def _is_summed(self, op: tf.Operation, given: tf.Tensor) -> bool:
+        """Whether a product of matrices, or a sum of segments, sums over an input's rows."""
+        if is_product(op, given):
+            return self.product_axis(op, _place(op, given)) is None
+        first = self.axis(given) == 0
+        if op.type in _COUNTS and first and op.inputs[0].shape.rank == 1:
+            return True
+        if op.type in _SEGMENT_SUMS and first:
+            sizes = op.outputs[0].shape.as_list() if op.outputs[0].shape.rank else [None]
+            return not self._counts(op.inputs[2].op) and not self._may_hold(sizes[0])
+        return False
+
+    def _may_hold(self, size: int | None) -> bool:
+        if size is None:
+            return True
+        return self.static is not None and size % self.static == 0
+
+
+def dimensions(axes: tf.Tensor, given: tf.Tensor) -> set[int]:
+    """Which dimensions of what an op is given its input `axes` says."""
+    value = private.constant_value(axes)
+    if value is None:
+        return {0}
+    return {int(axis) % given.shape.rank for axis in value.flat}
+
+
+def _place(op: tf.Operation, given: tf.Tensor) -> int:
+    return [t.name for t in op.inputs].index(given.name)
+
+
+def is_product(op: tf.Operation, given: tf.Tensor) -> bool:
+    """Whether an op is a product of matrices whose dimensions are known one by one."""
+    if given.shape.rank is None or op.outputs[0].shape.rank is None:
+        return False
+    if op.type == 'Einsum':
+        return b'.' not in op.get_attr('equation')
+    return op.type in ('MatMul', 'BatchMatMulV2', 'BatchMatMulV3')
