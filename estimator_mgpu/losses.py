@@ -9,7 +9,7 @@ then gives what one device would get: for masked means, `sum / batch_size` and L
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,12 +64,14 @@ class Parts(NamedTuple):
       tail: the names of the ops between the leaves and the loss.
       doubts: one sentence for each thing that the graph doesn't tell.
       lost: whether it's taken for a mean for want of anything better.
+      notes: one sentence for each thing that the graph tells, but not for certain.
     """
 
     leaves: list[Leaf]
     tail: set[str]
     doubts: list[str]
     lost: bool = False
+    notes: Sequence[str] = ()
 
 
 def check_reduction(reduction: str) -> str:
@@ -117,7 +119,7 @@ def take_apart(
     walk.from_loss(loss, walk.through_linear if reduction == SUM else walk.through_any)
     if walk.lost:
         return Parts([Leaf(loss, MEAN)], set(), walk.doubts, lost=True)
-    return Parts(walk.leaves, walk.tail, walk.doubts)
+    return Parts(walk.leaves, walk.tail, walk.doubts, notes=walk.notes)
 
 
 class _Walk:
@@ -127,6 +129,7 @@ class _Walk:
         self.leaves: list[Leaf] = []
         self.tail: set[str] = set()
         self.doubts: list[str] = []
+        self.notes: list[str] = []
         self.lost = False
 
     def from_loss(
@@ -182,7 +185,10 @@ class _Walk:
                 self._doubt(tensor, f'{op.inputs[0].name!r} may or may not have rows')
             return SHAPE if self._rows.has(op.inputs[0]) else MEAN
         if op.type in ('Mul', *_QUOTIENTS) and self._divides_by_shard_rows(op):
-            return MEAN
+            if op.type == 'Mul' or op.inputs[1].shape.rank != 0:
+                return MEAN
+            # The size of the batch is that of its shards, added up.
+            self.leaves.append(Leaf(op.inputs[1], SUM))
         opaque = any(t.dtype in (tf.variant, tf.resource) for t in inputs)
         opaque = opaque or private.in_control_flow(op) or op.type in ('Exit', 'Merge')
         if not inputs or opaque or op.op_def.is_stateful or any(map(self._rows.has, inputs)):
@@ -288,11 +294,22 @@ class _Walk:
             return False
         summed = [r.inputs[0] for r in self._rows.reductions(numerator) if r.type != 'Mean']
         sizes = [tensor.shape.num_elements() for tensor in summed]
+        if not summed:
+            return False
         of_shard = {self._rows.static, *sizes}
         of_batch = {size * self._towers for size in of_shard if size}
-        if op.type == 'DivNoNan':  # tf.losses' and Keras' means, by what they counted themselves
+        literal = any(t.op.type == 'Const' for t in op.inputs)
+        if (
+            op.type == 'DivNoNan' and not literal
+        ):  # tf.losses' and Keras' means, by what they counted themselves
             return divisor in of_shard or divisor not in of_batch
         if divisor in of_shard and divisor not in of_batch and not self._is_round(op, divisor):
+            self.notes.append(
+                f'{op.outputs[0].name!r} is a sum over rows divided by {divisor:g}, which is taken '
+                'for the static size of a shard, so that it is a mean over rows. If it is a number '
+                "of its own, say replicate(loss_reduction='sum'). If it is the size of the batch, "
+                'let the model_fn take tf.shape(features)[0], which is always clear.'
+            )
             return True
         multiple = self._rows.static > 1 and divisor % self._rows.static == 0
         if divisor in of_shard or (multiple and divisor not in of_batch and op.type != 'Mul'):

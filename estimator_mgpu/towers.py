@@ -304,8 +304,8 @@ class Towers:
         if loss.name in self._told:
             return
         self._told.add(loss.name)
-        for doubt in parts.doubts:
-            logging.warning('%s', doubt)
+        for sentence in [*parts.doubts, *parts.notes]:
+            logging.warning('%s', sentence)
         for leaf in parts.leaves:
             logging.info(
                 "Loss %r: the towers' %r is taken for a %s over rows.",

@@ -90,8 +90,6 @@ LOSSES = {
         tf.reduce_sum(squares(y, p)) / tf.cast(tf.shape(p)[0], tf.float32)
     ),
     'sum by tf.size': lambda y, p: tf.reduce_sum(squares(y, p)) / tf.cast(tf.size(p), tf.float32),
-    'sum by static rows': static_rows,
-    'sum times 1/rows': times_reciprocal_of_static_rows,
     'scaled sum': lambda y, p: 0.5 * tf.reduce_sum(squares(y, p)) / 100.0,
     'masked mean': lambda y, p: (
         tf.reduce_sum(mask(y) * squares(y, p)) / (tf.reduce_sum(mask(y)) + 1e-8)
@@ -132,6 +130,38 @@ def test_auto_is_exact(loss, towers, static, caplog):
     compare(model_fn, batches(steps=4), towers, static=static)
     assert 'cannot be told' not in caplog.text
     assert 'is taken for a' in caplog.text
+
+
+STATIC_ROWS = {
+    'sum by static rows': static_rows,
+    'sum times 1/rows': times_reciprocal_of_static_rows,
+    'sum and l2 by static rows': lambda y, p: (
+        (tf.reduce_sum(squares(y, p)) + l2()) / y.shape.as_list()[0]
+    ),
+}
+
+
+@pytest.mark.parametrize('loss', STATIC_ROWS.values(), ids=STATIC_ROWS.keys())
+def test_static_rows_are_exact_but_told_of(loss, caplog):
+    """The graph has the same constant for what somebody wrote."""
+    compare(with_loss(loss), batches(steps=4), 2)
+    assert 'is taken for the static size of a shard' in caplog.text
+    assert 'take tf.shape(features)[0]' in caplog.text
+
+
+LITERALS = {
+    'sum by a number': lambda y, p: tf.reduce_sum(squares(y, p)) / 6.0,
+    'a number times sum': lambda y, p: tf.reduce_sum(squares(y, p)) * (1 / 6),
+    'heads': lambda y, p: tf.add_n([tf.reduce_sum(squares(y, p * i)) for i in range(6)]) / 6,
+    'div_no_nan': lambda y, p: tf.math.divide_no_nan(tf.reduce_sum(squares(y, p)), 6.0),
+}
+
+
+@pytest.mark.parametrize('loss', LITERALS.values(), ids=LITERALS.keys())
+def test_a_number_that_is_also_that_of_a_shards_rows_is_told_of(loss, caplog):
+    train(with_loss(loss), batches(steps=1), 2)
+    assert "If it is a number of its own, say replicate(loss_reduction='sum')" in caplog.text
+    compare(with_loss(loss), batches(steps=2), 2, loss_reduction='sum')
 
 
 DOUBTS = {
