@@ -223,7 +223,11 @@ class _Walk:
         divided, mixed, seen = False, None, set()
         while waiting:
             op = waiting.pop().op
-            if op.name in seen or op.type not in ELEMENTWISE:
+            if op.name in seen:
+                continue
+            if op.type not in ELEMENTWISE:
+                if op.type == 'GatherV2' and self._is_of_shard(op.inputs[0]):
+                    mixed = op.inputs[0]
                 continue
             seen.add(op.name)
             if op.type == 'Softmax' and self._rows.is_last_axis(op.inputs[0]):
@@ -236,9 +240,15 @@ class _Walk:
                     divided |= divisor and self._is_static_rows(value)
                 else:
                     divided |= divisor
-                    if value.dtype.is_floating and not self._is_count(value):
+                    if self._is_of_shard(value):
                         mixed = value
         return divided, mixed
+
+    def _is_of_shard(self, value: tf.Tensor) -> bool:
+        """Whether it's a value of all rows of a shard, other than how many they are."""
+        if self._rows.has(value) or value.op.name not in self._rows.dependents:
+            return False
+        return value.dtype.is_floating and not self._is_count(value)
 
     def _is_static_rows(self, divisor: tf.Tensor) -> bool:
         if self._rows.static is None or divisor.shape.num_elements() != 1:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import sharing
+from estimator_mgpu import private, sharing
 from estimator_mgpu.axes import Place
 from estimator_mgpu.places import Places
 from estimator_mgpu.walks import walk
@@ -37,6 +37,11 @@ class Rows(Places):
     def __init__(self, sources: Iterable[tf.Tensor], dependents: set[str], static: int | None):
         given = [(tensor, Place(0)) for tensor in sources if tensor.shape.rank != 0]
         super().__init__(given, dependents, static)
+        graph = given[0][0].graph if given else tf.get_default_graph()
+        reshapes = [op for op in graph.get_operations() if op.type == 'Reshape']
+        self._reshapes = [
+            op for op in reshapes if self.has(op.inputs[0]) and self.has(op.outputs[0])
+        ]
 
     def is_plain(self, tensor: tf.Tensor) -> bool:
         """Whether it follows from what ops do, rather than from sizes, where the rows are."""
@@ -76,6 +81,18 @@ class Rows(Places):
 
         found = [op for op in walk([tensor.op], onward) if op.type in sharing.PYTHON_FUNCTIONS]
         return [op for op in found if any(t.shape.rank is None for t in op.outputs if self.has(t))]
+
+    def reshaped_to(self, size: int) -> list[tf.Operation]:
+        """Lists the ops that give rows a shape in which a constant says how many there are.
+
+        Args:
+          size: how many there would be, that aren't as many as the shard has.
+        """
+        return [op for op in self._reshapes if self._is_cut(op, size)]
+
+    def _is_cut(self, op: tf.Operation, size: int) -> bool:
+        told, axis = private.constant_value(op.inputs[1]), self.axis(op.outputs[0])
+        return told is not None and axis is not None and told.flat[axis] == size
 
     def sums(self, op: tf.Operation) -> bool:
         """Whether an op's output is a sum over rows."""

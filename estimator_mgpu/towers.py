@@ -136,7 +136,24 @@ class Towers:
         if self._reduction not in (losses.MEAN, losses.UNITS):
             self._tell(loss, parts)
             self.warn_of_unknown(loss, rows)
+            self._warn_of_batch_size(rows)
         return parts
+
+    def _warn_of_batch_size(self, rows: Rows) -> None:
+        """Warns of rows of a shard that are given the shape of those of the whole batch."""
+        size = (self._static_rows or 0) * len(self.devices)
+        for op in rows.reshaped_to(size) if size else ():
+            if op.name not in self._told:
+                self._told.add(op.name)
+                logging.warning(
+                    '%r (%s) gives the %d rows of a shard a shape of %d, which is the size of the '
+                    "whole batch. If that's what it's meant to be, each row is cut up: take -1 or "
+                    'tf.shape(features)[0] instead.',
+                    op.name,
+                    op.type,
+                    self._static_rows,
+                    size,
+                )
 
     def warn_of_unknown(self, value: tf.Tensor, rows: Rows) -> None:
         """Warns of Python functions' results that a value comes from, if they may have no rows."""

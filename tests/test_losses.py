@@ -164,6 +164,27 @@ def test_a_number_that_is_also_that_of_a_shards_rows_is_told_of(loss, caplog):
     compare(with_loss(loss), batches(steps=2), 2, loss_reduction='sum')
 
 
+def test_rows_in_the_shape_of_the_whole_batch_are_told_of(caplog):
+    def loss(labels, output):
+        several = tf.reshape(tf.tile(output, [1, 6]), [ROWS, -1])
+        return tf.reduce_mean(tf.reduce_sum(tf.square(several), 1))
+
+    train(with_loss(loss), batches(steps=1), 2)
+    assert 'gives the 6 rows of a shard a shape of 12' in caplog.text
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_weights_of_classes_by_their_number_are_warned_of(static, caplog):
+    def loss(labels, output):
+        classes = tf.cast(labels[:, 0] > 0, tf.int32)
+        counts = tf.math.bincount(classes, minlength=2, maxlength=2, dtype=tf.float32)
+        weights = tf.gather(1.0 / tf.maximum(counts, 1.0), classes)
+        return tf.reduce_mean(squares(labels, output)[:, 0] * weights)
+
+    train(with_loss(loss), batches(steps=1), 2, static=static)
+    assert 'was reduced over the rows of a shard' in caplog.text
+
+
 DOUBTS = {
     'product': lambda y, p: tf.reduce_prod(1 + squares(y, p) / 100),
     'largest': lambda y, p: tf.reduce_max(squares(y, p)),
