@@ -228,6 +228,8 @@ class _Walk:
             if op.type not in ELEMENTWISE:
                 if op.type == 'GatherV2' and self._is_of_shard(op.inputs[0]):
                     mixed = op.inputs[0]
+                if op.type in ('Sum', 'Mean') and self._rows.has(op.outputs[0]):
+                    waiting.append(op.inputs[0])  # Of what a row has.
                 continue
             seen.add(op.name)
             if op.type == 'Softmax' and self._rows.is_last_axis(op.inputs[0]):

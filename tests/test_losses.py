@@ -185,6 +185,20 @@ def test_weights_of_classes_by_their_number_are_warned_of(static, caplog):
     assert 'was reduced over the rows of a shard' in caplog.text
 
 
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_rows_mixed_before_they_are_summed_one_by_one_are_warned_of(static, caplog):
+    """A target distribution by how often there is what in the batch, as in clustering."""
+
+    def loss(labels, output):
+        q = tf.nn.softmax(tf.concat([output, -output, 2 * output], 1))
+        weights = tf.square(q) / tf.reduce_sum(q, 0)
+        p = tf.stop_gradient(weights / tf.reduce_sum(weights, 1, keepdims=True))
+        return tf.reduce_mean(tf.reduce_sum(p * tf.log(p / q), 1))
+
+    train(with_loss(loss), batches(steps=1), 2, static=static)
+    assert 'was reduced over the rows of a shard' in caplog.text
+
+
 DOUBTS = {
     'product': lambda y, p: tf.reduce_prod(1 + squares(y, p) / 100),
     'largest': lambda y, p: tf.reduce_max(squares(y, p)),
