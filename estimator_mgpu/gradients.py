@@ -9,8 +9,9 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private, sharing
+from estimator_mgpu import private
 from estimator_mgpu.reduction import local_gradients, reduced_gradients
+from estimator_mgpu.subjects import are_weights, is_variable
 from estimator_mgpu.towers import Towers
 
 _lock = threading.Lock()
@@ -115,30 +116,29 @@ def _hooked(original: Any) -> Any:
             unconnected = tf.UnconnectedGradients.NONE if stop else unconnected_gradients
             return original(ys, xs, grad_ys, *options, stopped, unconnected, src_graph)
 
-        towers = _towers_for(xs)
-        if towers is None:
-            return _recorded(xs, _left_alone(ys, xs, grad_ys, compute))
         xs = _as_list(xs)
-        variables = [x for x in xs if _is_variable(x)]
-        others = [x for x in xs if not _is_variable(x)]
+        towers = _towers_for(xs)
         with _inside():
-            seeds = _as_list(grad_ys)
-            reduced = iter(reduced_gradients(towers, _tensors(ys), variables, seeds, compute))
-            local = local_gradients(towers, _tensors(ys), others, seeds, compute) if others else []
-            left_alone = iter(local)
-        return _recorded(xs, [next(reduced if _is_variable(x) else left_alone) for x in xs])
+            if towers is None:
+                found = compute(ys, xs, grad_ys)
+            else:
+                found = _gradients(towers, _tensors(ys), xs, _as_list(grad_ys), compute)
+        return _recorded(xs, found)
 
     return gradients
 
 
-def _left_alone(ys: Any, xs: Any, grad_ys: Any, compute: Any) -> list:
-    """Gradients with respect to activations, or of no concern to any towers."""
-    towers = current_towers()
-    nested = getattr(_thread, 'inside', False) or tf.executing_eagerly()
-    with _inside():
-        if towers is None or nested or tf.get_default_graph() is not towers.graph:
-            return compute(ys, xs, grad_ys)
-        return local_gradients(towers, _tensors(ys), _as_list(xs), _as_list(grad_ys), compute)
+def _gradients(towers: Towers, ys: list, xs: list, grad_ys: Any, compute: Any) -> list:
+    """Gradients with respect to weights, reduced, and to activations, left alone."""
+    of_weights = are_weights(towers, xs)
+    found: list = [None] * len(xs)
+    for weights, gradients in ((True, reduced_gradients), (False, local_gradients)):
+        places = [i for i, weight in enumerate(of_weights) if weight == weights]
+        if places:
+            some = gradients(towers, ys, [xs[i] for i in places], grad_ys, compute)
+            for i, gradient in zip(places, some):
+                found[i] = gradient
+    return found
 
 
 def _tape_hooked(original: Any) -> Any:
@@ -157,24 +157,24 @@ def _tape_hooked(original: Any) -> Any:
                     tape, target, sources, output_gradients, sources_raw, unconnected_gradients
                 )
             return _recorded(sources, found)
-        if not all(_is_variable(source) for source in sources):
+        if len(set(are_weights(towers, sources))) > 1:
             raise ValueError(
-                'A GradientTape was asked for gradients with respect to variables and to other '
-                'tensors in one call, but only those of variables are reduced over the towers. '
+                'A GradientTape was asked for gradients with respect to variables and to tensors '
+                'of rows in one call, but only those of variables are reduced over the towers. '
                 'Ask for them in two calls, of a GradientTape(persistent=True).'
             )
 
         def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list:
             if stop:  # What the reduction adds to the graph isn't on the tape.
                 return tf.gradients(ys, xs, grad_ys, stop_gradients=stop)
-            grad_ys = [None] * len(ys) if grad_ys is None else grad_ys
-            pairs = [_on_tape(towers, *pair) for pair in zip(ys, grad_ys)]
-            ys, grad_ys = map(list, zip(*pairs))
+            if grad_ys is not None:
+                pairs = [_on_tape(towers, *pair) for pair in zip(ys, grad_ys)]
+                ys, grad_ys = map(list, zip(*pairs))
             return original(tape, ys, xs, grad_ys, sources_raw, unconnected_gradients)
 
         with _inside():
             seeds = _as_list(output_gradients)
-            found = reduced_gradients(towers, _tensors(target), sources, seeds, compute)
+            found = _gradients(towers, _tensors(target), list(sources), seeds, compute)
         return _recorded(sources, found)
 
     return imperative_grad
@@ -185,6 +185,9 @@ def _jacobian_hooked(original: Any) -> Any:
         towers = _towers_for(tf.nest.flatten(sources))
         if towers is None:
             return original(tape, target, sources, *args, **kwargs)
+        if not any(are_weights(towers, tf.nest.flatten(sources))):
+            with _inside():
+                return original(tape, target, sources, *args, **kwargs)
         of_rows = target.op.name in towers.dependents()
         if of_rows and towers.rows().axis(target) != 0:
             raise ValueError(
@@ -208,7 +211,7 @@ def _recorded(xs: Any, found: list) -> list:
     recorded = _recordings.get(tf.get_default_graph())
     if recorded is not None and not getattr(_thread, 'inside', False):
         pairs = zip(_as_list(xs), found)
-        recorded.gradients += [(x, g) for x, g in pairs if g is not None and _is_variable(x)]
+        recorded.gradients += [(x, g) for x, g in pairs if g is not None and is_variable(x)]
     return found
 
 
@@ -238,21 +241,21 @@ def _on_tape(towers: Towers, y: tf.Tensor, grad_y: Any) -> tuple[tf.Tensor, Any]
     return y, grad_y
 
 
-def _towers_for(xs: Any) -> Towers | None:
-    """Returns the towers whose gradients with respect to `xs` are to be reduced, if any."""
+def _towers_for(xs: Sequence[Any]) -> Towers | None:
+    """Returns the towers that gradients with respect to `xs` are of, if any."""
     if getattr(_thread, 'inside', False) or tf.executing_eagerly():
         return None
     towers = current_towers()
-    if towers is None or not any(_is_variable(x) for x in _as_list(xs)):
-        return None
-    if tf.get_default_graph() is not towers.graph:
+    if towers is None or tf.get_default_graph() is towers.graph:
+        return towers
+    if any(are_weights(towers, xs)):
         raise ValueError(
             'Gradients with respect to variables are computed inside a tf.function, tf.cond or '
             'tf.while_loop (tf.hessians makes one), where they cannot be reduced over several '
             'devices. Compute them outside, and only apply them inside; or train this model with '
             'replicate(devices=1).'
         )
-    return towers
+    return None
 
 
 @contextlib.contextmanager
@@ -263,12 +266,6 @@ def _inside() -> Iterator[None]:
         yield
     finally:
         _thread.inside = before
-
-
-def _is_variable(x: Any) -> bool:
-    if isinstance(x, tf.Tensor):
-        return sharing.is_handle(x) or sharing.is_plain_read(x.op)
-    return isinstance(x, tf.Variable) or hasattr(x, 'handle')
 
 
 def _as_list(values: Any) -> Any:

@@ -35,7 +35,7 @@ _CONSTANTS = {
 }
 _ADVICE = "Say which it is by replicate(loss_reduction='mean') or replicate(loss_reduction='sum')."
 
-_QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan'])
+QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan'])
 
 
 class Leaf(NamedTuple):
@@ -157,7 +157,7 @@ class _Walk:
         """For a loss that is known to be a sum: only what leaves it one is its tail."""
         op = tensor.op
         inputs = self._rows.dependent_inputs(op)
-        scaled = op.type in ('Mul', *_QUOTIENTS) and len(inputs) == 1
+        scaled = op.type in ('Mul', *QUOTIENTS) and len(inputs) == 1
         scaled = scaled and (op.type == 'Mul' or inputs[0] is op.inputs[0])
         summed = op.type == 'Sum' and op.inputs[0].op.type == 'Pack'
         if not (op.type in LINEAR or scaled or summed) or any(map(self._rows.has, inputs)):
@@ -184,7 +184,7 @@ class _Walk:
             if not self._rows.has(op.inputs[0]) and not op.inputs[0].shape.is_fully_defined():
                 self._doubt(tensor, f'{op.inputs[0].name!r} may or may not have rows')
             return SHAPE if self._rows.has(op.inputs[0]) else MEAN
-        if op.type in ('Mul', *_QUOTIENTS) and self._divides_by_shard_rows(op):
+        if op.type in ('Mul', *QUOTIENTS) and self._divides_by_shard_rows(op):
             if op.type == 'Mul' or op.inputs[1].shape.rank != 0:
                 return MEAN
             # The size of the batch is that of its shards, added up.
@@ -235,7 +235,7 @@ class _Walk:
             if op.type == 'Softmax' and self._rows.is_last_axis(op.inputs[0]):
                 divided, mixed = True, op.outputs[0]  # It adds up the rows of the shard.
             for value in op.inputs:
-                divisor = op.type in _QUOTIENTS and value is op.inputs[1]
+                divisor = op.type in QUOTIENTS and value is op.inputs[1]
                 if self._rows.has(value):
                     waiting.append(value)
                 elif value.op.name not in self._rows.dependents:

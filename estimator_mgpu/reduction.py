@@ -7,9 +7,12 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import losses
+from estimator_mgpu import losses, private
 from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu.rows import LINEAR
+from estimator_mgpu.subjects import is_variable
 from estimator_mgpu.towers import Towers, flat_tensors, pack_tensors
+from estimator_mgpu.walks import inputs, walk
 
 # compute(ys, xs, grad_ys) and compute(ys, xs, grad_ys, stop_gradients) give gradients
 # TensorFlow's own way.
@@ -19,7 +22,7 @@ Compute = Callable[..., list]
 def reduced_gradients(
     towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any], grad_ys: Any, compute: Compute
 ) -> list:
-    """Returns the gradients of the whole batch's losses, one for each variable.
+    """Returns the gradients of the whole batch's losses, one for each weight.
 
     Tower 0's gradient is computed and copied to the other towers. What a tower's share counts
     comes in as the gradient of its loss, so the towers' gradients are summed as they are.
@@ -27,14 +30,17 @@ def reduced_gradients(
     Args:
       towers: the towers.
       ys: tower 0's losses.
-      xs: the variables.
+      xs: variables, and tensors that are the same on all towers.
       grad_ys: None, or one gradient, or None, for each loss.
       compute: computes gradients TensorFlow's own way.
 
     Returns:
       One dense tensor, `IndexedSlices` or None for each of `xs`.
     """
-    _check_first_order(towers, ys)
+    _check_first_order(towers, ys, xs)
+    # Where a weight is in the middle of the graph, all towers go on from the same.
+    made = [x for x in xs if not is_variable(x) and not private.in_control_flow(x.op)]
+    towers.copies.share(made)
     towers.placement.settle(towers.graph)
     ys, grad_ys = _as_scalars(towers, ys, grad_ys)
     wholes, stubs, terms, seeds = _seeds(towers, ys, grad_ys)
@@ -57,20 +63,43 @@ def local_gradients(
 ) -> list:
     """Returns the gradients of the whole batch's losses with respect to tower 0's activations.
 
-    Nothing is reduced, but the gradient of a mean is a share in that over the batch.
+    Nothing is reduced, but the gradient of a mean is a share in that over the batch, and what a
+    term of a quotient counts goes by the whole batch's.
 
     Args and returns: as `reduced_gradients`.
     """
-    dependents = towers.dependents()
-    if not all(isinstance(x, tf.Tensor) and x.op.name in dependents for x in xs):
+    if not all(isinstance(x, tf.Tensor) and x.graph is towers.graph for x in xs):
         return compute(ys, xs, grad_ys)
-    parts = [towers.take_apart(y) for y in ys if y.shape.num_elements() == 1]
-    sums = all(leaf.kind == losses.SUM for part in parts for leaf in part.leaves)
-    if sums or any(part.doubts for part in parts) or len(parts) < len(ys):
+    rows = towers.rows()
+    # A loss with rows counts as their sum.
+    parts = [towers.take_apart(y) for y in ys if not rows.has(y)]
+    of_batch = {leaf.tensor.op.name for part in parts for leaf in part.leaves}
+    of_batch.update(*(part.tail for part in parts))
+    of_rows = [x.op.name not in of_batch for x in xs]
+    if not all(of_rows):  # With respect to a loss's terms, say: the tail of another value.
+        if any(of_rows):
+            each = [local_gradients(towers, ys, [x], grad_ys, compute) for x in xs]
+            return [gradient for [gradient] in each]
+        return compute(ys, xs, grad_ys)
+    if any(part.doubts for part in parts) or all(_adds_up(towers, part) for part in parts):
         return compute(ys, xs, grad_ys)
     ys, grad_ys = _as_scalars(towers, ys, grad_ys)
-    _, _, terms, seeds = _seeds(towers, ys, grad_ys)
+    _, stubs, terms, seeds = _seeds(towers, ys, grad_ys)
+    towers.local_stubs += [(stub, terms[name]) for name, stub in stubs.items()]
     return compute([terms[name].tensor for name in seeds], xs, list(seeds.values()))
+
+
+def _adds_up(towers: Towers, parts: losses.Parts) -> bool:
+    """Whether a loss is a plain sum over rows, so that its gradient is that of the batch's."""
+    dependents = towers.dependents()
+
+    def is_linear(op: tf.Operation) -> bool:
+        own = [i for i, t in enumerate(op.inputs) if t.op.name in dependents]
+        scaled = op.type in ('Mul', *losses.QUOTIENTS) and len(own) == 1
+        return op.type in LINEAR or (scaled and (op.type == 'Mul' or own == [0]))
+
+    tail = map(towers.graph.get_operation_by_name, parts.tail)
+    return all(leaf.kind == losses.SUM for leaf in parts.leaves) and all(map(is_linear, tail))
 
 
 def _seeds(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple:
@@ -124,7 +153,9 @@ def _reduce(towers: Towers, grads: list[list], once: list, xs: Sequence[Any]) ->
         terms = [g for g in own + [extra] if g is not None]
         with absolute_scope(towers.graph, 'replicate'), tf.device(x.device):
             reduced.append(_add(terms) if terms else None)
-    tensors = flat_tensors(reduced)
+    # The shape of a sparse one is as good in each tower's own backward pass, before the reduction.
+    sparse = [[g.values, g.indices] for g in reduced if isinstance(g, tf.IndexedSlices)]
+    tensors = flat_tensors([sparse, [g for g in reduced if isinstance(g, tf.Tensor)]])
     towers.copies.share(tensors)
     towers.reduced += tensors
     return reduced
@@ -141,17 +172,47 @@ def _guard(towers: Towers, grads: list, tower: int) -> list:
     return pack_tensors(grads, guarded)
 
 
-def _check_first_order(towers: Towers, ys: Sequence[tf.Tensor]) -> None:
+def _check_first_order(towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any]) -> None:
     dependents = towers.copies.dependents(towers.reduced, differentiably=True)
     dependents |= {t.op.name for t in towers.reduced}
-    for y in ys:
-        if y.op.name in dependents:
+    late = [y for y in ys if y.op.name in dependents]
+    _check_local(towers, ys, xs)
+    if not late:
+        return
+    # Weights that were themselves made of gradients (MAML's, say) may be differentiated by.
+    before = {op.name for op in walk([t.op for t in towers.reduced], inputs)}
+    if any(is_variable(x) or x.op.name in before for x in xs):
+        raise ValueError(
+            f'The gradient of {late[0].name!r} was asked for, which is or depends on a gradient '
+            'with respect to variables that was reduced over the towers. On several '
+            'devices, only gradients with respect to activations and inputs can be '
+            'differentiated again (a gradient penalty, say). Train this model with '
+            'replicate(devices=1), or stop the gradient by tf.stop_gradient().'
+        )
+
+
+def _check_local(towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any]) -> None:
+    """Checks that what gradients of rows take from the whole batch needs no gradient of its own."""
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        stopped = op.type in ('StopGradient', 'PreventGradient')
+        return (
+            []
+            if stopped
+            else [t.op for t in op.inputs if not (t.dtype.is_integer or t.dtype.is_bool)]
+        )
+
+    names = {getattr(x, 'handle', x).op.name for x in xs}
+    used = {op.name for op in walk([y.op for y in ys if towers.local_stubs], onward)}
+    for stub, term in towers.local_stubs:
+        if stub.op.name in used and any(o.name in names for o in walk([term.tensor.op], onward)):
             raise ValueError(
-                f'The gradient of {y.name!r} was asked for, which is or depends on a gradient '
-                'with respect to variables that was reduced over the towers. On several '
-                'devices, only gradients with respect to activations and inputs can be '
-                'differentiated again (a gradient penalty, say). Train this model with '
-                'replicate(devices=1), or stop the gradient by tf.stop_gradient().'
+                f'The gradient of {ys[0].name!r} was asked for, which depends on a gradient '
+                f'with respect to activations or inputs, and by that on {term.tensor.name!r}, '
+                'which is reduced over the whole batch and depends on the same variables. That '
+                'is a gradient across devices. Take the inner gradient of a mean or a sum over '
+                'rows, stop it by tf.stop_gradient(), or train this model with '
+                'replicate(devices=1).'
             )
 
 

@@ -61,6 +61,8 @@ class Towers:
         self.made_from: dict[str, tf.Tensor] = {}
         self._counted: dict[str, list[losses.Leaf]] = {}
         self._stubs: list[tuple[tf.Tensor, losses.Leaf]] = []
+        # Those of gradients with respect to activations, which aren't reduced.
+        self.local_stubs: list[tuple[tf.Tensor, losses.Leaf]] = []
         self._summed: dict[str, tf.Tensor] = {}
         self._told: set[str] = set()
         self.index, *others = [
