@@ -150,9 +150,9 @@ def _reduce(towers: Towers, grads: list[list], once: list, xs: Sequence[Any]) ->
         grads = [_guard(towers, own, i) for i, own in enumerate(grads)]
     reduced = []
     for x, extra, *own in zip(xs, once, *grads):
-        terms = [g for g in own + [extra] if g is not None]
+        terms = [[g for g in grads if g is not None] for grads in (own, [extra])]
         with absolute_scope(towers.graph, 'replicate'), tf.device(x.device):
-            reduced.append(_add(terms) if terms else None)
+            reduced.append(_add(*terms) if any(terms) else None)
     # The shape of a sparse one is as good in each tower's own backward pass, before the reduction.
     sparse = [[g.values, g.indices] for g in reduced if isinstance(g, tf.IndexedSlices)]
     tensors = flat_tensors([sparse, [g for g in reduced if isinstance(g, tf.Tensor)]])
@@ -216,24 +216,47 @@ def _check_local(towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any]) -> 
             )
 
 
-def _add(terms: list) -> Any:
-    """Adds gradients; as in TensorFlow's own sums, the sum is sparse if all are."""
-    slices = [g for g in terms if isinstance(g, tf.IndexedSlices)]
-    dense = [g for g in terms if not isinstance(g, tf.IndexedSlices)]
+def _add(own: list, once: list) -> Any:
+    """Adds the towers' gradients and what counts once; the sum is sparse if all are."""
+    slices = [g for g in own if isinstance(g, tf.IndexedSlices)]
+    sparse = [_joined(slices)] if slices else []
+    sparse += [g for g in once if isinstance(g, tf.IndexedSlices)]
+    dense = [g for g in own + once if not isinstance(g, tf.IndexedSlices)]
     if dense:
-        return tf.add_n([*dense, *([_joined(slices)] if slices else [])], name='gradient')
-    return _joined(slices)
+        return tf.add_n([*dense, *([_concat(sparse)] if sparse else [])], name='gradient')
+    return _concat(sparse)
 
 
 def _joined(slices: list[tf.IndexedSlices]) -> tf.IndexedSlices:
+    """Joins the towers' slices as one device has them: those of each lookup by themselves."""
+    parts = [_lookups(g) for g in slices]
+    if len(parts[0]) > 1 and len({len(part) for part in parts}) == 1:
+        return _concat([_joined(list(part)) for part in zip(*parts)])
+    joined = _concat(slices)
+    if not all(_is_unique(g.indices) for g in slices):
+        return joined
+    # An embedding lookup that takes each id of the batch once; the norm of such a gradient,
+    # for one, is another if ids stand in it several times.
+    indices, places = tf.unique(joined.indices)
+    values = tf.math.unsorted_segment_sum(joined.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, joined.dense_shape)
+
+
+def _concat(slices: list[tf.IndexedSlices]) -> tf.IndexedSlices:
     values = tf.concat([g.values for g in slices], 0, name='gradient')
     indices = tf.concat([tf.cast(g.indices, slices[0].indices.dtype) for g in slices], 0)
-    if all(_is_unique(g.indices) for g in slices):
-        # An embedding lookup that takes each id of the batch once; the norm of such a gradient,
-        # for one, is another if ids stand in it several times.
-        indices, places = tf.unique(indices)
-        values = tf.math.unsorted_segment_sum(values, places, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices[0].dense_shape)
+
+
+def _lookups(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+    """Returns the slices of each lookup of a table, as TensorFlow put those of several together."""
+    op = slices.indices.op
+    if op.type != 'ConcatV2':
+        return [slices]
+    indices, values = list(op.inputs)[:-1], list(slices.values.op.inputs)[:-1]
+    if slices.values.op.type != 'ConcatV2' or len(values) != len(indices):
+        values = tf.split(slices.values, [tf.size(part) for part in indices])
+    return [tf.IndexedSlices(v, i, slices.dense_shape) for v, i in zip(values, indices)]
 
 
 def _is_unique(indices: tf.Tensor) -> bool:

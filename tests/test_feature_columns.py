@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from models import ROWS, floats, of_all_modes
+from models import ROWS, floats, of_all_modes, step
 from towers import compare, compare_modes
 
 fc = tf.feature_column
@@ -207,3 +207,53 @@ SPARSE = [*(named(input_layer, c) for c in COLUMNS), linear_model, wide_and_deep
 @pytest.mark.parametrize('forward', SPARSE, ids=lambda f: f.__name__)
 def test_sparse_features(forward, towers, static):
     compare(of_all_modes(forward), with_gaps(), towers, static=static, preprocess=to_sparse)
+
+
+def by_global_norm(grads):
+    return tf.clip_by_global_norm(grads, 0.05)[0]
+
+
+def each_by_norm(grads):
+    return [tf.clip_by_norm(grad, 0.02) for grad in grads]
+
+
+def by_rows(grads):
+    """Of sparse gradients, the norm of each row."""
+    return [
+        tf.IndexedSlices(tf.clip_by_norm(g.values, 0.01, 1), g.indices, g.dense_shape)
+        if isinstance(g, tf.IndexedSlices)
+        else g
+        for g in grads
+    ]
+
+
+def lookups_of_one_table(features):
+    """Two that take each id once, one that doesn't, and one that all rows share."""
+    table = tf.get_variable('table', [8, 3])
+    words = [tf.strings.to_hash_bucket_fast(features[name], 8) for name in 'abc']
+    sparse = [tf.sparse.from_dense(ids) for ids in words[:2]]
+    means = tf.nn.safe_embedding_lookup_sparse(table, sparse[0], combiner='mean')
+    sums = tf.nn.safe_embedding_lookup_sparse(table, sparse[1], combiner='sum')
+    rows = tf.reduce_sum(tf.nn.embedding_lookup(table, words[2]), 1)
+    tf.add_to_collection(
+        tf.GraphKeys.REGULARIZATION_LOSSES, tf.nn.l2_loss(tf.gather(table, [1, 2]))
+    )
+    return network(means * sums + tf.nn.tanh(rows))
+
+
+@pytest.mark.parametrize('towers, static', [(3, True), (5, False)])
+@pytest.mark.parametrize('clip', [by_global_norm, each_by_norm, by_rows])
+@pytest.mark.parametrize(
+    'forward', [shared_of_v1, shared_of_v2, lookups_of_one_table], ids=lambda f: f.__name__
+)
+def test_clipped_gradients_of_shared_tables(forward, clip, towers, static, caplog):
+    def train(loss):
+        optimizer = tf.train.MomentumOptimizer(0.5, 0.9)
+        grads, variables = zip(*optimizer.compute_gradients(loss))
+        return optimizer.apply_gradients(zip(clip(grads), variables), step())
+
+    model_fn = of_all_modes(forward, train)
+    compare(model_fn, examples(), towers, static=static)
+    assert 'of the first shard only' not in caplog.text
+    if forward is not lookups_of_one_table:  # Its regularization is no mean over units.
+        compare(model_fn, examples(), towers, loss_weight=lambda features, labels: tf.size(labels))
