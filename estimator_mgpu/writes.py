@@ -76,6 +76,7 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                 continue
             if _SCATTER.search(op.type) and rows.axis(value) == 0:
                 private.set_input(op, i, towers.joined(value))
+                _fit_to_rows(op, rows, towers, after)
                 continue
             if value.name not in parts:
                 parts[value.name] = _parts(value, rows, towers, op)
@@ -85,7 +86,35 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     # Of all in one request, for each takes time.
     wholes = towers.values([(value, own) for _, _, value, own in needed])
     for (op, i, _, _), whole in zip(needed, wholes):
-        private.set_input(op, i, whole)
+        private.set_input(op, i, _fitting(whole, op.inputs[i], towers))
+
+
+def _fit_to_rows(op: tf.Operation, rows: Rows, towers: Towers, after: set[str]) -> None:
+    """Gives what scatters the rows of all shards as many places, or values, or says it can't be."""
+    for i, other in enumerate(op.inputs):
+        known = other.op.name in rows.dependents | after or towers.copies.is_boundary(other.op)
+        if known or sharing.is_handle(other) or other.shape[:1].as_list() != [rows.static]:
+            continue
+        constant = private.constant_value(other)
+        if constant is None or (constant != constant.flat[0]).any():
+            raise ValueError(
+                f'{op.name!r} ({op.type}) is to write a row for each of the batch, but '
+                f'{other.name!r} has one for each of a shard: it does not depend on the batch. If '
+                'it was made for features.shape[0] rows, take tf.shape(features)[0]; or train '
+                'this model with replicate(devices=1).'
+            )
+        private.set_input(op, i, towers.joined(other))
+
+
+def _fitting(whole: tf.Tensor, value: tf.Tensor, towers: Towers) -> tf.Tensor:
+    """Returns the whole batch's value as one that may take the place of tower 0's."""
+    if whole.shape.is_compatible_with(value.shape):
+        return whole
+    # It has a size that goes by the number of rows, say a range of them.
+    with absolute_scope(towers.graph, 'replicate'), tf.device(whole.device):
+        fitting = tf.placeholder_with_default(whole, [None] * whole.shape.rank)
+    towers.copies.share([fitting])
+    return fitting
 
 
 def _can_write_apart(op: tf.Operation, rows: Rows, towers: Towers) -> bool:

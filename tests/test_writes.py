@@ -152,6 +152,49 @@ def test_what_is_written_is_of_all_rows(model_fn, rows, behavior, caplog):
     assert 'happens once a step' not in caplog.text
 
 
+def queue_of_rows(count, also=()):
+    """Rows take the place of the oldest in a queue (MoCo); `count(features)` is how many."""
+
+    def model_fn(features, labels, mode):
+        queue = tf.get_variable('queue', [30, 3], trainable=False)
+        place = tf.get_variable('place', [], tf.int32, tf.zeros_initializer(), trainable=False)
+        keys = tf.matmul(features, tf.get_variable('keys', [3, 3]))
+        loss = tf.reduce_mean(square(features, labels))
+        loss += tf.reduce_mean(tf.square(tf.matmul(keys, queue, transpose_b=True)))
+        with tf.control_dependencies([keys, sgd(loss)]):
+            places = (place.read_value() + tf.range(count(features))) % 30
+            enqueued = tf.scatter_update(queue, places, keys)
+        with tf.control_dependencies([enqueued]):
+            moved = place.assign((place.read_value() + tf.shape(features)[0]) % 30)
+        return spec_of(mode, loss, enqueued, moved, *(update(features) for update in also))
+
+    return model_fn
+
+
+def rows_of(features):
+    return tf.shape(features)[0]
+
+
+def counts_of_ones(features):
+    """How often each class was there: ones of the shard's static size are scattered."""
+    counts = tf.get_variable('counts', [2], initializer=tf.zeros_initializer(), trainable=False)
+    ones = tf.ones(features.shape[:1])
+    return tf.scatter_add(counts, tf.cast(features[:, 0] > 0, tf.int32), ones)
+
+
+@pytest.mark.parametrize('towers, static', [(2, True), (3, True), (5, False)])
+def test_a_queue_of_rows(towers, static, behavior, caplog):
+    also = [counts_of_ones] if static else []
+    compare(queue_of_rows(rows_of, also), batches(steps=5), towers, static=static)
+    assert 'happens once a step' not in caplog.text
+
+
+def test_places_for_the_rows_of_a_shard_are_an_error():
+    model_fn = queue_of_rows(lambda features: features.shape.as_list()[0])
+    with pytest.raises(ValueError, match=r"Scatter.*'mod.*features\.shape\[0\] rows, take tf"):
+        train(model_fn, batches(steps=1), 2)
+
+
 def running_mean_used(features, labels, mode):
     """The write is part of the forward pass; the train_op doesn't name it."""
     mean = tf.get_variable('mean', [3], initializer=tf.zeros_initializer(), trainable=False)
