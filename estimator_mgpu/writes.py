@@ -20,7 +20,7 @@ from estimator_mgpu.copying import Copies, move_consumers
 from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers, unique_scope
-from estimator_mgpu.walks import walk
+from estimator_mgpu.walks import inputs, walk
 
 _FIRST_ONLY = 'of the first shard only: the other shards do not count for it'
 _AVERAGED = 'averaged over the shards: it cannot be told to be a sum or a mean over rows'
@@ -30,6 +30,7 @@ _CALLS = _BRANCHES | frozenset(['PartitionedCall', 'StatefulPartitionedCall'])
 # Linear in each of their inputs, but for a constant.
 _LINEAR = frozenset(['Identity', 'Neg', 'Add', 'AddV2', 'Sub', 'Mul'])
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv'])
+_SUMS = frozenset(['Add', 'AddV2', 'Sub', 'AddN'])
 # Writes of rows in any number, each to its place in a variable or a table.
 _SCATTER = re.compile('Scatter|LookupTableInsert')
 
@@ -69,6 +70,8 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                 counts = sharing.is_write(op) and op not in initializers
                 if counts or (op.type in _QUOTIENTS and i == 1):
                     _check_static_rows(op, i, rows, towers)
+                if counts and op.type.startswith('Assign'):
+                    _check_counts(value, rows, towers, after)
                 continue
             used = towers.copies.has_copies(op) and op.name not in apart
             if private.in_loop(op) or used:
@@ -164,6 +167,20 @@ def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers)
     with absolute_scope(towers.graph, 'replicate'), tf.device(value.device):
         total = tf.constant(constant * len(towers.devices), value.dtype)
     private.set_input(op, index, total)
+
+
+def _check_counts(value: tf.Tensor, rows: Rows, towers: Towers, after: set[str]) -> None:
+    """Checks sums and quotients that are written, of variables and what may be a shard's rows."""
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        known = op.name in rows.dependents | after or towers.copies.has_copies(op)
+        return [] if known or sharing.is_plain_read(op) else inputs(op)
+
+    for op in walk([value.op], onward):
+        if op.type in _SUMS | _QUOTIENTS and not towers.copies.has_copies(op):
+            for i in range(len(op.inputs)):
+                if (i == 1 or op.type in _SUMS) and op.inputs[i].op.name not in rows.dependents:
+                    _check_static_rows(op, i, rows, towers)
 
 
 def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> losses.Parts | None:

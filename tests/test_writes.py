@@ -93,6 +93,41 @@ def test_a_constant_like_the_rows_of_a_shard_is_warned_of(caplog):
     assert 'with the constant 6, which is also the number of rows of a shard' in caplog.text
 
 
+def added(seen, rows):
+    return seen.assign(seen.read_value() + rows)
+
+
+def added_in_a_circle(seen, rows):
+    return seen.assign((seen.read_value() + rows) % 48)
+
+
+def subtracted(seen, rows):
+    return seen.assign(tf.maximum(seen.read_value() - rows, -1000.0))
+
+
+COUNTERS = [lambda seen, rows: seen.assign_add(rows), added, added_in_a_circle, subtracted]
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('write', COUNTERS)
+def test_counters_that_add_the_static_rows_are_warned_of(write, static, behavior, caplog):
+    def model_fn(features, labels, mode):
+        seen = tf.get_variable('seen', [], initializer=tf.zeros_initializer(), trainable=False)
+        loss = tf.reduce_mean(square(features, labels))
+        rows = features.shape.as_list()[0]
+        if rows is None:
+            rows = tf.cast(tf.shape(features)[0], tf.float32)
+        return spec_of(mode, loss, sgd(loss), write(seen, 1.0 * rows))
+
+    text = 'with the constant 6, which is also the number of rows of a shard'
+    if static:
+        train(model_fn, batches(12, steps=1), 2)
+        assert text in caplog.text
+    else:
+        compare(model_fn, batches(12, steps=2), 2, static=False)
+        assert text not in caplog.text
+
+
 def centre_loss(features, labels, mode):
     """The centres move towards the rows of their class."""
     centres = tf.get_variable('centres', [2, 3], trainable=False)
