@@ -258,6 +258,8 @@ class Towers:
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             dtype = term.tensor.dtype if term.tensor.dtype.is_floating else tf.float64
             parts = [tf.cast(value, dtype) for value in (term.tensor, *copies)]
+            if not term.tensor.shape.is_fully_defined():
+                parts[0] = _checked(parts, self.made_from.get(term.tensor.name, term.tensor).name)
             if self._is_even(term.kind):
                 total = tf.add_n(parts)
                 if term.kind != losses.SUM:
@@ -332,6 +334,20 @@ class Towers:
                 leaf.tensor.name,
                 leaf.kind,
             )
+
+
+def _checked(parts: list[tf.Tensor], name: str) -> tf.Tensor:
+    """Returns the first of the towers' values, after it was checked that their shapes agree."""
+    shapes = [tf.shape(part) for part in parts]
+    message = (
+        f'{name!r} was taken to be reduced over rows, but what that comes to differs from shard to '
+        'shard in shape: it still has rows, or is as long as the longest of the shard. Make sizes '
+        'other than that of the batch known (by set_shape(), say), reduce dimension 0 last, or '
+        'train this model with replicate(devices=1).'
+    )
+    agree = [tf.reduce_all(tf.equal(shapes[0], shape)) for shape in shapes[1:]]
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(agree), [message])]):
+        return tf.identity(parts[0])
 
 
 def flat_tensors(nest: Any) -> list[tf.Tensor]:

@@ -1,12 +1,13 @@
 """Bad input is a clear error at build time: what was given, what is legal, and the remedy."""
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import devices, private
 from models import predict, regression, spec_of, step
-from towers import TRAIN
+from towers import TRAIN, train
 
 pytestmark = pytest.mark.core
 
@@ -318,3 +319,22 @@ def test_layers_without_keras_2():
     ) as info:
         build(model_fn)
     assert isinstance(info.value.__cause__, AttributeError)
+
+
+def test_sums_whose_shape_goes_by_the_shard():
+    """Sequences are cut to the longest of their shard, then averaged step by step."""
+
+    def model_fn(features, labels, mode):
+        length = tf.cast(tf.reduce_max(features[:, 0]), tf.int32)
+        steps = tf.matmul(features, tf.get_variable('w', [3, 5]))[:, :length]
+        loss = tf.reduce_mean(tf.sqrt(tf.reduce_mean(tf.square(steps), 0) + 1.0))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    features = np.ones([6, 3], np.float32)
+    train(model_fn, [(features, None)], 2)
+    features[4, 0] = 3.0
+    with pytest.raises(
+        tf.errors.InvalidArgumentError,
+        match='(?s)Square:0.{1,3}was taken to.*differs from shard.*devices=1',
+    ):
+        train(model_fn, [(features, None)], 2)
