@@ -48,6 +48,7 @@ class Placement:
         self._load = dict.fromkeys(devices, 0)  # bytes
         self._places: dict[str, str] = {}  # devices, by the names of variables' ops
         self._settled = False
+        self._homes: dict[str, bool] = {}  # whether device strings mean tower 0's device
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -101,7 +102,7 @@ class Placement:
         return min(self._load, key=lambda device: self._load[device])
 
     def _move(self, moved: dict[str, str], graph: tf.Graph) -> None:
-        """Gives the ops that have to be where variables are their devices."""
+        """Gives the ops that have to be where variables are, or where such ops are, their devices."""
         for op in graph.get_operations():
             if not self._is_home(op):
                 continue
@@ -110,10 +111,17 @@ class Placement:
                 names |= sharing.shared_handles(op)
             for name in names & moved.keys():
                 private.set_device(op, moved[name])
+                moved[op.name] = moved[name]
 
     def _is_home(self, where: Any) -> bool:
         """Whether an op or a variable is on tower 0's device."""
-        return bool(where.device) and spec_of(where.device) == spec_of(self._home)
+        device = where.device
+        if device not in self._homes:
+            try:
+                self._homes[device] = spec_of(device) == spec_of(self._home)
+            except ValueError:  # Copying says which op has no legal device.
+                self._homes[device] = False
+        return self._homes[device]
 
 
 def _name(variable: Any) -> str:
