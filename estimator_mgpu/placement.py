@@ -102,7 +102,7 @@ class Placement:
         return min(self._load, key=lambda device: self._load[device])
 
     def _move(self, moved: dict[str, str], graph: tf.Graph) -> None:
-        """Gives the ops that have to be where variables are, or where such ops are, their devices."""
+        """Gives its device to what has to be where a variable is, or where such an op is."""
         for op in graph.get_operations():
             if not self._is_home(op):
                 continue
