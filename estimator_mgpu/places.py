@@ -110,7 +110,7 @@ class Places:
         for output in op.outputs:
             if output.name not in self._places:
                 try:
-                    place = self._place_of(op, output, given)
+                    place = self._place_of(op, output, _place(op, given))
                 except UnknownPlace:
                     self._unknown.append((op, output, given))
                     continue
@@ -119,20 +119,21 @@ class Places:
                     found.append(output)
         return found
 
-    def _place_of(self, op: tf.Operation, output: tf.Tensor, given: tf.Tensor) -> Place | None:
-        """Returns where an output has rows, by what the op does."""
+    def _place_of(self, op: tf.Operation, output: tf.Tensor, index: int) -> Place | None:
+        """Returns where an output has rows, by what the op does with one of its inputs."""
+        given = op.inputs[index]
         scalar = output.dtype in (tf.variant, tf.resource) or op.type in _FLOW
         if output.shape.num_elements() == 1 and not (scalar and output.shape.rank == 0):
             return None
         place = self._places[given.name]
         if op.type in BATCH_NORMS and output is not op.outputs[0]:
             return None
+        if is_product(op, given):
+            axis = self.product_axis(op, index)
+            return None if axis is None else place.at(axis)
         if self._is_summed(op, given):
             return None
-        if is_product(op, given):
-            axis = self.product_axis(op, _place(op, given))
-            return None if axis is None else place.at(axis)
-        found = place_in(op, output, _place(op, given), place)
+        found = place_in(op, output, index, place)
         if found is None or output.shape.rank in (0, None):
             return found
         return found if self._may_hold(output.shape.as_list()[found.axis]) else None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private, sharing
-from estimator_mgpu.axes import Place
+from estimator_mgpu.axes import Place, UnknownPlace
 from estimator_mgpu.places import Places
 from estimator_mgpu.walks import walk
 
@@ -37,8 +37,8 @@ class Rows(Places):
     def __init__(self, sources: Iterable[tf.Tensor], dependents: set[str], static: int | None):
         given = [(tensor, Place(0)) for tensor in sources if tensor.shape.rank != 0]
         super().__init__(given, dependents, static)
-        graph = given[0][0].graph if given else tf.get_default_graph()
-        reshapes = [op for op in graph.get_operations() if op.type == 'Reshape']
+        self._graph = given[0][0].graph if given else tf.get_default_graph()
+        reshapes = [op for op in self._graph.get_operations() if op.type == 'Reshape']
         self._reshapes = [
             op for op in reshapes if self.has(op.inputs[0]) and self.has(op.outputs[0])
         ]
@@ -102,6 +102,25 @@ class Rows(Places):
             return self.has(op.inputs[0])
         given = [t for t in op.inputs if self.has(t)]
         return bool(given) and all(self._is_summed(op, t) for t in given)
+
+    def across(self) -> Places:
+        """Returns where tensors have rows along a second dimension, as pairs of rows do."""
+        given = []
+        for op in self._graph.get_operations():
+            own = [i for i, t in enumerate(op.inputs) if self.has(t)]
+            if len(own) > 1 and self._counts(op):
+                found = [(output, i) for output in op.outputs if self.has(output) for i in own]
+                given += [(output, self._second(op, output, i)) for output, i in found]
+        seconds = [(output, place) for output, place in given if place is not None]
+        return Places(seconds, self.dependents, self.static)
+
+    def _second(self, op: tf.Operation, output: tf.Tensor, index: int) -> Place | None:
+        """Returns where an output has the rows of one input, if those of another are elsewhere."""
+        try:
+            place = self._place_of(op, output, index)
+        except UnknownPlace:
+            return None
+        return None if place is None or place.axis == self.axis(output) else place
 
     def dependent_inputs(self, op: tf.Operation) -> list[tf.Tensor]:
         """Lists the inputs of an op that depend on the shard."""

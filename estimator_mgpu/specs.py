@@ -82,6 +82,8 @@ class _Rows:
             # A tower without rows computes on one, if there is one.
             expected = [tf.minimum(tf.maximum(rows, 1), shards.total) for rows in shards.rows]
         self._expected = expected[0]
+        self._places = towers.rows()
+        self._across = self._places.across()
         towers.copies.replace(expected[0], expected[1:])
 
     def join(self, predictions: Any, batch_values: bool = False) -> Any:
@@ -93,7 +95,7 @@ class _Rows:
         """
         names = {'': predictions} if not isinstance(predictions, dict) else predictions
         checked = {
-            name: self._checked(name, value)
+            name: self._checked(name, value, batch_values)
             for name, value in names.items()
             if not (batch_values and self._is_of_batch(value))
         }
@@ -133,8 +135,11 @@ class _Rows:
     def _of_batch(self, value: tf.Tensor) -> tf.Tensor:
         return self._towers.whole(value)
 
-    def _checked(self, name: str, value: tf.Tensor) -> tf.Tensor:
-        """Returns a prediction of tower 0 that fails where its rows aren't the shard's."""
+    def _checked(self, name: str, value: tf.Tensor, evaluates: bool) -> tf.Tensor:
+        """Returns a prediction of tower 0 that fails where its rows aren't the shard's.
+
+        In an evaluation, which fetches no predictions, it fails only where somebody does.
+        """
         what = _describe(name)
         advice = (
             'On several devices each prediction has one row an example, along dimension 0; leave '
@@ -142,16 +147,24 @@ class _Rows:
         )
         if value.shape.rank == 0:
             raise ValueError(f'{what} is a scalar (rank 0). {advice}')
+        found = [places.axis(value) for places in (self._places, self._across)]
+        axes = {axis for axis in found if axis is not None}
+        paired = len(axes) > 1
+        pairs = (
+            f'{what} has rows along the dimensions {sorted(axes)}: it is of pairs of rows, and '
+            f'each device has those of its shard only. {advice}'
+        )
+        if paired and not evaluates:
+            raise ValueError(pairs)
         static, rows = self._shards.static_rows, None
         if value.shape.rank is not None:
             rows = value.shape.as_list()[0]
         if static and rows not in (None, static):
             raise ValueError(f'{what} has {rows} rows where its shard has {static}. {advice}')
         with absolute_scope(self._towers.graph, 'replicate'), tf.device('/device:CPU:0'):
-            check = tf.Assert(
-                tf.equal(sharding.rows_of(value), self._expected),
-                [f'{what} has another number of rows than its shard. {advice}', self._expected],
-            )
+            message = f'{what} has another number of rows than its shard. {advice}'
+            same = tf.equal(sharding.rows_of(value), self._expected)
+            check = tf.Assert(same & (not paired), [pairs if paired else message, self._expected])
         with absolute_scope(self._towers.graph, 'replicate'), tf.device(value.device):
             with tf.control_dependencies([check]):
                 return tf.identity(value)

@@ -89,6 +89,47 @@ def test_rows_as_wide_as_the_longest_of_their_shard():
         evaluate(model_of(predict), ids(8), 2, mode=PREDICT, static=False)
 
 
+PAIRS = {
+    'product': lambda x: tf.matmul(x, x, transpose_b=True),
+    'einsum': lambda x: tf.einsum('bi,ci->bc', x, tf.tanh(x)),
+    'differences': lambda x: tf.norm(x[:, None] - x[None], axis=-1),
+    'softmax': lambda x: tf.nn.softmax(tf.matmul(x, tf.transpose(x)) + 1),
+}
+
+
+@pytest.mark.parametrize('static', [True, False])
+@pytest.mark.parametrize('pairs', PAIRS.values(), ids=PAIRS)
+def test_pairs_of_rows(pairs, static):
+    """Each device would have those of its shard with its shard."""
+
+    def model_fn(features, labels, mode):
+        return tf.estimator.EstimatorSpec(mode, predictions={'pairs': pairs(features)})
+
+    with pytest.raises(
+        ValueError, match=r"predictions\['pairs'\] has rows along .* \[0, 1\]: it is of pairs"
+    ):
+        evaluate(model_fn, [(floats(6, 6), None)], 2, mode=PREDICT, static=static)
+
+
+def test_pairs_of_rows_in_evaluation():
+    predict = lambda x: {'pairs': tf.matmul(x, x, transpose_b=True), 'id': x}  # noqa: E731
+    with pytest.raises(tf.errors.InvalidArgumentError, match='it is of pairs of rows'):
+        evaluate(model_of(predict), [(floats(6, 6), None)], 2, mode='eval')
+
+
+def test_products_of_one_row_are_not_of_pairs():
+    def model_fn(features, labels, mode):
+        outer = tf.einsum('bi,bj->bij', features, features)
+        own = tf.matmul(features[:, :, None], features[:, None, :])
+        return tf.estimator.EstimatorSpec(mode, predictions={'outer': outer, 'own': own})
+
+    batches = [(floats(6, 6), None)]
+    one = evaluate(model_fn, batches, 0, mode=PREDICT).predictions
+    ours = evaluate(model_fn, batches, 2, mode=PREDICT).predictions
+    for found, expected in zip(tf.nest.flatten(ours), tf.nest.flatten(one)):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_an_empty_batch():
     ours = evaluate(model_of(lambda x: x), ids(3, 0, 2), 2, mode=PREDICT, static=False)
     assert [len(batch) for batch in ours.predictions] == [3, 0, 2]
