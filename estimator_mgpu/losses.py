@@ -311,9 +311,8 @@ class _Walk:
         of_shard = {self._rows.static, *sizes}
         of_batch = {size * self._towers for size in of_shard if size}
         literal = any(t.op.type == 'Const' for t in op.inputs)
-        if (
-            op.type == 'DivNoNan' and not literal
-        ):  # tf.losses' and Keras' means, by what they counted themselves
+        if op.type == 'DivNoNan' and not literal:
+            # A mean of tf.losses or Keras, by what they counted themselves.
             return divisor in of_shard or divisor not in of_batch
         if divisor in of_shard and divisor not in of_batch and not self._is_round(op, divisor):
             self.notes.append(

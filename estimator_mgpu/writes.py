@@ -195,6 +195,8 @@ def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
         return None
     towers.warn_of_unknown(value, rows)
     parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
+    for note in parts.notes:
+        logging.warning('%s', note)
     if parts.doubts or has_rows:
         # A variance of the batch, say: batch normalization's are known to be averages.
         if scalar or has_rows or parts.lost:
