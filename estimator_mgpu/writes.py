@@ -171,10 +171,12 @@ def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers)
 
 def _check_counts(value: tf.Tensor, rows: Rows, towers: Towers, after: set[str]) -> None:
     """Checks sums and quotients that are written, of variables and what may be a shard's rows."""
+    dependents = rows.dependents | after
 
     def onward(op: tf.Operation) -> list[tf.Operation]:
-        known = op.name in rows.dependents | after or towers.copies.has_copies(op)
-        return [] if known or sharing.is_plain_read(op) else inputs(op)
+        known = op.name in dependents or towers.copies.has_copies(op)
+        whole = towers.copies.is_boundary(op)  # A reduced gradient, say.
+        return [] if known or whole or sharing.is_plain_read(op) else inputs(op)
 
     for op in walk([value.op], onward):
         if op.type in _SUMS | _QUOTIENTS and not towers.copies.has_copies(op):
