@@ -1,6 +1,10 @@
 """What several devices add to a graph and to a step."""
 
 import gc
+import json
+import pathlib
+import subprocess
+import sys
 import weakref
 from collections import Counter
 
@@ -134,6 +138,24 @@ def test_nodes_grow_by_the_same_for_each_tower(rows):
     assert counts[4] - counts[3] == further
     assert counts[8] - counts[4] == 4 * further
     assert further < 0.7 * len(ops_of_a_step(network, 0, rows))
+
+
+@pytest.mark.skipif(
+    not pathlib.Path('/proc/self/statm').exists(), reason='memory is read from /proc'
+)
+def test_memory_is_flat():
+    """Over 2,000 steps, and over 20 rounds of training and evaluating, once all is warm.
+
+    Ten rounds build twenty graphs of some MB; if they stayed, it would show.
+    """
+    script = pathlib.Path(__file__).with_name('long_run.py')
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    steps, rounds = found['steps'], found['rounds']
+    assert len(steps) == 2000 and len(rounds) == 20
+    assert max(steps[-500:]) < max(steps[200:700]) + 8
+    assert max(rounds[-5:]) < max(rounds[3:8]) + 16
 
 
 def test_no_graph_is_left():
