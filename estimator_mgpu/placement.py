@@ -81,7 +81,7 @@ class Placement:
             if self._is_home(variable):
                 groups.setdefault(_leader(variable, names), []).append(variable)
         moved = {}
-        sizes = {leader: sum(map(_bytes, group)) for leader, group in groups.items()}
+        sizes = {leader: sum(map(bytes_of, group)) for leader, group in groups.items()}
         for leader in sorted(sizes, key=lambda leader: -sizes[leader]):
             device = self._places.get(leader) or self._choose(groups[leader])
             if device in self._load:
@@ -137,5 +137,5 @@ def _leader(variable: Any, names: set[str]) -> str:
     return next((name for name in [*groups, *above] if name in names - {own}), own)
 
 
-def _bytes(variable: Any) -> int:
+def bytes_of(variable: Any) -> int:
     return (variable.shape.num_elements() or 0) * variable.dtype.base_dtype.size

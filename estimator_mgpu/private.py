@@ -49,6 +49,7 @@ GLOBAL_STEP_READ = _module(
 
 _tensor_util = _module('tensorflow.python.framework.tensor_util', 'try_evaluate_constant')
 _op_def_registry = _module('tensorflow.python.framework.op_def_registry', 'get')
+_kernels = _module('tensorflow.python.framework.kernels', 'get_registered_kernels_for_op')
 _script_ops = _module(
     'tensorflow.python.ops.script_ops', 'EagerFunc', '_py_funcs', 'tape_cache', '_EagerPyFuncGrad'
 )
@@ -82,6 +83,11 @@ def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
 def op_def(op_type: str) -> Any:
     """Returns the `OpDef` of an op type, or None where there is none (a function's name)."""
     return _op_def_registry.get(op_type)
+
+
+def has_kernel(op_type: str) -> bool:
+    """Whether this build of TensorFlow can run an op on any kind of device."""
+    return bool(_kernels.get_registered_kernels_for_op(op_type).kernel)
 
 
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
-from absl import logging
 
 from estimator_mgpu import (
     compat,
+    explanation,
     gradients,
     losses,
     placement,
@@ -20,6 +20,7 @@ from estimator_mgpu import (
     reads,
     sharding,
     specs,
+    steps,
     walks,
 )
 from estimator_mgpu import devices as devices_lib
@@ -124,9 +125,16 @@ def replicate(
                 return build(*batch)
         if len(towers) == 1:
             with _model_scope(None if devices is None else towers[0]):
-                return build(*batch)
-        placed = placement.Placement(variables, towers)
-        return _on_towers(build, batch, towers, placed, reduction, loss_weight, broadcast)
+                spec = build(*batch)
+            # Afterwards, for the model's ops to have the names and seeds of an undecorated one's.
+            examples = steps.examples_of(*batch, broadcast)
+        else:
+            placed = placement.Placement(variables, towers)
+            spec, examples = _on_towers(
+                build, batch, towers, placed, reduction, loss_weight, broadcast
+            )
+        explanation.tell(steps.record(examples, spec.loss, towers))
+        return spec
 
     replicated.__signature__ = wider_signature  # type: ignore[attr-defined]
     replicated.replicate_options = options  # type: ignore[attr-defined]
@@ -156,17 +164,12 @@ def _on_towers(
     reduction: str,
     loss_weight: LossWeight | None,
     broadcast: Sequence[str],
-) -> Any:
+) -> tuple[Any, tf.Tensor]:
+    """Returns the EstimatorSpec of all towers, and how many rows the whole batch has."""
     graph = tf.get_default_graph()
     with absolute_scope(graph, 'replicate'), tf.device('/device:CPU:0'):
         shards = sharding.split(*batch, len(devices), broadcast)
         weights = sharding.weights(shards, loss_weight)
-    logging.info(
-        'The input_fn gives the global batch; its rows are divided over %d towers, %s: %s.',
-        len(devices),
-        ', '.join(devices),
-        f'{shards.static_rows} rows each' if shards.static_rows else 'evenly, to within one row',
-    )
     towers = Towers(
         graph,
         devices,
@@ -180,7 +183,7 @@ def _on_towers(
         spec = build(shards.features[0], shards.labels[0])
         spec = specs.merge(spec, towers, shards)
         reads.keep(towers)
-        return spec
+        return spec, shards.total
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-_SPLITTABLE = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
+SPLITTABLE = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
 
 
 class Shards(NamedTuple):
@@ -265,7 +265,7 @@ def _static_rows(sharded: dict[tuple, Any]) -> int | None:
 
 def _as_tensor(path: tuple, leaf: Any) -> Any:
     """Returns what is to be split, or None for what goes whole to every tower."""
-    if isinstance(leaf, _SPLITTABLE):
+    if isinstance(leaf, SPLITTABLE):
         return leaf
     if leaf is None or isinstance(leaf, (str, bytes, bool, int, float, tf.DType)):
         return None

@@ -1,0 +1,130 @@
+"""What a model costs on several devices: where its variables live, and what each step moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+from absl import logging
+from tqdm import tqdm
+
+from estimator_mgpu import compat, gradients, placement, private, steps
+from estimator_mgpu.devices import spec_of
+
+UNASSIGNED = '(no device)'
+"""Stands for the device of a variable that TensorFlow will choose one for."""
+
+
+class Explanation(NamedTuple):
+    """How a model trains on several devices. As a str it's a table.
+
+    Attributes:
+      towers: one device string a tower.
+      rows_per_tower: the rows of each tower, in the order of `towers`; None if the batch size isn't
+        static, when they differ by a row at most.
+      variables: bytes of variables, slots and the like included, by device.
+      gradients: bytes of gradients in and out of each device in a step.
+      gathered: names of variables that rows are gathered from. Only these rows' gradients go
+        between devices, as many as a batch has; they aren't counted.
+    """
+
+    towers: list[str]
+    rows_per_tower: list[int] | None
+    variables: dict[str, int]
+    gradients: dict[str, int]
+    gathered: list[str]
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of gradients that go from one device to another in a step."""
+        return sum(self.gradients.values()) // 2
+
+    def __str__(self) -> str:
+        unknown: list[Any] = ['its share of the'] * len(self.towers)
+        rows = self.rows_per_tower or unknown
+        lines = ['towers', *(f'  {where}: {n} rows' for where, n in zip(self.towers, rows))]
+        lines += ['variables', *(f'  {where}: {_size(n)}' for where, n in self.variables.items())]
+        lines += [f'gradients between devices, each step: {_size(self.reduced_bytes)}']
+        lines += [f'  in and out of {where}: {_size(n)}' for where, n in self.gradients.items()]
+        if self.gathered:
+            lines.append(f'  and of rows that are gathered from {", ".join(self.gathered)}')
+        return '\n'.join(lines)
+
+
+def explain(
+    model_fn: Callable[..., Any], input_fn: Callable[..., Any], estimator: Any
+) -> Explanation:
+    """Builds an estimator's graph for training, in a graph of its own, and looks at it.
+
+    Args:
+      model_fn: called with features, labels, mode and config.
+      input_fn: as for `tf.estimator.Estimator`.
+      estimator: whose input_fn and config it is.
+    """
+    mode = compat.estimator.ModeKeys.TRAIN
+    with tf.Graph().as_default() as graph, gradients.recording(graph) as recorded:
+        tf.set_random_seed(estimator.config.tf_random_seed)
+        step = tf.train.get_or_create_global_step()
+        # As Estimator does to train.
+        graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))
+        features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
+        model_fn(features, labels, mode, estimator.config)
+        known = steps.of_graph(graph)
+        traffic = dict.fromkeys(known.devices, 0)
+        gathered = []
+        for variable, gradient in recorded.gradients:
+            if isinstance(gradient, tf.IndexedSlices):
+                gathered.append(variable.op.name)
+                continue
+            size = (variable.shape.num_elements() or 0) * gradient.dtype.size
+            for device in known.devices:
+                if spec_of(device) != spec_of(variable.device):
+                    for end in (device, _device(variable)):
+                        traffic[end] = traffic.get(end, 0) + size
+        return Explanation(
+            known.devices,
+            known.rows_per_tower,
+            bytes_by_device(tf.global_variables()),
+            {device: size for device, size in traffic.items() if size},
+            list(dict.fromkeys(gathered)),
+        )
+
+
+def bytes_by_device(variables: Iterable[Any]) -> dict[str, int]:
+    """Returns how many bytes of variables live on each device."""
+    found: dict[str, int] = {}
+    for variable in variables:
+        device = _device(variable)
+        found[device] = found.get(device, 0) + placement.bytes_of(variable)
+    return dict(sorted(found.items()))
+
+
+def tell(step: steps.Step) -> None:
+    """Tells in the log how the batch is divided, and where the default graph's variables live."""
+    variables = bytes_by_device(tf.global_variables())
+    rows, towers = step.rows_per_tower, len(step.devices)
+    if towers == 1:
+        share = f'{rows[0]} rows' if rows else 'all of them'
+    elif rows and len(set(rows)) == 1:
+        share = f'{rows[0]} rows each'
+    else:
+        share = 'evenly, to within one row'
+    logging.info(
+        'The input_fn gives the global batch; its rows are divided over %d tower%s, %s: %s. '
+        'Variables live on %s.',
+        towers,
+        '' if towers == 1 else 's',
+        ', '.join(step.devices),
+        share,
+        ', '.join(f'{device} ({_size(n)})' for device, n in variables.items()) or 'no device',
+    )
+
+
+def _device(variable: Any) -> str:
+    return variable.device or UNASSIGNED
+
+
+def _size(count: int) -> str:
+    """Writes 1536 as '1.54kB'."""
+    return tqdm.format_sizeof(count, 'B')

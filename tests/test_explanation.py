@@ -1,0 +1,157 @@
+"""`Estimator.explain()`, and what the log says as training starts."""
+
+import logging
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from models import floats, spec_of, step
+
+CPUS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']
+
+
+def model_fn(features, labels, mode):
+    """Variables of 90, 60 and 30 floats, with a slot each: spread, one on each of 3 devices."""
+    output = sum(
+        tf.reduce_sum(features) * tf.reduce_sum(tf.get_variable(name, [size]))
+        for name, size in (('a', 90), ('b', 60), ('c', 30))
+    )
+    loss = tf.reduce_mean(tf.square(output - labels))
+    return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
+
+
+def batch_of(rows):
+    return lambda: tf.data.Dataset.from_tensors((floats(rows, 3), floats(rows, 1)))
+
+
+def explain(model_fn=model_fn, rows=12, input_fn=None, **options):
+    estimator = estimator_mgpu.Estimator(model_fn, **options)
+    return estimator.explain(input_fn or batch_of(rows))
+
+
+@pytest.mark.core
+def test_spread(capsys):
+    found = explain(devices=3)
+    assert found.towers == CPUS
+    assert found.rows_per_tower == [4, 4, 4]
+    # A variable and its slot: twice 4 bytes a float. Estimator's int64 global step is nowhere.
+    assert found.variables == {'(no device)': 8, **dict(zip(CPUS, (720, 480, 240)))}
+    # Into a variable's device from the 2 others, and out of each device to those of the others:
+    # 2 * 360 + 240 + 120, 2 * 240 + 360 + 120 and 2 * 120 + 360 + 240.
+    assert found.gradients == dict(zip(CPUS, (1080, 960, 840)))
+    assert found.reduced_bytes == 2 * (360 + 240 + 120)
+    assert found.gathered == []
+    assert capsys.readouterr().out == f'{found}\n'
+
+
+@pytest.mark.parametrize('variables', ['spread', 'first', 'cpu'])
+def test_the_readme_gives_these_bytes(variables):
+    """Half of what it says that goes in and out of the busiest device: the gradients."""
+
+    def even(features, labels, mode):
+        """As many bytes on each of 4 devices: of 400 in all, or 1600 with spreading them."""
+        output = sum(tf.reduce_sum(tf.get_variable(f'w{i}', [25])) for i in range(4))
+        loss = tf.reduce_mean(tf.square(output * features[:, :1] - labels))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    towers = [f'/device:CPU:{i + (variables == "cpu")}' for i in range(4)]
+    found = explain(even, devices=towers, variables=variables)
+    v, n = 4 * 100, 4
+    busiest = {'spread': 4 * (n - 1) * v / n, 'first': 2 * (n - 1) * v, 'cpu': 2 * n * v}
+    assert 2 * max(found.gradients.values()) == busiest[variables]
+
+
+def test_batches_that_do_not_divide():
+    assert explain(rows=11, devices=3).rows_per_tower == [4, 4, 3]
+    assert explain(rows=2, devices=3).rows_per_tower == [1, 1, 0]
+
+
+def test_a_batch_of_unknown_size():
+    def input_fn():
+        return batch_of(12)().unbatch().batch(5)
+
+    found = explain(input_fn=input_fn, devices=2)
+    assert found.rows_per_tower is None
+    assert '  /device:CPU:1: its share of the rows\n' in str(found)
+
+
+def test_one_device():
+    found = explain(devices=1)
+    assert found.towers == CPUS[:1] and found.rows_per_tower == [12]
+    assert found.gradients == {} and found.reduced_bytes == 0
+    assert sum(found.variables.values()) == 2 * 4 * 180 + 8
+
+
+def test_gathered_rows_are_not_counted():
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', [1000, 2])
+        net = tf.nn.embedding_lookup(table, tf.cast(features[:, 0], tf.int32))
+        loss = tf.reduce_mean(tf.square(net @ tf.get_variable('w', [2, 1]) - labels))
+        return spec_of(mode, loss, tf.train.AdagradOptimizer(0.1).minimize(loss, step()))
+
+    found = explain(model_fn, devices=2)
+    assert found.gathered == ['table']
+    assert found.reduced_bytes == 8
+    assert str(found).endswith('and of rows that are gathered from table')
+
+
+def test_two_optimizers_reduce_twice():
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [3, 1])
+        loss = tf.reduce_mean(tf.square(features @ w - labels))
+        updates = [tf.train.GradientDescentOptimizer(0.1).minimize(loss) for _ in range(2)]
+        return spec_of(mode, loss, *updates, step().assign_add(1))
+
+    assert explain(model_fn, devices=2).reduced_bytes == 2 * 12
+
+
+def test_a_variable_on_no_device():
+    def model_fn(features, labels, mode):
+        with tf.device(None):
+            w = tf.get_variable('w', [3, 1])
+        loss = tf.reduce_mean(tf.square(features @ w - labels))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    found = explain(model_fn, devices=2)
+    assert found.variables == {'(no device)': 8 + 12}
+    assert found.gradients == {**dict.fromkeys(CPUS[:2], 12), '(no device)': 24}
+
+
+def test_nothing_is_written_and_training_goes_on(tmp_path):
+    estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), devices=2)
+    estimator.explain(batch_of(12))
+    assert list(tmp_path.iterdir()) == []
+    estimator.train(batch_of(12))
+    assert np.isfinite(estimator.get_variable_value('a')).all()
+
+
+def test_batches_that_are_fed():
+    """By the hook of an input_fn of TensorFlow 1."""
+    x, y = {'x': floats(12, 3)}, floats(12, 1)
+    input_fn = tf.estimator.inputs.numpy_input_fn(x, y, 12, shuffle=False)
+
+    def of_dict(features, labels, mode):
+        return model_fn(features['x'], labels, mode)
+
+    found = explain(of_dict, input_fn=input_fn, devices=2)
+    assert found.towers == CPUS[:2] and found.reduced_bytes == 720
+
+
+@pytest.mark.parametrize(
+    'devices, rows, line',
+    [
+        (2, 12, '2 towers, /device:CPU:0, /device:CPU:1: 6 rows each.'),
+        (2, 11, '2 towers, /device:CPU:0, /device:CPU:1: evenly, to within one row.'),
+        (1, 11, '1 tower, /device:CPU:0: 11 rows.'),
+    ],
+)
+def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
+    estimator = estimator_mgpu.Estimator(model_fn, devices=devices)
+    estimator.train(batch_of(rows))
+    [found] = [r for r in caplog.records if 'The input_fn gives' in r.getMessage()]
+    assert found.levelno == logging.INFO
+    assert f'its rows are divided over {line}' in found.getMessage()
+    where = {1: '/device:CPU:0 (1.44kB)', 2: '/device:CPU:0 (720B), /device:CPU:1 (720B)'}[devices]
+    assert found.getMessage().endswith(f'Variables live on (no device) (8.00B), {where}.')
