@@ -13,7 +13,8 @@ def text(package=None):
     """Returns the text of the modules that are in no package, or of those in one package."""
     library = pathlib.Path(sysconfig.get_path('stdlib'))
     files = (library / package).rglob('*.py') if package else library.glob('*.py')
-    files = (file for file in sorted(files) if not {'test', 'tests'}.intersection(file.parts))
+    tests = {'test', 'tests'}
+    files = [file for file in sorted(files) if tests.isdisjoint(file.relative_to(library).parts)]
     return '\n'.join(file.read_text(encoding='utf-8', errors='ignore') for file in files)
 
 
