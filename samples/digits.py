@@ -2,14 +2,19 @@
 
     python samples/digits.py --devices=2
 
-Where there is no GPU, a count of devices means that many logical CPU devices.
+Where there is no GPU, a count of devices means that many logical CPU devices. Which digits it takes
+for which others is drawn to confusion.png, next to the checkpoints.
 """
 
 from __future__ import annotations
 
+import pathlib
+
+import common
+import matplotlib
 import tensorflow.compat.v1 as tf
 from absl import app, flags
-from sklearn import datasets, model_selection
+from sklearn import datasets, metrics, model_selection
 
 import estimator_mgpu
 
@@ -17,16 +22,10 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string(
-    'devices',
-    '',
-    'How many devices, or which: 2, or /device:GPU:0,/device:GPU:1. Every GPU if empty.',
-)
+flags.adopt_module_key_flags(common)  # Its flags stand in --help, too.
 flags.DEFINE_integer('batch_size', 64, 'Rows of a batch, over all devices.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 600, 'Steps to train.', lower_bound=1)
 flags.DEFINE_float('learning_rate', 0.003, "Adam's learning rate.")
-flags.DEFINE_string('model_dir', None, 'Where checkpoints go; a temporary directory if not given.')
-flags.DEFINE_integer('seed', 1, 'Random seed.')
 
 
 def model_fn(features, labels, mode, params):
@@ -55,8 +54,8 @@ def model_fn(features, labels, mode, params):
     if mode == estimator.ModeKeys.TRAIN:
         optimizer = tf.train.AdamOptimizer(params['learning_rate'])
         train_op = optimizer.minimize(loss, global_step=tf.train.get_global_step())
-    metrics = {'accuracy': tf.metrics.accuracy(labels, digits)}
-    return estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=metrics)
+    accuracy = {'accuracy': tf.metrics.accuracy(labels, digits)}
+    return estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=accuracy)
 
 
 def load_digits():
@@ -70,15 +69,17 @@ def load_digits():
     return (train_images, train_labels), (test_images, test_labels)
 
 
-def parse_devices(text):
-    """Returns None for '', a count for '2', and a list of device strings otherwise."""
-    if not text:
-        return None
-    return int(text) if text.isdigit() else text.split(',')
+def draw_confusion(labels, digits, path):
+    """Draws how often the digit of each row was taken for that of each column."""
+    matplotlib.use('Agg')  # Draws to files, without a screen.
+    drawn = metrics.ConfusionMatrixDisplay.from_predictions(
+        labels, digits, cmap='Blues', colorbar=False
+    )
+    drawn.figure_.savefig(path, dpi=100)
 
 
 def main(_):
-    tf.get_logger().propagate = False  # or absl prints each line once more
+    common.log_once()
     train, test = load_digits()
 
     def train_input_fn():
@@ -88,7 +89,7 @@ def main(_):
     def test_input_fn():
         return tf.data.Dataset.from_tensor_slices(test).batch(FLAGS.batch_size)
 
-    devices = parse_devices(FLAGS.devices)
+    devices = common.devices()
     # The same as @estimator_mgpu.replicate above model_fn, but for the devices of the flag.
     replicated = estimator_mgpu.replicate(model_fn, devices=devices)
     # A session has one CPU device unless told otherwise.
@@ -103,6 +104,10 @@ def main(_):
     classifier.train(train_input_fn, steps=FLAGS.train_steps)
     result = classifier.evaluate(test_input_fn)
 
+    digits = [prediction['digit'] for prediction in classifier.predict(test_input_fn)]
+    picture = pathlib.Path(classifier.model_dir) / 'confusion.png'
+    draw_confusion(test[1], digits, picture)
+    print(f'Which digits it takes for which others: {picture}')
     print(
         f'accuracy {result["accuracy"]:.4f} on {len(test[1])} held-out digits '
         f'(devices={devices}, {result["global_step"]} steps)'

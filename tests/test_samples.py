@@ -14,24 +14,37 @@ import tensorflow.compat.v1 as tf
 SAMPLES = pathlib.Path(__file__).resolve().parent.parent / 'samples'
 
 
-def run_sample(name: str, *flags: str) -> str:
-    """Returns the last line that a sample prints."""
+def run_python(*arguments: str, gpus: str = '-1') -> list[str]:
+    """Returns the lines that Python prints, when run in samples/."""
     done = subprocess.run(
-        [sys.executable, str(SAMPLES / name), *flags],
-        env={**os.environ, 'CUDA_VISIBLE_DEVICES': '-1'},
+        [sys.executable, *arguments],
+        cwd=SAMPLES,
+        env={**os.environ, 'CUDA_VISIBLE_DEVICES': gpus},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout.splitlines()[-1]
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-5000:]
+    return done.stdout.splitlines()
 
 
-def accuracy_and_steps(line: str) -> tuple[float, int]:
-    pattern = r'accuracy (\S+) on 360 held-out digits \(devices=\d+, (\d+) steps\)'
-    found = re.fullmatch(pattern, line)
+def run_sample(name: str, *flags: str) -> str:
+    """Returns the last line that a sample prints."""
+    return run_python(str(SAMPLES / name), *flags)[-1]
+
+
+def numbers(pattern: str, line: str) -> list[float]:
+    """Returns the numbers in the places of # in a pattern that is the whole line."""
+    found = re.fullmatch(re.escape(pattern).replace('\\#', r'([\d.,]+)'), line)
     assert found, line
-    return float(found[1]), int(found[2])
+    return [float(number.replace(',', '')) for number in found.groups()]
+
+
+def is_png(path: pathlib.Path) -> bool:
+    return path.read_bytes().startswith(b'\x89PNG')
+
+
+DIGITS = 'accuracy # on 360 held-out digits (devices=#, # steps)'
 
 
 @pytest.mark.core
@@ -39,12 +52,98 @@ def test_digits_trains_on_two_devices_and_continues_on_one(tmp_path):
     model_dir = f'--model_dir={tmp_path}'
 
     line = run_sample('digits.py', '--devices=2', '--train_steps=400', model_dir)
-    accuracy, steps = accuracy_and_steps(line)
+    accuracy, devices, steps = numbers(DIGITS, line)
     assert accuracy > 0.97
-    assert steps == 400
+    assert (devices, steps) == (2, 400)
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / 'model.ckpt-400')
+    assert is_png(tmp_path / 'confusion.png')
 
     line = run_sample('digits.py', '--devices=1', '--train_steps=50', model_dir)
-    accuracy, steps = accuracy_and_steps(line)
+    accuracy, devices, steps = numbers(DIGITS, line)
     assert accuracy > 0.97
-    assert steps == 450
+    assert (devices, steps) == (1, 450)
+
+
+def test_wide_deep_tells_voters():
+    line = run_sample('wide_deep.py', '--devices=2', '--train_steps=200')
+    accuracy, auc, devices, steps, chance = numbers(
+        'accuracy #, AUC # on 189 held-out voters (devices=#, # steps; to say the same of all '
+        'would be right for #)',
+        line,
+    )
+    assert chance == pytest.approx(110 / 189, abs=1e-4)
+    assert accuracy > 0.8
+    assert 0.88 < auc <= 1
+    assert (devices, steps) == (2, 200)
+
+
+def test_gan_draws_the_digits_that_it_is_asked_for(tmp_path):
+    flags = '--devices=2', '--train_steps=2000', f'--model_dir={tmp_path}'
+    read, devices, steps = numbers(
+        '# of 100 drawings are read as the digit that was asked for (devices=#, # steps)',
+        run_sample('gan.py', *flags),
+    )
+    assert read > 60  # 10 by chance.
+    assert (devices, steps) == (2, 2000)
+    assert is_png(tmp_path / 'drawn.png')
+
+
+def test_char_rnn_learns_more_than_frequencies_and_writes():
+    flags = '--devices=2', '--train_steps=60', '--units=64', '--length=50', '--prompts=def,for'
+    lines = run_python('char_rnn.py', *flags)
+    bits, characters, by_frequency, devices, steps = numbers(
+        '# bits a character of # unseen ones; their frequencies alone give # (devices=#, # steps)',
+        lines[-1],
+    )
+    assert bits < by_frequency - 0.5
+    assert 90_000 < characters < 100_000
+    assert (devices, steps) == (2, 60)
+    pattern = r"--- 'def' goes on:\ndef(.{50})\n--- 'for' goes on:\nfor(.{50})\n---"
+    written = re.fullmatch(pattern, '\n'.join(lines[:-1]), re.DOTALL)
+    assert written, lines
+    assert written[1] != written[2]
+
+
+def test_bert_like_tells_packages(tmp_path):
+    model_dir = f'--model_dir={tmp_path}'
+    flags = '--devices=2', '--train_steps=200', '--warmup_steps=20', '--hidden=32', '--layers=1'
+    accuracy, lines, packages, most, devices, steps = numbers(
+        'accuracy # on # held-out lines of # packages, the most frequent of which has # of them '
+        '(devices=#, # steps)',
+        run_sample('bert_like.py', *flags, model_dir),
+    )
+    assert accuracy > 0.45
+    assert most < 0.3
+    assert lines > 1000
+    assert (packages, devices, steps) == (9, 2, 200)
+    slots = [name for name, _ in tf.train.list_variables(str(tmp_path)) if 'adam_v' in name]
+    assert 'logits/kernel/adam_v' in slots
+
+
+def test_separate_trains_two_models_at_a_time(tmp_path):
+    rates = '0.001', '0.003', '0.01'
+    flags = [f'--learning_rates={",".join(rates)}', '--train_steps=50', f'--model_dir={tmp_path}']
+    lines = run_python('separate.py', '--devices=2', *flags)
+    rows = [line.split() for line in lines[-3:]]
+    assert [row[:2] for row in rows] == [[rate, 'CPU'] for rate in rates]
+    # Two start at once; the third does when one of them is done.
+    starts, ends = ([float(row[i]) for row in rows] for i in (2, 4))
+    assert max(starts[:2]) < min(ends[:2])
+    assert starts[2] >= min(ends[:2])
+    for rate, row in zip(rates, rows):
+        assert float(row[-1]) > 0.5
+        assert tf.train.latest_checkpoint(str(tmp_path / rate)).endswith('model.ckpt-50')
+
+
+@pytest.mark.parametrize(
+    ('devices', 'expected'),
+    [('', ['5', '7']), ('1', ['5']), ('/gpu:1,/cpu:0', ['7', ''])],
+    ids=['all', 'count', 'list'],
+)
+def test_separate_gives_each_process_one_gpu(devices, expected):
+    """Of those that this process sees itself."""
+    code = (
+        'import separate; separate.tf.config.list_physical_devices = lambda kind: [0, 1]; '
+        f'separate.FLAGS(["", "--devices={devices}"]); print(separate.visible_devices())'
+    )
+    assert run_python('-c', code, gpus='5,7') == [str(expected)]

@@ -1,0 +1,29 @@
+"""The flags that all samples have."""
+
+from __future__ import annotations
+
+import tensorflow.compat.v1 as tf
+from absl import flags
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_string(
+    'devices',
+    '',
+    'How many devices, or which: 2, or /device:GPU:0,/device:GPU:1. Every GPU if empty.',
+)
+flags.DEFINE_string('model_dir', None, 'Where checkpoints go; a temporary directory if not given.')
+flags.DEFINE_integer('seed', 1, 'Random seed.')
+
+
+def devices():
+    """Returns what --devices says: None for '', a count for '2', otherwise device strings."""
+    text = FLAGS.devices
+    if not text:
+        return None
+    return int(text) if text.isdigit() else text.split(',')
+
+
+def log_once():
+    """Keeps absl from printing each line of TensorFlow's log once more."""
+    tf.get_logger().propagate = False
