@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
+from estimator_mgpu import divisors, private
+from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.places import BATCH_NORMS
 from estimator_mgpu.rows import ELEMENTWISE, LINEAR, Rows
 from estimator_mgpu.walks import walk
@@ -34,8 +34,6 @@ _CONSTANTS = {
     'sum_over_batch_size': MEAN,
 }
 _ADVICE = "Say which it is by replicate(loss_reduction='mean') or replicate(loss_reduction='sum')."
-
-QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan'])
 
 
 class Leaf(NamedTuple):
@@ -184,7 +182,7 @@ class _Walk:
             if not self._rows.has(op.inputs[0]) and not op.inputs[0].shape.is_fully_defined():
                 self._doubt(tensor, f'{op.inputs[0].name!r} may or may not have rows')
             return SHAPE if self._rows.has(op.inputs[0]) else MEAN
-        if op.type in ('Mul', *QUOTIENTS) and self._divides_by_shard_rows(op):
+        if op.type in ('Mul', *QUOTIENTS) and self._is_mean(op):
             if op.type == 'Mul' or op.inputs[1].shape.rank != 0:
                 return MEAN
             # The size of the batch is that of its shards, added up.
@@ -239,7 +237,7 @@ class _Walk:
                 if self._rows.has(value):
                     waiting.append(value)
                 elif value.op.name not in self._rows.dependents:
-                    divided |= divisor and self._is_static_rows(value)
+                    divided |= divisor and divisors.is_static_rows(value, self._rows)
                 else:
                     divided |= divisor
                     if self._is_of_shard(value):
@@ -251,12 +249,6 @@ class _Walk:
         if self._rows.has(value) or value.op.name not in self._rows.dependents:
             return False
         return value.dtype.is_floating and not self._is_count(value)
-
-    def _is_static_rows(self, divisor: tf.Tensor) -> bool:
-        if self._rows.static is None or divisor.shape.num_elements() != 1:
-            return False
-        value = private.constant_value(divisor)
-        return value is not None and float(value.flat[0]) == self._rows.static
 
     def _is_count(self, tensor: tf.Tensor) -> bool:
         """Whether a value comes from shapes alone."""
@@ -297,61 +289,14 @@ class _Walk:
         between = walk([t.op for t in self._rows.dependent_inputs(op)], onward)
         return inner.type == op.type and all(o is inner or o.type in LINEAR for o in between)
 
-    def _divides_by_shard_rows(self, op: tf.Operation) -> bool:
-        """Whether a constant divisor is the static size of one shard, so the quotient a mean."""
-        if self._rows.static is None:
-            return False
-        numerator, divisor = self._constant_divisor(op)
-        if divisor is None:
-            return False
-        summed = [r.inputs[0] for r in self._rows.reductions(numerator) if r.type != 'Mean']
-        sizes = [tensor.shape.num_elements() for tensor in summed]
-        if not summed:
-            return False
-        of_shard = {self._rows.static, *sizes}
-        of_batch = {size * self._towers for size in of_shard if size}
-        literal = any(t.op.type == 'Const' for t in op.inputs)
-        if op.type == 'DivNoNan' and not literal:
-            # A mean of tf.losses or Keras, by what they counted themselves.
-            return divisor in of_shard or divisor not in of_batch
-        if divisor in of_shard and divisor not in of_batch and not self._is_round(op, divisor):
-            self.notes.append(
-                f'{op.outputs[0].name!r} is a sum over rows divided by {divisor:g}, which is taken '
-                'for the static size of a shard, so that it is a mean over rows. If it is a number '
-                "of its own, say replicate(loss_reduction='sum'). If it is the size of the batch, "
-                'let the model_fn take tf.shape(features)[0], which is always clear.'
-            )
-            return True
-        multiple = self._rows.static > 1 and divisor % self._rows.static == 0
-        if divisor in of_shard or (multiple and divisor not in of_batch and op.type != 'Mul'):
-            self._doubt(
-                op.outputs[0],
-                f'it is a sum divided by {divisor:g}, which may be the size of a shard, of the '
-                'batch or neither. It is taken for a sum',
-            )
-        return False
-
-    def _is_round(self, op: tf.Operation, divisor: float) -> bool:
-        """Whether somebody may have written this constant, rather than a size being it."""
-        if op.type == 'Mul':  # 0.5 or 0.25 is a usual weight of a loss, 0.0833333 isn't
-            return 1000 % divisor == 0
-        return divisor in (2, 10, 100, 1000)
-
-    def _constant_divisor(self, op: tf.Operation) -> tuple[tf.Tensor, float | None]:
-        """Returns what an op divides, and by which constant, if by one."""
-        left, right = op.inputs
-        if op.type == 'Mul' and left.op.name not in self._rows.dependents:
-            left, right = right, left
-        if right.op.name in self._rows.dependents:
-            return left, None
-        value = private.constant_value(right)
-        if value is None or value.size != 1 or not value.flat[0]:
-            return left, None
-        value = float(value.flat[0])
-        if op.type != 'Mul':
-            return left, value
-        # A factor of 1 is no quotient; that of a float32 is not quite that of a float64.
-        return left, None if value == 1 else float(np.round(1 / value, 4))
+    def _is_mean(self, op: tf.Operation) -> bool:
+        """Whether a quotient of a sum is a mean over the rows of the shard."""
+        verdict = divisors.judge(op, self._rows, self._towers)
+        if verdict.note:
+            self.notes.append(verdict.note)
+        if verdict.doubt:
+            self._doubt(op.outputs[0], verdict.doubt)
+        return verdict.is_mean
 
     def _doubt(self, tensor: tf.Tensor, why: str) -> None:
         self.doubts.append(

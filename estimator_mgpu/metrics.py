@@ -102,7 +102,7 @@ def _take_apart(write: tf.Operation, rows: Rows, towers: Towers) -> list[losses.
         if value.op.name not in rows.dependents:
             found.append(None if _may_count_rows(value, rows) else losses.Parts([], set(), []))
             continue
-        towers.warn_of_unknown(value, rows)
+        towers.notices.unknown_shapes(rows, value)
         parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
         found.append(None if rows.has(value) or parts.doubts else parts)
     return found

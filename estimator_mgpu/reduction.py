@@ -146,7 +146,7 @@ def _as_scalars(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[
 
 def _reduce(towers: Towers, grads: list[list], once: list, xs: Sequence[Any]) -> list:
     """Sums the towers' gradients, and those that don't depend on the batch, for each of xs."""
-    if towers.guarded:
+    if towers.weights.guarded:
         grads = [_guard(towers, own, i) for i, own in enumerate(grads)]
     reduced = []
     for x, extra, *own in zip(xs, once, *grads):
@@ -163,7 +163,7 @@ def _reduce(towers: Towers, grads: list[list], once: list, xs: Sequence[Any]) ->
 
 def _guard(towers: Towers, grads: list, tower: int) -> list:
     """Leaves out what isn't a number where a tower counts for nothing."""
-    counts = towers.weights[losses.UNITS][tower] > 0
+    counts = towers.weights.counts(losses.UNITS, tf.float64)[tower] > 0
     with absolute_scope(towers.graph, 'replicate'):
         guarded = [
             g if g.dtype.is_integer else tf.where(counts, g, tf.zeros_like(g))

@@ -22,6 +22,7 @@ from estimator_mgpu import (
     specs,
     steps,
     walks,
+    weights,
 )
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.importing import absolute_scope
@@ -169,12 +170,12 @@ def _on_towers(
     graph = tf.get_default_graph()
     with absolute_scope(graph, 'replicate'), tf.device('/device:CPU:0'):
         shards = sharding.split(*batch, len(devices), broadcast)
-        weights = sharding.weights(shards, loss_weight)
+        counts = weights.of_shards(shards, loss_weight)
     towers = Towers(
         graph,
         devices,
         placed,
-        weights,
+        counts,
         reduction=reduction,
         static_rows=shards.static_rows,
     )

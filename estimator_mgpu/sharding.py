@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-SPLITTABLE = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
+from estimator_mgpu import nests
 
 
 class Shards(NamedTuple):
@@ -52,91 +52,43 @@ def split(features: Any, labels: Any, towers: int, broadcast: Sequence[str] = ()
         or nothing in the batch has rows.
     """
     batch = {'features': features, 'labels': labels}
-    leaves = dict(_with_paths(batch))
-    whole = _broadcast_paths(leaves, broadcast)
+    leaves = dict(nests.with_paths(batch))
+    whole = nests.broadcast_paths(leaves, broadcast)
     sharded = {}
     for path, leaf in leaves.items():
-        leaf = None if path in whole else _as_tensor(path, leaf)
+        leaf = None if path in whole else nests.as_tensor(path, leaf)
         if leaf is None:
             continue
         if leaf.shape.rank is None:
             raise ValueError(
-                f'{_name(path)} has an unknown rank, so it cannot be told whether it has rows. '
-                f'Give it a shape in the input_fn, say tensor.set_shape([None, 3]), or name it '
-                f'in replicate(broadcast=[...]) if it goes whole to every tower.'
+                f'{nests.title(path)} has an unknown rank, so it cannot be told whether it has '
+                'rows. Give it a shape in the input_fn, say tensor.set_shape([None, 3]), or name '
+                'it in replicate(broadcast=[...]) if it goes whole to every tower.'
             )
         if leaf.shape.rank > 0:
             sharded[path] = leaf
     if not sharded:
+        given = ', '.join(nests.describe(path, leaf) for path, leaf in leaves.items())
         raise ValueError(
             'There is nothing to divide over the towers: no feature and no label has rows along '
-            f'dimension 0. Given: {", ".join(_describe(p, x) for p, x in leaves.items())}. Let the '
-            'input_fn give batches, say by dataset.batch().'
+            f'dimension 0. Given: {given}. Let the input_fn give batches, say by dataset.batch().'
         )
     static = _static_rows(sharded)
     bounds = _Bounds(sharded, static, towers)
     parts = {path: bounds.slices(leaf) for path, leaf in sharded.items()}
-    nests = [
-        _pack(batch, [parts[p][i] if p in parts else x for p, x in leaves.items()])
+    own = [
+        tf.nest.pack_sequence_as(
+            batch, [parts[p][i] if p in parts else x for p, x in leaves.items()]
+        )
         for i in range(towers)
     ]
     return Shards(
-        [nest['features'] for nest in nests],
-        [nest['labels'] for nest in nests],
+        [nest['features'] for nest in own],
+        [nest['labels'] for nest in own],
         bounds.rows,
         bounds.total,
         bounds.static_rows,
     )
-
-
-def weights(
-    shards: Shards, units: Callable[[Any, Any], Any] | None = None
-) -> dict[str, list[tf.Tensor]]:
-    """Returns what each shard counts in a mean, in a sum, and in a mean over units of the batch.
-
-    A mean over the batch is the sum of the shards' means, each times its share of the units that
-    are averaged over (Chan, Golub and LeVeque, 1979, equation 1.2 for the mean).
-
-    Args:
-      shards: the batch.
-      units: a function (features, labels) -> scalar that says how many units a shard has; without
-        it, there's no mean over units.
-
-    Returns:
-      One float64 scalar a tower: for 'mean', its share of the rows; for 'sum', 1, or 0 for a shard
-      without rows; and for 'units', its share of these. It's one tensor for all towers where
-      static shapes say that these are the same.
-    """
-    towers = len(shards.rows)
-    if shards.static_rows:  # The same for all towers.
-        counts = tf.ones([], tf.float64)
-        found = {
-            'mean': [tf.constant(1 / towers, tf.float64)] * towers,
-            'sum': [counts] * towers,
-        }
-    else:
-        rows = tf.stack(shards.rows)
-        counts = tf.cast(rows > 0, tf.float64)
-        found = {'mean': _shares(tf.cast(rows, tf.float64)), 'sum': tf.unstack(counts)}
-    if units is not None:
-        given = [units(f, x) for f, x in zip(shards.features, shards.labels)]
-        sizes = tf.stack([tf.cast(_scalar(size), tf.float64) for size in given])
-        found['units'] = _shares(sizes * counts)
-    return found
-
-
-def _shares(sizes: tf.Tensor) -> list[tf.Tensor]:
-    return tf.unstack(tf.div_no_nan(sizes, tf.reduce_sum(sizes)))
-
-
-def _scalar(units: Any) -> tf.Tensor:
-    units = tf.convert_to_tensor(units)
-    if units.shape.rank != 0:
-        raise ValueError(
-            f'loss_weight returned a tensor of shape {units.shape}. It has to return a scalar: how '
-            'many units the mean loss of these rows averages over, say tf.reduce_sum(mask).'
-        )
-    return units
 
 
 def join(parts: Sequence[Any], rows: Sequence[tf.Tensor]) -> Any:
@@ -242,7 +194,7 @@ def _checked_rows(sharded: dict[tuple, Any]) -> tf.Tensor:
         return total
     message = (
         'features and labels must have the same number of rows along dimension 0; the rows of '
-        f'{", ".join(_name(path) for path in counts)} are'
+        f'{", ".join(nests.title(path) for path in counts)} are'
     )
     rows = tf.stack(list(counts.values()))
     check = tf.Assert(tf.reduce_all(tf.equal(rows, total)), [message, rows], summarize=100)
@@ -254,71 +206,10 @@ def _static_rows(sharded: dict[tuple, Any]) -> int | None:
     known = {path: _known_rows(leaf) for path, leaf in sharded.items()}
     known = {path: rows for path, rows in known.items() if rows is not None}
     if len(set(known.values())) > 1:
-        sizes = ', '.join(f'{_name(path)} has {rows}' for path, rows in known.items())
+        sizes = ', '.join(f'{nests.title(path)} has {rows}' for path, rows in known.items())
         raise ValueError(
             f'The rows along dimension 0 differ in number: {sizes}. Every feature and label needs '
             "one row an example. What isn't per example (a vocabulary, say) is either a scalar or "
             'named in replicate(broadcast=[...]), to go whole to every tower.'
         )
     return next(iter(known.values())) if len(known) == len(sharded) else None
-
-
-def _as_tensor(path: tuple, leaf: Any) -> Any:
-    """Returns what is to be split, or None for what goes whole to every tower."""
-    if isinstance(leaf, SPLITTABLE):
-        return leaf
-    if leaf is None or isinstance(leaf, (str, bytes, bool, int, float, tf.DType)):
-        return None
-    if hasattr(leaf, '__array__'):  # NumPy arrays and scalars
-        return tf.convert_to_tensor(leaf, name='_'.join(map(str, path)))
-    raise TypeError(
-        f'{_name(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Legal '
-        'are dense, sparse and ragged tensors, in any nest of dicts, tuples and lists. Let the '
-        'input_fn give one of these, or name it in replicate(broadcast=[...]).'
-    )
-
-
-def _broadcast_paths(leaves: dict[tuple, Any], broadcast: Sequence[str]) -> set[tuple]:
-    found: set[tuple] = set()
-    names: dict[str, set[tuple]] = {}
-    for path in leaves:
-        if path[0] == 'features':
-            keys = [str(key) for key in path[1:]]
-            for end in range(1, len(keys) + 1):
-                names.setdefault('/'.join(keys[:end]), set()).add(path)
-            names.setdefault(keys[-1] if keys else '', set()).add(path)
-    for name in broadcast:
-        if name not in names:
-            raise ValueError(
-                f'broadcast names {name!r}, but there is no such feature. '
-                f'The features are: {", ".join(sorted(filter(None, names))) or "one tensor"}.'
-            )
-        found |= names[name]
-    return found
-
-
-def _with_paths(nest: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
-    """Lists a nest's leaves in `tf.nest` order, each with the keys that lead to it."""
-    if isinstance(nest, Mapping):
-        items = sorted(nest.items())
-    elif isinstance(nest, tuple) and hasattr(nest, '_fields'):
-        items = list(zip(nest._fields, nest))
-    elif isinstance(nest, (list, tuple)):
-        items = list(enumerate(nest))
-    else:
-        return [(path, nest)]
-    return [leaf for key, value in items for leaf in _with_paths(value, (*path, key))]
-
-
-def _pack(nest: Any, leaves: list[Any]) -> Any:
-    return tf.nest.pack_sequence_as(nest, leaves)
-
-
-def _name(path: tuple) -> str:
-    kind, *keys = path
-    kind = {'features': 'feature', 'labels': 'label'}[kind] if keys else kind
-    return f'{kind} {"/".join(map(str, keys))!r}' if keys else kind
-
-
-def _describe(path: tuple, leaf: Any) -> str:
-    return f'{_name(path)} ({getattr(leaf, "shape", type(leaf).__name__)})'

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
-from absl import logging
 
 from estimator_mgpu import losses, private
 from estimator_mgpu.copying import Copies
 from estimator_mgpu.importing import TowerCopy, absolute_scope
+from estimator_mgpu.notices import Notices
 from estimator_mgpu.placement import Placement
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.updates import Updates
+from estimator_mgpu.weights import Weights
 
 
 class Towers:
@@ -44,9 +45,6 @@ class Towers:
         self.placement = placement
         self.reductions = 0  # how often gradients were reduced
         self.reduced: list[tf.Tensor] = []  # and what they came to
-        self.weights = weights
-        # Whether a tower that has rows may have no units, and a loss that isn't a number.
-        self.guarded = losses.UNITS in weights
         self._reduction = reduction
         self._static_rows = static_rows
         self.copies = Copies(
@@ -54,9 +52,9 @@ class Towers:
             devices[0],
             [TowerCopy(i, unique_scope(graph, i), d) for i, d in enumerate(devices) if i],
         )
+        self.weights = Weights(graph, self.copies, weights)
         self._sources: list[tf.Tensor] = []
         self._with_rows: list[tf.Tensor] = []  # which only who made them knows
-        self._cast: dict[tuple, tf.Tensor] = {}
         # What was made of a tensor of the user's to take the gradient of, by its name.
         self.made_from: dict[str, tf.Tensor] = {}
         self._counted: dict[str, list[losses.Leaf]] = {}
@@ -64,7 +62,7 @@ class Towers:
         # Those of gradients with respect to activations, which aren't reduced.
         self.local_stubs: list[tuple[tf.Tensor, losses.Leaf]] = []
         self._summed: dict[str, tf.Tensor] = {}
-        self._told: set[str] = set()
+        self.notices = Notices()
         self.index, *others = [
             self._constant(scope, device, i)
             for i, (scope, device) in enumerate(
@@ -136,39 +134,10 @@ class Towers:
         rows = self.rows()
         parts = losses.take_apart(loss, rows, self._reduction, len(self.devices))
         if self._reduction not in (losses.MEAN, losses.UNITS):
-            self._tell(loss, parts)
-            self.warn_of_unknown(loss, rows)
-            self._warn_of_batch_size(rows)
+            self.notices.loss(loss.name, parts)
+            self.notices.unknown_shapes(rows, loss)
+            self.notices.reshapes(rows, len(self.devices))
         return parts
-
-    def _warn_of_batch_size(self, rows: Rows) -> None:
-        """Warns of rows of a shard that are given the shape of those of the whole batch."""
-        size = (self._static_rows or 0) * len(self.devices)
-        for op in rows.reshaped_to(size) if size else ():
-            if op.name not in self._told:
-                self._told.add(op.name)
-                logging.warning(
-                    '%r (%s) gives the %d rows of a shard a shape of %d, which is the size of the '
-                    "whole batch. If that's what it's meant to be, each row is cut up: take -1 or "
-                    'tf.shape(features)[0] instead.',
-                    op.name,
-                    op.type,
-                    self._static_rows,
-                    size,
-                )
-
-    def warn_of_unknown(self, value: tf.Tensor, rows: Rows) -> None:
-        """Warns of Python functions' results that a value comes from, if they may have no rows."""
-        for op in rows.assumed(value):
-            if op.name not in self._told:
-                self._told.add(op.name)
-                logging.warning(
-                    'The shape of what %r (%s) gives is not known, so it is taken to have one row '
-                    "an example. Say that it has, by its set_shape([None]) or the like. If it's a "
-                    'value of the batch, each shard has its own: say set_shape([]).',
-                    op.name,
-                    op.type,
-                )
 
     def terms(self, leaf: losses.Leaf) -> list[losses.Leaf]:
         """Returns what is added up over the towers for a leaf: itself, or a sum and a count.
@@ -231,7 +200,7 @@ class Towers:
         """
         copies = [value, *(own for [own] in self.copies.copy([value]))]
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
-            counts = [tf.cast(count, tf.int64) for count in self.weights[losses.SUM]]
+            counts = self.weights.counts(losses.SUM, tf.int64)
             parts = [v[: tf.shape(v, out_type=tf.int64)[0] * n] for v, n in zip(copies, counts)]
             # Of unknown size, for it takes the place of one shard's.
             joined = tf.concat(parts, 0)
@@ -260,14 +229,14 @@ class Towers:
             parts = [tf.cast(value, dtype) for value in (term.tensor, *copies)]
             if not term.tensor.shape.is_fully_defined():
                 parts[0] = _checked(parts, self.made_from.get(term.tensor.name, term.tensor).name)
-            if self._is_even(term.kind):
+            if self.weights.are_even(term.kind):
                 total = tf.add_n(parts)
                 if term.kind != losses.SUM:
-                    total *= self._weight_of(term, 0, dtype)
+                    total *= self.weights.of_leaf(term, 0, dtype)
             else:
-                weights = [self._weight_of(term, i, dtype) for i in range(len(parts))]
+                weights = [self.weights.of_leaf(term, i, dtype) for i in range(len(parts))]
                 parts = [part * weight for part, weight in zip(parts, weights)]
-                if self.guarded:
+                if self.weights.guarded:
                     parts = [tf.where(w > 0, p, tf.zeros_like(p)) for p, w in zip(parts, weights)]
                 total = tf.add_n(parts)
             if not term.tensor.dtype.is_floating:
@@ -276,35 +245,6 @@ class Towers:
         self.copies.share([whole])
         return whole
 
-    def _weight_of(self, term: losses.Leaf, tower: int, dtype: tf.DType) -> tf.Tensor:
-        if term.kind != losses.SHAPE:
-            return self.weight(term.kind, tower, dtype)
-        along = tf.one_hot(term.axis, tf.size(term.tensor), dtype=dtype)
-        other = (1 - along) * self.weight(losses.MEAN, tower, dtype)
-        return along * self.weight(losses.SUM, tower, dtype) + other
-
-    def weight(self, kind: str, tower: int, dtype: tf.DType) -> tf.Tensor:
-        """Returns what a tower counts in a 'mean' or a 'sum'; in copies tower 0's is replaced."""
-        key = (kind, dtype)
-        if key not in self._cast:
-            distinct = self.weights[kind][: 1 if self._is_even(kind) else None]
-            with absolute_scope(self.graph, 'replicate'), tf.device('/device:CPU:0'):
-                # Identities, as a cast to the same type is the tensor itself.
-                cast = [tf.cast(tf.identity(w), dtype) for w in distinct]
-            if self._is_even(kind):
-                self.copies.share(cast)
-                cast *= len(self.devices)
-            else:
-                self.copies.replace(cast[0], cast[1:])
-            self._cast[key] = cast
-        return self._cast[key][tower]
-
-    def _is_even(self, kind: str) -> bool:
-        """Whether it's known that all towers count the same."""
-        if kind == losses.SHAPE:
-            return self._is_even(losses.SUM) and self._is_even(losses.MEAN)
-        return all(w is self.weights[kind][0] for w in self.weights[kind])
-
     def seed(self, term: losses.Leaf, gradient: tf.Tensor) -> tf.Tensor:
         """Returns what the gradient of a tower's term starts from.
 
@@ -312,28 +252,14 @@ class Towers:
           term: the term.
           gradient: the gradient with respect to the term's value for the whole batch.
         """
-        seed = gradient * self.weight(term.kind, 0, gradient.dtype)
-        self.copies.share([gradient, seed] if self._is_even(term.kind) else [gradient])
+        seed = gradient * self.weights.of_kind(term.kind, 0, gradient.dtype)
+        self.copies.share([gradient, seed] if self.weights.are_even(term.kind) else [gradient])
         return seed
 
     def dependents(self) -> set[str]:
         """Returns the names of tower 0's ops that depend on its shard or its number."""
         sources = [*self._sources, self.index]
         return self.copies.dependents(sources) | {t.op.name for t in sources}
-
-    def _tell(self, loss: tf.Tensor, parts: losses.Parts) -> None:
-        if loss.name in self._told:
-            return
-        self._told.add(loss.name)
-        for sentence in [*parts.doubts, *parts.notes]:
-            logging.warning('%s', sentence)
-        for leaf in parts.leaves:
-            logging.info(
-                "Loss %r: the towers' %r is taken for a %s over rows.",
-                loss.name,
-                leaf.tensor.name,
-                leaf.kind,
-            )
 
 
 def _checked(parts: list[tf.Tensor], name: str) -> tf.Tensor:

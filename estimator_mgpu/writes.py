@@ -195,7 +195,7 @@ def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
     if has_rows and (sharing.calls_function(user) or not value.shape.is_fully_defined()):
         _warn(user, value, _FIRST_ONLY)
         return None
-    towers.warn_of_unknown(value, rows)
+    towers.notices.unknown_shapes(rows, value)
     parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
     for note in parts.notes:
         logging.warning('%s', note)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import sharding
+from estimator_mgpu import sharding, weights
 from models import batches, floats, spec_of, step, with_loss
 from towers import compare, session, train
 
@@ -99,11 +99,11 @@ def test_rows_by_hand():
 def test_weights_by_hand():
     with tf.Graph().as_default():
         shards = sharding.split(tf.zeros([5, 1]), None, 3)
-        assert numbers(sharding.weights(shards)) == {'mean': [0.4, 0.4, 0.2], 'sum': [1, 1, 1]}
+        assert numbers(weights.of_shards(shards)) == {'mean': [0.4, 0.4, 0.2], 'sum': [1, 1, 1]}
         shards = sharding.split(tf.zeros([2, 1]), None, 3)
-        assert numbers(sharding.weights(shards)) == {'mean': [0.5, 0.5, 0], 'sum': [1, 1, 0]}
+        assert numbers(weights.of_shards(shards)) == {'mean': [0.5, 0.5, 0], 'sum': [1, 1, 0]}
         shards = sharding.split(tf.constant([[1.0], [3.0]]), None, 3)
-        found = numbers(sharding.weights(shards, lambda features, labels: tf.reduce_sum(features)))
+        found = numbers(weights.of_shards(shards, lambda features, labels: tf.reduce_sum(features)))
         assert found == {'mean': [0.5, 0.5, 0], 'sum': [1, 1, 0], 'units': [0.25, 0.75, 0]}
 
 

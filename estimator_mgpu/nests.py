@@ -1,0 +1,78 @@
+"""The leaves of a batch's nest: where they are, what they are called, which have rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+SPLITTABLE = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
+
+
+def as_tensor(path: tuple, leaf: Any) -> Any:
+    """Returns what is to be split, or None for what goes whole to every tower."""
+    if isinstance(leaf, SPLITTABLE):
+        return leaf
+    if leaf is None or isinstance(leaf, (str, bytes, bool, int, float, tf.DType)):
+        return None
+    if hasattr(leaf, '__array__'):  # NumPy arrays and scalars
+        return tf.convert_to_tensor(leaf, name='_'.join(map(str, path)))
+    raise TypeError(
+        f'{title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Legal '
+        'are dense, sparse and ragged tensors, in any nest of dicts, tuples and lists. Let the '
+        'input_fn give one of these, or name it in replicate(broadcast=[...]).'
+    )
+
+
+def broadcast_paths(leaves: dict[tuple, Any], broadcast: Sequence[str]) -> set[tuple]:
+    """Returns the paths of the features that are named to go whole to every tower.
+
+    Args:
+      leaves: the batch's leaves by path.
+      broadcast: names of features: a path's last key, or its keys joined by `/`, all or the first.
+
+    Raises:
+      ValueError: if there's no feature of such a name.
+    """
+    found: set[tuple] = set()
+    names: dict[str, set[tuple]] = {}
+    for path in leaves:
+        if path[0] == 'features':
+            keys = [str(key) for key in path[1:]]
+            for end in range(1, len(keys) + 1):
+                names.setdefault('/'.join(keys[:end]), set()).add(path)
+            names.setdefault(keys[-1] if keys else '', set()).add(path)
+    for name in broadcast:
+        if name not in names:
+            raise ValueError(
+                f'broadcast names {name!r}, but there is no such feature. '
+                f'The features are: {", ".join(sorted(filter(None, names))) or "one tensor"}.'
+            )
+        found |= names[name]
+    return found
+
+
+def with_paths(nest: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
+    """Lists a nest's leaves in `tf.nest` order, each with the keys that lead to it."""
+    if isinstance(nest, Mapping):
+        items = sorted(nest.items())
+    elif isinstance(nest, tuple) and hasattr(nest, '_fields'):
+        items = list(zip(nest._fields, nest))
+    elif isinstance(nest, (list, tuple)):
+        items = list(enumerate(nest))
+    else:
+        return [(path, nest)]
+    return [leaf for key, value in items for leaf in with_paths(value, (*path, key))]
+
+
+def title(path: tuple) -> str:
+    """Returns what messages call a leaf."""
+    kind, *keys = path
+    kind = {'features': 'feature', 'labels': 'label'}[kind] if keys else kind
+    return f'{kind} {"/".join(map(str, keys))!r}' if keys else kind
+
+
+def describe(path: tuple, leaf: Any) -> str:
+    """Returns what messages call a leaf, with its shape or type."""
+    return f'{title(path)} ({getattr(leaf, "shape", type(leaf).__name__)})'

@@ -1,0 +1,62 @@
+"""What the log says of a model: how its losses are understood, and what may be meant otherwise."""
+
+from __future__ import annotations
+
+import tensorflow.compat.v1 as tf
+from absl import logging
+
+from estimator_mgpu import losses
+from estimator_mgpu.rows import Rows
+
+
+class Notices:
+    """Says each thing once for a model_fn's call."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def loss(self, name: str, parts: losses.Parts) -> None:
+        """Tells what a loss consists of, and warns of what the graph doesn't tell for certain."""
+        if not self._is_new(name):
+            return
+        for sentence in [*parts.doubts, *parts.notes]:
+            logging.warning('%s', sentence)
+        for leaf in parts.leaves:
+            logging.info(
+                "Loss %r: the towers' %r is taken for a %s over rows.",
+                name,
+                leaf.tensor.name,
+                leaf.kind,
+            )
+
+    def reshapes(self, rows: Rows, towers: int) -> None:
+        """Warns of rows of a shard that are given the shape of those of the whole batch."""
+        size = (rows.static or 0) * towers
+        for op in rows.reshaped_to(size) if size else ():
+            if self._is_new(op.name):
+                logging.warning(
+                    '%r (%s) gives the %d rows of a shard a shape of %d, which is the size of the '
+                    "whole batch. If that's what it's meant to be, each row is cut up: take -1 or "
+                    'tf.shape(features)[0] instead.',
+                    op.name,
+                    op.type,
+                    rows.static,
+                    size,
+                )
+
+    def unknown_shapes(self, rows: Rows, value: tf.Tensor) -> None:
+        """Warns of Python functions' results that a value comes from, if they may have no rows."""
+        for op in rows.assumed(value):
+            if self._is_new(op.name):
+                logging.warning(
+                    'The shape of what %r (%s) gives is not known, so it is taken to have one row '
+                    "an example. Say that it has, by its set_shape([None]) or the like. If it's a "
+                    'value of the batch, each shard has its own: say set_shape([]).',
+                    op.name,
+                    op.type,
+                )
+
+    def _is_new(self, name: str) -> bool:
+        new = name not in self._told
+        self._told.add(name)
+        return new
