@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import random
 
 import hypothesis
 import pytest
@@ -22,6 +23,12 @@ def behavior(request):
     """TensorFlow 2's loops, variables and shapes, or those of `tf.disable_v2_behavior()`."""
     with behavior_of(request.param):
         yield request.param
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Keras takes the seeds of initial values from Python's random."""
+    random.seed(7)
 
 
 @pytest.fixture(autouse=True)
