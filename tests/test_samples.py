@@ -89,7 +89,7 @@ def test_gan_draws_the_digits_that_it_is_asked_for(tmp_path):
 
 
 def test_char_rnn_learns_more_than_frequencies_and_writes():
-    flags = '--devices=2', '--train_steps=60', '--units=64', '--length=50', '--prompts=def,for'
+    flags = '--devices=2', '--train_steps=120', '--units=64', '--length=50', '--prompts=def,for'
     lines = run_python('char_rnn.py', *flags)
     bits, characters, by_frequency, devices, steps = numbers(
         '# bits a character of # unseen ones; their frequencies alone give # (devices=#, # steps)',
@@ -97,7 +97,7 @@ def test_char_rnn_learns_more_than_frequencies_and_writes():
     )
     assert bits < by_frequency - 0.5
     assert 90_000 < characters < 100_000
-    assert (devices, steps) == (2, 60)
+    assert (devices, steps) == (2, 120)
     pattern = r"--- 'def' goes on:\ndef(.{50})\n--- 'for' goes on:\nfor(.{50})\n---"
     written = re.fullmatch(pattern, '\n'.join(lines[:-1]), re.DOTALL)
     assert written, lines
