@@ -190,10 +190,29 @@ def _cross_entropy(op: tf.Operation, output: tf.Tensor, index: int, place: Place
 
 def _reduce(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> Place | None:
     axes = private.constant_value(op.inputs[1])
+    if axes is None and op.inputs[1].op.type == 'BroadcastGradientArgs':
+        return _unbroadcast(op, place)
     reduced = [0] if axes is None else [int(i) % op.inputs[0].shape.rank for i in axes.flat]
     if place.axis in reduced:
         return None
     return place if op.get_attr('keep_dims') else _without(place, reduced)
+
+
+def _unbroadcast(op: tf.Operation, place: Place) -> Place | None:
+    """For a gradient that is summed over the dimensions that a forward op's input was spread over.
+
+    Those are the ones that the input doesn't have, or has of size 1.
+    """
+    axes, rank = op.inputs[1], op.inputs[0].shape.rank
+    shape = axes.op.inputs[axes.value_index]
+    constant = private.constant_value(shape)
+    sizes = None if constant is None else [int(size) for size in constant]
+    if shape.op.type == 'Shape' and shape.op.inputs[0].shape.rank is not None:
+        sizes = shape.op.inputs[0].shape.as_list()
+    if sizes is None or not op.get_attr('keep_dims'):
+        raise UnknownPlace
+    own = place.axis - rank + len(sizes)
+    return None if own < 0 or sizes[own] == 1 else place
 
 
 def _list(shift: int, *given: int) -> _Rule:

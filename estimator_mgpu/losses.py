@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import divisors, private
+from estimator_mgpu import divisors, mixing, private
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.places import BATCH_NORMS
-from estimator_mgpu.rows import ELEMENTWISE, LINEAR, Rows
+from estimator_mgpu.rows import LINEAR, Rows
 from estimator_mgpu.walks import walk
 
 MEAN, SUM, SHAPE, UNITS, AUTO = 'mean', 'sum', 'shape', 'units', 'auto'
@@ -33,7 +33,11 @@ _CONSTANTS = {
     'weighted_sum_by_nonzero_weights': MEAN,
     'sum_over_batch_size': MEAN,
 }
-_ADVICE = "Say which it is by replicate(loss_reduction='mean') or replicate(loss_reduction='sum')."
+_ADVICE = (
+    "Say which it is by replicate(loss_reduction='mean') or replicate(loss_reduction='sum'). If it "
+    'is neither, as rows are compared with one another, say, several devices cannot give what one '
+    'does: train with replicate(devices=1).'
+)
 
 
 class Leaf(NamedTuple):
@@ -46,12 +50,14 @@ class Leaf(NamedTuple):
       counted: whether a mean goes by the number of entries it's over, which only a step tells,
         rather than by rows.
       axis: along which dimension the rows are in what a shape is of.
+      bounds: whether that's where rows begin and end, one more than there are rows.
     """
 
     tensor: tf.Tensor
     kind: str
     counted: bool = False
     axis: int | None = None
+    bounds: bool = False
 
 
 class Parts(NamedTuple):
@@ -60,9 +66,10 @@ class Parts(NamedTuple):
     Attributes:
       leaves: where rows are reduced; none if the loss doesn't depend on the batch.
       tail: the names of the ops between the leaves and the loss.
-      doubts: one sentence for each thing that the graph doesn't tell.
+      doubts: one sentence for each thing that the graph doesn't tell, or that isn't quite so.
       lost: whether it's taken for a mean for want of anything better.
       notes: one sentence for each thing that the graph tells, but not for certain.
+      mixed: the doubts that are about rows combined with values of their shard.
     """
 
     leaves: list[Leaf]
@@ -70,6 +77,7 @@ class Parts(NamedTuple):
     doubts: list[str]
     lost: bool = False
     notes: Sequence[str] = ()
+    mixed: Sequence[str] = ()
 
 
 def check_reduction(reduction: str) -> str:
@@ -116,8 +124,9 @@ def take_apart(
     walk = _Walk(rows, towers)
     walk.from_loss(loss, walk.through_linear if reduction == SUM else walk.through_any)
     if walk.lost:
-        return Parts([Leaf(loss, MEAN)], set(), walk.doubts, lost=True)
-    return Parts(walk.leaves, walk.tail, walk.doubts, notes=walk.notes)
+        walk.leaves, walk.tail, walk.notes = [Leaf(loss, MEAN)], set(), []
+    doubts = [*walk.doubts, *walk.mixed]
+    return Parts(walk.leaves, walk.tail, doubts, walk.lost, walk.notes, walk.mixed)
 
 
 class _Walk:
@@ -128,6 +137,7 @@ class _Walk:
         self.tail: set[str] = set()
         self.doubts: list[str] = []
         self.notes: list[str] = []
+        self.mixed: list[str] = []
         self.lost = False
 
     def from_loss(
@@ -146,7 +156,8 @@ class _Walk:
                 counted = found == MEAN and tensor.op.type == 'Mean'
                 counted = counted and not tensor.op.inputs[0].shape.is_fully_defined()
                 axis = self._rows.axis(tensor.op.inputs[0]) if found == SHAPE else None
-                self.leaves.append(Leaf(tensor, found, counted, axis))
+                bounds = found == SHAPE and self._rows.are_bounds(tensor.op.inputs[0])
+                self.leaves.append(Leaf(tensor, found, counted, axis, bounds))
             else:
                 self.tail.add(tensor.op.name)
                 waiting += found
@@ -168,6 +179,8 @@ class _Walk:
         if self._rows.has(tensor):
             return SUM  # tf.gradients takes a loss with rows for their sum.
         inputs = self._rows.dependent_inputs(op)
+        if op.type in ('Size', 'Shape') and _is_distinct(op.inputs[0]):
+            self._doubt(tensor, 'it counts what differs among the rows of a shard')
         if op.type == 'Size' and self._rows.has(op.inputs[0]):
             return SUM
         if self._rows.sums(op) or (op.type == 'Mean' and self._rows.has(op.inputs[0])):
@@ -202,67 +215,19 @@ class _Walk:
 
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM
-        divided, mixed = self._mixed([t for t in op.inputs if self._rows.has(t)])
+        divided, mixed = mixing.with_values(
+            [t for t in op.inputs if self._rows.has(t)], kind == MEAN, self._rows
+        )
         if kind == SUM and divided:
             kind = MEAN
         if mixed is not None:
-            self._doubt(
-                op.outputs[0],
-                f'its rows are combined with {mixed.name!r}, which was reduced over the rows of a '
-                f'shard, so that it is not quite the {kind} over the batch that it is taken for',
+            self.mixed.append(
+                f'{op.outputs[0].name!r} is not quite the {kind} over the batch that it is taken '
+                f'for: its rows are combined with {mixed.name!r}, which is a value of all rows of '
+                'a shard, and each device has its own. Combine them in the input_fn, or train '
+                'this model with replicate(devices=1).'
             )
         return kind
-
-    def _mixed(self, waiting: list[tf.Tensor]) -> tuple[bool, tf.Tensor | None]:
-        """Whether rows were divided by a value of their shard, and which value they're mixed with.
-
-        Static rows, and counts of rows, divide exactly.
-        """
-        divided, mixed, seen = False, None, set()
-        while waiting:
-            op = waiting.pop().op
-            if op.name in seen:
-                continue
-            if op.type not in ELEMENTWISE:
-                if op.type == 'GatherV2' and self._is_of_shard(op.inputs[0]):
-                    mixed = op.inputs[0]
-                if op.type in ('Sum', 'Mean') and self._rows.has(op.outputs[0]):
-                    waiting.append(op.inputs[0])  # Of what a row has.
-                continue
-            seen.add(op.name)
-            if op.type == 'Softmax' and self._rows.is_last_axis(op.inputs[0]):
-                divided, mixed = True, op.outputs[0]  # It adds up the rows of the shard.
-            for value in op.inputs:
-                divisor = op.type in QUOTIENTS and value is op.inputs[1]
-                if self._rows.has(value):
-                    waiting.append(value)
-                elif value.op.name not in self._rows.dependents:
-                    divided |= divisor and divisors.is_static_rows(value, self._rows)
-                else:
-                    divided |= divisor
-                    if self._is_of_shard(value):
-                        mixed = value
-        return divided, mixed
-
-    def _is_of_shard(self, value: tf.Tensor) -> bool:
-        """Whether it's a value of all rows of a shard, other than how many they are."""
-        if self._rows.has(value) or value.op.name not in self._rows.dependents:
-            return False
-        return value.dtype.is_floating and not self._is_count(value)
-
-    def _is_count(self, tensor: tf.Tensor) -> bool:
-        """Whether a value comes from shapes alone."""
-        waiting, seen = [tensor.op], set()
-        while waiting:
-            op = waiting.pop()
-            if op.name in seen or op.type in ('Shape', 'Size'):
-                continue
-            seen.add(op.name)
-            inputs = self._rows.dependent_inputs(op)
-            if not inputs or any(map(self._rows.has, inputs)):
-                return False
-            waiting += [t.op for t in inputs]
-        return True
 
     def _check_inner(self, op: tf.Operation) -> None:
         """Doubts that what a reduction is given has no rows, if its size might be theirs."""
@@ -302,3 +267,11 @@ class _Walk:
         self.doubts.append(
             f'Whether {tensor.name!r} is a mean or a sum over rows cannot be told: {why}. {_ADVICE}'
         )
+
+
+def _is_distinct(tensor: tf.Tensor) -> bool:
+    """Whether a tensor has an entry for each different one of what an op was given."""
+    op = tensor.op
+    while op.type in ('Identity', 'Cast', 'Reshape'):
+        op = op.inputs[0].op
+    return op.type.startswith('Unique')

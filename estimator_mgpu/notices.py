@@ -5,8 +5,9 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 from absl import logging
 
-from estimator_mgpu import losses
+from estimator_mgpu import losses, mixing
 from estimator_mgpu.rows import Rows
+from estimator_mgpu.walks import walk
 
 
 class Notices:
@@ -43,6 +44,25 @@ class Notices:
                     rows.static,
                     size,
                 )
+
+    def mixed(self, parts: losses.Parts) -> None:
+        """Warns of rows that are combined with values of all rows of their shard."""
+        for sentence in filter(self._is_new, parts.mixed):
+            logging.warning('%s', sentence)
+
+    def mixing(self, rows: Rows, value: tf.Tensor) -> None:
+        """Warns of what a value comes from that gives rows something of others of their shard."""
+        ops = walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)])
+        found = [op for op in mixing.of_rows(ops, rows, certain=True) if self._is_new(op.name)]
+        if found:
+            logging.warning(
+                'In what %r comes from, rows are combined with other rows of their shard, or taken '
+                'by their place in it, by %s. Each device has its own shard, so that this may not '
+                'be what one device gives. Let the input_fn put into one row what belongs '
+                'together, or run this model with replicate(devices=1).',
+                value.name,
+                ', '.join(f'{op.name!r} ({op.type})' for op in found[:3]),
+            )
 
     def unknown_shapes(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of Python functions' results that a value comes from, if they may have no rows."""

@@ -209,7 +209,7 @@ class Places:
             size, output = arrays.get(op.type, (0, 0))
             if op.type not in arrays or op.outputs[output].name in self._places:
                 continue
-            if self._is_row_count(op.inputs[size]):
+            if self.is_row_count(op.inputs[size]):
                 new.append(op.outputs[output])
         self._places.update((tensor.name, Place(0)) for tensor in new)
         return new
@@ -232,9 +232,10 @@ class Places:
             return self.axis(shape.inputs[0])
         if shape.type != 'Pack':
             return None
-        return next((i for i, size in enumerate(shape.inputs) if self._is_row_count(size)), None)
+        return next((i for i, size in enumerate(shape.inputs) if self.is_row_count(size)), None)
 
-    def _is_row_count(self, size: tf.Tensor) -> bool:
+    def is_row_count(self, size: tf.Tensor) -> bool:
+        """Whether a scalar is the number of rows, taken from a shape or known statically."""
         op = size.op
         while op.type in ('Identity', 'Cast'):
             op = op.inputs[0].op

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import tensorflow.compat.v1 as tf
 
@@ -21,6 +21,7 @@ ELEMENTWISE = LINEAR | frozenset(
     ['Mul', 'RealDiv', 'Div', 'DivNoNan', 'MulNoNan', 'Pack', 'ConcatV2', 'Abs', 'Square', 'Sqrt']
     + ['SquaredDifference', 'Exp', 'Log', 'Log1p', 'Pow', 'Maximum', 'Minimum', 'StopGradient']
     + ['Select', 'SelectV2', 'CheckNumerics', 'Reciprocal', 'Rsqrt', 'Relu', 'Softplus', 'Softmax']
+    + ['Sigmoid', 'Tanh', 'Elu', 'Selu', 'Relu6', 'LeakyRelu', 'Erf', 'Expm1', 'Xlogy', 'Sign']
 )
 _REDUCTIONS = frozenset(['Sum', 'Mean', 'Max', 'Min', 'Prod', 'Any', 'All'])
 
@@ -32,9 +33,17 @@ class Rows(Places):
       sources: the shard's tensors, with rows along dimension 0 where they have any.
       dependents: the names of the ops that depend on the shard.
       static: the rows of the shard where that's known.
+      bounds: the names of the tensors that say where rows begin and end, in ragged ones.
     """
 
-    def __init__(self, sources: Iterable[tf.Tensor], dependents: set[str], static: int | None):
+    def __init__(
+        self,
+        sources: Iterable[tf.Tensor],
+        dependents: set[str],
+        static: int | None,
+        bounds: Collection[str] = (),
+    ):
+        self._bounds = bounds
         given = [(tensor, Place(0)) for tensor in sources if tensor.shape.rank != 0]
         super().__init__(given, dependents, static)
         self._graph = given[0][0].graph if given else tf.get_default_graph()
@@ -50,6 +59,12 @@ class Rows(Places):
     def is_last_axis(self, tensor: tf.Tensor) -> bool:
         """Whether the rows of a tensor are along its last dimension."""
         return tensor.shape.rank is not None and self.axis(tensor) == tensor.shape.rank - 1
+
+    def are_bounds(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor says where rows begin and end: one entry more than there are rows."""
+        while tensor.op.type == 'Identity':
+            tensor = tensor.op.inputs[0]
+        return tensor.name in self._bounds
 
     def may_have(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor has a dimension that, to go by its size, may hold rows."""

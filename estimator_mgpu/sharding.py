@@ -193,8 +193,9 @@ def _checked_rows(sharded: dict[tuple, Any]) -> tf.Tensor:
     if len(counts) == 1 or all(_known_rows(leaf) is not None for leaf in sharded.values()):
         return total
     message = (
-        'features and labels must have the same number of rows along dimension 0; the rows of '
-        f'{", ".join(nests.title(path) for path in counts)} are'
+        'features and labels must have the same number of rows along dimension 0, but for those '
+        'that go whole to every tower: scalars, and what replicate(broadcast=[...]) names. The '
+        f'rows of {", ".join(nests.title(path) for path in counts)} are'
     )
     rows = tf.stack(list(counts.values()))
     check = tf.Assert(tf.reduce_all(tf.equal(rows, total)), [message, rows], summarize=100)

@@ -43,7 +43,8 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
     towers.fill_stubs()
     if spec.mode == compat.estimator.ModeKeys.TRAIN:
         _check_reduced(towers)
-        writes.of_whole_batch([spec.train_op, spec.loss], towers)
+        hooks = [*spec.training_hooks, *spec.training_chief_hooks]
+        writes.of_whole_batch([spec.train_op, spec.loss, *_run_by(hooks)], towers)
         return spec._replace(loss=towers.whole(spec.loss))
     rows = _Rows(towers, shards)
     forward = flat_tensors([spec.loss, spec.predictions])
@@ -58,6 +59,15 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
         spec = spec._replace(loss=loss, predictions=predictions, eval_metric_ops=metric_ops)
     writes.of_whole_batch(forward, towers)
     return spec
+
+
+def _run_by(hooks: Sequence[Any]) -> list[tf.Operation]:
+    """Lists the ops of what hooks have as attributes, or in lists or dicts that are."""
+    held = [value for hook in hooks for value in getattr(hook, '__dict__', {}).values()]
+    lists = [list(v.values()) if isinstance(v, dict) else v for v in held]
+    flat = [v for items in lists for v in (items if isinstance(items, (list, tuple)) else [items])]
+    ops = [getattr(value, 'op', value) for value in flat]  # An update may be a variable.
+    return [op for op in ops if isinstance(op, tf.Operation)]
 
 
 def _check_reduced(towers: Towers) -> None:
@@ -149,13 +159,17 @@ class _Rows:
             raise ValueError(f'{what} is a scalar (rank 0). {advice}')
         found = [places.axis(value) for places in (self._places, self._across)]
         axes = {axis for axis in found if axis is not None}
-        paired = len(axes) > 1
-        pairs = (
-            f'{what} has rows along the dimensions {sorted(axes)}: it is of pairs of rows, and '
-            f'each device has those of its shard only. {advice}'
-        )
-        if paired and not evaluates:
-            raise ValueError(pairs)
+        wrong = ''
+        if len(axes) > 1:
+            wrong = (
+                f'{what} has rows along the dimensions {sorted(axes)}: it is of pairs of rows, and '
+                f'each device has those of its shard only. {advice}'
+            )
+        elif self._places.is_plain(value) and 0 not in axes:
+            wrong = f'{what} has its rows along dimension {axes.pop()}. {advice}'
+        if wrong and not evaluates:
+            raise ValueError(wrong)
+        self._towers.notices.mixing(self._places, value)
         static, rows = self._shards.static_rows, None
         if value.shape.rank is not None:
             rows = value.shape.as_list()[0]
@@ -164,7 +178,7 @@ class _Rows:
         with absolute_scope(self._towers.graph, 'replicate'), tf.device('/device:CPU:0'):
             message = f'{what} has another number of rows than its shard. {advice}'
             same = tf.equal(sharding.rows_of(value), self._expected)
-            check = tf.Assert(same & (not paired), [pairs if paired else message, self._expected])
+            check = tf.Assert(same & (not wrong), [wrong or message, self._expected])
         with absolute_scope(self._towers.graph, 'replicate'), tf.device(value.device):
             with tf.control_dependencies([check]):
                 return tf.identity(value)

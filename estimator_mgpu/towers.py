@@ -55,6 +55,7 @@ class Towers:
         self.weights = Weights(graph, self.copies, weights)
         self._sources: list[tf.Tensor] = []
         self._with_rows: list[tf.Tensor] = []  # which only who made them knows
+        self._bounds: set[str] = set()  # of rows of ragged tensors
         # What was made of a tensor of the user's to take the gradient of, by its name.
         self.made_from: dict[str, tf.Tensor] = {}
         self._counted: dict[str, list[losses.Leaf]] = {}
@@ -63,16 +64,11 @@ class Towers:
         self.local_stubs: list[tuple[tf.Tensor, losses.Leaf]] = []
         self._summed: dict[str, tf.Tensor] = {}
         self.notices = Notices()
-        self.index, *others = [
-            self._constant(scope, device, i)
-            for i, (scope, device) in enumerate(
-                [('replicate', devices[0])] + [(t.scope, t.device) for t in self.copies.towers]
-            )
-        ]
+        self.index, *others = [self._constant(device, i) for i, device in enumerate(devices)]
         self.copies.replace(self.index, others)
 
-    def _constant(self, scope: str, device: str, index: int) -> tf.Tensor:
-        with absolute_scope(self.graph, scope), tf.device(device):
+    def _constant(self, device: str, index: int) -> tf.Tensor:
+        with absolute_scope(self.graph, 'replicate'), tf.device(device):
             return tf.constant(index, name='tower')
 
     def give(self, shards: Sequence[Any]) -> None:
@@ -81,6 +77,8 @@ class Towers:
         Args:
           shards: one nest a tower. A tensor that stands in all of them goes whole to every tower.
         """
+        ragged = [x for x in tf.nest.flatten(shards[0]) if isinstance(x, tf.RaggedTensor)]
+        self._bounds.update(t.name for x in ragged for t in x.nested_row_splits)
         first, *others = [flat_tensors(shard) for shard in shards]
         for tensor, *own in zip(first, *others):
             if all(t is tensor for t in own):
@@ -123,7 +121,8 @@ class Towers:
 
     def rows(self) -> Rows:
         """Returns what is known of the rows of tower 0's tensors."""
-        return Rows([*self._sources, *self._with_rows], self.dependents(), self._static_rows)
+        sources = [*self._sources, *self._with_rows]
+        return Rows(sources, self.dependents(), self._static_rows, self._bounds)
 
     def add_rows(self, tensors: Iterable[tf.Tensor]) -> None:
         """Makes it known of tensors of tower 0 that they have rows, along dimension 0."""
@@ -137,6 +136,7 @@ class Towers:
             self.notices.loss(loss.name, parts)
             self.notices.unknown_shapes(rows, loss)
             self.notices.reshapes(rows, len(self.devices))
+            self.notices.mixing(rows, loss)
         return parts
 
     def terms(self, leaf: losses.Leaf) -> list[losses.Leaf]:
@@ -175,7 +175,8 @@ class Towers:
         copies = Copies(self.graph, self.devices[0], [tail], only=parts.tail)
         if updates is not None:
             copies.let_write(updates)
-        with absolute_scope(self.graph, tail.scope), tf.device(self.devices[0]):
+        # Not in the tail's scope, where a copy may come to have the name.
+        with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             for leaf in parts.leaves:
                 value, *count = [terms[term.tensor.name] for term in self.terms(leaf)]
                 copies.replace(leaf.tensor, [value / count[0] if count else value])
@@ -239,6 +240,9 @@ class Towers:
                 if self.weights.guarded:
                     parts = [tf.where(w > 0, p, tf.zeros_like(p)) for p, w in zip(parts, weights)]
                 total = tf.add_n(parts)
+            if term.bounds:  # Where one shard ends, the next one begins.
+                active = tf.add_n(self.weights.counts(losses.SUM, dtype))
+                total -= (active - 1) * self.weights.along(term, dtype)
             if not term.tensor.dtype.is_floating:
                 total = tf.cast(tf.round(total), term.tensor.dtype)
             whole = tf.identity(total, name='whole')
@@ -287,6 +291,11 @@ def pack_tensors(nest: Any, tensors: Sequence[tf.Tensor]) -> Any:
     flat = tf.nest.flatten(nest, expand_composites=True)
     flat = [next(own) if isinstance(t, tf.Tensor) else t for t in flat]
     return tf.nest.pack_sequence_as(nest, flat, expand_composites=True)
+
+
+def is_own(op: tf.Operation) -> bool:
+    """Whether this package made an op: to divide the batch, to weight or to reduce."""
+    return op.name.startswith('replicate/')
 
 
 def unique_scope(graph: tf.Graph, suffix: Any) -> str:

@@ -82,9 +82,13 @@ class Weights:
         """Returns what a tower's value of a leaf counts: a scalar or, for a shape, a vector."""
         if leaf.kind != losses.SHAPE:
             return self.of_kind(leaf.kind, tower, dtype)
-        along = tf.one_hot(leaf.axis, tf.size(leaf.tensor), dtype=dtype)
+        along = self.along(leaf, dtype)
         other = (1 - along) * self.of_kind(losses.MEAN, tower, dtype)
         return along * self.of_kind(losses.SUM, tower, dtype) + other
+
+    def along(self, leaf: losses.Leaf, dtype: tf.DType) -> tf.Tensor:
+        """Returns a vector that is 1 where a shape has the number of rows, and 0 elsewhere."""
+        return tf.one_hot(leaf.axis, tf.size(leaf.tensor), dtype=dtype)
 
     def of_kind(self, kind: str, tower: int, dtype: tf.DType) -> tf.Tensor:
         """Returns what a tower counts in a 'mean', a 'sum' or 'units'; in copies, their own."""

@@ -19,11 +19,15 @@ from estimator_mgpu import losses, private, sharing
 from estimator_mgpu.copying import Copies, move_consumers
 from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.rows import Rows
-from estimator_mgpu.towers import Towers, unique_scope
+from estimator_mgpu.towers import Towers, is_own, unique_scope
 from estimator_mgpu.walks import inputs, walk
 
 _FIRST_ONLY = 'of the first shard only: the other shards do not count for it'
 _AVERAGED = 'averaged over the shards: it cannot be told to be a sum or a mean over rows'
+_REMEDIES = {
+    _FIRST_ONLY: 'If they have to, train this model with replicate(devices=1).',
+    _AVERAGED: "If that isn't what it's for, train this model with replicate(devices=1).",
+}
 # v2 branches, which an input decides on, and calls of functions.
 _BRANCHES = frozenset(['If', 'Case'])
 _CALLS = _BRANCHES | frozenset(['PartitionedCall', 'StatefulPartitionedCall'])
@@ -52,7 +56,8 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     parts: dict[str, losses.Parts | None] = {}
     # Of tower 0, the forward pass too.
     found = walk([*results, *initializers], without=towers.copies.names())
-    ops = [op for op in found if not towers.copies.is_boundary(op)]
+    ops = [op for op in found if not (towers.copies.is_boundary(op) or is_own(op))]
+    names = {op.name for op in ops}
     apart = {op.name for op in ops if op not in results and _can_write_apart(op, rows, towers)}
     for op in ops:
         if op.name in apart:
@@ -74,6 +79,8 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                     _check_counts(value, rows, towers, after)
                 continue
             used = towers.copies.has_copies(op) and op.name not in apart
+            if used and not write and not _goes_on_once(op, names, towers):
+                continue  # Each tower has its own.
             if private.in_loop(op) or used:
                 _warn(op, value, _FIRST_ONLY)
                 continue
@@ -90,6 +97,24 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     wholes = towers.values([(value, own) for _, _, value, own in needed])
     for (op, i, _, _), whole in zip(needed, wholes):
         private.set_input(op, i, _fitting(whole, op.inputs[i], towers))
+
+
+def _goes_on_once(op: tf.Operation, names: set[str], towers: Towers) -> bool:
+    """Whether anything that happens once uses what comes of an op that each tower has.
+
+    Args:
+      op: the op, of tower 0.
+      names: the ops that tower 0 is run for.
+      towers: the towers.
+    """
+
+    def onward(user: tf.Operation) -> list[tf.Operation]:
+        if not towers.copies.has_copies(user):
+            return []
+        return [c for t in user.outputs for c in t.consumers() if c.name in names]
+
+    reached = [user for user in walk([op], onward) if not towers.copies.has_copies(user)]
+    return not all(map(is_own, reached))
 
 
 def _fit_to_rows(op: tf.Operation, rows: Rows, towers: Towers, after: set[str]) -> None:
@@ -224,5 +249,5 @@ def _averaged(value: tf.Tensor, rows: Rows) -> losses.Parts:
 
 
 def _warn(user: tf.Operation, value: tf.Tensor, how: str) -> None:
-    what = '%r (%s) happens once a step, with %r %s.'
-    logging.warning(what, user.name, user.type, value.name, how)
+    what = '%r (%s) happens once a step, with %r %s. %s'
+    logging.warning(what, user.name, user.type, value.name, how, _REMEDIES[how])

@@ -51,6 +51,22 @@ def with_variables_and_rows(features, labels):
         return loss + more, output, adam(more)
 
 
+def weights_of_tasks(features, labels):
+    """MGDA-UB (Sener and Koltun, 2018, equation 3): by the tasks' gradients of what they share."""
+    hidden = tf.nn.tanh(tf.matmul(features, weight(units=4)))
+    first, second = (
+        tf.matmul(hidden, tf.get_variable(f'{name}_kernel', [4, 1]))
+        + tf.get_variable(f'{name}_bias', [1])
+        for name in ('first', 'second')
+    )
+    losses = tf.reduce_mean(tf.square(first - labels)), tf.reduce_mean(tf.abs(second + labels))
+    one, other = (tf.gradients(loss, hidden)[0] for loss in losses)
+    share = tf.reduce_sum((other - one) * other) / tf.reduce_sum(tf.square(one - other))
+    share = tf.stop_gradient(tf.clip_by_value(share, 0.05, 0.95))
+    loss = share * losses[0] + (1 - share) * losses[1]
+    return loss, first, adam(loss)
+
+
 def partitioned(features, labels):
     """Clipped by the norm of the gradient of all parts put together."""
     parts = weight(units=4, partitioner=tf.fixed_size_partitioner(3))
@@ -206,6 +222,7 @@ WEIGHTS = [
     perturbed_weight,
 ]
 ROWS = [
+    weights_of_tasks,
     perturbed_rows,
     masked_mean,
     weighted_loss,

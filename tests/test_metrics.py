@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+from models import batches as batches_of
 from models import floats
-from towers import evaluate
+from towers import assert_close, evaluate
 
 K = 4  # classes
 
@@ -348,3 +349,27 @@ def test_a_metric_that_loops_over_rows(sizes, behavior):
     one = evaluate(model_of(kept=decaying), batches(*sizes), 0, static=static)
     ours = evaluate(model_of(kept=decaying), batches(*sizes), 4, static=static)
     np.testing.assert_allclose(ours.metrics['kept'], one.metrics['kept'], rtol=1e-5)
+
+
+def test_rows_by_the_size_of_another_dimension():
+    """Means over columns, each row's own, and their sum."""
+
+    def model_fn(features, labels, mode):
+        columns = tf.cast(tf.shape(features)[1], tf.float32)
+        means = tf.reduce_sum(tf.square(features), 1) / columns
+        metrics = {'rows': tf.metrics.mean(means), 'sums': tf.metrics.mean(tf.reduce_sum(means))}
+        return tf.estimator.EstimatorSpec(mode, loss=tf.reduce_mean(means), eval_metric_ops=metrics)
+
+    one, ours = (evaluate(model_fn, batches_of(steps=3), n, static=False) for n in (0, 3))
+    assert_close(ours, one, 1e-5)
+
+
+def test_weights_by_a_value_of_the_shard_are_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(features)
+        weights = tf.exp(labels) / tf.reduce_sum(tf.exp(labels))
+        metrics = {'weighted': tf.metrics.mean(features[:, :1], weights)}
+        return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
+
+    evaluate(model_fn, batches_of(steps=1), 3)
+    assert 'is a value of all rows of a shard' in caplog.text

@@ -117,6 +117,30 @@ def test_pairs_of_rows_in_evaluation():
         evaluate(model_of(predict), [(floats(6, 6), None)], 2, mode='eval')
 
 
+@pytest.mark.parametrize('steps', [3, 5])
+def test_time_major_predictions_are_an_error(steps):
+    """Also where a sequence is as long as a shard has rows, 3."""
+
+    def model_fn(features, labels, mode):
+        by_time = tf.transpose(tf.reduce_sum(features, 2))
+        return tf.estimator.EstimatorSpec(mode, predictions={'by time': by_time})
+
+    data = [(floats(6, steps, 2), None)]
+    with pytest.raises(
+        ValueError, match=r"predictions\['by time'\] has its rows along dimension 1"
+    ):
+        evaluate(model_fn, data, 2, mode=PREDICT)
+
+
+def test_ranks_within_a_shard_are_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        shares = tf.nn.softmax(features, axis=0)
+        return tf.estimator.EstimatorSpec(mode, predictions={'shares': shares})
+
+    evaluate(model_fn, [(floats(6, 2), None)], 2, mode=PREDICT)
+    assert 'rows are combined with other rows of their shard' in caplog.text
+
+
 def test_products_of_one_row_are_not_of_pairs():
     def model_fn(features, labels, mode):
         outer = tf.einsum('bi,bj->bij', features, features)

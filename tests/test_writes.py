@@ -1,8 +1,10 @@
 """What happens once a step is of the whole batch; where it can't be, a warning says so."""
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
 from models import batches, predict, spec_of, step
 from towers import compare, compare_modes, train
 
@@ -321,3 +323,53 @@ def test_batch_norm_is_not_warned_of(caplog):
 
     train(model_fn, batches(steps=1), 2)
     assert 'of the first shard only' not in caplog.text
+
+
+class Runs(tf.train.SessionRunHook):
+    """Runs an op with each step."""
+
+    def __init__(self, op):
+        self.held = {'op': op}
+
+    def before_run(self, run_context):
+        return tf.train.SessionRunArgs(self.held)
+
+
+def test_what_a_hook_writes(tmp_path):
+    """A counter that is no part of the train_op, of what 12 rows by 3 add up to."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(square(features, labels))
+        total = tf.get_variable('total', [], initializer=tf.zeros_initializer(), trainable=False)
+        hook = Runs(total.assign_add(tf.reduce_sum(features)))
+        train_op = sgd(loss)
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, training_hooks=[hook])
+
+    data = batches(steps=4)
+    rows = tuple(np.concatenate(part) for part in zip(*data))
+    estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), devices=3)
+    estimator.train(lambda: tf.data.Dataset.from_tensor_slices(rows).batch(12))
+    np.testing.assert_allclose(estimator.get_variable_value('total'), rows[0].sum(), rtol=1e-5)
+
+
+def test_rows_that_meet_reduced_gradients_in_each_tower_are_not_warned_of(caplog):
+    """An adversarial step for a table, by its own gradient: the second pass is each tower's."""
+
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', [7, 3])
+        kernel = tf.get_variable('kernel', [3, 1])
+        ids = tf.cast(tf.abs(features) * 3, tf.int32) % 7
+
+        def loss_of(table):
+            rows = tf.reduce_mean(tf.gather(table, ids), 1)
+            return tf.reduce_mean(tf.square(tf.matmul(rows, kernel) - labels))
+
+        loss = loss_of(table)
+        [gradient] = tf.gradients(loss, table)
+        gradient = tf.stop_gradient(tf.convert_to_tensor(gradient))
+        loss += loss_of(table + 0.5 * gradient / tf.norm(gradient))
+        return spec_of(mode, loss, sgd(loss))
+
+    compare(model_fn, batches(), 3)
+    compare(model_fn, batches(), 5, static=False)
+    assert 'happens once a step' not in caplog.text

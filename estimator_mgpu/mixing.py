@@ -1,0 +1,141 @@
+"""Rows that are combined with other rows of their shard, or with values of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import counts, divisors, private
+from estimator_mgpu.divisors import QUOTIENTS
+from estimator_mgpu.places import dimensions, is_product
+from estimator_mgpu.rows import ELEMENTWISE, Rows
+
+# Ops that mix what is along a dimension: the last one, or the one that an input, by number, or an
+# attribute, by name, says.
+_MIXES = {
+    **dict.fromkeys(['Softmax', 'LogSoftmax', 'TopK', 'TopKV2', 'NthElement'], -1),
+    **{'Roll': 2, 'Cumsum': 1, 'Cumprod': 1, 'CumulativeLogsumexp': 1, 'ReverseV2': 1},
+    **{'ReverseSequence': 'seq_dim', 'GatherV2': 2, 'Split': 0, 'SplitV': 2, 'Unpack': 'axis'},
+}
+# Ops that may pair entries of their inputs with one another, by broadcasting.
+_PAIRS = frozenset(
+    ['Add', 'AddV2', 'Sub', 'Mul', 'RealDiv', 'DivNoNan', 'SquaredDifference', 'Maximum', 'Minimum']
+    + ['Equal', 'NotEqual', 'Less', 'LessEqual', 'Greater', 'GreaterEqual', 'SelectV2']
+    + ['LogicalAnd', 'LogicalOr']
+)
+
+
+def of_rows(ops: Iterable[tf.Operation], rows: Rows, certain: bool = False) -> list[tf.Operation]:
+    """Lists the ops that give a row what comes from others: sorted, shifted, in pairs.
+
+    Args:
+      ops: ops of a tower.
+      rows: which tensors have rows, and along which dimension.
+      certain: whether to leave out those that may give each row what is its own.
+    """
+    return [op for op in ops if _mixes(op, rows) and not (certain and _may_be_own(op, rows))]
+
+
+def with_values(
+    given: Sequence[tf.Tensor], averaged: bool, rows: Rows
+) -> tuple[bool, tf.Tensor | None]:
+    """Whether rows were divided by a value of their shard, and which value they're mixed with.
+
+    Static rows, and counts of rows, divide exactly, if they do so once.
+
+    Args:
+      given: tensors with rows.
+      averaged: whether they are divided by the number of rows later.
+      rows: which tensors have rows.
+    """
+    divided, mixed, seen = False, None, set()
+    waiting = [(tensor, False) for tensor in given]
+    while waiting:
+        tensor, once = waiting.pop()  # Whether it has been divided.
+        op = tensor.op
+        if op.name in seen:
+            continue
+        if op.type not in ELEMENTWISE:
+            if op.type == 'GatherV2' and _is_of_shard(op.inputs[0], rows):
+                mixed = op.inputs[0]
+            if op.type in ('Sum', 'Mean') and rows.has(op.outputs[0]):
+                waiting.append((op.inputs[0], once))  # Of what a row has.
+            continue
+        seen.add(op.name)
+        if op.type == 'Softmax' and rows.is_last_axis(op.inputs[0]):
+            divided, mixed = True, op.outputs[0]  # It adds up the rows of the shard.
+        for value in op.inputs:
+            if rows.has(value):
+                continue
+            divisor = op.type in QUOTIENTS and value is op.inputs[1]
+            if value.op.name not in rows.dependents:
+                once |= divisor and divisors.is_static_rows(value, rows)
+            elif not counts.is_count(value, rows):
+                once |= divisor
+                mixed = value if _is_of_shard(value, rows) else mixed
+            elif value.dtype.is_floating:
+                growth = counts.growth(value, rows)
+                if divisor and growth == 1 and not (once or averaged):
+                    once = True
+                elif growth != 0:
+                    mixed = value
+        divided |= once
+        waiting += [(value, once) for value in op.inputs if rows.has(value)]
+    return divided, mixed
+
+
+def _is_of_shard(value: tf.Tensor, rows: Rows) -> bool:
+    """Whether it's a value of all rows of a shard, other than how many they are."""
+    if rows.has(value) or value.op.name not in rows.dependents:
+        return False
+    return value.dtype.is_floating and not counts.is_count(value, rows)
+
+
+def _mixes(op: tf.Operation, rows: Rows) -> bool:
+    axes = {i: rows.axis(t) for i, t in enumerate(op.inputs) if rows.has(t) and t.shape.rank}
+    if not axes:
+        return False
+    given = op.inputs[min(axes)]
+    if is_product(op, given):
+        return len({rows.product_axis(op, i) for i in axes}) > 1
+    if op.type in _PAIRS:  # Dimensions are matched from the last one on.
+        return len({axis - op.inputs[i].shape.rank for i, axis in axes.items()}) > 1
+    if op.type == 'RandomShuffle':
+        return axes[0] == 0
+    if op.type == 'StridedSlice':
+        return axes.get(0) == 0 and _cuts(op, rows)
+    if op.type == 'GatherV2' and (0 not in axes or _is_of_rows(op.inputs[1])):
+        return False
+    by = _MIXES.get(op.type)
+    if by == -1:
+        return axes[min(axes)] == given.shape.rank - 1
+    if isinstance(by, str):
+        return axes[min(axes)] == op.get_attr(by) % given.shape.rank
+    return by is not None and axes[min(axes)] in dimensions(op.inputs[by], given)
+
+
+def _cuts(op: tf.Operation, rows: Rows) -> bool:
+    """Whether a slice takes some of what is along the first dimension, by position."""
+    given, *bounds = op.inputs
+    if (op.get_attr('new_axis_mask') | op.get_attr('ellipsis_mask')) & 1 or rows.are_bounds(given):
+        return False
+    begin, _, stride = (private.constant_value(bound) for bound in bounds)
+    starts = op.get_attr('begin_mask') & 1 or begin is not None and begin[0] == 0
+    last = bounds[1].op
+    counted = last.type == 'Pack' and rows.is_row_count(last.inputs[0])
+    ends = op.get_attr('end_mask') & 1 or counted
+    return not (starts and ends and stride is not None and stride[0] == 1)
+
+
+def _is_of_rows(indices: tf.Tensor) -> bool:
+    """Whether indices are of the rows that have something, or of each row's place among others."""
+    op = indices.op
+    while op.type in ('Identity', 'Reshape', 'Squeeze', 'Cast'):
+        op = op.inputs[0].op
+    return op.type in ('Where', 'Unique', 'UniqueV2')
+
+
+def _may_be_own(op: tf.Operation, rows: Rows) -> bool:
+    """Whether an op takes rows by indices that rows have, which may be their own."""
+    return op.type == 'GatherV2' and rows.has(op.inputs[1])

@@ -1,0 +1,159 @@
+"""Rows that meet others of their shard are warned of, where the loss shows it; others aren't."""
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import batches, with_loss
+from towers import compare, train
+
+WARNING = 'rows are combined with other rows of their shard'
+BOTH = pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+
+
+def squares(labels, output):
+    return tf.square(output - labels)
+
+
+def halves(labels, output):
+    """The first half has labels, the second one hasn't."""
+    n = tf.shape(output)[0] // 2
+    return tf.reduce_mean(squares(labels[:n], output[:n])) + tf.reduce_mean(tf.abs(output[n:]))
+
+
+def split(labels, output):
+    first, second = tf.split(output, 2)
+    return tf.reduce_mean(tf.square(first)) + tf.reduce_mean(tf.abs(second))
+
+
+def ranked(labels, output):
+    """Each positive row against each negative one."""
+    scores, positive = output[:, 0], tf.cast(labels[:, 0] > 0, tf.float32)
+    pairs = positive[:, None] * (1 - positive[None, :])
+    losses = tf.nn.softplus(scores[None, :] - scores[:, None])
+    return tf.reduce_sum(pairs * losses) / tf.maximum(tf.reduce_sum(pairs), 1.0)
+
+
+def in_batch_negatives(labels, output):
+    """Each row's answer among those of the whole batch."""
+    wide = tf.concat([output, output**2], 1)
+    logits = tf.matmul(wide, tf.concat([labels, labels**2], 1), transpose_b=True)
+    right = tf.range(tf.shape(logits)[0])
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=right, logits=logits)
+    return tf.reduce_mean(losses)
+
+
+def hardest(labels, output):
+    worst, _ = tf.nn.top_k(squares(labels, output)[:, 0], 2)
+    return tf.reduce_mean(worst)
+
+
+def neighbours(labels, output):
+    return tf.reduce_mean(tf.square(output - tf.roll(output, 1, 0)))
+
+
+def reversed_rows(labels, output):
+    return tf.reduce_mean(squares(labels, 0.7 * output + 0.3 * tf.reverse(output, [0])))
+
+
+def shuffled(labels, output):
+    return tf.reduce_mean(squares(labels, output) * tf.random.shuffle(output))
+
+
+def some_rows(labels, output):
+    return tf.reduce_mean(squares(tf.gather(labels, [0, 1]), tf.gather(output, [0, 1])))
+
+
+@pytest.mark.parametrize(
+    'loss',
+    [halves, split, ranked, in_batch_negatives, hardest, neighbours, reversed_rows]
+    + [shuffled, some_rows],
+    ids=lambda f: f.__name__,
+)
+@BOTH
+def test_rows_that_meet_others_are_warned_of(loss, static, caplog):
+    train(with_loss(loss), batches(steps=1), 3, static=static)
+    assert WARNING in caplog.text
+    assert caplog.text.count(WARNING) == 1
+
+
+def columns(labels, output):
+    """Slices, sums, sorts and rolls within rows."""
+    wide = tf.concat([output, output**2, labels], 1)
+    parts = tf.split(wide, 3, axis=1)
+    top, _ = tf.nn.top_k(wide, 2)
+    net = wide[:, 1:] + tf.cumsum(wide, 1)[:, :2] + tf.roll(wide, 1, 1)[:, :-1] + top
+    return tf.reduce_mean(tf.square(net)) + tf.reduce_mean(parts[0] * parts[2])
+
+
+def all_of_them(labels, output):
+    n = tf.shape(labels)[0]
+    return tf.reduce_mean(squares(labels[0:], output[:n])[::1])
+
+
+def chosen_by_what_they_are(labels, output):
+    chosen = tf.boolean_mask(squares(labels, output)[:, 0], labels[:, 0] > -1)
+    return tf.reduce_sum(chosen) / tf.cast(tf.size(labels), tf.float32)
+
+
+def tokens_at_positions(labels, output):
+    """As BERT gathers what is masked: positions in the batch, of each row's own tokens."""
+    tokens = tf.stack([output, output**2, labels, output - labels], 1)
+    positions = tf.cast(labels > 0, tf.int32) + tf.constant([[0, 2]])
+    offsets = tf.reshape(tf.range(tf.shape(tokens)[0]) * 4, [-1, 1])
+    flat = tf.gather(tf.reshape(tokens, [-1, 1]), tf.reshape(positions + offsets, [-1]))
+    return tf.reduce_mean(tf.square(flat - 1))
+
+
+def attention(labels, output):
+    """Tokens of a row meet those of the same row."""
+    tokens = tf.stack([output, output**2, labels], 1)
+    scores = tf.nn.softmax(tf.matmul(tokens, tokens, transpose_b=True))
+    pairs = tf.square(tokens[:, :, None] - tokens[:, None, :])
+    return tf.reduce_mean(tf.square(tf.matmul(scores, tokens) - 1)) + 0.1 * tf.reduce_mean(pairs)
+
+
+def time_major(labels, output):
+    steps = tf.transpose(tf.stack([output, output**2, labels], 1), [1, 0, 2])
+    return tf.reduce_mean(tf.square(steps[1:] - steps[:-1])) + tf.reduce_mean(steps[-1] ** 2)
+
+
+def looked_up_once(labels, output):
+    """As lookups of sparse ids do: each different id once, then back to the rows."""
+    table = tf.get_variable('table', [5, 1])
+    ids, back = tf.unique(tf.cast(tf.abs(labels[:, 0]) * 3, tf.int32) % 5)
+    return tf.reduce_mean(squares(tf.gather(tf.gather(table, ids), back), output))
+
+
+def covariance(labels, output):
+    wide = tf.concat([output, output**2, labels], 1)
+    n = tf.cast(tf.shape(wide)[0], tf.float32)
+    means = tf.reduce_sum(wide, 0) / n
+    products = tf.einsum('bi,bj->ij', wide, wide) / n
+    return tf.reduce_sum(tf.square(products - means[:, None] * means[None, :]))
+
+
+@pytest.mark.parametrize(
+    'loss',
+    [columns, all_of_them, chosen_by_what_they_are, tokens_at_positions, attention]
+    + [time_major, looked_up_once, covariance],
+    ids=lambda f: f.__name__,
+)
+@BOTH
+def test_rows_that_keep_to_themselves_are_not_warned_of(loss, static, caplog):
+    compare(with_loss(lambda y, p: 0.1 * loss(y, p)), batches(), 3, static=static)
+    assert WARNING not in caplog.text
+    assert 'cannot be told' not in caplog.text
+
+
+def test_values_of_a_shard_behind_an_activation_are_warned_of(caplog):
+    def loss(labels, output):
+        centred = output - tf.reduce_mean(output * output)
+        return tf.reduce_mean(tf.sigmoid(4 * centred) * labels)
+
+    train(with_loss(loss), batches(steps=1), 3, static=False)
+    assert 'is a value of all rows of a shard' in caplog.text
+
+
+def test_a_reduction_that_is_given_is_not_doubted(caplog):
+    train(with_loss(ranked), batches(steps=1), 3, loss_reduction='mean')
+    assert WARNING not in caplog.text
