@@ -56,12 +56,13 @@ def test_page(name, tmp_path, monkeypatch, caplog):
 
 
 def blocks_of(path):
+    """Returns the languages and texts of blocks, these in the lines where they are in the page."""
     text = path.read_text()
-    found = FENCE.findall(text)
+    found = list(FENCE.finditer(text))
     assert len(re.findall('^ *(```|~~~)', text, re.MULTILINE)) == 2 * len(found), 'an odd fence'
-    unknown = {language for language, _ in found} - {'python', 'diff', 'sh', 'text'}
+    unknown = {block[1] for block in found} - {'python', 'diff', 'sh', 'text'}
     assert not unknown, f'Nothing runs blocks in {unknown}.'
-    return found
+    return [(block[1], '\n' * text[: block.start(2)].count('\n') + block[2]) for block in found]
 
 
 class Page:
