@@ -87,10 +87,9 @@ def lines_of(box, ops):
         rows = [t.shape.as_list()[0] for t in ops[0].outputs]
         return [f'{len(ops)} Split ops', 'shards of ' + ', '.join(map(str, rows)) + ' rows']
     if column == 2:
-        products = [op.name for op in ops if op.type == 'MatMul']
-        back = sum('gradients/' in name for name in products)
+        layers = sum(op.type == 'MatMul' and 'gradients/' not in op.name for op in ops)
         how = 'what model_fn built' if device == 0 else 'a copy of tower 0'
-        return [where, how, f'{len(products) - back} MatMul, and {back} for gradients']
+        return [where, how, f'{layers} MatMul, and their gradients']
     if column == 3:
         return [where, *(f'{op.type} of {len(op.inputs)} gradients' for op in ops)]
     return [where, *(f'{op.type}: {op.inputs[0].op.name}' for op in ops)]

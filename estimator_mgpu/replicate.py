@@ -151,8 +151,8 @@ def current_tower() -> tuple[tf.Tensor, int]:
       1
 
     Returns:
-      `(index, count)`: an int32 scalar tensor, which is another number in each tower, from 0; and
-      the number of towers.
+      An int32 scalar tensor, which is another number in each tower, from 0; and the number of
+      towers.
     """
     towers = gradients.current_towers()
     return (tf.constant(0), 1) if towers is None else (towers.index, len(towers.devices))

@@ -89,9 +89,8 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
           input_fn: as for `train()`.
 
         Returns:
-          An `Explanation`, which is printed, too: `towers`, `rows_per_tower`, `variables` (bytes by
-          device), `gradients` (bytes a step, by device), `gathered` and `reduced_bytes`. A variable
-          that the model_fn puts on no device, as Estimator does the global step, has none.
+          An `Explanation`, which is printed, too. A variable that the model_fn puts on no device,
+          as Estimator does the global step, has none in it.
 
         Raises:
           Exception: what the input_fn and the model_fn raise.
