@@ -4,6 +4,8 @@
 #   make test     builds the wheel, installs it and tests what is installed
 #   make lint     ruff and mypy
 #   make matrix   make test on every supported TensorFlow
+#   make docs     the documentation, into site/
+#   make dist     the wheel and the source distribution, into dist/
 #   make clean    removes all of it
 
 PYTHON ?= python3
@@ -23,7 +25,7 @@ sources := pyproject.toml setup.cfg setup.py estimator_mgpu $(wildcard estimator
 # The tests are for the installed copy, whatever the caller's path says.
 unexport PYTHONPATH
 
-.PHONY: digits test lint matrix clean
+.PHONY: digits test lint matrix docs dist clean
 .DELETE_ON_ERROR:
 
 digits: $(venv)/samples.stamp
@@ -41,8 +43,16 @@ lint: $(venv)/test.stamp
 matrix:
 	.ci/matrix
 
+docs: $(venv)/docs.stamp
+	$(venv)/bin/mkdocs build --strict
+
+dist: $(venv)/dist.stamp
+	rm -rf build dist
+	$(venv)/bin/python -m build
+	rm -rf build *.egg-info
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist site *.egg-info
 
 # A wheel of the same version replaces the one that is installed only by force. What it requires,
 # and an extra's requirements, are then looked up, and installed only where they are missing.

@@ -1,6 +1,6 @@
 """The two names of `tf.contrib.estimator`, for code that was written for them.
 
-Such code runs as it is, once it takes them from here; README.md lists what is otherwise.
+Such code runs as it is, once it takes them from here; docs/contrib.md lists what is otherwise.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ def replicate_model_fn(
 ) -> Callable[..., Any]:
     """`replicate()` with the arguments of `tf.contrib.estimator.replicate_model_fn`.
 
-    >>> def model_fn(features, labels, mode):
-    ...     loss = tf.losses.mean_squared_error(labels, tf.layers.dense(features, 1))
-    ...     optimizer = TowerOptimizer(tf.train.GradientDescentOptimizer(0.1))
-    ...     train_op = optimizer.minimize(loss, tf.train.get_global_step())
-    ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
-    >>> replicated = replicate_model_fn(model_fn, devices=['/cpu:0', '/cpu:1'])
+    Examples:
+      >>> def model_fn(features, labels, mode):
+      ...     loss = tf.losses.mean_squared_error(labels, tf.layers.dense(features, 1))
+      ...     optimizer = TowerOptimizer(tf.train.GradientDescentOptimizer(0.1))
+      ...     train_op = optimizer.minimize(loss, tf.train.get_global_step())
+      ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+      >>> replicated = replicate_model_fn(model_fn, devices=['/cpu:0', '/cpu:1'])
 
     Args:
       model_fn: as for `tf.estimator.Estimator`.
@@ -74,9 +75,10 @@ class TowerOptimizer(tf.train.Optimizer):
     In a replicated model_fn every optimizer is one, so this wraps an optimizer and changes nothing:
     the gradients are reduced where they're computed, and once only.
 
-    >>> optimizer = TowerOptimizer(tf.train.AdamOptimizer(0.01))
-    >>> optimizer.get_name()
-    'Adam'
+    Examples:
+      >>> optimizer = TowerOptimizer(tf.train.AdamOptimizer(0.01))
+      >>> optimizer.get_name()
+      'Adam'
 
     Args:
       optimizer_or_optimizer_fn: a `tf.train.Optimizer`, or a function without arguments that makes

@@ -21,8 +21,9 @@ def resolve(devices: Devices = None) -> list[str]:
 
     GPUs are listed by `tf.config`, which neither initialises nor reserves one.
 
-    >>> resolve(['/cpu:0', 'CPU:1'])
-    ['/device:CPU:0', '/device:CPU:1']
+    Examples:
+      >>> resolve(['/cpu:0', 'CPU:1'])
+      ['/device:CPU:0', '/device:CPU:1']
 
     Args:
       devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
@@ -100,8 +101,9 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
     A session has one CPU device unless told otherwise, and with soft placement, Estimator's
     default, what is meant for `/device:CPU:1` runs on `/device:CPU:0` without a word.
 
-    >>> session_config(4).device_count['CPU']
-    4
+    Examples:
+      >>> session_config(4).device_count['CPU']
+      4
 
     Args:
       devices: as for `replicate()`.

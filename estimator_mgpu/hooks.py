@@ -17,7 +17,8 @@ class ProgressHook(tf.train.SessionRunHook):
     It goes to stderr. Where that isn't a terminal (a log file, say), there's no bar, and nothing is
     fetched for it.
 
-    >>> bar = ProgressHook(max_steps=1000)  # then: estimator.train(input_fn, [bar], max_steps=1000)
+    Examples:
+      >>> bar = ProgressHook(max_steps=900)  # then: estimator.train(input_fn, [bar], max_steps=900)
 
     A hook isn't told how long `train` will go on. Without `steps` and `max_steps` there's no
     estimate of the time that is left.
@@ -115,7 +116,8 @@ class ThroughputHook(tf.train.SessionRunHook):
 
     and summaries are `examples/sec` and `examples/sec/device`.
 
-    >>> hook = ThroughputHook(every_n_steps=50)  # then: estimator.train(input_fn, [hook])
+    Examples:
+      >>> hook = ThroughputHook(every_n_steps=50)  # then: estimator.train(input_fn, [hook])
 
     Each call of the session counts as a batch.
 

@@ -45,12 +45,13 @@ def replicate(
     The model_fn is called once, with the first of as many shards of the batch as there are
     devices; what it built is copied to the other devices, and the gradients are summed.
 
-    >>> @replicate(devices=2)
-    ... def model_fn(features, labels, mode):
-    ...     w = tf.get_variable('w', [3, 1])
-    ...     loss = tf.losses.mean_squared_error(labels, tf.matmul(features, w))
-    ...     train_op = tf.train.AdamOptimizer().minimize(loss, tf.train.get_global_step())
-    ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    Examples:
+      >>> @replicate(devices=2)
+      ... def model_fn(features, labels, mode):
+      ...     w = tf.get_variable('w', [3, 1])
+      ...     loss = tf.losses.mean_squared_error(labels, tf.matmul(features, w))
+      ...     train_op = tf.train.AdamOptimizer().minimize(loss, tf.train.get_global_step())
+      ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     Args:
       model_fn: as for `tf.estimator.Estimator`. Its features and labels are nests of tensors with
@@ -145,13 +146,14 @@ def replicate(
 def current_tower() -> tuple[tf.Tensor, int]:
     """Returns which tower a model_fn is building, and how many there are.
 
-    >>> index, count = current_tower()  # outside of a replicated model_fn: 0 of 1
-    >>> count
-    1
+    Examples:
+      >>> index, count = current_tower()  # outside of a replicated model_fn: 0 of 1
+      >>> count
+      1
 
     Returns:
-      `(index, count)`: an int32 scalar tensor, which is another number in each tower, from 0; and
-      the number of towers.
+      An int32 scalar tensor, which is another number in each tower, from 0; and the number of
+      towers.
     """
     towers = gradients.current_towers()
     return (tf.constant(0), 1) if towers is None else (towers.index, len(towers.devices))

@@ -16,9 +16,10 @@ from estimator_mgpu.replicate import replicate
 class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
     """A drop-in `tf.estimator.Estimator` for several devices.
 
-    >>> estimator = Estimator(lambda features, labels, mode: None, devices=2)
-    >>> estimator.config.session_config.device_count['CPU']
-    2
+    Examples:
+      >>> estimator = Estimator(lambda features, labels, mode: None, devices=2)
+      >>> estimator.config.session_config.device_count['CPU']
+      2
 
     Args:
       model_fn: as for `tf.estimator.Estimator`; one that is replicated already stays as it is.
@@ -63,36 +64,36 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
     def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:
         """Says how training would be divided, before it: nothing is run, and nothing is written.
 
-        >>> def model_fn(features, labels, mode):
-        ...     w = tf.compat.v1.get_variable('w', [3, 1])
-        ...     loss = tf.reduce_mean(tf.square(features @ w - labels))
-        ...     step = tf.compat.v1.train.get_global_step()
-        ...     train_op = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step)
-        ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
-        >>> estimator = Estimator(model_fn, devices=2)
-        >>> found = estimator.explain(lambda: (tf.ones([10, 3]), tf.ones([10, 1])))
-        towers
-          /device:CPU:0: 5 rows
-          /device:CPU:1: 5 rows
-        variables
-          (no device): 8.00B
-          /device:CPU:0: 24.0B
-        gradients between devices, each step: 12.0B
-          in and out of /device:CPU:0: 12.0B
-          in and out of /device:CPU:1: 12.0B
-        >>> found.reduced_bytes
-        12
+        Examples:
+          >>> def model_fn(features, labels, mode):
+          ...     w = tf.compat.v1.get_variable('w', [3, 1])
+          ...     loss = tf.reduce_mean(tf.square(features @ w - labels))
+          ...     step = tf.compat.v1.train.get_global_step()
+          ...     train_op = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step)
+          ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+          >>> estimator = Estimator(model_fn, devices=2)
+          >>> found = estimator.explain(lambda: (tf.ones([10, 3]), tf.ones([10, 1])))
+          towers
+            /device:CPU:0: 5 rows
+            /device:CPU:1: 5 rows
+          variables
+            (no device): 8.00B
+            /device:CPU:0: 24.0B
+          gradients between devices, each step: 12.0B
+            in and out of /device:CPU:0: 12.0B
+            in and out of /device:CPU:1: 12.0B
+          >>> found.reduced_bytes
+          12
 
         Args:
           input_fn: as for `train()`.
 
         Returns:
-          An `Explanation`, which is printed, too: `towers`, `rows_per_tower`, `variables` (bytes by
-          device), `gradients` (bytes a step, by device), `gathered` and `reduced_bytes`. A variable
-          that the model_fn puts on no device, as Estimator does the global step, has none.
+          An `Explanation`, which is printed, too. A variable that the model_fn puts on no device,
+          as Estimator does the global step, has none in it.
 
         Raises:
-          What the input_fn and the model_fn raise.
+          Exception: what the input_fn and the model_fn raise.
         """
         found = explanation.explain(self.model_fn, input_fn, self)
         print(found)
@@ -107,10 +108,11 @@ def replicate_estimator(
     It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,
     config and warm start are the other's.
 
-    >>> columns = [tf.feature_column.numeric_column('x')]
-    >>> canned = tf.compat.v1.estimator.LinearRegressor(columns)
-    >>> replicate_estimator(canned, devices=4).model_dir == canned.model_dir
-    True
+    Examples:
+      >>> columns = [tf.feature_column.numeric_column('x')]
+      >>> canned = tf.compat.v1.estimator.LinearRegressor(columns)
+      >>> replicate_estimator(canned, devices=4).model_dir == canned.model_dir
+      True
 
     Args:
       estimator: a `tf.estimator.Estimator`, of TensorFlow 1 or 2.

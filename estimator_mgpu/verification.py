@@ -77,22 +77,23 @@ def verify(
     A few batches are trained on, evaluated and predicted. What is compared is the loss of each
     batch, each variable's gradient and how far training moved it, each metric and the predictions.
 
-    >>> def model_fn(features, labels, mode):
-    ...     w = tf.get_variable('w', [3, 1])
-    ...     loss = tf.losses.mean_squared_error(labels, tf.matmul(features, w))
-    ...     train_op = tf.train.AdamOptimizer().minimize(loss, tf.train.get_global_step())
-    ...     return tf.estimator.EstimatorSpec(
-    ...         mode, loss=loss, train_op=train_op, predictions=tf.matmul(features, w))
-    >>> def input_fn():
-    ...     rows = np.eye(3, dtype='float32')
-    ...     return tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).repeat().batch(8)
-    >>> result = verify(model_fn, input_fn, devices=4)  # doctest: +ELLIPSIS
-    train loss ...
-    train gradient of w ...
-    train update of ...
-    0 of 11 differ from one device.
-    >>> result.exact
-    True
+    Examples:
+      >>> def model_fn(features, labels, mode):
+      ...     w = tf.get_variable('w', [3, 1])
+      ...     loss = tf.losses.mean_squared_error(labels, tf.matmul(features, w))
+      ...     train_op = tf.train.AdamOptimizer().minimize(loss, tf.train.get_global_step())
+      ...     return tf.estimator.EstimatorSpec(
+      ...         mode, loss=loss, train_op=train_op, predictions=tf.matmul(features, w))
+      >>> def input_fn():
+      ...     rows = np.eye(3, dtype='float32')
+      ...     return tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).repeat().batch(8)
+      >>> result = verify(model_fn, input_fn, devices=4)  # doctest: +ELLIPSIS
+      train loss ...
+      train gradient of w ...
+      train update of ...
+      0 of 11 differ from one device.
+      >>> result.exact
+      True
 
     Args:
       model_fn: as for `tf.estimator.Estimator`. If it's replicated, its options are used.

@@ -1,10 +1,19 @@
-"""The examples in the docs run."""
+"""What the docs say is run: docstrings, the README and each page of docs/."""
 
+import ast
+import contextlib
 import doctest
+import functools
 import importlib
+import io
+import os
 import pathlib
 import pkgutil
 import re
+import shlex
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -12,7 +21,10 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 
 MODULES = sorted(m.name for m in pkgutil.iter_modules(estimator_mgpu.__path__))
-README = pathlib.Path(__file__).resolve().parent.parent / 'README.md'
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = ['README.md', 'CONTRIBUTING.md', *(f'docs/{p.name}' for p in ROOT.glob('docs/*.md'))]
+FENCE = re.compile(r'^```(\S*)\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+PICTURE = ROOT / 'docs' / 'how-it-works.svg'
 
 
 @pytest.mark.parametrize('name', MODULES)
@@ -29,13 +41,187 @@ def test_every_public_name_has_an_example():
             assert '>>>' in thing.__doc__, name
 
 
-def test_readme(tmp_path, monkeypatch):
-    """The Python blocks of the README, one after another in one namespace."""
+def test_every_public_name_is_in_the_api_page():
+    page = (ROOT / 'docs' / 'api.md').read_text()
+    found = re.findall(r'^(?:::: estimator_mgpu\..*\.|## )(\w+)$', page, re.MULTILINE)
+    assert set(found) >= set(estimator_mgpu.__all__)
+
+
+@pytest.mark.parametrize('name', sorted(PAGES))
+def test_page(name, tmp_path, monkeypatch, caplog):
+    """The blocks of a page, one after another, Python's in one namespace."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r'^```python\n(.*?)^```', README.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 3
-    namespace = {}
-    for block in blocks:
-        exec(compile(block, str(README), 'exec'), namespace)
-    assert namespace['result']['accuracy'] > 0.9
-    assert len(namespace['predictions']) == 100
+    page = Page(ROOT / name, caplog)
+    for language, block in blocks_of(page.path):
+        getattr(page, language)(block)
+
+
+def blocks_of(path):
+    """Returns the languages and texts of blocks, these in the lines where they are in the page."""
+    text = path.read_text()
+    found = list(FENCE.finditer(text))
+    assert len(re.findall('^ *(```|~~~)', text, re.MULTILINE)) == 2 * len(found), 'an odd fence'
+    unknown = {block[1] for block in found} - {'python', 'diff', 'sh', 'text'}
+    assert not unknown, f'Nothing runs blocks in {unknown}.'
+    return [(block[1], '\n' * text[: block.start(2)].count('\n') + block[2]) for block in found]
+
+
+class Page:
+    """Runs a page's blocks: a method for each language."""
+
+    def __init__(self, path, caplog):
+        self.path = path
+        self._caplog = caplog
+        self._namespace = {'__name__': '__main__'}
+        self._printed = ''
+
+    def python(self, block):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(block, str(self.path), 'exec'), self._namespace)
+        self._printed = printed.getvalue()
+
+    def diff(self, block):
+        """Its new side runs; its old side is Python, and is another."""
+        lines = block.splitlines()
+        assert all(line[:1] in ('', ' ', '+', '-') for line in lines), block
+        new, old = (
+            '\n'.join(line[1:] for line in lines if line[:1] != left_out) for left_out in '-+'
+        )
+        assert new != old
+        ast.parse(old)
+        self.python(new)
+
+    def text(self, block):
+        """What the block before it printed or logged, where '...' stands for anything."""
+        pattern = '.*'.join(map(re.escape, block.strip().split('...')))
+        told = '\n'.join([self._printed, *self._caplog.messages])
+        assert re.search(pattern, told, re.DOTALL), told
+
+    def sh(self, block):
+        for line in block.splitlines():
+            command = shlex.split(line, comments=True)
+            if command:
+                self._printed = run(command)
+
+
+def run(command):
+    """Runs a command where that is cheap; otherwise checks that all that it names is there.
+
+    Returns:
+      What it printed.
+    """
+    if command[0] == 'make':
+        return done(['make', '-n', *command[1:]], ROOT)
+    if command == ['python', '-m', 'estimator_mgpu']:
+        return environment_report()
+    if command[:2] == ['pip', 'install']:
+        check_installed(command[2:])
+    elif command[0] == 'python':
+        check_script(*command[1:])
+    else:
+        assert command in (['.ci/run'], ['.ci/matrix'])
+        assert os.access(ROOT / command[0], os.X_OK)
+    return ''
+
+
+@functools.cache
+def environment_report():
+    """What the command prints. tests/test_environment.py is about what it finds."""
+    return done([sys.executable, '-m', 'estimator_mgpu'], None)
+
+
+def done(command, directory):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith('MAKE')}
+    environment.update(CUDA_VISIBLE_DEVICES='-1', PYTHONPATH=os.pathsep.join(sys.path))
+    found = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+def check_installed(wanted):
+    config = (ROOT / 'setup.cfg').read_text()
+    for each in wanted:
+        package, _, extra = each.rstrip(']').partition('[')
+        assert package in ('.', 'tf-keras'), each
+        assert not extra or f'\n{extra} =\n' in config, each
+
+
+def check_script(path, *flags):
+    script = ROOT / path
+    sources = script.read_text() + (ROOT / 'samples' / 'common.py').read_text()
+    for flag in flags:
+        name = re.fullmatch(r'--(\w+)=\S+', flag)[1]
+        assert re.search(rf"DEFINE_\w+\(\s*'{name}'", sources), f'{path} has no {flag}'
+
+
+def test_pages_are_in_the_navigation():
+    listed = re.findall(r': (\S+\.md)$', (ROOT / 'mkdocs.yml').read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob('docs/*.md'))
+
+
+def test_links_of_the_readme():
+    for name in ('README.md', 'CONTRIBUTING.md'):
+        links = re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)', (ROOT / name).read_text())
+        assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_own_errors_are_quoted_as_they_are():
+    """Of each that docs/errors.md quotes, what is between its '...' is in one text of the code."""
+    page = (ROOT / 'docs' / 'errors.md').read_text()
+    own = page.partition('## From estimator_mgpu')[2]
+    quotes = re.findall(r'^\| `` ?(.+?) ?`` \|', own, re.MULTILINE)
+    assert len(quotes) > 20
+    texts = [text for path in ROOT.glob('estimator_mgpu/*.py') for text in texts_of(path)]
+    for quote in quotes:
+        parts = [part.strip() for part in quote.split('...') if part.strip()]
+        assert any(all(part in text for part in parts) for text in texts), quote
+
+
+def texts_of(path):
+    """The texts in a module. What is put into a text stands there as `...`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield ''.join(v.value if isinstance(v, ast.Constant) else '...' for v in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_the_picture_is_of_a_graph_as_it_is_now():
+    drawn = done([sys.executable, str(ROOT / 'docs' / 'draw_graph.py'), '-'], None)
+    assert drawn == PICTURE.read_text(), 'Run python docs/draw_graph.py'
+
+
+@pytest.mark.parametrize(
+    'blocks',
+    [
+        ('python', 'assert 1 == 2'),
+        ('diff', '-x = 1\n+x = y'),
+        ('diff', '-x = = 1\n+x = 1'),
+        ('python', 'print(12)', 'text', '...13...'),
+        ('sh', 'make coffee'),
+        ('sh', 'python samples/gan.py --towers=2'),
+        ('sh', 'python samples/none.py'),
+        ('sh', "pip install '.[none]'"),
+        ('sh', 'rm -rf build'),
+        ('yaml', 'a: b'),
+        ('', 'a: b'),
+    ],
+    ids=lambda blocks: ' '.join(blocks).split('\n')[0],
+)
+def test_a_page_can_be_wrong(blocks, tmp_path, caplog):
+    path = tmp_path / 'page.md'
+    pairs = zip(blocks[::2], blocks[1::2])
+    path.write_text('\n'.join(f'```{language}\n{block}\n```' for language, block in pairs))
+    page = Page(path, caplog)
+    with pytest.raises((AssertionError, FileNotFoundError, NameError, SyntaxError)):
+        for language, block in blocks_of(path):
+            getattr(page, language)(block)
+
+
+def test_an_indented_block_is_not_overlooked(tmp_path):
+    path = tmp_path / 'page.md'
+    path.write_text(textwrap.dedent('- a list:\n\n  ```python\n  assert 0\n  ```\n'))
+    with pytest.raises(AssertionError, match='an odd fence'):
+        blocks_of(path)
