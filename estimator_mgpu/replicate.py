@@ -170,6 +170,7 @@ def _on_towers(
 ) -> tuple[Any, tf.Tensor]:
     """Returns the EstimatorSpec of all towers, and how many rows the whole batch has."""
     graph = tf.get_default_graph()
+    graph.unique_name('replicate')  # From here on, nobody else's scope has this name.
     with absolute_scope(graph, 'replicate'), tf.device('/device:CPU:0'):
         shards = sharding.split(*batch, len(devices), broadcast)
         counts = weights.of_shards(shards, loss_weight)

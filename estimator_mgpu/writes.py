@@ -79,7 +79,7 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                     _check_counts(value, rows, towers, after)
                 continue
             used = towers.copies.has_copies(op) and op.name not in apart
-            if used and not write and not _goes_on_once(op, names, towers):
+            if used and not write and not _is_written(op, names, towers):
                 continue  # Each tower has its own.
             if private.in_loop(op) or used:
                 _warn(op, value, _FIRST_ONLY)
@@ -99,8 +99,8 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
         private.set_input(op, i, _fitting(whole, op.inputs[i], towers))
 
 
-def _goes_on_once(op: tf.Operation, names: set[str], towers: Towers) -> bool:
-    """Whether anything that happens once uses what comes of an op that each tower has.
+def _is_written(op: tf.Operation, names: set[str], towers: Towers) -> bool:
+    """Whether what comes of an op is written once a step, other than by what is reduced.
 
     Args:
       op: the op, of tower 0.
@@ -109,12 +109,11 @@ def _goes_on_once(op: tf.Operation, names: set[str], towers: Towers) -> bool:
     """
 
     def onward(user: tf.Operation) -> list[tf.Operation]:
-        if not towers.copies.has_copies(user):
+        if is_own(user) or towers.copies.is_boundary(user):
             return []
         return [c for t in user.outputs for c in t.consumers() if c.name in names]
 
-    reached = [user for user in walk([op], onward) if not towers.copies.has_copies(user)]
-    return not all(map(is_own, reached))
+    return any(map(towers.copies.writes_for_all, walk([op], onward)))
 
 
 def _fit_to_rows(op: tf.Operation, rows: Rows, towers: Towers, after: set[str]) -> None:

@@ -373,3 +373,17 @@ def test_rows_that_meet_reduced_gradients_in_each_tower_are_not_warned_of(caplog
     compare(model_fn, batches(), 3)
     compare(model_fn, batches(), 5, static=False)
     assert 'happens once a step' not in caplog.text
+
+
+def test_a_scope_of_the_name_of_this_packages(behavior):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_sum(square(features, labels))
+        optimizer = tf.train.MomentumOptimizer(0.05, 0.9)
+        grads = optimizer.compute_gradients(loss)
+        with tf.name_scope('replicate'):
+            rows = tf.cast(tf.shape(features)[0], tf.float32)
+            grads = [(g / rows, v) for g, v in grads]
+        return spec_of(mode, loss, optimizer.apply_gradients(grads, step()))
+
+    compare(model_fn, batches(), 3)
+    compare(model_fn, batches(), 5, static=False)
