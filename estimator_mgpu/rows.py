@@ -106,8 +106,10 @@ class Rows(Places):
         return [op for op in self._reshapes if self._is_cut(op, size)]
 
     def _is_cut(self, op: tf.Operation, size: int) -> bool:
+        # What was computed from shapes, as gradients do, may be the rows' and another dimension's.
+        literal = op.inputs[1].op.type == 'Const'
         told, axis = private.constant_value(op.inputs[1]), self.axis(op.outputs[0])
-        return told is not None and axis is not None and told.flat[axis] == size
+        return literal and told is not None and axis is not None and told.flat[axis] == size
 
     def sums(self, op: tf.Operation) -> bool:
         """Whether an op's output is a sum over rows."""

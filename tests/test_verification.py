@@ -161,7 +161,7 @@ OTHER_ROWS = {
 @pytest.mark.parametrize('forward', OTHER_ROWS, ids=lambda f: f.__name__)
 def test_what_combines_rows_is_named(forward):
     result = estimator_mgpu.verify(of_all_modes(forward), input_fn)
-    [cause] = [cause for cause in result.causes if 'with other rows of their shard' in cause]
+    [cause] = [cause for cause in result.causes if cause.startswith('Rows are combined with other')]
     assert not result.exact and re.search(f'by {OTHER_ROWS[forward]}\\. Each device', cause)
 
 
