@@ -30,6 +30,7 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 
 FLAGS = flags.FLAGS
 
+LIMIT = 900  # Seconds for one run: MirroredStrategy on 16 CPU devices was seen to hang.
 ONE, REPLICATE, MIRRORED = 'one device', 'replicate', 'MirroredStrategy'
 MEASURES = {  # What a run gives, and the unit it's printed in.
     'build': 's',
@@ -131,7 +132,11 @@ def run_all(runs):
             command = [sys.executable, __file__, f'--run={json.dumps(run)}']
             command += [f'--devices={FLAGS.devices}', f'--seconds={FLAGS.seconds}']
             command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
-            process = subprocess.run(command, capture_output=True, text=True)
+            try:
+                process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+            except subprocess.TimeoutExpired:
+                print(f'{run} failed: it did not end in {LIMIT} seconds', file=sys.stderr)
+                continue
             if process.returncode:
                 last = process.stderr.strip().splitlines()[-1]
                 print(f'{run} failed: {last}', file=sys.stderr)
