@@ -78,7 +78,7 @@ def test_the_source_distribution(built):
         names = {member.name for member in archive.getmembers() if member.isfile()}
     own = {
         *package(),
-        *sources('docs', '*.md', '*.py', '*.svg'),
+        *sources('docs', '*.md', '*.py', '*.svg', 'benchmark.png'),
         *sources('samples', '*.py'),
         *sources('tests', '*.py'),
         'CHANGELOG.md',
