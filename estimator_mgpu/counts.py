@@ -85,6 +85,8 @@ def _same(entries: list[float | None]) -> float | None:
 
 def _chosen(op: tf.Operation, entries: list[float | None]) -> list[float | None]:
     """Returns the entries that a slice or a gather takes from a vector."""
+    if len(entries) != op.inputs[0].shape.num_elements():
+        return [None]
     if op.type == 'GatherV2':
         places = private.constant_value(op.inputs[1])
         return [None] if places is None else [entries[int(i)] for i in places.flat]

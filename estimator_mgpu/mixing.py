@@ -121,6 +121,8 @@ def _cuts(op: tf.Operation, rows: Rows) -> bool:
     if (op.get_attr('new_axis_mask') | op.get_attr('ellipsis_mask')) & 1 or rows.are_bounds(given):
         return False
     begin, _, stride = (private.constant_value(bound) for bound in bounds)
+    if begin is not None and not begin.size:  # All of it, as by x[()].
+        return False
     starts = op.get_attr('begin_mask') & 1 or begin is not None and begin[0] == 0
     last = bounds[1].op
     counted = last.type == 'Pack' and rows.is_row_count(last.inputs[0])

@@ -44,7 +44,7 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
     if spec.mode == compat.estimator.ModeKeys.TRAIN:
         _check_reduced(towers)
         hooks = [*spec.training_hooks, *spec.training_chief_hooks]
-        writes.of_whole_batch([spec.train_op, spec.loss, *_run_by(hooks)], towers)
+        writes.of_whole_batch([spec.train_op, spec.loss, *_run_by(hooks, towers.graph)], towers)
         return spec._replace(loss=towers.whole(spec.loss))
     rows = _Rows(towers, shards)
     forward = flat_tensors([spec.loss, spec.predictions])
@@ -61,13 +61,13 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
     return spec
 
 
-def _run_by(hooks: Sequence[Any]) -> list[tf.Operation]:
+def _run_by(hooks: Sequence[Any], graph: tf.Graph) -> list[tf.Operation]:
     """Lists the ops of what hooks have as attributes, or in lists or dicts that are."""
     held = [value for hook in hooks for value in getattr(hook, '__dict__', {}).values()]
     lists = [list(v.values()) if isinstance(v, dict) else v for v in held]
     flat = [v for items in lists for v in (items if isinstance(items, (list, tuple)) else [items])]
     ops = [getattr(value, 'op', value) for value in flat]  # An update may be a variable.
-    return [op for op in ops if isinstance(op, tf.Operation)]
+    return [op for op in ops if isinstance(op, tf.Operation) and op.graph is graph]
 
 
 def _check_reduced(towers: Towers) -> None:

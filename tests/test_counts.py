@@ -131,6 +131,9 @@ def test_growth_by_hand():
             (tf.gather(shape, 0), 1),
             (tf.gather(shape, 1), 0),
         ]
+        unknown = tf.placeholder_with_default(x, None)
+        sizes = tf.cast(tf.shape(unknown), tf.float32)
+        expected += [(sizes[i], None) for i in (0, 1)]
         names = {op.name for op in x.graph.get_operations() if op.type != 'Const'} - {x.op.name}
         rows = Rows([x], names, None)
         for i, (tensor, power) in enumerate(expected):
