@@ -73,7 +73,7 @@ def with_values(
                 once |= divisor and divisors.is_static_rows(value, rows)
             elif not counts.is_count(value, rows):
                 once |= divisor
-                mixed = value if _is_of_shard(value, rows) else mixed
+                mixed = value if value.dtype.is_floating else mixed
             elif value.dtype.is_floating:
                 growth = counts.growth(value, rows)
                 if divisor and growth == 1 and not (once or averaged):

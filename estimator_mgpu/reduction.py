@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses, private
+from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.rows import LINEAR
 from estimator_mgpu.subjects import is_variable
@@ -95,7 +96,7 @@ def _adds_up(towers: Towers, parts: losses.Parts) -> bool:
 
     def is_linear(op: tf.Operation) -> bool:
         own = [i for i, t in enumerate(op.inputs) if t.op.name in dependents]
-        scaled = op.type in ('Mul', *losses.QUOTIENTS) and len(own) == 1
+        scaled = op.type in ('Mul', *QUOTIENTS) and len(own) == 1
         return op.type in LINEAR or (scaled and (op.type == 'Mul' or own == [0]))
 
     tail = map(towers.graph.get_operation_by_name, parts.tail)
