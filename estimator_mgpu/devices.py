@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Union
 
 import tensorflow.compat.v1 as tf
-from absl import logging
 
 Devices = Union[None, int, str, Sequence[str]]
 
@@ -27,8 +26,8 @@ def resolve(devices: Devices = None) -> list[str]:
 
     Args:
       devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
-        (logical CPU devices where there is none); or device strings. A device listed twice gets
-        two towers.
+        (logical CPU devices where there is none); or a list of device strings. A device listed
+        twice gets two towers. A device string by itself is a list of one.
 
     Returns:
       A list of device strings such as `/device:GPU:0`.
@@ -70,7 +69,11 @@ def spec_of(device: str) -> tf.DeviceSpec:
 
 def _canonical(device: str, gpus: int) -> str:
     if not isinstance(device, str):
-        raise TypeError(f'{device!r} in devices is of {type(device).__name__}: {_LEGAL}.')
+        number = device if isinstance(device, int) else 0
+        raise TypeError(
+            f'{device!r} in devices is of {type(device).__name__}, not a str such as '
+            f"'/device:GPU:{number}': {_LEGAL}."
+        )
     try:
         spec = spec_of(device)
     except ValueError as error:
@@ -140,7 +143,7 @@ def warn_of_missing(devices: Sequence[str], config: tf.ConfigProto | None) -> No
     needed = cpus_needed(devices)
     found = config.device_count.get('CPU', 1) if config else 1
     if found < needed:
-        logging.warning(
+        tf.logging.warning(
             'The towers are for %s, but the session has %d CPU device%s: they will share them, or '
             'fail without soft placement. Write '
             'RunConfig(session_config=estimator_mgpu.session_config(%r)).',

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
-from absl import logging
 from tqdm import tqdm
 
 from estimator_mgpu import compat, gradients, placement, private, steps
@@ -110,7 +109,7 @@ def tell(step: steps.Step) -> None:
         share = f'{rows[0]} rows each'
     else:
         share = 'evenly, to within one row'
-    logging.info(
+    tf.logging.info(
         'The input_fn gives the global batch; its rows are divided over %d tower%s, %s: %s. '
         'Variables live on %s.',
         towers,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow.compat.v1 as tf
-from absl import logging
 from tqdm import tqdm
 
 from estimator_mgpu import steps as steps_lib
@@ -181,7 +180,7 @@ class ThroughputHook(tf.train.SessionRunHook):
     def _tell(self, step: int, rate: float) -> None:
         each = rate / self._devices
         on = f'on each of {self._devices} devices' if self._devices > 1 else 'on one device'
-        logging.info('step %d: %.1f examples/s, %.1f %s', step, rate, each, on)
+        tf.logging.info('step %d: %.1f examples/s, %.1f %s', step, rate, each, on)
         if self._writer:
             for tag, value in (('examples/sec', rate), ('examples/sec/device', each)):
                 summary = tf.Summary(value=[tf.Summary.Value(tag=tag, simple_value=value)])

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
-from absl import logging
 
 from estimator_mgpu import losses, private, sharing
 from estimator_mgpu.importing import TowerCopy, absolute_scope
@@ -63,7 +62,7 @@ def merge(
             values = [metrics[name][0] for name in group]
             alone = [op for op in counts if not _is_combined(op, needed, values)]
             if len(alone) < len(counts):
-                logging.warning(
+                tf.logging.warning(
                     'The metrics %s count batches, and what they do with them is neither a sum nor '
                     'a mean over rows: they are taken over shards instead. Evaluate with '
                     'replicate(devices=1) for one value a batch.',

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
-from absl import logging
 
 from estimator_mgpu import losses, mixing
 from estimator_mgpu.rows import Rows
@@ -21,9 +20,9 @@ class Notices:
         if not self._is_new(name):
             return
         for sentence in [*parts.doubts, *parts.notes]:
-            logging.warning('%s', sentence)
+            tf.logging.warning('%s', sentence)
         for leaf in parts.leaves:
-            logging.info(
+            tf.logging.info(
                 "Loss %r: the towers' %r is taken for a %s over rows.",
                 name,
                 leaf.tensor.name,
@@ -35,7 +34,7 @@ class Notices:
         size = (rows.static or 0) * towers
         for op in rows.reshaped_to(size) if size else ():
             if self._is_new(op.name):
-                logging.warning(
+                tf.logging.warning(
                     '%r (%s) gives the %d rows of a shard a shape of %d, which is the size of the '
                     "whole batch. If that's what it's meant to be, each row is cut up: take -1 or "
                     'tf.shape(features)[0] instead.',
@@ -48,14 +47,14 @@ class Notices:
     def mixed(self, parts: losses.Parts) -> None:
         """Warns of rows that are combined with values of all rows of their shard."""
         for sentence in filter(self._is_new, parts.mixed):
-            logging.warning('%s', sentence)
+            tf.logging.warning('%s', sentence)
 
     def mixing(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of what a value comes from that gives rows something of others of their shard."""
         ops = walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)])
         found = [op for op in mixing.of_rows(ops, rows, certain=True) if self._is_new(op.name)]
         if found:
-            logging.warning(
+            tf.logging.warning(
                 'In what %r comes from, rows are combined with other rows of their shard, or taken '
                 'by their place in it, by %s. Each device has its own shard, so that this may not '
                 'be what one device gives. Let the input_fn put into one row what belongs '
@@ -68,7 +67,7 @@ class Notices:
         """Warns of Python functions' results that a value comes from, if they may have no rows."""
         for op in rows.assumed(value):
             if self._is_new(op.name):
-                logging.warning(
+                tf.logging.warning(
                     'The shape of what %r (%s) gives is not known, so it is taken to have one row '
                     "an example. Say that it has, by its set_shape([None]) or the like. If it's a "
                     'value of the batch, each shard has its own: say set_shape([]).',

@@ -57,7 +57,7 @@ def replicate(
       model_fn: as for `tf.estimator.Estimator`. Its features and labels are nests of tensors with
         one row an example along dimension 0.
       devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
-        (logical CPU devices where there is none); or device strings, one a tower.
+        (logical CPU devices where there is none); or a list of device strings, one a tower.
       loss_reduction: whether a loss is a 'mean' or a 'sum' over the rows of a batch, or one of
         `tf.losses.Reduction`'s constants. 'auto' finds out from the loss.
       loss_weight: a function (features, labels) -> scalar that says how many units the mean loss
@@ -83,7 +83,10 @@ def replicate(
     if model_fn is None:
         return functools.partial(replicate, **options)
     if not callable(model_fn):
-        raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
+        raise TypeError(
+            f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function. Devices are '
+            'given by name: replicate(devices=2).'
+        )
     if hasattr(model_fn, 'replicate_options'):
         raise ValueError('This model_fn is replicated already. Apply replicate() once.')
     if isinstance(broadcast, str):
@@ -108,6 +111,11 @@ def replicate(
     def replicated(*args: Any, **kwargs: Any) -> Any:
         arguments = wider_signature.bind(*args, **kwargs).arguments
         mode, config = arguments.get('mode'), arguments.get('config')
+        if gradients.current_towers() is not None:
+            raise ValueError(
+                'A replicated model_fn is called by another one, that of replicate_estimator() or '
+                'contrib say. Replicate it once.'
+            )
         _check_not_distributed(config)
         towers = devices_lib.resolve(devices)
         if config is not None:

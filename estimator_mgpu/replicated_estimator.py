@@ -124,7 +124,7 @@ def replicate_estimator(
 
     Raises:
       TypeError: if `estimator` is none.
-      TypeError, ValueError: as `replicate()`.
+      TypeError, ValueError: as `replicate()`; as it trains, if the other was replicated already.
     """
     if not isinstance(estimator, compat.estimator.Estimator):
         raise TypeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging as python_logging
+import logging
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
-from absl import logging
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import compat, gradients
@@ -161,19 +160,22 @@ def _gradients(recorded: gradients.Recording) -> dict[str, tf.Tensor]:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collects this package's warnings."""
+    """Collects this package's warnings, which a user may have turned off."""
     found: list[str] = []
     package = pathlib.Path(__file__).parent
 
-    class Collector(python_logging.Handler):
-        def emit(self, record: python_logging.LogRecord) -> None:
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
             if package in pathlib.Path(record.pathname).parents:
                 found.append(record.getMessage())
 
-    handler = Collector(level=python_logging.WARNING)
-    logger = logging.get_absl_logger()
+    handler = Collector(level=logging.WARNING)
+    logger = tf.get_logger()
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING))
     try:
         yield found
     finally:
+        logger.setLevel(level)
         logger.removeHandler(handler)

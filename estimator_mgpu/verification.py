@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
-from absl import logging
+import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.replicate import replicate
@@ -108,9 +107,15 @@ def verify(
       A `Verification`, which is printed, too.
 
     Raises:
+      TypeError: if `input_fn` is no function.
       ValueError: if `devices` is one device only, or there's no batch to train on.
     """
     towers = devices_lib.resolve(devices)
+    if not callable(input_fn):
+        raise TypeError(
+            f'input_fn={input_fn!r} is of {type(input_fn).__name__}. Give a function that makes '
+            'the batches: lambda: dataset.'
+        )
     if len(towers) < 2:
         raise ValueError(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
@@ -129,7 +134,7 @@ def verify(
         except Exception as error:  # A model_fn needn't have all modes.
             if mode == MODES.TRAIN:
                 raise
-            logging.info('verify(): %s does not run on one device: %s', mode, error)
+            tf.logging.info('verify(): %s does not run on one device: %s', mode, error)
             continue
         try:
             ours = trial.run(several, {**trained, **one.initial})
@@ -139,7 +144,8 @@ def verify(
             continue
         found = list(_compare(mode, one, ours, tolerance))
         if not all(d.exact for d in found):
-            likely = [*_of_reduction(one, ours, len(towers)), *ours.causes]
+            named = _of_names(one, ours)
+            likely = named or [*_of_reduction(one, ours, len(towers)), *ours.causes]
             causes += [cause for cause in likely if cause not in causes]
         differences += found
         trained = trained or one.final
@@ -151,6 +157,19 @@ def verify(
     result = Verification(differences, causes)
     print(result)
     return result
+
+
+def _of_names(one: Run, ours: Run) -> list[str]:
+    """Returns a sentence if variables have other names than on one device."""
+    gone = sorted(set(one.initial) - set(ours.initial))
+    new = sorted(set(ours.initial) - set(one.initial))
+    if not gone:
+        return []
+    return [
+        f'There is no {", ".join(gone[:3])} on several devices, but {", ".join(new[:3])}. Names '
+        'that each call of the model_fn makes anew, as Keras 3 does for layers that are given '
+        "none, are never those of a checkpoint. Name what has variables: Dense(4, name='hidden')."
+    ]
 
 
 def _of_reduction(one: Run, ours: Run, devices: int) -> list[str]:

@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
-from absl import logging
 
 from estimator_mgpu import losses, private, sharing
 from estimator_mgpu.copying import Copies, move_consumers
@@ -179,7 +178,7 @@ def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers)
     if constant is None or float(constant.flat[0]) != rows.static:
         return
     if value.op.type == 'Const':
-        logging.warning(
+        tf.logging.warning(
             '%r (%s) happens once a step, with the constant %d, which is also the number of rows '
             "of a shard. If it's meant to be that of the batch, take tf.shape(features)[0].",
             op.name,
@@ -222,7 +221,7 @@ def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
     towers.notices.unknown_shapes(rows, value)
     parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
     for note in parts.notes:
-        logging.warning('%s', note)
+        tf.logging.warning('%s', note)
     if parts.doubts or has_rows:
         # A variance of the batch, say: batch normalization's are known to be averages.
         if scalar or has_rows or parts.lost:
@@ -249,4 +248,4 @@ def _averaged(value: tf.Tensor, rows: Rows) -> losses.Parts:
 
 def _warn(user: tf.Operation, value: tf.Tensor, how: str) -> None:
     what = '%r (%s) happens once a step, with %r %s. %s'
-    logging.warning(what, user.name, user.type, value.name, how, _REMEDIES[how])
+    tf.logging.warning(what, user.name, user.type, value.name, how, _REMEDIES[how])

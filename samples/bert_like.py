@@ -161,7 +161,7 @@ def encode(lines, vocabulary):
 
 
 def main(_):
-    common.log_once()
+    common.show_log()
     lines = python_source.lines(PACKAGES)
     test_lines, train_lines = lines[: len(lines) // 10], lines[len(lines) // 10 :]
     words = itertools.chain.from_iterable(python_source.words(line) for line, _ in train_lines)

@@ -105,7 +105,7 @@ def windows(codes):
 
 
 def main(_):
-    common.log_once()
+    common.show_log()
     codes = encode(python_source.text())
     train, test = windows(codes[100_000:]), windows(codes[:100_000])
     shares = np.bincount(codes) / len(codes)

@@ -24,6 +24,7 @@ def devices():
     return int(text) if text.isdigit() else text.split(',')
 
 
-def log_once():
-    """Keeps absl from printing each line of TensorFlow's log once more."""
+def show_log():
+    """Shows TensorFlow's log down to INFO, each line once: absl's app.run would print it, too."""
+    tf.logging.set_verbosity(tf.logging.INFO)
     tf.get_logger().propagate = False

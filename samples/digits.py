@@ -79,7 +79,7 @@ def draw_confusion(labels, digits, path):
 
 
 def main(_):
-    common.log_once()
+    common.show_log()
     train, test = load_digits()
 
     def train_input_fn():

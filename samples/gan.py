@@ -88,7 +88,7 @@ def model_fn(features, labels, mode, params):
 
 
 def main(_):
-    common.log_once()
+    common.show_log()
     real = datasets.load_digits()
     pictures, digits = (real.images / 16).astype('float32'), real.target.astype('int32')
 

@@ -74,7 +74,7 @@ def train(learning_rate, device, model_dir):
 
 
 def main(_):
-    common.log_once()
+    common.show_log()
     root = pathlib.Path(FLAGS.model_dir or tempfile.mkdtemp())
     root.mkdir(parents=True, exist_ok=True)
     free = queue.Queue()

@@ -74,7 +74,7 @@ def load_voters():
 
 
 def main(_):
-    common.log_once()
+    common.show_log()
     train, test = load_voters()
 
     def train_input_fn():

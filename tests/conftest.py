@@ -5,7 +5,7 @@ import random
 
 import hypothesis
 import pytest
-from absl import logging
+import tensorflow.compat.v1 as tf
 
 from towers import behavior_of
 
@@ -32,7 +32,6 @@ def seeded():
 
 
 @pytest.fixture(autouse=True)
-def quiet():
-    """Python's logging in tests: absl's lines, so that caplog has them."""
-    logging.set_verbosity(logging.INFO)
-    yield
+def logged():
+    """TensorFlow's log down to INFO, for caplog."""
+    tf.logging.set_verbosity(tf.logging.INFO)

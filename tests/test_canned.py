@@ -96,6 +96,14 @@ def test_canned(name, version, tmp_path):
         np.testing.assert_allclose(got[key], expected[key], rtol=1e-4, atol=1e-6)
 
 
+def test_an_estimator_that_is_replicated_already():
+    canned = tf.estimator.LinearRegressor([tf.feature_column.numeric_column('x')])
+    once = estimator_mgpu.replicate_estimator(canned, devices=2)
+    twice = estimator_mgpu.replicate_estimator(once, devices=2)
+    with pytest.raises(ValueError, match='Replicate it once'):
+        twice.train(lambda: data(X[:, 0], 8), steps=1)
+
+
 def test_not_an_estimator():
     with pytest.raises(TypeError, match='a model_fn goes to replicate'):
         estimator_mgpu.replicate_estimator(lambda features, labels: None)

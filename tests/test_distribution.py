@@ -14,7 +14,6 @@ import estimator_mgpu
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAME = f'estimator_mgpu-{estimator_mgpu.__version__}'
 LEFT_OVER = [
-    '.ci/run',
     '.mypy_cache/a.json',
     'build/lib/estimator_mgpu/old.py',
     'confusion.png',
@@ -34,6 +33,7 @@ def built(tmp_path_factory):
     checkout = tmp_path_factory.mktemp('distribution') / 'checkout'
     hidden = shutil.ignore_patterns('.*', 'build', 'dist', 'site', '*.egg-info', '__pycache__')
     shutil.copytree(ROOT, checkout, ignore=hidden)
+    shutil.copytree(ROOT / '.ci', checkout / '.ci')
     for name in LEFT_OVER:
         path = checkout / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +78,8 @@ def test_the_source_distribution(built):
         names = {member.name for member in archive.getmembers() if member.isfile()}
     own = {
         *package(),
+        '.ci/matrix',
+        '.ci/run',
         *sources('docs', '*.md', '*.py', '*.svg', 'benchmark.png'),
         *sources('samples', '*.py'),
         *sources('tests', '*.py'),

@@ -218,7 +218,7 @@ def test_broadcast_of_a_name_rather_than_names():
         (-2, ValueError, 'leaves nothing to run on'),
         (True, TypeError, 'not a number of devices'),
         (2.5, TypeError, 'of float'),
-        ([0, 1], TypeError, '0 in devices is of int'),
+        ([0, 1], TypeError, '0 in devices is of int, not a str such as .*GPU:0'),
         (['/gpu:0'], ValueError, 'this machine has no GPU'),
         (['/device:TPU:0'], ValueError, 'names no numbered CPU or GPU'),
         (['cpu'], ValueError, 'names no numbered CPU or GPU|is not a device string'),
@@ -265,8 +265,16 @@ def test_replicated_twice():
         estimator_mgpu.replicate(fn)
 
 
+@pytest.mark.parametrize('inner', [None, 1, 2])
+def test_replicated_inside_of_another(inner):
+    replicated = estimator_mgpu.replicate(regression(adam), devices=inner)
+    outer = lambda features, labels, mode: replicated(features, labels, mode)  # noqa: E731
+    with pytest.raises(ValueError, match='Replicate it once'):
+        build(outer, devices=2)
+
+
 def test_not_a_model_fn():
-    with pytest.raises(TypeError, match='not a function'):
+    with pytest.raises(TypeError, match=r'not a function.*replicate\(devices=2\)'):
         estimator_mgpu.replicate(3)
 
 

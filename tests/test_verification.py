@@ -1,5 +1,6 @@
 """`verify()` tells a user whether, and why, several devices differ from one."""
 
+import itertools
 import re
 
 import numpy as np
@@ -71,7 +72,7 @@ def dropout_beside_slices(features):
     x = tf.nn.dropout(features, rate=0.5, name='drop')[None][0, :, :2]
     x = tf.gather(tf.roll(tf.cumsum(x, 1), 1, 1), [1, 0], axis=1)
     x = tf.gather(*tf.unique(tf.boolean_mask(x, x[:, 0] < 9)[:, 1]))[:, None] + x
-    pairs = tf.einsum('ij,ik->ijk', x, x) + tf.matmul(x[:, :, None], x[:, None])
+    pairs = tf.einsum('ij,ik->ijk', x, x)
     return tf.layers.dense(tf.reverse(tf.nn.softmax(tf.sort(pairs[..., 0])), [1]), 1)
 
 
@@ -183,8 +184,10 @@ def test_a_loss_reduced_otherwise_than_assumed(reduce, taken, right):
     assert estimator_mgpu.verify(corrected, input_fn, devices=2).exact
 
 
-def test_warnings_are_causes():
-    """A statistic of the shard that no list of causes knows."""
+@pytest.mark.parametrize('level', [tf.logging.INFO, tf.logging.FATAL])
+def test_warnings_are_causes(level):
+    """A statistic of the shard that no list of causes knows, whatever the log shows."""
+    tf.logging.set_verbosity(level)
 
     def model_fn(features, labels, mode):
         loss = tf.reduce_mean(tf.square(predict(features) - labels))
@@ -304,7 +307,22 @@ def test_an_error_on_several_devices_is_a_difference():
     assert 'is a scalar (rank 0)' in result.causes[0]
 
 
+def test_names_that_differ_with_each_call():
+    """As those of Keras 3's layers."""
+    calls = itertools.count()
+
+    def model_fn(features, labels, mode):
+        with tf.variable_scope(f'call_{next(calls)}'):
+            loss = tf.reduce_mean(tf.square(predict(features) - labels))
+        return spec_of(mode, loss, adam(loss))
+
+    [cause] = estimator_mgpu.verify(model_fn, input_fn).causes
+    assert 'Name what has variables' in cause and 'call_0/net/b' in cause and 'call_1/' in cause
+
+
 def test_bad_arguments():
+    with pytest.raises(TypeError, match='Give a function that makes the batches'):
+        estimator_mgpu.verify(of_all_modes(predict), tf.data.Dataset.range(3))
     with pytest.raises(ValueError, match='devices=1 is one device'):
         estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=1)
     with pytest.raises(ValueError, match='gives no batch to train on'):
