@@ -10,6 +10,7 @@ from estimator_mgpu import counts, divisors, private
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.places import dimensions, is_product
 from estimator_mgpu.rows import ELEMENTWISE, Rows
+from estimator_mgpu.walks import walk
 
 # Ops that mix what is along a dimension: the last one, or the one that an input, by number, or an
 # attribute, by name, says.
@@ -35,6 +36,17 @@ def of_rows(ops: Iterable[tf.Operation], rows: Rows, certain: bool = False) -> l
       certain: whether to leave out those that may give each row what is its own.
     """
     return [op for op in ops if _mixes(op, rows) and not (certain and _may_be_own(op, rows))]
+
+
+def numbered(value: tf.Tensor, rows: Rows) -> list[tf.Operation]:
+    """Lists the ops that number rows by their place in the shard, as part of a value."""
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        passing = op.type in ELEMENTWISE | {'Sum', 'Mean', 'StridedSlice', 'Tile'}
+        return [t.op for t in rows.dependent_inputs(op)] if passing else []
+
+    found = walk([value.op], onward)
+    return [op for op in found if op.type == 'Range' and rows.is_row_count(op.inputs[1])]
 
 
 def with_values(

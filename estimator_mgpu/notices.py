@@ -52,7 +52,8 @@ class Notices:
     def mixing(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of what a value comes from that gives rows something of others of their shard."""
         ops = walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)])
-        found = [op for op in mixing.of_rows(ops, rows, certain=True) if self._is_new(op.name)]
+        mixed = mixing.of_rows(ops, rows, certain=True) + mixing.numbered(value, rows)
+        found = [op for op in mixed if self._is_new(op.name)]
         if found:
             tf.logging.warning(
                 'In what %r comes from, rows are combined with other rows of their shard, or taken '

@@ -63,10 +63,15 @@ def some_rows(labels, output):
     return tf.reduce_mean(squares(tf.gather(labels, [0, 1]), tf.gather(output, [0, 1])))
 
 
+def by_place(labels, output):
+    n = tf.shape(output)[0]
+    return tf.reduce_mean(squares(labels, output)[:, 0] * tf.cast(tf.range(n), tf.float32))
+
+
 @pytest.mark.parametrize(
     'loss',
     [halves, split, ranked, in_batch_negatives, hardest, neighbours, reversed_rows]
-    + [shuffled, some_rows],
+    + [shuffled, some_rows, by_place],
     ids=lambda f: f.__name__,
 )
 @BOTH

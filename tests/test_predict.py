@@ -132,6 +132,15 @@ def test_time_major_predictions_are_an_error(steps):
         evaluate(model_fn, data, 2, mode=PREDICT)
 
 
+def test_numbers_within_a_shard_are_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        numbers = tf.range(tf.shape(features)[0])[:, None] + 1
+        return tf.estimator.EstimatorSpec(mode, predictions={'numbers': numbers})
+
+    evaluate(model_fn, [(floats(6, 2), None)], 2, mode=PREDICT, static=False)
+    assert 'or taken by their place in it' in caplog.text
+
+
 def test_ranks_within_a_shard_are_warned_of(caplog):
     def model_fn(features, labels, mode):
         shares = tf.nn.softmax(features, axis=0)
