@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses, mixing
@@ -51,7 +53,8 @@ class Notices:
 
     def mixing(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of what a value comes from that gives rows something of others of their shard."""
-        ops = walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)])
+        ops = list(walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)]))
+        self._segments(ops, rows)
         mixed = mixing.of_rows(ops, rows, certain=True) + mixing.numbered(value, rows)
         found = [op for op in mixed if self._is_new(op.name)]
         if found:
@@ -63,6 +66,18 @@ class Notices:
                 value.name,
                 ', '.join(f'{op.name!r} ({op.type})' for op in found[:3]),
             )
+
+    def _segments(self, ops: Iterable[tf.Operation], rows: Rows) -> None:
+        for op in ops:
+            if rows.sums_into_rows(op) and self._is_new(op.name):
+                tf.logging.warning(
+                    '%r (%s) sums rows up into %d segments, which is also the number of rows of a '
+                    'shard, so the segments are taken for rows. If there are as many with any '
+                    'batch, take another batch size, or run this model with replicate(devices=1).',
+                    op.name,
+                    op.type,
+                    rows.static,
+                )
 
     def unknown_shapes(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of Python functions' results that a value comes from, if they may have no rows."""

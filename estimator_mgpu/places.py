@@ -16,7 +16,7 @@ _CALLS = _LOOPS | frozenset(
     ['If', 'StatelessIf', 'Case', 'StatelessCase', 'PartitionedCall', 'StatefulPartitionedCall']
 )
 # Sums of what goes to one place; the third input says how many places there are.
-_SEGMENT_SUMS = frozenset(['UnsortedSegmentSum', 'ScatterNd'])
+SEGMENT_SUMS = frozenset(['UnsortedSegmentSum', 'ScatterNd'])
 _COUNTS = frozenset(['Bincount', 'DenseBincount'])
 # Ops that make a tensor of a shape that is their first, or their second, input.
 _MAKES = re.compile(
@@ -253,9 +253,11 @@ class Places:
         first = self.axis(given) == 0
         if op.type in _COUNTS and first and op.inputs[0].shape.rank == 1:
             return True
-        if op.type in _SEGMENT_SUMS and first:
-            sizes = op.outputs[0].shape.as_list() if op.outputs[0].shape.rank else [None]
-            return not self._counts(op.inputs[2].op) and not self._may_hold(sizes[0])
+        if op.type in SEGMENT_SUMS and first:
+            size = op.outputs[0].shape.as_list()[0] if op.outputs[0].shape.rank else None
+            # A number that somebody wrote, or the static size of a shard, which is the same.
+            holds = size == self.static if is_literal(op.inputs[2]) else self._may_hold(size)
+            return not self._counts(op.inputs[2].op) and not holds
         return False
 
     def _may_hold(self, size: int | None) -> bool:
@@ -274,6 +276,12 @@ def dimensions(axes: tf.Tensor, given: tf.Tensor) -> set[int]:
 
 def _place(op: tf.Operation, given: tf.Tensor) -> int:
     return [t.name for t in op.inputs].index(given.name)
+
+
+def is_literal(size: tf.Tensor) -> bool:
+    """Whether a size or a shape is made of constants only, rather than of other tensors' shapes."""
+    op = size.op
+    return op.type == 'Const' or op.type in ('Pack', 'Cast') and all(map(is_literal, op.inputs))
 
 
 def is_product(op: tf.Operation, given: tf.Tensor) -> bool:

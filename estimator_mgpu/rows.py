@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private, sharing
 from estimator_mgpu.axes import Place, UnknownPlace
-from estimator_mgpu.places import Places
+from estimator_mgpu.places import SEGMENT_SUMS, Places, is_literal
 from estimator_mgpu.walks import walk
 
 # Ops through which a sum over rows stays one.
@@ -51,6 +51,12 @@ class Rows(Places):
         self._reshapes = [
             op for op in reshapes if self.has(op.inputs[0]) and self.has(op.outputs[0])
         ]
+
+    def sums_into_rows(self, op: tf.Operation) -> bool:
+        """Whether an op sums up segments that are taken for rows, by a constant that is as many."""
+        if op.type not in SEGMENT_SUMS or self.static is None:
+            return False
+        return self.has(op.outputs[0]) and is_literal(op.inputs[2])
 
     def is_plain(self, tensor: tf.Tensor) -> bool:
         """Whether it follows from what ops do, rather than from sizes, where the rows are."""

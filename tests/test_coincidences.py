@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from models import batches, floats, predict, spec_of, step
-from towers import compare
+from towers import compare, train
 
 ROWS = 12
 
@@ -55,6 +55,43 @@ def test_real_and_generated_rows_in_one(towers, static):
         return tf.losses.sigmoid_cross_entropy(real, tf.layers.dense(rows, 1))
 
     compare(model_of(loss_of), batches(), towers, static=static)
+
+
+def segments(output, ids, count):
+    return tf.math.unsorted_segment_sum(output, ids[:, 0], count)
+
+
+def scattered(output, ids, count):
+    return tf.scatter_nd(ids, output, [count, 1])
+
+
+def confused(output, ids, count):
+    """By a shape that is stacked from numbers."""
+    rows = tf.cast(output[:, 0] > 0, tf.int64)
+    counted = tf.math.confusion_matrix(ids[:, 0], rows, num_classes=count)
+    return tf.cast(counted, tf.float32) * tf.reduce_sum(output)
+
+
+def by_segments(sums, count):
+    def loss_of(features, labels):
+        ids = tf.cast(tf.abs(labels) * 3, tf.int32) % 5
+        return tf.reduce_sum(tf.square(sums(predict(features), ids, count))) / ROWS**2
+
+    return model_of(loss_of)
+
+
+@pytest.mark.parametrize('count', [5, 12, 18], ids='count={}'.format)
+@pytest.mark.parametrize('sums', [segments, scattered, confused], ids=lambda f: f.__name__)
+def test_sums_of_as_many_segments_as_there_are_rows(sums, count, caplog):
+    """As many as there are in the batch, or in several shards."""
+    compare(by_segments(sums, count), batches(), 2)
+    assert 'segments are taken for rows' not in caplog.text
+
+
+@pytest.mark.parametrize('sums', [segments, scattered, confused], ids=lambda f: f.__name__)
+def test_sums_of_as_many_segments_as_a_shard_has_rows_are_warned_of(sums, caplog):
+    train(by_segments(sums, ROWS // 2), batches(steps=1), 2)
+    assert 'segments are taken for rows' in caplog.text
 
 
 def mean_then_sum(output, targets):
