@@ -50,29 +50,40 @@ def judge(op: tf.Operation, rows: Rows, towers: int) -> Verdict:
         # A mean of tf.losses or Keras, by what they counted themselves.
         return Verdict(divisor in of_shard or divisor not in of_batch)
     if divisor in of_shard and divisor not in of_batch and not _is_round(op, divisor):
-        note = (
-            f'{op.outputs[0].name!r} is a sum over rows divided by {divisor:g}, which is taken '
-            'for the static size of a shard, so that it is a mean over rows. If it is a number '
-            "of its own, say replicate(loss_reduction='sum'). If it is the size of the batch, "
-            'let the model_fn take tf.shape(features)[0], which is always clear.'
-        )
-        return Verdict(True, note=note)
+        return Verdict(True, note=_taken_for_rows(f'{op.outputs[0].name!r} is', divisor))
     multiple = rows.static > 1 and divisor % rows.static == 0
     if divisor in of_shard or (multiple and divisor not in of_batch and op.type != 'Mul'):
-        doubt = (
-            f'it is a sum divided by {divisor:g}, which may be the size of a shard, of the '
-            'batch or neither. It is taken for a sum'
-        )
-        return Verdict(False, doubt=doubt)
+        return Verdict(False, doubt=_may_be_rows(divisor))
     return Verdict(False)
 
 
-def is_static_rows(divisor: tf.Tensor, rows: Rows) -> bool:
-    """Whether a constant is the static number of a shard's rows."""
-    if rows.static is None or divisor.shape.num_elements() != 1:
-        return False
+def judge_rows(op: tf.Operation, rows: Rows) -> Verdict:
+    """Tells the same of a quotient of rows that are to be summed."""
+    divisor = op.inputs[1]
+    if op.type not in QUOTIENTS or rows.static is None or divisor.shape.num_elements() != 1:
+        return Verdict(False)
     value = private.constant_value(divisor)
-    return value is not None and float(value.flat[0]) == rows.static
+    if value is None or float(value.flat[0]) != rows.static:
+        return Verdict(False)
+    if _is_round(op, rows.static):
+        return Verdict(False, doubt=_may_be_rows(rows.static))
+    return Verdict(True, note=_taken_for_rows(f'What comes from {op.name!r} is', rows.static))
+
+
+def _taken_for_rows(what: str, divisor: float) -> str:
+    return (
+        f'{what} a sum over rows divided by {divisor:g}, which is taken for the static size of a '
+        'shard, so that it is a mean over rows. If it is a number of its own, say '
+        "replicate(loss_reduction='sum'). If it is the size of the batch, let the model_fn take "
+        'tf.shape(features)[0], which is always clear.'
+    )
+
+
+def _may_be_rows(divisor: float) -> str:
+    return (
+        f'it is a sum divided by {divisor:g}, which may be the size of a shard, of the batch or '
+        'neither. It is taken for a sum'
+    )
 
 
 def _is_round(op: tf.Operation, divisor: float) -> bool:

@@ -215,11 +215,13 @@ class _Walk:
 
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM
-        divided, mixed = mixing.with_values(
+        divided, mixed, verdicts = mixing.with_values(
             [t for t in op.inputs if self._rows.has(t)], kind == MEAN, self._rows
         )
-        if kind == SUM and divided:
-            kind = MEAN
+        if kind == SUM:
+            for verdict in verdicts:
+                self._tell(op.outputs[0], verdict)
+            kind = MEAN if divided else SUM
         if mixed is not None:
             self.mixed.append(
                 f'{op.outputs[0].name!r} is not quite the {kind} over the batch that it is taken '
@@ -257,11 +259,14 @@ class _Walk:
     def _is_mean(self, op: tf.Operation) -> bool:
         """Whether a quotient of a sum is a mean over the rows of the shard."""
         verdict = divisors.judge(op, self._rows, self._towers)
+        self._tell(op.outputs[0], verdict)
+        return verdict.is_mean
+
+    def _tell(self, tensor: tf.Tensor, verdict: divisors.Verdict) -> None:
         if verdict.note:
             self.notes.append(verdict.note)
         if verdict.doubt:
-            self._doubt(op.outputs[0], verdict.doubt)
-        return verdict.is_mean
+            self._doubt(tensor, verdict.doubt)
 
     def _doubt(self, tensor: tf.Tensor, why: str) -> None:
         self.doubts.append(

@@ -51,10 +51,11 @@ def numbered(value: tf.Tensor, rows: Rows) -> list[tf.Operation]:
 
 def with_values(
     given: Sequence[tf.Tensor], averaged: bool, rows: Rows
-) -> tuple[bool, tf.Tensor | None]:
-    """Whether rows were divided by a value of their shard, and which value they're mixed with.
+) -> tuple[bool, tf.Tensor | None, list[divisors.Verdict]]:
+    """Whether rows were divided by how many they are, and by which value they're mixed otherwise.
 
-    Static rows, and counts of rows, divide exactly, if they do so once.
+    Static rows, and counts of rows, divide exactly, if they do so once. What is said of constants
+    that may be static rows comes third.
 
     Args:
       given: tensors with rows.
@@ -62,6 +63,7 @@ def with_values(
       rows: which tensors have rows.
     """
     divided, mixed, seen = False, None, set()
+    verdicts = []
     waiting = [(tensor, False) for tensor in given]
     while waiting:
         tensor, once = waiting.pop()  # Whether it has been divided.
@@ -82,7 +84,9 @@ def with_values(
                 continue
             divisor = op.type in QUOTIENTS and value is op.inputs[1]
             if value.op.name not in rows.dependents:
-                once |= divisor and divisors.is_static_rows(value, rows)
+                if divisor:
+                    verdicts.append(divisors.judge_rows(op, rows))
+                    once |= verdicts[-1].is_mean
             elif not counts.is_count(value, rows):
                 once |= divisor
                 mixed = value if value.dtype.is_floating else mixed
@@ -94,7 +98,7 @@ def with_values(
                     mixed = value
         divided |= once
         waiting += [(value, once) for value in op.inputs if rows.has(value)]
-    return divided, mixed
+    return divided, mixed, verdicts
 
 
 def _is_of_shard(value: tf.Tensor, rows: Rows) -> bool:

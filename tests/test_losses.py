@@ -134,6 +134,7 @@ def test_auto_is_exact(loss, towers, static, caplog):
 
 STATIC_ROWS = {
     'sum by static rows': static_rows,
+    'sum of rows by static rows': lambda y, p: tf.reduce_sum(squares(y, p) / y.shape.as_list()[0]),
     'sum times 1/rows': times_reciprocal_of_static_rows,
     'sum and l2 by static rows': lambda y, p: (
         (tf.reduce_sum(squares(y, p)) + l2()) / y.shape.as_list()[0]
@@ -151,6 +152,8 @@ def test_static_rows_are_exact_but_told_of(loss, caplog):
 
 LITERALS = {
     'sum by a number': lambda y, p: tf.reduce_sum(squares(y, p)) / 6.0,
+    'sum of rows by a number': lambda y, p: tf.reduce_sum(squares(y, p) / 6.0),
+    'sum of rows by a weight': lambda y, p: tf.reduce_sum(squares(y, p) * (tf.abs(y) / 6.0)),
     'a number times sum': lambda y, p: tf.reduce_sum(squares(y, p)) * (1 / 6),
     'heads': lambda y, p: tf.add_n([tf.reduce_sum(squares(y, p * i)) for i in range(6)]) / 6,
     'div_no_nan': lambda y, p: tf.math.divide_no_nan(tf.reduce_sum(squares(y, p)), 6.0),
@@ -162,6 +165,12 @@ def test_a_number_that_is_also_that_of_a_shards_rows_is_told_of(loss, caplog):
     train(with_loss(loss), batches(steps=1), 2)
     assert "If it is a number of its own, say replicate(loss_reduction='sum')" in caplog.text
     compare(with_loss(loss), batches(steps=2), 2, loss_reduction='sum')
+
+
+def test_a_usual_number_that_is_also_that_of_a_shards_rows(caplog):
+    """6 towers have 2 rows each."""
+    compare(with_loss(lambda y, p: tf.reduce_sum(squares(y, p) / 2)), batches(), 6)
+    assert 'It is taken for a sum' in caplog.text
 
 
 def test_rows_in_the_shape_of_the_whole_batch_are_told_of(caplog):
