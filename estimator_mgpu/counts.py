@@ -10,6 +10,8 @@ from estimator_mgpu.rows import Rows
 _AS_GIVEN = frozenset(['Identity', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims', 'StopGradient'])
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv', 'TruncateDiv'])
 _EITHER = frozenset(['Maximum', 'Minimum', 'Add', 'AddV2', 'Sub'])
+# Which input has the numbers that are repeated.
+_REPEATS = {'Tile': 0, 'BroadcastTo': 0, 'Fill': 1}
 _FACTORS = {'Sqrt': 0.5, 'Rsqrt': -0.5, 'Square': 2.0, 'Reciprocal': -1.0, 'Inv': -1.0}
 # What is added so that nobody divides by zero makes no difference.
 _EPSILON = 1e-3
@@ -73,6 +75,8 @@ class _Growths:
         if op.type in ('Pack', 'ConcatV2'):
             parts = given if op.type == 'Pack' else given[:-1]
             return [entry for part in parts for entry in part]
+        if op.type in _REPEATS:
+            return [_same(given[_REPEATS[op.type]])]
         if op.type == 'Prod':
             known = [entry for entry in given[0] if entry is not None]
             return [sum(known) if len(known) == len(given[0]) else None]

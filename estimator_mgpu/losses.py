@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import divisors, mixing, private
+from estimator_mgpu import counts, divisors, mixing, private
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.places import BATCH_NORMS
 from estimator_mgpu.rows import LINEAR, Rows
@@ -70,6 +70,7 @@ class Parts(NamedTuple):
       lost: whether it's taken for a mean for want of anything better.
       notes: one sentence for each thing that the graph tells, but not for certain.
       mixed: the doubts that are about rows combined with values of their shard.
+      by_count: whether one of these is how many rows the shard has.
     """
 
     leaves: list[Leaf]
@@ -78,6 +79,7 @@ class Parts(NamedTuple):
     lost: bool = False
     notes: Sequence[str] = ()
     mixed: Sequence[str] = ()
+    by_count: bool = False
 
 
 def check_reduction(reduction: str) -> str:
@@ -126,7 +128,8 @@ def take_apart(
     if walk.lost:
         walk.leaves, walk.tail, walk.notes = [Leaf(loss, MEAN)], set(), []
     doubts = [*walk.doubts, *walk.mixed]
-    return Parts(walk.leaves, walk.tail, doubts, walk.lost, walk.notes, walk.mixed)
+    told = walk.notes, walk.mixed, walk.by_count
+    return Parts(walk.leaves, walk.tail, doubts, walk.lost, *told)
 
 
 class _Walk:
@@ -139,6 +142,7 @@ class _Walk:
         self.notes: list[str] = []
         self.mixed: list[str] = []
         self.lost = False
+        self.by_count = False
 
     def from_loss(
         self, loss: tf.Tensor, through: Callable[[tf.Tensor], list[tf.Tensor] | str]
@@ -223,6 +227,7 @@ class _Walk:
                 self._tell(op.outputs[0], verdict)
             kind = MEAN if divided else SUM
         if mixed is not None:
+            self.by_count |= counts.is_count(mixed, self._rows)
             self.mixed.append(
                 f'{op.outputs[0].name!r} is not quite the {kind} over the batch that it is taken '
                 f'for: its rows are combined with {mixed.name!r}, which is a value of all rows of '

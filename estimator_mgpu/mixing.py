@@ -25,6 +25,12 @@ _PAIRS = frozenset(
     + ['Equal', 'NotEqual', 'Less', 'LessEqual', 'Greater', 'GreaterEqual', 'SelectV2']
     + ['LogicalAnd', 'LogicalOr']
 )
+# Through which rows go on to what is chosen by them, or compared.
+_CHOOSES = frozenset(
+    ['Equal', 'NotEqual', 'Less', 'LessEqual', 'Greater', 'GreaterEqual', 'Where', 'GatherV2']
+    + ['LogicalAnd', 'LogicalOr', 'LogicalNot']
+)
+_BRANCHES = frozenset(['If', 'StatelessIf', 'Case', 'StatelessCase'])
 
 
 def of_rows(ops: Iterable[tf.Operation], rows: Rows, certain: bool = False) -> list[tf.Operation]:
@@ -70,9 +76,9 @@ def with_values(
         op = tensor.op
         if op.name in seen:
             continue
-        if op.type not in ELEMENTWISE:
-            if op.type == 'GatherV2' and _is_of_shard(op.inputs[0], rows):
-                mixed = op.inputs[0]
+        if op.type == 'GatherV2' and _is_of_shard(op.inputs[0], rows):
+            mixed = op.inputs[0]
+        if op.type not in ELEMENTWISE | _CHOOSES:
             if op.type in ('Sum', 'Mean') and rows.has(op.outputs[0]):
                 waiting.append((op.inputs[0], once))  # Of what a row has.
             continue
@@ -89,7 +95,8 @@ def with_values(
                     once |= verdicts[-1].is_mean
             elif not counts.is_count(value, rows):
                 once |= divisor
-                mixed = value if value.dtype.is_floating else mixed
+                if value.dtype.is_floating or value.dtype.is_bool:
+                    mixed = value if _goes_by_rows(value, rows) else mixed
             elif value.dtype.is_floating:
                 growth = counts.growth(value, rows)
                 if divisor and growth == 1 and not (once or averaged):
@@ -117,6 +124,10 @@ def _mixes(op: tf.Operation, rows: Rows) -> bool:
         return len({rows.product_axis(op, i) for i in axes}) > 1
     if op.type in _PAIRS:  # Dimensions are matched from the last one on.
         return len({axis - op.inputs[i].shape.rank for i, axis in axes.items()}) > 1
+    if op.type in _BRANCHES:
+        return any(map(rows.has, op.outputs)) and _goes_by_rows(op.inputs[0], rows)
+    if op.type == 'Switch':  # A v1 branch; in a loop it ends it.
+        return op.inputs[1].op.type != 'LoopCond' and _goes_by_rows(op.inputs[1], rows)
     if op.type == 'RandomShuffle':
         return axes[0] == 0
     if op.type == 'StridedSlice':
@@ -129,6 +140,22 @@ def _mixes(op: tf.Operation, rows: Rows) -> bool:
     if isinstance(by, str):
         return axes[min(axes)] == op.get_attr(by) % given.shape.rank
     return by is not None and axes[min(axes)] in dimensions(op.inputs[by], given)
+
+
+def _goes_by_rows(value: tf.Tensor, rows: Rows) -> bool:
+    """Whether a value depends on the numbers in rows, rather than on how many rows there are.
+
+    What goes by integers, such as the lengths of sequences, mostly saves work only.
+    """
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        sizes = op.type in ('Shape', 'ShapeN', 'Size', 'Rank')
+        return [] if sizes else [t.op for t in rows.dependent_inputs(op)]
+
+    if value.op.name not in rows.dependents:
+        return False
+    found = (t for op in walk([value.op], onward) for t in op.outputs)
+    return any(rows.has(t) and t.dtype.is_floating for t in found)
 
 
 def _cuts(op: tf.Operation, rows: Rows) -> bool:

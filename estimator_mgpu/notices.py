@@ -51,6 +51,17 @@ class Notices:
         for sentence in filter(self._is_new, parts.mixed):
             tf.logging.warning('%s', sentence)
 
+    def values(self, rows: Rows, value: tf.Tensor) -> None:
+        """Warns of predictions that are combined with values of all rows of their shard."""
+        _, mixed, _ = mixing.with_values([value], True, rows)
+        if mixed is not None and self._is_new(mixed.name):
+            tf.logging.warning(
+                'The rows of %r are combined with %r, which is a value of all rows of a shard, '
+                'and each device has its own. Predict with replicate(devices=1).',
+                value.name,
+                mixed.name,
+            )
+
     def mixing(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of what a value comes from that gives rows something of others of their shard."""
         ops = list(walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)]))

@@ -56,6 +56,7 @@ class Towers:
         self._sources: list[tf.Tensor] = []
         self._with_rows: list[tf.Tensor] = []  # which only who made them knows
         self._bounds: set[str] = set()  # of rows of ragged tensors
+        self._shapes: set[str] = set()  # of sparse tensors
         # What was made of a tensor of the user's to take the gradient of, by its name.
         self.made_from: dict[str, tf.Tensor] = {}
         self._counted: dict[str, list[losses.Leaf]] = {}
@@ -77,8 +78,10 @@ class Towers:
         Args:
           shards: one nest a tower. A tensor that stands in all of them goes whole to every tower.
         """
-        ragged = [x for x in tf.nest.flatten(shards[0]) if isinstance(x, tf.RaggedTensor)]
+        leaves = tf.nest.flatten(shards[0])
+        ragged = [x for x in leaves if isinstance(x, tf.RaggedTensor)]
         self._bounds.update(t.name for x in ragged for t in x.nested_row_splits)
+        self._shapes.update(x.dense_shape.name for x in leaves if isinstance(x, tf.SparseTensor))
         first, *others = [flat_tensors(shard) for shard in shards]
         for tensor, *own in zip(first, *others):
             if all(t is tensor for t in own):
@@ -121,7 +124,8 @@ class Towers:
 
     def rows(self) -> Rows:
         """Returns what is known of the rows of tower 0's tensors."""
-        sources = [*self._sources, *self._with_rows]
+        given = [t for t in self._sources if t.name not in self._shapes]
+        sources = [*given, *self._with_rows]
         return Rows(sources, self.dependents(), self._static_rows, self._bounds)
 
     def add_rows(self, tensors: Iterable[tf.Tensor]) -> None:

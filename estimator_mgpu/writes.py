@@ -224,7 +224,7 @@ def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
         tf.logging.warning('%s', note)
     if parts.doubts or has_rows:
         # A variance of the batch, say: batch normalization's are known to be averages.
-        if scalar or has_rows or parts.lost:
+        if scalar or has_rows or parts.lost or parts.by_count:
             _warn(user, value, _AVERAGED)
         return _averaged(value, rows)
     return parts

@@ -205,8 +205,9 @@ SPARSE = [*(named(input_layer, c) for c in COLUMNS), linear_model, wide_and_deep
 
 @pytest.mark.parametrize('towers, static', [(3, True), (4, False)])
 @pytest.mark.parametrize('forward', SPARSE, ids=lambda f: f.__name__)
-def test_sparse_features(forward, towers, static):
+def test_sparse_features(forward, towers, static, caplog):
     compare(of_all_modes(forward), with_gaps(), towers, static=static, preprocess=to_sparse)
+    assert 'rows are combined' not in caplog.text
 
 
 def by_global_norm(grads):

@@ -81,6 +81,58 @@ def test_rows_that_meet_others_are_warned_of(loss, static, caplog):
     assert caplog.text.count(WARNING) == 1
 
 
+def above_the_mean(labels, output):
+    losses = squares(labels, output)
+    return tf.reduce_sum(losses * tf.cast(losses >= tf.reduce_mean(losses), tf.float32))
+
+
+def only_the_largest(labels, output):
+    losses = squares(labels, output)
+    return tf.reduce_mean(tf.where(tf.equal(losses, tf.reduce_max(losses)), losses, 0 * losses))
+
+
+def kept_above_the_mean(labels, output):
+    losses = squares(labels, output)[:, 0]
+    return tf.reduce_mean(tf.boolean_mask(losses, losses >= tf.reduce_mean(losses)))
+
+
+def weighted_if_any_is_large(labels, output):
+    large = tf.reduce_any(labels > 1)
+    return tf.reduce_mean(squares(labels, output) * tf.where_v2(large, tf.abs(labels), 1.0))
+
+
+@pytest.mark.parametrize(
+    'loss',
+    [above_the_mean, only_the_largest, kept_above_the_mean, weighted_if_any_is_large],
+    ids=lambda f: f.__name__,
+)
+@BOTH
+def test_rows_that_are_compared_with_values_of_a_shard_are_warned_of(loss, static, caplog):
+    train(with_loss(loss), batches(steps=1), 3, static=static)
+    assert 'is a value of all rows of a shard' in caplog.text
+
+
+@BOTH
+def test_rows_of_a_branch_that_goes_by_the_shard_are_warned_of(static, behavior, caplog):
+    def loss(labels, output):
+        large = tf.reduce_mean(labels) > 0.5
+        return tf.reduce_mean(tf.cond(large, lambda: squares(labels, output), lambda: output**2))
+
+    train(with_loss(loss), batches(steps=1), 3, static=static)
+    assert WARNING in caplog.text
+
+
+@BOTH
+def test_rows_of_a_branch_that_goes_by_how_many_they_are(static, behavior, caplog):
+    def loss(labels, output):
+        some = tf.shape(output)[0] > 0
+        kept = tf.cond(some, lambda: squares(labels, output), lambda: tf.zeros_like(output))
+        return tf.reduce_mean(kept)
+
+    compare(with_loss(loss), batches(), 3, static=static)
+    assert WARNING not in caplog.text
+
+
 def columns(labels, output):
     """Slices, sums, sorts and rolls within rows."""
     wide = tf.concat([output, output**2, labels], 1)

@@ -141,6 +141,17 @@ def test_numbers_within_a_shard_are_warned_of(caplog):
     assert 'or taken by their place in it' in caplog.text
 
 
+def test_shares_of_the_sum_of_a_shard_are_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        shares = features / tf.reduce_sum(features, 0)
+        top = tf.nn.softmax(features) - tf.reduce_max(features, 1, keepdims=True)
+        return tf.estimator.EstimatorSpec(mode, predictions={'own': top, 'shares': shares})
+
+    evaluate(model_fn, [(floats(6, 2), None)], 2, mode=PREDICT)
+    found = [r.getMessage() for r in caplog.records if 'of all rows of a shard' in r.getMessage()]
+    assert len(found) == 1 and "The rows of 'truediv:0'" in found[0]
+
+
 def test_ranks_within_a_shard_are_warned_of(caplog):
     def model_fn(features, labels, mode):
         shares = tf.nn.softmax(features, axis=0)

@@ -315,6 +315,22 @@ def test_a_statistic_that_is_no_mean_is_warned_of(caplog):
     assert 'averaged over the shards: it cannot be told to be a sum or a mean' in caplog.text
 
 
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_gradients_times_how_many_rows_a_shard_has_are_warned_of(static, caplog):
+    """Each row's own gradient, from that of the mean: which is the whole batch's."""
+
+    def model_fn(features, labels, mode):
+        hidden = tf.layers.dense(features, 3)
+        loss = tf.reduce_mean(square(hidden, labels))
+        [own] = tf.gradients(loss, [hidden])
+        own *= tf.cast(tf.shape(features)[0], tf.float32)
+        fisher = tf.get_variable('fisher', [3], trainable=False)
+        return spec_of(mode, loss, sgd(loss), fisher.assign(tf.reduce_mean(own**2, 0)))
+
+    train(model_fn, batches(steps=1), 2, static=static)
+    assert 'averaged over the shards: it cannot be told to be a sum or a mean' in caplog.text
+
+
 def test_batch_norm_is_not_warned_of(caplog):
     def model_fn(features, labels, mode):
         hidden = tf.layers.batch_normalization(features, training=True)
