@@ -63,7 +63,7 @@ $(venv)/%.stamp: $(venv)/wheel.stamp
 $(venv)/wheel.stamp: $(venv)/bin/pip $(sources)
 	rm -rf build $(venv)/dist
 	$(pip) wheel --no-deps --wheel-dir $(venv)/dist .
-	rm -rf build
+	rm -rf build *.egg-info
 	$(pip) install --no-deps --force-reinstall $(venv)/dist/*.whl
 	touch $@
 

@@ -72,7 +72,16 @@ def load_estimator() -> Any:
 
 
 def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list]:
-    """Returns the features and labels of an input_fn, and the hooks of a session that has them."""
+    """Returns the features and labels of an input_fn, and the hooks of a session that has them.
+
+    Raises:
+      TypeError: if it's no function.
+    """
+    if not callable(input_fn):
+        raise TypeError(
+            f'input_fn={input_fn!r} is of {type(input_fn).__name__}. Give a function that makes '
+            'the batches: lambda: dataset.'
+        )
     return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
 
 

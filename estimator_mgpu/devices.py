@@ -36,14 +36,11 @@ def resolve(devices: Devices = None) -> list[str]:
       TypeError: if `devices` is none of these.
       ValueError: if the list is empty, a device is unknown or there are too few GPUs.
     """
+    listed = check(devices)
     gpus = len(tf.config.list_physical_devices('GPU'))
     if devices is None:
         return [f'/device:GPU:{i}' for i in range(gpus)] or ['/device:CPU:0']
-    if isinstance(devices, bool):
-        raise TypeError(f'devices={devices!r} is not a number of devices: {_LEGAL}.')
     if isinstance(devices, int):
-        if devices < 1:
-            raise ValueError(f'devices={devices} leaves nothing to run on: {_LEGAL}.')
         if gpus and devices > gpus:
             raise ValueError(
                 f'devices={devices}, but this machine has {_count(gpus)}. Ask for at most {gpus}, '
@@ -51,6 +48,34 @@ def resolve(devices: Devices = None) -> list[str]:
             )
         kind = 'GPU' if gpus else 'CPU'
         return [f'/device:{kind}:{i}' for i in range(devices)]
+    for device, canonical in zip([devices] if isinstance(devices, str) else devices, listed):
+        spec = spec_of(canonical)
+        if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus:
+            raise ValueError(
+                f'{device!r} in devices is unknown: this machine has {_count(gpus)}. '
+                'List devices that it has; `nvidia-smi -L` and '
+                "`tf.config.list_physical_devices('GPU')` say which."
+            )
+    return listed
+
+
+def check(devices: Devices) -> list[str]:
+    """Checks what can be told of `devices` without a look at the machine.
+
+    Returns:
+      The devices in canonical form if they're listed, otherwise none.
+
+    Raises:
+      TypeError, ValueError: as `resolve()`.
+    """
+    if devices is None:
+        return []
+    if isinstance(devices, bool):
+        raise TypeError(f'devices={devices!r} is not a number of devices: {_LEGAL}.')
+    if isinstance(devices, int):
+        if devices < 1:
+            raise ValueError(f'devices={devices} leaves nothing to run on: {_LEGAL}.')
+        return []
     if isinstance(devices, str):
         devices = [devices]
     try:
@@ -59,7 +84,7 @@ def resolve(devices: Devices = None) -> list[str]:
         raise TypeError(f'devices={devices!r} is of {type(devices).__name__}: {_LEGAL}.') from None
     if not devices:
         raise ValueError(f'devices={devices!r} is empty: {_LEGAL}.')
-    return [_canonical(device, gpus) for device in devices]
+    return [_canonical(device) for device in devices]
 
 
 def spec_of(device: str) -> tf.DeviceSpec:
@@ -67,7 +92,7 @@ def spec_of(device: str) -> tf.DeviceSpec:
     return tf.DeviceSpec.from_string(device if device.startswith('/') else f'/{device}')
 
 
-def _canonical(device: str, gpus: int) -> str:
+def _canonical(device: str) -> str:
     if not isinstance(device, str):
         number = device if isinstance(device, int) else 0
         raise TypeError(
@@ -82,12 +107,6 @@ def _canonical(device: str, gpus: int) -> str:
     if kind not in ('CPU', 'GPU') or index is None:
         raise ValueError(
             f'{device!r} in devices is unknown: it names no numbered CPU or GPU. {_LEGAL}.'
-        )
-    if kind == 'GPU' and spec.job is None and index >= gpus:
-        raise ValueError(
-            f'{device!r} in devices is unknown: this machine has {_count(gpus)}. '
-            'List devices that it has; `nvidia-smi -L` and '
-            "`tf.config.list_physical_devices('GPU')` say which."
         )
     return spec.replace(device_type=kind).to_string()
 

@@ -71,8 +71,10 @@ def replicate(
 
     Raises:
       TypeError: if the model_fn isn't callable or `devices` is of a wrong type.
-      ValueError: if `devices`, `loss_reduction` or `variables` is none of the legal ones.
+      ValueError: if `devices`, `loss_reduction` or `variables` is none of the legal ones; when the
+        model_fn is called, if there are no such devices.
     """
+    devices_lib.check(devices)
     options: dict[str, Any] = {
         'devices': devices,
         'loss_reduction': loss_reduction,
@@ -85,7 +87,7 @@ def replicate(
     if not callable(model_fn):
         raise TypeError(
             f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function. Devices are '
-            'given by name: replicate(devices=2).'
+            "given by name: replicate(devices=2); an estimator's model_fn is estimator.model_fn."
         )
     if hasattr(model_fn, 'replicate_options'):
         raise ValueError('This model_fn is replicated already. Apply replicate() once.')

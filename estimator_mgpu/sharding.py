@@ -210,7 +210,8 @@ def _static_rows(sharded: dict[tuple, Any]) -> int | None:
         sizes = ', '.join(f'{nests.title(path)} has {rows}' for path, rows in known.items())
         raise ValueError(
             f'The rows along dimension 0 differ in number: {sizes}. Every feature and label needs '
-            "one row an example. What isn't per example (a vocabulary, say) is either a scalar or "
-            'named in replicate(broadcast=[...]), to go whole to every tower.'
+            'one row an example: let the input_fn give batches, by dataset.batch() say. What '
+            "isn't per example (a vocabulary) is either a scalar or named in "
+            'replicate(broadcast=[...]), to go whole to every tower.'
         )
     return next(iter(known.values())) if len(known) == len(sharded) else None

@@ -54,13 +54,16 @@ class Trial:
         self._config = compat.estimator.RunConfig(
             tf_random_seed=1, session_config=devices_lib.session_config(towers)
         )
-        with tf.Graph().as_default(), tempfile.TemporaryDirectory() as directory:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tf.Graph().as_default())
+            stack.enter_context(_warnings())
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
             tf.set_random_seed(1)
             estimator = self._estimator(model_fn, directory)
             *batch, hooks = compat.features_and_labels(estimator, input_fn, mode)
             self._batch = tf.nest.map_structure(_as_tensor, batch)
             flat = flat_tensors(self._batch)
-            self._types = [(t.dtype, t.shape) for t in flat]
+            self._signature = tuple(tf.TensorSpec(t.shape, t.dtype) for t in flat)
             self._batches: list[tuple] = []
             with tf.train.SingularMonitoredSession(hooks) as session:
                 with contextlib.suppress(tf.errors.OutOfRangeError):
@@ -104,8 +107,9 @@ class Trial:
         return EstimatorV2(model_fn, directory, self._config, self._params)
 
     def _input(self) -> tuple[Any, Any]:
-        types, shapes = zip(*self._types)
-        dataset = tf.data.Dataset.from_generator(lambda: iter(self._batches), types, shapes)
+        dataset = tf.data.Dataset.from_generator(
+            lambda: iter(self._batches), output_signature=self._signature
+        )
         iterator = tf.data.make_initializable_iterator(dataset)
         return iterator, pack_tensors(self._batch, iterator.get_next())
 
@@ -160,7 +164,7 @@ def _gradients(recorded: gradients.Recording) -> dict[str, tf.Tensor]:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collects this package's warnings, which a user may have turned off."""
+    """Collects this package's warnings. Meanwhile the log shows warnings, and nothing below."""
     found: list[str] = []
     package = pathlib.Path(__file__).parent
 
@@ -173,7 +177,7 @@ def _warnings() -> Iterator[list[str]]:
     logger = tf.get_logger()
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(min(logger.getEffectiveLevel(), logging.WARNING))
+    logger.setLevel(logging.WARNING)
     try:
         yield found
     finally:

@@ -111,11 +111,6 @@ def verify(
       ValueError: if `devices` is one device only, or there's no batch to train on.
     """
     towers = devices_lib.resolve(devices)
-    if not callable(input_fn):
-        raise TypeError(
-            f'input_fn={input_fn!r} is of {type(input_fn).__name__}. Give a function that makes '
-            'the batches: lambda: dataset.'
-        )
     if len(towers) < 2:
         raise ValueError(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '

@@ -227,7 +227,10 @@ def test_broadcast_of_a_name_rather_than_names():
     ids=repr,
 )
 def test_devices(given, error, message):
-    for make in (lambda: build(regression(adam), devices=given), lambda: devices.resolve(given)):
+    calls = [lambda: build(regression(adam), devices=given), lambda: devices.resolve(given)]
+    if given != ['/gpu:0']:  # Which devices there are is seen as the model_fn is called.
+        calls.append(lambda: estimator_mgpu.replicate(devices=given))
+    for make in calls:
         with pytest.raises(error, match=message) as raised:
             make()
         assert 'devices is None (every GPU)' in str(raised.value) or 'nvidia-smi' in str(
