@@ -95,8 +95,8 @@ def with_values(
                     once |= verdicts[-1].is_mean
             elif not counts.is_count(value, rows):
                 once |= divisor
-                if value.dtype.is_floating or value.dtype.is_bool:
-                    mixed = value if _goes_by_rows(value, rows) else mixed
+                if value.dtype.is_floating or value.dtype.is_bool and _goes_by_rows(value, rows):
+                    mixed = value
             elif value.dtype.is_floating:
                 growth = counts.growth(value, rows)
                 if divisor and growth == 1 and not (once or averaged):

@@ -113,6 +113,17 @@ def test_rows_that_are_compared_with_values_of_a_shard_are_warned_of(loss, stati
 
 
 @BOTH
+def test_rows_that_are_divided_by_a_number_of_integers_are_warned_of(static, caplog):
+    def loss(classes, output):
+        positive = tf.cast(1 + tf.reduce_sum(tf.minimum(classes, 1)), tf.float32)
+        return tf.reduce_sum(squares(tf.cast(classes, tf.float32), output) / positive)
+
+    data = [(features, abs(3 * labels).astype('int32')) for features, labels in batches(steps=1)]
+    train(with_loss(loss), data, 3, static=static)
+    assert 'is a value of all rows of a shard' in caplog.text
+
+
+@BOTH
 def test_rows_of_a_branch_that_goes_by_the_shard_are_warned_of(static, behavior, caplog):
     def loss(labels, output):
         large = tf.reduce_mean(labels) > 0.5
