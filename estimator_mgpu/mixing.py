@@ -19,17 +19,16 @@ _MIXES = {
     **{'Roll': 2, 'Cumsum': 1, 'Cumprod': 1, 'CumulativeLogsumexp': 1, 'ReverseV2': 1},
     **{'ReverseSequence': 'seq_dim', 'GatherV2': 2, 'Split': 0, 'SplitV': 2, 'Unpack': 'axis'},
 }
+_COMPARES = frozenset(
+    ['Equal', 'NotEqual', 'Less', 'LessEqual', 'Greater', 'GreaterEqual', 'LogicalAnd', 'LogicalOr']
+)
 # Ops that may pair entries of their inputs with one another, by broadcasting.
-_PAIRS = frozenset(
+_PAIRS = _COMPARES | frozenset(
     ['Add', 'AddV2', 'Sub', 'Mul', 'RealDiv', 'DivNoNan', 'SquaredDifference', 'Maximum', 'Minimum']
-    + ['Equal', 'NotEqual', 'Less', 'LessEqual', 'Greater', 'GreaterEqual', 'SelectV2']
-    + ['LogicalAnd', 'LogicalOr']
+    + ['SelectV2']
 )
 # Through which rows go on to what is chosen by them, or compared.
-_CHOOSES = frozenset(
-    ['Equal', 'NotEqual', 'Less', 'LessEqual', 'Greater', 'GreaterEqual', 'Where', 'GatherV2']
-    + ['LogicalAnd', 'LogicalOr', 'LogicalNot']
-)
+_CHOOSES = _COMPARES | {'LogicalNot', 'Where', 'GatherV2'}
 _BRANCHES = frozenset(['If', 'StatelessIf', 'Case', 'StatelessCase'])
 
 
