@@ -216,9 +216,11 @@ def test_every_call_and_kind_of_gradient():
         rows = tf.nn.embedding_lookup_sparse(table, ids, None, combiner='sum')
         loss = tf.reduce_mean(tf.square(rows - features['dense'][0]))
         optimizer = tf.train.GradientDescentOptimizer(params['rate'])
-        grads = optimizer.compute_gradients(loss)
-        grads += optimizer.compute_gradients(0.5 * loss, [table])
-        train_op = optimizer.apply_gradients([(g, v) for g, v in grads if g is not None], step())
+        first = [(g, v) for g, v in optimizer.compute_gradients(loss) if g is not None]
+        second = optimizer.compute_gradients(0.5 * loss, [table])
+        with tf.control_dependencies([optimizer.apply_gradients(first)]):
+            # At once, one may undo the other: TensorFlow's sparse updates don't lock.
+            train_op = optimizer.apply_gradients(second, step())
         return tf.estimator.EstimatorSpec(
             mode, loss=loss, train_op=train_op, training_hooks=[Hook()]
         )
