@@ -7,8 +7,8 @@ import re
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import mixing
+from estimator_mgpu.bodies import bodies
 from estimator_mgpu.functions import Library
-from estimator_mgpu.places import BATCH_NORMS
 from estimator_mgpu.towers import Towers, is_own
 from estimator_mgpu.walks import walk
 
@@ -35,18 +35,22 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
             f'Random numbers, such as those of dropout, are others on each device: {drawn}. '
             'Compare without them.'
         )
-    mixed = None if towers is None else _first_mixed(ops, towers)
-    if mixed is not None:
+    if towers is None:
+        return causes
+    values: list[str] = []
+    others: list[str] = []
+    for body in bodies(ops, towers.rows()):
+        values += [body.describe(op) for op, _ in mixing.of_values(body)]
+        others += map(body.describe, mixing.of_rows(body))
+    if values:
         causes.append(
             f'Rows are combined with a value of all rows of a shard, as batch normalization does: '
-            f'{mixed.name!r} ({mixed.type}). Each device has its own shard.'
+            f'{values[0]}. Each device has its own shard.'
         )
-    others = [] if towers is None else mixing.of_rows(ops, towers.rows())
     if others:
         causes.append(
             'Rows are combined with other rows of their shard, or put in their place, by '
-            f'{", ".join(f"{op.name!r} ({op.type})" for op in others[:3])}. '
-            'Each device has its own shard.'
+            f'{", ".join(others[:3])}. Each device has its own shard.'
         )
     return causes
 
@@ -59,17 +63,4 @@ def _first_random(ops: list[tf.Operation], library: Library, dependents: set[str
         for inner in library.nodes(op.node_def):
             if _RANDOM.search(inner.op) and not inner.op.startswith('Stateless'):
                 return f'{inner.name!r} ({inner.op}) in {op.name!r}'
-    return None
-
-
-def _first_mixed(ops: list[tf.Operation], towers: Towers) -> tf.Operation | None:
-    rows = towers.rows()
-    for op in ops:
-        inputs = rows.dependent_inputs(op)
-        if op.type in BATCH_NORMS and op.get_attr('is_training') and inputs:
-            return op
-        with_rows = [t for t in inputs if rows.has(t)]
-        others = [t for t in inputs if not rows.has(t) and t.dtype.is_floating]
-        if with_rows and others and any(map(rows.has, op.outputs)):
-            return op
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.rows import Rows
+from estimator_mgpu.places import Places
 
 _AS_GIVEN = frozenset(['Identity', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims', 'StopGradient'])
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv', 'TruncateDiv'])
@@ -17,7 +17,7 @@ _FACTORS = {'Sqrt': 0.5, 'Rsqrt': -0.5, 'Square': 2.0, 'Reciprocal': -1.0, 'Inv'
 _EPSILON = 1e-3
 
 
-def is_count(tensor: tf.Tensor, rows: Rows) -> bool:
+def is_count(tensor: tf.Tensor, rows: Places) -> bool:
     """Whether a value of a tower comes from shapes alone."""
     waiting, seen = [tensor.op], set()
     while waiting:
@@ -32,7 +32,7 @@ def is_count(tensor: tf.Tensor, rows: Rows) -> bool:
     return True
 
 
-def growth(tensor: tf.Tensor, rows: Rows) -> float | None:
+def growth(tensor: tf.Tensor, rows: Places) -> float | None:
     """Returns the power of the number of rows that a scalar goes with.
 
     It's 0 for the size of another dimension, 1 for the number of rows and multiples of it, 0.5 for
@@ -48,7 +48,7 @@ def growth(tensor: tf.Tensor, rows: Rows) -> float | None:
 class _Growths:
     """The growth of each entry of scalars and of vectors such as shapes."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: Places):
         self._rows = rows
         self._found: dict[str, list[float | None]] = {}
 
@@ -60,7 +60,7 @@ class _Growths:
 
     def _of(self, tensor: tf.Tensor) -> list[float | None]:
         op, size = tensor.op, tensor.shape.num_elements() or 1
-        if op.name not in self._rows.dependents:
+        if not self._rows.depends(op):
             return [0.0] * size
         if op.type == 'Shape':
             axis = self._rows.axis(op.inputs[0])

@@ -69,7 +69,8 @@ class Parts(NamedTuple):
       doubts: one sentence for each thing that the graph doesn't tell, or that isn't quite so.
       lost: whether it's taken for a mean for want of anything better.
       notes: one sentence for each thing that the graph tells, but not for certain.
-      mixed: the doubts that are about rows combined with values of their shard.
+      mixed: the doubts that are about rows combined with values of their shard, each after the
+        name of the value.
       by_count: whether one of these is how many rows the shard has.
     """
 
@@ -78,7 +79,7 @@ class Parts(NamedTuple):
     doubts: list[str]
     lost: bool = False
     notes: Sequence[str] = ()
-    mixed: Sequence[str] = ()
+    mixed: Sequence[tuple[str, str]] = ()
     by_count: bool = False
 
 
@@ -127,7 +128,7 @@ def take_apart(
     walk.from_loss(loss, walk.through_linear if reduction == SUM else walk.through_any)
     if walk.lost:
         walk.leaves, walk.tail, walk.notes = [Leaf(loss, MEAN)], set(), []
-    doubts = [*walk.doubts, *walk.mixed]
+    doubts = [*walk.doubts, *(sentence for _, sentence in walk.mixed)]
     told = walk.notes, walk.mixed, walk.by_count
     return Parts(walk.leaves, walk.tail, doubts, walk.lost, *told)
 
@@ -140,7 +141,7 @@ class _Walk:
         self.tail: set[str] = set()
         self.doubts: list[str] = []
         self.notes: list[str] = []
-        self.mixed: list[str] = []
+        self.mixed: list[tuple[str, str]] = []
         self.lost = False
         self.by_count = False
 
@@ -228,12 +229,13 @@ class _Walk:
             kind = MEAN if divided else SUM
         if mixed is not None:
             self.by_count |= counts.is_count(mixed, self._rows)
-            self.mixed.append(
+            doubt = (
                 f'{op.outputs[0].name!r} is not quite the {kind} over the batch that it is taken '
                 f'for: its rows are combined with {mixed.name!r}, which is a value of all rows of '
                 'a shard, and each device has its own. Combine them in the input_fn, or train '
                 'this model with replicate(devices=1).'
             )
+            self.mixed.append((mixed.name, doubt))
         return kind
 
     def _check_inner(self, op: tf.Operation) -> None:

@@ -102,9 +102,9 @@ def _take_apart(write: tf.Operation, rows: Rows, towers: Towers) -> list[losses.
             found.append(None if _may_count_rows(value, rows) else losses.Parts([], set(), []))
             continue
         towers.notices.unknown_shapes(rows, value)
-        towers.notices.mixing(rows, value)
         parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
         towers.notices.mixed(parts)
+        towers.notices.mixing(rows, value)
         found.append(None if rows.has(value) or parts.doubts else parts)
     return found
 

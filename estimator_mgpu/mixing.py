@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import counts, divisors, private
+from estimator_mgpu.bodies import Body
 from estimator_mgpu.divisors import QUOTIENTS
-from estimator_mgpu.places import dimensions, is_product
+from estimator_mgpu.places import ARRAYS, BATCH_NORMS, CALLS, FLOW, Places, dimensions, is_product
 from estimator_mgpu.rows import ELEMENTWISE, Rows
 from estimator_mgpu.walks import walk
 
@@ -30,17 +32,73 @@ _PAIRS = _COMPARES | frozenset(
 # Through which rows go on to what is chosen by them, or compared.
 _CHOOSES = _COMPARES | {'LogicalNot', 'Where', 'GatherV2'}
 _BRANCHES = frozenset(['If', 'StatelessIf', 'Case', 'StatelessCase'])
+# Ops that go over all dimensions but the first one.
+_WINDOWS = re.compile('(DepthwiseConv|Conv|MaxPool|AvgPool)[1-3]?[dD]?(Native)?$')
+# The scopes of tf.nn.moments and tf.nn.batch_normalization.
+_OF_BATCH_NORM = re.compile('(^|/)(moments|batchnorm)(_[0-9]+)?/')
+# Lists of tensors, which have a place where what is added may have one or not.
+_LISTS = re.compile('Tensor(List|Array)')
 
 
-def of_rows(ops: Iterable[tf.Operation], rows: Rows, certain: bool = False) -> list[tf.Operation]:
+def of_rows(body: Body, certain: bool = False) -> list[tf.Operation]:
     """Lists the ops that give a row what comes from others: sorted, shifted, in pairs.
 
     Args:
-      ops: ops of a tower.
-      rows: which tensors have rows, and along which dimension.
+      body: ops of a tower.
       certain: whether to leave out those that may give each row what is its own.
     """
-    return [op for op in ops if _mixes(op, rows) and not (certain and _may_be_own(op, rows))]
+    rows = body.rows
+    found = [
+        op
+        for op in body.ops
+        if _mixes(op, rows)
+        and not (certain and _may_be_own(op, rows))
+        and not (_is_one_row(op, rows) and _loops(op, body))
+    ]
+    return found + [op for op in _carrying(body) if op not in found]
+
+
+def of_values(body: Body) -> list[tuple[tf.Operation, tf.Tensor]]:
+    """Lists the ops that combine rows with values of all rows of their shard, and these."""
+    rows, items = body.rows, _of_one_row(body)
+    found = []
+    for op in body.ops:
+        inputs = rows.dependent_inputs(op)
+        if op.type in BATCH_NORMS and op.get_attr('is_training') and inputs:
+            found.append((op, op.outputs[1]))
+        elif _passes_on(op) or not (op.name in items or any(map(rows.has, op.outputs))):
+            continue
+        elif any(rows.has(t) or t.op.name in items for t in inputs):
+            others = [t for t in inputs if t.op.name not in items and _is_of_shard(t, rows)]
+            found += [(op, value) for value in others[:1]]
+    return found
+
+
+def _passes_on(op: tf.Operation) -> bool:
+    """Whether an op combines nothing itself."""
+    if op.type in CALLS:
+        return bool(private.function_graphs(op))
+    return op.type in FLOW or _LISTS.match(op.type) is not None
+
+
+def _of_one_row(body: Body) -> set[str]:
+    """Returns the names of the ops that depend on the one row that a round of a loop takes."""
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        ends = op.type in ('Exit', 'NextIteration') or op.type in ARRAYS
+        return [] if ends else [user for t in op.outputs for user in t.consumers()]
+
+    start = [op for op in body.ops if _is_one_row(op, body.rows) and _loops(op, body)]
+    return {op.name for op in walk(start, onward)}
+
+
+def _loops(op: tf.Operation, body: Body) -> bool:
+    return body.loops or private.in_loop(op)
+
+
+def is_batch_norm(op: tf.Operation) -> bool:
+    """Whether an op is one of those that TensorFlow's batch normalization consists of."""
+    return op.type in BATCH_NORMS or _OF_BATCH_NORM.search(op.name) is not None
 
 
 def numbered(value: tf.Tensor, rows: Rows) -> list[tf.Operation]:
@@ -107,14 +165,45 @@ def with_values(
     return divided, mixed, verdicts
 
 
-def _is_of_shard(value: tf.Tensor, rows: Rows) -> bool:
+def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:
     """Whether it's a value of all rows of a shard, other than how many they are."""
-    if rows.has(value) or value.op.name not in rows.dependents:
+    if rows.has(value) or not rows.depends(value.op):
         return False
     return value.dtype.is_floating and not counts.is_count(value, rows)
 
 
-def _mixes(op: tf.Operation, rows: Rows) -> bool:
+def _carrying(body: Body) -> list[tf.Operation]:
+    """Lists the ops that take one row a round, where that changes what a loop goes on with."""
+    rounds = [op.inputs[0] for op in body.ops if op.type == 'NextIteration']
+    ends = [t.op for t in [*body.carried, *rounds] if _is_number(t) and not body.rows.has(t)]
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        return [t.op for t in body.rows.dependent_inputs(op)]
+
+    return [op for op in walk(ends, onward) if _is_one_row(op, body.rows)]
+
+
+def _is_number(value: tf.Tensor) -> bool:
+    """Whether it's a number, rather than a list of some or what goes for one in v1 loops."""
+    op = value.op
+    while op.type in ('Identity', 'Switch', 'Merge', 'Enter', 'Exit'):
+        op = op.inputs[0].op
+    return op.type not in ARRAYS and (value.dtype.is_floating or value.dtype.is_integer)
+
+
+def _is_one_row(op: tf.Operation, rows: Places) -> bool:
+    """Whether an op takes one of the rows, by a number that changes."""
+    if op.type in ('TensorListGetItem', 'TensorArrayReadV3'):
+        return any(rows.axis(t) == 0 for t in op.inputs)
+    if op.type not in ('StridedSlice', 'GatherV2'):
+        return False
+    if private.constant_value(op.inputs[1]) is not None:
+        return False
+    taken = rows.has(op.inputs[0]) and not rows.has(op.inputs[1])
+    return taken and not any(map(rows.has, op.outputs))
+
+
+def _mixes(op: tf.Operation, rows: Places) -> bool:
     axes = {i: rows.axis(t) for i, t in enumerate(op.inputs) if rows.has(t) and t.shape.rank}
     if not axes:
         return False
@@ -127,6 +216,8 @@ def _mixes(op: tf.Operation, rows: Rows) -> bool:
         return any(map(rows.has, op.outputs)) and _goes_by_rows(op.inputs[0], rows)
     if op.type == 'Switch':  # A v1 branch; in a loop it ends it.
         return op.inputs[1].op.type != 'LoopCond' and _goes_by_rows(op.inputs[1], rows)
+    if _WINDOWS.match(op.type):
+        return axes.get(0, 0) != 0
     if op.type == 'RandomShuffle':
         return axes[0] == 0
     if op.type == 'StridedSlice':
@@ -141,7 +232,7 @@ def _mixes(op: tf.Operation, rows: Rows) -> bool:
     return by is not None and axes[min(axes)] in dimensions(op.inputs[by], given)
 
 
-def _goes_by_rows(value: tf.Tensor, rows: Rows) -> bool:
+def _goes_by_rows(value: tf.Tensor, rows: Places) -> bool:
     """Whether a value depends on the numbers in rows, rather than on how many rows there are.
 
     What goes by integers, such as the lengths of sequences, mostly saves work only.
@@ -151,13 +242,13 @@ def _goes_by_rows(value: tf.Tensor, rows: Rows) -> bool:
         sizes = op.type in ('Shape', 'ShapeN', 'Size', 'Rank')
         return [] if sizes else [t.op for t in rows.dependent_inputs(op)]
 
-    if value.op.name not in rows.dependents:
+    if not rows.depends(value.op):
         return False
     found = (t for op in walk([value.op], onward) for t in op.outputs)
     return any(rows.has(t) and t.dtype.is_floating for t in found)
 
 
-def _cuts(op: tf.Operation, rows: Rows) -> bool:
+def _cuts(op: tf.Operation, rows: Places) -> bool:
     """Whether a slice takes some of what is along the first dimension, by position."""
     given, *bounds = op.inputs
     if (op.get_attr('new_axis_mask') | op.get_attr('ellipsis_mask')) & 1 or rows.are_bounds(given):
@@ -180,6 +271,21 @@ def _is_of_rows(indices: tf.Tensor) -> bool:
     return op.type in ('Where', 'Unique', 'UniqueV2')
 
 
-def _may_be_own(op: tf.Operation, rows: Rows) -> bool:
+def _may_be_own(op: tf.Operation, rows: Places) -> bool:
     """Whether an op takes rows by indices that rows have, which may be their own."""
-    return op.type == 'GatherV2' and rows.has(op.inputs[1])
+    return op.type == 'GatherV2' and rows.has(op.inputs[1]) and not _is_given(op.inputs[1], rows)
+
+
+def _is_given(indices: tf.Tensor, rows: Places) -> bool:
+    """Whether indices are what the input_fn gave for each row, rather than computed by place."""
+    ends = []
+    passing = ELEMENTWISE | {'StridedSlice'}
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        found = [t.op for t in rows.dependent_inputs(op)] if op.type in passing else []
+        ends.extend([] if found else [op])
+        return found
+
+    for _ in walk([indices.op], onward):
+        pass
+    return all(op.type != 'Placeholder' and not rows.dependent_inputs(op) for op in ends)

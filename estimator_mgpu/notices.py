@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses, mixing
+from estimator_mgpu.bodies import bodies
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.walks import walk
+
+_OTHERS = (
+    'In what %r comes from, rows are combined with other rows of their shard, or taken by their '
+    'place in it, by %s. Each device has its own shard, so that this may not be what one device '
+    'gives. Let the input_fn put into one row what belongs together, or run this model with '
+    'replicate(devices=1).'
+)
+_VALUES = (
+    'In what %r comes from, rows are combined with values of all rows of their shard, as batch '
+    'normalization does, by %s. Each device has its own shard, so that this may not be what one '
+    'device gives. Combine them in the input_fn, or run this model with replicate(devices=1).'
+)
+_NORMS = "In what %r comes from, batch normalization takes each device's own statistics: %s."
 
 
 class Notices:
@@ -23,6 +37,7 @@ class Notices:
             return
         for sentence in [*parts.doubts, *parts.notes]:
             tf.logging.warning('%s', sentence)
+        self._told.update(mixed for mixed, _ in parts.mixed)
         for leaf in parts.leaves:
             tf.logging.info(
                 "Loss %r: the towers' %r is taken for a %s over rows.",
@@ -48,8 +63,9 @@ class Notices:
 
     def mixed(self, parts: losses.Parts) -> None:
         """Warns of rows that are combined with values of all rows of their shard."""
-        for sentence in filter(self._is_new, parts.mixed):
-            tf.logging.warning('%s', sentence)
+        for mixed, sentence in parts.mixed:
+            if self._is_new(mixed):
+                tf.logging.warning('%s', sentence)
 
     def values(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of predictions that are combined with values of all rows of their shard."""
@@ -66,17 +82,25 @@ class Notices:
         """Warns of what a value comes from that gives rows something of others of their shard."""
         ops = list(walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)]))
         self._segments(ops, rows)
-        mixed = mixing.of_rows(ops, rows, certain=True) + mixing.numbered(value, rows)
-        found = [op for op in mixed if self._is_new(op.name)]
-        if found:
-            tf.logging.warning(
-                'In what %r comes from, rows are combined with other rows of their shard, or taken '
-                'by their place in it, by %s. Each device has its own shard, so that this may not '
-                'be what one device gives. Let the input_fn put into one row what belongs '
-                'together, or run this model with replicate(devices=1).',
-                value.name,
-                ', '.join(f'{op.name!r} ({op.type})' for op in found[:3]),
-            )
+        others = [f'{op.name!r} ({op.type})' for op in mixing.numbered(value, rows)]
+        values: list[str] = []
+        norms: list[str] = []
+        for body in bodies(ops, rows):
+            others += map(body.describe, mixing.of_rows(body, certain=True))
+            for op, of_shard in mixing.of_values(body):
+                if body.where or of_shard.name not in self._told:
+                    (norms if mixing.is_batch_norm(op) else values).append(body.describe(op))
+        self._tell(tf.logging.warning, _OTHERS, value, others)
+        self._tell(tf.logging.warning, _VALUES, value, values)
+        self._tell(tf.logging.info, _NORMS, value, norms)
+
+    def _tell(
+        self, log: Callable[..., None], sentence: str, value: tf.Tensor, found: Iterable[str]
+    ) -> None:
+        new = list(filter(self._is_new, found))
+        if new:
+            more = f' and {len(new) - 3} more' if len(new) > 3 else ''
+            log(sentence, value.name, ', '.join(new[:3]) + more)
 
     def _segments(self, ops: Iterable[tf.Operation], rows: Rows) -> None:
         for op in ops:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -11,8 +11,8 @@ from estimator_mgpu import private
 from estimator_mgpu.axes import Place, UnknownPlace, place_in
 
 # What functions make up: v2 loops, branches and calls.
-_LOOPS = frozenset(['While', 'StatelessWhile'])
-_CALLS = _LOOPS | frozenset(
+LOOPS = frozenset(['While', 'StatelessWhile'])
+CALLS = LOOPS | frozenset(
     ['If', 'StatelessIf', 'Case', 'StatelessCase', 'PartitionedCall', 'StatefulPartitionedCall']
 )
 # Sums of what goes to one place; the third input says how many places there are.
@@ -26,8 +26,8 @@ _MAKES = re.compile(
 # Their outputs but the first are statistics of the batch.
 BATCH_NORMS = frozenset(['FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3'])
 # v1 loops and branches, and what a TensorArray's `flow` goes through in them.
-_ARRAYS = frozenset(['TensorArrayWriteV3', 'TensorArrayScatterV3', 'TensorArraySplitV3'])
-_FLOW = _ARRAYS | frozenset(['Enter', 'Exit', 'Merge', 'Switch', 'NextIteration'])
+ARRAYS = frozenset(['TensorArrayWriteV3', 'TensorArrayScatterV3', 'TensorArraySplitV3'])
+FLOW = ARRAYS | frozenset(['Enter', 'Exit', 'Merge', 'Switch', 'NextIteration'])
 
 
 class Places:
@@ -38,6 +38,7 @@ class Places:
       dependents: the names of the ops that depend on these; None for the ops of a function, all of
         which may.
       static: the rows of a shard where that's known.
+      bounds: the names of the tensors that say where rows begin and end, in ragged ones.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Places:
         given: Sequence[tuple[tf.Tensor, Place]],
         dependents: set[str] | None,
         static: int | None,
+        bounds: Collection[str] = (),
     ):
         self.dependents = set() if dependents is None else dependents
         self._all = dependents is None
         self.static = static
+        self._bounds = bounds
         self._places = {tensor.name: place for tensor, place in given}
         self._calls: dict[str, tf.Operation] = {}
         self._unknown: list[tuple[tf.Operation, tf.Tensor, tf.Tensor]] = []
@@ -62,6 +65,20 @@ class Places:
         """Which dimension holds the rows, if any does."""
         place = self._places.get(tensor.name)
         return None if place is None else place.axis
+
+    def depends(self, op: tf.Operation) -> bool:
+        """Whether an op depends on the shard."""
+        return self._all or op.name in self.dependents
+
+    def dependent_inputs(self, op: tf.Operation) -> list[tf.Tensor]:
+        """Lists the inputs of an op that depend on the shard."""
+        return [t for t in op.inputs if self.depends(t.op)]
+
+    def are_bounds(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor says where rows begin and end: one entry more than there are rows."""
+        while tensor.op.type == 'Identity':
+            tensor = tensor.op.inputs[0]
+        return tensor.name in self._bounds
 
     def product_axis(self, op: tf.Operation, place: int) -> int | None:
         """Which dimension of a product has an input's rows; None where they're summed over."""
@@ -84,26 +101,38 @@ class Places:
                 while waiting:
                     tensor = waiting.pop()
                     for op in tensor.consumers():
-                        if self._all or op.name in self.dependents or op.type in _FLOW:
+                        if self._all or op.name in self.dependents or op.type in FLOW:
                             waiting += self._follow(op, tensor)
                 waiting = self._through_calls()
             waiting = self._arrays_of_rows(graph) + self._made_for_rows(graph)
             waiting = waiting or self._by_sizes()
 
-    def _in_function(self, graph: tf.Graph, places: dict[str, Place]) -> list[Place | None]:
-        """Returns where the results of a function have rows."""
-        given = [(t, places[t.name]) for t in graph.inputs if t.name in places]
-        inner = Places(given, None, self.static)
-        return [inner._places.get(t.name) for t in graph.outputs]
+    def functions(self, op: tf.Operation) -> Iterator[tuple[tf.Graph, list[Place | None]]]:
+        """Yields the functions that a loop, branch or call is made of, where they can be told.
 
-    def _counts(self, op: tf.Operation) -> bool:
-        return self._all or op.name in self.dependents
+        With each comes where what it's given has rows: in a loop, after any number of rounds.
+        """
+        given = [self._places.get(t.name) for t in op.inputs]
+        for graph in private.function_graphs(op) if op.type in CALLS else ():
+            own = given[len(given) - len(graph.inputs) :]
+            while op.type in LOOPS:
+                again = [a or b for a, b in zip(own, self._in_function(graph, own))]
+                if again == own:
+                    break
+                own = again
+            yield graph, own
+
+    def _in_function(self, graph: tf.Graph, given: Sequence[Place | None]) -> list[Place | None]:
+        """Returns where the results of a function have rows."""
+        places = [(t, place) for t, place in zip(graph.inputs, given) if place is not None]
+        inner = Places(places, None, self.static)
+        return [inner._places.get(t.name) for t in graph.outputs]
 
     def _follow(self, op: tf.Operation, given: tf.Tensor) -> list[tf.Tensor]:
         """Returns the outputs of an op that have rows because one of its inputs has."""
         if op.type in ('Shape', 'ShapeN', 'Size', 'Rank'):
             return []
-        if op.type in _CALLS:
+        if op.type in CALLS:
             self._calls[op.name] = op
             return []
         found = []
@@ -122,7 +151,7 @@ class Places:
     def _place_of(self, op: tf.Operation, output: tf.Tensor, index: int) -> Place | None:
         """Returns where an output has rows, by what the op does with one of its inputs."""
         given = op.inputs[index]
-        scalar = output.dtype in (tf.variant, tf.resource) or op.type in _FLOW
+        scalar = output.dtype in (tf.variant, tf.resource) or op.type in FLOW
         if output.shape.num_elements() == 1 and not (scalar and output.shape.rank == 0):
             return None
         place = self._places[given.name]
@@ -159,7 +188,7 @@ class Places:
             return None
         axis = given.axis if given.axis in holding else holding[0]
         # What ops do to rows mostly leaves them along the first dimension.
-        plain = given.plain and axis == given.axis == 0 and op.type not in _CALLS
+        plain = given.plain and axis == given.axis == 0 and op.type not in CALLS
         return Place(axis, None, None, plain)
 
     def _through_calls(self) -> list[tf.Tensor]:
@@ -183,22 +212,10 @@ class Places:
 
     def _results(self, op: tf.Operation) -> list[Place | None] | None:
         """Returns where the outputs of a loop, branch or call have rows, if that can be told."""
-        graphs = private.function_graphs(op)
-        if not graphs:
-            return None
-        given = [self._places.get(t.name) for t in op.inputs]
-        loop = op.type in _LOOPS
-        found: list[Place | None] = [None] * len(op.outputs)
-        for graph in graphs:
-            own = given[len(given) - len(graph.inputs) :]
-            while True:
-                places = {t.name: p for t, p in zip(graph.inputs, own) if p is not None}
-                results = self._in_function(graph, places)
-                again = [a or b for a, b in zip(own, results)] if loop else own
-                if again == own:
-                    break
-                own = again
-            found = [a or b for a, b in zip(found, own if loop else results)]
+        found = None
+        for graph, own in self.functions(op):
+            results = own if op.type in LOOPS else self._in_function(graph, own)
+            found = [a or b for a, b in zip(found or results, results)]
         return found
 
     def _arrays_of_rows(self, graph: tf.Graph) -> list[tf.Tensor]:
@@ -219,7 +236,7 @@ class Places:
         found = []
         for op in graph.get_operations():
             made = _MAKES.match(op.type)
-            if made and self._counts(op) and op.outputs[0].name not in self._places:
+            if made and self.depends(op) and op.outputs[0].name not in self._places:
                 axis = self._axis_of_shape(op.inputs[0 if made[1] else 1].op)
                 if axis is not None:
                     self._places[op.outputs[0].name] = Place(axis)
@@ -257,7 +274,7 @@ class Places:
             size = op.outputs[0].shape.as_list()[0] if op.outputs[0].shape.rank else None
             # A number that somebody wrote, or the static size of a shard, which is the same.
             holds = size == self.static if is_literal(op.inputs[2]) else self._may_hold(size)
-            return not self._counts(op.inputs[2].op) and not holds
+            return not self.depends(op.inputs[2].op) and not holds
         return False
 
     def _may_hold(self, size: int | None) -> bool:

@@ -43,9 +43,8 @@ class Rows(Places):
         static: int | None,
         bounds: Collection[str] = (),
     ):
-        self._bounds = bounds
         given = [(tensor, Place(0)) for tensor in sources if tensor.shape.rank != 0]
-        super().__init__(given, dependents, static)
+        super().__init__(given, dependents, static, bounds)
         self._graph = given[0][0].graph if given else tf.get_default_graph()
         reshapes = [op for op in self._graph.get_operations() if op.type == 'Reshape']
         self._reshapes = [
@@ -65,12 +64,6 @@ class Rows(Places):
     def is_last_axis(self, tensor: tf.Tensor) -> bool:
         """Whether the rows of a tensor are along its last dimension."""
         return tensor.shape.rank is not None and self.axis(tensor) == tensor.shape.rank - 1
-
-    def are_bounds(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor says where rows begin and end: one entry more than there are rows."""
-        while tensor.op.type == 'Identity':
-            tensor = tensor.op.inputs[0]
-        return tensor.name in self._bounds
 
     def may_have(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor has a dimension that, to go by its size, may hold rows."""
@@ -131,7 +124,7 @@ class Rows(Places):
         given = []
         for op in self._graph.get_operations():
             own = [i for i, t in enumerate(op.inputs) if self.has(t)]
-            if len(own) > 1 and self._counts(op):
+            if len(own) > 1 and self.depends(op):
                 found = [(output, i) for output in op.outputs if self.has(output) for i in own]
                 given += [(output, self._second(op, output, i)) for output, i in found]
         seconds = [(output, place) for output, place in given if place is not None]
@@ -144,7 +137,3 @@ class Rows(Places):
         except UnknownPlace:
             return None
         return None if place is None or place.axis == self.axis(output) else place
-
-    def dependent_inputs(self, op: tf.Operation) -> list[tf.Tensor]:
-        """Lists the inputs of an op that depend on the shard."""
-        return [t for t in op.inputs if self._counts(t.op)]

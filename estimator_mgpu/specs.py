@@ -169,8 +169,8 @@ class _Rows:
             wrong = f'{what} has its rows along dimension {axes.pop()}. {advice}'
         if wrong and not evaluates:
             raise ValueError(wrong)
-        self._towers.notices.mixing(self._places, value)
         self._towers.notices.values(self._places, value)
+        self._towers.notices.mixing(self._places, value)
         static, rows = self._shards.static_rows, None
         if value.shape.rank is not None:
             rows = value.shape.as_list()[0]

@@ -1,0 +1,80 @@
+"""The functions that loops, branches and calls are made of, as parts of a model like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import counts
+from estimator_mgpu.places import LOOPS, Places
+from estimator_mgpu.walks import inputs, walk
+
+
+class Body(NamedTuple):
+    """Ops of a tower's graph, or of a function that one of these calls.
+
+    Attributes:
+      ops: the ops.
+      rows: which of their tensors depend on the shard, and which have rows.
+      where: what is added to an op's name to find it.
+      loops: whether they run once a round.
+      carried: what a round hands on to the next one, in a function.
+    """
+
+    ops: list[tf.Operation]
+    rows: Places
+    where: str = ''
+    loops: bool = False
+    carried: list[tf.Tensor] = []
+
+    def describe(self, op: tf.Operation) -> str:
+        return f'{op.name!r} ({op.type}){self.where}'
+
+
+def bodies(ops: Iterable[tf.Operation], rows: Places) -> Iterator[Body]:
+    """Yields ops of a tower, and those of the functions that they call with rows."""
+    waiting = [Body(list(ops), rows)]
+    while waiting:
+        body = waiting.pop()
+        yield body
+        waiting += [inner for op in body.ops for inner in _called(op, body)]
+
+
+def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
+    for graph, given in body.rows.functions(op):
+        outer = op.inputs[len(op.inputs) - len(graph.inputs) :]
+        places = [(t, place) for t, place in zip(graph.inputs, given) if place is not None]
+        if not places:
+            continue
+        start = {t.op.name for t, _ in places}
+        start |= {t.op.name for t, o in zip(graph.inputs, outer) if _is_of_shard(o, body.rows)}
+        loops = op.type in LOOPS
+        yield Body(
+            list(walk([t.op for t in graph.outputs], inputs)),
+            Places(places, _after(start, graph, loops), body.rows.static),
+            f' in {op.name!r}{body.where}',
+            loops or body.loops,
+            list(graph.outputs) if loops else [],
+        )
+
+
+def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:
+    """Whether a value depends on more of the shard than how many rows it has."""
+    return rows.depends(value.op) and not counts.is_count(value, rows)
+
+
+def _after(start: set[str], graph: tf.Graph, loops: bool) -> set[str]:
+    """Returns the names of the ops of a function that depend on some of its arguments."""
+    found = set(start)
+    again = True
+    while again:
+        for op in graph.get_operations():
+            if any(t.op.name in found for t in op.inputs):
+                found.add(op.name)
+        rounds = zip(graph.inputs, graph.outputs) if loops else ()
+        more = {given.op.name for given, result in rounds if result.op.name in found}
+        again = not more <= found
+        found |= more
+    return found
