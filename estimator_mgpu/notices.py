@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import losses, mixing
 from estimator_mgpu.bodies import bodies
 from estimator_mgpu.rows import Rows
+from estimator_mgpu.sharing import PYTHON_FUNCTIONS
 from estimator_mgpu.walks import walk
 
 _OTHERS = (
@@ -23,6 +24,7 @@ _VALUES = (
     'device gives. Combine them in the input_fn, or run this model with replicate(devices=1).'
 )
 _NORMS = "In what %r comes from, batch normalization takes each device's own statistics: %s."
+_PYTHON = 'In what %r comes from, Python functions are called with the rows of one shard each: %s.'
 
 
 class Notices:
@@ -85,14 +87,17 @@ class Notices:
         others = [f'{op.name!r} ({op.type})' for op in mixing.numbered(value, rows)]
         values: list[str] = []
         norms: list[str] = []
+        python: list[str] = []
         for body in bodies(ops, rows):
             others += map(body.describe, mixing.of_rows(body, certain=True))
+            python += [body.describe(op) for op in body.ops if op.type in PYTHON_FUNCTIONS]
             for op, of_shard in mixing.of_values(body):
                 if body.where or of_shard.name not in self._told:
                     (norms if mixing.is_batch_norm(op) else values).append(body.describe(op))
         self._tell(tf.logging.warning, _OTHERS, value, others)
         self._tell(tf.logging.warning, _VALUES, value, values)
         self._tell(tf.logging.info, _NORMS, value, norms)
+        self._tell(tf.logging.info, _PYTHON, value, python)
 
     def _tell(
         self, log: Callable[..., None], sentence: str, value: tf.Tensor, found: Iterable[str]

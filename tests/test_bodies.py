@@ -3,6 +3,7 @@
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
 from models import adam, batches, predict, spec_of, with_loss
 from towers import compare, train
 
@@ -148,6 +149,25 @@ def test_rows_that_are_chosen_by_a_feature_are_warned_of(caplog):
     data = [(features, (0 * labels).astype('int32')) for features, labels in batches(steps=1)]
     train(with_loss(loss), data, 3, static=False)
     assert OTHERS in caplog.text
+
+
+def test_what_differs_in_a_function_is_named_by_verify(capsys):
+    def input_fn():
+        return tf.data.Dataset.from_tensors(batches()[0])
+
+    result = estimator_mgpu.verify(with_forward(tf.function(centred)), input_fn, devices=3)
+    assert not result.exact
+    assert "'sub' (Sub) in 'PartitionedCall'" in result.causes[0]
+
+
+def test_a_python_function_is_told_of(caplog):
+    def forward(x):
+        return tf.ensure_shape(tf.py_function(lambda rows: 2 * rows, [x], tf.float32), [None, 3])
+
+    train(with_forward(forward), batches(steps=1), 3, static=False)
+    assert (
+        "Python functions are called with the rows of one shard each: 'EagerPyFunc'" in caplog.text
+    )
 
 
 def each_in_a_map(x):

@@ -51,6 +51,20 @@ def test_the_command():
     assert 'on /device:CPU:0, /device:CPU:1: equals that of one device' in lines['one']
 
 
+def test_its_help():
+    source = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
+    done = subprocess.run(
+        [sys.executable, '-m', 'estimator_mgpu', '--help'],
+        env={**os.environ, 'PYTHONPATH': source},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'to paste into a bug' in done.stdout
+    assert 'tensorflow-estimator' not in done.stdout  # It's no report.
+
+
 @pytest.mark.core
 def test_all_is_found(report, capsys):
     findings = report()
