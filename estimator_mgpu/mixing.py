@@ -34,6 +34,10 @@ _CHOOSES = _COMPARES | {'LogicalNot', 'Where', 'GatherV2'}
 _BRANCHES = frozenset(['If', 'StatelessIf', 'Case', 'StatelessCase'])
 # Ops that go over all dimensions but the first one.
 _WINDOWS = re.compile('(DepthwiseConv|Conv|MaxPool|AvgPool)[1-3]?[dD]?(Native)?$')
+# Through which indices go on to be those of a feature.
+_AS_GIVEN = frozenset(
+    ['Identity', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims', 'StridedSlice', 'FloorMod', 'Minimum']
+)
 # The scopes of tf.nn.moments and tf.nn.batch_normalization.
 _OF_BATCH_NORM = re.compile('(^|/)(moments|batchnorm)(_[0-9]+)?/')
 # Lists of tensors, which have a place where what is added may have one or not.
@@ -47,11 +51,11 @@ def of_rows(body: Body, certain: bool = False) -> list[tf.Operation]:
       body: ops of a tower.
       certain: whether to leave out those that may give each row what is its own.
     """
-    rows = body.rows
+    rows, items = body.rows, _of_one_row(body)
     found = [
         op
         for op in body.ops
-        if _mixes(op, rows)
+        if (_mixes(op, rows) or items and _meets_one_row(op, rows, items))
         and not (certain and _may_be_own(op, rows))
         and not (_is_one_row(op, rows) and _loops(op, body))
     ]
@@ -85,11 +89,16 @@ def _of_one_row(body: Body) -> set[str]:
     """Returns the names of the ops that depend on the one row that a round of a loop takes."""
 
     def onward(op: tf.Operation) -> list[tf.Operation]:
-        ends = op.type in ('Exit', 'NextIteration') or op.type in ARRAYS
+        ends = op.type == 'Exit' or op.type in ARRAYS
         return [] if ends else [user for t in op.outputs for user in t.consumers()]
 
     start = [op for op in body.ops if _is_one_row(op, body.rows) and _loops(op, body)]
-    return {op.name for op in walk(start, onward)}
+    found: set[str] = set()
+    while start:
+        found |= {op.name for op in walk(start, onward)}
+        rounds = zip(body.carried[0].graph.inputs, body.carried) if body.carried else ()
+        start = [a.op for a, b in rounds if b.op.name in found and a.op.name not in found]
+    return found
 
 
 def _loops(op: tf.Operation, body: Body) -> bool:
@@ -170,6 +179,14 @@ def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:
     if rows.has(value) or not rows.depends(value.op):
         return False
     return value.dtype.is_floating and not counts.is_count(value, rows)
+
+
+def _meets_one_row(op: tf.Operation, rows: Places, items: set[str]) -> bool:
+    """Whether an op combines all rows with the one of a round."""
+    if _passes_on(op) or not any(map(rows.has, op.outputs)):
+        return False
+    own = [t for t in op.inputs if t.op.name in items and t.dtype.is_floating]
+    return any(map(rows.has, op.inputs)) and any(not rows.has(t) for t in own)
 
 
 def _carrying(body: Body) -> list[tf.Operation]:
@@ -278,14 +295,8 @@ def _may_be_own(op: tf.Operation, rows: Places) -> bool:
 
 def _is_given(indices: tf.Tensor, rows: Places) -> bool:
     """Whether indices are what the input_fn gave for each row, rather than computed by place."""
-    ends = []
-    passing = ELEMENTWISE | {'StridedSlice'}
-
-    def onward(op: tf.Operation) -> list[tf.Operation]:
-        found = [t.op for t in rows.dependent_inputs(op)] if op.type in passing else []
-        ends.extend([] if found else [op])
-        return found
-
-    for _ in walk([indices.op], onward):
-        pass
-    return all(op.type != 'Placeholder' and not rows.dependent_inputs(op) for op in ends)
+    op = indices.op
+    while op.type in _AS_GIVEN and rows.dependent_inputs(op):
+        op = op.inputs[0].op
+    of_sparse = any(t.name in rows.indices for t in op.outputs)
+    return not (rows.dependent_inputs(op) or of_sparse or op.type == 'Placeholder')

@@ -39,6 +39,7 @@ class Places:
         which may.
       static: the rows of a shard where that's known.
       bounds: the names of the tensors that say where rows begin and end, in ragged ones.
+      indices: the names of those that say which rows have something, in sparse ones.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class Places:
         dependents: set[str] | None,
         static: int | None,
         bounds: Collection[str] = (),
+        indices: Collection[str] = (),
     ):
         self.dependents = set() if dependents is None else dependents
         self._all = dependents is None
         self.static = static
         self._bounds = bounds
+        self.indices = indices
         self._places = {tensor.name: place for tensor, place in given}
         self._calls: dict[str, tf.Operation] = {}
         self._unknown: list[tuple[tf.Operation, tf.Tensor, tf.Tensor]] = []

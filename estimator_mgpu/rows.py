@@ -34,6 +34,7 @@ class Rows(Places):
       dependents: the names of the ops that depend on the shard.
       static: the rows of the shard where that's known.
       bounds: the names of the tensors that say where rows begin and end, in ragged ones.
+      indices: the names of those that say which rows have something, in sparse ones.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Rows(Places):
         dependents: set[str],
         static: int | None,
         bounds: Collection[str] = (),
+        indices: Collection[str] = (),
     ):
         given = [(tensor, Place(0)) for tensor in sources if tensor.shape.rank != 0]
-        super().__init__(given, dependents, static, bounds)
+        super().__init__(given, dependents, static, bounds, indices)
         self._graph = given[0][0].graph if given else tf.get_default_graph()
         reshapes = [op for op in self._graph.get_operations() if op.type == 'Reshape']
         self._reshapes = [

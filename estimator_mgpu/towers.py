@@ -57,6 +57,7 @@ class Towers:
         self._with_rows: list[tf.Tensor] = []  # which only who made them knows
         self._bounds: set[str] = set()  # of rows of ragged tensors
         self._shapes: set[str] = set()  # of sparse tensors
+        self._indices: set[str] = set()
         # What was made of a tensor of the user's to take the gradient of, by its name.
         self.made_from: dict[str, tf.Tensor] = {}
         self._counted: dict[str, list[losses.Leaf]] = {}
@@ -81,7 +82,9 @@ class Towers:
         leaves = tf.nest.flatten(shards[0])
         ragged = [x for x in leaves if isinstance(x, tf.RaggedTensor)]
         self._bounds.update(t.name for x in ragged for t in x.nested_row_splits)
-        self._shapes.update(x.dense_shape.name for x in leaves if isinstance(x, tf.SparseTensor))
+        sparse = [x for x in leaves if isinstance(x, tf.SparseTensor)]
+        self._shapes.update(x.dense_shape.name for x in sparse)
+        self._indices.update(x.indices.name for x in sparse)
         first, *others = [flat_tensors(shard) for shard in shards]
         for tensor, *own in zip(first, *others):
             if all(t is tensor for t in own):
@@ -126,7 +129,7 @@ class Towers:
         """Returns what is known of the rows of tower 0's tensors."""
         given = [t for t in self._sources if t.name not in self._shapes]
         sources = [*given, *self._with_rows]
-        return Rows(sources, self.dependents(), self._static_rows, self._bounds)
+        return Rows(sources, self.dependents(), self._static_rows, self._bounds, self._indices)
 
     def add_rows(self, tensors: Iterable[tf.Tensor]) -> None:
         """Makes it known of tensors of tower 0 that they have rows, along dimension 0."""

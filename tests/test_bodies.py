@@ -122,6 +122,10 @@ def one_after_another(x):
     return tf.reshape(out.stack(), [-1, 3])
 
 
+def each_against_all(x):
+    return tf.map_fn(lambda row: tf.reduce_mean(tf.tanh(x - row), 0), x)
+
+
 def sorted_in_a_branch(x):
     return tf.cond(turn(), lambda: tf.sort(x, 0), lambda: x)
 
@@ -132,8 +136,8 @@ def shifted_in_a_loop(x):
 
 @pytest.mark.parametrize(
     'forward',
-    [scanned, recurrent, convolved, pooled, one_after_another, sorted_in_a_branch]
-    + [shifted_in_a_loop],
+    [scanned, recurrent, convolved, pooled, one_after_another, each_against_all]
+    + [sorted_in_a_branch, shifted_in_a_loop],
     ids=lambda f: f.__name__,
 )
 @BOTH
@@ -149,6 +153,24 @@ def test_rows_that_are_chosen_by_a_feature_are_warned_of(caplog):
     data = [(features, (0 * labels).astype('int32')) for features, labels in batches(steps=1)]
     train(with_loss(loss), data, 3, static=False)
     assert OTHERS in caplog.text
+
+
+def test_rows_of_what_a_sparse_feature_has_are_not_warned_of(caplog):
+    """Its indices say which rows they are, in each shard."""
+
+    def model_fn(features, labels, mode):
+        rows = tf.gather(features['x'], features['words'].indices[:, 0])
+        ids = features['words'].values
+        output = predict(rows * tf.gather(tf.get_variable('table', [9, 3]), ids))
+        loss = tf.reduce_mean(tf.square(output))
+        return spec_of(mode, loss, adam(loss))
+
+    def with_words(features, labels):
+        words = tf.sparse.from_dense(tf.cast(tf.abs(features) * 4, tf.int32) % 9)
+        return {'x': features, 'words': words}, labels
+
+    compare(model_fn, batches(), 3, static=False, preprocess=with_words)
+    assert OTHERS not in caplog.text
 
 
 def test_what_differs_in_a_function_is_named_by_verify(capsys):
