@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts
-from estimator_mgpu.places import LOOPS, Places
+from estimator_mgpu import counts, private
+from estimator_mgpu.places import CALLS, FLOW, LOOPS, Places
 from estimator_mgpu.walks import inputs, walk
+
+# Lists of tensors, which have a place where what is added may have one or not.
+_LISTS = re.compile('Tensor(List|Array)')
 
 
 class Body(NamedTuple):
@@ -78,3 +82,10 @@ def _after(start: set[str], graph: tf.Graph, loops: bool) -> set[str]:
         again = not more <= found
         found |= more
     return found
+
+
+def passes_on(op: tf.Operation) -> bool:
+    """Whether an op combines nothing itself."""
+    if op.type in CALLS:
+        return bool(private.function_graphs(op))
+    return op.type in FLOW or _LISTS.match(op.type) is not None

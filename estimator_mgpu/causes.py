@@ -6,7 +6,7 @@ import re
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import mixing
+from estimator_mgpu import mixing, shard_values
 from estimator_mgpu.bodies import bodies
 from estimator_mgpu.functions import Library
 from estimator_mgpu.towers import Towers, is_own
@@ -40,7 +40,7 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
     values: list[str] = []
     others: list[str] = []
     for body in bodies(ops, towers.rows()):
-        values += [body.describe(op) for op, _ in mixing.of_values(body)]
+        values += [body.describe(op) for op, _ in shard_values.combined(body)]
         others += map(body.describe, mixing.of_rows(body))
     if values:
         causes.append(

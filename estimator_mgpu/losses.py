@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, divisors, mixing, private
+from estimator_mgpu import counts, divisors, private, shard_values
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.places import BATCH_NORMS
 from estimator_mgpu.rows import LINEAR, Rows
@@ -220,7 +220,7 @@ class _Walk:
 
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM
-        divided, mixed, verdicts = mixing.with_values(
+        divided, mixed, verdicts = shard_values.near_reduction(
             [t for t in op.inputs if self._rows.has(t)], kind == MEAN, self._rows
         )
         if kind == SUM:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import losses, mixing
+from estimator_mgpu import losses, mixing, shard_values
 from estimator_mgpu.bodies import bodies
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.sharing import PYTHON_FUNCTIONS
@@ -71,7 +71,7 @@ class Notices:
 
     def values(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of predictions that are combined with values of all rows of their shard."""
-        _, mixed, _ = mixing.with_values([value], True, rows)
+        _, mixed, _ = shard_values.near_reduction([value], True, rows)
         if mixed is not None and self._is_new(mixed.name):
             tf.logging.warning(
                 'The rows of %r are combined with %r, which is a value of all rows of a shard, '
@@ -91,9 +91,9 @@ class Notices:
         for body in bodies(ops, rows):
             others += map(body.describe, mixing.of_rows(body, certain=True))
             python += [body.describe(op) for op in body.ops if op.type in PYTHON_FUNCTIONS]
-            for op, of_shard in mixing.of_values(body):
+            for op, of_shard in shard_values.combined(body):
                 if body.where or of_shard.name not in self._told:
-                    (norms if mixing.is_batch_norm(op) else values).append(body.describe(op))
+                    (norms if shard_values.is_batch_norm(op) else values).append(body.describe(op))
         self._tell(tf.logging.warning, _OTHERS, value, others)
         self._tell(tf.logging.warning, _VALUES, value, values)
         self._tell(tf.logging.info, _NORMS, value, norms)

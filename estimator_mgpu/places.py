@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.axes import Place, UnknownPlace, place_in
+from estimator_mgpu.products import is_product, product_axis
 
 # What functions make up: v2 loops, branches and calls.
 LOOPS = frozenset(['While', 'StatelessWhile'])
@@ -83,20 +84,6 @@ class Places:
             tensor = tensor.op.inputs[0]
         return tensor.name in self._bounds
 
-    def product_axis(self, op: tf.Operation, place: int) -> int | None:
-        """Which dimension of a product has an input's rows; None where they're summed over."""
-        axis, rank = self._places[op.inputs[place].name].axis, op.inputs[place].shape.rank
-        first = place == 0
-        if op.type == 'Einsum':
-            terms, _, output = op.get_attr('equation').decode().partition('->')
-            label = terms.split(',')[place][axis]
-            return output.index(label) if label in output else None
-        if axis < rank - 2:
-            return axis + op.outputs[0].shape.rank - rank
-        names = ('transpose_a', 'transpose_b') if op.type == 'MatMul' else ('adj_x', 'adj_y')
-        summed = rank - 1 if first != op.get_attr(names[not first]) else rank - 2
-        return None if axis == summed else op.outputs[0].shape.rank - (2 if first else 1)
-
     def _spread(self, graph: tf.Graph, waiting: list[tf.Tensor]) -> None:
         """Finds which tensors have rows; where sizes have to tell, after all that ops tell."""
         while waiting:
@@ -161,7 +148,7 @@ class Places:
         if op.type in BATCH_NORMS and output is not op.outputs[0]:
             return None
         if is_product(op, given):
-            axis = self.product_axis(op, index)
+            axis = product_axis(op, index, place.axis)
             return None if axis is None else place.at(axis)
         if self._is_summed(op, given):
             return None
@@ -269,7 +256,7 @@ class Places:
     def _is_summed(self, op: tf.Operation, given: tf.Tensor) -> bool:
         """Whether a product of matrices, or a sum of segments, sums over an input's rows."""
         if is_product(op, given):
-            return self.product_axis(op, _place(op, given)) is None
+            return product_axis(op, _place(op, given), self._places[given.name].axis) is None
         first = self.axis(given) == 0
         if op.type in _COUNTS and first and op.inputs[0].shape.rank == 1:
             return True
@@ -302,12 +289,3 @@ def is_literal(size: tf.Tensor) -> bool:
     """Whether a size or a shape is made of constants only, rather than of other tensors' shapes."""
     op = size.op
     return op.type == 'Const' or op.type in ('Pack', 'Cast') and all(map(is_literal, op.inputs))
-
-
-def is_product(op: tf.Operation, given: tf.Tensor) -> bool:
-    """Whether an op is a product of matrices whose dimensions are known one by one."""
-    if given.shape.rank is None or op.outputs[0].shape.rank is None:
-        return False
-    if op.type == 'Einsum':
-        return b'.' not in op.get_attr('equation')
-    return op.type in ('MatMul', 'BatchMatMulV2', 'BatchMatMulV3')

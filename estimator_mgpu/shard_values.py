@@ -1,0 +1,102 @@
+"""Rows that are combined with values of all rows of their shard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import counts, divisors
+from estimator_mgpu.bodies import Body, passes_on
+from estimator_mgpu.divisors import QUOTIENTS
+from estimator_mgpu.mixing import COMPARES, goes_by_rows
+from estimator_mgpu.places import BATCH_NORMS, Places
+from estimator_mgpu.rounds import of_one_row
+from estimator_mgpu.rows import ELEMENTWISE, Rows
+
+# Through which rows go on to what is chosen by them, or compared.
+_CHOOSES = COMPARES | {'LogicalNot', 'Where', 'GatherV2'}
+# The scopes of tf.nn.moments and tf.nn.batch_normalization.
+_OF_BATCH_NORM = re.compile('(^|/)(moments|batchnorm)(_[0-9]+)?/')
+
+
+def combined(body: Body) -> list[tuple[tf.Operation, tf.Tensor]]:
+    """Lists the ops that combine rows with values of all rows of their shard, and these."""
+    rows, items = body.rows, of_one_row(body)
+    found = []
+    for op in body.ops:
+        inputs = rows.dependent_inputs(op)
+        if op.type in BATCH_NORMS and op.get_attr('is_training') and inputs:
+            found.append((op, op.outputs[1]))
+        elif passes_on(op) or not (op.name in items or any(map(rows.has, op.outputs))):
+            continue
+        elif any(rows.has(t) or t.op.name in items for t in inputs):
+            others = [t for t in inputs if t.op.name not in items and _is_of_shard(t, rows)]
+            found += [(op, value) for value in others[:1]]
+    return found
+
+
+def is_batch_norm(op: tf.Operation) -> bool:
+    """Whether an op is one of those that TensorFlow's batch normalization consists of."""
+    return op.type in BATCH_NORMS or _OF_BATCH_NORM.search(op.name) is not None
+
+
+def near_reduction(
+    given: Sequence[tf.Tensor], averaged: bool, rows: Rows
+) -> tuple[bool, tf.Tensor | None, list[divisors.Verdict]]:
+    """Whether rows were divided by how many they are, and by which value they're mixed otherwise.
+
+    Static rows, and counts of rows, divide exactly, if they do so once. What is said of constants
+    that may be static rows comes third.
+
+    Args:
+      given: tensors with rows.
+      averaged: whether they are divided by the number of rows later.
+      rows: which tensors have rows.
+    """
+    divided, mixed, seen = False, None, set()
+    verdicts = []
+    waiting = [(tensor, False) for tensor in given]
+    while waiting:
+        tensor, once = waiting.pop()  # Whether it has been divided.
+        op = tensor.op
+        if op.name in seen:
+            continue
+        if op.type == 'GatherV2' and _is_of_shard(op.inputs[0], rows):
+            mixed = op.inputs[0]
+        if op.type not in ELEMENTWISE | _CHOOSES:
+            if op.type in ('Sum', 'Mean') and rows.has(op.outputs[0]):
+                waiting.append((op.inputs[0], once))  # Of what a row has.
+            continue
+        seen.add(op.name)
+        if op.type == 'Softmax' and rows.is_last_axis(op.inputs[0]):
+            divided, mixed = True, op.outputs[0]  # It adds up the rows of the shard.
+        for value in op.inputs:
+            if rows.has(value):
+                continue
+            divisor = op.type in QUOTIENTS and value is op.inputs[1]
+            if value.op.name not in rows.dependents:
+                if divisor:
+                    verdicts.append(divisors.judge_rows(op, rows))
+                    once |= verdicts[-1].is_mean
+            elif not counts.is_count(value, rows):
+                once |= divisor
+                if value.dtype.is_floating or value.dtype.is_bool and goes_by_rows(value, rows):
+                    mixed = value
+            elif value.dtype.is_floating:
+                growth = counts.growth(value, rows)
+                if divisor and growth == 1 and not (once or averaged):
+                    once = True
+                elif growth != 0:
+                    mixed = value
+        divided |= once
+        waiting += [(value, once) for value in op.inputs if rows.has(value)]
+    return divided, mixed, verdicts
+
+
+def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:
+    """Whether it's a value of all rows of a shard, other than how many they are."""
+    if rows.has(value) or not rows.depends(value.op):
+        return False
+    return value.dtype.is_floating and not counts.is_count(value, rows)
