@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -24,6 +24,8 @@ _MAKES = re.compile(
     r'(Fill|Random(?:StandardNormal|Uniform|UniformInt)|TruncatedNormal|Stateless(?:Random|Trunc).*)'
     r'|(BroadcastTo|StatefulStandardNormalV2|StatefulUniform)'
 )
+# Lists of tensors: which input says how many they hold, and which output they are.
+_SIZED = {'TensorArrayV3': (0, 1), 'TensorListReserve': (1, 0)}
 # Their outputs but the first are statistics of the batch.
 BATCH_NORMS = frozenset(['FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3'])
 # v1 loops and branches, and what a TensorArray's `flow` goes through in them.
@@ -86,6 +88,10 @@ class Places:
 
     def _spread(self, graph: tf.Graph, waiting: list[tf.Tensor]) -> None:
         """Finds which tensors have rows; where sizes have to tell, after all that ops tell."""
+        ops = graph.get_operations()
+        arrays = [op for op in ops if op.type in _SIZED]
+        makes = ((op, _MAKES.match(op.type)) for op in ops if self.depends(op))
+        made = [(op, op.inputs[0 if by[1] else 1]) for op, by in makes if by]
         while waiting:
             while waiting:
                 while waiting:
@@ -94,7 +100,7 @@ class Places:
                         if self._all or op.name in self.dependents or op.type in FLOW:
                             waiting += self._follow(op, tensor)
                 waiting = self._through_calls()
-            waiting = self._arrays_of_rows(graph) + self._made_for_rows(graph)
+            waiting = self._arrays_of_rows(arrays) + self._made_for_rows(made)
             waiting = waiting or self._by_sizes()
 
     def functions(self, op: tf.Operation) -> Iterator[tuple[tf.Graph, list[Place | None]]]:
@@ -208,26 +214,22 @@ class Places:
             found = [a or b for a, b in zip(found or results, results)]
         return found
 
-    def _arrays_of_rows(self, graph: tf.Graph) -> list[tf.Tensor]:
+    def _arrays_of_rows(self, ops: Iterable[tf.Operation]) -> list[tf.Tensor]:
         """Finds TensorArrays that are made for one entry a row, whatever is written to them."""
-        arrays = {'TensorArrayV3': (0, 1), 'TensorListReserve': (1, 0)}
         new = []
-        for op in graph.get_operations():
-            size, output = arrays.get(op.type, (0, 0))
-            if op.type not in arrays or op.outputs[output].name in self._places:
-                continue
-            if self.is_row_count(op.inputs[size]):
+        for op in ops:
+            size, output = _SIZED[op.type]
+            if op.outputs[output].name not in self._places and self.is_row_count(op.inputs[size]):
                 new.append(op.outputs[output])
         self._places.update((tensor.name, Place(0)) for tensor in new)
         return new
 
-    def _made_for_rows(self, graph: tf.Graph) -> list[tf.Tensor]:
+    def _made_for_rows(self, made: Iterable[tuple[tf.Operation, tf.Tensor]]) -> list[tf.Tensor]:
         """Finds tensors made with an entry a row, such as noise, that depend on it by size only."""
         found = []
-        for op in graph.get_operations():
-            made = _MAKES.match(op.type)
-            if made and self.depends(op) and op.outputs[0].name not in self._places:
-                axis = self._axis_of_shape(op.inputs[0 if made[1] else 1].op)
+        for op, shape in made:
+            if op.outputs[0].name not in self._places:
+                axis = self._axis_of_shape(shape.op)
                 if axis is not None:
                     self._places[op.outputs[0].name] = Place(axis)
                     found.append(op.outputs[0])
