@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, private
+from estimator_mgpu import private
 from estimator_mgpu.places import CALLS, FLOW, LOOPS, Places
 from estimator_mgpu.walks import inputs, walk
 
 # Lists of tensors, which have a place where what is added may have one or not.
 _LISTS = re.compile('Tensor(List|Array)')
+
+SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 
 
 class Body(NamedTuple):
@@ -53,7 +55,7 @@ def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
         if not places:
             continue
         start = {t.op.name for t, _ in places}
-        start |= {t.op.name for t, o in zip(graph.inputs, outer) if _is_of_shard(o, body.rows)}
+        start |= {t.op.name for t, o in zip(graph.inputs, outer) if is_of_shard(o, body.rows)}
         loops = op.type in LOOPS
         yield Body(
             list(walk([t.op for t in graph.outputs], inputs)),
@@ -64,9 +66,23 @@ def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
         )
 
 
-def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:
-    """Whether a value depends on more of the shard than how many rows it has."""
-    return rows.depends(value.op) and not counts.is_count(value, rows)
+def is_of_shard(value: tf.Tensor, rows: Places) -> bool:
+    """Whether something is computed from rows, rather than from how many they are.
+
+    What they only choose, such as how often a loop runs, is not.
+    """
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        given = op.inputs[:1] if op.type == 'Switch' else op.inputs
+        return [] if op.type in SIZES else [t.op for t in given if rows.depends(t.op)]
+
+    if rows.has(value):
+        return True
+    for op in walk([value.op] if rows.depends(value.op) else [], onward):
+        # An argument of a function that depends on the shard is known to do so.
+        if op.type == 'Placeholder' or op.type not in SIZES and any(map(rows.has, op.inputs)):
+            return True
+    return False
 
 
 def _after(start: set[str], graph: tf.Graph, loops: bool) -> set[str]:
@@ -88,4 +104,4 @@ def passes_on(op: tf.Operation) -> bool:
     """Whether an op combines nothing itself."""
     if op.type in CALLS:
         return bool(private.function_graphs(op))
-    return op.type in FLOW or _LISTS.match(op.type) is not None
+    return op.type in FLOW or op.type == 'IdentityN' or _LISTS.match(op.type) is not None

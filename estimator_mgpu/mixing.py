@@ -7,7 +7,7 @@ import re
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.bodies import Body, passes_on
+from estimator_mgpu.bodies import SIZES, Body, passes_on
 from estimator_mgpu.places import Places, dimensions
 from estimator_mgpu.products import is_product, product_axis
 from estimator_mgpu.rounds import carrying, is_one_row, loops, of_one_row
@@ -104,8 +104,7 @@ def goes_by_rows(value: tf.Tensor, rows: Places) -> bool:
     """
 
     def onward(op: tf.Operation) -> list[tf.Operation]:
-        sizes = op.type in ('Shape', 'ShapeN', 'Size', 'Rank')
-        return [] if sizes else [t.op for t in rows.dependent_inputs(op)]
+        return [] if op.type in SIZES else [t.op for t in rows.dependent_inputs(op)]
 
     if not rows.depends(value.op):
         return False

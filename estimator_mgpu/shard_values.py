@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import counts, divisors
-from estimator_mgpu.bodies import Body, passes_on
+from estimator_mgpu.bodies import Body, is_of_shard, passes_on
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.mixing import COMPARES, goes_by_rows
 from estimator_mgpu.places import BATCH_NORMS, Places
@@ -97,6 +97,4 @@ def near_reduction(
 
 def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:
     """Whether it's a value of all rows of a shard, other than how many they are."""
-    if rows.has(value) or not rows.depends(value.op):
-        return False
-    return value.dtype.is_floating and not counts.is_count(value, rows)
+    return value.dtype.is_floating and not rows.has(value) and is_of_shard(value, rows)
