@@ -27,6 +27,7 @@ class Body(NamedTuple):
       where: what is added to an op's name to find it.
       loops: whether they run once a round.
       carried: what a round hands on to the next one, in a function.
+      condition: whether there is another round, if that's what it's about.
     """
 
     ops: list[tf.Operation]
@@ -34,6 +35,7 @@ class Body(NamedTuple):
     where: str = ''
     loops: bool = False
     carried: list[tf.Tensor] = []
+    condition: tf.Tensor | None = None
 
     def describe(self, op: tf.Operation) -> str:
         return f'{op.name!r} ({op.type}){self.where}'
@@ -57,13 +59,21 @@ def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
         start = {t.op.name for t, _ in places}
         start |= {t.op.name for t, o in zip(graph.inputs, outer) if is_of_shard(o, body.rows)}
         loops = op.type in LOOPS
+        dependents = _after(start, graph, loops)
+        where = f' in {op.name!r}{body.where}'
         yield Body(
             list(walk([t.op for t in graph.outputs], inputs)),
-            Places(places, _after(start, graph, loops), body.rows.static),
-            f' in {op.name!r}{body.where}',
+            Places(places, dependents, body.rows.static),
+            where,
             loops or body.loops,
             list(graph.outputs) if loops else [],
         )
+        for condition in private.function_graphs(op, ['cond']) if loops else ():
+            places = [(t, place) for t, place in zip(condition.inputs, given) if place is not None]
+            same = zip(condition.inputs, graph.inputs)
+            start = {t.op.name for t, other in same if other.op.name in dependents}
+            rows = Places(places, _after(start, condition, False), body.rows.static)
+            yield Body([], rows, where, condition=condition.outputs[0])
 
 
 def is_of_shard(value: tf.Tensor, rows: Places) -> bool:

@@ -89,12 +89,32 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
         return axes.get(0) == 0 and _cuts(op, rows)
     if op.type == 'GatherV2' and (0 not in axes or _is_of_rows(op.inputs[1])):
         return False
+    if op.type == 'Split' and _undoes_concat(op, rows):
+        return False
     by = _MIXES.get(op.type)
     if by == -1:
         return axes[min(axes)] == given.shape.rank - 1
     if isinstance(by, str):
         return axes[min(axes)] == op.get_attr(by) % given.shape.rank
     return by is not None and axes[min(axes)] in dimensions(op.inputs[by], given)
+
+
+def _undoes_concat(op: tf.Operation, rows: Places) -> bool:
+    """Whether a split into equal parts gives what as many were put together of, row by row."""
+    parts, others = [], []
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        given = [t for t in op.inputs if rows.has(t)]
+        if op.type == 'ConcatV2' and rows.axis(given[0]) in dimensions(op.inputs[-1], given[0]):
+            parts.append([t.shape.as_list()[rows.axis(t)] for t in given])
+            return []
+        others.extend([] if given else [op])
+        return [t.op for t in given]
+
+    for _ in walk([t.op for t in op.inputs if rows.has(t)], onward):
+        pass
+    equal = all(len(sizes) == len(op.outputs) and len(set(sizes)) == 1 for sizes in parts)
+    return bool(parts) and equal and not others
 
 
 def goes_by_rows(value: tf.Tensor, rows: Places) -> bool:

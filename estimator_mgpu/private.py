@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,12 +90,18 @@ def has_kernel(op_type: str) -> bool:
     return bool(_kernels.get_registered_kernels_for_op(op_type).kernel)
 
 
-def function_graphs(op: tf.Operation) -> list[tf.Graph]:
+def function_graphs(
+    op: tf.Operation,
+    names: Sequence[str] = ('body', 'f', 'then_branch', 'else_branch', 'branches'),
+) -> list[tf.Graph]:
     """Returns the graphs of the body of a loop, the branches or the function that an op calls.
 
     None where the graph doesn't keep them, as one that was imported.
+
+    Args:
+      op: the op.
+      names: the attributes that say which: 'cond' is what a loop goes by.
     """
-    names = ['body', 'f', 'then_branch', 'else_branch', 'branches']
     refs = [op.node_def.attr[name] for name in names if name in op.node_def.attr]
     refs = [f for attr in refs for f in ([attr.func] if attr.HasField('func') else attr.list.func)]
     found = [getattr(op.graph._get_function(ref.name), 'graph', None) for ref in refs]

@@ -14,6 +14,7 @@ from estimator_mgpu.mixing import COMPARES, goes_by_rows
 from estimator_mgpu.places import BATCH_NORMS, Places
 from estimator_mgpu.rounds import of_one_row
 from estimator_mgpu.rows import ELEMENTWISE, Rows
+from estimator_mgpu.walks import walk
 
 # Through which rows go on to what is chosen by them, or compared.
 _CHOOSES = COMPARES | {'LogicalNot', 'Where', 'GatherV2'}
@@ -22,7 +23,10 @@ _OF_BATCH_NORM = re.compile('(^|/)(moments|batchnorm)(_[0-9]+)?/')
 
 
 def combined(body: Body) -> list[tuple[tf.Operation, tf.Tensor]]:
-    """Lists the ops that combine rows with values of all rows of their shard, and these."""
+    """Lists the ops that combine rows with values of all rows of their shard, and these.
+
+    So do loops that run as often as such a value says.
+    """
     rows, items = body.rows, of_one_row(body)
     found = []
     for op in body.ops:
@@ -34,7 +38,16 @@ def combined(body: Body) -> list[tuple[tf.Operation, tf.Tensor]]:
         elif any(rows.has(t) or t.op.name in items for t in inputs):
             others = [t for t in inputs if t.op.name not in items and _is_of_shard(t, rows)]
             found += [(op, value) for value in others[:1]]
+    ends = [op.inputs[0] for op in body.ops if op.type == 'LoopCond']
+    for end in ends if body.condition is None else [body.condition]:
+        found += _deciding(end, rows)
     return found
+
+
+def _deciding(condition: tf.Tensor, rows: Places) -> list[tuple[tf.Operation, tf.Tensor]]:
+    """Lists the comparisons of values of all rows that decide how often a loop runs."""
+    ops = walk([condition.op], lambda op: [t.op for t in op.inputs if t.dtype.is_bool])
+    return [(op, value) for op in ops for value in op.inputs if _is_of_shard(value, rows)]
 
 
 def is_batch_norm(op: tf.Operation) -> bool:

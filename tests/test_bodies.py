@@ -60,6 +60,16 @@ def handed_on_by_a_loop(x):
     return tf.while_loop(lambda i, *_: i < 2, body, [0, x, tf.zeros_like(x[0])])[1]
 
 
+def until_it_converges(x):
+    """As many rounds as the whole batch needs."""
+
+    def body(change, y):
+        new = tf.tanh(0.7 * y)
+        return tf.reduce_max(tf.abs(new - y)), new
+
+    return tf.while_loop(lambda change, _: change > 0.1, body, [1.0, x])[1]
+
+
 def captured_by_a_map(x):
     mean = tf.reduce_mean(x, 0)
     return tf.map_fn(lambda row: tf.tanh(row - mean), x)
@@ -76,7 +86,13 @@ def scaled_before_a_layer(x):
 @pytest.mark.parametrize(
     'forward',
     [in_a_branch, in_an_inner_branch, captured_by_a_branch, returned_by_a_branch, in_a_loop]
-    + [handed_on_by_a_loop, captured_by_a_map, before_a_layer, scaled_before_a_layer],
+    + [
+        handed_on_by_a_loop,
+        until_it_converges,
+        captured_by_a_map,
+        before_a_layer,
+        scaled_before_a_layer,
+    ],
     ids=lambda f: f.__name__,
 )
 @BOTH
@@ -103,6 +119,11 @@ def recurrent(x):
 
 def convolved(x):
     return tf.layers.conv1d(x[None], 3, 3, padding='same')[0]
+
+
+def quarters_of_two(x):
+    one, two, three, four = tf.split(tf.concat([x, x**2], 0), 4)
+    return tf.concat([one * two, three * four], 0)
 
 
 def pooled(x):
@@ -136,7 +157,7 @@ def shifted_in_a_loop(x):
 
 @pytest.mark.parametrize(
     'forward',
-    [scanned, recurrent, convolved, pooled, one_after_another, each_against_all]
+    [scanned, recurrent, convolved, pooled, one_after_another, each_against_all, quarters_of_two]
     + [sorted_in_a_branch, shifted_in_a_loop],
     ids=lambda f: f.__name__,
 )
@@ -241,6 +262,28 @@ def scaled_by_how_many_they_are(x):
     return tf.cond(turn(), lambda: x * n / n, lambda: x)
 
 
+def until_all_are_done(x):
+    """Rows that are done stay as they are, as those of a decoder do."""
+
+    def body(i, y, done):
+        done |= tf.reduce_max(tf.abs(y), 1) < 0.5
+        return i + 1.0, tf.where(done, y, 0.7 * y), done
+
+    done = tf.zeros_like(x[:, 0], tf.bool)
+
+    def going(i, y, done):
+        return (i < 9.0) & ~tf.reduce_all(done)
+
+    return tf.while_loop(going, body, [0.0, x, done])[1]
+
+
+def both_at_once(x):
+    """As discriminators see what is real and what isn't."""
+    w = tf.get_variable('both', [3, 3])
+    one, two = tf.split(tf.nn.tanh(tf.concat([x, x**2], 0) @ w), 2)
+    return one - two
+
+
 def by_the_step(x):
     rate = 1 / (1 + tf.cast(tf.train.get_global_step(), tf.float32))
     return tf.cond(turn(), lambda: x * rate, lambda: x)
@@ -249,7 +292,8 @@ def by_the_step(x):
 @pytest.mark.parametrize(
     'forward',
     [each_in_a_map, each_in_a_loop, over_steps, over_steps_first, scanned_over_steps]
-    + [convolved_within, normalised_within, scaled_by_how_many_they_are, by_the_step],
+    + [convolved_within, normalised_within, scaled_by_how_many_they_are, by_the_step]
+    + [until_all_are_done, both_at_once],
     ids=lambda f: f.__name__,
 )
 @BOTH
