@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import mixing, shard_values
 from estimator_mgpu.bodies import bodies
 from estimator_mgpu.functions import Library
+from estimator_mgpu.sharing import PYTHON_FUNCTIONS
 from estimator_mgpu.towers import Towers, is_own
 from estimator_mgpu.walks import walk
 
@@ -39,9 +40,11 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
         return causes
     values: list[str] = []
     others: list[str] = []
+    python: list[str] = []
     for body in bodies(ops, towers.rows()):
         values += [body.describe(op) for op, _ in shard_values.combined(body)]
         others += map(body.describe, mixing.of_rows(body))
+        python += [body.describe(op) for op in body.ops if op.type in PYTHON_FUNCTIONS]
     if values:
         causes.append(
             f'Rows are combined with a value of all rows of a shard, as batch normalization does: '
@@ -51,6 +54,10 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
         causes.append(
             'Rows are combined with other rows of their shard, or put in their place, by '
             f'{", ".join(others[:3])}. Each device has its own shard.'
+        )
+    if python:
+        causes.append(
+            f'Python functions are called with the rows of one shard each: {", ".join(python[:3])}.'
         )
     return causes
 

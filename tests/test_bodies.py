@@ -213,6 +213,18 @@ def test_a_python_function_is_told_of(caplog):
     )
 
 
+def test_a_python_function_is_named_by_verify(capsys):
+    def forward(x):
+        return tf.ensure_shape(tf.py_function(centred, [x], tf.float32), [None, 3])
+
+    def input_fn():
+        return tf.data.Dataset.from_tensors(batches()[0])
+
+    result = estimator_mgpu.verify(with_forward(forward), input_fn, devices=3)
+    assert not result.exact
+    assert "called with the rows of one shard each: 'EagerPyFunc'" in result.causes[0]
+
+
 def each_in_a_map(x):
     return tf.map_fn(lambda row: row - tf.reduce_mean(row), x)
 
