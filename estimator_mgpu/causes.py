@@ -44,7 +44,8 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
     for body in bodies(ops, towers.rows()):
         values += [body.describe(op) for op, _ in shard_values.combined(body)]
         others += map(body.describe, mixing.of_rows(body))
-        python += [body.describe(op) for op in body.ops if op.type in PYTHON_FUNCTIONS]
+        called = [op for op in body.ops if op.type in PYTHON_FUNCTIONS]
+        python += [body.describe(op) for op in called if body.rows.dependent_inputs(op)]
     if values:
         causes.append(
             f'Rows are combined with a value of all rows of a shard, as batch normalization does: '
