@@ -9,13 +9,11 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.places import CALLS, FLOW, LOOPS, Places
+from estimator_mgpu.places import CALLS, FLOW, LOOPS, SIZES, Places
 from estimator_mgpu.walks import inputs, walk
 
 # Lists of tensors, which have a place where what is added may have one or not.
 _LISTS = re.compile('Tensor(List|Array)')
-
-SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 
 
 class Body(NamedTuple):

@@ -7,8 +7,8 @@ import re
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.bodies import SIZES, Body, passes_on
-from estimator_mgpu.places import Places, dimensions
+from estimator_mgpu.bodies import Body, passes_on
+from estimator_mgpu.places import SIZES, Places, dimensions
 from estimator_mgpu.products import is_product, product_axis
 from estimator_mgpu.rounds import carrying, is_one_row, loops, of_one_row
 from estimator_mgpu.rows import ELEMENTWISE, Rows
@@ -105,7 +105,8 @@ def _undoes_concat(op: tf.Operation, rows: Places) -> bool:
 
     def onward(op: tf.Operation) -> list[tf.Operation]:
         given = [t for t in op.inputs if rows.has(t)]
-        if op.type == 'ConcatV2' and rows.axis(given[0]) in dimensions(op.inputs[-1], given[0]):
+        known = op.type == 'ConcatV2' and given and all(t.shape.rank for t in given)
+        if known and rows.axis(given[0]) in dimensions(op.inputs[-1], given[0]):
             parts.append([t.shape.as_list()[rows.axis(t)] for t in given])
             return []
         others.extend([] if given else [op])

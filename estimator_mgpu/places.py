@@ -24,6 +24,8 @@ _MAKES = re.compile(
     r'(Fill|Random(?:StandardNormal|Uniform|UniformInt)|TruncatedNormal|Stateless(?:Random|Trunc).*)'
     r'|(BroadcastTo|StatefulStandardNormalV2|StatefulUniform)'
 )
+# What only tells of sizes.
+SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 # Lists of tensors: which input says how many they hold, and which output they are.
 _SIZED = {'TensorArrayV3': (0, 1), 'TensorListReserve': (1, 0)}
 # Their outputs but the first are statistics of the batch.
@@ -126,7 +128,7 @@ class Places:
 
     def _follow(self, op: tf.Operation, given: tf.Tensor) -> list[tf.Tensor]:
         """Returns the outputs of an op that have rows because one of its inputs has."""
-        if op.type in ('Shape', 'ShapeN', 'Size', 'Rank'):
+        if op.type in SIZES:
             return []
         if op.type in CALLS:
             self._calls[op.name] = op

@@ -225,6 +225,16 @@ def test_a_python_function_is_named_by_verify(capsys):
     assert "called with the rows of one shard each: 'EagerPyFunc'" in result.causes[0]
 
 
+def test_rows_of_unknown_rank_that_are_put_together_and_split():
+    def forward(x):
+        rows = tf.py_function(lambda rows: 2 * rows, [x], tf.float32)
+        both = tf.ensure_shape(tf.concat([rows, rows], 0), [None, 3])
+        one, two = tf.split(both, 2)
+        return one - 0.5 * two
+
+    compare(with_forward(forward), batches(), 3, static=False)
+
+
 def each_in_a_map(x):
     return tf.map_fn(lambda row: row - tf.reduce_mean(row), x)
 
