@@ -2,11 +2,13 @@
 
     python samples/benchmark.py --models=mlp,deep --towers=2,8 --rounds=3
     python samples/benchmark.py --devices=GPU --towers=2,4
+    python samples/benchmark.py --setups=replicate,unoptimized --models=deep
 
 Each set-up runs in a process of its own, and every round has each of them once. As machines are
 noisy, what counts are ratios of runs of one round: the tables give their medians, and in brackets
 their least and greatest. Start-up is all from the call of train() to the end of the first step,
-with the checkpoint that Estimator writes before it.
+with the checkpoint that Estimator writes before it. The set-up `unoptimized` is replicate() without
+TensorFlow's own graph optimizer, which is where most of a large model's first step goes.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ FLAGS = flags.FLAGS
 
 LIMIT = 900  # Seconds for one run: MirroredStrategy on 16 CPU devices was seen to hang.
 ONE, REPLICATE, MIRRORED = 'one device', 'replicate', 'MirroredStrategy'
+UNOPTIMIZED = 'unoptimized'
+SETUPS = REPLICATE, MIRRORED, UNOPTIMIZED
 MEASURES = {  # What a run gives, and the unit it's printed in.
     'build': 's',
     'session': 's',
@@ -43,15 +47,49 @@ MEASURES = {  # What a run gives, and the unit it's printed in.
     'nodes': '',
 }
 
-flags.DEFINE_list('models', list(benchmark_models.MODELS), 'Which models.')
+MODELS = list(benchmark_models.MODELS)
+flags.DEFINE_list('models', MODELS, f'Which models, of {", ".join(MODELS)}.')
 flags.DEFINE_list('towers', ['2', '4', '8'], 'How many towers.')
-flags.DEFINE_list('setups', [REPLICATE, MIRRORED], 'What is compared with one device.')
+flags.DEFINE_list(
+    'setups', [REPLICATE, MIRRORED], f'What is compared with one device, of {", ".join(SETUPS)}.'
+)
 flags.DEFINE_enum('devices', 'CPU', ['CPU', 'GPU'], 'Logical CPU devices, or GPUs.')
 flags.DEFINE_string('variables', None, "replicate()'s choice of where variables live.")
 flags.DEFINE_integer('rounds', 3, 'How often each set-up runs.', lower_bound=1)
 flags.DEFINE_float('seconds', 5, 'How long steps are timed, after the first ones.', lower_bound=0)
 flags.DEFINE_string('output', 'benchmark', 'Where the tables go: this .md, .json and .png.')
 flags.DEFINE_string('run', None, 'The one run, in JSON, that this process is for.')
+
+for flag, legal in (('models', MODELS), ('setups', SETUPS)):
+    flags.register_validator(
+        flag,
+        lambda given, legal=legal: given and set(given) <= set(legal),
+        f'give some of {", ".join(legal)}',
+    )
+flags.register_validator(
+    'towers',
+    lambda given: given and all(count.isdigit() and int(count) > 1 for count in given),
+    'give numbers of 2 or more, such as 2,4,8',
+)
+
+
+@flags.multi_flags_validator(['devices', 'towers', 'variables'])
+def _check_replicate(given):
+    devices = tower_devices(given['devices'], max(map(int, given['towers'])))
+    try:
+        estimator_mgpu.session_config(devices)
+        estimator_mgpu.replicate(print, devices=devices, **chosen_variables(given['variables']))
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from None
+    return True
+
+
+def tower_devices(kind, towers):
+    return [f'/device:{kind}:{i}' for i in range(towers)]
+
+
+def chosen_variables(variables):
+    return {'variables': variables} if variables else {}
 
 
 class Clock(tf.train.SessionRunHook):
@@ -101,10 +139,13 @@ def run_once(model, setup, towers):
     tf.get_logger().propagate = False
     chosen = benchmark_models.MODELS[model]
     model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
-    devices = [f'/device:{FLAGS.devices}:{i}' for i in range(towers)]
-    if setup == REPLICATE:
-        options = {'variables': FLAGS.variables} if FLAGS.variables else {}
+    devices = tower_devices(FLAGS.devices, towers)
+    session_config = estimator_mgpu.session_config(devices)
+    if setup in (REPLICATE, UNOPTIMIZED):
+        options = chosen_variables(FLAGS.variables)
         model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
+        off = setup == UNOPTIMIZED
+        session_config.graph_options.rewrite_options.disable_meta_optimizer = off
     elif setup == MIRRORED:
         if FLAGS.devices == 'CPU':
             [cpu] = tf.config.list_physical_devices('CPU')
@@ -115,7 +156,7 @@ def run_once(model, setup, towers):
         rows //= towers  # Its batch is that of one replica.
     with tempfile.TemporaryDirectory() as model_dir:
         config = estimator.RunConfig(
-            session_config=estimator_mgpu.session_config(devices),
+            session_config=session_config,
             train_distribute=strategy,
             tf_random_seed=1,
         )
@@ -130,7 +171,8 @@ def run_all(runs):
     for number in range(FLAGS.rounds):
         for run in runs:
             command = [sys.executable, __file__, f'--run={json.dumps(run)}']
-            command += [f'--devices={FLAGS.devices}', f'--seconds={FLAGS.seconds}']
+            command += [f'--devices={FLAGS.devices}', f'--towers={",".join(FLAGS.towers)}']
+            command += [f'--seconds={FLAGS.seconds}']
             command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
             try:
                 process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
@@ -212,19 +254,22 @@ def plot(results, path):
     for column, model in zip(axes.T, models):
         for axis, measure in zip(column, measures):
             one = {'model': model, 'setup': ONE, 'towers': 1}
-            for setup, color in ((REPLICATE, 'C0'), (MIRRORED, 'C1')):
+            for setup, color in zip(SETUPS, ('C0', 'C1', 'C2')):
                 counts = sorted({r['towers'] for r in results if matches(r, {'setup': setup})})
                 found = {
                     n: ratios(results, measure, {**one, 'setup': setup, 'towers': n}, one)
                     for n in counts
                 }
-                found = {1: [1.0], **{n: values for n, values in found.items() if values}}
-                if len(found) > 1:
+                found = {n: values for n, values in found.items() if values}
+                if found and setup == REPLICATE:
+                    found = {1: [1.0], **found}
+                if found:
                     middle = [statistics.median(values) for values in found.values()]
                     axis.plot(list(found), middle, 'o-', color=color, label=setup)
             axis.axhline(1, color='gray', linewidth=0.8)
             axis.set_ylim(bottom=0)
             axis.set_xscale('log', base=2)
+            axis.xaxis.set_major_formatter('{x:.0f}')
         column[0].set_title(model)
         column[-1].set_xlabel('towers')
     for axis, measure in zip(axes[:, 0], measures):
@@ -239,6 +284,7 @@ def main(_):
         print(json.dumps(run_once(**json.loads(FLAGS.run))))
         return
     output = pathlib.Path(FLAGS.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     runs = []
     for model in FLAGS.models:
         runs.append({'model': model, 'setup': ONE, 'towers': 1})
@@ -248,10 +294,14 @@ def main(_):
     for result in run_all(runs):
         results.append(result)
         found = {'tensorflow': tf.__version__, 'devices': FLAGS.devices, 'runs': results}
-        output.with_suffix('.json').write_text(json.dumps(found, indent=1))
-    print(tables(results))
-    output.with_suffix('.md').write_text(tables(results) + '\n')
-    plot(results, output.with_suffix('.png'))
+        pathlib.Path(f'{output}.json').write_text(json.dumps(found, indent=1))
+    if results:
+        print(tables(results))
+        pathlib.Path(f'{output}.md').write_text(tables(results) + '\n')
+        plot(results, f'{output}.png')
+    failed = len(runs) * FLAGS.rounds - len(results)
+    if failed:
+        sys.exit(f'{failed} of {len(runs) * FLAGS.rounds} runs failed; standard error says how.')
 
 
 if __name__ == '__main__':

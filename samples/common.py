@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import tensorflow.compat.v1 as tf
 from absl import flags
+
+import estimator_mgpu
 
 FLAGS = flags.FLAGS
 
@@ -18,10 +22,22 @@ flags.DEFINE_integer('seed', 1, 'Random seed.')
 
 def devices():
     """Returns what --devices says: None for '', a count for '2', otherwise device strings."""
-    text = FLAGS.devices
+    return _parse(FLAGS.devices)
+
+
+def _parse(text):
     if not text:
         return None
-    return int(text) if text.isdigit() else text.split(',')
+    return int(text) if re.fullmatch(r'[-+]?\d+', text) else text.split(',')
+
+
+@flags.validator('devices')
+def _check_devices(text):
+    try:
+        estimator_mgpu.session_config(_parse(text))
+    except ValueError as error:
+        raise flags.ValidationError(str(error)) from None
+    return True
 
 
 def show_log():

@@ -43,9 +43,7 @@ def visible_devices():
         devices = gpus or 1
     if isinstance(devices, int):
         devices = [f'/device:{"GPU" if gpus else "CPU"}:{i}' for i in range(devices)]
-    specs = [tf.DeviceSpec.from_string(device) for device in devices]
-    if any(spec.device_type == 'GPU' and spec.device_index >= gpus for spec in specs):
-        raise app.UsageError(f'--devices={FLAGS.devices}, but the number of GPUs is {gpus}.')
+    specs = [tf.DeviceSpec.from_string('/' + device.lstrip('/')) for device in devices]
     # If this process sees some GPUs only, its GPU 0 is the first of these.
     seen = os.environ.get('CUDA_VISIBLE_DEVICES') or ','.join(map(str, range(gpus)))
     return [seen.split(',')[s.device_index] if s.device_type == 'GPU' else '' for s in specs]

@@ -80,7 +80,7 @@ def test_the_source_distribution(built):
         *package(),
         '.ci/matrix',
         '.ci/run',
-        *sources('docs', '*.md', '*.py', '*.svg', 'benchmark.png'),
+        *sources('docs', '*.json', '*.md', '*.py', '*.svg', 'benchmark.png'),
         *sources('samples', '*.py'),
         *sources('tests', '*.py'),
         'CHANGELOG.md',

@@ -33,6 +33,19 @@ def run_sample(name: str, *flags: str) -> str:
     return run_python(str(SAMPLES / name), *flags)[-1]
 
 
+def flag_errors(name: str, *wrong: str) -> list[str]:
+    """Returns what a sample says of each of some wrong flags."""
+    code = (
+        f'import sys, {name} as sample\n'
+        'from absl.testing import flagsaver\n'
+        'for flag in sys.argv[1:]:\n'
+        '    with flagsaver.flagsaver():\n'
+        "        try: print(sample.FLAGS(['sample', flag]))\n"
+        '        except sample.flags.Error as error: print(error)'
+    )
+    return run_python('-c', code, *wrong)[-len(wrong) :]
+
+
 def numbers(pattern: str, line: str) -> list[float]:
     """Returns the numbers in the places of # in a pattern that is the whole line."""
     found = re.fullmatch(re.escape(pattern).replace('\\#', r'([\d.,]+)'), line)
@@ -137,7 +150,7 @@ def test_separate_trains_two_models_at_a_time(tmp_path):
 
 @pytest.mark.parametrize(
     ('devices', 'expected'),
-    [('', ['5', '7']), ('1', ['5']), ('/gpu:1,/cpu:0', ['7', ''])],
+    [('', ['5', '7']), ('1', ['5']), ('/gpu:1,CPU:0', ['7', ''])],
     ids=['all', 'count', 'list'],
 )
 def test_separate_gives_each_process_one_gpu(devices, expected):
@@ -147,3 +160,17 @@ def test_separate_gives_each_process_one_gpu(devices, expected):
         f'separate.FLAGS(["", "--devices={devices}"]); print(separate.visible_devices())'
     )
     assert run_python('-c', code, gpus='5,7') == [str(expected)]
+
+
+@pytest.mark.parametrize('sample', ['digits', 'separate'])
+def test_devices_that_are_none_are_told_at_once(sample):
+    wrong = {
+        '0': 'devices=0 leaves nothing to run on',
+        '-1': 'devices=-1 leaves nothing to run on',
+        '/device:GPU': "'/device:GPU' in devices is not a device string",
+        'GPU:0': "'GPU:0' in devices is unknown: this machine has no GPU",
+        'two': "'two' in devices is not a device string",
+    }
+    messages = flag_errors(sample, *(f'--devices={devices}' for devices in wrong))
+    for message, expected in zip(messages, wrong.values()):
+        assert expected in message
