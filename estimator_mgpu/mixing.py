@@ -88,6 +88,8 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
     if op.type == 'StridedSlice':
         return axes.get(0) == 0 and _cuts(op, rows)
     if op.type == 'GatherV2' and (0 not in axes or _is_of_rows(op.inputs[1])):
+        return 0 in axes and _is_of_alike(given)
+    if op.type == 'GatherV2' and _goes_back(op, rows):
         return False
     if op.type == 'Split' and _undoes_concat(op, rows):
         return False
@@ -150,15 +152,56 @@ def _cuts(op: tf.Operation, rows: Places) -> bool:
 
 def _is_of_rows(indices: tf.Tensor) -> bool:
     """Whether indices are of the rows that have something, or of each row's place among others."""
-    op = indices.op
-    while op.type in ('Identity', 'Reshape', 'Squeeze', 'Cast'):
-        op = op.inputs[0].op
-    return op.type in ('Where', 'Unique', 'UniqueV2')
+    return re.match('Where$|Unique', _source(indices).op.type) is not None
+
+
+def _source(value: tf.Tensor) -> tf.Tensor:
+    while value.op.type in ('Identity', 'Reshape', 'Squeeze', 'Cast'):
+        value = value.op.inputs[0]
+    return value
+
+
+def _is_of_alike(value: tf.Tensor) -> bool:
+    """Whether it counts or reduces the rows of a shard that have the same id, for each id."""
+    return any(
+        tensor.op.type.startswith('UniqueWithCounts') and tensor.value_index == 2
+        for tensor in _reduced(value)
+    ) or any(ids.op.type.startswith('Unique') for ids in _segment_ids(value))
+
+
+def _goes_back(op: tf.Operation, rows: Places) -> bool:
+    """Whether a gather gives what was reduced by segment to the entries of each.
+
+    These are rows of a ragged tensor, if it isn't numbers in rows that say where they are.
+    """
+    ids = _source(op.inputs[1])
+    return not rows.has(ids) and any(ids is other for other in _segment_ids(op.inputs[0]))
+
+
+def _segment_ids(value: tf.Tensor) -> list[tf.Tensor]:
+    ops = [tensor.op for tensor in _reduced(value)]
+    return [_source(op.inputs[1]) for op in ops if re.match('(Unsorted)?Segment', op.type)]
+
+
+def _reduced(value: tf.Tensor) -> list[tf.Tensor]:
+    """Lists what a value is computed from, entry by entry."""
+    found: dict[str, tf.Tensor] = {}
+    waiting = [value]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name in found:
+            continue
+        found[tensor.name] = tensor
+        if tensor.op.type in ELEMENTWISE | {'Reshape', 'ExpandDims'}:
+            waiting += tensor.op.inputs
+    return list(found.values())
 
 
 def _may_be_own(op: tf.Operation, rows: Places) -> bool:
     """Whether an op takes rows by indices that rows have, which may be their own."""
-    return op.type == 'GatherV2' and rows.has(op.inputs[1]) and not _is_given(op.inputs[1], rows)
+    if op.type != 'GatherV2' or not rows.has(op.inputs[1]) or _is_given(op.inputs[1], rows):
+        return False
+    return not _is_of_alike(op.inputs[0])
 
 
 def _is_given(indices: tf.Tensor, rows: Places) -> bool:

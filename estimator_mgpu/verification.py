@@ -170,6 +170,8 @@ def _of_names(one: Run, ours: Run) -> list[str]:
 def _of_reduction(one: Run, ours: Run, devices: int) -> list[str]:
     """Returns a sentence if the losses differ by a factor of the number of devices."""
     expected, found = (np.mean(run.values.get('loss', 0.0)) for run in (one, ours))
+    if not (np.isfinite(expected) and np.isfinite(found)):
+        return []
     for reduction, factor in (('mean', devices), ('sum', 1 / devices)):
         if expected and abs(found / expected / factor - 1) < 0.02:
             return [
@@ -230,7 +232,8 @@ def _difference(
     other = ~((found == expected) | (np.isnan(found) & np.isnan(expected)))
     if not other.any():
         return Difference(mode, what, 0.0, True)
-    gap = np.abs(found - expected)[other].max()
+    with np.errstate(invalid='ignore'):
+        gap = np.abs(found - expected)[other].max()
     scale = _largest(expected) if scale is None else scale
     relative = float(gap / scale) if scale and np.isfinite(gap) else np.inf
     slack = max(tolerance, 16 * epsilon) * scale + 8 * epsilon * rounded

@@ -147,6 +147,21 @@ def each_against_all(x):
     return tf.map_fn(lambda row: tf.reduce_mean(tf.tanh(x - row), 0), x)
 
 
+def ids_of(x):
+    return tf.cast(x[:, 0] > 0, tf.int32)
+
+
+def by_how_often_their_id_is_there(x):
+    _, index, count = tf.unique_with_counts(ids_of(x))
+    return x / tf.cast(tf.gather(count, index), tf.float32)[:, None]
+
+
+def from_the_mean_of_their_id(x):
+    ids, index = tf.unique(ids_of(x))
+    means = tf.math.unsorted_segment_mean(x, index, tf.size(ids))
+    return x - tf.gather(0.5 * means, index)
+
+
 def sorted_in_a_branch(x):
     return tf.cond(turn(), lambda: tf.sort(x, 0), lambda: x)
 
@@ -158,7 +173,8 @@ def shifted_in_a_loop(x):
 @pytest.mark.parametrize(
     'forward',
     [scanned, recurrent, convolved, pooled, one_after_another, each_against_all, quarters_of_two]
-    + [sorted_in_a_branch, shifted_in_a_loop],
+    + [sorted_in_a_branch, shifted_in_a_loop]
+    + [by_how_often_their_id_is_there, from_the_mean_of_their_id],
     ids=lambda f: f.__name__,
 )
 @BOTH
@@ -306,6 +322,19 @@ def both_at_once(x):
     return one - two
 
 
+def looked_up_once_an_id(x):
+    ids, index, _ = tf.unique_with_counts(ids_of(x))
+    return x * tf.gather(tf.gather(tf.get_variable('table', [2, 3]), ids), index)
+
+
+def softmax_of_ragged_rows(x):
+    ragged = tf.RaggedTensor.from_tensor(x)
+    ids = ragged.value_rowids()
+    most = tf.math.segment_max(ragged.flat_values, ids)
+    weights = tf.exp(ragged.flat_values - tf.gather(most, ids))
+    return ragged.with_flat_values(weights).to_tensor(shape=[None, 3])
+
+
 def by_the_step(x):
     rate = 1 / (1 + tf.cast(tf.train.get_global_step(), tf.float32))
     return tf.cond(turn(), lambda: x * rate, lambda: x)
@@ -315,7 +344,7 @@ def by_the_step(x):
     'forward',
     [each_in_a_map, each_in_a_loop, over_steps, over_steps_first, scanned_over_steps]
     + [convolved_within, normalised_within, scaled_by_how_many_they_are, by_the_step]
-    + [until_all_are_done, both_at_once],
+    + [until_all_are_done, both_at_once, looked_up_once_an_id, softmax_of_ragged_rows],
     ids=lambda f: f.__name__,
 )
 @BOTH
