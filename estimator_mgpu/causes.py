@@ -16,20 +16,25 @@ from estimator_mgpu.walks import walk
 _RANDOM = re.compile(r'Random|Multinomial|TruncatedNormal|StatefulUniform|StatefulStandard|RngRead')
 
 
-def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | None) -> list[str]:
+def likely_causes(
+    graph: tf.Graph, roots: list[tf.Operation], towers: Towers | None, warnings: list[str]
+) -> list[str]:
     """Returns a sentence for each thing in a model that may differ between devices.
 
     Args:
       graph: the graph of the model.
       roots: the ops that were run; what they depend on is looked at.
       towers: the towers, if the model was replicated.
+      warnings: what was warned of while it was built. They come first, and what they name isn't
+        named again.
     """
     copies = set() if towers is None else towers.copies.names()
     needed = {op.name for op in walk(roots, without=copies)}
     # The user's, the earliest first.
     ops = [op for op in graph.get_operations() if op.name in needed]
     ops = [op for op in ops if not is_own(op)]
-    causes = []
+    causes = [*warnings]
+    said = ' '.join(warnings)
     drawn = _first_random(ops, Library(graph), set() if towers is None else towers.dependents())
     if drawn is not None:
         causes.append(
@@ -42,10 +47,14 @@ def likely_causes(graph: tf.Graph, roots: list[tf.Operation], towers: Towers | N
     others: list[str] = []
     python: list[str] = []
     for body in bodies(ops, towers.rows()):
-        values += [body.describe(op) for op, _ in shard_values.combined(body)]
+        combined = shard_values.combined(body)
+        values += [body.describe(op) for op, value in combined if repr(value.name) not in said]
         others += map(body.describe, mixing.of_rows(body))
         called = [op for op in body.ops if op.type in PYTHON_FUNCTIONS]
         python += [body.describe(op) for op in called if body.rows.dependent_inputs(op)]
+    values, others, python = (
+        [n for n in names if n not in said] for names in (values, others, python)
+    )
     if values:
         causes.append(
             f'Rows are combined with a value of all rows of a shard, as batch normalization does: '

@@ -39,6 +39,12 @@ _ADVICE = (
     'does: train with replicate(devices=1).'
 )
 
+# Ops whose results for several shards make no mean or sum.
+_NEITHER = frozenset(
+    ['Max', 'Min', 'Prod', 'ArgMax', 'ArgMin', 'All', 'Any', 'TopKV2', 'Softmax', 'LogSoftmax']
+    + ['Cumsum', 'Cumprod', 'NthElement', 'Roll', 'ReverseV2', 'MatrixInverse', 'Cholesky', 'Svd']
+)
+
 
 class Leaf(NamedTuple):
     """Where rows are reduced.
@@ -72,6 +78,7 @@ class Parts(NamedTuple):
       mixed: the doubts that are about rows combined with values of their shard, each after the
         name of the value.
       by_count: whether one of these is how many rows the shard has.
+      neither: the op, if there is one, for which it's neither a mean nor a sum.
     """
 
     leaves: list[Leaf]
@@ -81,6 +88,7 @@ class Parts(NamedTuple):
     notes: Sequence[str] = ()
     mixed: Sequence[tuple[str, str]] = ()
     by_count: bool = False
+    neither: str = ''
 
 
 def check_reduction(reduction: str) -> str:
@@ -129,7 +137,7 @@ def take_apart(
     if walk.lost:
         walk.leaves, walk.tail, walk.notes = [Leaf(loss, MEAN)], set(), []
     doubts = [*walk.doubts, *(sentence for _, sentence in walk.mixed)]
-    told = walk.notes, walk.mixed, walk.by_count
+    told = walk.notes, walk.mixed, walk.by_count, walk.neither
     return Parts(walk.leaves, walk.tail, doubts, walk.lost, *told)
 
 
@@ -143,6 +151,7 @@ class _Walk:
         self.notes: list[str] = []
         self.mixed: list[tuple[str, str]] = []
         self.lost = False
+        self.neither = ''
         self.by_count = False
 
     def from_loss(
@@ -210,11 +219,17 @@ class _Walk:
         if not inputs or opaque or op.op_def.is_stateful or any(map(self._rows.has, inputs)):
             # Other leaves of a quotient, say, are then not to be added up by themselves.
             self.lost = True
-            self._doubt(
-                tensor,
-                f'it goes back to the op {op.name!r} of type {op.type}, which is neither a sum '
-                "nor a mean over rows. The towers' losses are averaged, weighted by their rows",
-            )
+            culprit = f'{op.name!r} ({op.type})'
+            averaged = "The towers' losses are averaged, weighted by their rows"
+            if op.type in _NEITHER:
+                self.neither = culprit
+                self.doubts.append(
+                    f'{tensor.name!r} is neither a mean nor a sum over rows: it goes back to '
+                    f'{culprit}. {averaged}, which is not what one device gives: train with '
+                    'replicate(devices=1).'
+                )
+            else:
+                self._doubt(tensor, f'it goes back to {culprit}. {averaged}')
             return MEAN
         return inputs
 

@@ -39,7 +39,7 @@ class Notices:
             return
         for sentence in [*parts.doubts, *parts.notes]:
             tf.logging.warning('%s', sentence)
-        self._told.update(mixed for mixed, _ in parts.mixed)
+        self._told.update([parts.neither, *(mixed for mixed, _ in parts.mixed)])
         for leaf in parts.leaves:
             tf.logging.info(
                 "Loss %r: the towers' %r is taken for a %s over rows.",

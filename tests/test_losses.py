@@ -209,8 +209,6 @@ def test_rows_mixed_before_they_are_summed_one_by_one_are_warned_of(static, capl
 
 
 DOUBTS = {
-    'product': lambda y, p: tf.reduce_prod(1 + squares(y, p) / 100),
-    'largest': lambda y, p: tf.reduce_max(squares(y, p)),
     'function': lambda y, p: tf.function(lambda x: tf.reduce_mean(x))(squares(y, p)),
     'two axes': lambda y, p: tf.reduce_mean(
         tf.sqrt(tf.reduce_mean(tf.math.cumulative_logsumexp(tf.transpose(tokens(y - p))), 1) + 9.0)
@@ -223,6 +221,21 @@ def test_auto_warns_where_it_cannot_tell(loss, caplog):
     train(with_loss(loss), batches(steps=1), 2, static=False)
     assert 'cannot be told' in caplog.text
     assert "loss_reduction='mean'" in caplog.text
+
+
+NEITHER = {
+    'max': lambda y, p: tf.reduce_max(squares(y, p)),
+    'sum of the largest': lambda y, p: tf.reduce_sum(tf.nn.top_k(squares(y, p)[:, 0], 2).values),
+    'product': lambda y, p: tf.reduce_prod(1 + squares(y, p)),
+}
+
+
+@pytest.mark.parametrize('loss', NEITHER.values(), ids=NEITHER.keys())
+def test_what_is_neither_a_mean_nor_a_sum_is_said_once(loss, caplog):
+    train(with_loss(loss), batches(steps=1), 2, static=False)
+    assert caplog.text.count('is neither a mean nor a sum over rows: it goes back to') == 1
+    assert 'loss_reduction' not in caplog.text
+    assert 'rows are combined with' not in caplog.text
 
 
 def test_auto_warns_of_an_ambiguous_divisor(caplog):
