@@ -6,10 +6,8 @@ import re
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import mixing, shard_values
-from estimator_mgpu.bodies import bodies
+from estimator_mgpu.findings import find
 from estimator_mgpu.functions import Library
-from estimator_mgpu.sharing import PYTHON_FUNCTIONS
 from estimator_mgpu.towers import Towers, is_own
 from estimator_mgpu.walks import walk
 
@@ -43,18 +41,10 @@ def likely_causes(
         )
     if towers is None:
         return causes
-    values: list[str] = []
-    others: list[str] = []
-    python: list[str] = []
-    for body in bodies(ops, towers.rows()):
-        combined = shard_values.combined(body)
-        values += [body.describe(op) for op, value in combined if repr(value.name) not in said]
-        others += map(body.describe, mixing.of_rows(body))
-        called = [op for op in body.ops if op.type in PYTHON_FUNCTIONS]
-        python += [body.describe(op) for op in called if body.rows.dependent_inputs(op)]
-    values, others, python = (
-        [n for n in names if n not in said] for names in (values, others, python)
-    )
+    found = find(ops, towers.rows())
+    meeting = {**found.values, **found.norms}
+    values = [op for op, value in meeting.items() if op not in said and repr(value) not in said]
+    others, python = ([op for op in of if op not in said] for of in (found.others, found.python))
     if values:
         causes.append(
             f'Rows are combined with a value of all rows of a shard, as batch normalization does: '

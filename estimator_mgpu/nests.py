@@ -1,4 +1,4 @@
-"""The leaves of a batch's nest: where they are, what they are called, which have rows."""
+"""The leaves of a nest: where they are, what they are called, which of a batch have rows."""
 
 from __future__ import annotations
 
@@ -76,3 +76,16 @@ def title(path: tuple) -> str:
 def describe(path: tuple, leaf: Any) -> str:
     """Returns what messages call a leaf, with its shape or type."""
     return f'{title(path)} ({getattr(leaf, "shape", type(leaf).__name__)})'
+
+
+def flat_tensors(nest: Any) -> list[tf.Tensor]:
+    """Lists a nest's tensors, the parts of composite ones included."""
+    return [t for t in tf.nest.flatten(nest, expand_composites=True) if isinstance(t, tf.Tensor)]
+
+
+def pack_tensors(nest: Any, tensors: Sequence[tf.Tensor]) -> Any:
+    """Puts other tensors in the place of a nest's."""
+    own = iter(tensors)
+    flat = tf.nest.flatten(nest, expand_composites=True)
+    flat = [next(own) if isinstance(t, tf.Tensor) else t for t in flat]
+    return tf.nest.pack_sequence_as(nest, flat, expand_composites=True)

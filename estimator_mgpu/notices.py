@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses, mixing, shard_values
-from estimator_mgpu.bodies import bodies
+from estimator_mgpu.findings import find
 from estimator_mgpu.rows import Rows
-from estimator_mgpu.sharing import PYTHON_FUNCTIONS
 from estimator_mgpu.walks import walk
 
 _OTHERS = (
@@ -84,20 +83,16 @@ class Notices:
         """Warns of what a value comes from that gives rows something of others of their shard."""
         ops = list(walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)]))
         self._segments(ops, rows)
-        others = [f'{op.name!r} ({op.type})' for op in mixing.numbered(value, rows)]
-        values: list[str] = []
-        norms: list[str] = []
-        python: list[str] = []
-        for body in bodies(ops, rows):
-            others += map(body.describe, mixing.of_rows(body, certain=True))
-            python += [body.describe(op) for op in body.ops if op.type in PYTHON_FUNCTIONS]
-            for op, of_shard in shard_values.combined(body):
-                if body.where or of_shard.name not in self._told:
-                    (norms if shard_values.is_batch_norm(op) else values).append(body.describe(op))
-        self._tell(tf.logging.warning, _OTHERS, value, others)
+        numbered = [f'{op.name!r} ({op.type})' for op in mixing.numbered(value, rows)]
+        found = find(ops, rows, certain=True)
+        values, norms = (
+            [op for op, of_shard in of.items() if of_shard not in self._told]
+            for of in (found.values, found.norms)
+        )
+        self._tell(tf.logging.warning, _OTHERS, value, numbered + found.others)
         self._tell(tf.logging.warning, _VALUES, value, values)
         self._tell(tf.logging.info, _NORMS, value, norms)
-        self._tell(tf.logging.info, _PYTHON, value, python)
+        self._tell(tf.logging.info, _PYTHON, value, found.python)
 
     def _tell(
         self, log: Callable[..., None], sentence: str, value: tf.Tensor, found: Iterable[str]

@@ -10,9 +10,10 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import losses, private
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu.nests import flat_tensors, pack_tensors
 from estimator_mgpu.rows import LINEAR
 from estimator_mgpu.subjects import is_variable
-from estimator_mgpu.towers import Towers, flat_tensors, pack_tensors
+from estimator_mgpu.towers import Towers
 from estimator_mgpu.walks import inputs, walk
 
 # compute(ys, xs, grad_ys) and compute(ys, xs, grad_ys, stop_gradients) give gradients

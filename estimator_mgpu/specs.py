@@ -9,8 +9,9 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import compat, metrics, sharding, writes
 from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu.nests import flat_tensors
 from estimator_mgpu.sharding import Shards
-from estimator_mgpu.towers import Towers, flat_tensors
+from estimator_mgpu.towers import Towers
 
 
 def check(spec: Any) -> Any:

@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import losses, private
 from estimator_mgpu.copying import Copies
 from estimator_mgpu.importing import TowerCopy, absolute_scope
+from estimator_mgpu.nests import flat_tensors
 from estimator_mgpu.notices import Notices
 from estimator_mgpu.placement import Placement
 from estimator_mgpu.rows import Rows
@@ -285,19 +286,6 @@ def _checked(parts: list[tf.Tensor], name: str) -> tf.Tensor:
     agree = [tf.reduce_all(tf.equal(shapes[0], shape)) for shape in shapes[1:]]
     with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(agree), [message])]):
         return tf.identity(parts[0])
-
-
-def flat_tensors(nest: Any) -> list[tf.Tensor]:
-    """Lists a nest's tensors, the parts of composite ones included."""
-    return [t for t in tf.nest.flatten(nest, expand_composites=True) if isinstance(t, tf.Tensor)]
-
-
-def pack_tensors(nest: Any, tensors: Sequence[tf.Tensor]) -> Any:
-    """Puts other tensors in the place of a nest's."""
-    own = iter(tensors)
-    flat = tf.nest.flatten(nest, expand_composites=True)
-    flat = [next(own) if isinstance(t, tf.Tensor) else t for t in flat]
-    return tf.nest.pack_sequence_as(nest, flat, expand_composites=True)
 
 
 def is_own(op: tf.Operation) -> bool:

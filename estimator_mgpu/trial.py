@@ -16,7 +16,7 @@ from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 from estimator_mgpu import compat, gradients
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.causes import likely_causes
-from estimator_mgpu.towers import flat_tensors, pack_tensors
+from estimator_mgpu.nests import flat_tensors, pack_tensors
 
 MODES = compat.estimator.ModeKeys
 
