@@ -68,6 +68,8 @@ $(venv)/wheel.stamp: $(venv)/bin/pip $(sources)
 	touch $@
 
 $(venv)/bin/pip:
-	@echo 'Setting up $(venv): 2 GB, some minutes.'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 9) and "Set PYTHON to a Python of \
+	3.9 or later, such as python3.12.")'
+	@echo 'Setting up $(venv): 3 GB, some minutes.'
 	$(PYTHON) -m venv $(venv)
 	$(pip) install --upgrade pip

@@ -90,10 +90,18 @@ def legacy_keras_remedy(error: Exception) -> str | None:
     if not re.search(_KERAS_ERRORS, str(error)):
         return None
     major, minor = _minor(tf.__version__)
+    needed = 'tf.layers, and tf.keras as Keras 2, need tf-keras on this TensorFlow: '
+    install = f'pip install "tf-keras~={major}.{minor}.0"'
+    chosen = os.environ.get('TF_USE_LEGACY_KERAS', '1')
+    if chosen not in ('1', 'true', 'True'):  # As tf.keras reads it.
+        also = '' if importlib.util.find_spec('tf_keras') else f', and {install}'
+        return (
+            f'{needed}the environment variable TF_USE_LEGACY_KERAS is {chosen!r}, which asks for '
+            f'Keras 3. Set it to 1, or leave it unset{also}.'
+        )
     return (
-        'tf.layers, and tf.keras as Keras 2, need tf-keras on this TensorFlow: '
-        f'pip install "tf-keras~={major}.{minor}.0", and import estimator_mgpu, or set the '
-        'environment variable TF_USE_LEGACY_KERAS=1, before Keras is first used.'
+        f'{needed}{install}, and import estimator_mgpu, or set the environment variable '
+        'TF_USE_LEGACY_KERAS=1, before Keras is first used.'
     )
 
 

@@ -41,11 +41,13 @@ class Finding(NamedTuple):
       what: such as 'TensorFlow'.
       found: what there is.
       advice: what to do about it; empty where nothing is wrong.
+      optional: whether that's wrong only for those who need it.
     """
 
     what: str
     found: str
     advice: str = ''
+    optional: bool = False
 
 
 def main() -> int:
@@ -58,12 +60,13 @@ def main() -> int:
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f'{finding.what:{width}}  {finding.found}')
-    wrong = [finding for finding in findings if finding.advice]
-    for finding in wrong:
-        print(f'WRONG: {finding.what}: {finding.advice}')
+    advised = [finding for finding in findings if finding.advice]
+    for finding in advised:
+        print(f'{"NOTE" if finding.optional else "WRONG"}: {finding.what}: {finding.advice}')
+    wrong = any(not finding.optional for finding in advised)
     if not wrong:
         print('Nothing is wrong.')
-    return int(bool(wrong))
+    return int(wrong)
 
 
 def report() -> list[Finding]:
@@ -113,7 +116,8 @@ def probe() -> dict[str, Any]:
     """Uses the devices: looks at their memory, builds a layer and trains for a step.
 
     Returns:
-      A dict of 'layers', why `tf.layers` doesn't work, or ''; 'memory', the bytes that TensorFlow
+      A dict of 'layers', why `tf.layers` doesn't work, or ''; where it doesn't, 'keras_3', whether
+      it's for want of Keras 2, which not all need; 'memory', the bytes that TensorFlow
       may use of each GPU; 'step', why the step failed, or ''; and where it didn't, 'exact', whether
       the result is that of one device, and 'differs', a table.
     """
@@ -128,7 +132,9 @@ def probe() -> dict[str, Any]:
         with tf.Graph().as_default():
             tf.layers.dense(tf.zeros([2, 3]), 1)
     except Exception as error:
-        found['layers'] = compat.legacy_keras_remedy(error) or _describe(error)
+        remedy = compat.legacy_keras_remedy(error)
+        found['layers'] = remedy or _describe(error)
+        found['keras_3'] = remedy is not None
     try:
         # It rounds what is multiplied, by other amounts on other numbers of devices.
         tf.config.experimental.enable_tensor_float_32_execution(False)
@@ -207,7 +213,8 @@ def _estimator() -> Finding:
 def _layers(probed: dict[str, Any]) -> Finding:
     if 'layers' not in probed:
         return Finding('tf.layers', 'unknown')
-    return Finding('tf.layers', 'fails' if probed['layers'] else 'works', probed['layers'])
+    found = 'fails' if probed['layers'] else 'works'
+    return Finding('tf.layers', found, probed['layers'], probed.get('keras_3', False))
 
 
 def _gpus(probed: dict[str, Any]) -> Finding:

@@ -106,7 +106,7 @@ def tell(step: steps.Step) -> None:
     if towers == 1:
         share = f'{rows[0]} rows' if rows else 'all of them'
     elif rows and len(set(rows)) == 1:
-        share = f'{rows[0]} rows each'
+        share = f'{rows[0]} {"row" if rows[0] == 1 else "rows"} each'
     else:
         share = 'evenly, to within one row'
     tf.logging.info(

@@ -100,15 +100,16 @@ def verify(
       params: as for `tf.estimator.Estimator`.
       devices: the several devices, as for `replicate()`.
       steps: how many batches to take.
-      tolerance: the largest relative difference that may be rounding; for float16 and bfloat16,
-        some units in the last place more.
+      tolerance: the largest relative difference that may be rounding. Some units in the last place
+        may always be: 2e-6 of float32, more of float16 and bfloat16.
 
     Returns:
       A `Verification`, which is printed, too.
 
     Raises:
       TypeError: if `input_fn` is no function.
-      ValueError: if `devices` is one device only, or there's no batch to train on.
+      ValueError: if `devices` is one device only, `steps` or `tolerance` is none, or there's no
+        batch to train on.
     """
     towers = devices_lib.resolve(devices)
     if len(towers) < 2:
@@ -116,6 +117,10 @@ def verify(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
             'without GPUs, devices=2 makes two logical CPU devices.'
         )
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f'steps={steps!r} is no number of batches: it is 1 or more.')
+    if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+        raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')
     options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
     plain = getattr(model_fn, '__wrapped__', model_fn) if len(options) > 1 else model_fn
     several = replicate(plain, **options)

@@ -199,8 +199,8 @@ def matches(result, which):
 
 
 def describe(values):
-    if not values:
-        return '-'
+    if len(values) < 2:
+        return f'{values[0]:.2f}' if values else '-'
     return f'{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})'
 
 
@@ -267,6 +267,7 @@ def plot(results, path):
                     middle = [statistics.median(values) for values in found.values()]
                     axis.plot(list(found), middle, 'o-', color=color, label=setup)
             axis.axhline(1, color='gray', linewidth=0.8)
+            axis.margins(y=0.15)
             axis.set_ylim(bottom=0)
             axis.set_xscale('log', base=2)
             axis.xaxis.set_major_formatter('{x:.0f}')

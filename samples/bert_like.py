@@ -28,7 +28,7 @@ FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
 flags.DEFINE_integer('batch_size', 128, 'Rows of a batch, over all devices.', lower_bound=1)
-flags.DEFINE_integer('train_steps', 800, 'Steps to train.', lower_bound=1)
+flags.DEFINE_integer('train_steps', 800, 'Steps to train, earlier ones included.', lower_bound=1)
 flags.DEFINE_integer('warmup_steps', 80, 'Steps in which the learning rate grows.', lower_bound=1)
 flags.DEFINE_float('learning_rate', 0.002, 'The learning rate after warming up.')
 flags.DEFINE_integer('hidden', 64, 'Numbers that stand for a token.', lower_bound=1)
@@ -73,9 +73,10 @@ class AdamWeightDecay(tf.train.Optimizer):
                 square.assign(next_square),
                 variable.assign_sub(self._rate * change),
             ]
-        if global_step is not None:
-            updates.append(global_step.assign_add(1))
-        return tf.group(*updates, name=name)
+        if global_step is None:
+            return tf.group(*updates, name=name)
+        with tf.control_dependencies(updates):  # What reads it in this step reads it before.
+            return tf.group(global_step.assign_add(1), name=name)
 
 
 def dense(name, inputs, units):

@@ -29,7 +29,7 @@ flags.DEFINE_float('learning_rate', 0.01, "Adam's learning rate.")
 flags.DEFINE_integer('units', 128, 'Units of the LSTM.', lower_bound=1)
 flags.DEFINE_list('prompts', ['def read', 'class Po'], 'What it goes on with, all equally long.')
 flags.DEFINE_integer('length', 200, 'How many characters it writes.', lower_bound=1)
-flags.DEFINE_float('temperature', 0.5, 'The lower, the less it dares.')
+flags.DEFINE_float('temperature', 0.5, 'The lower, the less it dares.', lower_bound=0.01)
 
 WINDOW = 64  # Characters of a training example.
 CHARACTERS = '\n' + ''.join(map(chr, range(32, 127)))
@@ -40,6 +40,12 @@ def encode(text):
     codes = np.frombuffer(text.encode('ascii', 'ignore'), np.uint8).astype('int32')
     codes = np.where(codes == ord('\n'), 0, codes - 31)
     return codes[(codes >= 0) & (codes < len(CHARACTERS))]
+
+
+@flags.validator('prompts', message='give prompts of ASCII characters, all equally long')
+def _are_equally_long(prompts):
+    lengths = {len(encode(prompt)) for prompt in prompts}
+    return len(lengths) == 1 and lengths == {len(prompt) for prompt in prompts} - {0}
 
 
 def decode(codes):

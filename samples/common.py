@@ -14,7 +14,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     'devices',
     '',
-    'How many devices, or which: 2, or /device:GPU:0,/device:GPU:1. Every GPU if empty.',
+    'How many devices, or which: 2, or /device:GPU:0,/device:GPU:1. Every GPU if empty, or one CPU '
+    'device where there is none.',
 )
 flags.DEFINE_string('model_dir', None, 'Where checkpoints go; a temporary directory if not given.')
 flags.DEFINE_integer('seed', 1, 'Random seed.')

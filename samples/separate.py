@@ -35,6 +35,15 @@ flags.DEFINE_integer('train_steps', 200, 'Steps to train.', lower_bound=1)
 SCRIPT = pathlib.Path(__file__).with_name('digits.py')
 
 
+@flags.validator('learning_rates', message='give numbers above 0, each of them once')
+def _are_learning_rates(given):
+    try:
+        rates = [float(rate) for rate in given]
+    except ValueError:
+        return False
+    return min(rates, default=0) > 0 and len(set(rates)) == len(rates)
+
+
 def visible_devices():
     """Returns what CUDA_VISIBLE_DEVICES has to be for each device, '' where that is a CPU."""
     devices = common.devices()

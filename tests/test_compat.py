@@ -93,6 +93,15 @@ def test_legacy_keras_remedy(error):
     assert 'TF_USE_LEGACY_KERAS=1' in remedy
 
 
+@pytest.mark.parametrize('installed', [True, False])
+def test_legacy_keras_remedy_names_who_asked_for_keras_3(installed, monkeypatch):
+    monkeypatch.setenv('TF_USE_LEGACY_KERAS', '0')
+    monkeypatch.setattr(compat.importlib.util, 'find_spec', lambda name: installed or None)
+    remedy = compat.legacy_keras_remedy(AttributeError('`dense` is not available with Keras 3.'))
+    assert "TF_USE_LEGACY_KERAS is '0', which asks for Keras 3. Set it to 1" in remedy
+    assert ('pip install "tf-keras~=' in remedy) is not installed
+
+
 def test_legacy_keras_remedy_is_for_keras_errors():
     error = ValueError('Input 0 of layer "dense" is incompatible with the layer')
     assert compat.legacy_keras_remedy(error) is None

@@ -174,3 +174,24 @@ def test_devices_that_are_none_are_told_at_once(sample):
     messages = flag_errors(sample, *(f'--devices={devices}' for devices in wrong))
     for message, expected in zip(messages, wrong.values()):
         assert expected in message
+
+
+@pytest.mark.parametrize(
+    ('sample', 'message', 'wrong'),
+    [
+        (
+            'char_rnn',
+            'give prompts of ASCII characters, all equally long',
+            ['--prompts=def,class', '--prompts=', '--prompts=d\u00e9f,for'],
+        ),
+        ('char_rnn', 'temperature', ['--temperature=0']),
+        (
+            'separate',
+            'give numbers above 0, each of them once',
+            [f'--learning_rates={given}' for given in ('', '0.1,0.10', '0.1,fast', '0')],
+        ),
+    ],
+    ids=['prompts', 'temperature', 'learning_rates'],
+)
+def test_other_wrong_flags_are_told_at_once(sample, message, wrong):
+    assert all(message in told for told in flag_errors(sample, *wrong))

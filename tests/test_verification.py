@@ -330,3 +330,15 @@ def test_bad_arguments():
         estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=1)
     with pytest.raises(ValueError, match='gives no batch to train on'):
         estimator_mgpu.verify(of_all_modes(predict), lambda: input_fn().take(0))
+
+
+@pytest.mark.parametrize('steps', [0, -1, 1.5, 'all'])
+def test_a_wrong_number_of_steps(steps):
+    with pytest.raises(ValueError, match=f'steps={steps!r} is no number of batches'):
+        estimator_mgpu.verify(of_all_modes(shifted), input_fn, steps=steps)
+
+
+@pytest.mark.parametrize('tolerance', [-1, 1, float('nan'), None, 'a'])
+def test_a_wrong_tolerance(tolerance):
+    with pytest.raises(ValueError, match=f'tolerance={tolerance!r} is no relative difference'):
+        estimator_mgpu.verify(of_all_modes(shifted), input_fn, tolerance=tolerance)
