@@ -71,7 +71,7 @@ def load_estimator() -> Any:
     return tf.compat.v1.estimator
 
 
-def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list]:
+def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list[Any]]:
     """Returns the features and labels of an input_fn, and the hooks of a session that has them.
 
     Raises:

@@ -109,7 +109,7 @@ class TowerOptimizer(tf.train.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list:
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:
         """As the wrapped optimizer's."""
         return self.optimizer.compute_gradients(*args, **kwargs)
 
@@ -129,6 +129,6 @@ class TowerOptimizer(tf.train.Optimizer):
         """As the wrapped optimizer's."""
         return self.optimizer.get_slot_names()
 
-    def variables(self) -> list:
+    def variables(self) -> list[Any]:
         """As the wrapped optimizer's."""
         return self.optimizer.variables()

@@ -57,7 +57,7 @@ def reducing(towers: Towers) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hook(registry: dict, graph: tf.Graph, value: Any) -> Iterator[Any]:
+def _hook(registry: dict[str, Any], graph: tf.Graph, value: Any) -> Iterator[Any]:
     with _lock:
         if not _active and not _recordings:
             _install()
@@ -107,10 +107,10 @@ def _hooked(original: Any) -> Any:
         stop_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         src_graph: Any = None,
-    ) -> list:
+    ) -> list[Any]:
         options = (name, colocate_gradients_with_ops, gate_gradients, aggregation_method)
 
-        def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list:
+        def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list[Any]:
             stopped = [*(_as_list(stop_gradients) or []), *stop] or None
             # What doesn't depend on the batch adds to the towers' gradients, or nothing.
             unconnected = tf.UnconnectedGradients.NONE if stop else unconnected_gradients
@@ -128,10 +128,12 @@ def _hooked(original: Any) -> Any:
     return gradients
 
 
-def _gradients(towers: Towers, ys: list, xs: list, grad_ys: Any, compute: Any) -> list:
+def _gradients(
+    towers: Towers, ys: list[Any], xs: list[Any], grad_ys: Any, compute: Any
+) -> list[Any]:
     """Gradients with respect to weights, reduced, and to activations, left alone."""
     of_weights = are_weights(towers, xs)
-    found: list = [None] * len(xs)
+    found: list[Any] = [None] * len(xs)
     for weights, gradients in ((True, reduced_gradients), (False, local_gradients)):
         places = [i for i, weight in enumerate(of_weights) if weight == weights]
         if places:
@@ -149,7 +151,7 @@ def _tape_hooked(original: Any) -> Any:
         output_gradients: Any = None,
         sources_raw: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
-    ) -> list:
+    ) -> list[Any]:
         towers = _towers_for(sources)
         if towers is None:
             with _inside():
@@ -164,7 +166,7 @@ def _tape_hooked(original: Any) -> Any:
                 'Ask for them in two calls, of a GradientTape(persistent=True).'
             )
 
-        def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list:
+        def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list[Any]:
             if stop:  # What the reduction adds to the graph isn't on the tape.
                 return tf.gradients(ys, xs, grad_ys, stop_gradients=stop)
             if grad_ys is not None:
@@ -206,7 +208,7 @@ def _jacobian_hooked(original: Any) -> Any:
     return jacobian
 
 
-def _recorded(xs: Any, found: list) -> list:
+def _recorded(xs: Any, found: list[Any]) -> list[Any]:
     """Returns gradients, after they were recorded where somebody wants that."""
     recorded = _recordings.get(tf.get_default_graph())
     if recorded is not None and not getattr(_thread, 'inside', False):

@@ -28,7 +28,7 @@ def merge(
     towers: Towers,
     rows: Sequence[tf.Tensor] | None,
     forward: Sequence[tf.Tensor],
-) -> dict:
+) -> dict[str, Any]:
     """Returns metrics whose updates are those of the whole batch.
 
     Args:

@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 SPLITTABLE = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
 
 
-def as_tensor(path: tuple, leaf: Any) -> Any:
+def as_tensor(path: tuple[Any, ...], leaf: Any) -> Any:
     """Returns what is to be split, or None for what goes whole to every tower."""
     if isinstance(leaf, SPLITTABLE):
         return leaf
@@ -25,7 +25,9 @@ def as_tensor(path: tuple, leaf: Any) -> Any:
     )
 
 
-def broadcast_paths(leaves: dict[tuple, Any], broadcast: Sequence[str]) -> set[tuple]:
+def broadcast_paths(
+    leaves: dict[tuple[Any, ...], Any], broadcast: Sequence[str]
+) -> set[tuple[Any, ...]]:
     """Returns the paths of the features that are named to go whole to every tower.
 
     Args:
@@ -35,8 +37,8 @@ def broadcast_paths(leaves: dict[tuple, Any], broadcast: Sequence[str]) -> set[t
     Raises:
       ValueError: if there's no feature of such a name.
     """
-    found: set[tuple] = set()
-    names: dict[str, set[tuple]] = {}
+    found: set[tuple[Any, ...]] = set()
+    names: dict[str, set[tuple[Any, ...]]] = {}
     for path in leaves:
         if path[0] == 'features':
             keys = [str(key) for key in path[1:]]
@@ -53,7 +55,7 @@ def broadcast_paths(leaves: dict[tuple, Any], broadcast: Sequence[str]) -> set[t
     return found
 
 
-def with_paths(nest: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
+def with_paths(nest: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
     """Lists a nest's leaves in `tf.nest` order, each with the keys that lead to it."""
     if isinstance(nest, Mapping):
         items = sorted(nest.items())
@@ -66,14 +68,14 @@ def with_paths(nest: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
     return [leaf for key, value in items for leaf in with_paths(value, (*path, key))]
 
 
-def title(path: tuple) -> str:
+def title(path: tuple[Any, ...]) -> str:
     """Returns what messages call a leaf."""
     kind, *keys = path
     kind = {'features': 'feature', 'labels': 'label'}[kind] if keys else kind
     return f'{kind} {"/".join(map(str, keys))!r}' if keys else kind
 
 
-def describe(path: tuple, leaf: Any) -> str:
+def describe(path: tuple[Any, ...], leaf: Any) -> str:
     """Returns what messages call a leaf, with its shape or type."""
     return f'{title(path)} ({getattr(leaf, "shape", type(leaf).__name__)})'
 

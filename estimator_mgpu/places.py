@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.axes import Place, UnknownPlace, place_in
+from estimator_mgpu.axes import place_in
 from estimator_mgpu.products import is_product, product_axis
+from estimator_mgpu.reshapes import Place, UnknownPlace
 
 # What functions make up: v2 loops, branches and calls.
 LOOPS = frozenset(['While', 'StatelessWhile'])

@@ -166,7 +166,7 @@ def own_python_function(token: bytes, graph: tf.Graph, own: Callable[[bytes], by
         forward = inspect.getclosurevars(inspect.unwrap(function._func)).nonlocals['token']
         forward = own(forward)
 
-        def gradient(*grads: tf.Tensor) -> list:
+        def gradient(*grads: tf.Tensor) -> list[Any]:
             tape, inputs, outputs = _script_ops.tape_cache.pop(forward)
             return tape.gradient(outputs, inputs, output_gradients=grads)
 

@@ -18,12 +18,12 @@ from estimator_mgpu.walks import inputs, walk
 
 # compute(ys, xs, grad_ys) and compute(ys, xs, grad_ys, stop_gradients) give gradients
 # TensorFlow's own way.
-Compute = Callable[..., list]
+Compute = Callable[..., list[Any]]
 
 
 def reduced_gradients(
     towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any], grad_ys: Any, compute: Compute
-) -> list:
+) -> list[Any]:
     """Returns the gradients of the whole batch's losses, one for each weight.
 
     Tower 0's gradient is computed and copied to the other towers. What a tower's share counts
@@ -62,7 +62,7 @@ def reduced_gradients(
 
 def local_gradients(
     towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any], grad_ys: Any, compute: Compute
-) -> list:
+) -> list[Any]:
     """Returns the gradients of the whole batch's losses with respect to tower 0's activations.
 
     Nothing is reduced, but the gradient of a mean is a share in that over the batch, and what a
@@ -104,7 +104,7 @@ def _adds_up(towers: Towers, parts: losses.Parts) -> bool:
     return all(leaf.kind == losses.SUM for leaf in parts.leaves) and all(map(is_linear, tail))
 
 
-def _seeds(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple:
+def _seeds(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[Any, ...]:
     """Returns what losses' gradients start from.
 
     What a term counts in a loss may depend on its sum over the towers, and that on the copies. But
@@ -130,7 +130,9 @@ def _seeds(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple:
     return wholes, stubs, terms, seeds
 
 
-def _as_scalars(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[list, list]:
+def _as_scalars(
+    towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any
+) -> tuple[list[Any], list[Any]]:
     """Returns scalar losses with the same gradients, as a gradient of theirs may differ."""
     scalars, seeds = [], []
     dependents = towers.dependents()
@@ -146,7 +148,9 @@ def _as_scalars(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[
     return scalars, seeds
 
 
-def _reduce(towers: Towers, grads: list[list], once: list, xs: Sequence[Any]) -> list:
+def _reduce(
+    towers: Towers, grads: list[list[Any]], once: list[Any], xs: Sequence[Any]
+) -> list[Any]:
     """Sums the towers' gradients, and those that don't depend on the batch, for each of xs."""
     if towers.weights.guarded:
         grads = [_guard(towers, own, i) for i, own in enumerate(grads)]
@@ -163,7 +167,7 @@ def _reduce(towers: Towers, grads: list[list], once: list, xs: Sequence[Any]) ->
     return reduced
 
 
-def _guard(towers: Towers, grads: list, tower: int) -> list:
+def _guard(towers: Towers, grads: list[Any], tower: int) -> list[Any]:
     """Leaves out what isn't a number where a tower counts for nothing."""
     counts = towers.weights.counts(losses.UNITS, tf.float64)[tower] > 0
     with absolute_scope(towers.graph, 'replicate'):
@@ -218,7 +222,7 @@ def _check_local(towers: Towers, ys: Sequence[tf.Tensor], xs: Sequence[Any]) -> 
             )
 
 
-def _add(own: list, once: list) -> Any:
+def _add(own: list[Any], once: list[Any]) -> Any:
     """Adds the towers' gradients and what counts once; the sum is sparse if all are."""
     slices = [g for g in own if isinstance(g, tf.IndexedSlices)]
     sparse = [_joined(slices)] if slices else []

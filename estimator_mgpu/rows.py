@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private, sharing
-from estimator_mgpu.axes import Place, UnknownPlace
 from estimator_mgpu.places import SEGMENT_SUMS, Places, is_literal
+from estimator_mgpu.reshapes import Place, UnknownPlace
 from estimator_mgpu.walks import walk
 
 # Ops through which a sum over rows stays one.

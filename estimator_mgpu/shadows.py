@@ -27,7 +27,7 @@ def of_call(
     Returns:
       For each tower, other handles by the names of tower 0's.
     """
-    made: list[dict] = [{} for _ in scopes]
+    made: list[dict[str, tf.Tensor]] = [{} for _ in scopes]
     if private.in_control_flow(op):
         return made
     written, read = library.uses(op.node_def)

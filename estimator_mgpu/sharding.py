@@ -110,7 +110,7 @@ def join(parts: Sequence[Any], rows: Sequence[tf.Tensor]) -> Any:
 class _Bounds:
     """Where each shard begins and ends; Python numbers where they're static and even."""
 
-    def __init__(self, sharded: dict[tuple, Any], static: int | None, towers: int):
+    def __init__(self, sharded: dict[tuple[Any, ...], Any], static: int | None, towers: int):
         self.static_rows = None
         # With one row a shard, sizes of 1 would no longer tell rows from what was reduced.
         if static is not None and static % towers == 0 and static > towers:
@@ -186,7 +186,7 @@ def _known_rows(leaf: Any) -> int | None:
     return leaf.shape.as_list()[0]
 
 
-def _checked_rows(sharded: dict[tuple, Any]) -> tf.Tensor:
+def _checked_rows(sharded: dict[tuple[Any, ...], Any]) -> tf.Tensor:
     """Returns the batch's rows, asserted to be the same in every tensor when the step runs."""
     counts = {path: rows_of(leaf) for path, leaf in sharded.items()}
     total = next(iter(counts.values()))
@@ -203,7 +203,7 @@ def _checked_rows(sharded: dict[tuple, Any]) -> tf.Tensor:
         return tf.identity(total)
 
 
-def _static_rows(sharded: dict[tuple, Any]) -> int | None:
+def _static_rows(sharded: dict[tuple[Any, ...], Any]) -> int | None:
     known = {path: _known_rows(leaf) for path, leaf in sharded.items()}
     known = {path: rows for path, rows in known.items() if rows is not None}
     if len(set(known.values())) > 1:

@@ -31,7 +31,7 @@ class Run(NamedTuple):
       causes: sentences on why it may differ from a run on other devices.
     """
 
-    values: dict[str, list]
+    values: dict[str, list[Any]]
     initial: dict[str, np.ndarray]
     final: dict[str, np.ndarray]
     causes: list[str]
@@ -64,7 +64,7 @@ class Trial:
             self._batch = tf.nest.map_structure(_as_tensor, batch)
             flat = flat_tensors(self._batch)
             self._signature = tuple(tf.TensorSpec(t.shape, t.dtype) for t in flat)
-            self._batches: list[tuple] = []
+            self._batches: list[tuple[Any, ...]] = []
             with tf.train.SingularMonitoredSession(hooks) as session:
                 with contextlib.suppress(tf.errors.OutOfRangeError):
                     for _ in range(steps):
@@ -91,7 +91,7 @@ class Trial:
             creator = tf.train.ChiefSessionCreator(
                 spec.scaffold, config=self._config.session_config
             )
-            values: dict[str, list] = {}
+            values: dict[str, list[Any]] = {}
             with tf.train.MonitoredSession(creator, hooks) as session:
                 for _ in self._batches:
                     if not session.should_stop():
@@ -113,7 +113,9 @@ class Trial:
         iterator = tf.data.make_initializable_iterator(dataset)
         return iterator, pack_tensors(self._batch, iterator.get_next())
 
-    def _fetches(self, spec: Any, recorded: gradients.Recording) -> tuple[dict, Any, dict]:
+    def _fetches(
+        self, spec: Any, recorded: gradients.Recording
+    ) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         """Returns what each step gives, what it does, and what there is in the end, by name."""
         if self._mode == MODES.TRAIN:
             return {'loss': spec.loss, **_gradients(recorded)}, spec.train_op, {}

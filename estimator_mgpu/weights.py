@@ -76,7 +76,7 @@ class Weights:
         self._graph = graph
         self._copies = copies
         self._given = given
-        self._cast: dict[tuple, list[tf.Tensor]] = {}
+        self._cast: dict[tuple[Any, ...], list[tf.Tensor]] = {}
 
     def of_leaf(self, leaf: losses.Leaf, tower: int, dtype: tf.DType) -> tf.Tensor:
         """Returns what a tower's value of a leaf counts: a scalar or, for a shape, a vector."""

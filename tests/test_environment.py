@@ -195,7 +195,7 @@ def gpus(monkeypatch):
 def test_gpus_with_memory(gpus, probed, report):
     gpus(2)
     probed['memory'] = {'/device:GPU:0': 14 << 30}
-    assert report()['GPUs'] [:3] == ('GPUs', 'Tesla T4 (14.0 GiB), Tesla T4 (memory unknown)', '')
+    assert report()['GPUs'][:3] == ('GPUs', 'Tesla T4 (14.0 GiB), Tesla T4 (memory unknown)', '')
     assert report()['CPU towers'].found == '0'
     step = report()['one training step'].found
     assert step == 'on /device:GPU:0, /device:GPU:1: equals that of one device'
@@ -218,14 +218,14 @@ def test_gpus_that_tensorflow_does_not_see(cuda, advice, gpus, report, monkeypat
     assert wrong(findings) == {'GPUs'}
     assert advice in findings['GPUs'].advice and 'tensorflow[and-cuda]' in findings['GPUs'].advice
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
-    assert report()['GPUs'] [:3] == ('GPUs', "none, as CUDA_VISIBLE_DEVICES='-1' hides them", '')
+    assert report()['GPUs'][:3] == ('GPUs', "none, as CUDA_VISIBLE_DEVICES='-1' hides them", '')
 
 
 @pytest.mark.parametrize('has, found', [(True, 'in this build'), (False, 'not in this build')])
 def test_nccl_is_no_need(has, found, report, monkeypatch):
     monkeypatch.setattr(private, 'has_kernel', lambda op_type: has)
     monkeypatch.setattr(tf.sysconfig, 'get_build_info', lambda: {'cuda_version': '12.2'})
-    assert report()['NCCL'] [:3] == ('NCCL', f'{found}, CUDA 12.2', '')
+    assert report()['NCCL'][:3] == ('NCCL', f'{found}, CUDA 12.2', '')
 
 
 @pytest.mark.core
