@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.findings import find
 from estimator_mgpu.functions import Library
+from estimator_mgpu.races import unordered
 from estimator_mgpu.towers import Towers, is_own
 from estimator_mgpu.walks import walk
 
@@ -15,22 +16,30 @@ _RANDOM = re.compile(r'Random|Multinomial|TruncatedNormal|StatefulUniform|Statef
 
 
 def likely_causes(
-    graph: tf.Graph, roots: list[tf.Operation], towers: Towers | None, warnings: list[str]
+    graph: tf.Graph,
+    roots: list[tf.Operation],
+    updates: list[tf.Operation],
+    towers: Towers | None,
+    warnings: list[str],
 ) -> list[str]:
     """Returns a sentence for each thing in a model that may differ between devices.
 
     Args:
       graph: the graph of the model.
-      roots: the ops that were run; what they depend on is looked at.
+      roots: the ops whose values were compared; what they depend on is looked at.
+      updates: the ops that were run with them.
       towers: the towers, if the model was replicated.
       warnings: what was warned of while it was built. They come first, and what they name isn't
         named again.
     """
     copies = set() if towers is None else towers.copies.names()
-    needed = {op.name for op in walk(roots, without=copies)}
-    # The user's, the earliest first.
-    ops = [op for op in graph.get_operations() if op.name in needed]
-    ops = [op for op in ops if not is_own(op)]
+
+    def needed(ends: list[tf.Operation]) -> list[tf.Operation]:
+        """Lists the user's ops that these wait for, the earliest first."""
+        names = {op.name for op in walk(ends, without=copies)}
+        return [op for op in graph.get_operations() if op.name in names and not is_own(op)]
+
+    ops = needed(roots)
     causes = [*warnings]
     said = ' '.join(warnings)
     drawn = _first_random(ops, Library(graph), set() if towers is None else towers.dependents())
@@ -58,6 +67,13 @@ def likely_causes(
     if python:
         causes.append(
             f'Python functions are called with the rows of one shard each: {", ".join(python[:3])}.'
+        )
+    races = unordered(graph, needed([*roots, *updates]))
+    if races:
+        causes.append(
+            'A step both reads and writes variables in no order, so that chance decides which '
+            f'value it reads, on one device, too: {", ".join(races[:3])}. Order them by '
+            'tf.control_dependencies.'
         )
     return causes
 

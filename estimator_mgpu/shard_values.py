@@ -52,7 +52,12 @@ def _deciding(condition: tf.Tensor, rows: Places) -> list[tuple[tf.Operation, tf
 
 def is_batch_norm(op: tf.Operation) -> bool:
     """Whether an op is one of those that TensorFlow's batch normalization consists of."""
-    return op.type in BATCH_NORMS or _OF_BATCH_NORM.search(op.name) is not None
+    return op.type in BATCH_NORMS or in_batch_norm(op.name)
+
+
+def in_batch_norm(name: str) -> bool:
+    """Whether an op's or a tensor's name is in a scope of TensorFlow's batch normalization."""
+    return _OF_BATCH_NORM.search(name) is not None
 
 
 def near_reduction(

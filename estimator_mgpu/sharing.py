@@ -99,8 +99,8 @@ def is_write(op: tf.Operation) -> bool:
 
 def writes_variable(op: tf.Operation) -> bool:
     """Whether a write is to variables only, rather than to a queue, a table or the like."""
-    handles = [t for t in op.inputs if is_handle(t)]
-    return _VARIABLES.issuperset(*(_makers(t).values() for t in handles))
+    makers = [maker for t in op.inputs if is_handle(t) for maker in _makers(t).values()]
+    return _VARIABLES.issuperset(makers)
 
 
 def is_write_type(op_type: str) -> bool:

@@ -100,7 +100,8 @@ class Trial:
                 final, last = begin.session.run([begin.variables, results])
             values.update((what, [value]) for what, value in last.items())
             roots = [t.op for what, t in fetches.items() if not what.startswith('gradient')]
-            causes = likely_causes(graph, roots, recorded.towers, warnings)
+            updates = [getattr(update, 'op', update) for update in tf.nest.flatten(update)]
+            causes = likely_causes(graph, roots, updates, recorded.towers, warnings)
             return Run(values, begin.initial, final, causes)
 
     def _estimator(self, model_fn: Any, directory: str) -> Any:

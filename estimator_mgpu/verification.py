@@ -146,6 +146,7 @@ def verify(
         if not all(d.exact for d in found):
             named = _of_names(one, ours)
             likely = named or [*_of_reduction(one, ours, len(towers)), *ours.causes]
+            likely += _of_rounding(one, found)
             causes += [cause for cause in likely if cause not in causes]
         differences += found
         trained = trained or one.final
@@ -184,6 +185,22 @@ def _of_reduction(one: Run, ours: Run, devices: int) -> list[str]:
                 f"the towers otherwise than it should be. Try loss_reduction='{reduction}'."
             ]
     return []
+
+
+def _of_rounding(one: Run, found: list[Difference]) -> list[str]:
+    """Returns a sentence if updates differ of variables that have no gradient but rounding."""
+    slopes = {what: _largest(v) for what, v in _arrays(one) if what.startswith('gradient of ')}
+    least = 1e-5 * max(slopes.values(), default=0.0)
+    flat = [what.partition(' of ')[2] for what, slope in slopes.items() if 0 < slope < least]
+    other = [d.what for d in found if not d.exact]
+    moved = [name for name in flat if any(w.startswith(f'update of {name}') for w in other)]
+    if not moved:
+        return []
+    return [
+        f'The gradients of {", ".join(moved[:3])} are 0 but for rounding, as those of a bias '
+        'before a softmax or a normalization are. Adam and its like divide them by their size, so that '
+        'what these variables come to is chance, on one device, too.'
+    ]
 
 
 def _compare(mode: str, one: Run, ours: Run, tolerance: float) -> Iterator[Difference]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import losses, private, sharing
+from estimator_mgpu import losses, private, shard_values, sharing
 from estimator_mgpu.copying import Copies, move_consumers
 from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.rows import Rows
@@ -225,7 +225,8 @@ def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
         tf.logging.warning('%s', note)
     if parts.doubts or has_rows:
         # A variance of the batch, say: batch normalization's are known to be averages.
-        if scalar or has_rows or parts.lost or parts.by_count:
+        others = any(not shard_values.in_batch_norm(name) for name, _ in parts.mixed)
+        if scalar or has_rows or parts.lost or parts.by_count or others:
             _warn(user, value, _AVERAGED)
         return _averaged(value, rows)
     return parts

@@ -9,6 +9,8 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import private, verification
+from estimator_mgpu.trial import Run
+from estimator_mgpu.verification import Difference
 from models import adam, floats, of_all_modes, predict, spec_of, step
 
 FEATURES, LABELS = floats(40, 3), floats(40, 1, seed=1) + 2
@@ -342,3 +344,32 @@ def test_a_wrong_number_of_steps(steps):
 def test_a_wrong_tolerance(tolerance):
     with pytest.raises(ValueError, match=f'tolerance={tolerance!r} is no relative difference'):
         estimator_mgpu.verify(of_all_modes(shifted), input_fn, tolerance=tolerance)
+
+
+@pytest.mark.parametrize('ordered', [True, False], ids=['ordered', 'unordered'])
+def test_what_is_read_and_written_in_no_order_is_named(ordered):
+    def model_fn(features, labels, mode):
+        book = tf.get_variable('book', [2, 3], trainable=False)
+        ids = tf.cast(features[:, 0] > 0, tf.int32)
+        output = predict(features - tf.reduce_mean(features, 0)) + tf.gather(book, ids)[:, :1]
+        loss = tf.losses.mean_squared_error(labels, output)
+        with tf.control_dependencies([loss] if ordered else []):
+            update = book.assign(0.9 * book + tf.reduce_mean(features))
+        return spec_of(mode, loss, adam(loss), update)
+
+    result = estimator_mgpu.verify(model_fn, input_fn)
+    assert not result.exact
+    named = [cause for cause in result.causes if 'in no order' in cause]
+    assert len(named) == (not ordered)
+    assert all("'book' (read by" in cause for cause in named)
+
+
+def test_gradients_that_are_rounding_are_named():
+    slopes = {'gradient of w': [np.float32([3, -5])], 'gradient of b': [np.float32([0, 4e-6])]}
+    one = Run({'loss': [np.float32(1)], **slopes}, {}, {}, [])
+    same, other = (Difference('train', f'update of {v}', 1.0, v == 'w') for v in ('w', 'b/Adam'))
+    [cause] = verification._of_rounding(one, [same, other])
+    assert cause.startswith('The gradients of b are 0 but for rounding')
+    assert verification._of_rounding(one, [same]) == []
+    one.values['gradient of b'] = [np.float32([0, 0.01])]
+    assert verification._of_rounding(one, [same, other]) == []

@@ -321,11 +321,16 @@ def test_rows_that_are_written_as_they_are_are_warned_of(static, caplog):
     assert how in caplog.text
 
 
-def test_a_statistic_that_is_no_mean_is_warned_of(caplog):
+@pytest.mark.parametrize(
+    ('statistic', 'shape'),
+    [(tf.reduce_max, []), (lambda x: tf.math.reduce_std(x, 0), [3])],
+    ids=['greatest', 'deviation'],
+)
+def test_a_statistic_that_is_no_mean_is_warned_of(statistic, shape, caplog):
     def model_fn(features, labels, mode):
-        largest = tf.get_variable('largest', [], trainable=False)
+        last = tf.get_variable('last', shape, trainable=False)
         loss = tf.reduce_mean(square(features, labels))
-        return spec_of(mode, loss, sgd(loss), largest.assign(tf.reduce_max(features)))
+        return spec_of(mode, loss, sgd(loss), last.assign(statistic(features)))
 
     train(model_fn, batches(steps=1), 2)
     assert 'averaged over the shards: it cannot be told to be a sum or a mean' in caplog.text
