@@ -198,8 +198,8 @@ def _of_rounding(one: Run, found: list[Difference]) -> list[str]:
         return []
     return [
         f'The gradients of {", ".join(moved[:3])} are 0 but for rounding, as those of a bias '
-        'before a softmax or a normalization are. Adam and its like divide them by their size, so that '
-        'what these variables come to is chance, on one device, too.'
+        'before a softmax or a normalization are. Adam and its like divide them by their size, '
+        'so that what these variables come to is chance, on one device, too.'
     ]
 
 
