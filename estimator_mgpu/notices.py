@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import losses, mixing, shard_values
+from estimator_mgpu import backward, losses, mixing, shard_values
 from estimator_mgpu.findings import find
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.walks import walk
@@ -23,6 +23,12 @@ _VALUES = (
     'device gives. Combine them in the input_fn, or run this model with replicate(devices=1).'
 )
 _NORMS = "In what %r comes from, batch normalization takes each device's own statistics: %s."
+_BACKWARD = (
+    'In the gradient of %r, what all rows of a shard have is combined, as a custom gradient that '
+    'clips does, by %s. Each device has its own shard, so that this may not be what one device '
+    'gives. Clip what compute_gradients() or tf.gradients() returns, which is of the whole batch, '
+    'or train with replicate(devices=1).'
+)
 _PYTHON = 'In what %r comes from, Python functions are called with the rows of one shard each: %s.'
 
 
@@ -31,6 +37,8 @@ class Notices:
 
     def __init__(self) -> None:
         self._told: set[str] = set()
+        # Whether rows were found to be combined. If so, their gradients are, too.
+        self._combined = False
 
     def loss(self, name: str, parts: losses.Parts) -> None:
         """Tells what a loss consists of, and warns of what the graph doesn't tell for certain."""
@@ -38,6 +46,7 @@ class Notices:
             return
         for sentence in [*parts.doubts, *parts.notes]:
             tf.logging.warning('%s', sentence)
+        self._combined |= bool(parts.doubts)
         self._told.update([parts.neither, *(mixed for mixed, _ in parts.mixed)])
         for leaf in parts.leaves:
             tf.logging.info(
@@ -94,11 +103,27 @@ class Notices:
         self._tell(tf.logging.info, _NORMS, value, norms)
         self._tell(tf.logging.info, _PYTHON, value, found.python)
 
+    def gradients(
+        self, loss: tf.Tensor, rows: Rows, gradients: list[tf.Tensor], first: int
+    ) -> None:
+        """Warns of gradients of a user's own that don't add up to the whole batch's.
+
+        Args:
+          loss: a tensor of tower 0.
+          rows: which tensors have rows.
+          gradients: tower 0's.
+          first: the place of the first op that was made for them among the graph's.
+        """
+        made = {op.name for op in loss.graph.get_operations()[first:]}
+        found = [] if self._combined else backward.combining(gradients, rows, made)
+        self._tell(tf.logging.warning, _BACKWARD, loss, found)
+
     def _tell(
         self, log: Callable[..., None], sentence: str, value: tf.Tensor, found: Iterable[str]
     ) -> None:
         new = list(filter(self._is_new, found))
         if new:
+            self._combined = True
             more = f' and {len(new) - 3} more' if len(new) > 3 else ''
             log(sentence, value.name, ', '.join(new[:3]) + more)
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses, private
+from estimator_mgpu.backward import has_custom_gradients
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.nests import flat_tensors, pack_tensors
@@ -50,8 +51,11 @@ def reduced_gradients(
     if {whole.name for whole in wholes} != {stub.name for stub in stubs.values()}:
         with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
             once = compute(wholes, xs, grad_ys, list(stubs.values()))
+    first = len(towers.graph.get_operations())
     if seeds:
         grads = compute([terms[name].tensor for name in seeds], xs, list(seeds.values()))
+    if has_custom_gradients(towers.graph):
+        towers.notices.gradients(ys[0], towers.rows(), flat_tensors(grads), first)
     copies = towers.copies.copy(flat_tensors(grads))
     towers.fill_stubs()
     every = [grads] + [pack_tensors(grads, own) for own in copies]
