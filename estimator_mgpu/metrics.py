@@ -166,7 +166,9 @@ def _check_not_by_position(name: str, updates: Updates, rows: Rows) -> None:
             raise ValueError(
                 f'The metric {name!r} adds up batches row by row, as tf.metrics.mean_tensor does '
                 'with values that have rows, so it has no value for shards of other sizes. Take '
-                'the mean over the rows first, or evaluate with replicate(devices=1).'
+                'the mean over the rows first, or evaluate with replicate(devices=1). If these '
+                f'are no rows, but as many as a shard has ({rows.static}), take another batch '
+                'size.'
             )
 
 

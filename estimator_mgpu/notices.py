@@ -37,6 +37,7 @@ class Notices:
 
     def __init__(self) -> None:
         self._told: set[str] = set()
+        self._seen: set[str] = set()  # Ops of which everything was told.
         # Whether rows were found to be combined. If so, their gradients are, too.
         self._combined = False
 
@@ -90,7 +91,12 @@ class Notices:
 
     def mixing(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of what a value comes from that gives rows something of others of their shard."""
-        ops = list(walk([value.op], lambda op: [t.op for t in rows.dependent_inputs(op)]))
+
+        def onward(op: tf.Operation) -> list[tf.Operation]:
+            return [t.op for t in rows.dependent_inputs(op)]
+
+        ops = list(walk([value.op], onward, without=self._seen))
+        self._seen.update(op.name for op in ops)
         self._segments(ops, rows)
         numbered = [f'{op.name!r} ({op.type})' for op in mixing.numbered(value, rows)]
         found = find(ops, rows, certain=True)

@@ -31,8 +31,9 @@ def combined(body: Body) -> list[tuple[tf.Operation, tf.Tensor]]:
     found = []
     for op in body.ops:
         inputs = rows.dependent_inputs(op)
-        if op.type in BATCH_NORMS and op.get_attr('is_training') and inputs:
-            found.append((op, op.outputs[1]))
+        if op.type in BATCH_NORMS:
+            if op.get_attr('is_training') and inputs and not _norms_each_row(op, rows):
+                found.append((op, op.outputs[1]))
         elif passes_on(op) or not (op.name in items or any(map(rows.has, op.outputs))):
             continue
         elif any(rows.has(t) or t.op.name in items for t in inputs):
@@ -48,6 +49,12 @@ def _deciding(condition: tf.Tensor, rows: Places) -> list[tuple[tf.Operation, tf
     """Lists the comparisons of values of all rows that decide how often a loop runs."""
     ops = walk([condition.op], lambda op: [t.op for t in op.inputs if t.dtype.is_bool])
     return [(op, value) for op in ops for value in op.inputs if _is_of_shard(value, rows)]
+
+
+def _norms_each_row(op: tf.Operation, rows: Places) -> bool:
+    """Whether what it takes for channels are rows, as Keras has it for a layer normalization."""
+    first = op.get_attr('data_format').startswith(b'NC')
+    return first and rows.axis(op.inputs[0]) == 1
 
 
 def is_batch_norm(op: tf.Operation) -> bool:

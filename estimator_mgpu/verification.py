@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -140,7 +141,7 @@ def verify(
             ours = trial.run(several, {**trained, **one.initial})
         except Exception as error:
             differences.append(Difference(mode, 'whether it runs', np.inf, False))
-            causes.append(f'On {len(towers)} devices there is an error: {error}')
+            causes.append(f'On {len(towers)} devices there is an error: {_message(error)}')
             continue
         found = list(_compare(mode, one, ours, tolerance))
         if not all(d.exact for d in found):
@@ -153,11 +154,19 @@ def verify(
     if not causes and not all(d.exact for d in differences):
         causes.append(
             'No cause was found. What rows of a batch have to do with each other (softmax over the '
-            "batch, sorting, shifting, pairs) is what they have to do with their shard's."
+            "batch, sorting, shifting, pairs) is what they have to do with their shard's; and "
+            'features.shape[0] is the number of rows of a shard.'
         )
     result = Verification(differences, causes)
     print(result)
     return result
+
+
+def _message(error: Exception) -> str:
+    """Returns what an error says, without the trace of TensorFlow's that leads there."""
+    message = str(getattr(error, 'message', '') or error)
+    asserted = re.search(r'assertion failed: \[(.*?)\]', message, re.DOTALL)
+    return asserted[1] if asserted else message
 
 
 def _of_names(one: Run, ours: Run) -> list[str]:
@@ -205,20 +214,30 @@ def _of_rounding(one: Run, found: list[Difference]) -> list[str]:
 
 def _compare(mode: str, one: Run, ours: Run, tolerance: float) -> Iterator[Difference]:
     """Compares all that a run came to."""
-    slopes = [_largest(v) for w, v in _arrays(one) if w.startswith('gradient')]
-    steepest = max(slopes, default=0.0)
+    slopes = {w: _largest(v) for w, v in _arrays(one) if w.startswith('gradient of ')}
+    steepest = max(slopes.values(), default=0.0)
     found = dict(_arrays(ours))
     for what, expected in _arrays(one):
         # What is 0 but for rounding is compared with what it's rounded at.
         rounded = steepest if what.startswith('gradient') else 0.0
         yield _difference(mode, what, found.get(what), expected, rounded, tolerance)
-    for name, start in one.initial.items() if mode == MODES.TRAIN else ():
+    if mode != MODES.TRAIN:
+        return
+    moves = {name: _moved(start, one.final[name]) for name, start in one.initial.items()}
+    trained = {what.partition(' of ')[2] for what in slopes}
+    farthest = max((moves[name] for name in trained & set(moves)), default=0.0)
+    for name, moved in moves.items():
         own, final = ours.final.get(name), one.final[name]
-        with np.errstate(invalid='ignore'):
-            moved = _largest(final - start) if final.dtype.kind in 'fcV' else 0.0
         largest = _largest(final)
         scale = min(moved, largest) if moved else largest
-        yield _difference(mode, f'update of {name}', own, final, largest, tolerance, scale)
+        # So is what moves by a gradient that is 0 but for rounding.
+        rounded = max(largest, farthest) if name in trained else largest
+        yield _difference(mode, f'update of {name}', own, final, rounded, tolerance, scale)
+
+
+def _moved(start: np.ndarray, final: np.ndarray) -> float:
+    with np.errstate(invalid='ignore'):
+        return _largest(final - start) if final.dtype.kind in 'fcV' else 0.0
 
 
 def _largest(values: np.ndarray) -> float:

@@ -220,6 +220,7 @@ def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
         _warn(user, value, _FIRST_ONLY)
         return None
     towers.notices.unknown_shapes(rows, value)
+    towers.notices.mixing(rows, value)
     parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
     for note in parts.notes:
         tf.logging.warning('%s', note)
