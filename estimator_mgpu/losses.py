@@ -229,7 +229,13 @@ class _Walk:
                     'replicate(devices=1).'
                 )
             else:
-                self._doubt(tensor, f'it goes back to {culprit}. {averaged}')
+                guard = (
+                    '. If it guards a mean against having nothing to average, write '
+                    'tf.math.divide_no_nan(total, n) instead'
+                )
+                branch = op.type in ('If', 'StatelessIf', 'Merge')
+                why = f'it goes back to {culprit}. {averaged}{guard if branch else ""}'
+                self._doubt(tensor, why)
             return MEAN
         return inputs
 

@@ -238,6 +238,30 @@ def test_what_is_neither_a_mean_nor_a_sum_is_said_once(loss, caplog):
     assert 'rows are combined with' not in caplog.text
 
 
+def some_squares(labels, output):
+    return tf.boolean_mask(squares(labels, output)[:, 0], labels[:, 0] > 0.5)
+
+
+def test_a_guarded_mean_is_told_how_to_be_written(behavior, caplog):
+    def loss(labels, output):
+        kept = some_squares(labels, output)
+        return tf.cond(tf.size(kept) > 0, lambda: tf.reduce_mean(kept), lambda: 0.0)
+
+    train(with_loss(loss), batches(steps=1), 2, static=False)
+    assert 'write tf.math.divide_no_nan(total, n) instead' in caplog.text
+
+
+@pytest.mark.parametrize('towers', [1, 3, 4])
+def test_a_mean_that_guards_itself_is_exact(towers, behavior, caplog):
+    def loss(labels, output):
+        kept = some_squares(labels, output)
+        n = tf.cast(tf.size(kept), tf.float32)
+        return tf.math.divide_no_nan(tf.reduce_sum(kept), n)
+
+    compare(with_loss(loss), batches(), towers, static=False)
+    assert 'cannot be told' not in caplog.text
+
+
 def test_auto_warns_of_an_ambiguous_divisor(caplog):
     """12 rows in 2 shards: 18 is 3 times a shard, but neither the batch nor a shard."""
     train(with_loss(lambda y, p: tf.reduce_sum(squares(y, p)) / 18.0), batches(steps=1), 2)
