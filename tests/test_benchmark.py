@@ -95,11 +95,11 @@ MODELS = 'mlp', 'cnn', 'deep', 'embed', 'wide'
 @pytest.fixture
 def written(benchmark):
     """Gives what the pages say, `2.15's / 2.21's`, of a ratio of the runs in docs/."""
-    pages = [ROOT / 'docs' / f'benchmark-{version}.json' for version in ('2.15', '2.21')]
-    runs = [json.loads(page.read_text())['runs'] for page in pages]
 
-    def of(measure, model, towers, other):
-        which = {'model': model, 'setup': benchmark.REPLICATE, 'towers': towers}
+    def of(measure, model, towers, other, setup=benchmark.REPLICATE, prefix='benchmark'):
+        pages = [ROOT / 'docs' / f'{prefix}-{version}.json' for version in ('2.15', '2.21')]
+        runs = [json.loads(page.read_text())['runs'] for page in pages]
+        which = {'model': model, 'setup': setup, 'towers': towers}
         to = {'model': model, 'setup': other, 'towers': 1 if other == benchmark.ONE else towers}
         found = [statistics.median(benchmark.ratios(r, measure, which, to)) for r in runs]
         if measure == 'build':
@@ -135,3 +135,14 @@ def test_the_page_of_speed_has_the_figures_of_the_runs(benchmark, written):
             for towers in (2, 4, 8)
         ]
         assert f'| `{model}` | {" | ".join(cells)} |\n' in page
+
+
+def test_the_page_of_speed_has_the_figures_without_the_graph_optimizer(benchmark, written):
+    page = (ROOT / 'docs' / 'speed.md').read_text()
+    for model in ('deep', 'cnn'):
+        for setup, how in ((benchmark.REPLICATE, 'with'), (benchmark.UNOPTIMIZED, 'without')):
+            cells = [
+                written(measure, model, 8, benchmark.ONE, setup, 'benchmark-unoptimized')
+                for measure in ('start_up', 'first_step', 'step')
+            ]
+            assert f'| `{model}` | {how} | {" | ".join(cells)} |\n' in page
