@@ -100,6 +100,7 @@ class Notices:
         self._segments(ops, rows)
         numbered = [f'{op.name!r} ({op.type})' for op in mixing.numbered(value, rows)]
         found = find(ops, rows, certain=True)
+        self._combined |= bool(found.others or found.values or found.norms)
         values, norms = (
             [op for op, of_shard in of.items() if of_shard not in self._told]
             for of in (found.values, found.norms)
@@ -129,7 +130,6 @@ class Notices:
     ) -> None:
         new = list(filter(self._is_new, found))
         if new:
-            self._combined = True
             more = f' and {len(new) - 3} more' if len(new) > 3 else ''
             log(sentence, value.name, ', '.join(new[:3]) + more)
 

@@ -121,3 +121,15 @@ def test_batch_norm_is_told_of_once(caplog):
 
     train(network(forward), batches(steps=1), 3, static=False)
     assert WARNING not in caplog.text
+
+
+def test_python_functions_on_rows_hide_no_gradients(caplog):
+    """They are told of as well."""
+
+    def of_rows(x):
+        same = tf.numpy_function(lambda rows: rows, [tf.stop_gradient(x)], tf.float32)
+        same.set_shape(x.shape)
+        return with_gradient(lambda d: tf.clip_by_norm(d, 0.01))(x + 0 * same)
+
+    train(network(of_rows), batches(steps=1), 3, static=False)
+    assert caplog.text.count(WARNING) == 1
