@@ -3,19 +3,17 @@
 import json
 import pathlib
 import statistics
-import sys
 
 import pytest
 
 from test_samples import SAMPLES, flag_errors, run_python, run_sample
 
 
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(SAMPLES))
-    yield __import__('benchmark')
-    for name in ('benchmark', 'benchmark_models'):
-        del sys.modules[name]
+@pytest.fixture(scope='session')  # Its flags can be defined once.
+def benchmark():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SAMPLES))
+        return __import__('benchmark')
 
 
 def run_of(setup, towers, number, **measured):
