@@ -192,7 +192,7 @@ def _reduced(value: tf.Tensor) -> list[tf.Tensor]:
         if tensor.name in found:
             continue
         found[tensor.name] = tensor
-        if tensor.op.type in ELEMENTWISE | {'Reshape', 'ExpandDims'}:
+        if tensor.op.type in ELEMENTWISE:
             waiting += tensor.op.inputs
     return list(found.values())
 

@@ -121,9 +121,10 @@ class Notices:
           gradients: tower 0's.
           first: the place of the first op that was made for them among the graph's.
         """
-        made = {op.name for op in loss.graph.get_operations()[first:]}
-        found = [] if self._combined else backward.combining(gradients, rows, made)
-        self._tell(tf.logging.warning, _BACKWARD, loss, found)
+        if not self._combined:
+            made = {op.name for op in loss.graph.get_operations()[first:]}
+            found = backward.combining(gradients, rows, made)
+            self._tell(tf.logging.warning, _BACKWARD, loss, found)
 
     def _tell(
         self, log: Callable[..., None], sentence: str, value: tf.Tensor, found: Iterable[str]

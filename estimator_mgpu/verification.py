@@ -198,9 +198,9 @@ def _of_reduction(one: Run, ours: Run, devices: int) -> list[str]:
 
 def _of_rounding(one: Run, found: list[Difference]) -> list[str]:
     """Returns a sentence if updates differ of variables that have no gradient but rounding."""
-    slopes = {what: _largest(v) for what, v in _arrays(one) if what.startswith('gradient of ')}
+    slopes = _slopes(one)
     least = 1e-5 * max(slopes.values(), default=0.0)
-    flat = [what.partition(' of ')[2] for what, slope in slopes.items() if 0 < slope < least]
+    flat = [name for name, slope in slopes.items() if 0 < slope < least]
     other = [d.what for d in found if not d.exact]
     moved = [name for name in flat if any(w.startswith(f'update of {name}') for w in other)]
     if not moved:
@@ -214,7 +214,7 @@ def _of_rounding(one: Run, found: list[Difference]) -> list[str]:
 
 def _compare(mode: str, one: Run, ours: Run, tolerance: float) -> Iterator[Difference]:
     """Compares all that a run came to."""
-    slopes = {w: _largest(v) for w, v in _arrays(one) if w.startswith('gradient of ')}
+    slopes = _slopes(one)
     steepest = max(slopes.values(), default=0.0)
     found = dict(_arrays(ours))
     for what, expected in _arrays(one):
@@ -224,15 +224,21 @@ def _compare(mode: str, one: Run, ours: Run, tolerance: float) -> Iterator[Diffe
     if mode != MODES.TRAIN:
         return
     moves = {name: _moved(start, one.final[name]) for name, start in one.initial.items()}
-    trained = {what.partition(' of ')[2] for what in slopes}
-    farthest = max((moves[name] for name in trained & set(moves)), default=0.0)
+    farthest = max((moves[name] for name in slopes if name in moves), default=0.0)
     for name, moved in moves.items():
         own, final = ours.final.get(name), one.final[name]
         largest = _largest(final)
         scale = min(moved, largest) if moved else largest
         # So is what moves by a gradient that is 0 but for rounding.
-        rounded = max(largest, farthest) if name in trained else largest
+        rounded = max(largest, farthest) if name in slopes else largest
         yield _difference(mode, f'update of {name}', own, final, rounded, tolerance, scale)
+
+
+def _slopes(run: Run) -> dict[str, float]:
+    """The largest entry of each variable's gradients."""
+    prefix = 'gradient of '
+    found = _arrays(run)
+    return {what[len(prefix) :]: _largest(v) for what, v in found if what.startswith(prefix)}
 
 
 def _moved(start: np.ndarray, final: np.ndarray) -> float:
