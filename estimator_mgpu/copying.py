@@ -134,6 +134,15 @@ class Copies:
                 self._outputs[op.name] = len(op.outputs)
         return [[tower.tensor(t) for t in tensors] for tower in self.towers]
 
+    def can_have(self, tensors: Sequence[tf.Tensor]) -> bool:
+        """Whether the towers can have copies, none of which needs what only happens once."""
+        try:
+            sources = map(self._past_gates, tensors)
+            self._not_copied([t.op for t in sources if not self._is_replaced(t)])
+        except ValueError:
+            return False
+        return True
+
     def names(self) -> set[str]:
         """Returns the names of all copies."""
         return {op.name for tower in self.towers for op in tower.ops.values()}
@@ -152,13 +161,13 @@ class Copies:
         """Whether results of a function that an op calls come from variables that it writes."""
         return self._library.gives_written(op.node_def)
 
-    def updates(self, tensors: Iterable[tf.Tensor]) -> Updates:
-        """Finds what has to be written, and read, for `tensors` to be there."""
+    def updates(self, results: Iterable[tf.Tensor | tf.Operation]) -> Updates:
+        """Finds what has to be written, and read, for tensors or ops to be there."""
         found: dict[str, tf.Operation] = {}
         users: dict[str, set[str]] = {}
         writes = []
         python: set[str] = set()
-        waiting = [t.op for t in tensors]
+        waiting = [getattr(result, 'op', result) for result in results]
         while waiting:
             op = waiting.pop()
             if op.name in found or op.name in self._boundary:

@@ -49,12 +49,13 @@ def merge(
     once = towers.copies.updates(forward).writes
     for group in _groups(updates, towers, once):
         needed = towers.copies.updates(group.values()).without(once)
-        parts = [_take_apart(op, known, towers) for op in needed.writes]
-        if needed.writes and all(p is not None for part in parts for p in part):
-            found = towers.whole_update(
-                list(group.values()), [p for part in parts for p in part if p is not None], needed
-            )
-            merged.update(zip(group, found))
+        apart = _take_apart(needed.writes, known, towers)
+        if needed.writes and apart is not None:
+            # In place, for it may be run by others too: by a hook, or for a summary.
+            wholes = towers.values([(op.inputs[i], parts) for op, i, parts in apart])
+            for (op, i, _), whole in zip(apart, wholes):
+                private.set_input(op, i, whole)
+            merged.update(group)
         else:
             for name in group:
                 _check_not_by_position(name, needed, known)
@@ -90,23 +91,28 @@ def _groups(
     return [group for _, group in groups]
 
 
-def _take_apart(write: tf.Operation, rows: Rows, towers: Towers) -> list[losses.Parts | None]:
-    """Takes apart what an op writes; None for what isn't certain."""
-    if write.type in sharing.PYTHON_FUNCTIONS:
-        return [None]  # Whatever it does with what it's given.
-    found: list[losses.Parts | None] = []
-    for value in write.inputs:
-        if sharing.is_handle(value):
+def _take_apart(
+    writes: Sequence[tf.Operation], rows: Rows, towers: Towers
+) -> list[tuple[tf.Operation, int, losses.Parts]] | None:
+    """Takes apart what ops write, each with its place; None if anything isn't certain."""
+    found, certain = [], True
+    for write in writes:
+        if write.type in sharing.PYTHON_FUNCTIONS:
+            certain = False  # Whatever it does with what it's given.
             continue
-        if value.op.name not in rows.dependents:
-            found.append(None if _may_count_rows(value, rows) else losses.Parts([], set(), []))
-            continue
-        towers.notices.unknown_shapes(rows, value)
-        parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
-        towers.notices.mixed(parts)
-        towers.notices.mixing(rows, value)
-        found.append(None if rows.has(value) or parts.doubts else parts)
-    return found
+        for i, value in enumerate(write.inputs):
+            if sharing.is_handle(value):
+                continue
+            if value.op.name not in rows.dependents:
+                certain = certain and not _may_count_rows(value, rows)
+                continue
+            towers.notices.unknown_shapes(rows, value)
+            parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
+            towers.notices.mixed(parts)
+            towers.notices.mixing(rows, value)
+            certain = certain and not rows.has(value) and not parts.doubts
+            found.append((write, i, parts))
+    return found if certain else None
 
 
 def _may_count_rows(value: tf.Tensor, rows: Rows) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import compat, metrics, sharding, writes
+from estimator_mgpu import compat, metrics, reports, sharding, writes
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.nests import flat_tensors
 from estimator_mgpu.sharding import Shards
@@ -42,33 +42,37 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
     """
     towers.placement.settle(towers.graph)
     towers.fill_stubs()
-    if spec.mode == compat.estimator.ModeKeys.TRAIN:
+    modes = compat.estimator.ModeKeys
+    metric_ops = spec.eval_metric_ops if spec.mode == modes.EVAL else {}
+    if spec.mode == modes.TRAIN:
         _check_reduced(towers)
+        results = [spec.train_op, spec.loss]
         hooks = [*spec.training_hooks, *spec.training_chief_hooks]
-        writes.of_whole_batch([spec.train_op, spec.loss, *_run_by(hooks, towers.graph)], towers)
-        return spec._replace(loss=towers.whole(spec.loss))
-    rows = _Rows(towers, shards)
-    forward = flat_tensors([spec.loss, spec.predictions])
-    if spec.mode == compat.estimator.ModeKeys.PREDICT:
-        spec = spec._replace(predictions=rows.join(spec.predictions))
     else:
-        # What the forward pass does comes first, so that it doesn't wait where metrics do.
-        loss = towers.whole(spec.loss)
-        predictions = rows.join(spec.predictions, batch_values=True)
-        counts = None if shards.static_rows else shards.rows
-        metric_ops = metrics.merge(spec.eval_metric_ops, towers, counts, forward)
-        spec = spec._replace(loss=loss, predictions=predictions, eval_metric_ops=metric_ops)
-    writes.of_whole_batch(forward, towers)
+        results = flat_tensors([spec.loss, spec.predictions])
+        hooks = spec.evaluation_hooks if spec.mode == modes.EVAL else spec.prediction_hooks
+    others = tf.nest.flatten(spec.eval_metric_ops)
+    shown = reports.Reports(hooks, results, others, towers)
+    wholes = {}
+    # What the forward pass does comes first, so that it doesn't wait where metrics do.
+    if spec.mode != modes.PREDICT:
+        wholes[spec.loss.name] = whole = towers.whole(spec.loss)
+        spec = spec._replace(loss=whole)
+    if spec.mode != modes.TRAIN:
+        rows = _Rows(towers, shards).join(spec.predictions, spec.mode == modes.EVAL)
+        spec = spec._replace(predictions=rows)
+    updates = shown.updates(metric_ops)
+    merged = metrics.merge(
+        {**metric_ops, **{name: (value, value) for name, value in updates.items()}},
+        towers,
+        None if shards.static_rows else shards.rows,
+        results,
+    )
+    if spec.mode == modes.EVAL:
+        spec = spec._replace(eval_metric_ops={name: merged[name] for name in metric_ops})
+    writes.of_whole_batch([*results, *shown.held], towers)
+    shown.show(wholes, {value.name: merged[name][1] for name, value in updates.items()})
     return spec
-
-
-def _run_by(hooks: Sequence[Any], graph: tf.Graph) -> list[tf.Operation]:
-    """Lists the ops of what hooks have as attributes, or in lists or dicts that are."""
-    held = [value for hook in hooks for value in getattr(hook, '__dict__', {}).values()]
-    lists = [list(v.values()) if isinstance(v, dict) else v for v in held]
-    flat = [v for items in lists for v in (items if isinstance(items, (list, tuple)) else [items])]
-    ops = [getattr(value, 'op', value) for value in flat]  # An update may be a variable.
-    return [op for op in ops if isinstance(op, tf.Operation) and op.graph is graph]
 
 
 def _check_reduced(towers: Towers) -> None:

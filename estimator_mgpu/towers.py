@@ -14,7 +14,6 @@ from estimator_mgpu.nests import flat_tensors
 from estimator_mgpu.notices import Notices
 from estimator_mgpu.placement import Placement
 from estimator_mgpu.rows import Rows
-from estimator_mgpu.updates import Updates
 from estimator_mgpu.weights import Weights
 
 
@@ -111,21 +110,6 @@ class Towers:
             return [found.get(value.name, value) for value, _ in apart]
         return [self.tail(value, parts, sums) for value, parts in apart]
 
-    def whole_update(
-        self, outputs: Sequence[tf.Tensor], parts: Sequence[losses.Parts], updates: Updates
-    ) -> list[tf.Tensor]:
-        """Returns updates that write the whole batch's values.
-
-        Args:
-          outputs: tower 0's updates.
-          parts: what the values that they write consist of.
-          updates: what they need written.
-        """
-        leaves = [leaf for part in parts for leaf in part.leaves]
-        sums = self.sums(term for leaf in leaves for term in self.terms(leaf))
-        tail = updates.own.union(updates.after_writes(), *(part.tail for part in parts))
-        return self._tails(outputs, losses.Parts(leaves, tail, []), sums, updates)
-
     def rows(self) -> Rows:
         """Returns what is known of the rows of tower 0's tensors."""
         given = [t for t in self._sources if t.name not in self._shapes]
@@ -177,12 +161,9 @@ class Towers:
         outputs: Sequence[tf.Tensor],
         parts: losses.Parts,
         terms: dict[str, tf.Tensor],
-        updates: Updates | None = None,
     ) -> list[tf.Tensor]:
         tail = TowerCopy(0, unique_scope(self.graph, 'reduced'), self.devices[0])
         copies = Copies(self.graph, self.devices[0], [tail], only=parts.tail)
-        if updates is not None:
-            copies.let_write(updates)
         # Not in the tail's scope, where a copy may come to have the name.
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             for leaf in parts.leaves:
