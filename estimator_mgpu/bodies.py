@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.places import CALLS, FLOW, LOOPS, SIZES, Places
+from estimator_mgpu.rows import Rows
 from estimator_mgpu.walks import inputs, walk
 
 # Lists of tensors, which have a place where what is added may have one or not.
@@ -72,6 +73,23 @@ def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
             start = {t.op.name for t, other in same if other.op.name in dependents}
             rows = Places(places, _after(start, condition, False), body.rows.static)
             yield Body([], rows, where, condition=condition.outputs[0])
+
+
+def results(value: tf.Tensor, rows: Places) -> list[tuple[tf.Tensor, Rows]]:
+    """Returns what a branch or a call gives as each of its functions has it.
+
+    With each comes what is known of the rows there, all of what the function is given that depends
+    on the shard being told apart from what doesn't.
+    """
+    op, found = value.op, []
+    for graph, given in rows.functions(op) if op.type not in LOOPS else ():
+        outer = op.inputs[len(op.inputs) - len(graph.inputs) :]
+        places = [(t, place) for t, place in zip(graph.inputs, given) if place is not None]
+        start = {t.op.name for t, o in zip(graph.inputs, outer) if rows.depends(o.op)}
+        if places:
+            inner = Rows(places, _after(start, graph, False), rows.static)
+            found.append((graph.outputs[value.value_index], inner))
+    return found
 
 
 def is_of_shard(value: tf.Tensor, rows: Places) -> bool:

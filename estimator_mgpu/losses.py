@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, divisors, private, shard_values
+from estimator_mgpu import calls, counts, divisors, private, shard_values
 from estimator_mgpu.divisors import QUOTIENTS
-from estimator_mgpu.places import BATCH_NORMS
+from estimator_mgpu.places import BATCH_NORMS, CALLS
 from estimator_mgpu.rows import LINEAR, Rows
 from estimator_mgpu.walks import walk
 
@@ -214,6 +214,10 @@ class _Walk:
                 return MEAN
             # The size of the batch is that of its shards, added up.
             self.leaves.append(Leaf(op.inputs[1], SUM))
+        if op.type in CALLS or op.type == 'Merge' and not private.in_loop(op):
+            kind = calls.kind(tensor, self._rows, self._take_apart)
+            if kind:
+                return kind
         opaque = any(t.dtype in (tf.variant, tf.resource) for t in inputs)
         opaque = opaque or private.in_control_flow(op) or op.type in ('Exit', 'Merge')
         if not inputs or opaque or op.op_def.is_stateful or any(map(self._rows.has, inputs)):
@@ -238,6 +242,9 @@ class _Walk:
                 self._doubt(tensor, why)
             return MEAN
         return inputs
+
+    def _take_apart(self, tensor: tf.Tensor, rows: Rows) -> Parts:
+        return take_apart(tensor, rows, AUTO, self._towers)
 
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -30,7 +30,7 @@ class Rows(Places):
     """What is known of the rows of a tower's tensors.
 
     Args:
-      sources: the shard's tensors, with rows along dimension 0 where they have any.
+      given: where those have rows that it's known of.
       dependents: the names of the ops that depend on the shard.
       static: the rows of the shard where that's known.
       bounds: the names of the tensors that say where rows begin and end, in ragged ones.
@@ -39,13 +39,12 @@ class Rows(Places):
 
     def __init__(
         self,
-        sources: Iterable[tf.Tensor],
+        given: Sequence[tuple[tf.Tensor, Place]],
         dependents: set[str],
         static: int | None,
         bounds: Collection[str] = (),
         indices: Collection[str] = (),
     ):
-        given = [(tensor, Place(0)) for tensor in sources if tensor.shape.rank != 0]
         super().__init__(given, dependents, static, bounds, indices)
         self._graph = given[0][0].graph if given else tf.get_default_graph()
         reshapes = [op for op in self._graph.get_operations() if op.type == 'Reshape']

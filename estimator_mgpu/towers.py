@@ -13,6 +13,7 @@ from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.nests import flat_tensors
 from estimator_mgpu.notices import Notices
 from estimator_mgpu.placement import Placement
+from estimator_mgpu.reshapes import Place
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.weights import Weights
 
@@ -112,9 +113,9 @@ class Towers:
 
     def rows(self) -> Rows:
         """Returns what is known of the rows of tower 0's tensors."""
-        given = [t for t in self._sources if t.name not in self._shapes]
-        sources = [*given, *self._with_rows]
-        return Rows(sources, self.dependents(), self._static_rows, self._bounds, self._indices)
+        sources = [t for t in self._sources if t.name not in self._shapes]
+        given = [(t, Place(0)) for t in [*sources, *self._with_rows] if t.shape.rank != 0]
+        return Rows(given, self.dependents(), self._static_rows, self._bounds, self._indices)
 
     def add_rows(self, tensors: Iterable[tf.Tensor]) -> None:
         """Makes it known of tensors of tower 0 that they have rows, along dimension 0."""

@@ -208,6 +208,84 @@ def test_rows_mixed_before_they_are_summed_one_by_one_are_warned_of(static, capl
     assert 'is a value of all rows of a shard' in caplog.text
 
 
+def early(first, second):
+    return tf.cond(step() < 5, first, second)
+
+
+def called(reduce):
+    return lambda y, p: tf.function(reduce)(squares(y, p))
+
+
+# By whether it's exact with rows of unknown number, too.
+INSIDE = {
+    'sum': (called(tf.reduce_sum), True),
+    'mean': (called(tf.reduce_mean), False),
+    'mean and number': (called(lambda x: 2 * tf.reduce_mean(x) + 1), False),
+    'sum by number': (called(lambda x: tf.reduce_sum(x) / 7.5), True),
+    'one of two': (lambda y, p: called(lambda x: (tf.size(x), tf.reduce_sum(x)))(y, p)[1], True),
+    'function in function': (called(lambda x: 0.1 * tf.function(tf.reduce_sum)(x)), True),
+    'branches': (
+        lambda y, p: early(
+            lambda: tf.reduce_sum(squares(y, p)), lambda: tf.reduce_sum(tf.abs(y - p))
+        ),
+        True,
+    ),
+    'branch of 0': (
+        lambda y, p: (
+            tf.reduce_sum(squares(y, p)) + early(lambda: tf.reduce_sum(tf.abs(y - p)), lambda: 0.0)
+        ),
+        True,
+    ),
+    'branch of a number': (
+        lambda y, p: (
+            tf.reduce_mean(squares(y, p))
+            + early(lambda: tf.reduce_mean(tf.abs(y - p)), lambda: 3.0)
+        ),
+        False,
+    ),
+    'case': (
+        lambda y, p: tf.switch_case(
+            tf.cast(step() % 2, tf.int32),
+            [lambda: tf.reduce_sum(squares(y, p)), lambda: 3 * tf.reduce_sum(tf.abs(y - p))],
+        ),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize('towers', [1, 3, 4])
+@pytest.mark.parametrize('loss, dynamic', INSIDE.values(), ids=INSIDE.keys())
+def test_sums_and_means_inside_functions_and_branches(loss, dynamic, towers, behavior, caplog):
+    for static in [True, False] if dynamic else [True]:
+        compare(with_loss(loss), batches(), towers, static=static)
+    assert 'cannot be told' not in caplog.text
+
+
+NEITHER_INSIDE = {
+    'sum and number': called(lambda x: tf.reduce_sum(x) + 1.0),
+    'root': called(lambda x: tf.sqrt(tf.reduce_mean(x))),
+    'masked mean': called(lambda x: tf.reduce_mean(tf.boolean_mask(x, x > 0.5))),
+    'mean by a number from outside': lambda y, p: tf.function(lambda x, n: tf.reduce_sum(x) / n)(
+        squares(y, p), tf.cast(tf.shape(y)[0], tf.float32)
+    ),
+    'sum or mean': lambda y, p: early(
+        lambda: tf.reduce_sum(squares(y, p)), lambda: tf.reduce_mean(tf.abs(y - p))
+    ),
+    'sum or number': lambda y, p: early(lambda: tf.reduce_sum(squares(y, p)), lambda: 3.0),
+    'chosen by the rows': lambda y, p: tf.cond(
+        tf.reduce_mean(y) > 0,
+        lambda: tf.reduce_sum(squares(y, p)),
+        lambda: tf.reduce_sum(tf.abs(y - p)),
+    ),
+}
+
+
+@pytest.mark.parametrize('loss', NEITHER_INSIDE.values(), ids=NEITHER_INSIDE.keys())
+def test_what_is_no_sum_or_mean_inside_functions_and_branches_is_said(loss, behavior, caplog):
+    train(with_loss(loss), batches(steps=1), 3)
+    assert 'cannot be told' in caplog.text
+
+
 DOUBTS = {
     'function': lambda y, p: tf.function(lambda x: tf.reduce_mean(x))(squares(y, p)),
     'two axes': lambda y, p: tf.reduce_mean(
