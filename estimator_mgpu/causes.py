@@ -33,13 +33,17 @@ def likely_causes(
         named again.
     """
     copies = set() if towers is None else towers.copies.names()
+    reduced = set() if towers is None else {t.op.name for t in towers.reduced}
 
-    def needed(ends: list[tf.Operation]) -> list[tf.Operation]:
-        """Lists the user's ops that these wait for, the earliest first."""
-        names = {op.name for op in walk(ends, without=copies)}
+    def needed(ends: list[tf.Operation], without: set[str] = copies) -> set[str]:
+        return {op.name for op in walk(ends, without=without)}
+
+    def own(names: set[str]) -> list[tf.Operation]:
+        """Lists the user's, the earliest first."""
         return [op for op in graph.get_operations() if op.name in names and not is_own(op)]
 
-    ops = needed(roots)
+    # Updates also write what isn't by gradients, such as averages.
+    ops = own(needed(roots) | needed(updates, copies | reduced))
     causes = [*warnings]
     said = ' '.join(warnings)
     drawn = _first_random(ops, Library(graph), set() if towers is None else towers.dependents())
@@ -68,12 +72,19 @@ def likely_causes(
         causes.append(
             f'Python functions are called with the rows of one shard each: {", ".join(python[:3])}.'
         )
-    races = unordered(graph, needed([*roots, *updates]))
+    races = unordered(graph, own(needed([*roots, *updates])))
     if races:
         causes.append(
             'A step both reads and writes variables in no order, so that chance decides which '
             f'value it reads, on one device, too: {", ".join(races[:3])}. Order them by '
             'tf.control_dependencies.'
+        )
+    halves = [op for op in ops if any(t.dtype in (tf.float16, tf.bfloat16) for t in op.outputs)]
+    if halves:
+        causes.append(
+            f'Some of it is computed in {halves[0].outputs[0].dtype.name}, whose rounding errors '
+            f'are far above those of float32: {halves[0].name!r} ({halves[0].type}), for one. '
+            'Compare in float32, or with a tolerance of 0.01.'
         )
     return causes
 

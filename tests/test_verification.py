@@ -289,6 +289,35 @@ def test_an_input_fn_of_arrays():
     assert result.exact
 
 
+def test_averages_of_what_shards_have_are_named():
+    """Written by the step, but no part of the loss or its gradient."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(predict(features) - labels))
+        spread = tf.get_variable('spread', [3], trainable=False)
+        _, variance = tf.nn.moments(features, [0])
+        moved = tf.assign_sub(spread, 0.1 * (spread - variance))
+        return spec_of(mode, loss, adam(loss), moved)
+
+    result = estimator_mgpu.verify(model_fn, input_fn)
+    assert failed(result) == {('train', 'update of spread')}
+    [cause] = result.causes
+    assert re.search("Rows are combined with a value of all rows.*'moments/Squared", cause)
+
+
+def test_rounding_of_half_precision_is_named():
+    def in_halves(features):
+        x = tf.layers.dense(features, 64, activation=tf.nn.tanh)
+        w = tf.cast(tf.get_variable('w', initializer=floats(64, 1)), tf.float16)
+        return tf.cast(tf.matmul(tf.cast(x, tf.float16), w, name='product'), tf.float32)
+
+    result = estimator_mgpu.verify(of_all_modes(in_halves), input_fn, devices=3)
+    assert not result.exact
+    [cause] = result.causes
+    assert cause.startswith('Some of it is computed in float16') and 'tolerance of 0.01' in cause
+    assert estimator_mgpu.verify(of_all_modes(in_halves), input_fn, tolerance=0.01).exact
+
+
 def test_no_cause_is_said_to_be_none():
     def cut_to_the_longest(features):
         lengths = 1 + tf.cast(4 * tf.abs(features[:, 0]), tf.int32)
