@@ -72,7 +72,7 @@ class Reports:
         """
         graph, copies = self._towers.graph, self._towers.copies
         variables = tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)
-        handles = {v.op.name for v in variables if v.graph is graph}
+        handles = {v.op.name for v in variables if getattr(v, 'graph', None) is graph}
         if self._shown:
             writes = copies.updates(update for _, update in eval_metric_ops.values()).writes
             handles.update(*map(sharing.shared_handles, writes))

@@ -280,7 +280,9 @@ def plot(results, path):
     figure.savefig(path, dpi=80)
 
 
-def main(_):
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f'{argv[1]!r} is no flag, such as --towers=2 is.')
     if FLAGS.run:
         print(json.dumps(run_once(**json.loads(FLAGS.run))))
         return

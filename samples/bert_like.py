@@ -161,8 +161,8 @@ def encode(lines, vocabulary):
     return rows, np.array([package for _, package in lines], 'int32')
 
 
-def main(_):
-    common.show_log()
+def main(argv):
+    common.start(argv)
     lines = python_source.lines(PACKAGES)
     test_lines, train_lines = lines[: len(lines) // 10], lines[len(lines) // 10 :]
     words = itertools.chain.from_iterable(python_source.words(line) for line, _ in train_lines)

@@ -110,8 +110,8 @@ def windows(codes):
     return rows[:, :-1], rows[:, 1:]
 
 
-def main(_):
-    common.show_log()
+def main(argv):
+    common.start(argv)
     codes = encode(python_source.text())
     train, test = windows(codes[100_000:]), windows(codes[:100_000])
     shares = np.bincount(codes) / len(codes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import tensorflow.compat.v1 as tf
-from absl import flags
+from absl import app, flags
 
 import estimator_mgpu
 
@@ -41,7 +41,13 @@ def _check_devices(text):
     return True
 
 
-def show_log():
-    """Shows TensorFlow's log down to INFO, each line once: absl's app.run would print it, too."""
+def start(argv):
+    """Shows TensorFlow's log down to INFO, each line once: absl's app.run would print it, too.
+
+    Raises:
+      app.UsageError: if there's anything but flags, which nobody would look at.
+    """
+    if len(argv) > 1:
+        raise app.UsageError(f'{argv[1]!r} is no flag, such as --devices=2 is.')
     tf.logging.set_verbosity(tf.logging.INFO)
     tf.get_logger().propagate = False

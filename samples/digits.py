@@ -78,8 +78,8 @@ def draw_confusion(labels, digits, path):
     drawn.figure_.savefig(path, dpi=100)
 
 
-def main(_):
-    common.show_log()
+def main(argv):
+    common.start(argv)
     train, test = load_digits()
 
     def train_input_fn():

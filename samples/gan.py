@@ -87,8 +87,8 @@ def model_fn(features, labels, mode, params):
     )
 
 
-def main(_):
-    common.show_log()
+def main(argv):
+    common.start(argv)
     real = datasets.load_digits()
     pictures, digits = (real.images / 16).astype('float32'), real.target.astype('int32')
 

@@ -80,8 +80,8 @@ def train(learning_rate, device, model_dir):
     return learning_rate, f'GPU {device}' if device else 'CPU', start, time.time(), result
 
 
-def main(_):
-    common.show_log()
+def main(argv):
+    common.start(argv)
     root = pathlib.Path(FLAGS.model_dir or tempfile.mkdtemp())
     root.mkdir(parents=True, exist_ok=True)
     free = queue.Queue()

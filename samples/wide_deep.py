@@ -73,8 +73,8 @@ def load_voters():
         yield features, part['vote'].to_numpy('int32')
 
 
-def main(_):
-    common.show_log()
+def main(argv):
+    common.start(argv)
     train, test = load_voters()
 
     def train_input_fn():

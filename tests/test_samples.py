@@ -195,3 +195,13 @@ def test_devices_that_are_none_are_told_at_once(sample):
 )
 def test_other_wrong_flags_are_told_at_once(sample, message, wrong):
     assert all(message in told for told in flag_errors(sample, *wrong))
+
+
+@pytest.mark.parametrize('sample', ['digits', 'wide_deep', 'gan', 'char_rnn', 'bert_like'])
+def test_what_is_no_flag_is_told_at_once(sample):
+    code = (
+        f'import {sample} as sample\n'
+        "try: sample.main(['sample', 'devices=2'])\n"
+        'except sample.app.UsageError as error: print(error)'
+    )
+    assert run_python('-c', code)[-1] == "'devices=2' is no flag, such as --devices=2 is."
