@@ -197,11 +197,10 @@ def test_other_wrong_flags_are_told_at_once(sample, message, wrong):
     assert all(message in told for told in flag_errors(sample, *wrong))
 
 
-@pytest.mark.parametrize('sample', ['digits', 'wide_deep', 'gan', 'char_rnn', 'bert_like'])
-def test_what_is_no_flag_is_told_at_once(sample):
+def test_what_is_no_flag_is_told_at_once():
     code = (
-        f'import {sample} as sample\n'
-        "try: sample.main(['sample', 'devices=2'])\n"
-        'except sample.app.UsageError as error: print(error)'
+        'import digits\n'
+        "try: digits.main(['digits', 'devices=2'])\n"
+        'except digits.app.UsageError as error: print(error)'
     )
     assert run_python('-c', code)[-1] == "'devices=2' is no flag, such as --devices=2 is."
