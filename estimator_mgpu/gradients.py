@@ -140,7 +140,25 @@ def _gradients(
             some = gradients(towers, ys, [xs[i] for i in places], grad_ys, compute)
             for i, gradient in zip(places, some):
                 found[i] = gradient
+            if not weights:
+                _tell_of_rows(towers, [xs[i] for i in places], some)
     return found
+
+
+def _tell_of_rows(towers: Towers, xs: list[Any], gradients: Sequence[Any]) -> None:
+    """Makes rows known of gradients that go by static shapes alone, as a linear model's do."""
+    dependents = towers.dependents()
+    unknown = [
+        (x, gradient)
+        for x, gradient in zip(xs, gradients)
+        if isinstance(gradient, tf.Tensor) and gradient.op.name not in dependents
+    ]
+    if unknown:
+        rows = towers.rows()
+        for x, gradient in unknown:
+            axis = rows.axis(x)
+            if axis is not None:
+                towers.add_rows([gradient], axis)
 
 
 def _tape_hooked(original: Any) -> Any:

@@ -57,12 +57,12 @@ class Reports:
         kept = {getattr(result, 'op', result) for result in [*results, *others]}
         ops = towers.graph.get_operations()
         self._ops = [op for op in ops if op.type in _SHOWN and _is_shown(op) and op not in kept]
-        for op in self._ops:
-            value = op.inputs[_SHOWN[op.type]]
-            log = tf.logging.debug if op.type == 'Identity' else tf.logging.info
-            self._shown[value.name] = _Shown(value, f'{op.name!r} ({op.type})', log)
         for hook in hooks:
             self._hold(hook)
+        for op in sorted(self._ops, key=_is_name):
+            value = self._named(op.inputs[_SHOWN[op.type]])
+            log = tf.logging.debug if _is_name(op) else tf.logging.info
+            self._shown.setdefault(value.name, _Shown(value, f'{op.name!r} ({op.type})', log))
 
     def updates(self, eval_metric_ops: dict[str, Any]) -> dict[str, tf.Tensor | tf.Operation]:
         """Finds what is there only once metrics are updated, by a name for it.
@@ -144,11 +144,16 @@ class Reports:
             if isinstance(op, tf.Operation) and op.graph is self._towers.graph:
                 self.held.append(op)
                 if isinstance(leaf, (tf.Tensor, tf.Operation)):
-                    by = f'A {type(hook).__name__}'
-                    self._shown[leaf.name] = _Shown(leaf, by, tf.logging.warning)
+                    value, by = self._named(leaf), f'A {type(hook).__name__}'
+                    self._shown.setdefault(value.name, _Shown(value, by, tf.logging.warning))
             return leaf
 
         _give(hook, hold)
+
+    def _named(self, value: tf.Tensor | tf.Operation) -> tf.Tensor | tf.Operation:
+        """Returns what a value only gives a name to, by which it will be the whole batch's, too."""
+        op = getattr(value, 'op', value)
+        return op.inputs[0] if _is_name(op) and op in self._ops else value
 
     def _put(self, wholes: dict[str, tf.Tensor]) -> None:
         for op in self._ops:
@@ -166,13 +171,17 @@ class Reports:
             _give(hook, whole)
 
 
+def _is_name(op: tf.Operation) -> bool:
+    return op.type == 'Identity'
+
+
 def _is_shown(op: tf.Operation) -> bool:
     """Whether an op is there to be looked at: nothing else waits for it."""
     if is_own(op) or private.in_control_flow(op):
         return False
-    if op.type == 'Identity' and sharing.calls_function(op.inputs[0].op):
+    if _is_name(op) and sharing.calls_function(op.inputs[0].op):
         return False  # As loops and branches end in, whether that's used or not.
-    if op.type == 'Identity' and '_class' in op.node_def.attr:
+    if _is_name(op) and '_class' in op.node_def.attr:
         return False  # As gradients do.
     return all(user.type in ('ScalarSummary', 'MergeSummary') for user in private.followers(op))
 

@@ -55,7 +55,8 @@ class Towers:
         )
         self.weights = Weights(graph, self.copies, weights)
         self._sources: list[tf.Tensor] = []
-        self._with_rows: list[tf.Tensor] = []  # which only who made them knows
+        # Of which only who made them knows where they have rows.
+        self._with_rows: list[tuple[tf.Tensor, Place]] = []
         self._bounds: set[str] = set()  # of rows of ragged tensors
         self._shapes: set[str] = set()  # of sparse tensors
         self._indices: set[str] = set()
@@ -114,12 +115,18 @@ class Towers:
     def rows(self) -> Rows:
         """Returns what is known of the rows of tower 0's tensors."""
         sources = [t for t in self._sources if t.name not in self._shapes]
-        given = [(t, Place(0)) for t in [*sources, *self._with_rows] if t.shape.rank != 0]
-        return Rows(given, self.dependents(), self._static_rows, self._bounds, self._indices)
+        given = [(t, Place(0)) for t in sources if t.shape.rank != 0]
+        return Rows(
+            [*given, *self._with_rows],
+            self.dependents(),
+            self._static_rows,
+            self._bounds,
+            self._indices,
+        )
 
-    def add_rows(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Makes it known of tensors of tower 0 that they have rows, along dimension 0."""
-        self._with_rows += tensors
+    def add_rows(self, tensors: Iterable[tf.Tensor], axis: int = 0) -> None:
+        """Makes it known of tensors of tower 0 that they have rows."""
+        self._with_rows += [(tensor, Place(axis)) for tensor in tensors]
 
     def take_apart(self, loss: tf.Tensor) -> losses.Parts:
         """Finds the leaves of a loss, and tells in the log."""
@@ -252,7 +259,7 @@ class Towers:
 
     def dependents(self) -> set[str]:
         """Returns the names of tower 0's ops that depend on its shard or its number."""
-        sources = [*self._sources, self.index]
+        sources = [*self._sources, *(tensor for tensor, _ in self._with_rows), self.index]
         return self.copies.dependents(sources) | {t.op.name for t in sources}
 
 

@@ -210,6 +210,26 @@ def of_terms(features, labels):
     return tf.add_n([tf.stop_gradient(f) * t for f, t in zip(factors, terms)]), output
 
 
+def penalty_on_a_linear_model(features, labels):
+    """Whose gradients are the same for each row, so that no values of rows go into them."""
+    output = output_layer(features)
+    [slope] = tf.gradients(output, features)
+    columns = tf.transpose(features)
+    [other] = tf.gradients(
+        tf.reduce_sum(tf.matmul(weight('v'), columns, transpose_a=True)), columns
+    )
+    penalty = tf.reduce_sum(tf.square(tf.norm(slope, axis=1) - 1)) + tf.norm(other)
+    return mean_square(labels, output) + 0.01 * penalty, output
+
+
+def penalty_on_a_linear_model_by_a_tape(features, labels):
+    with tf.GradientTape() as tape:
+        tape.watch(features)
+        output = output_layer(features)
+    slope = tape.gradient(output, features)
+    return mean_square(labels, output) + 0.01 * tf.reduce_sum(tf.square(slope) - slope), output
+
+
 WEIGHTS = [
     normalized,
     normalized_by_a_tape,
@@ -229,6 +249,8 @@ ROWS = [
     weighted_loss_on_a_tape,
     penalty_on_a_quotient,
     penalty_on_means,
+    penalty_on_a_linear_model,
+    penalty_on_a_linear_model_by_a_tape,
     of_terms,
 ]
 

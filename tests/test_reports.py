@@ -239,12 +239,18 @@ def test_logging_tensor_hook(behavior):
 @pytest.mark.parametrize('mode', [TRAIN, EVAL, PREDICT])
 def test_rows(mode, static, behavior):
     """A hook that looks at examples gets all of the batch's, in their order."""
+    logged = []
 
     def model_fn(features, labels, mode):
         logits = logits_of(features)
         loss = tf.reduce_mean(tf.square(logits))
-        tf.identity(logits, name='named')
-        hooks = [Holds(logits=logits, best=[tf.argmax(logits, 1)], text=tf.as_string(features))]
+        named = tf.identity(logits, name='named')
+        tf.identity(logits, name='logged')
+        hooks = [
+            Holds(logits=logits, best=[tf.argmax(logits, 1)], text=tf.as_string(features)),
+            Holds(named, [named.op]),
+            tf.train.LoggingTensorHook(['logged'], every_n_iter=1, formatter=logged.append),
+        ]
         return tf.estimator.EstimatorSpec(
             mode,
             loss=loss,
@@ -256,6 +262,9 @@ def test_rows(mode, static, behavior):
         )
 
     compare(model_fn, 5, mode=mode, static=static, names=['named:0'])
+    for ours, one in zip(logged[: len(DATA)], logged[len(DATA) :]):
+        np.testing.assert_allclose(ours['logged'], one['logged'], rtol=1e-5)
+    assert len(logged) == 2 * len(DATA)
 
 
 def count_of(rows):
@@ -306,7 +315,9 @@ def test_what_cannot_be_told_is_said(caplog):
     def model_fn(features, labels, mode):
         logits = logits_of(features)
         loss = tf.reduce_mean(tf.square(logits))
-        tf.summary.scalar('largest', tf.reduce_max(logits))
+        largest = tf.reduce_max(logits)
+        tf.summary.scalar('largest', largest)
+        tf.identity(largest, name='named')
         hook = Holds(tf.reduce_min(logits), finite=tf.reduce_all(tf.is_finite(logits)))
         return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[hook])
 
