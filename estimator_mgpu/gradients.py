@@ -242,10 +242,7 @@ def _sizes_hooked(original: Any) -> Any:
     """
 
     def internal(input: Any, name: Any = None, optimize: bool = True, **options: Any) -> tf.Tensor:
-        graph = tf.get_default_graph()
-        asked_for = 'out_type' in options  # by tf.shape or tf.size, rather than by tf.ones_like
-        building = graph in _active and not getattr(_thread, 'inside', False)
-        if asked_for and building and not private.is_control_flow(graph):
+        if current_towers() is not None and not getattr(_thread, 'inside', False):
             optimize = False
         return original(input, name, optimize=optimize, **options)
 

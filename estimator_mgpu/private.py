@@ -133,11 +133,6 @@ def in_control_flow(op: tf.Operation) -> bool:
     return op._get_control_flow_context() is not None
 
 
-def is_control_flow(graph: tf.Graph) -> bool:
-    """Whether what is added to a graph now goes into a v1 `while_loop` or `cond`."""
-    return graph._get_control_flow_context() is not None
-
-
 def in_loop(op: tf.Operation) -> bool:
     """Whether an op is inside a v1 `while_loop`."""
     context = op._get_control_flow_context()

@@ -150,13 +150,44 @@ def of_generated(features, labels):
     return tf.reduce_sum(tf.nn.softplus(output)) / tf.cast(tf.shape(output)[0], tf.float32)
 
 
+def times_the_sum_of_ones(features, labels):
+    mean = tf.reduce_mean(tf.square(predict(features) - labels))
+    return 0.07 * mean * tf.reduce_sum(tf.ones_like(labels))
+
+
 @pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
 @pytest.mark.parametrize('towers', [2, 3, 4], ids='towers={}'.format)
-@pytest.mark.parametrize('loss_of', [by_class, of_generated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    'loss_of', [by_class, of_generated, times_the_sum_of_ones], ids=lambda f: f.__name__
+)
 def test_sums_by_sizes(loss_of, towers, static, behavior, caplog):
     data = [(x, y + 2) for x, y in batches()]
     compare(model_of(loss_of), data, towers, static=static)
     assert 'cannot be told' not in caplog.text
+
+
+def by_a_function(total, rows):
+    return tf.function(lambda total: total / rows())(total)
+
+
+def by_a_branch(total, rows):
+    return tf.cond(step() < 5, lambda: total / rows(), lambda: 2 * total / rows())
+
+
+def by_a_loop(total, rows):
+    return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + total / rows()), (0, 0.0))[1]
+
+
+@pytest.mark.parametrize('mean', [by_a_function, by_a_branch, by_a_loop], ids=lambda f: f.__name__)
+def test_sums_by_static_sizes_inside_of_functions(mean, behavior, caplog):
+    """Averages over the shards are exact; that they're meant is said to be a guess."""
+
+    def loss_of(features, labels):
+        total = tf.reduce_sum(tf.square(predict(features) - labels))
+        return mean(total, lambda: tf.cast(tf.shape(labels)[0], tf.float32))
+
+    compare(model_of(loss_of), batches(), 3)
+    assert 'cannot be told' in caplog.text
 
 
 def test_weights_of_a_softmax_over_the_rows_are_doubted(caplog):

@@ -5,6 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import counts
+from estimator_mgpu.reshapes import Place
 from estimator_mgpu.rows import Rows
 from models import batches, floats, spec_of, step, with_loss
 from towers import compare, train
@@ -135,6 +136,6 @@ def test_growth_by_hand():
         sizes = tf.cast(tf.shape(unknown), tf.float32)
         expected += [(sizes[i], None) for i in (0, 1)]
         names = {op.name for op in x.graph.get_operations() if op.type != 'Const'} - {x.op.name}
-        rows = Rows([x], names, None)
+        rows = Rows([(x, Place(0))], names, None)
         for i, (tensor, power) in enumerate(expected):
             assert counts.growth(tensor, rows) == power, (i, tensor)
