@@ -167,10 +167,12 @@ class Copies:
         users: dict[str, set[str]] = {}
         writes = []
         python: set[str] = set()
+        replaced = {name.rpartition(':')[0] for name in self.towers[0].replaced}
         waiting = [getattr(result, 'op', result) for result in results]
         while waiting:
             op = waiting.pop()
-            if op.name in found or op.name in self._boundary:
+            # What is taken, from an iterator say, is there once for all towers.
+            if op.name in found or op.name in self._boundary or sharing.takes(op):
                 continue
             found[op.name] = op
             handles = sharing.shared_handles(op)
@@ -183,7 +185,7 @@ class Copies:
                     writes.append(op)
             if not self.is_shared(op) or handles:
                 waiting += [t.op for t in op.inputs if not self._is_replaced(t)]
-                waiting += op.control_inputs
+                waiting += [c for c in op.control_inputs if c.name not in replaced]
         written = set().union(*(users.get(op.name, set()) for op in writes))
         own = {name for name, handles in users.items() if handles & written}
         return Updates(found, writes, own | python)

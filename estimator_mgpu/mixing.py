@@ -63,8 +63,12 @@ def numbered(value: tf.Tensor, rows: Rows) -> list[tf.Operation]:
         passing = op.type in ELEMENTWISE | {'Sum', 'Mean', 'StridedSlice', 'Tile'}
         return [t.op for t in rows.dependent_inputs(op)] if passing else []
 
-    found = walk([value.op], onward)
-    return [op for op in found if op.type == 'Range' and rows.is_row_count(op.inputs[1])]
+    def numbers(op: tf.Operation) -> bool:
+        if op.type == 'Where':
+            return rows.axis(op.inputs[0]) == 0
+        return op.type == 'Range' and rows.is_row_count(op.inputs[1])
+
+    return [op for op in walk([value.op], onward) if numbers(op)]
 
 
 def _mixes(op: tf.Operation, rows: Places) -> bool:

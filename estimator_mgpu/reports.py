@@ -19,8 +19,8 @@ from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers, is_own
 from estimator_mgpu.walks import walk
 
-_FIRST_ONLY = (
-    "%s shows %r of the first device's shard: that it follows from sums and means over rows can't "
+_ONE_ONLY = (
+    "%s shows %r of one device's shard: that it follows from sums and means over rows can't "
     "be told from the graph. If it has to be the whole batch's, run this model with "
     'replicate(devices=1).'
 )
@@ -54,6 +54,7 @@ class Reports:
         self._towers = towers
         self.held: list[tf.Operation] = []  # by hooks, to run them or what they give
         self._shown: dict[str, _Shown] = {}
+        self._sparse: list[tuple[tf.SparseTensor, str]] = []
         kept = {getattr(result, 'op', result) for result in [*results, *others]}
         ops = towers.graph.get_operations()
         self._ops = [op for op in ops if op.type in _SHOWN and _is_shown(op) and op not in kept]
@@ -95,14 +96,17 @@ class Reports:
           updates: what metrics' updates of the whole batch give, by the names of tower 0's.
         """
         wholes = {**wholes, **updates}
-        if not self._shown:
+        if not self._shown and not self._sparse:
             return
         rows = self._towers.rows()
         apart = []
         for value, by, log in self._shown.values():
-            if not isinstance(value, tf.Tensor) or value.name in wholes:
+            known = wholes.get(value.name, value)
+            if not isinstance(value, tf.Tensor) or value.op.name not in rows.dependents:
                 continue
-            if value.op.name not in rows.dependents:
+            if known is not value:
+                if value.name in updates:  # It's made of a metric that goes by one shard, too.
+                    log(_ONE_ONLY, by, value.name)
                 continue
             parts = self._take_apart(value, rows)
             if parts is not None:
@@ -110,7 +114,10 @@ class Reports:
             elif self._can_join(value, rows):
                 wholes[value.name] = self._towers.joined(value)
             else:
-                log(_FIRST_ONLY, by, value.name)
+                log(_ONE_ONLY, by, value.name)
+        for sparse, by in self._sparse:
+            if sparse.values.op.name in rows.dependents:
+                tf.logging.warning(_ONE_ONLY, by, sparse.values.name)
         names = [value.name for value, _ in apart]
         wholes.update(zip(names, self._towers.values(apart)))
         self._put(wholes)
@@ -140,11 +147,14 @@ class Reports:
 
         def hold(leaf: Any, logged: bool) -> Any:
             leaf = _element(leaf, logged, self._towers.graph)
+            by = f'A {type(hook).__name__}'
+            if isinstance(leaf, tf.SparseTensor):
+                self._sparse.append((leaf, by))
             op = getattr(leaf, 'op', leaf)  # An update may be a variable.
             if isinstance(op, tf.Operation) and op.graph is self._towers.graph:
                 self.held.append(op)
                 if isinstance(leaf, (tf.Tensor, tf.Operation)):
-                    value, by = self._named(leaf), f'A {type(hook).__name__}'
+                    value = self._named(leaf)
                     self._shown.setdefault(value.name, _Shown(value, by, tf.logging.warning))
             return leaf
 
@@ -187,14 +197,19 @@ def _is_shown(op: tf.Operation) -> bool:
 
 
 def _give(hook: Any, of: Callable[[Any, bool], Any]) -> None:
-    """Gives a hook others for what it has as attributes, or in lists or dicts that are.
+    """Gives a hook others for what it has as attributes, or in lists, dicts or hooks that are.
 
     Args:
       hook: the hook.
       of: of(what it has, whether that may be a name of what is to be logged) -> the other.
     """
-    for name, value in list(getattr(hook, '__dict__', {}).items()):
-        vars(hook)[name] = _mapped(value, of, isinstance(hook, tf.train.LoggingTensorHook))
+    hooks = [hook]
+    for hook in hooks:  # Which grows as they're found.
+        own = getattr(hook, '__dict__', {})
+        found = [v for v in own.values() if isinstance(v, tf.train.SessionRunHook)]
+        hooks += [v for v in found if all(v is not h for h in hooks)]
+        for name, value in list(own.items()):
+            own[name] = _mapped(value, of, isinstance(hook, tf.train.LoggingTensorHook))
 
 
 def _mapped(value: Any, of: Callable[[Any, bool], Any], logs: bool, has_key: bool = False) -> Any:

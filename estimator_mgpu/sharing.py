@@ -103,6 +103,11 @@ def writes_variable(op: tf.Operation) -> bool:
     return _VARIABLES.issuperset(makers)
 
 
+def takes(op: tf.Operation) -> bool:
+    """Whether an op takes from a queue, an iterator or the like what nobody gets again."""
+    return bool(op.outputs) and is_write(op) and not writes_variable(op)
+
+
 def is_write_type(op_type: str) -> bool:
     """Whether ops of a type change what the handles they're given stand for."""
     traits = _traits(op_type)

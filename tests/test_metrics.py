@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
 from models import batches as batches_of
 from models import floats
-from towers import assert_close, evaluate
+from towers import assert_close, evaluate, session
 
 K = 4  # classes
 
@@ -373,3 +374,40 @@ def test_weights_by_a_value_of_the_shard_are_warned_of(caplog):
 
     evaluate(model_fn, batches_of(steps=1), 3)
     assert 'is a value of all rows of a shard' in caplog.text
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
+def test_metrics_of_what_an_iterator_gives(towers, static, behavior):
+    """Not one batch is taken but by the step that evaluates it."""
+
+    def model_fn(features, labels, mode):
+        metrics = {
+            'labels': tf.metrics.mean(labels),
+            'features': tf.metrics.mean(features),
+            'error': tf.metrics.mean_absolute_error(labels, 2 * labels),
+            'auc': tf.metrics.auc(labels > 0, labels, num_thresholds=9),
+        }
+        loss = tf.reduce_mean(tf.square(features))
+        return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
+
+    rows = floats(24, 3), np.clip(floats(24), 0, 1)
+
+    def evaluated(towers):
+        with tf.Graph().as_default():
+            dataset = tf.data.Dataset.from_tensor_slices(rows).batch(8, drop_remainder=static)
+            batch = tf.data.make_one_shot_iterator(dataset).get_next()
+            spec = estimator_mgpu.replicate(model_fn, devices=towers)(*batch, 'eval')
+            updates = [update for _, update in spec.eval_metric_ops.values()]
+            losses = []
+            with session(towers) as sess:
+                sess.run(tf.local_variables_initializer())
+                with pytest.raises(tf.errors.OutOfRangeError):
+                    while True:
+                        losses.append(sess.run([spec.loss, updates])[0])
+                return losses, sess.run({k: v for k, (v, _) in spec.eval_metric_ops.items()})
+
+    ours, one = evaluated(towers), evaluated(1)
+    assert len(one[0]) == 3
+    np.testing.assert_allclose(one[1]['labels'], rows[1].mean(), rtol=1e-5)
+    assert_close(ours, one, 1e-5)

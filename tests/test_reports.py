@@ -296,6 +296,61 @@ def test_a_metric_of_a_users_own(behavior):
     compare(model_fn, mode=TRAIN)
 
 
+def test_metrics_beside_values_of_the_batch(caplog):
+    """What follows from sums is exact; curves go by one shard after another, which is said."""
+
+    def sums(features, labels, mode):
+        logits = logits_of(features)
+        loss = tf.reduce_mean(tf.square(logits))
+        _, mean = tf.metrics.mean(logits[:, 0])
+        _, other = tf.metrics.mean(labels + 1)
+        tf.summary.scalar('ratio', mean / other)
+        tf.summary.scalar('both', mean + 2 * tf.reduce_mean(logits[:, 0]))
+        with tf.control_dependencies([mean]):
+            later = tf.identity(tf.reduce_mean(logits), name='later')
+        return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[Holds(later, mean + loss)])
+
+    for static in (True, False):
+        compare(sums, static=static, names=['later:0'])
+    assert "of one device's shard" not in caplog.text
+
+    def curve(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        scores = tf.nn.sigmoid(features[:, 0])
+        value, area = tf.metrics.auc(labels > 0, scores, num_thresholds=9)
+        hook = Holds(area + loss, value)
+        return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[hook])
+
+    show(curve, 3)
+    assert caplog.text.count("of one device's shard") == 1
+
+
+def test_hooks_of_hooks():
+    class Wraps(tf.train.SessionRunHook):
+        def __init__(self, inner):
+            self.inner, self.me = inner, self
+
+        def before_run(self, run_context):
+            return self.inner.before_run(run_context)
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[Wraps(Holds(loss))])
+
+    compare(model_fn)
+
+
+@pytest.mark.parametrize('of', [tf.where, tf.sparse.from_dense], ids=['where', 'sparse'])
+def test_places_of_rows_in_a_shard_are_warned_of(of, caplog):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        hook = Holds(of(tf.cast(labels > 0, tf.int32)))
+        return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[hook])
+
+    show(model_fn, 3)
+    assert 'WARNING' in {record.levelname for record in caplog.records}
+
+
 @pytest.mark.parametrize('reduction, expected', [('sum', 12.0), ('mean', 4.0)])
 def test_a_loss_that_was_said_to_be_a_sum_or_a_mean(reduction, expected):
     """By hand: 12 rows over 3 towers, each of which has a loss of 4."""
@@ -325,8 +380,8 @@ def test_what_cannot_be_told_is_said(caplog):
     logits = DATA[0][0][:4] @ floats(3, 3)
     np.testing.assert_allclose(tags['largest'], logits.max(), rtol=1e-5)
     np.testing.assert_allclose(held[0][0][0], logits.min(), rtol=1e-5)
-    told = {r.levelname: r.message for r in caplog.records if 'first device' in r.message}
-    assert "'largest' (ScalarSummary) shows 'Max:0' of the first device's shard" in told['INFO']
+    told = {r.levelname: r.message for r in caplog.records if 'of one device' in r.message}
+    assert "'largest' (ScalarSummary) shows 'Max:0' of one device's shard" in told['INFO']
     assert 'A Holds shows ' in told['WARNING']
 
 
@@ -357,7 +412,7 @@ def test_shapes_that_differ_among_shards_do_not_fail(caplog):
         return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[Holds(cut)])
 
     show(model_fn, 3)
-    assert caplog.text.count("of the first device's shard") == 2
+    assert caplog.text.count("of one device's shard") == 2
 
 
 def test_other_things_that_hooks_have():
