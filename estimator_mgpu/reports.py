@@ -52,12 +52,12 @@ class Reports:
         self._hooks = hooks
         self._results = results
         self._towers = towers
-        self.held: list[tf.Operation] = []  # by hooks, to run them or what they give
         self._shown: dict[str, _Shown] = {}
         self._sparse: list[tuple[tf.SparseTensor, str]] = []
         kept = {getattr(result, 'op', result) for result in [*results, *others]}
         ops = towers.graph.get_operations()
         self._ops = [op for op in ops if op.type in _SHOWN and _is_shown(op) and op not in kept]
+        self.run = list(self._ops)  # by those who look at them, and by hooks
         for hook in hooks:
             self._hold(hook)
         for op in sorted(self._ops, key=_is_name):
@@ -113,7 +113,7 @@ class Reports:
                 apart.append((value, parts))
             elif self._can_join(value, rows):
                 wholes[value.name] = self._towers.joined(value)
-            else:
+            elif not value.op.type.endswith('Summary'):  # Which may consist of whole ones.
                 log(_ONE_ONLY, by, value.name)
         for sparse, by in self._sparse:
             if sparse.values.op.name in rows.dependents:
@@ -124,9 +124,8 @@ class Reports:
 
     def _take_apart(self, value: tf.Tensor, rows: Rows) -> losses.Parts | None:
         """Returns what the whole batch's value follows from, if that's certain."""
-        number = value.dtype.is_floating or value.dtype.is_integer
         single = value.shape.num_elements() == 1
-        if not number or (rows.has(value) and not single) or private.in_control_flow(value.op):
+        if (rows.has(value) and not single) or private.in_control_flow(value.op):
             return None
         self._towers.notices.mixing(rows, value)
         parts = losses.take_apart(value, rows, losses.AUTO, len(self._towers.devices))
@@ -152,7 +151,7 @@ class Reports:
                 self._sparse.append((leaf, by))
             op = getattr(leaf, 'op', leaf)  # An update may be a variable.
             if isinstance(op, tf.Operation) and op.graph is self._towers.graph:
-                self.held.append(op)
+                self.run.append(op)
                 if isinstance(leaf, (tf.Tensor, tf.Operation)):
                     value = self._named(leaf)
                     self._shown.setdefault(value.name, _Shown(value, by, tf.logging.warning))

@@ -107,7 +107,8 @@ class Rows(Places):
 
     def _is_cut(self, op: tf.Operation, size: int) -> bool:
         # What was computed from shapes, as gradients do, may be the rows' and another dimension's.
-        literal = op.inputs[1].op.type == 'Const'
+        source = op.inputs[1].op
+        literal = source.type == 'Const' and not source.name.rpartition('/')[2].startswith('Shape')
         told, axis = private.constant_value(op.inputs[1]), self.axis(op.outputs[0])
         return literal and told is not None and axis is not None and told.flat[axis] == size
 

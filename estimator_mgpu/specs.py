@@ -70,7 +70,7 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
     )
     if spec.mode == modes.EVAL:
         spec = spec._replace(eval_metric_ops={name: merged[name] for name in metric_ops})
-    writes.of_whole_batch([*results, *shown.held], towers)
+    writes.of_whole_batch([*results, *shown.run], towers)
     shown.show(wholes, {value.name: merged[name][1] for name, value in updates.items()})
     return spec
 

@@ -73,7 +73,7 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
             if value.op.name not in rows.dependents:
                 counts = sharing.is_write(op) and op not in initializers
                 if counts or (op.type in _QUOTIENTS and i == 1):
-                    _check_static_rows(op, i, rows, towers)
+                    _check_static_rows(op, i, rows)
                 if counts and op.type.startswith('Assign'):
                     _check_counts(value, rows, towers, after)
                 continue
@@ -170,15 +170,13 @@ def _write_apart(op: tf.Operation, towers: Towers) -> None:
         tower.ops[copy.name] = tower.ops[op.name]
 
 
-def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers) -> None:
-    """Makes a constant that is the static size of a shard that of the batch, or warns of it."""
+def _check_static_rows(op: tf.Operation, index: int, rows: Rows) -> None:
+    """Warns of a constant that is the static size of a shard, but may be meant for the batch's."""
     value = op.inputs[index]
     if rows.static is None or value.shape.num_elements() != 1:
         return
     constant = private.constant_value(value)
-    if constant is None or float(constant.flat[0]) != rows.static:
-        return
-    if value.op.type == 'Const':
+    if constant is not None and float(constant.flat[0]) == rows.static:
         tf.logging.warning(
             '%r (%s) happens once a step, with the constant %d, which is also the number of rows '
             "of a shard. If it's meant to be that of the batch, take tf.shape(features)[0].",
@@ -186,11 +184,6 @@ def _check_static_rows(op: tf.Operation, index: int, rows: Rows, towers: Towers)
             op.type,
             rows.static,
         )
-        return
-    # It was computed from constants: from the shape of a shard.
-    with absolute_scope(towers.graph, 'replicate'), tf.device(value.device):
-        total = tf.constant(constant * len(towers.devices), value.dtype)
-    private.set_input(op, index, total)
 
 
 def _check_counts(value: tf.Tensor, rows: Rows, towers: Towers, after: set[str]) -> None:
@@ -206,7 +199,7 @@ def _check_counts(value: tf.Tensor, rows: Rows, towers: Towers, after: set[str])
         if op.type in _SUMS | _QUOTIENTS and not towers.copies.has_copies(op):
             for i in range(len(op.inputs)):
                 if (i == 1 or op.type in _SUMS) and op.inputs[i].op.name not in rows.dependents:
-                    _check_static_rows(op, i, rows, towers)
+                    _check_static_rows(op, i, rows)
 
 
 def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> losses.Parts | None:

@@ -323,6 +323,45 @@ def test_metrics_beside_values_of_the_batch(caplog):
     assert caplog.text.count("of one device's shard") == 1
 
 
+def test_summaries_that_write():
+    """What they write is what a train_op would."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        last = tf.get_variable('last', [], initializer=tf.zeros_initializer(), trainable=False)
+        tf.summary.scalar('written', tf.assign(last, 0.9 * last + 0.1 * loss))
+        average = tf.train.ExponentialMovingAverage(0.9)
+        with tf.control_dependencies([average.apply([loss])]):
+            tf.summary.scalar('average', tf.identity(average.average(loss)))
+        metrics = {'last': (last, tf.no_op())} if mode == EVAL else {}
+        return spec_of(mode, loss, sgd(loss))._replace(eval_metric_ops=metrics)
+
+    for mode in (TRAIN, EVAL):
+        one, _ = compare(model_fn, mode=mode)
+        assert one[0][2]['written'] != one[1][2]['written']
+
+
+def test_texts_comparisons_and_merged_summaries_of_whole_values(caplog):
+    def model_fn(features, labels, mode):
+        logits = logits_of(features)
+        loss = tf.reduce_mean(tf.square(logits))
+        tf.summary.scalar('summarized', loss)
+        hooks = [
+            Holds(tf.as_string(tf.round(100 * loss)), loss > tf.reduce_mean(logits)),
+            tf.train.SummarySaverHook(save_steps=1, summary_op=tf.summary.merge_all()),
+        ]
+        return spec_of(mode, loss, sgd(loss))._replace(
+            training_hooks=hooks[:1], evaluation_hooks=hooks
+        )
+
+    compare(model_fn)
+    with tf.Graph().as_default():
+        replicated = estimator_mgpu.replicate(model_fn, devices=3)
+        tf.train.get_or_create_global_step()
+        replicated(features=tf.constant(DATA[0][0]), labels=None, mode=EVAL)
+    assert "of one device's shard" not in caplog.text
+
+
 def test_hooks_of_hooks():
     class Wraps(tf.train.SessionRunHook):
         def __init__(self, inner):

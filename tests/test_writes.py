@@ -362,6 +362,22 @@ def test_batch_norm_is_not_warned_of(caplog):
     assert 'of the first shard only' not in caplog.text
 
 
+@pytest.mark.parametrize('number', [4, 4.0], ids=['cast', 'as it is'])
+def test_numbers_that_are_also_the_rows_of_a_shard_stay_as_they_are(number, caplog):
+    """Gradients by 4, and a counter of 4 a step, where shards have 4 rows."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_sum(square(features, labels))
+        optimizer = tf.train.MomentumOptimizer(0.001, 0.9)
+        by = tf.cast(number, tf.float32)
+        grads = [(g / by, v) for g, v in optimizer.compute_gradients(loss)]
+        total = tf.get_variable('total', [], initializer=tf.zeros_initializer(), trainable=False)
+        return spec_of(mode, loss, optimizer.apply_gradients(grads, step()), total.assign_add(by))
+
+    compare(model_fn, batches(), 3)
+    assert 'which is also the number of rows of a shard' in caplog.text
+
+
 class Runs(tf.train.SessionRunHook):
     """Runs an op with each step."""
 
