@@ -43,7 +43,7 @@ def likely_causes(
         return [op for op in graph.get_operations() if op.name in names and not is_own(op)]
 
     # Updates also write what isn't by gradients, such as averages.
-    ops = own(needed(roots) | needed(updates, copies | reduced))
+    ops = [op for op in own(needed(roots) | needed(updates, copies | reduced)) if op.outputs]
     causes = [*warnings]
     said = ' '.join(warnings)
     drawn = _first_random(ops, Library(graph), set() if towers is None else towers.dependents())

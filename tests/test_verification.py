@@ -305,6 +305,21 @@ def test_averages_of_what_shards_have_are_named():
     assert re.search("Rows are combined with a value of all rows.*'moments/Squared", cause)
 
 
+def test_ops_without_outputs_are_looked_at():
+    """An assertion on rows, which what is written waits for."""
+
+    def model_fn(features, labels, mode):
+        checked = tf.raw_ops.Assert(condition=tf.reduce_all(features < 99), data=[features])
+        last = tf.get_variable('last', [], trainable=False)
+        with tf.control_dependencies([checked]):
+            written = last.assign(tf.reduce_mean(features))
+        loss = tf.reduce_mean(tf.square(predict(features) - tf.roll(labels, 1, 0)))
+        return spec_of(mode, loss, adam(loss), written)
+
+    result = estimator_mgpu.verify(model_fn, input_fn)
+    assert any("'Roll' (Roll)" in cause for cause in result.causes)
+
+
 def test_rounding_of_half_precision_is_named():
     def in_halves(features):
         x = tf.layers.dense(features, 64, activation=tf.nn.tanh)
