@@ -44,6 +44,8 @@ _NEITHER = frozenset(
     ['Max', 'Min', 'Prod', 'ArgMax', 'ArgMin', 'All', 'Any', 'TopKV2', 'Softmax', 'LogSoftmax']
     + ['Cumsum', 'Cumprod', 'NthElement', 'Roll', 'ReverseV2', 'MatrixInverse', 'Cholesky', 'Svd']
 )
+# Ops that hand their first input on, after a look at it.
+_HANDING_ON = frozenset(['CheckNumerics', 'CheckNumericsV2', 'Print'])
 
 
 class Leaf(NamedTuple):
@@ -214,6 +216,8 @@ class _Walk:
                 return MEAN
             # The size of the batch is that of its shards, added up.
             self.leaves.append(Leaf(op.inputs[1], SUM))
+        if op.type in _HANDING_ON:
+            return [t for t in inputs if t is op.inputs[0]]
         if op.type in CALLS or op.type == 'Merge' and not private.in_loop(op):
             kind = calls.kind(tensor, self._rows, self._take_apart)
             if kind:
