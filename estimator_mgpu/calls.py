@@ -27,6 +27,8 @@ def kind(value: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Rows], A
       The kind of leaf, or '' if that can't be told.
     """
     op = value.op
+    if not (value.dtype.is_floating or value.dtype.is_integer):
+        return ''
     if op.type == 'Merge':
         ends = [(t, rows) for t in op.inputs]
         chosen_by = [pred for t in op.inputs for pred in private.branched_on(t.op)]
@@ -48,7 +50,7 @@ def kind(value: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Rows], A
 def _kind_inside(end: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Rows], Any]) -> str:
     parts = take_apart(end, rows)
     kinds = {leaf.kind for leaf in parts.leaves}
-    if len(kinds) > 1 or parts.doubts or parts.notes or any(leaf.counted for leaf in parts.leaves):
+    if len(kinds) != 1 or parts.doubts or parts.notes or any(leaf.counted for leaf in parts.leaves):
         return ''
     [only] = kinds
     tail = [end.graph.get_operation_by_name(name) for name in parts.tail]

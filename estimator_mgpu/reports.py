@@ -16,6 +16,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import losses, private, sharing
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.rows import Rows
+from estimator_mgpu.subjects import is_variable
 from estimator_mgpu.towers import Towers, is_own
 from estimator_mgpu.walks import walk
 
@@ -235,7 +236,8 @@ def _element(leaf: Any, logged: bool, graph: tf.Graph) -> Any:
             return graph.as_graph_element(leaf if ':' in leaf else f'{leaf}:0')
         except (KeyError, ValueError):
             return leaf  # The hook will say what is wrong.
-    if isinstance(leaf, tf.Variable) and leaf.graph is graph and sharing.is_write(leaf.op):
+    updates = not isinstance(leaf, tf.Tensor) and is_variable(leaf)
+    if updates and getattr(leaf, 'graph', None) is graph and sharing.is_write(leaf.op):
         with absolute_scope(graph, 'replicate'):
             return tf.convert_to_tensor(leaf)
     return leaf

@@ -296,6 +296,37 @@ def test_a_metric_of_a_users_own(behavior):
     compare(model_fn, mode=TRAIN)
 
 
+def test_the_largest_so_far(behavior):
+    """An update that is a variable where they're resources, of one shard after another."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        largest = tf.get_variable(
+            'largest',
+            initializer=-9.0,
+            trainable=False,
+            collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        )
+        update = largest.assign(tf.maximum(largest, tf.reduce_max(features)))
+        metrics = {'largest': (tf.identity(largest), update)}
+        hooks = [Holds(update)]
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, evaluation_hooks=hooks, eval_metric_ops=metrics
+        )
+
+    one, _ = compare(model_fn, mode=EVAL)
+    assert one[0][0][0][0][0] == DATA[0][0].max()
+
+
+def test_a_text_that_a_branch_makes():
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        text = tf.cond(step() >= 0, lambda: tf.as_string(loss), lambda: tf.constant(''))
+        return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[Holds(text)])
+
+    assert len(show(model_fn, 3)[0]) == len(DATA)
+
+
 def test_metrics_beside_values_of_the_batch(caplog):
     """What follows from sums is exact; a mean of largest rows goes by one shard after another."""
 
