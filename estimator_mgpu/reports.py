@@ -27,6 +27,8 @@ _ONE_ONLY = (
 )
 # Which of their inputs summaries, and names for a value, show.
 _SHOWN = {'ScalarSummary': 1, 'Identity': 0}
+# The attribute in which a LoggingTensorHook keeps what it had in the place of other attributes.
+_BEFORE = '_before_replicate'
 
 
 class _Shown(NamedTuple):
@@ -60,6 +62,7 @@ class Reports:
         self._ops = [op for op in ops if op.type in _SHOWN and _is_shown(op) and op not in kept]
         self.run = list(self._ops)  # by those who look at them, and by hooks
         for hook in hooks:
+            _take_back(hook)
             self._hold(hook)
         for op in sorted(self._ops, key=_is_name):
             value = self._named(op.inputs[_SHOWN[op.type]])
@@ -203,13 +206,33 @@ def _give(hook: Any, of: Callable[[Any, bool], Any]) -> None:
       hook: the hook.
       of: of(what it has, whether that may be a name of what is to be logged) -> the other.
     """
+    for each in _with_inner(hook):
+        logs = isinstance(each, tf.train.LoggingTensorHook)
+        for name, value in list(vars(each).items()):
+            other = value if name == _BEFORE else _mapped(value, of, logs)
+            if other is not value:
+                vars(each)[name] = other
+                if logs and name not in vars(each).setdefault(_BEFORE, {}):
+                    vars(each)[_BEFORE][name] = value
+
+
+def _take_back(hook: Any) -> None:
+    """Gives a hook the names again that were those of tensors in another graph.
+
+    A hook that's made once may be given to Estimator each time that it builds a graph.
+    """
+    for each in _with_inner(hook):
+        vars(each).update(vars(each).pop(_BEFORE, {}))
+
+
+def _with_inner(hook: Any) -> list[Any]:
+    """Lists a hook, and the hooks that it has as attributes, but for those without a `__dict__`."""
     hooks = [hook]
-    for hook in hooks:  # Which grows as they're found.
-        own = getattr(hook, '__dict__', {})
-        found = [v for v in own.values() if isinstance(v, tf.train.SessionRunHook)]
+    for each in hooks:  # Which grows as they're found.
+        held = getattr(each, '__dict__', {}).values()
+        found = [v for v in held if isinstance(v, tf.train.SessionRunHook)]
         hooks += [v for v in found if all(v is not h for h in hooks)]
-        for name, value in list(own.items()):
-            own[name] = _mapped(value, of, isinstance(hook, tf.train.LoggingTensorHook))
+    return [each for each in hooks if hasattr(each, '__dict__')]
 
 
 def _mapped(value: Any, of: Callable[[Any, bool], Any], logs: bool, has_key: bool = False) -> Any:

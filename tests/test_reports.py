@@ -235,6 +235,22 @@ def test_logging_tensor_hook(behavior):
             np.testing.assert_allclose(ours[key], one[key], rtol=1e-5)
 
 
+def test_a_hook_that_is_made_once():
+    """Its names are those of each graph that Estimator builds with it."""
+    logged = []
+    hook = tf.train.LoggingTensorHook(['mean:0'], every_n_iter=1, formatter=logged.append)
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)), name='mean')
+        return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[hook, hook])
+
+    for towers in (3, 2):
+        show(model_fn, towers)
+    assert len(logged) == 4 * len(DATA)
+    for first, second in zip(logged[: len(logged) // 2], logged[len(logged) // 2 :]):
+        np.testing.assert_allclose(first['mean:0'], second['mean:0'], rtol=1e-5)
+
+
 @pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
 @pytest.mark.parametrize('mode', [TRAIN, EVAL, PREDICT])
 def test_rows(mode, static, behavior):
