@@ -192,11 +192,11 @@ def _is_shown(op: tf.Operation) -> bool:
     """Whether an op is there to be looked at: nothing else waits for it."""
     if is_own(op) or private.in_control_flow(op):
         return False
+    if any(user.type not in ('ScalarSummary', 'MergeSummary') for user in private.followers(op)):
+        return False
     if _is_name(op) and sharing.calls_function(op.inputs[0].op):
         return False  # As loops and branches end in, whether that's used or not.
-    if _is_name(op) and '_class' in op.node_def.attr:
-        return False  # As gradients do.
-    return all(user.type in ('ScalarSummary', 'MergeSummary') for user in private.followers(op))
+    return not (_is_name(op) and '_class' in op.node_def.attr)  # As gradients do.
 
 
 def _give(hook: Any, of: Callable[[Any, bool], Any]) -> None:
@@ -242,7 +242,7 @@ def _mapped(value: Any, of: Callable[[Any, bool], Any], logs: bool, has_key: boo
             value = copy.copy(value)
             value.update(others)
         return value
-    named = hasattr(value, '_fields')
+    named = isinstance(value, tuple) and hasattr(value, '_fields')
     if named or type(value) in (list, tuple):
         items = [_mapped(v, of, logs) for v in value]
         # A LoggingTensorHook's list is of its dict's keys.
