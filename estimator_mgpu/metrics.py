@@ -41,6 +41,8 @@ def merge(
     Returns:
       `eval_metric_ops` for the whole batch.
     """
+    if not metrics:
+        return {}
     with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
         updates = {name: _tensor(update) for name, (_, update) in sorted(metrics.items())}
     merged: dict[str, tf.Tensor] = {}

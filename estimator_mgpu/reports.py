@@ -75,12 +75,13 @@ class Reports:
         Args:
           eval_metric_ops: the EstimatorSpec's.
         """
+        if not self._shown:
+            return {}
         graph, copies = self._towers.graph, self._towers.copies
         variables = tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)
         handles = {v.op.name for v in variables if getattr(v, 'graph', None) is graph}
-        if self._shown:
-            writes = copies.updates(update for _, update in eval_metric_ops.values()).writes
-            handles.update(*map(sharing.shared_handles, writes))
+        writes = copies.updates(update for _, update in eval_metric_ops.values()).writes
+        handles.update(*map(sharing.shared_handles, writes))
         starts = [graph.get_operation_by_name(name) for name in handles]
         after = {op.name for op in walk(starts, private.followers)}
         updated = [s for s in self._shown.values() if getattr(s.value, 'op', s.value).name in after]
