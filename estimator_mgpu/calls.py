@@ -50,7 +50,9 @@ def kind(value: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Rows], A
 def _kind_inside(end: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Rows], Any]) -> str:
     parts = take_apart(end, rows)
     kinds = {leaf.kind for leaf in parts.leaves}
-    if len(kinds) != 1 or parts.doubts or parts.notes or any(leaf.counted for leaf in parts.leaves):
+    # A constant leaf is a divisor: the size of the shard.
+    outside = any(leaf.counted or not rows.depends(leaf.tensor.op) for leaf in parts.leaves)
+    if kinds not in ({'mean'}, {'sum'}) or parts.doubts or parts.notes or outside:
         return ''
     [only] = kinds
     tail = [end.graph.get_operation_by_name(name) for name in parts.tail]

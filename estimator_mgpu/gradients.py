@@ -242,7 +242,8 @@ def _sizes_hooked(original: Any) -> Any:
     """
 
     def internal(input: Any, name: Any = None, optimize: bool = True, **options: Any) -> tf.Tensor:
-        if current_towers() is not None and not getattr(_thread, 'inside', False):
+        building = current_towers() is not None and not getattr(_thread, 'inside', False)
+        if building and not is_variable(input):
             optimize = False
         return original(input, name, optimize=optimize, **options)
 

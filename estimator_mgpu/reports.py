@@ -7,7 +7,6 @@ needs these, so that a step that shows nothing doesn't compute them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses, private, sharing
 from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu.nests import flat_tensors
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.subjects import is_variable
 from estimator_mgpu.towers import Towers, is_own
@@ -25,10 +25,12 @@ _ONE_ONLY = (
     "be told from the graph. If it has to be the whole batch's, run this model with "
     'replicate(devices=1).'
 )
+_BY_NAME = (
+    "%s shows %r by its name, which is that of one device's shard. Give it the tensor, or the name "
+    'of a tf.identity() of it that nothing else uses.'
+)
 # Which of their inputs summaries, and names for a value, show.
 _SHOWN = {'ScalarSummary': 1, 'Identity': 0}
-# The attribute in which a LoggingTensorHook keeps what it had in the place of other attributes.
-_BEFORE = '_before_replicate'
 
 
 class _Shown(NamedTuple):
@@ -56,16 +58,17 @@ class Reports:
         self._results = results
         self._towers = towers
         self._shown: dict[str, _Shown] = {}
-        self._sparse: list[tuple[tf.SparseTensor, str]] = []
+        self._named: list[tuple[tf.Tensor, str]] = []  # by a name only
+        self._composite: list[tuple[tf.Tensor, str]] = []
+        self._read: dict[int, tf.Tensor] = {}  # after updates that are variables
         kept = {getattr(result, 'op', result) for result in [*results, *others]}
-        ops = towers.graph.get_operations()
-        self._ops = [op for op in ops if op.type in _SHOWN and _is_shown(op) and op not in kept]
+        copies = towers.copies.names()
+        ops = [op for op in towers.graph.get_operations() if op.type in _SHOWN]
+        self._ops = [op for op in ops if op.name not in copies and op not in kept and _is_shown(op)]
         self.run = list(self._ops)  # by those who look at them, and by hooks
-        for hook in hooks:
-            _take_back(hook)
-            self._hold(hook)
+        _give(hooks, self._hold)
         for op in sorted(self._ops, key=_is_name):
-            value = self._named(op.inputs[_SHOWN[op.type]])
+            value = self._source(op.inputs[_SHOWN[op.type]])
             log = tf.logging.debug if _is_name(op) else tf.logging.info
             self._shown.setdefault(value.name, _Shown(value, f'{op.name!r} ({op.type})', log))
 
@@ -88,8 +91,11 @@ class Reports:
         once = copies.updates(self._results).writes if updated else []
         found = {}
         for value, by, _ in updated:
+            if getattr(value, 'op', value).type.endswith('Summary'):
+                continue  # What it merges is the whole batch's by itself.
             writes = copies.updates([value]).without(once).writes
-            if writes and all(sharing.shared_handles(write) <= handles for write in writes):
+            written = [sharing.shared_handles(write) for write in writes]
+            if any(written) and all(own <= handles for own in written):
                 found[f'{value.name} of {by}'] = value
         return found
 
@@ -101,31 +107,37 @@ class Reports:
           updates: what metrics' updates of the whole batch give, by the names of tower 0's.
         """
         wholes = {**wholes, **updates}
-        if not self._shown and not self._sparse:
-            return
+        dependents = self._towers.dependents()
+        shown = [s for s in self._shown.values() if isinstance(s.value, tf.Tensor)]
+        shown = [s for s in shown if s.value.op.name in dependents]
+        for value, by, log in shown:
+            if value.name in updates and updates[value.name] is not value:
+                log(_ONE_ONLY, by, value.name)  # It's made of a metric that goes by one shard, too.
+        missing = [s for s in shown if wholes.get(s.value.name, s.value) is s.value]
+        if missing:
+            wholes.update(self._wholes(missing))
+        for sentence, tensors in ((_ONE_ONLY, self._composite), (_BY_NAME, self._named)):
+            for tensor, by in tensors:
+                if tensor.op.name in dependents:
+                    tf.logging.warning(sentence, by, tensor.name)
+        self._put(wholes)
+
+    def _wholes(self, shown: Sequence[_Shown]) -> dict[str, tf.Tensor]:
+        """Returns the whole batch's values, where they can be told, by the names of tower 0's."""
         rows = self._towers.rows()
-        apart = []
-        for value, by, log in self._shown.values():
-            known = wholes.get(value.name, value)
-            if not isinstance(value, tf.Tensor) or value.op.name not in rows.dependents:
-                continue
-            if known is not value:
-                if value.name in updates:  # It's made of a metric that goes by one shard, too.
-                    log(_ONE_ONLY, by, value.name)
-                continue
+        apart, wholes = [], {}
+        for value, by, log in shown:
             parts = self._take_apart(value, rows)
             if parts is not None:
+                for note in parts.notes:
+                    log('%s', note)
                 apart.append((value, parts))
             elif self._can_join(value, rows):
                 wholes[value.name] = self._towers.joined(value)
             elif not value.op.type.endswith('Summary'):  # Which may consist of whole ones.
                 log(_ONE_ONLY, by, value.name)
-        for sparse, by in self._sparse:
-            if sparse.values.op.name in rows.dependents:
-                tf.logging.warning(_ONE_ONLY, by, sparse.values.name)
         names = [value.name for value, _ in apart]
-        wholes.update(zip(names, self._towers.values(apart)))
-        self._put(wholes)
+        return {**wholes, **dict(zip(names, self._towers.values(apart)))}
 
     def _take_apart(self, value: tf.Tensor, rows: Rows) -> losses.Parts | None:
         """Returns what the whole batch's value follows from, if that's certain."""
@@ -140,31 +152,37 @@ class Reports:
         return parts if certain and self._towers.copies.can_have(terms) else None
 
     def _can_join(self, value: tf.Tensor, rows: Rows) -> bool:
-        known = value.shape.rank and value.shape[1:].is_fully_defined()
+        known = value.shape.rank and value.shape[1:].is_fully_defined() and rows.is_plain(value)
         if not known or rows.axis(value) != 0 or private.in_control_flow(value.op):
             return False
         self._towers.notices.mixing(rows, value)
         return self._towers.copies.can_have([value])
 
-    def _hold(self, hook: Any) -> None:
-        """Finds what a hook holds; a name to log something by becomes the tensor of that name."""
-
-        def hold(leaf: Any, logged: bool) -> Any:
-            leaf = _element(leaf, logged, self._towers.graph)
-            by = f'A {type(hook).__name__}'
-            if isinstance(leaf, tf.SparseTensor):
-                self._sparse.append((leaf, by))
-            op = getattr(leaf, 'op', leaf)  # An update may be a variable.
-            if isinstance(op, tf.Operation) and op.graph is self._towers.graph:
-                self.run.append(op)
-                if isinstance(leaf, (tf.Tensor, tf.Operation)):
-                    value = self._named(leaf)
-                    self._shown.setdefault(value.name, _Shown(value, by, tf.logging.warning))
+    def _hold(self, hook: Any, leaf: Any) -> Any:
+        """Finds what a hook holds."""
+        graph, by = self._towers.graph, f'A {type(hook).__name__}'
+        if isinstance(leaf, str) and isinstance(hook, tf.train.LoggingTensorHook):
+            named = _tensor_of_name(leaf, graph)
+            if named is not None and self._source(named) is named:
+                self._named.append((named, by))
             return leaf
+        if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
+            self._composite += [(tensor, by) for tensor in flat_tensors([leaf])[:1]]
+            return leaf
+        op = getattr(leaf, 'op', leaf)  # An update may be a variable.
+        if not isinstance(op, tf.Operation) or op.graph is not graph:
+            return leaf
+        self.run.append(op)
+        value = leaf
+        if is_variable(leaf) and not isinstance(leaf, tf.Tensor) and sharing.is_write(op):
+            with absolute_scope(graph, 'replicate'):
+                self._read[id(leaf)] = value = tf.convert_to_tensor(leaf)
+        if isinstance(value, (tf.Tensor, tf.Operation)):
+            value = self._source(value)
+            self._shown.setdefault(value.name, _Shown(value, by, tf.logging.warning))
+        return leaf
 
-        _give(hook, hold)
-
-    def _named(self, value: tf.Tensor | tf.Operation) -> tf.Tensor | tf.Operation:
+    def _source(self, value: tf.Tensor | tf.Operation) -> tf.Tensor | tf.Operation:
         """Returns what a value only gives a name to, by which it will be the whole batch's, too."""
         op = getattr(value, 'op', value)
         return op.inputs[0] if _is_name(op) and op in self._ops else value
@@ -175,14 +193,17 @@ class Reports:
             if op.inputs[i].name in wholes:
                 private.set_input(op, i, wholes[op.inputs[i].name])
 
-        def whole(leaf: Any, _: bool) -> Any:
-            if not isinstance(leaf, (tf.Tensor, tf.Operation)) or leaf.name not in wholes:
+        def whole(_: Any, leaf: Any) -> Any:
+            value = self._read.get(id(leaf), leaf)
+            of_graph = getattr(value, 'graph', None) is self._towers.graph
+            if not of_graph or not isinstance(value, (tf.Tensor, tf.Operation)):
                 return leaf
-            found = wholes[leaf.name]
-            return found if isinstance(leaf, tf.Tensor) else found.op
+            found = wholes.get(value.name)
+            if found is None:
+                return leaf
+            return found if isinstance(value, tf.Tensor) else found.op
 
-        for hook in self._hooks:
-            _give(hook, whole)
+        _give(self._hooks, whole)
 
 
 def _is_name(op: tf.Operation) -> bool:
@@ -195,73 +216,51 @@ def _is_shown(op: tf.Operation) -> bool:
         return False
     if any(user.type not in ('ScalarSummary', 'MergeSummary') for user in private.followers(op)):
         return False
-    if _is_name(op) and sharing.calls_function(op.inputs[0].op):
+    call = op.inputs[0].op
+    if _is_name(op) and sharing.calls_function(call) and op.name.startswith(f'{call.name}/'):
         return False  # As loops and branches end in, whether that's used or not.
     return not (_is_name(op) and '_class' in op.node_def.attr)  # As gradients do.
 
 
-def _give(hook: Any, of: Callable[[Any, bool], Any]) -> None:
-    """Gives a hook others for what it has as attributes, or in lists, dicts or hooks that are.
+def _give(hooks: Sequence[Any], of: Callable[[Any, Any], Any]) -> None:
+    """Gives hooks others for what they have as attributes, or in lists, dicts or hooks that are.
 
     Args:
-      hook: the hook.
-      of: of(what it has, whether that may be a name of what is to be logged) -> the other.
+      hooks: the hooks.
+      of: of(the hook, what it has) -> the other.
     """
-    for each in _with_inner(hook):
-        logs = isinstance(each, tf.train.LoggingTensorHook)
-        for name, value in list(vars(each).items()):
-            other = value if name == _BEFORE else _mapped(value, of, logs)
-            if other is not value:
-                vars(each)[name] = other
-                if logs and name not in vars(each).setdefault(_BEFORE, {}):
-                    vars(each)[_BEFORE][name] = value
+    waiting: list[tuple[Any, Any]] = [(hook, hook) for hook in hooks]
+    seen: set[int] = set()
 
-
-def _take_back(hook: Any) -> None:
-    """Gives a hook the names again that were those of tensors in another graph.
-
-    A hook that's made once may be given to Estimator each time that it builds a graph.
-    """
-    for each in _with_inner(hook):
-        vars(each).update(vars(each).pop(_BEFORE, {}))
-
-
-def _with_inner(hook: Any) -> list[Any]:
-    """Lists a hook, and the hooks that it has as attributes, but for those without a `__dict__`."""
-    hooks = [hook]
-    for each in hooks:  # Which grows as they're found.
-        held = getattr(each, '__dict__', {}).values()
-        found = [v for v in held if isinstance(v, tf.train.SessionRunHook)]
-        hooks += [v for v in found if all(v is not h for h in hooks)]
-    return [each for each in hooks if hasattr(each, '__dict__')]
-
-
-def _mapped(value: Any, of: Callable[[Any, bool], Any], logs: bool, has_key: bool = False) -> Any:
-    if isinstance(value, dict):
-        others = {key: _mapped(v, of, logs, True) for key, v in value.items()}
-        if any(others[key] is not v for key, v in value.items()):
-            value = copy.copy(value)
-            value.update(others)
-        return value
-    named = isinstance(value, tuple) and hasattr(value, '_fields')
-    if named or type(value) in (list, tuple):
-        items = [_mapped(v, of, logs) for v in value]
-        # A LoggingTensorHook's list is of its dict's keys.
-        if logs or all(a is b for a, b in zip(items, value)):
+    def other(hook: Any, value: Any) -> Any:
+        if isinstance(value, (dict, list, tf.train.SessionRunHook)):
+            waiting.append((hook, value))
             return value
-        return type(value)(*items) if named else type(value)(items)
-    return of(value, logs and has_key)
+        if not isinstance(value, tuple):
+            return of(hook, value)
+        items = [other(hook, item) for item in value]
+        if all(a is b for a, b in zip(items, value)):
+            return value
+        return value._make(items) if hasattr(value, '_make') else type(value)(items)
+
+    for hook, container in waiting:  # Which grows as they're found.
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        if isinstance(container, tf.train.SessionRunHook):
+            hook, container = container, getattr(container, '__dict__', {})
+            if isinstance(hook, tf.train.LoggingTensorHook):  # Its lists are of keys.
+                container = {k: v for k, v in container.items() if isinstance(v, dict)}
+        keys = range(len(container)) if isinstance(container, list) else list(container)
+        for key in keys:
+            value = container[key]
+            found = other(hook, value)
+            if found is not value:
+                container[key] = found
 
 
-def _element(leaf: Any, logged: bool, graph: tf.Graph) -> Any:
-    """Returns the tensor that a hook's name or update stands for, or else what it has."""
-    if logged and isinstance(leaf, str):
-        try:
-            return graph.as_graph_element(leaf if ':' in leaf else f'{leaf}:0')
-        except (KeyError, ValueError):
-            return leaf  # The hook will say what is wrong.
-    updates = not isinstance(leaf, tf.Tensor) and is_variable(leaf)
-    if updates and getattr(leaf, 'graph', None) is graph and sharing.is_write(leaf.op):
-        with absolute_scope(graph, 'replicate'):
-            return tf.convert_to_tensor(leaf)
-    return leaf
+def _tensor_of_name(name: str, graph: tf.Graph) -> tf.Tensor | None:
+    try:
+        return graph.as_graph_element(name if ':' in name else f'{name}:0')
+    except (KeyError, ValueError):
+        return None  # The hook will say what is wrong.

@@ -223,24 +223,26 @@ class Towers:
     def _sum_of(self, term: losses.Leaf, copies: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a term's value for the whole batch."""
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
-            dtype = term.tensor.dtype if term.tensor.dtype.is_floating else tf.float64
+            fraction = term.tensor.dtype.is_floating or term.tensor.dtype.is_complex
+            dtype = term.tensor.dtype if fraction else tf.float64
             parts = [tf.cast(value, dtype) for value in (term.tensor, *copies)]
             if not term.tensor.shape.is_fully_defined():
                 parts[0] = _checked(parts, self.made_from.get(term.tensor.name, term.tensor).name)
             if self.weights.are_even(term.kind):
                 total = tf.add_n(parts)
                 if term.kind != losses.SUM:
-                    total *= self.weights.of_leaf(term, 0, dtype)
+                    total *= tf.cast(self.weights.of_leaf(term, 0, dtype.real_dtype), dtype)
             else:
-                weights = [self.weights.of_leaf(term, i, dtype) for i in range(len(parts))]
-                parts = [part * weight for part, weight in zip(parts, weights)]
+                real = dtype.real_dtype
+                weights = [self.weights.of_leaf(term, i, real) for i in range(len(parts))]
+                parts = [part * tf.cast(w, dtype) for part, w in zip(parts, weights)]
                 if self.weights.guarded:
                     parts = [tf.where(w > 0, p, tf.zeros_like(p)) for p, w in zip(parts, weights)]
                 total = tf.add_n(parts)
             if term.bounds:  # Where one shard ends, the next one begins.
                 active = tf.add_n(self.weights.counts(losses.SUM, dtype))
                 total -= (active - 1) * self.weights.along(term, dtype)
-            if not term.tensor.dtype.is_floating:
+            if not fraction:
                 total = tf.cast(tf.round(total), term.tensor.dtype)
             whole = tf.identity(total, name='whole')
         self.copies.share([whole])

@@ -57,7 +57,7 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     found = walk([*results, *initializers], without=towers.copies.names())
     ops = [op for op in found if not (towers.copies.is_boundary(op) or is_own(op))]
     names = {op.name for op in ops}
-    apart = {op.name for op in ops if op not in results and _can_write_apart(op, rows, towers)}
+    apart = {op.name for op in ops if _can_write_apart(op, rows, towers) and op not in results}
     for op in ops:
         if op.name in apart:
             _write_apart(op, towers)
@@ -173,7 +173,8 @@ def _write_apart(op: tf.Operation, towers: Towers) -> None:
 def _check_static_rows(op: tf.Operation, index: int, rows: Rows) -> None:
     """Warns of a constant that is the static size of a shard, but may be meant for the batch's."""
     value = op.inputs[index]
-    if rows.static is None or value.shape.num_elements() != 1:
+    number = value.dtype.is_floating or value.dtype.is_integer
+    if rows.static is None or value.shape.num_elements() != 1 or not number:
         return
     constant = private.constant_value(value)
     if constant is not None and float(constant.flat[0]) == rows.static:

@@ -264,6 +264,13 @@ def test_sums_and_means_inside_functions_and_branches(loss, dynamic, towers, beh
 
 
 NEITHER_INSIDE = {
+    'mean by Python': called(
+        lambda x: tf.math.divide_no_nan(tf.reduce_sum(x), tf.cast(x.shape[0], tf.float32))
+    ),
+    'sum by a size from a branch': lambda y, p: (
+        tf.reduce_sum(squares(y, p))
+        / tf.cast(early(lambda: tf.shape(y), lambda: tf.shape(y))[0], tf.float32)
+    ),
     'sum and number': called(lambda x: tf.reduce_sum(x) + 1.0),
     'root': called(lambda x: tf.sqrt(tf.reduce_mean(x))),
     'masked mean': called(lambda x: tf.reduce_mean(tf.boolean_mask(x, x > 0.5))),

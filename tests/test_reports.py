@@ -13,7 +13,15 @@ from towers import assert_close, behavior_of, session
 TRAIN, EVAL, PREDICT = (
     getattr(tf.estimator.ModeKeys, mode) for mode in ('TRAIN', 'EVAL', 'PREDICT')
 )
+EAGER = tf.compat.v2.constant(0.5) if tf.executing_eagerly() else None
 DATA = [(x, (np.abs(x[:, 0]) * 3).astype(np.int64) % 3) for x, _ in batches(steps=3)]
+
+
+class Own(collections.namedtuple('Own', 'a b')):
+    """Made of other arguments than its entries."""
+
+    def __new__(cls, a):
+        return super().__new__(cls, a, a + 1)
 
 
 class Holds(tf.train.SessionRunHook):
@@ -207,21 +215,24 @@ def test_updates_of_metrics_that_only_a_hook_runs():
 
 
 def test_logging_tensor_hook(behavior):
-    """By tensors, by names, by names of ops; what it prints is what one device does."""
+    """By tensors, and by names of what only gives one; what it prints is what one device does."""
     printed = collections.defaultdict(list)
 
     def model_fn(features, labels, mode):
         loss = tf.reduce_mean(tf.square(logits_of(features)), name='mean')
-        tf.multiply(loss, 2, name='doubled')
+        tf.identity(loss, name='named')
+        tf.identity(2 * loss, name='doubled')
         own = printed[len(printed)]
         hooks = [
             tf.train.LoggingTensorHook(
-                {'loss': loss, 'named': 'mean:0', 'op': 'doubled'},
+                {'loss': loss, 'named': 'named:0', 'op': 'doubled'},
                 every_n_iter=1,
                 formatter=lambda values: own.append(values) or 'logged',
             ),
             tf.train.LoggingTensorHook(
-                ['mean:0', 'doubled'], every_n_iter=1, formatter=lambda v: own.append(v) or 'logged'
+                ['named:0', 'doubled'],
+                every_n_iter=1,
+                formatter=lambda v: own.append(v) or 'logged',
             ),
         ]
         return spec_of(mode, loss, sgd(loss))._replace(training_hooks=hooks)
@@ -235,20 +246,25 @@ def test_logging_tensor_hook(behavior):
             np.testing.assert_allclose(ours[key], one[key], rtol=1e-5)
 
 
-def test_a_hook_that_is_made_once():
-    """Its names are those of each graph that Estimator builds with it."""
+def test_a_hook_that_is_made_once(caplog):
+    """Its names are those of each graph that Estimator builds with it, on one device, too."""
     logged = []
-    hook = tf.train.LoggingTensorHook(['mean:0'], every_n_iter=1, formatter=logged.append)
+    names = ['named', 'mean:0', 'nowhere:0']
+    hook = tf.train.LoggingTensorHook(names[:2], every_n_iter=1, formatter=logged.append)
 
     def model_fn(features, labels, mode):
         loss = tf.reduce_mean(tf.square(logits_of(features)), name='mean')
+        tf.identity(loss, name='named')
         return spec_of(mode, loss, sgd(loss))._replace(training_hooks=[hook, hook])
 
-    for towers in (3, 2):
+    for towers in (3, 2, 0):
         show(model_fn, towers)
-    assert len(logged) == 4 * len(DATA)
-    for first, second in zip(logged[: len(logged) // 2], logged[len(logged) // 2 :]):
-        np.testing.assert_allclose(first['mean:0'], second['mean:0'], rtol=1e-5)
+    assert len(logged) == 6 * len(DATA)
+    third = len(logged) // 3
+    for first, second, one in zip(logged[:third], logged[third:], logged[2 * third :]):
+        np.testing.assert_allclose(first['named'], second['named'], rtol=1e-5)
+        np.testing.assert_allclose(first['named'], one['named'], rtol=1e-5)
+    assert caplog.text.count("A LoggingTensorHook shows 'mean:0' by its name") == 2
 
 
 @pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
@@ -409,6 +425,53 @@ def test_texts_comparisons_and_merged_summaries_of_whole_values(caplog):
     assert "of one device's shard" not in caplog.text
 
 
+def test_complex_values():
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        turned = tf.cast(features, tf.complex64) * tf.constant(1 + 2j, tf.complex64)
+        tf.summary.scalar('sum', tf.abs(tf.reduce_sum(turned)))
+        tf.summary.scalar('mean', tf.math.imag(tf.reduce_mean(turned)))
+        return spec_of(mode, loss, sgd(loss))
+
+    for static in (True, False):
+        compare(model_fn, static=static)
+    compare(model_fn, 5, static=False)
+
+
+def test_what_hooks_share_they_go_on_sharing():
+    shared = {}
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        shared.update(loss=loss, stop=False)
+        hooks = [Holds(), Holds()]
+        for hook in hooks:
+            hook.shared = shared
+        return spec_of(mode, loss, sgd(loss))._replace(training_hooks=hooks)
+
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        replicated = estimator_mgpu.replicate(model_fn, devices=2)
+        spec = replicated(features=tf.constant(DATA[0][0]), labels=None, mode=TRAIN)
+    first, second = spec.training_hooks
+    assert first.shared is second.shared is shared and shared['loss'] is spec.loss
+
+
+def test_what_python_makes_of_a_metric_runs_once():
+    calls = []
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        metric = tf.metrics.mean(features)
+        drawn = tf.numpy_function(lambda x: calls.append(1) or x, [metric[0]], tf.float32)
+        return spec_of(mode, loss, sgd(loss))._replace(
+            evaluation_hooks=[Holds(drawn)], eval_metric_ops={'mean': metric}
+        )
+
+    show(model_fn, 3, mode=EVAL)
+    assert len(calls) == len(DATA)
+
+
 def test_hooks_of_hooks():
     class Wraps(tf.train.SessionRunHook):
         def __init__(self, inner):
@@ -512,6 +575,12 @@ def test_other_things_that_hooks_have():
         hook.kept, hook.where = kept, point(loss, [loss])
         hook.counts = collections.Counter(a=2)
         hook.sparse = tf.sparse.from_dense(features)
+        with tf.Graph().as_default() as hook.graph:
+            hook.other = tf.reduce_mean(tf.zeros([2]), name=loss.op.name)
+        hook.eager = EAGER
+        hook.itself = [hook]
+        hook.itself.append(hook.itself)
+        hook.own = Own(3)
         hook.slices = tf.IndexedSlices(features, labels)
         plain.same = same = [1, {'b': variable}]
         assert same is plain.same
@@ -526,6 +595,8 @@ def test_other_things_that_hooks_have():
     assert hook.kept is kept and plain.same is kept['same']
     assert isinstance(hook.where, point) and hook.where.x is hook.where.y[0] is spec.loss
     assert hook.counts == collections.Counter(a=2)
+    assert hook.other.graph is hook.graph and hook.eager is EAGER and hook.own == (3, 4)
+    assert hook.itself[1] is hook.itself
     assert isinstance(hook.sparse, tf.SparseTensor) and isinstance(hook.slices, tf.IndexedSlices)
 
 

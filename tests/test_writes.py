@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from models import batches, predict, spec_of, step
-from towers import compare, compare_modes, train
+from towers import behavior_of, compare, compare_modes, train
 
 
 def square(features, labels):
@@ -376,6 +376,21 @@ def test_numbers_that_are_also_the_rows_of_a_shard_stay_as_they_are(number, capl
 
     compare(model_fn, batches(), 3)
     assert 'which is also the number of rows of a shard' in caplog.text
+
+
+def test_texts_and_sizes_of_variables_are_written_as_they_are():
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(square(features, labels))
+        name = tf.get_variable('name', initializer='none', trainable=False, use_resource=True)
+        kernel = tf.trainable_variables()[0]
+        like = tf.get_variable('like', initializer=tf.ones_like(kernel), trainable=False)
+        return spec_of(mode, loss, sgd(loss), name.assign('done'), like.assign_add(like))
+
+    for behavior in ('v1', 'v2'):
+        with behavior_of(behavior):
+            run = train(model_fn, batches(steps=1), 3)
+        assert run.values['name'] == b'done'
+        np.testing.assert_array_equal(run.values['like'], np.full([3, 4], 2.0))
 
 
 class Runs(tf.train.SessionRunHook):
