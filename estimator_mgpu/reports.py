@@ -216,8 +216,7 @@ def _is_shown(op: tf.Operation) -> bool:
         return False
     if any(user.type not in ('ScalarSummary', 'MergeSummary') for user in private.followers(op)):
         return False
-    call = op.inputs[0].op
-    if _is_name(op) and sharing.calls_function(call) and op.name.startswith(f'{call.name}/'):
+    if _is_name(op) and sharing.calls_function(op.inputs[0].op):
         return False  # As loops and branches end in, whether that's used or not.
     return not (_is_name(op) and '_class' in op.node_def.attr)  # As gradients do.
 
