@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.places import CALLS, FLOW, LOOPS, SIZES, Places
+from estimator_mgpu.reshapes import Place
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.walks import inputs, walk
 
@@ -49,12 +50,22 @@ def bodies(ops: Iterable[tf.Operation], rows: Places) -> Iterator[Body]:
         waiting += [inner for op in body.ops for inner in _called(op, body)]
 
 
-def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
-    for graph, given in body.rows.functions(op):
-        outer = op.inputs[len(op.inputs) - len(graph.inputs) :]
+def _functions(
+    op: tf.Operation, rows: Places
+) -> Iterator[tuple[tf.Graph, list[Place | None], list[tuple[tf.Tensor, Place]], list[tf.Tensor]]]:
+    """Yields the functions that an op calls with rows.
+
+    With each come where its inputs have rows, of all and of those that have, and what is given to
+    these inputs.
+    """
+    for graph, given in rows.functions(op):
         places = [(t, place) for t, place in zip(graph.inputs, given) if place is not None]
-        if not places:
-            continue
+        if places:
+            yield graph, given, places, list(op.inputs[len(op.inputs) - len(graph.inputs) :])
+
+
+def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
+    for graph, given, places, outer in _functions(op, body.rows):
         start = {t.op.name for t, _ in places}
         start |= {t.op.name for t, o in zip(graph.inputs, outer) if is_of_shard(o, body.rows)}
         loops = op.type in LOOPS
@@ -82,13 +93,10 @@ def results(value: tf.Tensor, rows: Places) -> list[tuple[tf.Tensor, Rows]]:
     on the shard being told apart from what doesn't.
     """
     op, found = value.op, []
-    for graph, given in rows.functions(op) if op.type not in LOOPS else ():
-        outer = op.inputs[len(op.inputs) - len(graph.inputs) :]
-        places = [(t, place) for t, place in zip(graph.inputs, given) if place is not None]
+    for graph, _, places, outer in _functions(op, rows) if op.type not in LOOPS else ():
         start = {t.op.name for t, o in zip(graph.inputs, outer) if rows.depends(o.op)}
-        if places:
-            inner = Rows(places, _after(start, graph, False), rows.static)
-            found.append((graph.outputs[value.value_index], inner))
+        inner = Rows(places, _after(start, graph, False), rows.static)
+        found.append((graph.outputs[value.value_index], inner))
     return found
 
 

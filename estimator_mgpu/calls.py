@@ -10,9 +10,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.bodies import results
 from estimator_mgpu.divisors import QUOTIENTS
-from estimator_mgpu.rows import LINEAR, Rows
-
-_SUMS = frozenset(['Add', 'AddV2', 'AddN', 'Sub'])
+from estimator_mgpu.rows import LINEAR, SUMS, Rows
 
 
 def kind(value: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Rows], Any]) -> str:
@@ -64,7 +62,7 @@ def _keeps(kind: str, op: tf.Operation, rows: Rows) -> bool:
     given = rows.dependent_inputs(op)
     if op.type in LINEAR:
         # What is added once is added by each shard.
-        return kind == 'mean' or op.type not in _SUMS or len(given) == len(op.inputs)
+        return kind == 'mean' or op.type not in SUMS or len(given) == len(op.inputs)
     return len(given) == 1 and (
         op.type == 'Mul' or op.type in QUOTIENTS and given[0] is op.inputs[0]
     )

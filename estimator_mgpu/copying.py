@@ -167,7 +167,7 @@ class Copies:
         users: dict[str, set[str]] = {}
         writes = []
         python: set[str] = set()
-        replaced = {name.rpartition(':')[0] for name in self.towers[0].replaced}
+        replaced = self._replaced_ops()
         waiting = [getattr(result, 'op', result) for result in results]
         while waiting:
             op = waiting.pop()
@@ -219,10 +219,13 @@ class Copies:
     def _is_replaced(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self.towers[0].replaced
 
+    def _replaced_ops(self) -> set[str]:
+        return {name.rpartition(':')[0] for name in self.towers[0].replaced}
+
     def _not_copied(self, waiting: list[tf.Operation]) -> dict[str, tf.Operation]:
         """Returns the ops that `waiting` need, themselves included, and no tower has yet."""
         copied = self.towers[0].ops
-        replaced = {name.rpartition(':')[0] for name in self.towers[0].replaced}
+        replaced = self._replaced_ops()
         needed: dict[str, tf.Operation] = {}
         seen = set()
         while waiting:

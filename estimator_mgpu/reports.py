@@ -106,6 +106,8 @@ class Reports:
           wholes: those that are known, by the names of tower 0's.
           updates: what metrics' updates of the whole batch give, by the names of tower 0's.
         """
+        if not (self._shown or self._named or self._composite):
+            return
         wholes = {**wholes, **updates}
         dependents = self._towers.dependents()
         shown = [s for s in self._shown.values() if isinstance(s.value, tf.Tensor)]

@@ -11,10 +11,10 @@ from estimator_mgpu.places import SEGMENT_SUMS, Places, is_literal
 from estimator_mgpu.reshapes import Place, UnknownPlace
 from estimator_mgpu.walks import walk
 
+SUMS = frozenset(['Add', 'AddV2', 'AddN', 'Sub'])
 # Ops through which a sum over rows stays one.
-LINEAR = frozenset(
-    ['Identity', 'Add', 'AddV2', 'AddN', 'Sub', 'Neg', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims']
-    + ['Transpose']
+LINEAR = SUMS | frozenset(
+    ['Identity', 'Neg', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims', 'Transpose']
 )
 # Ops whose output has rows just where an input has.
 ELEMENTWISE = LINEAR | frozenset(

@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import losses, private, shard_values, sharing
 from estimator_mgpu.copying import Copies, move_consumers
 from estimator_mgpu.importing import TowerCopy, absolute_scope
-from estimator_mgpu.rows import Rows
+from estimator_mgpu.rows import SUMS, Rows
 from estimator_mgpu.towers import Towers, is_own, unique_scope
 from estimator_mgpu.walks import inputs, walk
 
@@ -33,7 +33,6 @@ _CALLS = _BRANCHES | frozenset(['PartitionedCall', 'StatefulPartitionedCall'])
 # Linear in each of their inputs, but for a constant.
 _LINEAR = frozenset(['Identity', 'Neg', 'Add', 'AddV2', 'Sub', 'Mul'])
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv'])
-_SUMS = frozenset(['Add', 'AddV2', 'Sub', 'AddN'])
 # Writes of rows in any number, each to its place in a variable or a table.
 _SCATTER = re.compile('Scatter|LookupTableInsert')
 
@@ -197,9 +196,9 @@ def _check_counts(value: tf.Tensor, rows: Rows, towers: Towers, after: set[str])
         return [] if known or whole or sharing.is_plain_read(op) else inputs(op)
 
     for op in walk([value.op], onward):
-        if op.type in _SUMS | _QUOTIENTS and not towers.copies.has_copies(op):
+        if op.type in SUMS | _QUOTIENTS and not towers.copies.has_copies(op):
             for i in range(len(op.inputs)):
-                if (i == 1 or op.type in _SUMS) and op.inputs[i].op.name not in rows.dependents:
+                if (i == 1 or op.type in SUMS) and op.inputs[i].op.name not in rows.dependents:
                     _check_static_rows(op, i, rows)
 
 
