@@ -86,18 +86,14 @@ def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
             yield Body([], rows, where, condition=condition.outputs[0])
 
 
-def results(value: tf.Tensor, rows: Places) -> list[tuple[tf.Tensor, Rows]]:
-    """Returns what a branch or a call gives as each of its functions has it.
+def called(op: tf.Operation, rows: Places) -> Iterator[tuple[tf.Graph, Rows]]:
+    """Yields the functions of a branch or a call, and what is known of the rows there.
 
-    With each comes what is known of the rows there, all of what the function is given that depends
-    on the shard being told apart from what doesn't.
+    All of what a function is given that depends on the shard is told apart from what doesn't.
     """
-    op, found = value.op, []
     for graph, _, places, outer in _functions(op, rows) if op.type not in LOOPS else ():
         start = {t.op.name for t, o in zip(graph.inputs, outer) if rows.depends(o.op)}
-        inner = Rows(places, _after(start, graph, False), rows.static)
-        found.append((graph.outputs[value.value_index], inner))
-    return found
+        yield graph, Rows(places, _after(start, graph, False), rows.static)
 
 
 def is_of_shard(value: tf.Tensor, rows: Places) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.bodies import results
+from estimator_mgpu.bodies import called
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.rows import LINEAR, SUMS, Rows
 
@@ -31,7 +31,7 @@ def kind(value: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Rows], A
         ends = [(t, rows) for t in op.inputs]
         chosen_by = [pred for t in op.inputs for pred in private.branched_on(t.op)]
     else:
-        ends = results(value, rows)
+        ends = [(g.outputs[value.value_index], inner) for g, inner in called(op, rows)]
         chosen_by = [op.inputs[0]] if op.type.endswith(('If', 'Case')) else []
     if any(rows.depends(chooser.op) for chooser in chosen_by):
         return ''
@@ -54,10 +54,10 @@ def _kind_inside(end: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Ro
         return ''
     [only] = kinds
     tail = [end.graph.get_operation_by_name(name) for name in parts.tail]
-    return only if all(_keeps(only, op, rows) for op in tail) else ''
+    return only if all(keeps(only, op, rows) for op in tail) else ''
 
 
-def _keeps(kind: str, op: tf.Operation, rows: Rows) -> bool:
+def keeps(kind: str, op: tf.Operation, rows: Rows) -> bool:
     """Whether what's a mean or sum over rows stays one through an op."""
     given = rows.dependent_inputs(op)
     if op.type in LINEAR:

@@ -9,88 +9,158 @@ passes run in parallel, and only what reads or writes these variables waits for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import losses, private, sharing
+from estimator_mgpu import losses, private, sharing, streams
 from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.towers import Towers
 from estimator_mgpu.updates import Updates
 
-_ADDITIONS = frozenset(['AssignAddVariableOp', 'AssignAdd'])
-
 
 def merge(
     metrics: dict[str, Any],
+    shown: dict[str, tf.Tensor | tf.Operation],
     towers: Towers,
     rows: Sequence[tf.Tensor] | None,
     forward: Sequence[tf.Tensor],
-) -> dict[str, Any]:
-    """Returns metrics whose updates are those of the whole batch.
+) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
+    """Returns metrics whose updates are those of the whole batch, and what's shown after these.
 
     Args:
       metrics: as `eval_metric_ops` of an EstimatorSpec, (value, update) by name.
+      shown: what hooks and summaries show, and need updates of metrics for.
       towers: the towers; the metrics are of tower 0.
       rows: one scalar a tower, the rows it has: a tower without rows updates nothing. None where
         all towers have rows.
       forward: tower 0's loss and predictions. What is to be written for these is written once.
 
     Returns:
-      `eval_metric_ops` for the whole batch.
+      `eval_metric_ops` for the whole batch, and of what is shown that which can be.
     """
-    if not metrics:
-        return {}
+    if not metrics and not shown:
+        return {}, {}
+    merging = _Merging(towers, towers.copies.updates(forward).writes)
     with absolute_scope(towers.graph, 'replicate'), tf.device(towers.devices[0]):
         updates = {name: _tensor(update) for name, (_, update) in sorted(metrics.items())}
-    merged: dict[str, tf.Tensor] = {}
-    streamed: dict[str, tf.Tensor] = {}
-    known = towers.rows()
-    once = towers.copies.updates(forward).writes
-    for group in _groups(updates, towers, once):
-        needed = towers.copies.updates(group.values()).without(once)
-        apart = _take_apart(needed.writes, known, towers)
-        if needed.writes and apart is not None:
+        others = {name: _tensor(value) for name, value in shown.items()}
+    for group in merging.groups(updates):
+        merging.add(group, [metrics[name][0] for name in group])
+    # What's shown changes nothing about metrics that an evaluation returns.
+    merging.settle()
+    for group in merging.groups(others):
+        try:
+            merging.add(group, [])
+        except ValueError as error:
+            tf.logging.warning('%s', error)
+    streamed = _one_after_another(merging.streamed, towers, rows)
+    merged = {**merging.merged, **streamed}
+    ours = {name: (metrics[name][0], merged[name]) for name in metrics}
+    return ours, {name: merged[name] for name in shown if name in merged}
+
+
+class _Merging:
+    """Metrics, as they're merged.
+
+    Attributes:
+      merged: updates that write the whole batch's values.
+      streamed: those that each tower is to run.
+
+    Args:
+      towers: the towers.
+      once: what is written for others, once.
+    """
+
+    def __init__(self, towers: Towers, once: Sequence[tf.Operation]):
+        self.merged: dict[str, tf.Tensor] = {}
+        self.streamed: dict[str, tf.Tensor] = {}
+        self._towers = towers
+        self._rows = towers.rows()
+        self._once = list(once)
+        self._settled: list[tf.Operation] = []
+        self._own: set[str] = set()
+
+    def groups(self, updates: dict[str, tf.Tensor]) -> list[dict[str, tf.Tensor]]:
+        """Groups updates that share writes, as a metric made of two others does with theirs."""
+        groups: list[tuple[set[str], dict[str, tf.Tensor]]] = []
+        for name, update in updates.items():
+            writes = {op.name for op in self._needed([update]).writes}
+            group = {name: update}
+            for other in [g for g in groups if g[0] & writes]:
+                groups.remove(other)
+                writes |= other[0]
+                group.update(other[1])
+            groups.append((writes, group))
+        return [group for _, group in groups]
+
+    def settle(self) -> None:
+        """Lets what was added so far have what it writes once, whatever is to come."""
+        self._once += self._settled
+
+    def _needed(self, updates: Iterable[tf.Tensor]) -> Updates:
+        return self._towers.copies.updates(updates).without(self._once)
+
+    def add(self, group: dict[str, tf.Tensor], values: Sequence[Any]) -> None:
+        """Merges updates that share writes.
+
+        Args:
+          group: the updates, by their metrics' names.
+          values: the metrics' values.
+
+        Raises:
+          ValueError: if they can't be those of the whole batch.
+        """
+        needed = self._needed(group.values())
+        new = [op for op in needed.writes if op.name not in self._own]
+        apart = _take_apart(new, self._rows, self._towers)
+        if apart is None:
+            for name in group:
+                streams.check_not_by_position(name, needed, self._rows)
+            alone = self._alone(group, needed, values)
+            self._settled += alone
+            by_shards = needed.without(alone)
+        else:
             # In place, for it may be run by others too: by a hook, or for a summary.
-            wholes = towers.values([(op.inputs[i], parts) for op, i, parts in apart])
+            wholes = self._towers.values([(op.inputs[i], parts) for op, i, parts in apart])
             for (op, i, _), whole in zip(apart, wholes):
                 private.set_input(op, i, whole)
-            merged.update(group)
-        else:
-            for name in group:
-                _check_not_by_position(name, needed, known)
-            counts = [op for op in needed.writes if _counts_batches(op)]
-            values = [metrics[name][0] for name in group]
-            alone = [op for op in counts if not _is_combined(op, needed, values)]
-            if len(alone) < len(counts):
-                tf.logging.warning(
-                    'The metrics %s count batches, and what they do with them is neither a sum nor '
-                    'a mean over rows: they are taken over shards instead. Evaluate with '
-                    'replicate(devices=1) for one value a batch.',
-                    ', '.join(group),
-                )
-            towers.copies.let_write(needed.without(alone))
-            streamed.update(group)
-    merged.update(_one_after_another(streamed, towers, rows))
-    return {name: (metrics[name][0], update) for name, update in merged.items()}
+            self._settled += new
+            by_shards = needed.without(new)
+        if apart is not None and not by_shards.writes:
+            self.merged.update(group)
+            return
+        self._towers.copies.let_write(by_shards)
+        self._own |= by_shards.own
+        self.streamed.update(group)
 
-
-def _groups(
-    updates: dict[str, tf.Tensor], towers: Towers, once: Sequence[tf.Operation]
-) -> list[dict[str, tf.Tensor]]:
-    """Groups updates that share writes, as a metric made of two others does with theirs."""
-    groups: list[tuple[set[str], dict[str, tf.Tensor]]] = []
-    for name, update in updates.items():
-        writes = {op.name for op in towers.copies.updates([update]).without(once).writes}
-        group = {name: update}
-        for other in [g for g in groups if g[0] & writes]:
-            groups.remove(other)
-            writes |= other[0]
-            group.update(other[1])
-        groups.append((writes, group))
-    return [group for _, group in groups]
+    def _alone(
+        self, group: dict[str, tf.Tensor], needed: Updates, values: Sequence[Any]
+    ) -> list[tf.Operation]:
+        """Returns what happens once a batch, and warns of what should do so and doesn't."""
+        counts = [op for op in needed.writes if streams.counts_batches(op)]
+        alone = [op for op in counts if not streams.is_combined(op, needed, values)]
+        others = [op for op in needed.writes if op not in counts]
+        unlike = streams.unlike(others, self._rows, self._towers.parts)
+        if len(alone) < len(counts):
+            tf.logging.warning(
+                'The metrics %s count batches, and what they do with them is neither a sum nor '
+                'a mean over rows: they are taken over shards instead. Evaluate with '
+                'replicate(devices=1) for one value a batch.',
+                ', '.join(group),
+            )
+        elif unlike:
+            tf.logging.warning(
+                'The metrics %s are taken over shards, one after another, instead of over batches. '
+                'What is written by %r (%s) may differ by that. Evaluate with '
+                'replicate(devices=1) for one value a batch.',
+                ', '.join(group),
+                unlike[0].name,
+                unlike[0].type,
+            )
+        return alone
 
 
 def _take_apart(
@@ -102,6 +172,8 @@ def _take_apart(
         if write.type in sharing.PYTHON_FUNCTIONS:
             certain = False  # Whatever it does with what it's given.
             continue
+        if any(rows.depends(t.op) for t in private.branched_on(write)):
+            certain = False  # Each shard may have another branch.
         for i, value in enumerate(write.inputs):
             if sharing.is_handle(value):
                 continue
@@ -109,7 +181,7 @@ def _take_apart(
                 certain = certain and not _may_count_rows(value, rows)
                 continue
             towers.notices.unknown_shapes(rows, value)
-            parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
+            parts = towers.parts(value, rows)
             towers.notices.mixed(parts)
             towers.notices.mixing(rows, value)
             certain = certain and not rows.has(value) and not parts.doubts
@@ -135,57 +207,6 @@ def _may_count_rows(value: tf.Tensor, rows: Rows) -> bool:
         ):
             return True
     return False
-
-
-def _is_combined(
-    write: tf.Operation, updates: Updates, values: Sequence[tf.Tensor | tf.Operation]
-) -> bool:
-    """Whether what a write counts is used together with other variables of its metrics."""
-    ops = dict(updates.ops)
-    waiting = [value.op for value in values if isinstance(value, tf.Tensor)]
-    while waiting:
-        op = waiting.pop()
-        if op.name not in ops:
-            ops[op.name] = op
-            waiting += [t.op for t in op.inputs]
-    own, others = sharing.shared_handles(write), set()
-    for name in updates.own:
-        others |= sharing.shared_handles(updates.ops[name]) - own
-    reach = []
-    for handles in (own, others):
-        found = {op.name for op in ops.values() if sharing.shared_handles(op) & handles}
-        size = -1
-        while size < len(found):
-            size = len(found)
-            found |= {o.name for o in ops.values() if any(t.op.name in found for t in o.inputs)}
-        reach.append(found)
-    return bool(reach[0] & reach[1])
-
-
-def _check_not_by_position(name: str, updates: Updates, rows: Rows) -> None:
-    """Checks that a metric doesn't add up batches row by row."""
-    counts = [op for op in updates.writes if _counts_batches(op)]
-    shapes = [op.inputs[1].shape.as_list() for op in counts if op.inputs[1].shape.rank]
-    for op in updates.writes:
-        added = op.inputs[1] if op.type in _ADDITIONS else None
-        if added is None or not added.shape.rank or not rows.has(added):
-            continue
-        if added.shape.as_list() in shapes:
-            raise ValueError(
-                f'The metric {name!r} adds up batches row by row, as tf.metrics.mean_tensor does '
-                'with values that have rows, so it has no value for shards of other sizes. Take '
-                'the mean over the rows first, or evaluate with replicate(devices=1). If these '
-                f'are no rows, but as many as a shard has ({rows.static}), take another batch '
-                'size.'
-            )
-
-
-def _counts_batches(write: tf.Operation) -> bool:
-    """Whether a write adds 1 for a batch; where the rest is streamed, it still happens once."""
-    if write.type not in _ADDITIONS:
-        return False
-    value = private.constant_value(write.inputs[1])
-    return value is not None and bool((value == 1).all())
 
 
 def _one_after_another(

@@ -147,7 +147,7 @@ class Reports:
         if (rows.has(value) and not single) or private.in_control_flow(value.op):
             return None
         self._towers.notices.mixing(rows, value)
-        parts = losses.take_apart(value, rows, losses.AUTO, len(self._towers.devices))
+        parts = self._towers.parts(value, rows)
         terms = [term.tensor for leaf in parts.leaves for term in self._towers.terms(leaf)]
         # What has another shape in another shard would fail when it's added up.
         certain = not parts.doubts and all(t.shape.is_fully_defined() for t in terms)

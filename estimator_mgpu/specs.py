@@ -62,16 +62,14 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
         rows = _Rows(towers, shards).join(spec.predictions, spec.mode == modes.EVAL)
         spec = spec._replace(predictions=rows)
     updates = shown.updates(metric_ops)
-    merged = metrics.merge(
-        {**metric_ops, **{name: (value, value) for name, value in updates.items()}},
-        towers,
-        None if shards.static_rows else shards.rows,
-        results,
+    static = shards.static_rows is not None
+    merged, updated = metrics.merge(
+        metric_ops, updates, towers, None if static else shards.rows, results
     )
     if spec.mode == modes.EVAL:
-        spec = spec._replace(eval_metric_ops={name: merged[name] for name in metric_ops})
+        spec = spec._replace(eval_metric_ops=merged)
     writes.of_whole_batch([*results, *shown.run], towers)
-    shown.show(wholes, {value.name: merged[name][1] for name, value in updates.items()})
+    shown.show(wholes, {updates[name].name: value for name, value in updated.items()})
     return spec
 
 

@@ -128,6 +128,10 @@ class Towers:
         """Makes it known of tensors of tower 0 that they have rows."""
         self._with_rows += [(tensor, Place(axis)) for tensor in tensors]
 
+    def parts(self, value: tf.Tensor, rows: Rows) -> losses.Parts:
+        """Finds the leaves of a value."""
+        return losses.take_apart(value, rows, losses.AUTO, len(self.devices))
+
     def take_apart(self, loss: tf.Tensor) -> losses.Parts:
         """Finds the leaves of a loss, and tells in the log."""
         rows = self.rows()

@@ -214,7 +214,7 @@ def _parts(value: tf.Tensor, rows: Rows, towers: Towers, user: tf.Operation) -> 
         return None
     towers.notices.unknown_shapes(rows, value)
     towers.notices.mixing(rows, value)
-    parts = losses.take_apart(value, rows, losses.AUTO, len(towers.devices))
+    parts = towers.parts(value, rows)
     for note in parts.notes:
         tf.logging.warning('%s', note)
     if parts.doubts or has_rows:

@@ -285,6 +285,127 @@ def test_updates_that_metrics_share_run_once(sizes):
         np.testing.assert_allclose(ours.metrics[name], expected, rtol=1e-5, err_msg=name)
 
 
+def in_cond(predicate, update):
+    def metric(x, y):
+        kept = state('kept')
+        return kept, tf.cond(predicate(x), lambda: update(kept, x), lambda: kept.assign_add(0.0))
+
+    return metric
+
+
+def kept_by(update):
+    return lambda x, y: (lambda kept: (kept, update(kept, x)))(state('kept'))
+
+
+def looped(kept, x):
+    def body(i):
+        with tf.control_dependencies([kept.assign_add(tf.reduce_sum(x) * tf.reduce_max(x))]):
+            return i + 1
+
+    return tf.while_loop(lambda i: i < 2, body, [0])
+
+
+# With what they come to for rows 1, 2, 3, 4: of the batch, and of shards of 2.
+UNLIKE = {
+    'sum of maxima': (kept_by(lambda kept, x: kept.assign_add(tf.reduce_max(x))), 4, 6),
+    'last maximum': (kept_by(lambda kept, x: kept.assign(tf.reduce_max(5 - x))), 4, 2),
+    'at least 0': (
+        kept_by(lambda kept, x: kept.assign(tf.maximum(0.0, tf.reduce_max(5 - x)))),
+        4,
+        2,
+    ),
+    'maximum of minima': (
+        kept_by(lambda kept, x: kept.assign(tf.maximum(kept, tf.reduce_min(x)))),
+        1,
+        3,
+    ),
+    'different ones': (
+        kept_by(
+            lambda kept, x: kept.assign_add(tf.cast(tf.size(tf.unique(x[:, 0] * 0)[0]), 'float'))
+        ),
+        1,
+        2,
+    ),
+    'batches that': (
+        in_cond(lambda x: tf.reduce_max(x) > 1, lambda kept, x: kept.assign_add(1.0)),
+        1,
+        2,
+    ),
+    'sums where': (
+        in_cond(lambda x: tf.reduce_mean(x) > 2, lambda kept, x: kept.assign_add(tf.reduce_sum(x))),
+        10,
+        7,
+    ),
+    'loop': (kept_by(looped), 80, 2 * (3 * 2 + 7 * 4)),
+    'half a batch': (
+        kept_by(lambda kept, x: kept.assign_add(tf.reduce_max(x) * 0 + 0.5)),
+        0.5,
+        1,
+    ),
+}
+
+
+def warned_of_shards(caplog):
+    return [r.getMessage() for r in caplog.records if 'taken over shards' in r.getMessage()]
+
+
+@pytest.mark.parametrize('name', UNLIKE)
+def test_what_differs_when_shards_are_written_is_warned_of(name, behavior, caplog):
+    metric, of_batch, of_shards = UNLIKE[name]
+    data = [(np.arange(1, 5, dtype='f')[:, None], np.zeros(4))]
+    one = evaluate(model_of(kept=metric), data, 0)
+    assert one.metrics['kept'] == of_batch
+    ours = evaluate(model_of(kept=metric), data, 2)
+    assert ours.metrics['kept'] == of_shards
+    [sentence] = warned_of_shards(caplog)
+    assert sentence.startswith('The metrics kept are taken over shards, one after another')
+
+
+@tf.function
+def add_rows(kept, x):
+    kept.assign_add(tf.reduce_sum(x))
+    kept.assign_add(tf.cast(tf.shape(x)[0], 'float'))
+    return kept.read_value()
+
+
+def added_by_function(x, y):
+    with tf.variable_scope('function', use_resource=True):
+        kept = state('kept')  # A tf.function takes no other.
+    return kept, add_rows(kept, x)
+
+
+def maximum_and_sums(x, y):
+    most, total, rows = state('most'), state('total'), state('rows')
+    update = tf.group(
+        most.assign(tf.maximum(most, tf.reduce_max(x))),
+        total.assign(total + tf.reduce_sum(x)),
+        rows.assign_add(tf.cast(tf.shape(x)[0], 'float')),
+    )
+    return most + total / rows, update
+
+
+ALIKE = {
+    'maximum': kept_by(lambda kept, x: kept.assign(tf.maximum(kept, tf.reduce_max(x)))),
+    'minimum': kept_by(lambda kept, x: kept.assign(tf.minimum(tf.reduce_min(x), kept))),
+    'maximum of two': kept_by(
+        lambda kept, x: kept.assign(
+            tf.maximum(kept, tf.maximum(tf.reduce_max(x), tf.reduce_max(-x)))
+        )
+    ),
+    'function': added_by_function,
+    'maximum and sums': maximum_and_sums,
+}
+
+
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize('name', ALIKE)
+def test_what_is_the_same_when_shards_are_written(name, sizes, behavior, caplog):
+    one = evaluate(model_of(kept=ALIKE[name]), batches(*sizes), 0, static=False)
+    ours = evaluate(model_of(kept=ALIKE[name]), batches(*sizes), 4, static=False)
+    np.testing.assert_allclose(ours.metrics['kept'], one.metrics['kept'], rtol=1e-5)
+    assert not warned_of_shards(caplog)
+
+
 @pytest.mark.parametrize('how', ['tf.metrics.mean', 'own'])
 def test_a_mean_of_what_only_shards_have_is_warned_of(how, caplog):
     """By hand: the shards of rows 0, 1, 2, 3 have maxima of 1 and 3, the batch one of 3."""

@@ -350,6 +350,40 @@ def test_the_largest_so_far(behavior):
     assert one[0][0][0][0][0] == DATA[0][0].max()
 
 
+def test_what_is_made_of_a_mean_and_the_largest_so_far(behavior):
+    """The mean is the whole batch's still, though it's shown together with what isn't."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        mean = tf.metrics.mean(loss)
+        largest = tf.get_variable(
+            'largest',
+            initializer=-9.0,
+            trainable=False,
+            collections=[tf.GraphKeys.LOCAL_VARIABLES],
+        )
+        update = largest.assign(tf.maximum(largest, tf.reduce_max(features)))
+        metrics = {'mean': mean, 'largest': (tf.identity(largest), update)}
+        tf.summary.scalar('sum', mean[1] + update)
+        hooks = [Holds(mean[1] / update)]
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, evaluation_hooks=hooks, eval_metric_ops=metrics
+        )
+
+    compare(model_fn, mode=EVAL)
+    compare(model_fn, mode=EVAL, static=False)
+
+
+def test_rows_added_up_by_position_are_no_error_where_they_are_only_shown(caplog):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(logits_of(features)))
+        tf.summary.scalar('rows', tf.reduce_mean(tf.metrics.mean_tensor(features)[1]))
+        return spec_of(mode, loss, sgd(loss))
+
+    assert len(show(model_fn, 3)[0]) == len(DATA)
+    assert "'rows' (ScalarSummary)\" adds up batches row by row" in caplog.text
+
+
 def test_a_text_that_a_branch_makes():
     def model_fn(features, labels, mode):
         loss = tf.reduce_mean(tf.square(logits_of(features)))
