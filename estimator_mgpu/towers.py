@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import losses, private
 from estimator_mgpu.copying import Copies
+from estimator_mgpu.extremes import Extremes
 from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.nests import flat_tensors
 from estimator_mgpu.notices import Notices
@@ -54,6 +55,7 @@ class Towers:
             [TowerCopy(i, unique_scope(graph, i), d) for i, d in enumerate(devices) if i],
         )
         self.weights = Weights(graph, self.copies, weights)
+        self._extremes = Extremes(graph, self.copies)
         self._sources: list[tf.Tensor] = []
         # Of which only who made them knows where they have rows.
         self._with_rows: list[tuple[tf.Tensor, Place]] = []
@@ -114,11 +116,15 @@ class Towers:
 
     def rows(self) -> Rows:
         """Returns what is known of the rows of tower 0's tensors."""
+        self._extremes.settle(self._rows)
+        return self._rows()
+
+    def _rows(self) -> Rows:
         sources = [t for t in self._sources if t.name not in self._shapes]
         given = [(t, Place(0)) for t in sources if t.shape.rank != 0]
         return Rows(
             [*given, *self._with_rows],
-            self.dependents(),
+            self._dependents(),
             self._static_rows,
             self._bounds,
             self._indices,
@@ -265,6 +271,10 @@ class Towers:
 
     def dependents(self) -> set[str]:
         """Returns the names of tower 0's ops that depend on its shard or its number."""
+        self._extremes.settle(self._rows)
+        return self._dependents()
+
+    def _dependents(self) -> set[str]:
         sources = [*self._sources, *(tensor for tensor, _ in self._with_rows), self.index]
         return self.copies.dependents(sources) | {t.op.name for t in sources}
 

@@ -1,0 +1,159 @@
+"""The largest and the smallest integers of a shard's rows are those of the whole batch.
+
+Sequences are cut, masked or padded to the longest of the batch, which is a maximum of integers over
+rows, and no gradient goes through it. So every tower takes the greatest of all towers' instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private
+from estimator_mgpu.copying import Copies
+from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu.rows import Rows
+
+_PADS = 'RaggedTensorToTensor'
+# Ops that make sparse tensors, as wide as the longest row.
+_SPARSE = frozenset(
+    ['ParseExample', 'ParseExampleV2', 'StringSplit', 'StringSplitV2', 'RaggedTensorToSparse']
+    + ['CTCBeamSearchDecoder', 'CTCGreedyDecoder', 'DeserializeManySparse']
+)
+_EXTREMES = {'Max': tf.maximum, 'Min': tf.minimum}
+
+
+def _shapes_of(op: tf.Operation) -> list[tf.Tensor]:
+    """Returns the shapes of sparse tensors among an op's outputs."""
+    found: list[tf.Tensor] = []
+    start = 0
+    for arg in op.op_def.output_arg:
+        end = start + (op.get_attr(arg.number_attr) if arg.number_attr else 1)
+        if arg.type_list_attr:
+            end = start + len(op.get_attr(arg.type_list_attr))
+        found += op.outputs[start:end] if arg.name.endswith(('shape', 'shapes')) else []
+        start = end
+    return found
+
+
+class Extremes:
+    """Those of one model_fn's call, found as it goes on.
+
+    Args:
+      graph: the graph the model is built in.
+      copies: the towers'.
+    """
+
+    def __init__(self, graph: tf.Graph, copies: Copies):
+        self._graph = graph
+        self._copies = copies
+        self._version = 0
+        self._looked = 0  # How many of the graph's ops were looked at.
+        self._wholes: list[tuple[tf.Tensor, tf.Tensor]] = []
+
+    def settle(self, rows_of: Callable[[], Rows]) -> None:
+        """Puts the whole batch's in the place of tower 0's, in all ops that there are.
+
+        Args:
+          rows_of: rows_of() -> which tensors of tower 0 have rows.
+        """
+        if self._graph.version == self._version:
+            return
+        ops = self._graph.get_operations()
+        new, self._looked = ops[self._looked :], len(ops)
+        for op in new:
+            if op.type in _EXTREMES or op.type == _PADS or op.type in _SPARSE:
+                self._add(op, rows_of())
+        for value, whole in self._wholes:
+            self._use(value, whole)
+        self._version = self._graph.version
+
+    def _add(self, op: tf.Operation, rows: Rows) -> None:
+        if private.in_control_flow(op) or not rows.depends(op) or op.name in self._copies.names():
+            return
+        if op.type == _PADS:
+            self._pad_alike(op, rows)
+            return
+        if op.type not in _EXTREMES:
+            for value in _shapes_of(op):
+                self._widen(value)
+            return
+        [value] = op.outputs
+        over_rows = rows.has(op.inputs[0]) and not rows.has(value)
+        if value.dtype.is_integer and over_rows and value.shape.is_fully_defined():
+            self._share(value, _EXTREMES[op.type])
+
+    def _share(self, value: tf.Tensor, extreme: Callable[..., Any]) -> tf.Tensor | None:
+        """Returns the whole batch's value, which others are given instead from now on."""
+        if not self._copies.can_have([value]):
+            return None
+        copies = [own for [own] in self._copies.copy([value])]
+        with absolute_scope(self._graph, 'replicate'), tf.device('/device:CPU:0'):
+            whole = value
+            for own in copies:
+                whole = extreme(whole, own)
+            whole = tf.identity(whole, name='extreme')
+        self._copies.share([whole])
+        self._wholes.append((value, whole))
+        self._use(value, whole)
+        return whole
+
+    def _widen(self, shape: tf.Tensor) -> None:
+        """Lets a sparse tensor be as wide as the widest of all towers."""
+        with absolute_scope(self._graph, 'replicate'), tf.device('/device:CPU:0'):
+            widths = tf.slice(shape, [1], [-1])
+        if not shape.shape.is_fully_defined() or self._share(widths, tf.maximum) is None:
+            return
+        with absolute_scope(self._graph, 'replicate'), tf.device('/device:CPU:0'):
+            wide = tf.concat([tf.slice(shape, [0], [1]), self._wholes.pop()[1]], 0)
+        self._wholes.append((shape, wide))
+        self._use(shape, wide)
+
+    def _use(self, value: tf.Tensor, whole: tf.Tensor) -> None:
+        for op in value.consumers():
+            if op.name.startswith('replicate/'):
+                continue
+            for i, given in enumerate(op.inputs):
+                if given.name == value.name:
+                    private.set_input(op, i, whole)
+
+    def _pad_alike(self, op: tf.Operation, rows: Rows) -> None:
+        """Lets rows of a ragged tensor be as long as the longest of the whole batch."""
+        sizes, values, default, *partitions = op.inputs
+        [output] = op.outputs
+        told = private.constant_value(sizes)
+        if told is None or None in (output.shape.rank, values.shape.rank):
+            return
+        inner = values.shape.rank - 1
+        outer = output.shape.rank - inner
+        told = [-1] * output.shape.rank if told.ndim == 0 else [int(size) for size in told]
+        if -1 not in told[1:outer] or not any(map(rows.has, op.inputs)):
+            return
+        kinds = op.get_attr('row_partition_types')
+
+        def padded(shape: Any, values: tf.Tensor, default: tf.Tensor) -> tf.Tensor:
+            return tf.raw_ops.RaggedTensorToTensor(
+                shape=tf.cast(shape, sizes.dtype),
+                values=values,
+                default_value=default,
+                row_partition_tensors=partitions,
+                row_partition_types=kinds,
+            )
+
+        with absolute_scope(self._graph, 'replicate'), tf.device(op.device):
+            # One number for each entry, to know how long the rows are.
+            numbers = tf.zeros(tf.shape(values)[:1], tf.int32)
+            own = padded([-1] * outer, numbers, tf.constant(0))
+            longest = tf.shape(own, out_type=tf.int64)[1:]
+        whole = self._share(longest, tf.maximum)
+        if whole is None:
+            return
+        with absolute_scope(self._graph, 'replicate'), tf.device(op.device):
+            given = tf.constant(told[1:outer], tf.int64)
+            size = tf.where(tf.equal(given, -1), whole, given)
+            alike = padded(tf.concat([told[:1], size, told[outer:]], 0), values, default)
+            alike.set_shape(output.shape)
+        self._wholes[-1] = (output, alike)
+        self._use(output, alike)

@@ -1,0 +1,255 @@
+"""Sequences cut, masked or padded to the longest of the batch are as long on each device."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import floats, spec_of, step
+from towers import compare, evaluate
+
+BOTH = pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
+LENGTHS = np.array([1, 2, 2, 1, 5, 4], np.int64)
+TEXTS = np.array([' '.join('abcdef'[i % 6] for i in range(n)) for n in LENGTHS])
+DATA = [
+    ({'steps': floats(6, 5, 3, seed=i), 'lengths': LENGTHS, 'texts': TEXTS}, floats(6, seed=i))
+    for i in (1, 2)
+]
+
+
+def weights(name, *shape):
+    with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
+        return tf.get_variable(name, initializer=floats(*shape))
+
+
+def scores(features):
+    return tf.tensordot(features['steps'], weights('kernel', 3, 1), 1)[:, :, 0]
+
+
+def cut(features):
+    """Scores of the steps, and which of these there are, as long as the longest sequence."""
+    longest = tf.reduce_max(features['lengths'])
+    mask = tf.sequence_mask(features['lengths'], longest, tf.float32)
+    return scores(features)[:, :longest], mask
+
+
+def mean(features):
+    values, mask = cut(features)
+    return tf.reduce_mean(values * mask, 1)
+
+
+def mean_of_all(features):
+    values, mask = cut(features)
+    return tf.reduce_mean(tf.square(values) * mask)
+
+
+def masks_alone(features):
+    mask = tf.sequence_mask(features['lengths'], dtype=tf.float32)
+    return tf.reduce_mean(scores(features)[:, : tf.shape(mask)[1]] * mask, 1)
+
+
+def by_the_size(features):
+    values, mask = cut(features)
+    size = tf.maximum(tf.cast(tf.shape(values)[1], tf.float32), 1.0)
+    return tf.reduce_sum(values * mask, 1) / size
+
+
+def by_the_longest(features):
+    return scores(features)[:, 0] / tf.cast(tf.reduce_max(features['lengths']), tf.float32)
+
+
+def less_the_shortest(features):
+    return scores(features)[:, 0] * tf.cast(
+        features['lengths'] - tf.reduce_min(features['lengths']), tf.float32
+    )
+
+
+def softmax(features):
+    values, _ = cut(features)
+    return tf.reduce_sum(tf.nn.softmax(values) * values, 1)
+
+
+def largest(features):
+    values, mask = cut(features)
+    return tf.reduce_max(values * mask, 1)
+
+
+def padded(features):
+    missing = tf.reduce_max(features['lengths']) - 2
+    return tf.reduce_mean(tf.pad(scores(features)[:, :2], [[0, 0], [0, missing]]), 1)
+
+
+def convolution(features):
+    values, mask = cut(features)
+    filters = weights('filters', 3, 1, 2)
+    return tf.reduce_sum(tf.nn.conv1d((values * mask)[:, :, None], filters, 1, 'SAME'), [1, 2])
+
+
+def recurrent(features):
+    values, _ = cut(features)
+    cell = tf.nn.rnn_cell.BasicRNNCell(2, name='cell')
+    return tf.reduce_sum(tf.nn.dynamic_rnn(cell, values[:, :, None], dtype=tf.float32)[1], 1)
+
+
+def in_a_function(features):
+    function = tf.function(lambda values, mask: tf.reduce_mean(values * mask, 1))
+    return function(*cut(features))
+
+
+def in_a_loop(features):
+    """Adds up as many steps as the longest has."""
+    values, longest = scores(features), tf.cast(tf.reduce_max(features['lengths']), tf.int32)
+    body = lambda i, total: (i + 1, total + values[:, i] / tf.cast(i + 1, tf.float32))  # noqa: E731
+    return tf.while_loop(lambda i, total: i < longest, body, [0, tf.zeros_like(values[:, 0])])[1]
+
+
+def longest_of_what_is_cut(features):
+    values, mask = cut(features)
+    sizes = tf.reduce_sum(tf.cast(mask * values > 0, tf.int32), 1)
+    most = tf.reduce_max(sizes) + 1
+    return tf.reduce_mean(tf.sequence_mask(sizes, most, tf.float32), 1) * values[:, 0]
+
+
+def ragged(features):
+    values = scores(features)
+    rows = tf.RaggedTensor.from_row_lengths(
+        tf.boolean_mask(values, tf.sequence_mask(features['lengths'], 5)), features['lengths']
+    )
+    return tf.reduce_mean(rows.to_tensor(), 1)
+
+
+def words(features):
+    """Embedded, and padded as text is."""
+    numbers = tf.strings.to_hash_bucket_fast(tf.compat.v2.strings.split(features['texts']), 7)
+    table = weights('table', 7, 2)
+    return tf.reduce_mean(tf.gather(table, numbers.to_tensor()), [1, 2])
+
+
+def words_of_some_size(features):
+    """The shape that they're padded to is given for the last dimension only."""
+    rows = tf.strings.unicode_decode(features['texts'], 'UTF-8')
+    table = weights('table', 128, 2)
+    rows = tf.ragged.map_flat_values(lambda values: tf.gather(table, values), rows)
+    return tf.reduce_mean(rows.to_tensor(shape=[None, None, 2]), [1, 2])
+
+
+def sparse_words(features):
+    rows = tf.string_split(features['texts'])
+    numbers = tf.strings.to_hash_bucket_fast(rows.values, 7)
+    dense = tf.sparse.to_dense(tf.SparseTensor(rows.indices, numbers, rows.dense_shape))
+    table = weights('table', 7, 2)
+    return tf.reduce_mean(tf.gather(table, dense), [1, 2])
+
+
+def sparse_rows(features):
+    rows = tf.compat.v2.strings.split(features['texts']).to_sparse()
+    lengths = tf.strings.length(tf.sparse.to_dense(rows, default_value='..'))
+    return tf.reduce_mean(tf.cast(lengths, tf.float32), 1) * scores(features)[:, 0]
+
+
+def parsed(features):
+    """Lists of bytes in a proto by hand: each text is field 1 of a feature named 'a'."""
+    examples = tf.numpy_function(
+        lambda texts: np.array([example(text) for text in texts], object),
+        [features['texts']],
+        tf.string,
+    )
+    examples = tf.ensure_shape(examples, [None])
+    rows = tf.io.parse_example(examples, {'a': tf.io.VarLenFeature(tf.string)})['a']
+    lengths = tf.strings.length(tf.sparse.to_dense(rows, default_value='..'))
+    return tf.reduce_mean(tf.cast(lengths, tf.float32), 1) * scores(features)[:, 0]
+
+
+def example(text):
+    values = tf.train.BytesList(value=text.split())
+    feature = {'a': tf.train.Feature(bytes_list=values)}
+    return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+
+
+OUTPUTS = [mean, mean_of_all, masks_alone, by_the_size, by_the_longest, less_the_shortest, softmax]
+OUTPUTS += [largest, padded, convolution, recurrent, in_a_function, in_a_loop]
+OUTPUTS += [longest_of_what_is_cut, ragged, words, words_of_some_size, sparse_words, sparse_rows]
+OUTPUTS += [parsed]
+
+
+def model_of(output):
+    def model_fn(features, labels, mode):
+        predicted = output(features)
+        loss = tf.reduce_mean(tf.square(predicted - 1))
+        loss += 0.1 * tf.nn.l2_loss(weights('kernel', 3, 1))
+        if mode == tf.estimator.ModeKeys.TRAIN:
+            train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss, step())
+            return spec_of(mode, loss, train_op)
+        # Made after the predictions: what they come from is the whole batch's already.
+        longest = tf.reduce_max(features['lengths'])
+        metrics = {
+            'mean': tf.metrics.mean(predicted),
+            'longest': tf.metrics.mean(longest),
+            'shares': tf.metrics.mean(features['lengths'] / longest),
+        }
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, predictions=predicted, eval_metric_ops=metrics
+        )
+
+    return model_fn
+
+
+def warnings(caplog):
+    said = ['of their shard', 'of a shard', 'cannot be told', 'neither a sum']
+    texts = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+    return [text for text in texts if any(map(text.__contains__, said))]
+
+
+@pytest.mark.parametrize('output', OUTPUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize('towers', [2, 3, 4], ids='towers={}'.format)
+@BOTH
+def test_training(output, towers, static, behavior, caplog):
+    compare(model_of(output), DATA, towers, static=static)
+    if output not in (ragged, words_of_some_size):  # Of how they're put together.
+        assert not warnings(caplog)
+
+
+@pytest.mark.parametrize('output', [mean, by_the_longest, words], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('towers', [3, 8], ids='towers={}'.format)
+@BOTH
+def test_evaluation(output, towers, static, behavior, caplog):
+    values = {'kernel': floats(3, 1), 'table': floats(7, 2)}
+    ours, one = (evaluate(model_of(output), DATA, n, static=static) for n in (towers, 0))
+    for name, expected in one.metrics.items():
+        np.testing.assert_allclose(ours.metrics[name], expected, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(ours.losses, one.losses, rtol=1e-5)
+    assert not warnings(caplog), values
+
+
+def test_lengths_of_the_features_own_padding(behavior):
+    """Features are as long as the longest of the batch; so is the mask, on each device."""
+
+    def model_fn(features, labels, mode):
+        mask = tf.sequence_mask(features['lengths'], dtype=tf.float32)
+        loss = tf.reduce_sum(scores(features) * mask) / tf.reduce_sum(mask)
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    compare(model_fn, DATA, 3)
+    compare(model_fn, DATA, 4, static=False)
+
+
+def test_predictions_as_wide_as_the_longest():
+    def model_fn(features, labels, mode):
+        values, mask = cut(features)
+        return tf.estimator.EstimatorSpec(mode, predictions={'values': values * mask})
+
+    mode = tf.estimator.ModeKeys.PREDICT
+    ours, one = (evaluate(model_fn, DATA, n, mode=mode, static=False) for n in (3, 0))
+    for a, b in zip(ours.predictions, one.predictions):
+        np.testing.assert_allclose(a['values'], b['values'], rtol=1e-5)
+
+
+def test_a_maximum_that_is_not_of_rows():
+    """The longest word of each row is its own."""
+
+    def model_fn(features, labels, mode):
+        words = tf.reduce_max(tf.cast(features['steps'] * 9, tf.int32), [1, 2])
+        predicted = scores(features)[:, 0] * tf.cast(words, tf.float32)
+        loss = tf.reduce_mean(tf.square(predicted - labels))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.01).minimize(loss, step()))
+
+    compare(model_fn, DATA, 3)
