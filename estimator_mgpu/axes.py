@@ -66,6 +66,17 @@ def _constant(tensor: tf.Tensor) -> list[int]:
     return [int(entry) for entry in value.flat]
 
 
+def reduces_sparse_rows(op: tf.Operation) -> bool:
+    """Whether a reduction of a sparse tensor is over its rows, too."""
+    sizes = op.inputs[2].shape.as_list()
+    axes = _constant(op.inputs[3])
+    return 0 in axes or sizes[0] is not None and -sizes[0] in axes
+
+
+def _sparse_reduced(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> Place | None:
+    return None if reduces_sparse_rows(op) else Place(0)
+
+
 def _pack(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> Place | None:
     return place.at(place.axis + (op.get_attr('axis') % output.shape.rank <= place.axis))
 
@@ -287,4 +298,7 @@ _LISTS: dict[str, _Rule] = {
     'TensorArrayReadV3': _list(-1, 0, 1, 2),
     'TensorArrayGatherV3': _list(0),
     'TensorArraySizeV3': _nothing,
+    # What sparse reductions give has no known rank.
+    'SparseReduceSum': _sparse_reduced,
+    'SparseReduceMax': _sparse_reduced,
 }

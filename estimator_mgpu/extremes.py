@@ -14,7 +14,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.copying import Copies
 from estimator_mgpu.importing import absolute_scope
-from estimator_mgpu.rows import Rows
+from estimator_mgpu.rows import ELEMENTWISE, Rows
+from estimator_mgpu.walks import walk
 
 _PADS = 'RaggedTensorToTensor'
 # Ops that make sparse tensors, as wide as the longest row.
@@ -82,7 +83,8 @@ class Extremes:
             return
         [value] = op.outputs
         over_rows = rows.has(op.inputs[0]) and not rows.has(value)
-        if value.dtype.is_integer and over_rows and value.shape.is_fully_defined():
+        known = value.dtype.is_integer and value.shape.is_fully_defined()
+        if known and over_rows and not _says_where(op.inputs[0], rows):
             self._share(value, _EXTREMES[op.type])
 
     def _share(self, value: tf.Tensor, extreme: Callable[..., Any]) -> tf.Tensor | None:
@@ -157,3 +159,18 @@ class Extremes:
             alike.set_shape(output.shape)
         self._wholes[-1] = (output, alike)
         self._use(output, alike)
+
+
+def _says_where(numbers: tf.Tensor, rows: Rows) -> bool:
+    """Whether integers tell where the rows of a shard are, so that each device has its own."""
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        passing = op.type in ELEMENTWISE | {'StridedSlice', 'GatherV2'}
+        return [op.inputs[0].op] if passing and op.inputs else []
+
+    return rows.are_bounds(numbers) or any(
+        op.type in _SPARSE | {'Where', 'Range'}
+        or op.type.startswith(('Unique', 'Ragged', 'Sparse'))
+        or any(t.name in rows.indices for t in op.outputs)
+        for op in walk([numbers.op], onward)
+    )

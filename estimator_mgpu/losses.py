@@ -43,6 +43,7 @@ _ADVICE = (
 _NEITHER = frozenset(
     ['Max', 'Min', 'Prod', 'ArgMax', 'ArgMin', 'All', 'Any', 'TopKV2', 'Softmax', 'LogSoftmax']
     + ['Cumsum', 'Cumprod', 'NthElement', 'Roll', 'ReverseV2', 'MatrixInverse', 'Cholesky', 'Svd']
+    + ['SparseReduceMax']
 )
 # Ops that hand their first input on, after a look at it.
 _HANDING_ON = frozenset(['CheckNumerics', 'CheckNumericsV2', 'Print'])
@@ -318,4 +319,4 @@ def _is_distinct(tensor: tf.Tensor) -> bool:
     op = tensor.op
     while op.type in ('Identity', 'Cast', 'Reshape'):
         op = op.inputs[0].op
-    return op.type.startswith('Unique')
+    return op.type.startswith(('Unique', 'ListDiff'))

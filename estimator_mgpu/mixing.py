@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.bodies import Body, passes_on
 from estimator_mgpu.places import SIZES, Places, dimensions
-from estimator_mgpu.products import is_product, product_axis
+from estimator_mgpu.products import is_product, product_label
 from estimator_mgpu.rounds import carrying, is_one_row, loops, of_one_row
 from estimator_mgpu.rows import ELEMENTWISE, Rows
 from estimator_mgpu.walks import walk
@@ -18,6 +18,7 @@ from estimator_mgpu.walks import walk
 # attribute, by name, says.
 _MIXES = {
     **dict.fromkeys(['Softmax', 'LogSoftmax', 'TopK', 'TopKV2', 'NthElement'], -1),
+    **dict.fromkeys(['FFT', 'IFFT', 'RFFT', 'IRFFT'], -1),
     **{'Roll': 2, 'Cumsum': 1, 'Cumprod': 1, 'CumulativeLogsumexp': 1, 'ReverseV2': 1},
     **{'ReverseSequence': 'seq_dim', 'GatherV2': 2, 'Split': 0, 'SplitV': 2, 'Unpack': 'axis'},
 }
@@ -32,6 +33,11 @@ _PAIRS = COMPARES | frozenset(
 _BRANCHES = frozenset(['If', 'StatelessIf', 'Case', 'StatelessCase'])
 # Ops that go over all dimensions but the first one.
 _WINDOWS = re.compile('(DepthwiseConv|Conv|MaxPool|AvgPool)[1-3]?[dD]?(Native)?$')
+# Ops that mix what is along the last two dimensions.
+_MATRICES = re.compile(
+    'I?R?FFT2D$|Svd$|Qr$|Lu$|Cholesky$|SelfAdjointEig|Eig$|Matrix(Inverse|Determinant|Solve|Triang'
+    '|Exponential|Logarithm|SquareRoot)|LogMatrixDeterminant'
+)
 # Through which indices go on to be those of a feature.
 _AS_GIVEN = frozenset(
     ['Identity', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims', 'StridedSlice', 'FloorMod', 'Minimum']
@@ -64,7 +70,7 @@ def numbered(value: tf.Tensor, rows: Rows) -> list[tf.Operation]:
         return [t.op for t in rows.dependent_inputs(op)] if passing else []
 
     def numbers(op: tf.Operation) -> bool:
-        if op.type == 'Where':
+        if op.type == 'Where' or op.type.startswith('Unique'):
             return rows.axis(op.inputs[0]) == 0
         return op.type == 'Range' and rows.is_row_count(op.inputs[1])
 
@@ -78,7 +84,7 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
         return False
     given = op.inputs[min(axes)]
     if is_product(op, given):
-        return len({product_axis(op, i, axis) for i, axis in axes.items()}) > 1
+        return len({product_label(op, i, axis) for i, axis in axes.items()}) > 1
     if op.type in _PAIRS:  # Dimensions are matched from the last one on.
         return len({axis - op.inputs[i].shape.rank for i, axis in axes.items()}) > 1
     if op.type in _BRANCHES:
@@ -89,6 +95,12 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
         return axes.get(0, 0) != 0
     if op.type == 'RandomShuffle':
         return axes[0] == 0
+    if op.type.startswith('NonMaxSuppression'):
+        return True
+    if op.type.startswith('QuantizeAndDequantize'):
+        return not op.get_attr('range_given') and 0 in axes
+    if _MATRICES.match(op.type):
+        return axes[min(axes)] >= given.shape.rank - 2
     if op.type == 'StridedSlice':
         return axes.get(0) == 0 and _cuts(op, rows)
     if op.type == 'GatherV2' and (0 not in axes or _is_of_rows(op.inputs[1])):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.axes import place_in
+from estimator_mgpu.axes import place_in, reduces_sparse_rows
 from estimator_mgpu.products import is_product, product_axis
 from estimator_mgpu.reshapes import Place, UnknownPlace
 
@@ -262,6 +262,10 @@ class Places:
         """Whether a product of matrices, or a sum of segments, sums over an input's rows."""
         if is_product(op, given):
             return product_axis(op, _place(op, given), self._places[given.name].axis) is None
+        if op.type == 'SparseReduceSum':
+            return reduces_sparse_rows(op)
+        if op.type == 'SparseTensorDenseMatMul':
+            return bool(op.get_attr('adjoint_a'))
         first = self.axis(given) == 0
         if op.type in _COUNTS and first and op.inputs[0].shape.rank == 1:
             return True

@@ -32,3 +32,10 @@ def product_axis(op: tf.Operation, index: int, axis: int) -> int | None:
     names = ('transpose_a', 'transpose_b') if op.type == 'MatMul' else ('adj_x', 'adj_y')
     summed = rank - 1 if first != op.get_attr(names[not first]) else rank - 2
     return None if axis == summed else op.outputs[0].shape.rank - (2 if first else 1)
+
+
+def product_label(op: tf.Operation, index: int, axis: int) -> str | int | None:
+    """Returns what is the same for dimensions of two inputs only if they're matched."""
+    if op.type == 'Einsum':
+        return str(op.get_attr('equation').decode().split(',')[index][axis])
+    return product_axis(op, index, axis)

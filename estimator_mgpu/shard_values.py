@@ -18,6 +18,9 @@ from estimator_mgpu.walks import walk
 
 # Through which rows go on to what is chosen by them, or compared.
 _CHOOSES = COMPARES | {'LogicalNot', 'Where', 'GatherV2'}
+# What integers go through.
+_HANDING_ON = frozenset(['StridedSlice', 'Pack', 'ConcatV2', 'AsString', 'ArgMax', 'ArgMin', 'Sum'])
+_REDUCES = re.compile('(Sum|Max|Min|Prod|Any|All|Mean|ArgMax|ArgMin)$|.*Bincount|.*SegmentSum')
 # The scopes of tf.nn.moments and tf.nn.batch_normalization.
 _OF_BATCH_NORM = re.compile('(^|/)(moments|batchnorm)(_[0-9]+)?/')
 
@@ -38,6 +41,8 @@ def combined(body: Body) -> list[tuple[tf.Operation, tf.Tensor]]:
             continue
         elif any(rows.has(t) or t.op.name in items for t in inputs):
             others = [t for t in inputs if t.op.name not in items and _is_of_shard(t, rows)]
+            if op.type in ELEMENTWISE | _CHOOSES:
+                others += [t for t in inputs if not t.dtype.is_floating and _is_reduced(t, rows)]
             found += [(op, value) for value in others[:1]]
     ends = [op.inputs[0] for op in body.ops if op.type == 'LoopCond']
     for end in ends if body.condition is None else [body.condition]:
@@ -88,8 +93,11 @@ def near_reduction(
         op = tensor.op
         if op.name in seen:
             continue
-        if op.type == 'GatherV2' and _is_of_shard(op.inputs[0], rows):
-            mixed = op.inputs[0]
+        looked_up = op.inputs[0] if op.type == 'GatherV2' else None
+        if looked_up is not None and (
+            _is_of_shard(looked_up, rows) or _is_reduced(looked_up, rows)
+        ):
+            mixed = looked_up
         if op.type not in ELEMENTWISE | _CHOOSES:
             if op.type in ('Sum', 'Mean') and rows.has(op.outputs[0]):
                 waiting.append((op.inputs[0], once))  # Of what a row has.
@@ -107,7 +115,8 @@ def near_reduction(
                     once |= verdicts[-1].is_mean
             elif not counts.is_count(value, rows):
                 once |= divisor
-                if value.dtype.is_floating or value.dtype.is_bool and goes_by_rows(value, rows):
+                chosen = value.dtype.is_bool and goes_by_rows(value, rows)
+                if value.dtype.is_floating or chosen or _is_reduced(value, rows):
                     mixed = value
             elif value.dtype.is_floating:
                 growth = counts.growth(value, rows)
@@ -123,3 +132,22 @@ def near_reduction(
 def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:
     """Whether it's a value of all rows of a shard, other than how many they are."""
     return value.dtype.is_floating and not rows.has(value) and is_of_shard(value, rows)
+
+
+def _is_reduced(value: tf.Tensor, rows: Places) -> bool:
+    """Whether integers, or the like, come from reductions over the numbers in rows.
+
+    So do counts of what rows have. Sizes don't, nor does what says where rows are.
+    """
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        passing = op.type in ELEMENTWISE | _CHOOSES | _HANDING_ON
+        return [t.op for t in rows.dependent_inputs(op)] if passing else []
+
+    if rows.has(value) or not rows.depends(value.op):
+        return False
+    return any(
+        _REDUCES.match(op.type) and not any(map(rows.has, op.outputs))
+        for op in walk([value.op], onward)
+        if any(map(rows.has, op.inputs))
+    )

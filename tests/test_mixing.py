@@ -68,10 +68,45 @@ def by_place(labels, output):
     return tf.reduce_mean(squares(labels, output)[:, 0] * tf.cast(tf.range(n), tf.float32))
 
 
+def spectrum(labels, output):
+    return tf.reduce_mean(tf.abs(tf.signal.rfft((output - labels)[:, 0])))
+
+
+def spectrum_of_all(labels, output):
+    both = tf.concat([labels, output], 1)
+    return tf.reduce_mean(tf.abs(tf.signal.fft2d(tf.cast(both, tf.complex64))))
+
+
+def singular_values(labels, output):
+    return tf.reduce_sum(tf.linalg.svd(tf.concat([labels, output], 1), compute_uv=False))
+
+
+def quantized(labels, output):
+    """By the range that they have."""
+    quantized = tf.quantization.quantize_and_dequantize_v2(output, 0, 0, range_given=False)
+    return tf.reduce_mean(squares(labels, quantized))
+
+
+def not_suppressed(labels, output):
+    boxes = tf.concat([labels, labels, labels + 1, labels + 1], 1)
+    kept = tf.image.non_max_suppression(boxes, tf.stop_gradient(output[:, 0]), 2)
+    return tf.reduce_mean(squares(tf.gather(labels, kept), tf.gather(output, kept)))
+
+
+def numbered_classes(labels, output):
+    _, numbers = tf.unique(tf.cast(labels[:, 0] * 3, tf.int32))
+    return tf.reduce_mean(squares(labels, output)[:, 0] * tf.cast(numbers, tf.float32))
+
+
+def sums_of_two(labels, output):
+    return tf.einsum('bi,ci->', labels, output)
+
+
 @pytest.mark.parametrize(
     'loss',
     [halves, split, ranked, in_batch_negatives, hardest, neighbours, reversed_rows]
-    + [shuffled, some_rows, by_place],
+    + [shuffled, some_rows, by_place, spectrum, spectrum_of_all, quantized, not_suppressed]
+    + [numbered_classes, sums_of_two],
     ids=lambda f: f.__name__,
 )
 @BOTH
@@ -81,6 +116,12 @@ def test_rows_that_meet_others_are_warned_of(loss, static, caplog):
     neither = "neither a mean nor a sum over rows: it goes back to 'TopKV2'"
     assert caplog.text.count(WARNING) == int(loss is not hardest)
     assert caplog.text.count(neither) == int(loss is hardest)
+
+
+@BOTH
+def test_singular_values_are_those_of_a_shard(static, caplog):
+    train(with_loss(singular_values), batches(steps=1), 3, static=static)
+    assert WARNING in caplog.text or 'neither a mean nor a sum over rows' in caplog.text
 
 
 def above_the_mean(labels, output):
@@ -112,6 +153,105 @@ def weighted_if_any_is_large(labels, output):
 def test_rows_that_are_compared_with_values_of_a_shard_are_warned_of(loss, static, caplog):
     train(with_loss(loss), batches(steps=1), 3, static=static)
     assert 'is a value of all rows of a shard' in caplog.text
+
+
+def balanced(classes, output):
+    """By how many of the batch have a row's class."""
+    counts = tf.math.bincount(classes[:, 0] % 2, minlength=2, maxlength=2)
+    counts = tf.cast(tf.gather(counts, classes[:, 0] % 2), tf.float32)
+    return tf.reduce_sum(squares(tf.cast(classes, tf.float32), output)[:, 0] / counts)
+
+
+def of_the_most_usual_class(classes, output):
+    usual = tf.argmax(tf.reduce_sum(tf.one_hot(classes[:, 0], 7), 0), output_type=tf.int32)
+    chosen = tf.cast(tf.equal(classes, usual), tf.float32)
+    return tf.reduce_mean(squares(tf.cast(classes, tf.float32), output) * chosen)
+
+
+def of_classes_that_all_have(classes, output):
+    there = tf.reduce_any(tf.equal(classes, tf.range(7)), 0)
+    there = tf.cast(tf.gather(there, 6 - classes[:, 0]), tf.float32)
+    return tf.reduce_mean(squares(tf.cast(classes, tf.float32), output)[:, 0] * there)
+
+
+def above_the_mean_class(classes, output):
+    size = tf.size(classes)
+    chosen = tf.cast(classes * size > tf.reduce_sum(classes), tf.float32)
+    return tf.reduce_mean(squares(tf.cast(classes, tf.float32), output) * chosen)
+
+
+def by_counts(classes, output):
+    ids = classes[:, 0]
+    counts = tf.gather(tf.math.unsorted_segment_sum(tf.ones_like(ids), ids, 9), ids)
+    losses = squares(tf.cast(classes, tf.float32), output)[:, 0]
+    return tf.reduce_mean(losses * tf.cast(counts, tf.float32))
+
+
+INTEGERS = [
+    (features, abs(3 * labels).astype('int32') % 7) for features, labels in batches(steps=3)
+]
+
+
+@pytest.mark.parametrize(
+    'loss',
+    [balanced, of_the_most_usual_class, of_classes_that_all_have, above_the_mean_class, by_counts],
+    ids=lambda f: f.__name__,
+)
+@BOTH
+def test_rows_and_integers_of_a_shard_are_warned_of(loss, static, caplog):
+    train(with_loss(loss), INTEGERS[:1], 3, static=static)
+    assert 'of all rows of a shard' in caplog.text or WARNING in caplog.text
+
+
+def of_counted_rows(classes, output):
+    """The sum by the number of positive ones, which are integers."""
+    positive = tf.cast(classes > 0, tf.int32)
+    losses = squares(tf.cast(classes, tf.float32), output) * tf.cast(positive, tf.float32)
+    return tf.reduce_sum(losses) / tf.cast(1 + tf.reduce_sum(positive), tf.float32)
+
+
+def by_own_integers(classes, output):
+    several = tf.concat([classes, 2 * classes], 1)
+    shares = tf.cast(several, tf.float32) / tf.cast(1 + tf.reduce_sum(several, 1)[:, None], 'float')
+    return tf.reduce_mean(squares(shares[:, :1], output))
+
+
+def spectrum_of_each(classes, output):
+    wide = tf.concat([output, tf.cast(classes, tf.float32)], 1)
+    return tf.reduce_mean(tf.square(tf.abs(tf.signal.rfft(wide))))
+
+
+def sparse_sums(classes, output):
+    """Over rows, and of each."""
+    sparse = tf.sparse.from_dense(tf.concat([classes, classes % 2], 1))
+    sparse = tf.SparseTensor(sparse.indices, tf.cast(sparse.values, tf.float32), sparse.dense_shape)
+    n = tf.cast(tf.shape(output)[0], tf.float32)
+    columns, each = tf.sparse.reduce_sum(sparse, 0), tf.sparse.reduce_sum(sparse, 1)
+    each = tf.ensure_shape(each, [None])
+    return (
+        tf.reduce_sum(tf.square(tf.ensure_shape(columns, [2]) / n))
+        + tf.reduce_mean(tf.square(output[:, 0] - each))
+        + tf.ensure_shape(tf.sparse.reduce_sum(sparse), []) / n
+        + tf.reduce_sum(
+            tf.square(tf.sparse.sparse_dense_matmul(sparse, output, adjoint_a=True) / n)
+        )
+    )
+
+
+@pytest.mark.parametrize('loss', [of_counted_rows, by_own_integers, spectrum_of_each, sparse_sums])
+@BOTH
+def test_integers_and_sparse_sums_are_exact(loss, static, caplog):
+    compare(with_loss(lambda y, p: 0.1 * loss(y, p)), INTEGERS, 3, static=static)
+    assert 'of all rows of a shard' not in caplog.text and WARNING not in caplog.text
+
+
+def test_integers_that_a_shard_lacks_are_no_sum(caplog):
+    def loss(classes, output):
+        missing = tf.size(tf.setdiff1d(tf.range(7), classes[:, 0])[0])
+        return tf.reduce_mean(tf.square(output)) * tf.cast(missing, tf.float32)
+
+    train(with_loss(loss), INTEGERS[:1], 3)
+    assert 'counts what differs among the rows' in caplog.text
 
 
 @BOTH

@@ -334,8 +334,8 @@ def test_rounding_of_half_precision_is_named():
 
 def test_no_cause_is_said_to_be_none():
     def cut_to_the_longest(features):
-        lengths = 1 + tf.cast(4 * tf.abs(features[:, 0]), tf.int32)
-        steps = tf.tile(features, [1, 5])[:, : tf.reduce_max(lengths)]
+        longest = 1 + tf.cast(4 * tf.reduce_max(tf.abs(features[:, 0])), tf.int32)
+        steps = tf.tile(features, [1, 5])[:, :longest]
         return tf.layers.dense(tf.reduce_mean(steps, 1, keepdims=True), 1)
 
     result = estimator_mgpu.verify(of_all_modes(cut_to_the_longest), input_fn)
