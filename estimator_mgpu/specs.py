@@ -168,6 +168,9 @@ class _Rows:
                 f'{what} has rows along the dimensions {sorted(axes)}: it is of pairs of rows, and '
                 f'each device has those of its shard only. {advice}'
             )
+            static = self._shards.static_rows
+            if static and value.shape.rank and value.shape.as_list().count(static) > 1:
+                wrong += ' If one of these has as many entries by chance, take another batch size.'
         elif self._places.is_plain(value) and 0 not in axes:
             wrong = f'{what} has its rows along dimension {axes.pop()}. {advice}'
         if wrong and not evaluates:
