@@ -17,10 +17,17 @@ from estimator_mgpu.rows import ELEMENTWISE, Rows
 from estimator_mgpu.walks import walk
 
 # Through which rows go on to what is chosen by them, or compared.
-_CHOOSES = COMPARES | {'LogicalNot', 'Where', 'GatherV2'}
+_CHOOSES = COMPARES | {'LogicalNot', 'Where', 'GatherV2', 'FloorDiv', 'FloorMod', 'TruncateDiv'}
 # What integers go through.
-_HANDING_ON = frozenset(['StridedSlice', 'Pack', 'ConcatV2', 'AsString', 'ArgMax', 'ArgMin', 'Sum'])
-_REDUCES = re.compile('(Sum|Max|Min|Prod|Any|All|Mean|ArgMax|ArgMin)$|.*Bincount|.*SegmentSum')
+_HANDING_ON = frozenset(
+    ['StridedSlice', 'AsString', 'StringJoin', 'ArgMax', 'ArgMin', 'Sum', 'LookupTableFindV2']
+    + ['StringToHashBucketFast', 'StringToHashBucketStrong', 'StringToNumber']
+)
+_REDUCES = re.compile(
+    '(Sum|Max|Min|Prod|Any|All|Mean|ArgMax|ArgMin|ReduceJoin)$|.*Bincount|.*SegmentSum'
+)
+# Which input is repeated, as many times as there are rows.
+_REPEATS = {'Fill': 1, 'BroadcastTo': 0, 'Tile': 0}
 # The scopes of tf.nn.moments and tf.nn.batch_normalization.
 _OF_BATCH_NORM = re.compile('(^|/)(moments|batchnorm)(_[0-9]+)?/')
 
@@ -44,6 +51,10 @@ def combined(body: Body) -> list[tuple[tf.Operation, tf.Tensor]]:
             if op.type in ELEMENTWISE | _CHOOSES:
                 others += [t for t in inputs if not t.dtype.is_floating and _is_reduced(t, rows)]
             found += [(op, value) for value in others[:1]]
+        elif op.type in _REPEATS:
+            value = op.inputs[_REPEATS[op.type]]
+            if _is_of_shard(value, rows) or _is_reduced(value, rows):
+                found.append((op, value))
     ends = [op.inputs[0] for op in body.ops if op.type == 'LoopCond']
     for end in ends if body.condition is None else [body.condition]:
         found += _deciding(end, rows)

@@ -187,6 +187,28 @@ def by_counts(classes, output):
     return tf.reduce_mean(losses * tf.cast(counts, tf.float32))
 
 
+def by_a_sum(classes, output):
+    divided = (10 * classes) // (1 + tf.reduce_sum(classes))
+    return tf.reduce_mean(squares(tf.cast(divided, tf.float32), output))
+
+
+def by_all_texts(classes, output):
+    text = tf.strings.reduce_join(tf.as_string(classes[:, 0]), 0)
+    seed = tf.cast(tf.strings.to_hash_bucket_fast(text, 5), tf.int32)
+    return tf.reduce_mean(squares(tf.cast((classes + seed) % 5, tf.float32), output))
+
+
+def filled(classes, output):
+    most = tf.cast(tf.argmax(tf.math.bincount(classes[:, 0], minlength=7)), tf.int32)
+    usual = tf.fill(tf.shape(classes), most)
+    return tf.reduce_mean(tf.nn.relu(output) * tf.cast(tf.equal(usual, classes), tf.float32))
+
+
+def filled_with_means(classes, output):
+    means = tf.fill(tf.shape(output)[:1], tf.reduce_mean(output))
+    return tf.reduce_mean(squares(means[:, None], output))
+
+
 INTEGERS = [
     (features, abs(3 * labels).astype('int32') % 7) for features, labels in batches(steps=3)
 ]
@@ -194,13 +216,14 @@ INTEGERS = [
 
 @pytest.mark.parametrize(
     'loss',
-    [balanced, of_the_most_usual_class, of_classes_that_all_have, above_the_mean_class, by_counts],
+    [balanced, of_the_most_usual_class, of_classes_that_all_have, above_the_mean_class, by_counts]
+    + [by_a_sum, by_all_texts, filled, filled_with_means],
     ids=lambda f: f.__name__,
 )
 @BOTH
 def test_rows_and_integers_of_a_shard_are_warned_of(loss, static, caplog):
     train(with_loss(loss), INTEGERS[:1], 3, static=static)
-    assert 'of all rows of a shard' in caplog.text or WARNING in caplog.text
+    assert 'of all rows of' in caplog.text or WARNING in caplog.text
 
 
 def of_counted_rows(classes, output):
@@ -242,7 +265,7 @@ def sparse_sums(classes, output):
 @BOTH
 def test_integers_and_sparse_sums_are_exact(loss, static, caplog):
     compare(with_loss(lambda y, p: 0.1 * loss(y, p)), INTEGERS, 3, static=static)
-    assert 'of all rows of a shard' not in caplog.text and WARNING not in caplog.text
+    assert 'of all rows of' not in caplog.text and WARNING not in caplog.text
 
 
 def test_integers_that_a_shard_lacks_are_no_sum(caplog):
