@@ -123,42 +123,37 @@ class Extremes:
 
     def _pad_alike(self, op: tf.Operation, rows: Rows) -> None:
         """Lets rows of a ragged tensor be as long as the longest of the whole batch."""
-        sizes, values, default, *partitions = op.inputs
-        [output] = op.outputs
+        sizes, values, _, *partitions = op.inputs
         told = private.constant_value(sizes)
-        if told is None or None in (output.shape.rank, values.shape.rank):
+        rank = op.outputs[0].shape.rank
+        if told is None or None in (rank, values.shape.rank):
             return
-        inner = values.shape.rank - 1
-        outer = output.shape.rank - inner
-        told = [-1] * output.shape.rank if told.ndim == 0 else [int(size) for size in told]
+        outer = rank - values.shape.rank + 1
+        told = [-1] * rank if told.ndim == 0 else [int(size) for size in told]
         if -1 not in told[1:outer] or not any(map(rows.has, op.inputs)):
             return
-        kinds = op.get_attr('row_partition_types')
-
-        def padded(shape: Any, values: tf.Tensor, default: tf.Tensor) -> tf.Tensor:
-            return tf.raw_ops.RaggedTensorToTensor(
-                shape=tf.cast(shape, sizes.dtype),
-                values=values,
-                default_value=default,
-                row_partition_tensors=partitions,
-                row_partition_types=kinds,
-            )
-
         with absolute_scope(self._graph, 'replicate'), tf.device(op.device):
             # One number for each entry, to know how long the rows are.
-            numbers = tf.zeros(tf.shape(values)[:1], tf.int32)
-            own = padded([-1] * outer, numbers, tf.constant(0))
-            longest = tf.shape(own, out_type=tf.int64)[1:]
+            padded = tf.raw_ops.RaggedTensorToTensor(
+                shape=tf.constant([-1] * outer, sizes.dtype),
+                values=tf.zeros(tf.shape(values)[:1], tf.int32),
+                default_value=tf.constant(0),
+                row_partition_tensors=partitions,
+                row_partition_types=op.get_attr('row_partition_types'),
+            )
+            longest = tf.shape(padded, out_type=tf.int64)[1:]
         whole = self._share(longest, tf.maximum)
         if whole is None:
             return
+        self._wholes.pop()
         with absolute_scope(self._graph, 'replicate'), tf.device(op.device):
             given = tf.constant(told[1:outer], tf.int64)
             size = tf.where(tf.equal(given, -1), whole, given)
-            alike = padded(tf.concat([told[:1], size, told[outer:]], 0), values, default)
-            alike.set_shape(output.shape)
-        self._wholes[-1] = (output, alike)
-        self._use(output, alike)
+            shape = tf.cast(tf.concat([told[:1], size, told[outer:]], 0), sizes.dtype)
+            # Of unknown rank, for it takes the place of a scalar.
+            shape = tf.placeholder_with_default(shape, None)
+        self._copies.share([shape])
+        private.set_input(op, 0, shape)
 
 
 def _says_where(numbers: tf.Tensor, rows: Rows) -> bool:

@@ -272,7 +272,8 @@ class Places:
         if op.type in SEGMENT_SUMS and first:
             size = op.outputs[0].shape.as_list()[0] if op.outputs[0].shape.rank else None
             # A number that somebody wrote, or the static size of a shard, which is the same.
-            holds = size == self.static if is_literal(op.inputs[2]) else self._may_hold(size)
+            literal = is_literal(op.inputs[2])
+            holds = size == self.static if literal else size is not None and self._may_hold(size)
             return not self.depends(op.inputs[2].op) and not holds
         return False
 

@@ -253,3 +253,70 @@ def test_a_maximum_that_is_not_of_rows():
         return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.01).minimize(loss, step()))
 
     compare(model_fn, DATA, 3)
+
+
+def repeated(features):
+    values = scores(features)
+    ids = tf.repeat(tf.range(tf.shape(values)[0]), features['lengths'])
+    return tf.math.segment_sum(tf.repeat(values[:, 0], features['lengths']), ids)
+
+
+def stacked(features):
+    """A step of all rows after the other, in an array as long as the longest."""
+    values, longest = scores(features), tf.cast(tf.reduce_max(features['lengths']), tf.int32)
+    body = lambda i, array: (i + 1, array.write(i, values[:, i]))  # noqa: E731
+    array = tf.TensorArray(tf.float32, longest)
+    array = tf.while_loop(lambda i, array: i < longest, body, [0, array])[1]
+    return tf.reduce_mean(array.stack(), 0)
+
+
+def of_segments(features):
+    """As many as the largest number says; each has its mean."""
+    values, size = scores(features)[:, 0], tf.reduce_max(features['lengths']) + 1
+    sums = tf.math.unsorted_segment_sum(values, features['lengths'], size)
+    counts = tf.math.unsorted_segment_sum(tf.ones_like(values), features['lengths'], size)
+    return tf.reduce_sum(tf.square(tf.math.divide_no_nan(sums, counts)))
+
+
+def confusion(features):
+    values = scores(features)
+    found = tf.math.confusion_matrix(features['lengths'], tf.argmax(values, 1))
+    right = tf.linalg.trace(tf.cast(found, tf.float32))
+    return tf.reduce_mean(values) + right / tf.cast(tf.shape(values)[0], tf.float32)
+
+
+@pytest.mark.parametrize(
+    'output', [repeated, stacked, of_segments, confusion], ids=lambda f: f.__name__
+)
+@BOTH
+def test_other_uses_of_the_longest(output, static, behavior):
+    compare(model_of(output), DATA, 3, static=static)
+
+
+@pytest.mark.parametrize('output', [mean, ragged, words], ids=lambda f: f.__name__)
+@BOTH
+def test_a_tape(output, static):
+    def model_fn(features, labels, mode):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(output(features) - labels))
+        variables = tf.trainable_variables()
+        pairs = [(g, v) for g, v in zip(tape.gradient(loss, variables), variables) if g is not None]
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        return spec_of(mode, loss, optimizer.apply_gradients(pairs, step()))
+
+    compare(model_fn, DATA, 3, static=static)
+
+
+@BOTH
+def test_ops_that_are_made_between_gradients(static, behavior):
+    def model_fn(features, labels, mode):
+        longest = tf.reduce_max(features['lengths'])
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        first = tf.reduce_mean(tf.square(tf.reduce_mean(scores(features)[:, :longest], 1)))
+        gradients = optimizer.compute_gradients(first)
+        second = tf.reduce_mean(tf.reduce_mean(scores(features)[:, 1:longest], 1) * labels)
+        others = optimizer.compute_gradients(second)
+        pairs = [(a + b, v) for (a, v), (b, _) in zip(gradients, others)]
+        return spec_of(mode, first + second, optimizer.apply_gradients(pairs, step()))
+
+    compare(model_fn, DATA, 3, static=static)
