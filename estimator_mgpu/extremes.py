@@ -6,12 +6,13 @@ rows, and no gradient goes through it. So every tower takes the greatest of all 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
+from estimator_mgpu import counts, private
 from estimator_mgpu.copying import Copies
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.rows import ELEMENTWISE, Rows
@@ -23,6 +24,17 @@ _SPARSE = frozenset(
     ['ParseExample', 'ParseExampleV2', 'StringSplit', 'StringSplitV2', 'RaggedTensorToSparse']
     + ['CTCBeamSearchDecoder', 'CTCGreedyDecoder', 'DeserializeManySparse']
 )
+# What says where something is, and what it goes on to be that through.
+_PLACES = re.compile('Where$|Unique|Ragged|Sparse|Cumsum|Cumprod|TopK|InvertPermutation')
+_PASSING = ELEMENTWISE | {
+    'StridedSlice',
+    'GatherV2',
+    'GatherNd',
+    'Tile',
+    'BroadcastTo',
+    'Max',
+    'Min',
+}
 _EXTREMES = {'Max': tf.maximum, 'Min': tf.minimum}
 
 
@@ -37,6 +49,17 @@ def _shapes_of(op: tf.Operation) -> list[tf.Tensor]:
         found += op.outputs[start:end] if arg.name.endswith(('shape', 'shapes')) else []
         start = end
     return found
+
+
+def _is_known(op: tf.Operation) -> bool:
+    """Whether an op may give something that is to be the whole batch's."""
+    if op.type in _EXTREMES:
+        [value] = op.outputs
+        if not (value.dtype.is_integer and value.shape.is_fully_defined()):
+            return False
+    elif op.type != _PADS and op.type not in _SPARSE:
+        return False
+    return not private.in_control_flow(op)
 
 
 class Extremes:
@@ -63,16 +86,24 @@ class Extremes:
         if self._graph.version == self._version:
             return
         ops = self._graph.get_operations()
-        new, self._looked = ops[self._looked :], len(ops)
+        new, self._looked = [op for op in ops[self._looked :] if _is_known(op)], len(ops)
+        rows = None
         for op in new:
-            if op.type in _EXTREMES or op.type == _PADS or op.type in _SPARSE:
-                self._add(op, rows_of())
+            known = len(self._wholes)
+            if op.name not in self._copies.names():
+                rows = rows or rows_of()
+                self._add(op, rows)
+                rows = rows if len(self._wholes) == known else None  # What depends has changed.
         for value, whole in self._wholes:
             self._use(value, whole)
         self._version = self._graph.version
 
+    def known(self) -> dict[str, tf.Tensor]:
+        """Returns the whole batch's, by the names of tower 0's."""
+        return {value.name: whole for value, whole in self._wholes}
+
     def _add(self, op: tf.Operation, rows: Rows) -> None:
-        if private.in_control_flow(op) or not rows.depends(op) or op.name in self._copies.names():
+        if not rows.depends(op):
             return
         if op.type == _PADS:
             self._pad_alike(op, rows)
@@ -83,8 +114,7 @@ class Extremes:
             return
         [value] = op.outputs
         over_rows = rows.has(op.inputs[0]) and not rows.has(value)
-        known = value.dtype.is_integer and value.shape.is_fully_defined()
-        if known and over_rows and not _says_where(op.inputs[0], rows):
+        if over_rows and not _says_where(op.inputs[0], rows):
             self._share(value, _EXTREMES[op.type])
 
     def _share(self, value: tf.Tensor, extreme: Callable[..., Any]) -> tf.Tensor | None:
@@ -160,12 +190,26 @@ def _says_where(numbers: tf.Tensor, rows: Rows) -> bool:
     """Whether integers tell where the rows of a shard are, so that each device has its own."""
 
     def onward(op: tf.Operation) -> list[tf.Operation]:
-        passing = op.type in ELEMENTWISE | {'StridedSlice', 'GatherV2'}
-        return [op.inputs[0].op] if passing and op.inputs else []
+        own = [t.op for t in rows.dependent_inputs(op)]
+        # The difference of two places is a length, and so is a place in a row.
+        length = op.type == 'Sub' and len(own) > 1 or _takes_column(op)
+        return own if op.type in _PASSING and not length else []
 
-    return rows.are_bounds(numbers) or any(
-        op.type in _SPARSE | {'Where', 'Range'}
-        or op.type.startswith(('Unique', 'Ragged', 'Sparse'))
-        or any(t.name in rows.indices for t in op.outputs)
-        for op in walk([numbers.op], onward)
-    )
+    return any(_is_place(op, rows) for op in walk([numbers.op], onward))
+
+
+def _is_place(op: tf.Operation, rows: Rows) -> bool:
+    if op.type == 'Range':
+        limit = op.inputs[1]
+        other = counts.is_count(limit, rows) and counts.growth(limit, rows) == 0
+        return rows.depends(limit.op) and not other
+    if op.type in ('ArgMax', 'ArgMin'):
+        return rows.has(op.inputs[0]) and not rows.has(op.outputs[0])
+    named = any(t.name in rows.indices or rows.are_bounds(t) for t in op.outputs)
+    return named or op.type in _SPARSE or _PLACES.match(op.type) is not None
+
+
+def _takes_column(op: tf.Operation) -> bool:
+    """Whether an op takes a column other than the first one, as of the indices of entries."""
+    begin = private.constant_value(op.inputs[1]) if op.type == 'StridedSlice' else None
+    return begin is not None and begin.size > 1 and begin.flat[1] != 0

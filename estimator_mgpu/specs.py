@@ -69,6 +69,7 @@ def merge(spec: Any, towers: Towers, shards: Shards) -> Any:
     if spec.mode == modes.EVAL:
         spec = spec._replace(eval_metric_ops=merged)
     writes.of_whole_batch([*results, *shown.run], towers)
+    wholes.update(towers.extremes())
     shown.show(wholes, {updates[name].name: value for name, value in updated.items()})
     return spec
 
@@ -146,7 +147,8 @@ class _Rows:
         return bool(self._shards.static_rows) and rows not in (None, self._shards.static_rows)
 
     def _of_batch(self, value: tf.Tensor) -> tf.Tensor:
-        return self._towers.whole(value)
+        known = self._towers.extremes()
+        return known[value.name] if value.name in known else self._towers.whole(value)
 
     def _checked(self, name: str, value: tf.Tensor, evaluates: bool) -> tf.Tensor:
         """Returns a prediction of tower 0 that fails where its rows aren't the shard's.

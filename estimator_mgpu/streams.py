@@ -48,17 +48,20 @@ def _is_alike(write: tf.Operation, rows: Rows, take_apart: TakeApart) -> bool:
         return _calls_alike(write, rows, take_apart)
     *_, value = write.inputs
     if _BY_ROW.search(write.type):
-        return any(map(rows.has, write.inputs))
+        return any(map(rows.has, write.inputs)) and not _reads(value, write)
     if write.type in _ADDITIONS:
         return _is_sum(value, rows, take_apart)
-    if write.type not in _ASSIGNMENTS or not rows.depends(value.op):
-        return private.constant_value(value) is not None
-    return _reads(value, write) and _follows(value, rows, take_apart)
+    if write.type not in _ASSIGNMENTS:
+        return False
+    if private.constant_value(value) is not None:
+        return True
+    return _reads(value, write) and _follows(value, write, rows, take_apart)
 
 
 def _calls_alike(call: tf.Operation, rows: Rows, take_apart: TakeApart) -> bool:
     functions = list(called(call, rows))
-    if call.type in LOOPS or len(functions) < len(private.function_graphs(call)):
+    found = len(functions) == len(private.function_graphs(call)) > 0
+    if call.type in LOOPS or not found:
         return False
     if call.type.endswith(('If', 'Case')) and rows.depends(call.inputs[0].op):
         return False
@@ -80,19 +83,31 @@ def _reads(value: tf.Tensor, write: tf.Operation) -> bool:
     return any(sharing.shared_handles(op) & handles for op in walk([value.op], inputs))
 
 
-def _follows(value: tf.Tensor, rows: Rows, take_apart: TakeApart) -> bool:
+def _is_read(value: tf.Tensor, write: tf.Operation) -> bool:
+    """Whether a value is what was there before, as it was."""
+    handles = sharing.shared_handles(write)
+    while value.op.type == 'Identity' and not sharing.shared_handles(value.op):
+        value = value.op.inputs[0]
+    return sharing.shared_handles(value.op) == handles
+
+
+def _follows(value: tf.Tensor, write: tf.Operation, rows: Rows, take_apart: TakeApart) -> bool:
     """Whether what's assigned, which comes from what was there, goes by rows in any portions."""
     op = value.op
     if op.type == 'Identity':
-        return _follows(op.inputs[0], rows, take_apart)
+        return _follows(op.inputs[0], write, rows, take_apart)
     own = rows.dependent_inputs(op)
+    others = [t for t in op.inputs if not rows.depends(t.op)]
     if op.type in _EXTREMES:
-        return all(_is_extreme(t, op.type, rows) for t in own)
+        # An extreme of integers may be the whole batch's already.
+        known = all(_is_read(t, write) or not _reads(t, write) for t in others)
+        return known and all(_is_extreme(t, op.type, rows) for t in own)
     if op.type == 'ConcatV2':
-        return any(map(rows.has, own))
+        return any(map(rows.has, own)) and not rows.has(op.inputs[0])
     # What was there before, and a sum.
-    added = op.type in SUMS and len(own) == 1 and (op.type != 'Sub' or own[0] is op.inputs[1])
-    return added and len(op.inputs) == 2 and _is_sum(own[0], rows, take_apart)
+    added = op.type in SUMS and len(own) == len(others) == 1
+    added = added and (op.type != 'Sub' or own[0].name == op.inputs[1].name)
+    return added and _is_read(others[0], write) and _is_sum(own[0], rows, take_apart)
 
 
 def _is_extreme(value: tf.Tensor, kind: str, rows: Rows) -> bool:
@@ -108,8 +123,15 @@ def _is_sum(value: tf.Tensor, rows: Rows, take_apart: TakeApart) -> bool:
     parts = take_apart(value, rows)
     if parts.doubts or any(leaf.kind not in (losses.SUM, losses.SHAPE) for leaf in parts.leaves):
         return False
-    tail = [value.graph.get_operation_by_name(name) for name in parts.tail]
-    return all(op.type == 'StridedSlice' or calls.keeps(losses.SUM, op, rows) for op in tail)
+    axes = {leaf.tensor.name: leaf.axis for leaf in parts.leaves if leaf.kind == losses.SHAPE}
+
+    def keeps(op: tf.Operation) -> bool:
+        if op.type == 'StridedSlice':  # Of a shape, how many rows there are.
+            begin, axis = private.constant_value(op.inputs[1]), axes.get(op.inputs[0].name)
+            return begin is not None and begin.tolist() == [axis]
+        return op.type in ('Pack', 'ConcatV2') or calls.keeps(losses.SUM, op, rows)
+
+    return all(keeps(value.graph.get_operation_by_name(name)) for name in parts.tail)
 
 
 def is_combined(

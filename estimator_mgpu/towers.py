@@ -97,6 +97,10 @@ class Towers:
                 self._sources.append(tensor)
                 self.copies.replace(tensor, own)
 
+    def extremes(self) -> dict[str, tf.Tensor]:
+        """Returns the greatest and the least integers of all rows, by the names of tower 0's."""
+        return self._extremes.known()
+
     def whole(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the value that a scalar of tower 0 has for the whole batch."""
         [value] = self.values([(loss, self.take_apart(loss))])

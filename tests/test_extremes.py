@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
 from models import floats, spec_of, step
-from towers import compare, evaluate
+from towers import compare, evaluate, session
 
 BOTH = pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
 LENGTHS = np.array([1, 2, 2, 1, 5, 4], np.int64)
@@ -320,3 +321,77 @@ def test_ops_that_are_made_between_gradients(static, behavior):
         return spec_of(mode, first + second, optimizer.apply_gradients(pairs, step()))
 
     compare(model_fn, DATA, 3, static=static)
+
+
+def numbered(features):
+    """Each row begins a segment."""
+    values = scores(features)[:, 0]
+    ids = tf.cumsum(tf.ones_like(features['lengths'])) - 1
+    return tf.math.unsorted_segment_sum(values, ids, tf.reduce_max(ids) + 1)
+
+
+def by_row_ids(features):
+    """Of a ragged tensor: as many as a shard has rows."""
+    values = scores(features)
+    rows = tf.RaggedTensor.from_row_lengths(
+        tf.boolean_mask(values, tf.sequence_mask(features['lengths'], 5)), features['lengths']
+    )
+    ids = rows.value_rowids()
+    sums = tf.math.unsorted_segment_sum(rows.values, ids, tf.reduce_max(ids) + 1)
+    return sums + values[:, 0]
+
+
+def up_to_the_last(features):
+    """As many rows as there are, by their numbers."""
+    values, rows = scores(features)[:, 0], tf.range(tf.shape(features['lengths'])[0])
+    last = tf.reduce_max(tf.cast(features['lengths'] > 0, tf.int32) * rows) + 1
+    return values[:last]
+
+
+@pytest.mark.parametrize('output', [numbered, by_row_ids, up_to_the_last], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('towers', [3, 4], ids='towers={}'.format)
+@BOTH
+def test_where_the_rows_of_a_shard_are_is_its_own(output, towers, static, behavior):
+    compare(model_of(output), DATA, towers, static=static)
+
+
+class Holds(tf.train.SessionRunHook):
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def test_what_predictions_and_hooks_have():
+    def model_fn(features, labels, mode):
+        longest = tf.reduce_max(features['lengths'])
+        loss = tf.reduce_mean(tf.square(scores(features)[:, 0]))
+        return tf.estimator.EstimatorSpec(
+            mode,
+            loss=loss,
+            predictions={'longest': longest},
+            evaluation_hooks=[Holds(longest)],
+        )
+
+    ours = evaluate(model_fn, DATA, 3)
+    assert [batch['longest'] for batch in ours.predictions] == [5, 5]
+    with tf.Graph().as_default():
+        features = {name: tf.constant(value) for name, value in DATA[0][0].items()}
+        spec = estimator_mgpu.replicate(model_fn, devices=3)(features, None, 'eval')
+        with session(3) as sess:
+            sess.run(tf.global_variables_initializer())
+            assert sess.run(spec.evaluation_hooks[0].tensor) == 5
+
+
+def test_an_adversarial_step_on_what_is_padded():
+    """The gradient with respect to what to_tensor() gave is that of what is used."""
+
+    def model_fn(features, labels, mode):
+        rows = tf.strings.to_hash_bucket_fast(tf.compat.v2.strings.split(features['texts']), 7)
+        table = weights('table', 7, 2)
+        words = tf.ragged.map_flat_values(lambda ids: tf.gather(table, ids), rows).to_tensor()
+        loss = tf.reduce_mean(tf.square(tf.reduce_mean(words, [1, 2]) - labels))
+        [moved] = tf.gradients(loss, [words])
+        words += 0.1 * tf.stop_gradient(tf.sign(moved))
+        loss += tf.reduce_mean(tf.square(tf.reduce_mean(words, [1, 2]) - labels))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    compare(model_fn, DATA, 3)

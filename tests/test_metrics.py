@@ -337,6 +337,34 @@ UNLIKE = {
         7,
     ),
     'loop': (kept_by(looped), 80, 2 * (3 * 2 + 7 * 4)),
+    'decaying maximum': (
+        kept_by(lambda kept, x: kept.assign(tf.maximum(0.5 * kept, tf.reduce_max(5 - x)))),
+        4,
+        2,
+    ),
+    'beside a maximum': (
+        lambda x, y: (
+            lambda kept, most: (
+                kept,
+                tf.group(kept.assign_sub(1.0), most.assign(tf.maximum(most, tf.reduce_max(x)))),
+            )
+        )(state('kept'), state('most')),
+        -1,
+        -2,
+    ),
+    'columns beside a maximum': (
+        lambda x, y: (
+            lambda kept, most: (
+                kept,
+                tf.group(
+                    kept.assign_add(tf.cast(tf.shape(x)[1] + 1, 'float')),
+                    most.assign(tf.maximum(most, tf.reduce_max(x))),
+                ),
+            )
+        )(state('kept'), state('most')),
+        2,
+        4,
+    ),
     'half a batch': (
         kept_by(lambda kept, x: kept.assign_add(tf.reduce_max(x) * 0 + 0.5)),
         0.5,
