@@ -147,12 +147,13 @@ def test_rows_that_go_by_others_are_warned_of_where_they_are_written(caplog):
 
     def model_fn(features, labels, mode):
         centres = tf.get_variable('centres', [2, 3], trainable=False)
-        _, index, count = tf.unique_with_counts(tf.cast(labels[:, 0] > 0, tf.int32))
-        away = (tf.gather(centres, index) - features) / (
+        classes = tf.cast(labels[:, 0] > 0, tf.int32)
+        _, index, count = tf.unique_with_counts(classes)
+        away = (tf.gather(centres, classes) - features) / (
             1.0 + tf.cast(tf.gather(count, index), tf.float32)[:, None]
         )
         loss = tf.reduce_mean(square(features, labels))
-        return spec_of(mode, loss, sgd(loss), tf.scatter_sub(centres, index, away))
+        return spec_of(mode, loss, sgd(loss), tf.scatter_sub(centres, classes, away))
 
     train(model_fn, batches(12, steps=1), 2, static=False)
     assert caplog.text.count('rows are combined with other rows of their shard') == 1
