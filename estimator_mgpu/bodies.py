@@ -47,7 +47,7 @@ def bodies(ops: Iterable[tf.Operation], rows: Places) -> Iterator[Body]:
     while waiting:
         body = waiting.pop()
         yield body
-        waiting += [inner for op in body.ops for inner in _called(op, body)]
+        waiting += [inner for op in body.ops for inner in inside(op, body)]
 
 
 def _functions(
@@ -64,7 +64,8 @@ def _functions(
             yield graph, given, places, list(op.inputs[len(op.inputs) - len(graph.inputs) :])
 
 
-def _called(op: tf.Operation, body: Body) -> Iterator[Body]:
+def inside(op: tf.Operation, body: Body) -> Iterator[Body]:
+    """Yields the functions that an op of a body calls; after that of a loop comes its condition."""
     for graph, given, places, outer in _functions(op, body.rows):
         start = {t.op.name for t, _ in places}
         start |= {t.op.name for t, o in zip(graph.inputs, outer) if is_of_shard(o, body.rows)}

@@ -1,7 +1,8 @@
 """The largest and the smallest integers of a shard's rows are those of the whole batch.
 
 Sequences are cut, masked or padded to the longest of the batch, which is a maximum of integers over
-rows, and no gradient goes through it. So every tower takes the greatest of all towers' instead.
+rows, and no gradient goes through it. So every tower takes the greatest of all towers' instead. So
+it does for how often a loop runs until all rows are finished.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, private
+from estimator_mgpu import counts, loops, private
 from estimator_mgpu.copying import Copies
 from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu.places import LOOPS
 from estimator_mgpu.rows import ELEMENTWISE, Rows
 from estimator_mgpu.walks import walk
 
@@ -57,7 +59,7 @@ def _is_known(op: tf.Operation) -> bool:
         [value] = op.outputs
         if not (value.dtype.is_integer and value.shape.is_fully_defined()):
             return False
-    elif op.type != _PADS and op.type not in _SPARSE:
+    elif op.type != _PADS and op.type not in _SPARSE | LOOPS:
         return False
     return not private.in_control_flow(op)
 
@@ -76,6 +78,7 @@ class Extremes:
         self._version = 0
         self._looked = 0  # How many of the graph's ops were looked at.
         self._wholes: list[tuple[tf.Tensor, tf.Tensor]] = []
+        self.continued: list[tf.Operation] = []  # Loops which another one goes on from.
 
     def settle(self, rows_of: Callable[[], Rows]) -> None:
         """Puts the whole batch's in the place of tower 0's, in all ops that there are.
@@ -108,6 +111,9 @@ class Extremes:
         if op.type == _PADS:
             self._pad_alike(op, rows)
             return
+        if op.type in LOOPS:
+            self._go_on(op, rows)
+            return
         if op.type not in _EXTREMES:
             for value in _shapes_of(op):
                 self._widen(value)
@@ -117,8 +123,29 @@ class Extremes:
         if over_rows and not _says_where(op.inputs[0], rows):
             self._share(value, _EXTREMES[op.type])
 
+    def _go_on(self, op: tf.Operation, rows: Rows) -> None:
+        """Lets a loop that ends with the last row run as often as that of the whole batch."""
+        if self._copies.writes(op) or not loops.until_all_finished(op, rows):
+            return
+        whole = self._whole_of(op.outputs[0], tf.maximum)
+        if whole is None:
+            return
+        with absolute_scope(self._graph, 'replicate'), tf.device('/device:CPU:0'):
+            more = tf.subtract(whole, op.outputs[0], name='rounds')
+        added = loops.go_on(op, more)
+        self.continued.append(op)
+        for own, value in zip(op.outputs[2:], added.outputs[2:]):
+            self._use(own, value, besides=added)
+
     def _share(self, value: tf.Tensor, extreme: Callable[..., Any]) -> tf.Tensor | None:
         """Returns the whole batch's value, which others are given instead from now on."""
+        whole = self._whole_of(value, extreme)
+        if whole is not None:
+            self._wholes.append((value, whole))
+            self._use(value, whole)
+        return whole
+
+    def _whole_of(self, value: tf.Tensor, extreme: Callable[..., Any]) -> tf.Tensor | None:
         if not self._copies.can_have([value]):
             return None
         copies = [own for [own] in self._copies.copy([value])]
@@ -128,8 +155,6 @@ class Extremes:
                 whole = extreme(whole, own)
             whole = tf.identity(whole, name='extreme')
         self._copies.share([whole])
-        self._wholes.append((value, whole))
-        self._use(value, whole)
         return whole
 
     def _widen(self, shape: tf.Tensor) -> None:
@@ -143,9 +168,9 @@ class Extremes:
         self._wholes.append((shape, wide))
         self._use(shape, wide)
 
-    def _use(self, value: tf.Tensor, whole: tf.Tensor) -> None:
+    def _use(self, value: tf.Tensor, whole: tf.Tensor, besides: tf.Operation | None = None) -> None:
         for op in value.consumers():
-            if op.name.startswith('replicate/'):
+            if op.name.startswith('replicate/') or op is besides:
                 continue
             for i, given in enumerate(op.inputs):
                 if given.name == value.name:

@@ -2,8 +2,9 @@
 
 v2 loops and branches and `tf.function`s keep their ops in functions, which all of a graph's ops
 share. A function gets a copy for a tower where its body draws random numbers from a fixed seed
-(the towers would draw the same), writes to a variable (which happens once, in tower 0) or calls a
-Python function (which keeps a tape for its gradient).
+(the towers would draw the same), writes to a variable (which happens once, in tower 0), calls a
+Python function (which keeps a tape for its gradient) or colocates ops with one that isn't in it (as
+gradients of loops do, which would colocate those of all towers).
 """
 
 from __future__ import annotations
@@ -163,9 +164,12 @@ class TowerFunctions:
         return self._names[key]
 
     def _change(self, function: Any, library: Library, writes: bool) -> None:
+        names = {f'loc:@{node.name}'.encode() for node in function.node_def}
         for node in function.node_def:
             reseed(node, self._tower)
             self.adapt(node, library, writes)
+            if not names.issuperset(node.attr['_class'].list.s if '_class' in node.attr else ()):
+                del node.attr['_class']
         if not writes:
             _drop_writes(function)
 

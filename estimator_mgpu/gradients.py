@@ -185,8 +185,11 @@ def _tape_hooked(original: Any) -> Any:
             )
 
         def compute(ys: Any, xs: Any, grad_ys: Any, stop: Sequence[tf.Tensor] = ()) -> list[Any]:
-            if stop:  # What the reduction adds to the graph isn't on the tape.
+            # What the reduction adds to the graph isn't on the tape, nor are rounds of loops.
+            if stop:
                 return tf.gradients(ys, xs, grad_ys, stop_gradients=stop)
+            if towers.continues_loops():
+                return tf.gradients(ys, xs, grad_ys, unconnected_gradients=unconnected_gradients)
             if grad_ys is not None:
                 pairs = [_on_tape(towers, *pair) for pair in zip(ys, grad_ys)]
                 ys, grad_ys = map(list, zip(*pairs))

@@ -29,6 +29,12 @@ _BACKWARD = (
     'gives. Clip what compute_gradients() or tf.gradients() returns, which is of the whole batch, '
     'or train with replicate(devices=1).'
 )
+_LOOPS = (
+    'In what %r comes from, a loop that runs until all rows of its shard are finished gives an '
+    'entry for each round: %s. Other devices have more of these, or fewer, than one device has for '
+    'the batch. Call tf.enable_control_flow_v2() before, and leave the loop out of functions and '
+    'branches; let it run a fixed number of rounds; or run this model with replicate(devices=1).'
+)
 _PYTHON = 'In what %r comes from, Python functions are called with the rows of one shard each: %s.'
 
 
@@ -107,6 +113,7 @@ class Notices:
         )
         self._tell(tf.logging.warning, _OTHERS, value, numbered + found.others)
         self._tell(tf.logging.warning, _VALUES, value, values)
+        self._tell(tf.logging.warning, _LOOPS, value, found.loops)
         self._tell(tf.logging.info, _NORMS, value, norms)
         self._tell(tf.logging.info, _PYTHON, value, found.python)
 

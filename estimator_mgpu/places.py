@@ -200,7 +200,10 @@ class Places:
                 handle = output.dtype in (tf.variant, tf.resource)
                 if output.name in self._places or not handle and output.shape.num_elements() == 1:
                     continue
-                place = None if places is None else places[i]
+                if places is None and op.type in LOOPS:  # From round to round it's the same.
+                    place = self._places.get(op.inputs[i].name)
+                else:
+                    place = None if places is None else places[i]
                 if place is not None:
                     self._places[output.name] = place
                     found.append(output)

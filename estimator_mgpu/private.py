@@ -135,10 +135,16 @@ def in_control_flow(op: tf.Operation) -> bool:
 
 def in_loop(op: tf.Operation) -> bool:
     """Whether an op is inside a v1 `while_loop`."""
-    context = op._get_control_flow_context()
-    while context is not None and not context.IsWhileContext():
+    return bool(loops_of(op))
+
+
+def loops_of(op: tf.Operation) -> list[str]:
+    """Returns the names of the v1 `while_loop`s that an op is inside of, the innermost first."""
+    found, context = [], op._get_control_flow_context()
+    while context is not None:
+        found += [context.name] if context.IsWhileContext() else []
         context = context.outer_context
-    return context is not None
+    return found
 
 
 def own_python_function(token: bytes, graph: tf.Graph, own: Callable[[bytes], bytes]) -> bytes:

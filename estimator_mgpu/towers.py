@@ -101,6 +101,10 @@ class Towers:
         """Returns the greatest and the least integers of all rows, by the names of tower 0's."""
         return self._extremes.known()
 
+    def continues_loops(self) -> bool:
+        """Whether a loop was gone on with, which a tape doesn't know of."""
+        return bool(self._extremes.continued)
+
     def whole(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the value that a scalar of tower 0 has for the whole batch."""
         [value] = self.values([(loss, self.take_apart(loss))])
