@@ -14,6 +14,8 @@ from estimator_mgpu.reshapes import Place
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.walks import inputs, walk
 
+# An attribute of loops that go on with another's body.
+GOES_ON = '_goes_on'
 # Lists of tensors, which have a place where what is added may have one or not.
 _LISTS = re.compile('Tensor(List|Array)')
 
@@ -134,5 +136,5 @@ def _after(start: set[str], graph: tf.Graph, loops: bool) -> set[str]:
 def passes_on(op: tf.Operation) -> bool:
     """Whether an op combines nothing itself."""
     if op.type in CALLS:
-        return bool(private.function_graphs(op))
+        return bool(private.function_graphs(op)) or GOES_ON in op.node_def.attr
     return op.type in FLOW or op.type == 'IdentityN' or _LISTS.match(op.type) is not None

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.bodies import Body, inside
+from estimator_mgpu.bodies import GOES_ON, Body, inside
 from estimator_mgpu.functions import Library
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.places import ARRAYS, LOOPS, Places
@@ -72,6 +72,7 @@ def go_on(op: tf.Operation, more: tf.Tensor) -> tf.Operation:
     node.CopyFrom(op.node_def)
     node.name = 'on'
     node.attr.pop('_class', None)
+    node.attr[GOES_ON].b = True
     node.attr['body'].func.name += '_on'
     node.attr['cond'].func.name += '_on'
     del node.input[:]

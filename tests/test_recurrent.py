@@ -203,8 +203,9 @@ def test_beam_search(towers, behavior):
     values = {'w': floats(5, 3, 5), 'global_step': np.array(0)}
     one = evaluate(beam_search, batches, 0, mode=predict, values=values).predictions
     ours = evaluate(beam_search, batches, towers, mode=predict, values=values).predictions
-    # Shards end after different numbers of steps.
-    assert (towers > 1) == any(len(set(found['steps'])) > 1 for found in ours)
+    # Shards end after different numbers of steps, if these loops aren't gone on with.
+    differ = any(len(set(found['steps'])) > 1 for found in ours)
+    assert differ == (towers > 1 and behavior == 'v1')
     for found, expected in zip(ours, one):
         assert found.pop('steps').max() == expected.pop('steps').max()
     assert_close(ours, one, 1e-5)
