@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import nests
+from estimator_mgpu import nests, private
 
 
 class Shards(NamedTuple):
@@ -134,7 +134,7 @@ class _Bounds:
         if not isinstance(leaf, tf.Tensor):
             return [_slice(leaf, start, size) for start, size in self._scalars]
         if self.static_rows is not None:
-            return tf.split(leaf, len(self.rows))
+            return tf.split(_without_numbers(leaf), len(self.rows))
         leaf = _without_static_rows(leaf)
         return [tf.strided_slice(leaf, *ends, self._strides) for ends in self._vectors]
 
@@ -171,6 +171,13 @@ def _without_static_rows(leaf: tf.Tensor) -> tf.Tensor:
     if _known_rows(leaf) is not None:
         return tf.placeholder_with_default(leaf, [None, *leaf.shape.as_list()[1:]])
     return leaf
+
+
+def _without_numbers(leaf: tf.Tensor) -> tf.Tensor:
+    """Hides a constant's, by which sizes, such as that of the longest row, would be a shard's."""
+    if private.constant_value(leaf) is None:
+        return leaf
+    return tf.placeholder_with_default(leaf, leaf.shape)
 
 
 def rows_of(leaf: Any) -> tf.Tensor:

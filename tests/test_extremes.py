@@ -308,6 +308,18 @@ def test_a_tape(output, static):
     compare(model_fn, DATA, 3, static=static)
 
 
+@pytest.mark.parametrize('output', [mean, mean_of_all], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('towers', [3, 4], ids='towers={}'.format)
+def test_constant_features(output, towers, behavior):
+    """By which TensorFlow works sizes out, and would have a shard's."""
+
+    def constants(features, labels):
+        features, labels = tf.nest.map_structure(tf.constant, DATA[0])
+        return features, labels
+
+    compare(model_of(output), DATA, towers, preprocess=constants)
+
+
 @BOTH
 def test_ops_that_are_made_between_gradients(static, behavior):
     def model_fn(features, labels, mode):
