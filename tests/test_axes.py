@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.places import Places
+from estimator_mgpu.reshapes import Place
 from models import floats, spec_of, step
 from towers import compare
 
@@ -125,3 +127,19 @@ def test_sequences_of_unknown_length(loss_of, towers, behavior, caplog):
     """Towers have 6 rows, or 3 and 2, so that what is taken for rows has other sizes."""
     compare(model_of(loss_of, unknown=True), data(12), towers, static=False)
     assert 'cannot be told' not in caplog.text
+
+
+@pytest.mark.parametrize('last', ['steps', 'lengths'])
+def test_what_an_op_that_is_not_known_gives_is_as_its_like_input(last):
+    with tf.Graph().as_default():
+        steps = tf.placeholder(tf.float32, [None, None, 5])
+        lengths = tf.placeholder(tf.int32, [None])
+        loss, gradient = tf.raw_ops.CTCLoss(
+            inputs=steps,
+            labels_indices=tf.placeholder(tf.int64, [None, 2]),
+            labels_values=tf.placeholder(tf.int32, [None]),
+            sequence_length=lengths,
+        )
+        given = [(steps, Place(1)), (lengths, Place(0))]
+        places = Places(given if last == 'lengths' else given[::-1], None, None)
+        assert (places.axis(loss), places.axis(gradient)) == (0, 1)
