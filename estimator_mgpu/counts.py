@@ -19,16 +19,17 @@ _EPSILON = 1e-3
 
 def is_count(tensor: tf.Tensor, rows: Places) -> bool:
     """Whether a value of a tower comes from shapes alone."""
-    waiting, seen = [tensor.op], set()
+    waiting, seen = [tensor], set()
     while waiting:
-        op = waiting.pop()
-        if op.name in seen or op.type in ('Shape', 'Size'):
+        tensor = waiting.pop()
+        op = tensor.op
+        if op.name in seen or op.type in ('Shape', 'Size') or tensor.name in rows.shapes:
             continue
         seen.add(op.name)
         inputs = rows.dependent_inputs(op)
         if not inputs or any(map(rows.has, inputs)):
             return False
-        waiting += [t.op for t in inputs]
+        waiting += inputs
     return True
 
 
@@ -62,6 +63,8 @@ class _Growths:
         op, size = tensor.op, tensor.shape.num_elements() or 1
         if not self._rows.depends(op):
             return [0.0] * size
+        if tensor.name in self._rows.shapes:
+            return [float(i == 0) for i in range(size)]
         if op.type == 'Shape':
             axis = self._rows.axis(op.inputs[0])
             return [float(i == axis) for i in range(op.inputs[0].shape.rank or 0)] or [None]

@@ -46,6 +46,7 @@ class Places:
       static: the rows of a shard where that's known.
       bounds: the names of the tensors that say where rows begin and end, in ragged ones.
       indices: the names of those that say which rows have something, in sparse ones.
+      shapes: the names of the shapes of sparse ones.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class Places:
         static: int | None,
         bounds: Collection[str] = (),
         indices: Collection[str] = (),
+        shapes: Collection[str] = (),
     ):
         self.dependents = set() if dependents is None else dependents
         self._all = dependents is None
         self.static = static
         self._bounds = bounds
         self.indices = indices
+        self.shapes = shapes
         self._places = {tensor.name: place for tensor, place in given}
         self._calls: dict[str, tf.Operation] = {}
         self._unknown: list[tuple[tf.Operation, tf.Tensor, tf.Tensor]] = []
@@ -257,11 +260,15 @@ class Places:
         op = size.op
         while op.type in ('Identity', 'Cast'):
             op = op.inputs[0].op
-        if op.type != 'StridedSlice' or op.inputs[0].op.type != 'Shape':
+        shape = op.inputs[0] if op.type == 'StridedSlice' else size
+        while shape.op.type in ('Identity', 'Cast'):
+            shape = shape.op.inputs[0]
+        of_sparse = op.type == 'StridedSlice' and shape.name in self.shapes
+        if not of_sparse and (op.type != 'StridedSlice' or shape.op.type != 'Shape'):
             value = private.constant_value(size)
             return self.static is not None and value is not None and int(value) == self.static
         index = private.constant_value(op.inputs[1])
-        axis = self.axis(op.inputs[0].op.inputs[0])
+        axis = 0 if of_sparse else self.axis(shape.op.inputs[0])
         return axis is not None and index is not None and index.tolist() == [axis]
 
     def _is_summed(self, op: tf.Operation, given: tf.Tensor) -> bool:

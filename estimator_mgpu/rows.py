@@ -35,6 +35,7 @@ class Rows(Places):
       static: the rows of the shard where that's known.
       bounds: the names of the tensors that say where rows begin and end, in ragged ones.
       indices: the names of those that say which rows have something, in sparse ones.
+      shapes: the names of the shapes of sparse ones.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class Rows(Places):
         static: int | None,
         bounds: Collection[str] = (),
         indices: Collection[str] = (),
+        shapes: Collection[str] = (),
     ):
-        super().__init__(given, dependents, static, bounds, indices)
+        super().__init__(given, dependents, static, bounds, indices, shapes)
         self._graph = given[0][0].graph if given else tf.get_default_graph()
         reshapes = [op for op in self._graph.get_operations() if op.type == 'Reshape']
         self._reshapes = [

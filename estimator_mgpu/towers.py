@@ -136,6 +136,7 @@ class Towers:
             self._static_rows,
             self._bounds,
             self._indices,
+            self._shapes,
         )
 
     def add_rows(self, tensors: Iterable[tf.Tensor], axis: int = 0) -> None:

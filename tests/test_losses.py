@@ -560,3 +560,21 @@ def test_names_that_are_also_those_of_means():
         return some / (1.0 + some) + others / (1.0 + others)
 
     compare(with_loss(loss), batches(), 3, static=False)
+
+
+@pytest.mark.parametrize('shape_of', [tf.shape, lambda x: x.dense_shape], ids=['shape', 'dense'])
+@pytest.mark.parametrize('towers', [3, 5], ids='towers={}'.format)
+def test_sparse_features_tell_how_many_rows_there_are(shape_of, towers, caplog):
+    def model_fn(features, labels, mode):
+        output = tf.sparse.sparse_dense_matmul(features, tf.get_variable('w', [3, 1]))
+        rows = tf.cast(shape_of(features)[0], tf.float32)
+        loss = tf.reduce_sum(squares(labels, output)) / rows
+        loss += tf.reduce_mean(output) * tf.cast(shape_of(features)[1], tf.float32)
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    def sparse(features, labels):
+        return tf.sparse.from_dense(tf.nn.relu(features)), labels
+
+    for static in (True, False):
+        compare(model_fn, batches(steps=3), towers, static=static, preprocess=sparse)
+    assert 'cannot be told' not in caplog.text
