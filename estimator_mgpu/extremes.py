@@ -55,7 +55,7 @@ def _shapes_of(op: tf.Operation) -> list[tf.Tensor]:
 
 def _is_known(op: tf.Operation) -> bool:
     """Whether an op may give something that is to be the whole batch's."""
-    if op.type in _EXTREMES:
+    if op.type in _EXTREMES or op.type == 'Cast' and op.inputs[0].op.type in _EXTREMES:
         [value] = op.outputs
         if not (value.dtype.is_integer and value.shape.is_fully_defined()):
             return False
@@ -114,14 +114,15 @@ class Extremes:
         if op.type in LOOPS:
             self._go_on(op, rows)
             return
-        if op.type not in _EXTREMES:
+        if op.type in _SPARSE:
             for value in _shapes_of(op):
                 self._widen(value)
             return
         [value] = op.outputs
-        over_rows = rows.has(op.inputs[0]) and not rows.has(value)
-        if over_rows and not _says_where(op.inputs[0], rows):
-            self._share(value, _EXTREMES[op.type])
+        reduction = op.inputs[0].op if op.type == 'Cast' else op
+        over_rows = rows.has(reduction.inputs[0]) and not rows.has(value)
+        if over_rows and not _says_where(reduction.inputs[0], rows):
+            self._share(value, _EXTREMES[reduction.type])
 
     def _go_on(self, op: tf.Operation, rows: Rows) -> None:
         """Lets a loop that ends with the last row run as often as that of the whole batch."""

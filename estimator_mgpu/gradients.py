@@ -188,7 +188,7 @@ def _tape_hooked(original: Any) -> Any:
             # What the reduction adds to the graph isn't on the tape, nor are rounds of loops.
             if stop:
                 return tf.gradients(ys, xs, grad_ys, stop_gradients=stop)
-            if towers.continues_loops():
+            if towers.is_off_tape(ys):
                 return tf.gradients(ys, xs, grad_ys, unconnected_gradients=unconnected_gradients)
             if grad_ys is not None:
                 pairs = [_on_tape(towers, *pair) for pair in zip(ys, grad_ys)]

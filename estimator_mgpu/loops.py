@@ -7,13 +7,14 @@ for as many rounds as the tower with the longest row has taken more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
-from estimator_mgpu.bodies import GOES_ON, Body, inside
-from estimator_mgpu.functions import Library
+from estimator_mgpu import counts, private
+from estimator_mgpu.bodies import GOES_ON, Body, inside, is_of_shard
+from estimator_mgpu.functions import Library, called
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.places import ARRAYS, LOOPS, Places
 
@@ -29,20 +30,28 @@ def until_all_finished(op: tf.Operation, rows: Places) -> bool:
 
 
 def collecting(body: Body) -> list[tf.Operation]:
-    """Lists the loops that end with the last row of a shard, and collect an entry each round.
+    """Lists the loops that rows of a shard end, and which collect an entry each round.
 
-    Those are v1 loops, and loops inside of functions, for which there is no going on.
+    Left out are those that are gone on with.
     """
     ends = [op for op in body.ops if op.type == 'LoopCond' and body.rows.depends(op)]
     arrays = [op for op in body.ops if ends and op.type in ARRAYS]
     collecting = {name for op in arrays for name in private.loops_of(op)}
     ends = [op for op in ends if collecting.intersection(private.loops_of(op))]
-    found = [op for op in ends if _until_all(op.inputs[0], body.rows, True, None)]
-    for op in body.ops if body.where else ():
-        inner = list(inside(op, body)) if op.type in LOOPS and body.rows.depends(op) else []
-        if _ends_with_all(inner) and any(other.type in _LISTS for other in inner[0].ops):
-            found.append(op)
+    found = [op for op in ends if is_of_shard(op.inputs[0], body.rows)]
+    for op in body.ops:
+        if op.type in LOOPS and body.rows.depends(op) and not _is_gone_on_with(op):
+            inner = list(inside(op, body))
+            decision = inner[-1].condition if inner else None
+            collects = any(other.type in _LISTS for part in inner for other in part.ops)
+            if collects and decision is not None and is_of_shard(decision, inner[-1].rows):
+                found.append(op)
     return found
+
+
+def _is_gone_on_with(op: tf.Operation) -> bool:
+    users = [user for t in op.outputs for user in t.consumers() if user.type in LOOPS]
+    return GOES_ON in op.node_def.attr or any(GOES_ON in u.node_def.attr for u in users)
 
 
 def go_on(op: tf.Operation, more: tf.Tensor) -> tf.Operation:
@@ -60,21 +69,17 @@ def go_on(op: tf.Operation, more: tf.Tensor) -> tf.Operation:
     graph_def.versions.CopyFrom(op.graph.graph_def_versions)
     with absolute_scope(op.graph, 'replicate'), tf.device(op.device):
         given = [tf.constant(0), more, *op.outputs[2:]]
-    library = Library(op.graph)
-    body, condition = (library.get(op.get_attr(name).name) for name in ('body', 'cond'))
-    for function, add in ((body, _same), (condition, _up_to_the_second)):
-        # Of its own, for a gradient adds what it needs to a loop's functions.
-        own = graph_def.library.function.add()
-        own.signature.CopyFrom(function.signature)
-        own.signature.name += '_on'
-        add(own, function)
+    functions = _Copied(op.graph, graph_def)
+    handles = [_handle_of(tensor) for tensor in op.inputs]
+    body, condition = (functions.add(op.get_attr(name).name, handles) for name in ('body', 'cond'))
+    _run_up_to_the_second(condition)
     node = graph_def.node.add()
     node.CopyFrom(op.node_def)
     node.name = 'on'
     node.attr.pop('_class', None)
     node.attr[GOES_ON].b = True
-    node.attr['body'].func.name += '_on'
-    node.attr['cond'].func.name += '_on'
+    node.attr['body'].func.name = body.signature.name
+    node.attr['cond'].func.name = condition.signature.name
     del node.input[:]
     for i, tensor in enumerate(given):
         start = graph_def.node.add(name=f'given_{i}', op='Placeholder')
@@ -86,19 +91,67 @@ def go_on(op: tf.Operation, more: tf.Tensor) -> tf.Operation:
     return added
 
 
-def _same(own: Any, function: Any) -> None:
-    signature = own.signature.name
-    own.CopyFrom(function)
-    own.signature.name = signature
+class _Copied:
+    """Copies of functions, and of those that they call, under other names.
+
+    A gradient adds what it needs to a loop's functions, so that no two loops can have the same.
+
+    Args:
+      graph: whose functions they are.
+      graph_def: what the copies go to.
+    """
+
+    def __init__(self, graph: tf.Graph, graph_def: Any):
+        self._library = Library(graph)
+        self._copies = graph_def.library.function
+        self._added: dict[str, Any] = {}
+
+    def add(self, name: str, handles: Sequence[Any]) -> Any:
+        """Returns a function's copy.
+
+        Args:
+          name: the function's.
+          handles: for each input, what it's the handle of, or None.
+        """
+        if name in self._added:
+            return self._added[name]
+        copy = self._added[name] = self._copies.add()
+        copy.CopyFrom(self._library.get(name))
+        copy.signature.name += '_on'
+        known = {}
+        for arg, handle in zip(copy.signature.input_arg, handles):
+            if handle is not None and not arg.handle_data:
+                data = arg.handle_data.add(dtype=handle[0])
+                data.shape.CopyFrom(handle[1])
+            known[arg.name] = handle
+        for node in copy.node_def:
+            given = [known.get(name) for name in node.input if name[0] != '^']
+            for function in called(node):
+                original = self._library.get(function.name)
+                if original is not None:  # A branch is given all inputs but the first.
+                    first = len(given) - len(original.signature.input_arg)
+                    function.name = self.add(function.name, given[first:]).signature.name
+        return copy
 
 
-def _up_to_the_second(own: Any, function: Any) -> None:
+def _handle_of(tensor: tf.Tensor) -> Any:
+    """Returns the type and the shape of the variable that an input is the handle of, if it is."""
+    if tensor.op.type != 'VarHandleOp':
+        return None
+    attributes = tensor.op.node_def.attr
+    return attributes['dtype'].type, attributes['shape'].shape
+
+
+def _run_up_to_the_second(condition: Any) -> None:
     """Lets a loop run as long as the first that it's given is less than the second."""
-    number, limit = (arg.name for arg in own.signature.input_arg[:2])
-    less = own.node_def.add(name='less', op='Less', input=[number, limit])
+    number, limit = (arg.name for arg in condition.signature.input_arg[:2])
+    del condition.node_def[:]
+    condition.control_ret.clear()
+    del condition.signature.control_output[:]
+    less = condition.node_def.add(name='less', op='Less', input=[number, limit])
     less.attr['T'].type = tf.int32.as_datatype_enum
-    [output] = own.signature.output_arg
-    own.ret[output.name] = 'less:z:0'
+    [output] = condition.signature.output_arg
+    condition.ret[output.name] = 'less:z:0'
 
 
 def _ends_with_all(inner: list[Body]) -> bool:
@@ -111,6 +164,8 @@ def _ends_with_all(inner: list[Body]) -> bool:
 
 def _counts(body: Body) -> bool:
     """Whether a loop is as `tf.while_loop` makes it, with the number of the round first."""
+    if len(body.carried) < 3:
+        return False
     number, limit = body.carried[:2]
     start, most = number.graph.inputs[:2]
     added = number.op.type == 'AddV2' and number.op.inputs[0] is start
@@ -128,8 +183,8 @@ def _until_all(value: tf.Tensor, rows: Places, some: bool, body: Body | None) ->
       body: what a round does, for what it has decided itself.
     """
     op = value.op
-    own = rows.dependent_inputs(op)
-    if not rows.depends(op):
+    own = [t for t in op.inputs if not _is_alike(t, rows)]
+    if _is_alike(value, rows):
         return True
     if op.type == 'Identity':
         return _until_all(own[0], rows, some, body)
@@ -147,6 +202,13 @@ def _until_all(value: tf.Tensor, rows: Places, some: bool, body: Body | None) ->
         place = [t.op.name for t in value.graph.inputs].index(op.name)
         return _until_all(body.carried[place], body.rows, some, None)
     return _reduces(value, 'Any' if some else 'All', rows)
+
+
+def _is_alike(value: tf.Tensor, rows: Places) -> bool:
+    """Whether all shards have the same value, such as the size of another dimension."""
+    return not rows.depends(value.op) or (
+        counts.is_count(value, rows) and counts.growth(value, rows) == 0
+    )
 
 
 def _reduces(value: tf.Tensor, kind: str, rows: Places) -> bool:

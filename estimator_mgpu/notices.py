@@ -30,10 +30,15 @@ _BACKWARD = (
     'or train with replicate(devices=1).'
 )
 _LOOPS = (
-    'In what %r comes from, a loop that runs until all rows of its shard are finished gives an '
-    'entry for each round: %s. Other devices have more of these, or fewer, than one device has for '
-    'the batch. Call tf.enable_control_flow_v2() before, and leave the loop out of functions and '
-    'branches; let it run a fixed number of rounds; or run this model with replicate(devices=1).'
+    'In what %r comes from, a loop that the rows of its shard end gives an entry for each round: '
+    '%s. Other devices have more of these, or fewer, than one device has for the batch. Let it run '
+    'while ~tf.reduce_all(finished), by control flow v2 (tf.enable_control_flow_v2()), and outside '
+    'of functions; or a fixed number of rounds; or run this model with replicate(devices=1).'
+)
+_TAPE = (
+    'A GradientTape was asked for the gradient of what comes from a loop that runs until all rows '
+    'are finished. On several devices that is what tf.gradients gives, for which what was computed '
+    'outside of the tape counts, too: stop that by tf.stop_gradient().'
 )
 _PYTHON = 'In what %r comes from, Python functions are called with the rows of one shard each: %s.'
 
@@ -62,6 +67,11 @@ class Notices:
                 leaf.tensor.name,
                 leaf.kind,
             )
+
+    def off_tape(self) -> None:
+        """Warns of what a GradientTape can't leave out."""
+        if self._is_new('tape'):
+            tf.logging.warning('%s', _TAPE)
 
     def reshapes(self, rows: Rows, towers: int) -> None:
         """Warns of rows of a shard that are given the shape of those of the whole batch."""

@@ -176,7 +176,7 @@ class Places:
             if output.name not in self._places:
                 # What is as the output tells more, if there's such an input.
                 alike = [t for t in op.inputs if self.has(t) and t.shape.rank == output.shape.rank]
-                given = [*alike, given][0]
+                given = next(iter(alike), given)
                 place = self._guess(op, output, self._places[given.name])
                 if place is not None:
                     self._places[output.name] = place

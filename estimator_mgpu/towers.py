@@ -16,6 +16,7 @@ from estimator_mgpu.notices import Notices
 from estimator_mgpu.placement import Placement
 from estimator_mgpu.reshapes import Place
 from estimator_mgpu.rows import Rows
+from estimator_mgpu.walks import walk
 from estimator_mgpu.weights import Weights
 
 
@@ -101,9 +102,13 @@ class Towers:
         """Returns the greatest and the least integers of all rows, by the names of tower 0's."""
         return self._extremes.known()
 
-    def continues_loops(self) -> bool:
-        """Whether a loop was gone on with, which a tape doesn't know of."""
-        return bool(self._extremes.continued)
+    def is_off_tape(self, values: Iterable[tf.Tensor]) -> bool:
+        """Whether something comes from a loop that was gone on with, which a tape doesn't know."""
+        names = {op.name for op in self._extremes.continued}
+        found = bool(names) and any(op.name in names for op in walk([t.op for t in values]))
+        if found:
+            self.notices.off_tape()
+        return found
 
     def whole(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the value that a scalar of tower 0 has for the whole batch."""

@@ -43,6 +43,13 @@ def mean_of_all(features):
     return tf.reduce_mean(tf.square(values) * mask)
 
 
+def of_floats(features):
+    """Lengths that were added up from a mask."""
+    mask = tf.sequence_mask(features['lengths'], 5, tf.float32)
+    longest = tf.cast(tf.reduce_max(tf.reduce_sum(mask, 1)), tf.int32)
+    return tf.reduce_mean((scores(features) * mask)[:, :longest], 1)
+
+
 def masks_alone(features):
     mask = tf.sequence_mask(features['lengths'], dtype=tf.float32)
     return tf.reduce_mean(scores(features)[:, : tf.shape(mask)[1]] * mask, 1)
@@ -169,7 +176,7 @@ def example(text):
 OUTPUTS = [mean, mean_of_all, masks_alone, by_the_size, by_the_longest, less_the_shortest, softmax]
 OUTPUTS += [largest, padded, convolution, recurrent, in_a_function, in_a_loop]
 OUTPUTS += [longest_of_what_is_cut, ragged, words, words_of_some_size, sparse_words, sparse_rows]
-OUTPUTS += [parsed]
+OUTPUTS += [parsed, of_floats]
 
 
 def model_of(output):

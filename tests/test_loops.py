@@ -141,7 +141,68 @@ def attending(features):
     return steps_of(tf.while_loop(unfinished, body, start(features))[3])
 
 
-DECODERS = [not_all, some_not, at_most_four, not_either, by_the_longest, by_the_least_left]
+def nested(inner):
+    """A loop, a branch or a function inside of the loop, with variables or without."""
+
+    def decode(features):
+        advanced = advance(features)
+        step_of = inner(weights('other', 3, 3), weights('table', 7, 3))
+
+        def body(time, state, finished, outputs):
+            return advanced(time, step_of(time, state), finished, outputs)
+
+        return steps_of(tf.while_loop(unfinished, body, start(features))[3])
+
+    decode.__name__ = inner.__name__
+    return decode
+
+
+@nested
+def an_inner_loop(kernel, table):
+    body = lambda i, x: (i + 1, tf.tanh(x @ kernel) * 1.5)  # noqa: E731
+    return lambda time, state: tf.while_loop(lambda i, _: i < 2, body, (0, state))[1]
+
+
+@nested
+def a_branch_with_a_variable(kernel, table):
+    return lambda time, state: tf.cond(time > 1, lambda: state @ kernel, lambda: state * 2)
+
+
+@nested
+def a_branch_with_a_lookup(kernel, table):
+    ids = lambda x: tf.cast(tf.abs(x[:, 0]) * 3, tf.int32) % 7  # noqa: E731
+    look_up = lambda x: x + tf.nn.embedding_lookup(table, ids(x))  # noqa: E731
+    return lambda time, state: tf.cond(time > 1, lambda: look_up(state), lambda: state * 2)
+
+
+@nested
+def a_map(kernel, table):
+    return lambda time, state: tf.map_fn(lambda row: tf.tanh(row * kernel[0]), state)
+
+
+@nested
+def a_function(kernel, table):
+    return lambda time, state: tf.function(lambda x: tf.tanh(x @ kernel))(state)
+
+
+def up_to_the_size(features):
+    """Which is asked for in every round."""
+    most = lambda: tf.shape(features['steps'])[1] - 1  # noqa: E731
+    return until(lambda time, state, finished, _: (time < most()) & ~tf.reduce_all(finished))(
+        features
+    )
+
+
+DECODERS = [an_inner_loop, a_branch_with_a_variable, a_branch_with_a_lookup, a_map, a_function]
+DECODERS += [
+    up_to_the_size,
+    not_all,
+    some_not,
+    at_most_four,
+    not_either,
+    by_the_longest,
+    by_the_least_left,
+]
 DECODERS += [by_maximum_iterations, as_decided_in_a_round, with_a_branch, twice, final_state]
 DECODERS += [halting, attending]
 for name in ('not_all', 'some_not', 'at_most_four', 'not_either'):
@@ -175,7 +236,7 @@ def model_of(loss_of):
 
 
 def warnings(caplog):
-    return [r.getMessage() for r in caplog.records if 'until all rows' in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if 'the rows of its shard end' in r.getMessage()]
 
 
 @pytest.mark.parametrize('decode', DECODERS, ids=lambda f: f.__name__)
@@ -210,7 +271,7 @@ def test_two_gradients(static):
 
 
 @BOTH
-def test_a_tape(static):
+def test_a_tape(static, caplog):
     def model_fn(features, labels, mode):
         with tf.GradientTape() as tape:
             loss = mean_loss(not_all)(features, labels)
@@ -220,6 +281,27 @@ def test_a_tape(static):
         return spec_of(mode, loss, optimizer.apply_gradients(pairs, step()))
 
     compare(model_fn, DATA, 3, static=static)
+    assert 'outside of the tape counts, too' in caplog.text
+
+
+@BOTH
+def test_a_tape_of_something_else(static, caplog):
+    """What isn't on the tape is left out, though there's such a loop."""
+
+    def model_fn(features, labels, mode):
+        sums = tf.reduce_sum(features['steps'], 1)
+        base = tf.reduce_mean(sums @ weights('kernel', 3, 3), 1)
+        tf.summary.scalar('mean', tf.reduce_mean(not_all(features)))
+        with tf.GradientTape() as tape:
+            outputs = tf.reduce_mean(tf.tanh(sums @ weights('kernel', 3, 3)), 1)
+            loss = tf.reduce_mean(tf.square(outputs - labels - base))
+        variables = tf.trainable_variables()
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        pairs = zip(tape.gradient(loss, variables), variables)
+        return spec_of(mode, loss, optimizer.apply_gradients(pairs, step()))
+
+    compare(model_fn, DATA, 3, static=static)
+    assert 'outside of the tape counts, too' not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -266,6 +348,41 @@ def told(decode, caplog):
 def test_what_ends_with_its_shard_is_told(caplog):
     """There's no going on with a loop inside of a function."""
     assert 'tf.enable_control_flow_v2()' in told(lambda x: scaled(tf.function(not_all)(x)), caplog)
+
+
+def by_a_sum(features):
+    going = lambda time, state, finished, _: tf.reduce_sum(tf.cast(~finished, tf.int32)) > 0  # noqa: E731
+    return until(going)(features)
+
+
+def until_one_is_finished(features):
+    return until(lambda time, state, finished, _: ~tf.reduce_any(finished))(features)
+
+
+@pytest.mark.parametrize('decode', [by_a_sum, until_one_is_finished], ids=lambda f: f.__name__)
+def test_other_ends_are_told(decode, caplog):
+    told(decode, caplog)
+
+
+def test_a_loop_of_one_variable():
+    """It doesn't count its rounds."""
+
+    @tf.function
+    def going(x):
+        return tf.reduce_any(x > 0)
+
+    @tf.function
+    def body(x):
+        return x - 1
+
+    def loss_of(features, labels):
+        given = features['steps'][:, 0] * 3
+        spec = tf.TensorSpec(given.shape, given.dtype)
+        functions = [f.get_concrete_function(spec) for f in (going, body)]
+        [last] = tf.raw_ops.While(input=[given], cond=functions[0], body=functions[1])
+        return tf.reduce_mean(scaled(last + given))
+
+    evaluate(model_of(loss_of), DATA, 3, static=False)
 
 
 def test_v1_loops_that_end_with_their_shard_are_told(caplog):
