@@ -22,6 +22,7 @@ class Findings(NamedTuple):
       norms: likewise, if batch normalization consists of them.
       python: the calls of Python functions with rows.
       loops: those that give as many entries as their shard takes rounds.
+      ends: those that may end before one device's would.
     """
 
     others: list[str]
@@ -29,6 +30,7 @@ class Findings(NamedTuple):
     norms: dict[str, str]
     python: list[str]
     loops: list[str]
+    ends: list[str]
 
 
 def find(ops: Sequence[tf.Operation], rows: Rows, certain: bool = False) -> Findings:
@@ -39,13 +41,14 @@ def find(ops: Sequence[tf.Operation], rows: Rows, certain: bool = False) -> Find
       rows: which tensors have rows.
       certain: whether to leave out what may give each row what is its own.
     """
-    found = Findings([], {}, {}, [], [])
+    found = Findings([], {}, {}, [], [], [])
     for body in bodies(ops, rows):
         found.others.extend(map(body.describe, mixing.of_rows(body, certain)))
         for op, value in shard_values.combined(body):
             kind = found.norms if shard_values.is_batch_norm(op) else found.values
             kind[body.describe(op)] = value.name + body.where
         found.loops.extend(map(body.describe, loops.collecting(body)))
+        found.ends.extend(map(body.describe, loops.ending_early(body)))
         called = [op for op in body.ops if op.type in PYTHON_FUNCTIONS]
         found.python.extend(body.describe(op) for op in called if body.rows.dependent_inputs(op))
     return found

@@ -16,7 +16,9 @@ from estimator_mgpu import counts, private
 from estimator_mgpu.bodies import GOES_ON, Body, inside, is_of_shard
 from estimator_mgpu.functions import Library, called
 from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu.mixing import goes_by_rows
 from estimator_mgpu.places import ARRAYS, LOOPS, Places
+from estimator_mgpu.walks import inputs, walk
 
 # What puts an entry into a list of tensors.
 _LISTS = frozenset(['TensorListSetItem', 'TensorListPushBack'])
@@ -47,6 +49,43 @@ def collecting(body: Body) -> list[tf.Operation]:
             if collects and decision is not None and is_of_shard(decision, inner[-1].rows):
                 found.append(op)
     return found
+
+
+def ending_early(body: Body) -> list[tf.Operation]:
+    """Lists the loops that go by rows being finished all at once, as rows may go on later.
+
+    A shard's loop ends with its first such round. Left out are those that go by integers, such as
+    lengths, and what is kept by `finished | ...`.
+    """
+    found = []
+    for op in body.ops:
+        inner = list(inside(op, body)) if op.type in LOOPS and body.rows.depends(op) else []
+        decision = inner[1].condition if _ends_with_all(inner) else None
+        if decision is not None:
+            decided = walk([decision.op], inputs)
+            flags = [end.inputs[0] for end in decided if end.type in ('Any', 'All')]
+            if any(_may_go_on(t, inner[0], inner[1].rows) for t in flags):
+                found.append(op)
+    return found
+
+
+def _may_go_on(flags: tf.Tensor, body: Body, rows: Places) -> bool:
+    """Whether rows that are finished by what a round has computed may go on in a later one."""
+    carried = {t.op.name: after for t, after in zip(flags.graph.inputs, body.carried)}
+    while flags.op.type in ('Identity', 'LogicalNot'):
+        flags = flags.op.inputs[0]
+    before = list(walk([flags.op], inputs))
+    after = [carried[op.name] for op in before if op.name in carried]
+    if not goes_by_rows(flags, rows) and not any(goes_by_rows(t, body.rows) for t in after):
+        return False
+    if flags.op.name not in carried:
+        return True
+    number = list(carried).index(flags.op.name)
+    own = carried[flags.op.name].graph.inputs[number].op
+    kept = ('Identity', 'LogicalNot', 'LogicalOr', 'LogicalAnd')
+    start = carried[flags.op.name].op
+    before = list(walk([start], lambda op: inputs(op) if op.type in kept else []))
+    return own.name not in {op.name for op in before}
 
 
 def _is_gone_on_with(op: tf.Operation) -> bool:

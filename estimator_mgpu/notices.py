@@ -35,6 +35,12 @@ _LOOPS = (
     'while ~tf.reduce_all(finished), by control flow v2 (tf.enable_control_flow_v2()), and outside '
     'of functions; or a fixed number of rounds; or run this model with replicate(devices=1).'
 )
+_ENDS = (
+    'In what %r comes from, a loop runs until all rows are finished at once, which each round '
+    'computes anew: %s. Where a row that was finished goes on later, this may end before it would '
+    'on one device. Keep rows finished, by finished = tf.logical_or(finished, ended); let it run '
+    'a fixed number of rounds; or run this model with replicate(devices=1).'
+)
 _TAPE = (
     'A GradientTape was asked for the gradient of what comes from a loop that runs until all rows '
     'are finished. On several devices that is what tf.gradients gives, for which what was computed '
@@ -124,6 +130,7 @@ class Notices:
         self._tell(tf.logging.warning, _OTHERS, value, numbered + found.others)
         self._tell(tf.logging.warning, _VALUES, value, values)
         self._tell(tf.logging.warning, _LOOPS, value, found.loops)
+        self._tell(tf.logging.warning, _ENDS, value, found.ends)
         self._tell(tf.logging.info, _NORMS, value, norms)
         self._tell(tf.logging.info, _PYTHON, value, found.python)
 

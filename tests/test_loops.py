@@ -364,6 +364,54 @@ def test_other_ends_are_told(decode, caplog):
     told(decode, caplog)
 
 
+def by_a_bound(features):
+    """As a beam search's: it's computed from scores that may fall again."""
+    kernel = weights('kernel', 3, 3)
+
+    def body(time, state):
+        return time + 1, tf.sin(state @ kernel + tf.cast(time, tf.float32))
+
+    going = lambda time, state: (time < 20) & ~tf.reduce_all(state[:, 0] > 0.9)  # noqa: E731
+    return tf.while_loop(going, body, (0, features['steps'][:, 0]))[1][:, None]
+
+
+def by_the_last_word(features):
+    kernel = weights('kernel', 3, 3)
+
+    def body(time, word, state):
+        state = tf.sin(state @ kernel + tf.cast(word, tf.float32)[:, None])
+        return time + 1, tf.argmax(state, 1), state
+
+    going = lambda time, word, state: (time < 20) & tf.reduce_any(word > 0)  # noqa: E731
+    start = (0, features['lengths'], features['steps'][:, 0])
+    return tf.while_loop(going, body, start)[2][:, None]
+
+
+def kept(features):
+    """By what a round computes, but rows that are finished stay so."""
+    kernel = weights('kernel', 3, 3)
+
+    def body(time, finished, state):
+        state = tf.sin(state @ kernel + tf.cast(time, tf.float32))
+        return time + 1, finished | (state[:, 0] > 0.9), state
+
+    going = lambda time, finished, state: (time < 20) & ~tf.reduce_all(finished)  # noqa: E731
+    state = features['steps'][:, 0]
+    return tf.while_loop(going, body, (0, state[:, 0] > 0.9, state))[2][:, None]
+
+
+@pytest.mark.parametrize('decode', [by_a_bound, by_the_last_word], ids=lambda f: f.__name__)
+def test_rows_that_may_go_on_later_are_told(decode, caplog):
+    evaluate(model_of(mean_loss(decode)), DATA, 3, static=False)
+    assert 'computes anew' in caplog.text
+
+
+@pytest.mark.parametrize('decode', [kept, not_all, by_the_longest], ids=lambda f: f.__name__)
+def test_rows_that_stay_finished(decode, caplog):
+    compare(model_of(mean_loss(decode)), DATA, 3, static=False)
+    assert 'computes anew' not in caplog.text
+
+
 def test_a_loop_of_one_variable():
     """It doesn't count its rounds."""
 
