@@ -30,6 +30,7 @@ class Body(NamedTuple):
       loops: whether they run once a round.
       carried: what a round hands on to the next one, in a function.
       condition: whether there is another round, if that's what it's about.
+      inner: the functions that its ops call, by the names of these; as `inside` yields them.
     """
 
     ops: list[tf.Operation]
@@ -38,6 +39,7 @@ class Body(NamedTuple):
     loops: bool = False
     carried: list[tf.Tensor] = []
     condition: tf.Tensor | None = None
+    inner: dict[str, list[Body]] = {}
 
     def describe(self, op: tf.Operation) -> str:
         return f'{op.name!r} ({op.type}){self.where}'
@@ -48,8 +50,9 @@ def bodies(ops: Iterable[tf.Operation], rows: Places) -> Iterator[Body]:
     waiting = [Body(list(ops), rows)]
     while waiting:
         body = waiting.pop()
-        yield body
-        waiting += [inner for op in body.ops for inner in inside(op, body)]
+        inner = {op.name: list(inside(op, body)) for op in body.ops if op.type in CALLS}
+        yield body._replace(inner=inner)
+        waiting += [called for found in inner.values() for called in found]
 
 
 def _functions(

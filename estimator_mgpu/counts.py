@@ -63,11 +63,9 @@ class _Growths:
         op, size = tensor.op, tensor.shape.num_elements() or 1
         if not self._rows.depends(op):
             return [0.0] * size
-        if tensor.name in self._rows.shapes:
-            return [float(i == 0) for i in range(size)]
-        if op.type == 'Shape':
-            axis = self._rows.axis(op.inputs[0])
-            return [float(i == axis) for i in range(op.inputs[0].shape.rank or 0)] or [None]
+        if op.type == 'Shape' or tensor.name in self._rows.shapes:
+            axis = self._rows.axis_in(tensor)
+            return [float(i == axis) for i in range(tensor.shape.num_elements() or 0)] or [None]
         if op.type == 'Size':
             return [float(self._rows.has(op.inputs[0]))]
         given = [self.of(t) for t in op.inputs]

@@ -138,15 +138,18 @@ class Extremes:
         for own, value in zip(op.outputs[2:], added.outputs[2:]):
             self._use(own, value, besides=added)
 
-    def _share(self, value: tf.Tensor, extreme: Callable[..., Any]) -> tf.Tensor | None:
-        """Returns the whole batch's value, which others are given instead from now on."""
+    def _share(self, value: tf.Tensor, extreme: Callable[..., Any]) -> None:
+        """Puts the whole batch's value in the place of tower 0's, from now on."""
         whole = self._whole_of(value, extreme)
         if whole is not None:
-            self._wholes.append((value, whole))
-            self._use(value, whole)
-        return whole
+            self._replace(value, whole)
+
+    def _replace(self, value: tf.Tensor, whole: tf.Tensor) -> None:
+        self._wholes.append((value, whole))
+        self._use(value, whole)
 
     def _whole_of(self, value: tf.Tensor, extreme: Callable[..., Any]) -> tf.Tensor | None:
+        """Returns the greatest or the least of all towers' values."""
         if not self._copies.can_have([value]):
             return None
         copies = [own for [own] in self._copies.copy([value])]
@@ -162,12 +165,13 @@ class Extremes:
         """Lets a sparse tensor be as wide as the widest of all towers."""
         with absolute_scope(self._graph, 'replicate'), tf.device('/device:CPU:0'):
             widths = tf.slice(shape, [1], [-1])
-        if not shape.shape.is_fully_defined() or self._share(widths, tf.maximum) is None:
+        defined = shape.shape.is_fully_defined()
+        widest = self._whole_of(widths, tf.maximum) if defined else None
+        if widest is None:
             return
         with absolute_scope(self._graph, 'replicate'), tf.device('/device:CPU:0'):
-            wide = tf.concat([tf.slice(shape, [0], [1]), self._wholes.pop()[1]], 0)
-        self._wholes.append((shape, wide))
-        self._use(shape, wide)
+            wide = tf.concat([tf.slice(shape, [0], [1]), widest], 0)
+        self._replace(shape, wide)
 
     def _use(self, value: tf.Tensor, whole: tf.Tensor, besides: tf.Operation | None = None) -> None:
         for op in value.consumers():
@@ -198,10 +202,9 @@ class Extremes:
                 row_partition_types=op.get_attr('row_partition_types'),
             )
             longest = tf.shape(padded, out_type=tf.int64)[1:]
-        whole = self._share(longest, tf.maximum)
+        whole = self._whole_of(longest, tf.maximum)
         if whole is None:
             return
-        self._wholes.pop()
         with absolute_scope(self._graph, 'replicate'), tf.device(op.device):
             given = tf.constant(told[1:outer], tf.int64)
             size = tf.where(tf.equal(given, -1), whole, given)

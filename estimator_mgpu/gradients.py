@@ -189,6 +189,7 @@ def _tape_hooked(original: Any) -> Any:
             if stop:
                 return tf.gradients(ys, xs, grad_ys, stop_gradients=stop)
             if towers.is_off_tape(ys):
+                towers.notices.off_tape()
                 return tf.gradients(ys, xs, grad_ys, unconnected_gradients=unconnected_gradients)
             if grad_ys is not None:
                 pairs = [_on_tape(towers, *pair) for pair in zip(ys, grad_ys)]

@@ -27,7 +27,7 @@ _COMPARES = frozenset(['Less', 'LessEqual', 'Greater', 'GreaterEqual'])
 
 def until_all_finished(op: tf.Operation, rows: Places) -> bool:
     """Whether a v2 loop is one that ends with the last of its rows, and can be gone on with."""
-    inner = list(inside(op, Body([op], rows))) if op.type in LOOPS and rows.depends(op) else []
+    inner = list(inside(op, Body([op], rows))) if rows.depends(op) else []
     return _ends_with_all(inner) and _counts(inner[0])
 
 
@@ -41,13 +41,12 @@ def collecting(body: Body) -> list[tf.Operation]:
     collecting = {name for op in arrays for name in private.loops_of(op)}
     ends = [op for op in ends if collecting.intersection(private.loops_of(op))]
     found = [op for op in ends if is_of_shard(op.inputs[0], body.rows)]
-    for op in body.ops:
-        if op.type in LOOPS and body.rows.depends(op) and not _is_gone_on_with(op):
-            inner = list(inside(op, body))
-            decision = inner[-1].condition if inner else None
-            collects = any(other.type in _LISTS for part in inner for other in part.ops)
-            if collects and decision is not None and is_of_shard(decision, inner[-1].rows):
-                found.append(op)
+    for op, inner in _loops_in(body):
+        decision = inner[-1].condition if inner else None
+        collects = any(other.type in _LISTS for part in inner for other in part.ops)
+        by_rows = decision is not None and is_of_shard(decision, inner[-1].rows)
+        if collects and by_rows and not _is_gone_on_with(op):
+            found.append(op)
     return found
 
 
@@ -58,8 +57,7 @@ def ending_early(body: Body) -> list[tf.Operation]:
     lengths, and what is kept by `finished | ...`.
     """
     found = []
-    for op in body.ops:
-        inner = list(inside(op, body)) if op.type in LOOPS and body.rows.depends(op) else []
+    for op, inner in _loops_in(body):
         decision = inner[1].condition if _ends_with_all(inner) else None
         if decision is not None:
             decided = walk([decision.op], inputs)
@@ -67,6 +65,12 @@ def ending_early(body: Body) -> list[tf.Operation]:
             if any(_may_go_on(t, inner[0], inner[1].rows) for t in flags):
                 found.append(op)
     return found
+
+
+def _loops_in(body: Body) -> list[tuple[tf.Operation, list[Body]]]:
+    """Lists the v2 loops that depend on the shard, with their functions."""
+    found = [op for op in body.ops if op.type in LOOPS and body.rows.depends(op)]
+    return [(op, body.inner[op.name]) for op in found]
 
 
 def _may_go_on(flags: tf.Tensor, body: Body, rows: Places) -> bool:
@@ -110,8 +114,8 @@ def go_on(op: tf.Operation, more: tf.Tensor) -> tf.Operation:
         given = [tf.constant(0), more, *op.outputs[2:]]
     functions = _Copied(op.graph, graph_def)
     handles = [_handle_of(tensor) for tensor in op.inputs]
-    body, condition = (functions.add(op.get_attr(name).name, handles) for name in ('body', 'cond'))
-    _run_up_to_the_second(condition)
+    body = functions.add(op.get_attr('body').name, handles)
+    condition = functions.add_limit(op.get_attr('cond').name)
     node = graph_def.node.add()
     node.CopyFrom(op.node_def)
     node.name = 'on'
@@ -172,6 +176,23 @@ class _Copied:
                     function.name = self.add(function.name, given[first:]).signature.name
         return copy
 
+    def add_limit(self, name: str) -> Any:
+        """Returns what a loop goes by that is to run while its first input is less than its second.
+
+        Args:
+          name: that of what it went by.
+        """
+        limit = self._copies.add()
+        limit.signature.CopyFrom(self._library.get(name).signature)
+        limit.signature.name += '_on'
+        del limit.signature.control_output[:]
+        given = [arg.name for arg in limit.signature.input_arg[:2]]
+        less = limit.node_def.add(name='less', op='Less', input=given)
+        less.attr['T'].type = tf.int32.as_datatype_enum
+        [output] = limit.signature.output_arg
+        limit.ret[output.name] = 'less:z:0'
+        return limit
+
 
 def _handle_of(tensor: tf.Tensor) -> Any:
     """Returns the type and the shape of the variable that an input is the handle of, if it is."""
@@ -179,18 +200,6 @@ def _handle_of(tensor: tf.Tensor) -> Any:
         return None
     attributes = tensor.op.node_def.attr
     return attributes['dtype'].type, attributes['shape'].shape
-
-
-def _run_up_to_the_second(condition: Any) -> None:
-    """Lets a loop run as long as the first that it's given is less than the second."""
-    number, limit = (arg.name for arg in condition.signature.input_arg[:2])
-    del condition.node_def[:]
-    condition.control_ret.clear()
-    del condition.signature.control_output[:]
-    less = condition.node_def.add(name='less', op='Less', input=[number, limit])
-    less.attr['T'].type = tf.int32.as_datatype_enum
-    [output] = condition.signature.output_arg
-    condition.ret[output.name] = 'less:z:0'
 
 
 def _ends_with_all(inner: list[Body]) -> bool:

@@ -172,18 +172,12 @@ class _Walk:
             if isinstance(found, str):
                 counted = found == MEAN and tensor.op.type == 'Mean'
                 counted = counted and not tensor.op.inputs[0].shape.is_fully_defined()
-                axis, bounds = self._along(tensor) if found == SHAPE else (None, False)
+                axis = self._rows.axis_in(tensor) if found == SHAPE else None
+                bounds = found == SHAPE and self._rows.are_bounds(tensor.op.inputs[0])
                 self.leaves.append(Leaf(tensor, found, counted, axis, bounds))
             else:
                 self.tail.add(tensor.op.name)
                 waiting += found
-
-    def _along(self, shape: tf.Tensor) -> tuple[int | None, bool]:
-        """Returns which entry of a shape is the number of rows, or is one more than that."""
-        if shape.name in self._rows.shapes:
-            return 0, False
-        given = shape.op.inputs[0]
-        return self._rows.axis(given), self._rows.are_bounds(given)
 
     def through_linear(self, tensor: tf.Tensor) -> list[tf.Tensor] | str:
         """For a loss that is known to be a sum: only what leaves it one is its tail."""

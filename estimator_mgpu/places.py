@@ -255,6 +255,10 @@ class Places:
             return None
         return next((i for i, size in enumerate(shape.inputs) if self.is_row_count(size)), None)
 
+    def axis_in(self, shape: tf.Tensor) -> int | None:
+        """Which entry of the shape of a tensor, dense or sparse, is the number of rows."""
+        return 0 if shape.name in self.shapes else self.axis(shape.op.inputs[0])
+
     def is_row_count(self, size: tf.Tensor) -> bool:
         """Whether a scalar is the number of rows, taken from a shape or known statically."""
         op = size.op
@@ -263,12 +267,12 @@ class Places:
         shape = op.inputs[0] if op.type == 'StridedSlice' else size
         while shape.op.type in ('Identity', 'Cast'):
             shape = shape.op.inputs[0]
-        of_sparse = op.type == 'StridedSlice' and shape.name in self.shapes
-        if not of_sparse and (op.type != 'StridedSlice' or shape.op.type != 'Shape'):
+        of_tensor = shape.op.type == 'Shape' or shape.name in self.shapes
+        if op.type != 'StridedSlice' or not of_tensor:
             value = private.constant_value(size)
             return self.static is not None and value is not None and int(value) == self.static
         index = private.constant_value(op.inputs[1])
-        axis = 0 if of_sparse else self.axis(shape.op.inputs[0])
+        axis = self.axis_in(shape)
         return axis is not None and index is not None and index.tolist() == [axis]
 
     def _is_summed(self, op: tf.Operation, given: tf.Tensor) -> bool:

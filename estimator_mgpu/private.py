@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,11 +140,15 @@ def in_loop(op: tf.Operation) -> bool:
 
 def loops_of(op: tf.Operation) -> list[str]:
     """Returns the names of the v1 `while_loop`s that an op is inside of, the innermost first."""
-    found, context = [], op._get_control_flow_context()
+    return [context.name for context in _contexts(op) if context.IsWhileContext()]
+
+
+def _contexts(op: tf.Operation) -> Iterator[Any]:
+    """Yields the v1 loops and branches that an op is inside of, the innermost first."""
+    context = op._get_control_flow_context()
     while context is not None:
-        found += [context.name] if context.IsWhileContext() else []
+        yield context
         context = context.outer_context
-    return found
 
 
 def own_python_function(token: bytes, graph: tf.Graph, own: Callable[[bytes], bytes]) -> bytes:
@@ -178,19 +182,12 @@ def own_python_function(token: bytes, graph: tf.Graph, own: Callable[[bytes], by
 
 def branched_on(op: tf.Operation) -> list[tf.Tensor]:
     """Lists what decides on the v1 `cond`s that an op is inside of."""
-    found, context = [], op._get_control_flow_context()
-    while context is not None:
-        if context.IsCondContext():
-            found.append(context.pred)
-        context = context.outer_context
-    return found
+    return [context.pred for context in _contexts(op) if context.IsCondContext()]
 
 
 def loop_ends(op: tf.Operation) -> list[tf.Operation]:
     """Returns the `Exit`s of the v1 `while_loop` that an op is in, if that's in nothing else."""
-    context = op._get_control_flow_context()
-    while context.outer_context is not None:
-        context = context.outer_context
+    *_, context = _contexts(op)
     return [t.op for t in context.loop_exits] if context.IsWhileContext() else []
 
 

@@ -105,10 +105,7 @@ class Towers:
     def is_off_tape(self, values: Iterable[tf.Tensor]) -> bool:
         """Whether something comes from a loop that was gone on with, which a tape doesn't know."""
         names = {op.name for op in self._extremes.continued}
-        found = bool(names) and any(op.name in names for op in walk([t.op for t in values]))
-        if found:
-            self.notices.off_tape()
-        return found
+        return bool(names) and any(op.name in names for op in walk([t.op for t in values]))
 
     def whole(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the value that a scalar of tower 0 has for the whole batch."""

@@ -15,6 +15,12 @@ def floats(rows: int, *shape: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed + rows).randn(rows, *shape).astype(np.float32)
 
 
+def weights(name: str, *shape: int) -> Any:
+    """A variable of its own for each name, however often it's asked for."""
+    with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
+        return tf.get_variable(name, initializer=floats(*shape))
+
+
 def batches(rows: int = ROWS, steps: int = 10, dtype: Any = np.float32) -> list:
     """Three features and one label a row."""
     return [

@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from models import floats, spec_of, step
+from models import floats, spec_of, step, weights
 from towers import compare, evaluate, session
 
 BOTH = pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
@@ -15,11 +15,6 @@ DATA = [
     ({'steps': floats(6, 5, 3, seed=i), 'lengths': LENGTHS, 'texts': TEXTS}, floats(6, seed=i))
     for i in (1, 2)
 ]
-
-
-def weights(name, *shape):
-    with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
-        return tf.get_variable(name, initializer=floats(*shape))
 
 
 def scores(features):

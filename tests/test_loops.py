@@ -4,17 +4,12 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from models import floats, spec_of, step
+from models import floats, spec_of, step, weights
 from towers import behavior_of, compare, evaluate
 
 BOTH = pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
 LENGTHS = np.array([1, 2, 2, 1, 5, 4], np.int64)
 DATA = [({'steps': floats(6, 5, 3, seed=i), 'lengths': LENGTHS}, floats(6, seed=i)) for i in (1, 2)]
-
-
-def weights(name, *shape):
-    with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
-        return tf.get_variable(name, initializer=floats(*shape))
 
 
 def start(features):
@@ -52,15 +47,28 @@ def until(going):
     def decode(features):
         return steps_of(tf.while_loop(going, advance(features), start(features))[3])
 
+    decode.__name__ = going.__name__
     return decode
 
 
-not_all = until(unfinished)
-some_not = until(lambda time, state, finished, outputs: tf.reduce_any(~finished))
-at_most_four = until(
-    lambda time, state, finished, outputs: (time < 4) & tf.logical_not(tf.reduce_all(finished))
-)
-not_either = until(lambda time, state, finished, outputs: ~(tf.reduce_all(finished) | (time >= 4)))
+@until
+def not_all(time, state, finished, outputs):
+    return unfinished(time, state, finished, outputs)
+
+
+@until
+def some_not(time, state, finished, outputs):
+    return tf.reduce_any(~finished)
+
+
+@until
+def at_most_four(time, state, finished, outputs):
+    return (time < 4) & tf.logical_not(tf.reduce_all(finished))
+
+
+@until
+def not_either(time, state, finished, outputs):
+    return ~(tf.reduce_all(finished) | (time >= 4))
 
 
 def by_the_longest(features):
@@ -205,8 +213,6 @@ DECODERS += [
 ]
 DECODERS += [by_maximum_iterations, as_decided_in_a_round, with_a_branch, twice, final_state]
 DECODERS += [halting, attending]
-for name in ('not_all', 'some_not', 'at_most_four', 'not_either'):
-    globals()[name].__name__ = name
 
 
 def mean_loss(decode):
