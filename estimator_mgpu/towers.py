@@ -84,10 +84,11 @@ class Towers:
         Args:
           shards: one nest a tower. A tensor that stands in all of them goes whole to every tower.
         """
-        leaves = tf.nest.flatten(shards[0])
-        ragged = [x for x in leaves if isinstance(x, tf.RaggedTensor)]
+        leaves = zip(*(tf.nest.flatten(shard) for shard in shards))
+        own = [leaf for leaf, *others in leaves if any(other is not leaf for other in others)]
+        ragged = [x for x in own if isinstance(x, tf.RaggedTensor)]
         self._bounds.update(t.name for x in ragged for t in x.nested_row_splits)
-        sparse = [x for x in leaves if isinstance(x, tf.SparseTensor)]
+        sparse = [x for x in own if isinstance(x, tf.SparseTensor)]
         self._shapes.update(x.dense_shape.name for x in sparse)
         self._indices.update(x.indices.name for x in sparse)
         first, *others = [flat_tensors(shard) for shard in shards]

@@ -578,3 +578,20 @@ def test_sparse_features_tell_how_many_rows_there_are(shape_of, towers, caplog):
     for static in (True, False):
         compare(model_fn, batches(steps=3), towers, static=static, preprocess=sparse)
     assert 'cannot be told' not in caplog.text
+
+
+@pytest.mark.parametrize('static', [True, False])
+def test_sparse_features_for_every_tower_have_no_rows(static, caplog):
+    def model_fn(features, labels, mode):
+        table = tf.sparse.sparse_dense_matmul(features['table'], tf.get_variable('w', [2, 3]))
+        output = tf.tensordot(features['x'], tf.reduce_mean(table, 0), 1)[:, tf.newaxis]
+        loss = tf.reduce_mean(squares(labels, output))
+        loss = tf.reduce_sum(tf.fill([tf.shape(features['table'])[0]], loss))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    def with_table(features, labels):
+        return {'x': features, 'table': tf.sparse.eye(5, 2)}, labels
+
+    data = batches(steps=3)
+    compare(model_fn, data, 3, static=static, preprocess=with_table, broadcast=['table'])
+    assert 'estimator_mgpu' not in caplog.text
