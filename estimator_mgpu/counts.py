@@ -73,6 +73,9 @@ class _Growths:
             return given[0]
         if op.type in ('StridedSlice', 'GatherV2'):
             return _chosen(op, given[0])
+        if op.type == 'Unpack':
+            entries = given[0]
+            return entries[tensor.value_index :][:1] if len(entries) == len(op.outputs) else [None]
         if op.type in ('Pack', 'ConcatV2'):
             parts = given if op.type == 'Pack' else given[:-1]
             return [entry for part in parts for entry in part]

@@ -31,6 +31,10 @@ _PAIRS = COMPARES | frozenset(
     + ['SelectV2']
 )
 _BRANCHES = frozenset(['If', 'StatelessIf', 'Case', 'StatelessCase'])
+# Ops that give the same for each row, or draw it, if what they're given has none.
+_MAKES = re.compile('Fill|Tile|BroadcastTo|(Zeros|Ones)Like|.*(Random|Truncated)')
+# What goes by the shape of its input only.
+_OF_SHAPES = SIZES | {'ZerosLike', 'OnesLike'}
 # Ops that go over all dimensions but the first one.
 _WINDOWS = re.compile('(DepthwiseConv|Conv|MaxPool|AvgPool)[1-3]?[dD]?(Native)?$')
 # Ops that mix what is along the last two dimensions.
@@ -60,6 +64,14 @@ def of_rows(body: Body, certain: bool = False) -> list[tf.Operation]:
         and not (is_one_row(op, rows) and loops(op, body))
     ]
     return found + [op for op in carrying(body) if op not in found]
+
+
+def before(op: tf.Operation, rows: Places) -> list[tf.Operation]:
+    """Lists what an op combines, which isn't a slice of rows of which it only takes the shape."""
+    given = rows.dependent_inputs(op)
+    if op.type in _OF_SHAPES and given and given[0].op.type == 'StridedSlice':
+        given = rows.dependent_inputs(given[0].op)
+    return [t.op for t in given]
 
 
 def numbered(value: tf.Tensor, rows: Rows) -> list[tf.Operation]:
@@ -123,11 +135,16 @@ def _undoes_concat(op: tf.Operation, rows: Places) -> bool:
 
     def onward(op: tf.Operation) -> list[tf.Operation]:
         given = [t for t in op.inputs if rows.has(t)]
-        known = op.type == 'ConcatV2' and given and all(t.shape.rank for t in given)
-        if known and rows.axis(given[0]) in dimensions(op.inputs[-1], given[0]):
+        axis = rows.axis(given[0]) if given else None
+        known = axis is not None and all(t.shape.rank for t in given)
+        if known and op.type == 'ConcatV2' and axis in dimensions(op.inputs[-1], given[0]):
             parts.append([t.shape.as_list()[rows.axis(t)] for t in given])
             return []
-        others.extend([] if given else [op])
+        times = private.constant_value(op.inputs[1]) if known and op.type == 'Tile' else None
+        if times is not None and times[axis] > 1:
+            parts.append([given[0].shape.as_list()[axis]] * times[axis])
+            return []
+        others.extend([] if given or _MAKES.match(op.type) else [op])
         return [t.op for t in given]
 
     for _ in walk([t.op for t in op.inputs if rows.has(t)], onward):

@@ -113,11 +113,7 @@ class Notices:
 
     def mixing(self, rows: Rows, value: tf.Tensor) -> None:
         """Warns of what a value comes from that gives rows something of others of their shard."""
-
-        def onward(op: tf.Operation) -> list[tf.Operation]:
-            return [t.op for t in rows.dependent_inputs(op)]
-
-        ops = list(walk([value.op], onward, without=self._seen))
+        ops = list(walk([value.op], lambda op: mixing.before(op, rows), without=self._seen))
         self._seen.update(op.name for op in ops)
         self._segments(ops, rows)
         numbered = [f'{op.name!r} ({op.type})' for op in mixing.numbered(value, rows)]

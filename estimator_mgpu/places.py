@@ -261,18 +261,19 @@ class Places:
 
     def is_row_count(self, size: tf.Tensor) -> bool:
         """Whether a scalar is the number of rows, taken from a shape or known statically."""
+        while size.op.type in ('Identity', 'Cast'):
+            size = size.op.inputs[0]
         op = size.op
-        while op.type in ('Identity', 'Cast'):
-            op = op.inputs[0].op
-        shape = op.inputs[0] if op.type == 'StridedSlice' else size
+        shape = op.inputs[0] if op.type in ('StridedSlice', 'Unpack') else size
         while shape.op.type in ('Identity', 'Cast'):
             shape = shape.op.inputs[0]
-        of_tensor = shape.op.type == 'Shape' or shape.name in self.shapes
-        if op.type != 'StridedSlice' or not of_tensor:
+        if shape is size or not (shape.op.type == 'Shape' or shape.name in self.shapes):
             value = private.constant_value(size)
             return self.static is not None and value is not None and int(value) == self.static
-        index = private.constant_value(op.inputs[1])
         axis = self.axis_in(shape)
+        if op.type == 'Unpack':
+            return axis == size.value_index
+        index = private.constant_value(op.inputs[1])
         return axis is not None and index is not None and index.tolist() == [axis]
 
     def _is_summed(self, op: tf.Operation, given: tf.Tensor) -> bool:

@@ -46,17 +46,30 @@ def by_two_sizes(labels, output):
     return tf.reduce_sum(wide / rows_of(wide) / columns_of(wide))
 
 
+def by_unstacked_sizes(labels, output):
+    """As in matrices of style."""
+    wide = tf.square(tf.concat([labels, output], 1))
+    rows, columns = tf.unstack(tf.cast(tf.shape(wide), tf.float32))
+    return tf.reduce_sum(wide / columns) / rows
+
+
 @BOTH
 @pytest.mark.parametrize('towers', [3, 5])
-@pytest.mark.parametrize('loss', [by_columns, by_root_of_columns, by_entries, by_two_sizes])
+@pytest.mark.parametrize(
+    'loss', [by_columns, by_root_of_columns, by_entries, by_two_sizes] + [by_unstacked_sizes]
+)
 def test_sizes_of_other_dimensions(loss, towers, static, caplog):
     compare(with_loss(lambda y, p: 0.1 * loss(y, p)), batches(), towers, static=static)
     assert 'cannot be told' not in caplog.text
+    assert 'is a value of all rows of a shard' not in caplog.text
 
 
 WARNED = {
     'times rows': lambda y, p: tf.reduce_mean(squares(y, p) * rows_of(p)),
     'mean by rows': lambda y, p: tf.reduce_mean(squares(y, p) / rows_of(p)),
+    'times unstacked rows': lambda y, p: tf.reduce_mean(
+        squares(y, p) * tf.cast(tf.unstack(tf.shape(p))[0], tf.float32)
+    ),
     'logarithm': lambda y, p: tf.reduce_mean(tf.square(p - tf.log(rows_of(p)))),
     'root': lambda y, p: tf.reduce_sum(squares(y, p) / tf.sqrt(rows_of(p))),
     'twice': lambda y, p: tf.reduce_sum(squares(y, p) / rows_of(p) / rows_of(y)),

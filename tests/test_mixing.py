@@ -25,6 +25,11 @@ def split(labels, output):
     return tf.reduce_mean(tf.square(first)) + tf.reduce_mean(tf.abs(second))
 
 
+def split_otherwise_than_repeated(labels, output):
+    first, second = tf.split(tf.tile(tf.concat([output, labels], 1), [4, 1]), 2)
+    return tf.reduce_mean(tf.square(first[:, :1] - second[:, 1:]))
+
+
 def ranked(labels, output):
     """Each positive row against each negative one."""
     scores, positive = output[:, 0], tf.cast(labels[:, 0] > 0, tf.float32)
@@ -104,8 +109,18 @@ def sums_of_two(labels, output):
 
 @pytest.mark.parametrize(
     'loss',
-    [halves, split, ranked, in_batch_negatives, hardest, neighbours, reversed_rows]
-    + [shuffled, some_rows, by_place, spectrum, spectrum_of_all, quantized, not_suppressed]
+    [halves, split, split_otherwise_than_repeated, ranked, in_batch_negatives, hardest]
+    + [
+        neighbours,
+        reversed_rows,
+        shuffled,
+        some_rows,
+        by_place,
+        spectrum,
+        spectrum_of_all,
+        quantized,
+        not_suppressed,
+    ]
     + [numbered_classes, sums_of_two],
     ids=lambda f: f.__name__,
 )
@@ -365,10 +380,25 @@ def covariance(labels, output):
     return tf.reduce_sum(tf.square(products - means[:, None] * means[None, :]))
 
 
+def heads_along_rows(labels, output):
+    """As transformers put heads along the rows, with masks for each, one like the first row."""
+    tokens = tf.stack([output, output**2, labels], 1) * tf.constant([1.0, 2.0])
+    rows = tf.shape(tokens)[0]
+    heads = tf.concat(tf.split(tokens, 2, 2), 0)
+    scores = tf.matmul(heads, heads, transpose_b=True)
+    known = tf.tile(tf.cast(tokens[:, :, 0] > 0, tf.float32), [2, 1])
+    masked = tf.where(tf.tile(known[:, None], [1, 3, 1]) > 0, scores, tf.ones_like(scores) * -9.0)
+    later = tf.linalg.band_part(tf.ones_like(scores[0]), -1, 0)
+    later = tf.tile(later[tf.newaxis], [2 * rows, 1, 1])
+    masked = tf.where(later > 0, masked, tf.zeros_like(scores[0]) + masked)
+    attended = tf.matmul(tf.nn.softmax(masked), heads)
+    return tf.reduce_mean(tf.square(tf.concat(tf.split(attended, 2, 0), 2) - 1))
+
+
 @pytest.mark.parametrize(
     'loss',
     [columns, all_of_them, chosen_by_what_they_are, tokens_at_positions, attention]
-    + [time_major, looked_up_once, covariance],
+    + [heads_along_rows, time_major, looked_up_once, covariance],
     ids=lambda f: f.__name__,
 )
 @BOTH
