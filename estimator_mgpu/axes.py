@@ -5,6 +5,7 @@ By what ops do, never by sizes: a sequence may be as long as a shard has rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import tensorflow.compat.v1 as tf
@@ -28,6 +29,11 @@ _ELEMENTWISE = frozenset(
     + ['Softmax', 'Softplus', 'Softsign', 'Sqrt', 'Square', 'SquaredDifference', 'StopGradient']
     + ['Sub', 'Tan', 'Tanh', 'TruncateDiv', 'Xdivy', 'Xlog1py', 'Xlogy', 'ZerosLike', 'BiasAdd']
     + ['Cumsum', 'Cumprod', 'ReverseV2', 'Roll', 'Invert', 'SnapshotGradient']
+)
+# Ops on images and sequences, which go over all dimensions but the first one of an input.
+_BY_ROW = re.compile(
+    '(DepthwiseConv|Conv|MaxPool|AvgPool)[1-3]?[dD]?(Native)?$|Conv[23]DBackpropInput|Resize|LRN$'
+    '|FusedBatchNorm(V[23])?$|SpaceToDepth|DepthToSpace|ExtractImagePatches|Dilation2D$'
 )
 # v1 loops and branches, through which all goes as it is.
 _PASSING = frozenset(['Enter', 'Exit', 'Merge', 'Switch', 'NextIteration', 'Snapshot'])
@@ -54,6 +60,9 @@ def place_in(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> P
         raise UnknownPlace
     if op.type in _ELEMENTWISE:
         return place.at(place.axis - op.inputs[index].shape.rank + output.shape.rank)
+    images = index == (2 if 'BackpropInput' in op.type else 0)
+    if images and place.axis == 0 and _BY_ROW.match(op.type):
+        return place
     if op.type not in _RULES:
         raise UnknownPlace
     return _RULES[op.type](op, output, index, place)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, loops, private
+from estimator_mgpu import counts, loops, private, ragged
 from estimator_mgpu.copying import Copies
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.places import LOOPS
@@ -21,11 +21,6 @@ from estimator_mgpu.rows import ELEMENTWISE, Rows
 from estimator_mgpu.walks import walk
 
 _PADS = 'RaggedTensorToTensor'
-# Ops that make sparse tensors, as wide as the longest row.
-_SPARSE = frozenset(
-    ['ParseExample', 'ParseExampleV2', 'StringSplit', 'StringSplitV2', 'RaggedTensorToSparse']
-    + ['CTCBeamSearchDecoder', 'CTCGreedyDecoder', 'DeserializeManySparse']
-)
 # What says where something is, and what it goes on to be that through.
 _PLACES = re.compile('Where$|Unique|Ragged|Sparse|Cumsum|Cumprod|TopK|InvertPermutation')
 _PASSING = ELEMENTWISE | {
@@ -40,26 +35,13 @@ _PASSING = ELEMENTWISE | {
 _EXTREMES = {'Max': tf.maximum, 'Min': tf.minimum}
 
 
-def _shapes_of(op: tf.Operation) -> list[tf.Tensor]:
-    """Returns the shapes of sparse tensors among an op's outputs."""
-    found: list[tf.Tensor] = []
-    start = 0
-    for arg in op.op_def.output_arg:
-        end = start + (op.get_attr(arg.number_attr) if arg.number_attr else 1)
-        if arg.type_list_attr:
-            end = start + len(op.get_attr(arg.type_list_attr))
-        found += op.outputs[start:end] if arg.name.endswith(('shape', 'shapes')) else []
-        start = end
-    return found
-
-
 def _is_known(op: tf.Operation) -> bool:
     """Whether an op may give something that is to be the whole batch's."""
     if op.type in _EXTREMES or op.type == 'Cast' and op.inputs[0].op.type in _EXTREMES:
         [value] = op.outputs
         if not (value.dtype.is_integer and value.shape.is_fully_defined()):
             return False
-    elif op.type != _PADS and op.type not in _SPARSE | LOOPS:
+    elif op.type != _PADS and op.type not in ragged.MAKES_SPARSE | LOOPS:
         return False
     return not private.in_control_flow(op)
 
@@ -78,6 +60,7 @@ class Extremes:
         self._version = 0
         self._looked = 0  # How many of the graph's ops were looked at.
         self._wholes: list[tuple[tf.Tensor, tf.Tensor]] = []
+        self.shapes: set[str] = set()  # The names of those of sparse tensors that have rows.
         self.continued: list[tf.Operation] = []  # Loops which another one goes on from.
 
     def settle(self, rows_of: Callable[[], Rows]) -> None:
@@ -114,9 +97,11 @@ class Extremes:
         if op.type in LOOPS:
             self._go_on(op, rows)
             return
-        if op.type in _SPARSE:
-            for value in _shapes_of(op):
-                self._widen(value)
+        if op.type in ragged.MAKES_SPARSE:
+            for value in ragged.shapes(op):
+                wide = self._widen(value)
+                if rows.has(op.inputs[0]):
+                    self.shapes |= {value.name, wide.name}
             return
         [value] = op.outputs
         reduction = op.inputs[0].op if op.type == 'Cast' else op
@@ -161,17 +146,18 @@ class Extremes:
         self._copies.share([whole])
         return whole
 
-    def _widen(self, shape: tf.Tensor) -> None:
-        """Lets a sparse tensor be as wide as the widest of all towers."""
+    def _widen(self, shape: tf.Tensor) -> tf.Tensor:
+        """Lets a sparse tensor be as wide as the widest of all towers, and returns its shape."""
         with absolute_scope(self._graph, 'replicate'), tf.device('/device:CPU:0'):
             widths = tf.slice(shape, [1], [-1])
         defined = shape.shape.is_fully_defined()
         widest = self._whole_of(widths, tf.maximum) if defined else None
         if widest is None:
-            return
+            return shape
         with absolute_scope(self._graph, 'replicate'), tf.device('/device:CPU:0'):
             wide = tf.concat([tf.slice(shape, [0], [1]), widest], 0)
         self._replace(shape, wide)
+        return wide
 
     def _use(self, value: tf.Tensor, whole: tf.Tensor, besides: tf.Operation | None = None) -> None:
         for op in value.consumers():
@@ -235,7 +221,7 @@ def _is_place(op: tf.Operation, rows: Rows) -> bool:
     if op.type in ('ArgMax', 'ArgMin'):
         return rows.has(op.inputs[0]) and not rows.has(op.outputs[0])
     named = any(t.name in rows.indices or rows.are_bounds(t) for t in op.outputs)
-    return named or op.type in _SPARSE or _PLACES.match(op.type) is not None
+    return named or op.type in ragged.MAKES_SPARSE or _PLACES.match(op.type) is not None
 
 
 def _takes_column(op: tf.Operation) -> bool:

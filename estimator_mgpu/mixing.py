@@ -105,6 +105,8 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
         return op.inputs[1].op.type != 'LoopCond' and goes_by_rows(op.inputs[1], rows)
     if _WINDOWS.match(op.type):
         return axes.get(0, 0) != 0
+    if op.type == 'Reshape':
+        return rows.puts_elsewhere(op)
     if op.type == 'RandomShuffle':
         return axes[0] == 0
     if op.type.startswith('NonMaxSuppression'):
@@ -121,12 +123,20 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
         return False
     if op.type == 'Split' and _undoes_concat(op, rows):
         return False
+    if op.type == 'Cumsum' and _gives_bounds(op, rows):
+        return False
     by = _MIXES.get(op.type)
     if by == -1:
         return axes[min(axes)] == given.shape.rank - 1
     if isinstance(by, str):
         return axes[min(axes)] == op.get_attr(by) % given.shape.rank
     return by is not None and axes[min(axes)] in dimensions(op.inputs[by], given)
+
+
+def _gives_bounds(op: tf.Operation, rows: Places) -> bool:
+    """Whether what an op gives only goes on to say where rows begin and end."""
+    users = op.outputs[0].consumers()
+    return bool(users) and all(any(map(rows.are_bounds, user.outputs)) for user in users)
 
 
 def _undoes_concat(op: tf.Operation, rows: Places) -> bool:

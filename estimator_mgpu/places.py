@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
+from estimator_mgpu import private, ragged
 from estimator_mgpu.axes import place_in, reduces_sparse_rows
 from estimator_mgpu.products import is_product, product_axis
 from estimator_mgpu.reshapes import Place, UnknownPlace
@@ -61,7 +61,7 @@ class Places:
         self.dependents = set() if dependents is None else dependents
         self._all = dependents is None
         self.static = static
-        self._bounds = bounds
+        self._bounds = set(bounds)
         self.indices = indices
         self.shapes = shapes
         self._places = {tensor.name: place for tensor, place in given}
@@ -159,6 +159,13 @@ class Places:
         place = self._places[given.name]
         if op.type in BATCH_NORMS and output is not op.outputs[0]:
             return None
+        if op.type in _COUNTS and self._is_as_long_as_rows(op.inputs[1]):
+            return Place(0)
+        if ragged.is_bounds(output):
+            self._bounds.add(output.name)
+            return Place(0)
+        if op.type in ragged.MAKES_SPARSE:
+            return None if ragged.is_shape(output) else Place(0)
         if is_product(op, given):
             axis = product_axis(op, index, place.axis)
             return None if axis is None else place.at(axis)
@@ -275,6 +282,21 @@ class Places:
             return axis == size.value_index
         index = private.constant_value(op.inputs[1])
         return axis is not None and index is not None and index.tolist() == [axis]
+
+    def puts_elsewhere(self, op: tf.Operation) -> bool:
+        """Whether rows that lie in a way that's not known are given another dimension."""
+        before, after = (self._places.get(t.name) for t in (op.inputs[0], op.outputs[0]))
+        if before is None or after is None or before.axis == after.axis:
+            return False
+        return before.plain and before.outer is None and before.inner is None
+
+    def _is_as_long_as_rows(self, size: tf.Tensor) -> bool:
+        """Whether something is counted for each row, as the entries of rows of ragged tensors."""
+        if size.op.type == 'Minimum':  # Of `tf.math.bincount`, which is told both limits.
+            size, least = size.op.inputs
+            if not any(map(self.is_row_count, least.op.inputs)):
+                return False
+        return self.depends(size.op) and self.is_row_count(size)
 
     def _is_summed(self, op: tf.Operation, given: tf.Tensor) -> bool:
         """Whether a product of matrices, or a sum of segments, sums over an input's rows."""

@@ -139,7 +139,7 @@ class Towers:
             self._static_rows,
             self._bounds,
             self._indices,
-            self._shapes,
+            self._shapes | self._extremes.shapes,
         )
 
     def add_rows(self, tensors: Iterable[tf.Tensor], axis: int = 0) -> None:

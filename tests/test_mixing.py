@@ -133,6 +133,39 @@ def test_rows_that_meet_others_are_warned_of(loss, static, caplog):
     assert caplog.text.count(neither) == int(loss is hardest)
 
 
+def convolved(x):
+    return tf.nn.conv2d(x, tf.get_variable('kernel', [2, 2, 3, 3]), 1, 'SAME')
+
+
+def pooled_and_flat(x):
+    return tf.layers.flatten(tf.layers.average_pooling2d(x, 2, 1))[:, :, None, None] * tf.ones(3)
+
+
+def of_an_op_that_is_not_known(x):
+    return tf.image.rgb_to_hsv(tf.sigmoid(x))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    'given',
+    [convolved, pooled_and_flat, of_an_op_that_is_not_known, lambda x: x],
+    ids=['convolved', 'pooled', 'unknown', 'as it is'],
+)
+def test_parts_of_a_batch_are_warned_of(given, static, caplog):
+    """As two views of an image, one half of the batch each."""
+
+    def loss(labels, output):
+        images = tf.tile(output[:, :, None, None], [1, 2, 2, 3])
+        given_images = tf.layers.flatten(given(images))
+        wide = given_images.shape.as_list()[1]
+        first, second = tf.unstack(tf.reshape(given_images, [2, -1, wide]))
+        return tf.reduce_mean(tf.square(first - second))
+
+    train(with_loss(loss), batches(steps=1), 3, static=static)
+    sentences = [WARNING, 'cannot be told', 'is a value of all rows of a shard']
+    assert any(sentence in caplog.text for sentence in sentences)
+
+
 @BOTH
 def test_singular_values_are_those_of_a_shard(static, caplog):
     train(with_loss(singular_values), batches(steps=1), 3, static=static)
