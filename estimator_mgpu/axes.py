@@ -169,6 +169,8 @@ def _gather(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> Pl
     if place.axis < axis:
         return place
     more = op.inputs[1].shape.rank - batch - 1
+    if place.axis == axis and place.groups:
+        return None  # Rows have it if those that the indices are of do.
     if place.axis == axis:  # Some of the rows, one for each index.
         if more:
             raise UnknownPlace
@@ -177,6 +179,8 @@ def _gather(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> Pl
 
 
 def _gather_nd(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> Place | None:
+    if index == 0 and place.groups:
+        return None
     if index == 0 or place.axis == op.inputs[1].shape.rank - 1:
         raise UnknownPlace
     return place

@@ -194,9 +194,10 @@ class _Walk:
         """For a loss of which nothing is known."""
         op = tensor.op
         if self._rows.has(tensor):
+            self._check_groups(tensor, [tensor], SUM)
             return SUM  # tf.gradients takes a loss with rows for their sum.
         inputs = self._rows.dependent_inputs(op)
-        if op.type in ('Size', 'Shape') and _is_distinct(op.inputs[0]):
+        if op.type in ('Size', 'Shape') and self._rows.are_groups(op.inputs[0]):
             self._doubt(tensor, 'it counts what differs among the rows of a shard')
         if op.type == 'Size' and self._rows.has(op.inputs[0]):
             return SUM
@@ -255,6 +256,7 @@ class _Walk:
 
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM
+        self._check_groups(op.outputs[0], op.inputs, kind)
         divided, mixed, verdicts = shard_values.near_reduction(
             [t for t in op.inputs if self._rows.has(t)], kind == MEAN, self._rows
         )
@@ -272,6 +274,16 @@ class _Walk:
             )
             self.mixed.append((mixed.name, doubt))
         return kind
+
+    def _check_groups(self, tensor: tf.Tensor, given: Sequence[tf.Tensor], kind: str) -> None:
+        """Doubts what reduces entries that aren't of a row each, but of those of one id, say."""
+        groups = [t for t in given if self._rows.are_groups(t)]
+        if groups and not (kind == SUM and all(map(self._rows.adds_up, groups))):
+            self._doubt(
+                tensor,
+                f'{groups[0].name!r} has an entry for each group of rows, as of those of one id, '
+                'or for each different id of a shard, and several shards may have the same one',
+            )
 
     def _check_inner(self, op: tf.Operation) -> None:
         """Doubts that what a reduction is given has no rows, if its size might be theirs."""
@@ -314,11 +326,3 @@ class _Walk:
         self.doubts.append(
             f'Whether {tensor.name!r} is a mean or a sum over rows cannot be told: {why}. {_ADVICE}'
         )
-
-
-def _is_distinct(tensor: tf.Tensor) -> bool:
-    """Whether a tensor has an entry for each different one of what an op was given."""
-    op = tensor.op
-    while op.type in ('Identity', 'Cast', 'Reshape'):
-        op = op.inputs[0].op
-    return op.type.startswith(('Unique', 'ListDiff'))

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private, ragged
+from estimator_mgpu import groups, private, ragged
 from estimator_mgpu.axes import place_in, reduces_sparse_rows
 from estimator_mgpu.products import is_product, product_axis
 from estimator_mgpu.reshapes import Place, UnknownPlace
+from estimator_mgpu.walks import walk
 
 # What functions make up: v2 loops, branches and calls.
 LOOPS = frozenset(['While', 'StatelessWhile'])
@@ -159,6 +160,8 @@ class Places:
         place = self._places[given.name]
         if op.type in BATCH_NORMS and output is not op.outputs[0]:
             return None
+        if groups.of_what_differs(op, place.axis):
+            return place if groups.is_which(output) else Place(0, None, None, groups=True)
         if op.type in _COUNTS and self._is_as_long_as_rows(op.inputs[1]):
             return Place(0)
         if ragged.is_bounds(output):
@@ -171,6 +174,11 @@ class Places:
             return None if axis is None else place.at(axis)
         if self._is_summed(op, given):
             return None
+        ids = groups.ids(op)
+        if ids is not None:
+            size = output.shape.as_list()[0] if output.shape.rank else None
+            own = not self.depends(ids.op) or self._number_rows(ids)
+            return Place(0, None, None, groups=not own) if self._may_hold(size) else None
         found = place_in(op, output, index, place)
         if found is None or output.shape.rank in (0, None):
             return found
@@ -193,7 +201,8 @@ class Places:
 
     def _guess(self, op: tf.Operation, output: tf.Tensor, given: Place) -> Place | None:
         if output.dtype in (tf.variant, tf.resource) or output.shape.rank is None:
-            return Place(0, None, None, False)  # Lists of rows, say; what's in them isn't known.
+            # Lists of rows, say; what's in them isn't known.
+            return given._replace(axis=0, outer=None, inner=None, plain=False)
         sizes = output.shape.as_list()
         holding = [i for i, size in enumerate(sizes) if self._may_hold(size)]
         if not holding:
@@ -201,7 +210,7 @@ class Places:
         axis = given.axis if given.axis in holding else holding[0]
         # What ops do to rows mostly leaves them along the first dimension.
         plain = given.plain and axis == given.axis == 0 and op.type not in CALLS
-        return Place(axis, None, None, plain)
+        return given._replace(axis=axis, outer=None, inner=None, plain=plain)
 
     def _through_calls(self) -> list[tf.Tensor]:
         """Goes through the functions that loops, branches and calls are made of."""
@@ -282,6 +291,23 @@ class Places:
             return axis == size.value_index
         index = private.constant_value(op.inputs[1])
         return axis is not None and index is not None and index.tolist() == [axis]
+
+    def _number_rows(self, ids: tf.Tensor) -> bool:
+        """Whether ids say which row something is of, rather than which rows are alike."""
+        told = {*self.indices, *self._bounds}
+
+        def numbers(op: tf.Operation) -> bool:
+            given = op.type == 'Placeholder' and self._all  # To a function, which may be either.
+            return given or groups.numbers_rows(op) or any(t.name in told for t in op.outputs)
+
+        def onward(op: tf.Operation) -> list[tf.Operation]:
+            return [t.op for t in self.dependent_inputs(op)] if groups.passes_ids_on(op) else []
+
+        return any(map(numbers, walk([ids.op], onward)))
+
+    def are_groups(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor has an entry for rows that are alike, rather than for each row."""
+        return self.has(tensor) and self._places[tensor.name].groups
 
     def puts_elsewhere(self, op: tf.Operation) -> bool:
         """Whether rows that lie in a way that's not known are given another dimension."""

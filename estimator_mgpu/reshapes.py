@@ -18,12 +18,14 @@ class Place(NamedTuple):
       outer: how many times all rows are there, one after another; None if that's not known.
       inner: how many entries in a row there are of each, as dimensions were put into one.
       plain: whether that follows from what ops do, rather than from sizes.
+      groups: whether an entry is for rows that are alike, as of one id, rather than for a row.
     """
 
     axis: int
     outer: int | None = 1
     inner: int | None = 1
     plain: bool = True
+    groups: bool = False
 
     def at(self, axis: int) -> Place:
         """Returns the place in a tensor that has the dimension elsewhere."""
@@ -48,13 +50,15 @@ def reshaped(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> P
     if first is None:
         if last is None:
             raise UnknownPlace
-        return Place(last[0], None, last[1], place.plain)
+        return place._replace(axis=last[0], outer=None, inner=last[1])
     if last is None:
-        return Place(first[0], first[1], None, place.plain)
+        return place._replace(axis=first[0], outer=first[1], inner=None)
     if first[0] == last[0]:
-        return Place(first[0], first[1], last[1], place.plain)
+        return place._replace(axis=first[0], outer=first[1], inner=last[1])
     # Rows go over several dimensions.
-    return None if None not in sizes else Place(first[0], first[1], None, False)
+    if None not in sizes:
+        return None
+    return place._replace(axis=first[0], outer=first[1], inner=None, plain=False)
 
 
 def _entries(shape: tf.Tensor) -> list[int | None] | None:

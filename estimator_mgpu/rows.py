@@ -64,6 +64,16 @@ class Rows(Places):
         """Whether it follows from what ops do, rather than from sizes, where the rows are."""
         return tensor.name in self._places and self._places[tensor.name].plain
 
+    def adds_up(self, groups: tf.Tensor) -> bool:
+        """Whether entries of groups are sums of their rows, so that all of them are a sum, too."""
+
+        def onward(op: tf.Operation) -> list[tf.Operation]:
+            given = [t.op for t in op.inputs if self.has(t)]
+            return given if op.type in LINEAR or op.type == 'Mul' and len(given) == 1 else []
+
+        ends = (op for op in walk([groups.op], onward) if not onward(op))
+        return all(op.type.endswith('SegmentSum') for op in ends)
+
     def is_last_axis(self, tensor: tf.Tensor) -> bool:
         """Whether the rows of a tensor are along its last dimension."""
         return tensor.shape.rank is not None and self.axis(tensor) == tensor.shape.rank - 1

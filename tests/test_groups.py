@@ -1,0 +1,156 @@
+"""Rows that are put into groups by an id, of which several shards may have some."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import floats, spec_of, step, weights
+from towers import behavior_of, compare, evaluate, train
+
+BOTH = pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+BEHAVIORS = pytest.mark.parametrize('behavior', ['v1', 'v2'])
+TOLD = 'has an entry for each group of rows'
+DATA = [
+    (
+        {
+            'x': floats(12, 3, seed=i),
+            'sorted': np.sort(np.random.RandomState(i).randint(0, 7, 12)),
+            'ids': np.random.RandomState(i).randint(0, 5, 12),
+        },
+        floats(12, seed=i),
+    )
+    for i in (1, 2)
+]
+
+
+def table():
+    return weights('table', 5, 2)
+
+
+def mean_of_sorted(output, features):
+    return tf.reduce_mean(tf.math.segment_mean(output, features['sorted']))
+
+
+def squares_of_sums(output, features):
+    return tf.reduce_sum(tf.square(tf.math.segment_sum(output, features['sorted'])))
+
+
+def bags(output, features):
+    _, bag = tf.unique(features['sorted'])
+    return tf.reduce_mean(tf.nn.softplus(tf.math.segment_max(output, bag)))
+
+
+def mean_over_users(output, features):
+    users, user = tf.unique(features['ids'])
+    means = tf.math.unsorted_segment_mean(tf.square(output), user, tf.size(users))
+    return tf.reduce_mean(means)
+
+
+def vectors_once(output, features):
+    return tf.nn.l2_loss(tf.gather(table(), tf.unique(features['ids'])[0]))
+
+
+def vectors_once_in_a_function(output, features):
+    def inside(vectors, ids):
+        return tf.nn.l2_loss(tf.gather(vectors, tf.unique(ids)[0]))
+
+    return tf.function(inside, autograph=False)(tf.identity(table()), features['ids'])
+
+
+def those_that_are_not_there(output, features):
+    absent, _ = tf.setdiff1d(tf.range(5, dtype=tf.int64), features['ids'])
+    return tf.reduce_sum(tf.square(tf.gather(table(), absent)))
+
+
+def union(output, features):
+    ids = features['ids'][None]
+    return tf.nn.l2_loss(tf.gather(table(), tf.sets.union(ids, ids).values))
+
+
+def looked_up_by_group(output, features):
+    places = tf.stack([features['sorted'], tf.zeros_like(features['sorted'])], 1)
+    ids = tf.SparseTensor(places, features['ids'], [7, 1])
+    vectors = tf.nn.embedding_lookup_sparse(table(), ids, None, combiner='mean')
+    return tf.reduce_mean(tf.square(vectors - 1))
+
+
+WARNED = [mean_of_sorted, squares_of_sums, bags, mean_over_users, vectors_once]
+WARNED += [vectors_once_in_a_function, those_that_are_not_there, union, looked_up_by_group]
+
+
+def gathered_back(output, features):
+    ids, back = tf.unique(features['ids'])
+    return tf.reduce_mean(tf.square(tf.gather(tf.gather(table(), ids), back)[:, 0] - output))
+
+
+def sums_that_are_summed(output, features):
+    users, user = tf.unique(features['ids'])
+    return tf.reduce_sum(2 * tf.math.unsorted_segment_sum(tf.square(output), user, tf.size(users)))
+
+
+def sums_of_all_classes(output, features):
+    sums = tf.math.unsorted_segment_sum(output, features['ids'], 5)
+    means = tf.math.unsorted_segment_mean(output, features['ids'], 5)
+    return tf.reduce_mean(tf.square(sums)) + tf.reduce_mean(tf.square(means))
+
+
+def entries_of_rows(output, features):
+    """Attention within rows that are put one after another."""
+    ragged = tf.RaggedTensor.from_tensor(tf.tile(output[:, None], [1, 3]) * features['x'])
+    row = ragged.value_rowids()
+    shares = tf.exp(ragged.flat_values)
+    shares /= tf.gather(tf.math.segment_sum(shares, row), row)
+    return tf.reduce_mean(tf.square(tf.math.segment_sum(shares * ragged.flat_values, row) - 1))
+
+
+def looked_up_by_row(output, features):
+    rows = tf.range(tf.shape(output, out_type=tf.int64)[0])
+    places = tf.stack([rows, tf.zeros_like(rows)], 1)
+    ids = tf.SparseTensor(places, features['ids'], [tf.shape(output, out_type=tf.int64)[0], 1])
+    vectors = tf.nn.embedding_lookup_sparse(table(), ids, None, combiner='mean')
+    return tf.reduce_mean(tf.square(vectors - output[:, None]))
+
+
+EXACT = [gathered_back, sums_that_are_summed, sums_of_all_classes, entries_of_rows]
+EXACT += [looked_up_by_row]
+
+
+def model_of(loss_of):
+    def model_fn(features, labels, mode):
+        output = tf.tanh(tf.tensordot(features['x'], weights('kernel', 3, 1), 1))[:, 0]
+        loss = tf.reduce_mean(tf.square(output - labels)) + 0.1 * loss_of(output, features)
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    return model_fn
+
+
+@BEHAVIORS
+@BOTH
+@pytest.mark.parametrize('loss_of', WARNED, ids=lambda f: f.__name__)
+def test_losses_of_groups_are_warned_of(loss_of, static, behavior, caplog):
+    with behavior_of(behavior):
+        train(model_of(loss_of), DATA[:1], 3, static=static)
+    assert TOLD in caplog.text or "it goes back to 'PartitionedCall'" in caplog.text
+
+
+@BEHAVIORS
+@BOTH
+@pytest.mark.parametrize('loss_of', EXACT, ids=lambda f: f.__name__)
+def test_losses_of_rows(loss_of, static, behavior, caplog):
+    with behavior_of(behavior):
+        compare(model_of(loss_of), DATA, 3, static=static)
+    assert TOLD not in caplog.text
+    assert 'their shard' not in caplog.text
+
+
+def test_metrics_of_groups_are_warned_of(caplog):
+    def model_fn(features, labels, mode):
+        output = features['x'][:, 0]
+        users, user = tf.unique(features['ids'])
+        best = tf.math.unsorted_segment_max(output, user, tf.size(users))
+        metrics = {'best': tf.metrics.mean(best)}
+        loss = tf.reduce_mean(output)
+        return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
+
+    evaluate(model_fn, DATA, 3)
+    assert 'The metrics best are taken over shards' in caplog.text
