@@ -9,9 +9,10 @@ import tensorflow.compat.v1 as tf
 _SEGMENTS = re.compile('(Unsorted|Sparse)?Segment(Sum|Mean|SqrtN|Max|Min|Prod)(WithNum|V2|$)')
 # Ops that give numbers of rows, and what these stay that through.
 _NUMBERS = re.compile('Where$|Range$|StringSplit|CTC|.*(Ragged|Sparse)')
-_PASSING = re.compile(
-    'Identity|Cast|Reshape|Squeeze|ExpandDims|StridedSlice|Gather|Tile|BroadcastTo|Pack|ConcatV2'
-    '|Add|Sub|Mul|Floor|Minimum|Maximum|Select'
+_PASSING = re.compile('ConcatV2|Pack|Add|Sub|Mul|FloorDiv|Minimum|Maximum|Select|Split')
+_PASSING_FIRST = re.compile(
+    'Identity|Cast|Reshape|Squeeze|ExpandDims|StridedSlice|Slice|Gather|Tile|BroadcastTo|Transpose'
+    '|Unpack'
 )
 
 
@@ -43,6 +44,8 @@ def numbers_rows(op: tf.Operation) -> bool:
     return _NUMBERS.match(op.type) is not None
 
 
-def passes_ids_on(op: tf.Operation) -> bool:
-    """Whether what ids say stays the same through an op."""
-    return _PASSING.match(op.type) is not None
+def passed_on(op: tf.Operation) -> list[tf.Tensor]:
+    """Lists the inputs that say the same as what an op gives, if they're numbers of rows."""
+    if _PASSING_FIRST.match(op.type):
+        return list(op.inputs[:1])
+    return list(op.inputs) if _PASSING.match(op.type) else []

@@ -32,7 +32,7 @@ _PAIRS = COMPARES | frozenset(
 )
 _BRANCHES = frozenset(['If', 'StatelessIf', 'Case', 'StatelessCase'])
 # Ops that give the same for each row, or draw it, if what they're given has none.
-_MAKES = re.compile('Fill|Tile|BroadcastTo|(Zeros|Ones)Like|.*(Random|Truncated)')
+_MAKES = re.compile('Fill|BroadcastTo|(Zeros|Ones)Like|.*(Random|Truncated)')
 # What goes by the shape of its input only.
 _OF_SHAPES = SIZES | {'ZerosLike', 'OnesLike'}
 # Ops that go over all dimensions but the first one.
@@ -41,6 +41,11 @@ _WINDOWS = re.compile('(DepthwiseConv|Conv|MaxPool|AvgPool)[1-3]?[dD]?(Native)?$
 _MATRICES = re.compile(
     'I?R?FFT2D$|Svd$|Qr$|Lu$|Cholesky$|SelfAdjointEig|Eig$|Matrix(Inverse|Determinant|Solve|Triang'
     '|Exponential|Logarithm|SquareRoot)|LogMatrixDeterminant'
+)
+# Through which numbers stay running ones; the difference of two of them is a length.
+_AS_NUMBERS = frozenset(
+    ['Identity', 'Cast', 'Reshape', 'ExpandDims', 'Squeeze', 'StridedSlice', 'Slice', 'Tile']
+    + ['Add', 'AddV2', 'Mul', 'Pack']
 )
 # Through which indices go on to be those of a feature.
 _AS_GIVEN = frozenset(
@@ -67,10 +72,11 @@ def of_rows(body: Body, certain: bool = False) -> list[tf.Operation]:
 
 
 def before(op: tf.Operation, rows: Places) -> list[tf.Operation]:
-    """Lists what an op combines, which isn't a slice of rows of which it only takes the shape."""
+    """Lists what an op combines, which isn't the one row of which it only takes the shape."""
     given = rows.dependent_inputs(op)
-    if op.type in _OF_SHAPES and given and given[0].op.type == 'StridedSlice':
-        given = rows.dependent_inputs(given[0].op)
+    row = given[0].op if op.type in _OF_SHAPES and given else None
+    if row is not None and row.type == 'StridedSlice' and row.get_attr('shrink_axis_mask') & 1:
+        given = rows.dependent_inputs(row)
     return [t.op for t in given]
 
 
@@ -136,12 +142,21 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
 def _gives_bounds(op: tf.Operation, rows: Places) -> bool:
     """Whether what an op gives only goes on to say where rows begin and end."""
     users = op.outputs[0].consumers()
-    return bool(users) and all(any(map(rows.are_bounds, user.outputs)) for user in users)
+    waiting = [t for user in users for t in user.outputs if rows.are_bounds(t)]
+    if len(waiting) < max(len(users), 1):
+        return False
+    for tensor in waiting:  # It grows as they are looked at.
+        for user in tensor.consumers():
+            if user.type == 'Cast' and user.outputs[0].dtype.is_floating:
+                return False
+            waiting += user.outputs if user.type in _AS_NUMBERS else []
+    return True
 
 
 def _undoes_concat(op: tf.Operation, rows: Places) -> bool:
     """Whether a split into equal parts gives what as many were put together of, row by row."""
     parts, others = [], []
+    at = next(rows.axis(t) for t in op.inputs if rows.has(t)) or 0
 
     def onward(op: tf.Operation) -> list[tf.Operation]:
         given = [t for t in op.inputs if rows.has(t)]
@@ -154,8 +169,15 @@ def _undoes_concat(op: tf.Operation, rows: Places) -> bool:
         if times is not None and times[axis] > 1:
             parts.append([given[0].shape.as_list()[axis]] * times[axis])
             return []
-        others.extend([] if given or _MAKES.match(op.type) else [op])
-        return [t.op for t in given]
+        # What isn't given rows may have an entry for each of these, such as of a table, repeated.
+        rank = op.outputs[0].shape.rank
+        more = [t for t in rows.dependent_inputs(op) if not rows.has(t) and t.shape.rank == rank]
+        if given or op.type in ELEMENTWISE | COMPARES:
+            return [t.op for t in [*given, *more]]
+        known = op.type == 'Tile' and rank is not None and rank > at
+        repeated = known and op.inputs[0].shape.as_list()[at] == 1
+        others.extend([] if repeated or _MAKES.match(op.type) else [op])
+        return []
 
     for _ in walk([t.op for t in op.inputs if rows.has(t)], onward):
         pass

@@ -286,6 +286,8 @@ class Places:
         if shape is size or not (shape.op.type == 'Shape' or shape.name in self.shapes):
             value = private.constant_value(size)
             return self.static is not None and value is not None and int(value) == self.static
+        if shape.op.type == 'Shape' and self.are_groups(shape.op.inputs[0]):
+            return False
         axis = self.axis_in(shape)
         if op.type == 'Unpack':
             return axis == size.value_index
@@ -301,7 +303,10 @@ class Places:
             return given or groups.numbers_rows(op) or any(t.name in told for t in op.outputs)
 
         def onward(op: tf.Operation) -> list[tf.Operation]:
-            return [t.op for t in self.dependent_inputs(op)] if groups.passes_ids_on(op) else []
+            given = [t.op for t in groups.passed_on(op) if self.depends(t.op)]
+            # Pairs of rows, say, are taken by their place.
+            paired = op.type == 'FloorDiv' and given and given[0].type == 'Range'
+            return [] if paired and self.is_row_count(given[0].inputs[1]) else given
 
         return any(map(numbers, walk([ids.op], onward)))
 

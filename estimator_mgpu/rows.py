@@ -69,7 +69,12 @@ class Rows(Places):
 
         def onward(op: tf.Operation) -> list[tf.Operation]:
             given = [t.op for t in op.inputs if self.has(t)]
-            return given if op.type in LINEAR or op.type == 'Mul' and len(given) == 1 else []
+            linear = op.type in LINEAR - SUMS or op.type in SUMS and len(given) == len(op.inputs)
+            if op.type == 'Cast':
+                linear = op.outputs[0].dtype.is_floating or op.inputs[0].dtype.is_integer
+            of_entry = op.type == 'Sum' and self.has(op.outputs[0])
+            scaled = op.type in ('Mul', 'MatMul') and len(given) == 1
+            return given if linear or of_entry or scaled else []
 
         ends = (op for op in walk([groups.op], onward) if not onward(op))
         return all(op.type.endswith('SegmentSum') for op in ends)

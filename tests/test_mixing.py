@@ -30,6 +30,23 @@ def split_otherwise_than_repeated(labels, output):
     return tf.reduce_mean(tf.square(first[:, :1] - second[:, 1:]))
 
 
+def split_with_a_table(labels, output):
+    """As heads along the rows, but for what is added by the number of a row."""
+    table = tf.tile(tf.constant([[1.0], [3.0]]), [tf.shape(output)[0], 1])
+    first, second = tf.split(tf.tile(output, [2, 1]) + table, 2)
+    return tf.reduce_mean(tf.square(first + 2 * second - labels))
+
+
+def divided_by_a_slice(labels, output):
+    return tf.reduce_sum(squares(labels, output)) / tf.cast(tf.shape(output[1:])[0], tf.float32)
+
+
+def running_numbers(labels, output):
+    """Sums of integers so far, that aren't where rows of a ragged tensor end."""
+    ends = tf.concat([[0], tf.cumsum(tf.cast(labels[:, 0] > 0, tf.int32))], 0)
+    return tf.reduce_mean(squares(labels, output)[:, 0] * tf.cast(ends[1:], tf.float32))
+
+
 def ranked(labels, output):
     """Each positive row against each negative one."""
     scores, positive = output[:, 0], tf.cast(labels[:, 0] > 0, tf.float32)
@@ -109,7 +126,8 @@ def sums_of_two(labels, output):
 
 @pytest.mark.parametrize(
     'loss',
-    [halves, split, split_otherwise_than_repeated, ranked, in_batch_negatives, hardest]
+    [halves, split, split_with_a_table, divided_by_a_slice, running_numbers]
+    + [split_otherwise_than_repeated, ranked, in_batch_negatives, hardest]
     + [
         neighbours,
         reversed_rows,
