@@ -79,7 +79,7 @@ def inside(op: tf.Operation, body: Body) -> Iterator[Body]:
         where = f' in {op.name!r}{body.where}'
         yield Body(
             list(walk([t.op for t in graph.outputs], inputs)),
-            Places(places, dependents, body.rows.static),
+            Places(places, dependents, body.rows.static, indices=body.rows.numbers(op, graph)),
             where,
             loops or body.loops,
             list(graph.outputs) if loops else [],
@@ -99,7 +99,8 @@ def called(op: tf.Operation, rows: Places) -> Iterator[tuple[tf.Graph, Rows]]:
     """
     for graph, _, places, outer in _functions(op, rows) if op.type not in LOOPS else ():
         start = {t.op.name for t, o in zip(graph.inputs, outer) if rows.depends(o.op)}
-        yield graph, Rows(places, _after(start, graph, False), rows.static)
+        dependents = _after(start, graph, False)
+        yield graph, Rows(places, dependents, rows.static, indices=rows.numbers(op, graph))
 
 
 def is_of_shard(value: tf.Tensor, rows: Places) -> bool:

@@ -6,13 +6,16 @@ import re
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import ragged
+
 _SEGMENTS = re.compile('(Unsorted|Sparse)?Segment(Sum|Mean|SqrtN|Max|Min|Prod)(WithNum|V2|$)')
-# Ops that give numbers of rows, and what these stay that through.
-_NUMBERS = re.compile('Where$|Range$|StringSplit|CTC|.*(Ragged|Sparse)')
+# Ops that give numbers of rows, all or by the name of an output, and what these stay that through.
+_NUMBERS = re.compile('(Where|Range)$')
+_MAKES_NUMBERS = re.compile('StringSplit|CTC|.*(Ragged|Sparse)')
 _PASSING = re.compile('ConcatV2|Pack|Add|Sub|Mul|FloorDiv|Minimum|Maximum|Select|Split')
 _PASSING_FIRST = re.compile(
     'Identity|Cast|Reshape|Squeeze|ExpandDims|StridedSlice|Slice|Gather|Tile|BroadcastTo|Transpose'
-    '|Unpack'
+    '|Unpack|Enter'
 )
 
 
@@ -39,13 +42,19 @@ def is_which(output: tf.Tensor) -> bool:
     return output.op.type.startswith('Unique') and output.value_index == 1
 
 
-def numbers_rows(op: tf.Operation) -> bool:
+def numbers_rows(tensor: tf.Tensor) -> bool:
     """Whether an op gives numbers of rows, such as those of a sparse tensor's entries."""
-    return _NUMBERS.match(op.type) is not None
+    made = (
+        ragged.named(tensor.op, ('indices', 'splits', 'map'))
+        if _MAKES_NUMBERS.match(tensor.op.type)
+        else ()
+    )
+    return _NUMBERS.match(tensor.op.type) is not None or any(tensor is other for other in made)
 
 
-def passed_on(op: tf.Operation) -> list[tf.Tensor]:
+def passed_on(tensor: tf.Tensor) -> list[tf.Tensor]:
     """Lists the inputs that say the same as what an op gives, if they're numbers of rows."""
+    op = tensor.op
     if _PASSING_FIRST.match(op.type):
         return list(op.inputs[:1])
     return list(op.inputs) if _PASSING.match(op.type) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import tensorflow.compat.v1 as tf
 
@@ -124,7 +125,7 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
     if op.type == 'StridedSlice':
         return axes.get(0) == 0 and _cuts(op, rows)
     if op.type == 'GatherV2' and (0 not in axes or _is_of_rows(op.inputs[1])):
-        return 0 in axes and _is_of_alike(given)
+        return 0 in axes and _is_of_alike(given, rows)
     if op.type == 'GatherV2' and _goes_back(op, rows):
         return False
     if op.type == 'Split' and _undoes_concat(op, rows):
@@ -226,12 +227,18 @@ def _source(value: tf.Tensor) -> tf.Tensor:
     return value
 
 
-def _is_of_alike(value: tf.Tensor) -> bool:
+def _is_of_alike(value: tf.Tensor, rows: Places) -> bool:
     """Whether it counts or reduces the rows of a shard that have the same id, for each id."""
+
+    def onward(tensor: tf.Tensor) -> list[tf.Tensor]:
+        own = [t for t in tensor.op.inputs if rows.are_groups(t)]
+        return own or _entry_by_entry(tensor)
+
+    found = list(walk([value], onward))
     return any(
         tensor.op.type.startswith('UniqueWithCounts') and tensor.value_index == 2
-        for tensor in _reduced(value)
-    ) or any(ids.op.type.startswith('Unique') for ids in _segment_ids(value))
+        for tensor in found
+    ) or any(ids.op.type.startswith('Unique') for ids in _segment_ids(found))
 
 
 def _goes_back(op: tf.Operation, rows: Places) -> bool:
@@ -240,33 +247,24 @@ def _goes_back(op: tf.Operation, rows: Places) -> bool:
     These are rows of a ragged tensor, if it isn't numbers in rows that say where they are.
     """
     ids = _source(op.inputs[1])
-    return not rows.has(ids) and any(ids is other for other in _segment_ids(op.inputs[0]))
+    reduced = walk(op.inputs[:1], _entry_by_entry)
+    return not rows.has(ids) and any(ids is other for other in _segment_ids(reduced))
 
 
-def _segment_ids(value: tf.Tensor) -> list[tf.Tensor]:
-    ops = [tensor.op for tensor in _reduced(value)]
+def _segment_ids(values: Iterable[tf.Tensor]) -> list[tf.Tensor]:
+    ops = [tensor.op for tensor in values]
     return [_source(op.inputs[1]) for op in ops if re.match('(Unsorted)?Segment', op.type)]
 
 
-def _reduced(value: tf.Tensor) -> list[tf.Tensor]:
-    """Lists what a value is computed from, entry by entry."""
-    found: dict[str, tf.Tensor] = {}
-    waiting = [value]
-    while waiting:
-        tensor = waiting.pop()
-        if tensor.name in found:
-            continue
-        found[tensor.name] = tensor
-        if tensor.op.type in ELEMENTWISE:
-            waiting += tensor.op.inputs
-    return list(found.values())
+def _entry_by_entry(tensor: tf.Tensor) -> list[tf.Tensor]:
+    return list(tensor.op.inputs) if tensor.op.type in ELEMENTWISE else []
 
 
 def _may_be_own(op: tf.Operation, rows: Places) -> bool:
     """Whether an op takes rows by indices that rows have, which may be their own."""
     if op.type != 'GatherV2' or not rows.has(op.inputs[1]) or _is_given(op.inputs[1], rows):
         return False
-    return not _is_of_alike(op.inputs[0])
+    return not _is_of_alike(op.inputs[0], rows)
 
 
 def _is_given(indices: tf.Tensor, rows: Places) -> bool:

@@ -119,16 +119,19 @@ class Places:
         for graph in private.function_graphs(op) if op.type in CALLS else ():
             own = given[len(given) - len(graph.inputs) :]
             while op.type in LOOPS:
-                again = [a or b for a, b in zip(own, self._in_function(graph, own))]
+                results = self._in_function(op, graph, own)
+                again = [a or b for a, b in zip(own, results)]
                 if again == own:
                     break
                 own = again
             yield graph, own
 
-    def _in_function(self, graph: tf.Graph, given: Sequence[Place | None]) -> list[Place | None]:
-        """Returns where the results of a function have rows."""
+    def _in_function(
+        self, op: tf.Operation, graph: tf.Graph, given: Sequence[Place | None]
+    ) -> list[Place | None]:
+        """Returns where the results of a function that an op calls have rows."""
         places = [(t, place) for t, place in zip(graph.inputs, given) if place is not None]
-        inner = Places(places, None, self.static)
+        inner = Places(places, None, self.static, indices=self.numbers(op, graph))
         return [inner._places.get(t.name) for t in graph.outputs]
 
     def _follow(self, op: tf.Operation, given: tf.Tensor) -> list[tf.Tensor]:
@@ -140,14 +143,15 @@ class Places:
             return []
         found = []
         for output in op.outputs:
-            if output.name not in self._places:
+            known = self._places.get(output.name)
+            if known is None or self.are_groups(given) and not known.groups:
                 try:
                     place = self._place_of(op, output, _place(op, given))
                 except UnknownPlace:
                     self._unknown.append((op, output, given))
                     continue
-                if place is not None:
-                    self._places[output.name] = place
+                if place is not None and (known is None or place.groups):
+                    self._places[output.name] = known._replace(groups=True) if known else place
                     found.append(output)
         return found
 
@@ -176,9 +180,11 @@ class Places:
             return None
         ids = groups.ids(op)
         if ids is not None:
+            if index == 0 and ids.shape.rank is not None and place.axis >= ids.shape.rank:
+                return place.at(place.axis - ids.shape.rank + 1)  # Not what is put into segments.
             size = output.shape.as_list()[0] if output.shape.rank else None
-            own = not self.depends(ids.op) or self._number_rows(ids)
-            return Place(0, None, None, groups=not own) if self._may_hold(size) else None
+            alike = self._are_ids_of_groups(ids)
+            return Place(0, None, None, groups=alike) if self._may_hold(size) else None
         found = place_in(op, output, index, place)
         if found is None or output.shape.rank in (0, None):
             return found
@@ -238,7 +244,7 @@ class Places:
         """Returns where the outputs of a loop, branch or call have rows, if that can be told."""
         found = None
         for graph, own in self.functions(op):
-            results = own if op.type in LOOPS else self._in_function(graph, own)
+            results = own if op.type in LOOPS else self._in_function(op, graph, own)
             found = [a or b for a, b in zip(found or results, results)]
         return found
 
@@ -294,21 +300,30 @@ class Places:
         index = private.constant_value(op.inputs[1])
         return axis is not None and index is not None and index.tolist() == [axis]
 
-    def _number_rows(self, ids: tf.Tensor) -> bool:
-        """Whether ids say which row something is of, rather than which rows are alike."""
+    def numbers(self, op: tf.Operation, graph: tf.Graph) -> set[str]:
+        """Returns the names of the inputs of a function that number rows, or don't depend on them.
+
+        Args:
+          op: what calls the function.
+          graph: the function.
+        """
+        outer = op.inputs[len(op.inputs) - len(graph.inputs) :]
+        pairs = zip(graph.inputs, outer)
+        integers = [(t, given) for t, given in pairs if given.dtype.is_integer]
+        return {t.name for t, given in integers if not self._are_ids_of_groups(given)}
+
+    def _are_ids_of_groups(self, ids: tf.Tensor) -> bool:
+        """Whether ids say which rows are alike, rather than which row something is of."""
         told = {*self.indices, *self._bounds}
 
-        def numbers(op: tf.Operation) -> bool:
-            given = op.type == 'Placeholder' and self._all  # To a function, which may be either.
-            return given or groups.numbers_rows(op) or any(t.name in told for t in op.outputs)
-
-        def onward(op: tf.Operation) -> list[tf.Operation]:
-            given = [t.op for t in groups.passed_on(op) if self.depends(t.op)]
+        def onward(tensor: tf.Tensor) -> list[tf.Tensor]:
+            given = [t for t in groups.passed_on(tensor) if self.depends(t.op)]
             # Pairs of rows, say, are taken by their place.
-            paired = op.type == 'FloorDiv' and given and given[0].type == 'Range'
-            return [] if paired and self.is_row_count(given[0].inputs[1]) else given
+            paired = tensor.op.type == 'FloorDiv' and given and given[0].op.type == 'Range'
+            return [] if paired and self.is_row_count(given[0].op.inputs[1]) else given
 
-        return any(map(numbers, walk([ids.op], onward)))
+        number = (t.name in told or groups.numbers_rows(t) for t in walk([ids], onward))
+        return self.depends(ids.op) and not any(number)
 
     def are_groups(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor has an entry for rows that are alike, rather than for each row."""

@@ -18,7 +18,7 @@ _MAKES_RAGGED = re.compile('Ragged|ParseExample|Unicode|.*(NGrams|Tokenize)')
 
 def shapes(op: tf.Operation) -> list[tf.Tensor]:
     """Lists the shapes of sparse tensors among an op's outputs."""
-    return _named(op, ('shape', 'shapes'))
+    return named(op, ('shape', 'shapes'))
 
 
 def is_shape(output: tf.Tensor) -> bool:
@@ -30,7 +30,7 @@ def is_bounds(output: tf.Tensor) -> bool:
     """Whether an output says where rows begin and end, as ragged tensors have it."""
     op = output.op
     if _MAKES_RAGGED.match(op.type):
-        return any(output is other for other in _named(op, ('splits',)))
+        return any(output is other for other in named(op, ('splits',)))
     if op.type != 'ConcatV2' or not output.dtype.is_integer:
         return False
     first, *others, _ = op.inputs  # A 0, and the sums of lengths.
@@ -39,7 +39,7 @@ def is_bounds(output: tf.Tensor) -> bool:
     return start is not None and start.tolist() == [0]
 
 
-def _named(op: tf.Operation, ends: tuple[str, ...]) -> list[tf.Tensor]:
+def named(op: tf.Operation, ends: tuple[str, ...]) -> list[tf.Tensor]:
     """Lists the outputs of an op whose names, as the op defines them, have one of these ends."""
     found: list[tf.Tensor] = []
     start = 0

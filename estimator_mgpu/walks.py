@@ -24,6 +24,8 @@ def walk(
 ) -> Iterator[tf.Operation]:
     """Lists all ops that can be reached, once each, those that it starts from included.
 
+    Or all tensors, if it starts from some and is told how to go on.
+
     Args:
       start: where to start from.
       onward: onward(op) -> the ops to go on with. By default the walk is back, to all that ops wait

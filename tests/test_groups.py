@@ -96,7 +96,32 @@ def made_for_each(output, features):
     return tf.reduce_sum(tf.square(tf.ones([users]) * weights('bias', 1)))
 
 
-WARNED = [mean_of_sorted, squares_of_sums, bags, mean_over_users, vectors_once]
+def ids_given_to_a_function(output, features):
+    def inside(values, ids):
+        return tf.reduce_mean(tf.square(tf.math.unsorted_segment_sum(values, ids, 12)))
+
+    ids = tf.cast(tf.unique(features['ids'])[1], tf.int32)
+    sums = tf.function(lambda *given: tf.math.segment_mean(*given), autograph=False)(
+        output, features['sorted']
+    )
+    return tf.function(inside, autograph=False)(output, ids) + tf.reduce_mean(tf.square(sums))
+
+
+def rows_and_groups(output, features):
+    means = tf.math.segment_mean(output, features['sorted'])
+    return tf.reduce_mean(tf.square(tf.concat([output, means], 0)))
+
+
+def given_back_by_a_layer(output, features):
+    """What rows of a shard that have the same id have in common, as pooling per graph gives it."""
+    users, user = tf.unique(features['ids'])
+    means = tf.math.unsorted_segment_mean(output[:, None], user, tf.size(users))
+    hidden = tf.tanh(tf.matmul(means, weights('hidden', 1, 2)))
+    return tf.reduce_mean(tf.square(tf.gather(hidden, user)[:, 1] - output))
+
+
+WARNED = [ids_given_to_a_function, rows_and_groups, given_back_by_a_layer]
+WARNED += [mean_of_sorted, squares_of_sums, bags, mean_over_users, vectors_once]
 WARNED += [vectors_once_in_a_function, those_that_are_not_there, union, looked_up_by_group]
 WARNED += [some_rows_of_each, sums_and_a_constant, neighbours, made_for_each]
 
@@ -154,7 +179,43 @@ def sums_of_entries(output, features):
     return tf.reduce_sum(tf.reduce_sum(tf.math.segment_sum(wide, features['sorted']), 1))
 
 
-EXACT = [gathered_back, sums_that_are_summed, sums_of_all_classes, entries_of_rows]
+def through_a_layer_once(output, features):
+    """Vectors that are looked up, and changed, once for each different id."""
+    ids, back = tf.unique(features['ids'])
+    hidden = tf.tanh(tf.matmul(tf.gather(table(), ids), weights('hidden', 2, 2)))
+    return tf.reduce_mean(tf.square(tf.gather(hidden, back)[:, 0] - output))
+
+
+def rows_given_to_a_function(output, features):
+    ragged = tf.RaggedTensor.from_tensor(tf.tile(output[:, None], [1, 3]) * features['x'])
+
+    def inside(values, ids):
+        return tf.math.segment_mean(values, ids)
+
+    means = tf.function(inside, autograph=False)(ragged.flat_values, ragged.value_rowids())
+    return tf.reduce_mean(tf.square(means - 1))
+
+
+def segments_of_columns(output, features):
+    wide = output[:, None] * features['x']
+    sums = tf.transpose(tf.math.segment_sum(tf.transpose(wide), [0, 0, 1]))
+    return tf.reduce_mean(tf.square(sums[:, 0] - 1))
+
+
+def segments_of_columns_in_a_loop(output, features):
+    wide = output[:, None] * features['x']
+
+    def body(i, total):
+        sums = tf.transpose(tf.math.segment_sum(tf.transpose(wide), [0, 0, 1]))
+        return i + 1, total + tf.square(sums[:, 0] - 1)
+
+    _, total = tf.while_loop(lambda i, _: i < 2, body, (0, tf.zeros_like(output)))
+    return tf.reduce_mean(total)
+
+
+EXACT = [through_a_layer_once, rows_given_to_a_function]
+EXACT += [segments_of_columns, segments_of_columns_in_a_loop]
+EXACT += [gathered_back, sums_that_are_summed, sums_of_all_classes, entries_of_rows]
 EXACT += [looked_up_by_row, of_tokens, of_indices, sums_of_entries]
 
 
@@ -173,8 +234,9 @@ def model_of(loss_of):
 def test_losses_of_groups_are_warned_of(loss_of, static, behavior, caplog):
     with behavior_of(behavior):
         train(model_of(loss_of), DATA[:1], 3, static=static)
-    others = "it goes back to 'PartitionedCall'", 'it counts what differs among the rows'
-    assert any(sentence in caplog.text for sentence in (TOLD, *others))
+    others = ["it goes back to 'PartitionedCall'", 'it counts what differs among the rows']
+    others.append('rows are combined with other rows of their shard')
+    assert any(sentence in caplog.text for sentence in [TOLD, *others])
 
 
 @BEHAVIORS
