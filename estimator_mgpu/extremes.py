@@ -35,9 +35,35 @@ _PASSING = ELEMENTWISE | {
 _EXTREMES = {'Max': tf.maximum, 'Min': tf.minimum}
 
 
+# Through which the greatest stays the greatest.
+_ROUNDS = frozenset(['Ceil', 'Floor', 'Round', 'Rint', 'Cast', 'Identity'])
+_SHIFTS = frozenset(['Add', 'AddV2', 'Sub', 'Maximum', 'Minimum'])
+_SCALES = frozenset(['Mul', 'RealDiv', 'FloorDiv'])
+
+
+def _extreme(op: tf.Operation) -> tf.Operation:
+    """Returns the maximum or minimum that an integer is one of, or else what it's computed from."""
+    if op.type != 'Cast' or not op.outputs[0].dtype.is_integer:
+        return op
+    while op.type in _ROUNDS | _SHIFTS | _SCALES:
+        value, *others = op.inputs
+        if op.type in ('Add', 'AddV2', 'Mul', 'Maximum', 'Minimum') and _number(value) is not None:
+            value, others = others[0], [value]
+        numbers = [_number(other) for other in others]
+        if any(n is None or op.type in _SCALES and n <= 0 for n in numbers):
+            break
+        op = value.op
+    return op
+
+
+def _number(value: tf.Tensor) -> float | None:
+    constant = private.constant_value(value)
+    return None if constant is None or constant.size != 1 else float(constant.item())
+
+
 def _is_known(op: tf.Operation) -> bool:
     """Whether an op may give something that is to be the whole batch's."""
-    if op.type in _EXTREMES or op.type == 'Cast' and op.inputs[0].op.type in _EXTREMES:
+    if _extreme(op).type in _EXTREMES:
         [value] = op.outputs
         if not (value.dtype.is_integer and value.shape.is_fully_defined()):
             return False
@@ -104,7 +130,7 @@ class Extremes:
                     self.shapes |= {value.name, wide.name}
             return
         [value] = op.outputs
-        reduction = op.inputs[0].op if op.type == 'Cast' else op
+        reduction = _extreme(op)
         over_rows = rows.has(reduction.inputs[0]) and not rows.has(value)
         if over_rows and not _says_where(reduction.inputs[0], rows):
             self._share(value, _EXTREMES[reduction.type])

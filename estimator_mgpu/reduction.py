@@ -90,7 +90,7 @@ def local_gradients(
     if any(part.doubts for part in parts) or all(_adds_up(towers, part) for part in parts):
         return compute(ys, xs, grad_ys)
     ys, grad_ys = _as_scalars(towers, ys, grad_ys)
-    _, stubs, terms, seeds = _seeds(towers, ys, grad_ys)
+    _, stubs, terms, seeds = _seeds(towers, ys, grad_ys, local=True)
     towers.local_stubs += [(stub, terms[name]) for name, stub in stubs.items()]
     return compute([terms[name].tensor for name in seeds], xs, list(seeds.values()))
 
@@ -108,7 +108,9 @@ def _adds_up(towers: Towers, parts: losses.Parts) -> bool:
     return all(leaf.kind == losses.SUM for leaf in parts.leaves) and all(map(is_linear, tail))
 
 
-def _seeds(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[Any, ...]:
+def _seeds(
+    towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any, local: bool = False
+) -> tuple[Any, ...]:
     """Returns what losses' gradients start from.
 
     What a term counts in a loss may depend on its sum over the towers, and that on the copies. But
@@ -127,7 +129,7 @@ def _seeds(towers: Towers, ys: Sequence[tf.Tensor], grad_ys: Any) -> tuple[Any, 
         wholes = [towers.tail(y, part, stubs) for y, part in zip(ys, parts)]
         found = dict(zip(stubs, tf.gradients(wholes, list(stubs.values()), grad_ys)))
         seeds = {
-            name: towers.seed(terms[name], gradient)
+            name: towers.seed(terms[name], gradient, local)
             for name, gradient in found.items()
             if gradient is not None
         }

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, divisors
+from estimator_mgpu import counts, divisors, private
 from estimator_mgpu.bodies import Body, is_of_shard, passes_on
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.mixing import COMPARES, goes_by_rows
-from estimator_mgpu.places import BATCH_NORMS, Places
+from estimator_mgpu.places import BATCH_NORMS, CALLS, LOOPS, Places
 from estimator_mgpu.rounds import of_one_row
 from estimator_mgpu.rows import ELEMENTWISE, Rows
 from estimator_mgpu.walks import walk
@@ -21,6 +21,7 @@ _CHOOSES = COMPARES | {'LogicalNot', 'Where', 'GatherV2', 'FloorDiv', 'FloorMod'
 # What integers go through.
 _HANDING_ON = frozenset(
     ['StridedSlice', 'AsString', 'StringJoin', 'ArgMax', 'ArgMin', 'Sum', 'LookupTableFindV2']
+    + ['Ceil', 'Floor', 'Round', 'Rint', 'Merge']
     + ['StringToHashBucketFast', 'StringToHashBucketStrong', 'StringToNumber']
 )
 _REDUCES = re.compile(
@@ -28,6 +29,8 @@ _REDUCES = re.compile(
 )
 # Which input is repeated, as many times as there are rows.
 _REPEATS = {'Fill': 1, 'BroadcastTo': 0, 'Tile': 0}
+# What rows are cut or padded by.
+_CUTS = frozenset(['StridedSlice', 'Slice', 'Pad', 'PadV2'])
 # The scopes of tf.nn.moments and tf.nn.batch_normalization.
 _OF_BATCH_NORM = re.compile('(^|/)(moments|batchnorm)(_[0-9]+)?/')
 
@@ -48,7 +51,7 @@ def combined(body: Body) -> list[tuple[tf.Operation, tf.Tensor]]:
             continue
         elif any(rows.has(t) or t.op.name in items for t in inputs):
             others = [t for t in inputs if t.op.name not in items and _is_of_shard(t, rows)]
-            if op.type in ELEMENTWISE | _CHOOSES:
+            if op.type in ELEMENTWISE | _CHOOSES | _CUTS:
                 others += [t for t in inputs if not t.dtype.is_floating and _is_reduced(t, rows)]
             found += [(op, value) for value in others[:1]]
         elif op.type in _REPEATS:
@@ -158,7 +161,15 @@ def _is_reduced(value: tf.Tensor, rows: Places) -> bool:
     if rows.has(value) or not rows.depends(value.op):
         return False
     return any(
-        _REDUCES.match(op.type) and not any(map(rows.has, op.outputs))
+        _reduces(op) and not any(map(rows.has, op.outputs))
         for op in walk([value.op], onward)
         if any(map(rows.has, op.inputs))
     )
+
+
+def _reduces(op: tf.Operation) -> bool:
+    """Whether an op may reduce rows, by itself or in a branch or a call."""
+    if op.type not in CALLS - LOOPS:
+        return _REDUCES.match(op.type) is not None
+    inner = (o for graph in private.function_graphs(op) for o in graph.get_operations())
+    return any(_REDUCES.match(o.type) for o in inner)

@@ -15,11 +15,12 @@ from estimator_mgpu.towers import Towers
 
 
 def check(spec: Any) -> Any:
-    """Returns the spec, if it is one.
+    """Returns the EstimatorSpec, if it is one or, like a TPUEstimatorSpec, can be made one.
 
     Raises:
       TypeError: if a model_fn returned anything else.
     """
+    spec = spec.as_estimator_spec() if hasattr(spec, 'as_estimator_spec') else spec
     if not isinstance(spec, compat.estimator.EstimatorSpec):
         raise TypeError(
             f'The model_fn returned {spec!r} of {type(spec).__name__}. It has to return a '

@@ -270,15 +270,21 @@ class Towers:
         self.copies.share([whole])
         return whole
 
-    def seed(self, term: losses.Leaf, gradient: tf.Tensor) -> tf.Tensor:
+    def seed(self, term: losses.Leaf, gradient: tf.Tensor, local: bool = False) -> tf.Tensor:
         """Returns what the gradient of a tower's term starts from.
 
         Args:
           term: the term.
           gradient: the gradient with respect to the term's value for the whole batch.
+          local: whether it isn't reduced. A tower without rows of its own, which counts for
+            nothing, has one like others, then: of zeros a model may make what isn't a number.
         """
-        seed = gradient * self.weights.of_kind(term.kind, 0, gradient.dtype)
-        self.copies.share([gradient, seed] if self.weights.are_even(term.kind) else [gradient])
+        weight = self.weights.of_kind(term.kind, 0, gradient.dtype)
+        even = self.weights.are_even(term.kind)
+        if local and not even:
+            weight = tf.where(tf.equal(weight, 0), tf.ones_like(weight), weight)
+        seed = gradient * weight
+        self.copies.share([gradient, seed] if even else [gradient])
         return seed
 
     def dependents(self) -> set[str]:

@@ -107,3 +107,52 @@ def test_an_estimator_that_is_replicated_already():
 def test_not_an_estimator():
     with pytest.raises(TypeError, match='a model_fn goes to replicate'):
         estimator_mgpu.replicate_estimator(lambda features, labels: None)
+
+
+def test_a_spec_for_tpus(tmp_path):
+    """What a TPUEstimator without TPUs, as BERT's code has it, is given."""
+    tpu = estimator_mgpu.estimator.tpu
+
+    def model_fn(features, labels, mode, params):
+        scores = tf.layers.dense(features['x'], 3, kernel_initializer=tf.zeros_initializer())
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=features['y'], logits=scores)
+        loss = tf.reduce_mean(losses)
+        if mode == 'infer':
+            return tpu.TPUEstimatorSpec(mode, predictions={'scores': scores})
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        train_op = optimizer.minimize(loss, tf.train.get_global_step()) if mode == 'train' else None
+
+        def metrics(labels, scores):
+            return {'right': tf.metrics.accuracy(labels, tf.argmax(scores, -1))}
+
+        given = (metrics, [features['y'], scores])
+        return tpu.TPUEstimatorSpec(mode, loss=loss, train_op=train_op, eval_metrics=given)
+
+    def input_fn(params):
+        rows = tf.data.Dataset.from_tensor_slices({'x': X, 'y': CLASSES})
+        return rows.batch(params['batch_size'], drop_remainder=True)
+
+    found = []
+    for towers in (0, 3):
+        config = tpu.RunConfig(
+            model_dir=str(tmp_path / str(towers)),
+            tf_random_seed=5,
+            session_config=estimator_mgpu.session_config(3),
+        )
+        fn = estimator_mgpu.replicate(model_fn, devices=towers) if towers else model_fn
+        built = tpu.TPUEstimator(
+            use_tpu=False,
+            model_fn=fn,
+            config=config,
+            train_batch_size=10,
+            eval_batch_size=10,
+            predict_batch_size=10,
+        )
+        built.train(input_fn, max_steps=4)
+        scores = [row['scores'] for row in built.predict(input_fn)]
+        found.append((built.evaluate(input_fn, steps=5), np.array(scores)))
+    (one, scores), (ours, our_scores) = found
+    assert one.keys() == ours.keys() >= {'right', 'loss'}
+    for name, value in one.items():
+        np.testing.assert_allclose(ours[name], value, rtol=1e-5)
+    np.testing.assert_allclose(our_scores, scores, rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from models import floats, spec_of, step, weights
-from towers import compare, evaluate, session
+from towers import compare, evaluate, session, train
 
 BOTH = pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
 LENGTHS = np.array([1, 2, 2, 1, 5, 4], np.int64)
@@ -43,6 +43,14 @@ def of_floats(features):
     mask = tf.sequence_mask(features['lengths'], 5, tf.float32)
     longest = tf.cast(tf.reduce_max(tf.reduce_sum(mask, 1)), tf.int32)
     return tf.reduce_mean((scores(features) * mask)[:, :longest], 1)
+
+
+def of_rounded_floats(features):
+    """A part of the longest one, of lengths that were halved, rounded up."""
+    halves = tf.reduce_max(features['lengths'] / 2)
+    longest = tf.cast(tf.ceil(halves * 1.5 - 0.5), tf.int32)
+    least = tf.cast(tf.floor(1 + tf.reduce_min(features['lengths'] / 3)), tf.int32)
+    return tf.reduce_mean(scores(features)[:, :longest], 1) + scores(features)[:, least]
 
 
 def masks_alone(features):
@@ -171,7 +179,36 @@ def example(text):
 OUTPUTS = [mean, mean_of_all, masks_alone, by_the_size, by_the_longest, less_the_shortest, softmax]
 OUTPUTS += [largest, padded, convolution, recurrent, in_a_function, in_a_loop]
 OUTPUTS += [longest_of_what_is_cut, ragged, words, words_of_some_size, sparse_words, sparse_rows]
-OUTPUTS += [parsed, of_floats]
+OUTPUTS += [parsed, of_floats, of_rounded_floats]
+
+
+def cut_to_their_mean(features):
+    lengths = tf.cast(features['lengths'], tf.float32)
+    return scores(features)[:, : tf.cast(tf.ceil(tf.reduce_mean(lengths)), tf.int32)]
+
+
+def cut_to_their_sum(features):
+    return scores(features)[:, : tf.maximum(tf.reduce_sum(features['lengths']) // 6, 1)]
+
+
+def cut_in_a_function(features):
+    longest = tf.function(lambda x: tf.reduce_max(x), autograph=False)(features['lengths'])
+    return scores(features)[:, :longest]
+
+
+def cut_in_a_branch(features):
+    longest = tf.cond(step() >= 0, lambda: tf.reduce_max(features['lengths']), lambda: np.int64(3))
+    return scores(features)[:, :longest]
+
+
+def less_than_the_longest(features):
+    """Not a part of it that grows with it."""
+    longest = tf.cast(tf.ceil(6 - tf.reduce_max(features['lengths'] / 2)), tf.int32)
+    return scores(features)[:, :longest]
+
+
+SHORTER = [cut_to_their_mean, cut_to_their_sum, cut_in_a_function, cut_in_a_branch]
+SHORTER += [less_than_the_longest]
 
 
 def model_of(output):
@@ -221,6 +258,15 @@ def test_evaluation(output, towers, static, behavior, caplog):
         np.testing.assert_allclose(ours.metrics[name], expected, rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(ours.losses, one.losses, rtol=1e-5)
     assert not warnings(caplog), values
+
+
+@pytest.mark.parametrize('output', SHORTER, ids=lambda f: f.__name__)
+@BOTH
+def test_rows_cut_by_values_of_a_shard_are_warned_of(output, static, behavior, caplog):
+    train(
+        model_of(lambda features: tf.reduce_mean(output(features), 1)), DATA[:1], 3, static=static
+    )
+    assert 'rows are combined with values of all rows of their shard' in caplog.text
 
 
 def test_lengths_of_the_features_own_padding(behavior):

@@ -4,8 +4,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from layers import hidden_layer, mean_square, of_losses, output_layer
-from models import away_from_0, batches, step
-from towers import compare_modes, train
+from models import away_from_0, batches, spec_of, step
+from towers import compare, compare_modes, train
 
 # Losses: losses(features, labels) -> loss, output and a train_op of its own, if it has one.
 
@@ -248,3 +248,27 @@ def ten_rows():
 @pytest.mark.parametrize('model_fn', map(of_losses, UNEVEN), ids=lambda f: f.__name__)
 def test_batch_that_does_not_divide(model_fn):
     compare_modes(model_fn, ten_rows, 4, static=False)
+
+
+@pytest.mark.parametrize('towers', [3, 4])
+@pytest.mark.parametrize('norm', ['l2', 'greatest'])
+def test_normed_gradients_of_fewer_rows_than_towers(norm, towers, behavior):
+    """A gradient of zeros, on a device without rows, would have no direction."""
+
+    def model_fn(features, labels, mode):
+        hidden = hidden_layer(features)
+        loss = mean_square(labels, output_layer(hidden))
+        slope = tf.stop_gradient(tf.gradients(loss, hidden)[0])
+        by = tf.norm if norm == 'l2' else lambda x, **options: tf.reduce_max(tf.abs(x), **options)
+        slope /= by(slope, axis=1, keepdims=True)
+        with tf.variable_scope(tf.get_variable_scope(), reuse=True):
+            loss += mean_square(labels, output_layer(hidden + 0.3 * slope))
+        train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss, step())
+        return spec_of(mode, loss, train_op)
+
+    compare(
+        model_fn,
+        [(x[:rows], y[:rows]) for (x, y), rows in zip(batches(), (5, 2, 1))],
+        towers,
+        static=False,
+    )
