@@ -13,8 +13,9 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, loops, private, ragged
+from estimator_mgpu import counts, loops, mixing, private, ragged
 from estimator_mgpu.copying import Copies
+from estimator_mgpu.findings import find
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.places import LOOPS
 from estimator_mgpu.rows import ELEMENTWISE, Rows
@@ -132,7 +133,7 @@ class Extremes:
         [value] = op.outputs
         reduction = _extreme(op)
         over_rows = rows.has(reduction.inputs[0]) and not rows.has(value)
-        if over_rows and not _says_where(reduction.inputs[0], rows):
+        if over_rows and not _says_where(reduction.inputs[0], rows) and not _mixes(value, rows):
             self._share(value, _EXTREMES[reduction.type])
 
     def _go_on(self, op: tf.Operation, rows: Rows) -> None:
@@ -225,6 +226,13 @@ class Extremes:
             shape = tf.placeholder_with_default(shape, None)
         self._copies.share([shape])
         private.set_input(op, 0, shape)
+
+
+def _mixes(value: tf.Tensor, rows: Rows) -> bool:
+    """Whether rows were combined for it, so that it isn't the batch's on any tower."""
+    ops = list(walk([value.op], lambda op: mixing.before(op, rows)))
+    found = find(ops, rows, certain=True)
+    return bool(found.others or found.values)
 
 
 def _says_where(numbers: tf.Tensor, rows: Rows) -> bool:

@@ -207,7 +207,19 @@ def less_than_the_longest(features):
     return scores(features)[:, :longest]
 
 
-SHORTER = [cut_to_their_mean, cut_to_their_sum, cut_in_a_function, cut_in_a_branch]
+def cut_to_what_is_above_the_mean(features):
+    lengths = tf.cast(features['lengths'], tf.float32)
+    more = tf.cast(2 * tf.nn.relu(lengths - tf.reduce_mean(lengths)), tf.int32)
+    return scores(features)[:, : tf.reduce_max(more) + 1]
+
+
+SHORTER = [
+    cut_to_what_is_above_the_mean,
+    cut_to_their_mean,
+    cut_to_their_sum,
+    cut_in_a_function,
+    cut_in_a_branch,
+]
 SHORTER += [less_than_the_longest]
 
 

@@ -560,3 +560,21 @@ def test_metrics_of_what_an_iterator_gives(towers, static, behavior):
     assert len(one[0]) == 3
     np.testing.assert_allclose(one[1]['labels'], rows[1].mean(), rtol=1e-5)
     assert_close(ours, one, 1e-5)
+
+
+@pytest.mark.parametrize('wide', [True, False], ids=['wide', 'flat'])
+def test_curves_of_some_rows(wide, caplog):
+    """Of conversions of those that were clicked on, say: no row is combined with another."""
+
+    def model_fn(features, labels, mode):
+        output = tf.sigmoid(features[:, :1] * tf.get_variable('one', initializer=1.0))
+        some, output, labels = features[:, 1] > 0, output, labels[:, None] > 0
+        given = [tf.boolean_mask(x if wide else x[:, 0], some) for x in (labels, output)]
+        return tf.estimator.EstimatorSpec(
+            mode, loss=tf.reduce_mean(output), eval_metric_ops={'auc': tf.metrics.auc(*given)}
+        )
+
+    data = [(floats(rows, 3, seed=rows), floats(rows)) for rows in (8, 8, 3)]
+    one, ours = (evaluate(model_fn, data, towers, static=False) for towers in (0, 3))
+    np.testing.assert_allclose(ours.metrics['auc'], one.metrics['auc'], rtol=1e-5)
+    assert 'their shard' not in caplog.text
