@@ -121,7 +121,8 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
     if op.type.startswith('QuantizeAndDequantize'):
         return not op.get_attr('range_given') and 0 in axes
     if _MATRICES.match(op.type):
-        return axes[min(axes)] >= given.shape.rank - 2
+        from_last = axes[min(axes)] - given.shape.rank
+        return from_last == -2 or from_last == -1 and 0 in axes  # Columns are solved for each.
     if op.type == 'StridedSlice':
         return axes.get(0) == 0 and _cuts(op, rows)
     if op.type == 'GatherV2' and (0 not in axes or _is_of_rows(op.inputs[1])):

@@ -446,10 +446,17 @@ def heads_along_rows(labels, output):
     return tf.reduce_mean(tf.square(tf.concat(tf.split(attended, 2, 0), 2) - 1))
 
 
+def whitened(labels, output):
+    """Each row's distance by a covariance, as columns that are solved for."""
+    factor = tf.constant([[2.0, 0.0], [0.5, 1.0]])
+    apart = tf.concat([output - labels, output], 1)
+    return tf.reduce_mean(tf.square(tf.linalg.triangular_solve(factor, tf.transpose(apart))))
+
+
 @pytest.mark.parametrize(
     'loss',
     [columns, all_of_them, chosen_by_what_they_are, tokens_at_positions, attention]
-    + [heads_along_rows, time_major, looked_up_once, covariance],
+    + [heads_along_rows, time_major, looked_up_once, covariance, whitened],
     ids=lambda f: f.__name__,
 )
 @BOTH
