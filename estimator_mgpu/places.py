@@ -334,9 +334,8 @@ class Places:
         before, after = (self._places.get(t.name) for t in (op.inputs[0], op.outputs[0]))
         if before is None or after is None or before.axis == after.axis:
             return False
-        if _are_alone(op.inputs[0], before) and _are_alone(op.outputs[0], after):
-            return False
-        return before.plain and before.outer is None and before.inner is None
+        unknown = before.outer is None and before.inner is None
+        return before.plain and unknown and not after.plain
 
     def _is_as_long_as_rows(self, size: tf.Tensor) -> bool:
         """Whether something is counted for each row, as the entries of rows of ragged tensors."""
@@ -377,12 +376,6 @@ def dimensions(axes: tf.Tensor, given: tf.Tensor) -> set[int]:
     if value is None:
         return {0}
     return {int(axis) % given.shape.rank for axis in value.flat}
-
-
-def _are_alone(tensor: tf.Tensor, place: Place) -> bool:
-    """Whether there's nothing but rows in a tensor, so that they're in order wherever they are."""
-    sizes = tensor.shape.as_list()
-    return all(size == 1 for size in sizes[: place.axis] + sizes[place.axis + 1 :])
 
 
 def _place(op: tf.Operation, given: tf.Tensor) -> int:

@@ -44,7 +44,10 @@ def reshaped(op: tf.Operation, output: tf.Tensor, index: int, place: Place) -> P
         sizes = [b if a is None else a for a, b in zip(sizes, told)]
     first = _at(given, sizes, place.axis, place.outer)
     if place.inner is None and place.outer is None:
-        raise UnknownPlace
+        kept = reshaped(op, output, index, Place(place.axis))
+        if kept is None or kept != Place(kept.axis):
+            raise UnknownPlace
+        return place.at(kept.axis)  # As one dimension, whatever is in it.
     last = _at(given[::-1], sizes[::-1], len(given) - 1 - place.axis, place.inner)
     last = None if last is None else (len(sizes) - 1 - last[0], last[1])
     if first is None:
