@@ -27,7 +27,10 @@ def gradient_penalty(features, labels):
     critic_loss = apart + 10 * penalty
     generator_loss = -tf.reduce_mean(critic(fake))
     optimizers = [tf.train.RMSPropOptimizer(0.01, epsilon=1e-2) for _ in range(2)]
-    first = optimizers[0].minimize(critic_loss, var_list=tf.trainable_variables('critic'))
+    # The critic is read before it is written.
+    with tf.control_dependencies([generator_loss]):
+        of_critic = tf.trainable_variables('critic')
+        first = optimizers[0].minimize(critic_loss, var_list=of_critic)
     with tf.control_dependencies([first]):
         of_generator = tf.trainable_variables('generator')
         second = optimizers[1].minimize(generator_loss, step(), of_generator)
