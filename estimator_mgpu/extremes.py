@@ -13,9 +13,8 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, loops, mixing, private, ragged
+from estimator_mgpu import counts, loops, private, ragged
 from estimator_mgpu.copying import Copies
-from estimator_mgpu.findings import find
 from estimator_mgpu.importing import absolute_scope
 from estimator_mgpu.places import LOOPS
 from estimator_mgpu.rows import ELEMENTWISE, Rows
@@ -34,8 +33,6 @@ _PASSING = ELEMENTWISE | {
     'Min',
 }
 _EXTREMES = {'Max': tf.maximum, 'Min': tf.minimum}
-
-
 # Through which the greatest stays the greatest.
 _ROUNDS = frozenset(['Ceil', 'Floor', 'Round', 'Rint', 'Cast', 'Identity'])
 _SHIFTS = frozenset(['Add', 'AddV2', 'Sub', 'Maximum', 'Minimum'])
@@ -58,7 +55,7 @@ def _extreme(op: tf.Operation) -> tf.Operation:
 
 
 def _number(value: tf.Tensor) -> float | None:
-    constant = private.constant_value(value)
+    constant = None if value.dtype.is_complex else private.constant_value(value)
     return None if constant is None or constant.size != 1 else float(constant.item())
 
 
@@ -79,11 +76,14 @@ class Extremes:
     Args:
       graph: the graph the model is built in.
       copies: the towers'.
+      examine: examine(rows, value) warns of rows that are combined for a value. That is done before
+        the whole batch's takes its place, behind which nothing is found any more.
     """
 
-    def __init__(self, graph: tf.Graph, copies: Copies):
+    def __init__(self, graph: tf.Graph, copies: Copies, examine: Callable[[Rows, tf.Tensor], None]):
         self._graph = graph
         self._copies = copies
+        self._examine = examine
         self._version = 0
         self._looked = 0  # How many of the graph's ops were looked at.
         self._wholes: list[tuple[tf.Tensor, tf.Tensor]] = []
@@ -133,7 +133,8 @@ class Extremes:
         [value] = op.outputs
         reduction = _extreme(op)
         over_rows = rows.has(reduction.inputs[0]) and not rows.has(value)
-        if over_rows and not _says_where(reduction.inputs[0], rows) and not _mixes(value, rows):
+        if over_rows and not _says_where(reduction.inputs[0], rows):
+            self._examine(rows, value)
             self._share(value, _EXTREMES[reduction.type])
 
     def _go_on(self, op: tf.Operation, rows: Rows) -> None:
@@ -226,13 +227,6 @@ class Extremes:
             shape = tf.placeholder_with_default(shape, None)
         self._copies.share([shape])
         private.set_input(op, 0, shape)
-
-
-def _mixes(value: tf.Tensor, rows: Rows) -> bool:
-    """Whether rows were combined for it, so that it isn't the batch's on any tower."""
-    ops = list(walk([value.op], lambda op: mixing.before(op, rows)))
-    found = find(ops, rows, certain=True)
-    return bool(found.others or found.values)
 
 
 def _says_where(numbers: tf.Tensor, rows: Rows) -> bool:

@@ -168,7 +168,8 @@ class Places:
             return place if groups.is_which(output) else Place(0, None, None, groups=True)
         if op.type in _COUNTS and self._is_as_long_as_rows(op.inputs[1]):
             return Place(0)
-        if ragged.is_bounds(output):
+        passed = op.type in ('Identity', 'Cast') and self.are_bounds(given)
+        if passed or ragged.is_bounds(output):
             self._bounds.add(output.name)
             return Place(0)
         if op.type in ragged.MAKES_SPARSE:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, divisors, private
-from estimator_mgpu.bodies import Body, is_of_shard, passes_on
+from estimator_mgpu import counts, divisors
+from estimator_mgpu.bodies import Body, called, is_of_shard, passes_on
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.mixing import COMPARES, goes_by_rows
 from estimator_mgpu.places import BATCH_NORMS, CALLS, LOOPS, Places
@@ -160,16 +160,13 @@ def _is_reduced(value: tf.Tensor, rows: Places) -> bool:
 
     if rows.has(value) or not rows.depends(value.op):
         return False
-    return any(
-        _reduces(op) and not any(map(rows.has, op.outputs))
-        for op in walk([value.op], onward)
-        if any(map(rows.has, op.inputs))
-    )
+    return any(_reduces(op, rows) for op in walk([value.op], onward))
 
 
-def _reduces(op: tf.Operation) -> bool:
-    """Whether an op may reduce rows, by itself or in a branch or a call."""
-    if op.type not in CALLS - LOOPS:
-        return _REDUCES.match(op.type) is not None
-    inner = (o for graph in private.function_graphs(op) for o in graph.get_operations())
-    return any(_REDUCES.match(o.type) for o in inner)
+def _reduces(op: tf.Operation, rows: Places) -> bool:
+    """Whether an op reduces rows, by itself or in a branch or a call."""
+    if op.type in CALLS - LOOPS:
+        inner = ((o, own) for graph, own in called(op, rows) for o in graph.get_operations())
+        return any(_reduces(o, own) for o, own in inner)
+    reduced = any(map(rows.has, op.inputs)) and not any(map(rows.has, op.outputs))
+    return reduced and _REDUCES.match(op.type) is not None

@@ -56,7 +56,6 @@ class Towers:
             [TowerCopy(i, unique_scope(graph, i), d) for i, d in enumerate(devices) if i],
         )
         self.weights = Weights(graph, self.copies, weights)
-        self._extremes = Extremes(graph, self.copies)
         self._sources: list[tf.Tensor] = []
         # Of which only who made them knows where they have rows.
         self._with_rows: list[tuple[tf.Tensor, Place]] = []
@@ -71,6 +70,7 @@ class Towers:
         self.local_stubs: list[tuple[tf.Tensor, losses.Leaf]] = []
         self._summed: dict[str, tf.Tensor] = {}
         self.notices = Notices()
+        self._extremes = Extremes(graph, self.copies, self.notices.mixing)
         self.index, *others = [self._constant(device, i) for i, device in enumerate(devices)]
         self.copies.replace(self.index, others)
 

@@ -53,6 +53,24 @@ def of_rounded_floats(features):
     return tf.reduce_mean(scores(features)[:, :longest], 1) + scores(features)[:, least]
 
 
+def of_complex_numbers(features):
+    """Which have no order: the cast of their maximum's real part has nothing to do with that."""
+    parts = tf.cast(features['lengths'], tf.complex64) * 2
+    halves = tf.reduce_max(tf.cast(tf.math.real(parts), tf.int32)) // 2
+    turned = tf.cast(tf.cast(parts * 0.5, tf.int32), tf.float32)
+    return tf.reduce_mean(scores(features)[:, :halves], 1) + 0.1 * turned
+
+
+def of_bounds(features):
+    """Of where rows begin and end, in another type."""
+    rows = tf.RaggedTensor.from_row_lengths(
+        tf.boolean_mask(scores(features), tf.sequence_mask(features['lengths'], 5)),
+        features['lengths'],
+    )
+    splits = tf.identity(tf.cast(rows.row_splits, tf.int32))
+    return tf.reduce_mean(scores(features)[:, : tf.reduce_max(splits[1:] - splits[:-1])], 1)
+
+
 def masks_alone(features):
     mask = tf.sequence_mask(features['lengths'], dtype=tf.float32)
     return tf.reduce_mean(scores(features)[:, : tf.shape(mask)[1]] * mask, 1)
@@ -179,7 +197,7 @@ def example(text):
 OUTPUTS = [mean, mean_of_all, masks_alone, by_the_size, by_the_longest, less_the_shortest, softmax]
 OUTPUTS += [largest, padded, convolution, recurrent, in_a_function, in_a_loop]
 OUTPUTS += [longest_of_what_is_cut, ragged, words, words_of_some_size, sparse_words, sparse_rows]
-OUTPUTS += [parsed, of_floats, of_rounded_floats]
+OUTPUTS += [parsed, of_floats, of_rounded_floats, of_complex_numbers, of_bounds]
 
 
 def cut_to_their_mean(features):
@@ -201,6 +219,16 @@ def cut_in_a_branch(features):
     return scores(features)[:, :longest]
 
 
+def half(lengths):
+    return tf.reduce_sum(lengths) // 12
+
+
+def cut_in_nested_functions(features):
+    inner = tf.function(half, autograph=False)
+    size = tf.function(lambda lengths: inner(lengths) + 1, autograph=False)(features['lengths'])
+    return scores(features)[:, :size]
+
+
 def less_than_the_longest(features):
     """Not a part of it that grows with it."""
     longest = tf.cast(tf.ceil(6 - tf.reduce_max(features['lengths'] / 2)), tf.int32)
@@ -218,6 +246,7 @@ SHORTER = [
     cut_to_their_mean,
     cut_to_their_sum,
     cut_in_a_function,
+    cut_in_nested_functions,
     cut_in_a_branch,
 ]
 SHORTER += [less_than_the_longest]
@@ -302,6 +331,39 @@ def test_predictions_as_wide_as_the_longest():
     ours, one = (evaluate(model_fn, DATA, n, mode=mode, static=False) for n in (3, 0))
     for a, b in zip(ours.predictions, one.predictions):
         np.testing.assert_allclose(a['values'], b['values'], rtol=1e-5)
+
+
+def test_predictions_as_wide_as_lengths_of_what_was_combined(caplog):
+    """They fit together as one device's would, and it's said that rows were combined for them."""
+
+    def model_fn(features, labels, mode):
+        lengths = tf.cast(features['lengths'], tf.float32)
+        more = tf.cast(tf.nn.relu(lengths - tf.reduce_mean(lengths)), tf.int32)
+        width = tf.reduce_max(more) + 1
+        values = tf.pad(scores(features)[:, :1], [[0, 0], [0, width]])
+        return tf.estimator.EstimatorSpec(mode, predictions={'values': values})
+
+    [predicted] = evaluate(model_fn, DATA[:1], 3, mode='infer', static=False).predictions
+    # Of 5, whose shard's mean is 4.5, but for the other shards' 1 and 2 and their means of 1.5.
+    assert predicted['values'].shape == (6, 2)
+    [warning] = warnings(caplog)
+    assert warning.startswith("In what 'Max:0' comes from, rows are combined with values of all")
+
+
+def test_sizes_that_a_function_computes_are_not_warned_of(caplog):
+    """What is reduced there isn't rows."""
+
+    @tf.function(autograph=False)
+    def half_of(values):
+        return tf.reduce_prod(tf.shape(values)[1:]) // 2
+
+    def model_fn(features, labels, mode):
+        values = scores(features)
+        loss = tf.reduce_mean(tf.square(values[:, : half_of(values)]))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    compare(model_fn, DATA, 3)
+    assert not warnings(caplog)
 
 
 def test_a_maximum_that_is_not_of_rows():
