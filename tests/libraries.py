@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu  # noqa: F401, as it brings tf.estimator
-from models import floats, of_all_modes, spec_of
+from estimator_mgpu import private
+from models import floats, of_all_modes, spec_of, step
 
 fc = tf.feature_column
 PREDICT, TRAIN = tf.estimator.ModeKeys.PREDICT, tf.estimator.ModeKeys.TRAIN
@@ -144,11 +145,22 @@ def bert(features, labels, mode):
     loss = tf.losses.sparse_softmax_cross_entropy(labels, logits)
     if mode == TRAIN:
         optimization = import_library('bert.optimization')
-        return spec_of(mode, loss, optimization.create_optimizer(loss, 0.01, 10, 2, False))
+        train_op = optimization.create_optimizer(loss, 0.01, 10, 2, False)
+        _count_last(step())
+        return spec_of(mode, loss, train_op)
     metrics = {'accuracy': tf.metrics.accuracy(labels, tf.argmax(logits, -1))}
     return tf.estimator.EstimatorSpec(
         mode, loss=loss, predictions=predictions, eval_metric_ops=metrics
     )
+
+
+def _count_last(step):
+    """Lets a step be counted after it was read: for the learning rate, BERT leaves it to chance."""
+    users = step.handle.consumers()
+    reads = [op for op in users if op.type == 'ReadVariableOp' and not op.control_inputs]
+    for op in users:
+        if op.type.startswith('Assign') and op is not step.initializer:
+            private.add_control_inputs(op, reads)
 
 
 # Recommenders of deepctr, on heads that sum.

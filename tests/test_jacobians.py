@@ -57,8 +57,10 @@ def of_outputs(features, labels, mode):
     [by_row] = tape.jacobian(both, own[:1])
     [decay] = tape.jacobian(weights, own[1:])
     grads = [tf.reduce_mean(by_row, [0, 1]), tf.reduce_sum(decay, 0)]
-    train_op = tf.train.AdamOptimizer(0.01).apply_gradients(zip(grads, own), step())
-    return spec_of(mode, tf.reduce_mean(losses), train_op)
+    loss = tf.reduce_mean(losses)
+    with tf.control_dependencies([loss]):  # It's of the values before the step.
+        train_op = tf.train.AdamOptimizer(0.01).apply_gradients(zip(grads, own), step())
+    return spec_of(mode, loss, train_op)
 
 
 @pytest.mark.parametrize('towers', [2, 4], ids='towers={}'.format)

@@ -114,9 +114,11 @@ def minimized(features, labels):
     def loss():
         return mean_square(labels, output_layer(hidden_layer(features)))
 
-    with tf.variable_scope(tf.get_variable_scope(), reuse=True):
+    before = mean_square(labels, output)
+    same = tf.variable_scope(tf.get_variable_scope(), reuse=True)
+    with same, tf.control_dependencies([before]):  # Which is of the values before the step.
         train = adam().minimize(loss, tf.trainable_variables())
-    return mean_square(labels, output), output, train
+    return before, output, train
 
 
 def minimized_on_a_tape(features, labels):
