@@ -49,7 +49,8 @@ def _kind_inside(end: tf.Tensor, rows: Rows, take_apart: Callable[[tf.Tensor, Ro
     parts = take_apart(end, rows)
     kinds = {leaf.kind for leaf in parts.leaves}
     # A constant leaf is a divisor: the size of the shard.
-    outside = any(leaf.counted or not rows.depends(leaf.tensor.op) for leaf in parts.leaves)
+    counted = any(leaf.counted or leaf.per is not None for leaf in parts.leaves)
+    outside = counted or any(not rows.depends(leaf.tensor.op) for leaf in parts.leaves)
     if kinds not in ({'mean'}, {'sum'}) or parts.doubts or parts.notes or outside:
         return ''
     [only] = kinds

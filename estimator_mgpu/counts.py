@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.places import Places
 
-_AS_GIVEN = frozenset(['Identity', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims', 'StopGradient'])
+_AS_GIVEN = frozenset(
+    ['Identity', 'Cast', 'Reshape', 'Squeeze', 'ExpandDims', 'StopGradient', 'Enter', 'Switch']
+)
 _QUOTIENTS = frozenset(['RealDiv', 'Div', 'DivNoNan', 'FloorDiv', 'TruncateDiv'])
 _EITHER = frozenset(['Maximum', 'Minimum', 'Add', 'AddV2', 'Sub'])
 # Which input has the numbers that are repeated.
 _REPEATS = {'Tile': 0, 'BroadcastTo': 0, 'Fill': 1}
-_FACTORS = {'Sqrt': 0.5, 'Rsqrt': -0.5, 'Square': 2.0, 'Reciprocal': -1.0, 'Inv': -1.0}
+FACTORS = {'Sqrt': 0.5, 'Rsqrt': -0.5, 'Square': 2.0, 'Reciprocal': -1.0, 'Inv': -1.0}
 # What is added so that nobody divides by zero makes no difference.
 _EPSILON = 1e-3
 
@@ -43,15 +47,27 @@ def growth(tensor: tf.Tensor, rows: Places) -> float | None:
       tensor: a value that `is_count`.
       rows: which tensors have rows, and along which dimension.
     """
-    return _same(_Growths(rows).of(tensor))
+    return same(Growths(rows).of(tensor))
 
 
-class _Growths:
-    """The growth of each entry of scalars and of vectors such as shapes."""
+class Growths:
+    """The growth of each entry of scalars and of vectors such as shapes.
 
-    def __init__(self, rows: Places):
+    Args:
+      rows: which tensors have rows, and along which dimension.
+      of: of(tensor) -> whether the rows of a tensor are the ones that count; by default, all are.
+      known: what's known of others already, by their names.
+    """
+
+    def __init__(
+        self,
+        rows: Places,
+        of: Callable[[tf.Tensor], bool] = lambda tensor: True,
+        known: Mapping[str, list[float | None]] | None = None,
+    ):
         self._rows = rows
-        self._found: dict[str, list[float | None]] = {}
+        self._of_rows = of
+        self._found = dict(known or {})
 
     def of(self, tensor: tf.Tensor) -> list[float | None]:
         if tensor.name not in self._found:
@@ -64,10 +80,12 @@ class _Growths:
         if not self._rows.depends(op):
             return [0.0] * size
         if op.type == 'Shape' or tensor.name in self._rows.shapes:
-            axis = self._rows.axis_in(tensor)
+            sparse = tensor.name in self._rows.shapes
+            counts = self._of_rows(tensor if sparse else op.inputs[0])
+            axis = self._rows.axis_in(tensor) if counts else None
             return [float(i == axis) for i in range(tensor.shape.num_elements() or 0)] or [None]
         if op.type == 'Size':
-            return [float(self._rows.has(op.inputs[0]))]
+            return [float(self._rows.has(op.inputs[0]) and self._of_rows(op.inputs[0]))]
         given = [self.of(t) for t in op.inputs]
         if op.type in _AS_GIVEN:
             return given[0]
@@ -80,14 +98,15 @@ class _Growths:
             parts = given if op.type == 'Pack' else given[:-1]
             return [entry for part in parts for entry in part]
         if op.type in _REPEATS:
-            return [_same(given[_REPEATS[op.type]])]
+            return [same(given[_REPEATS[op.type]])]
         if op.type == 'Prod':
             known = [entry for entry in given[0] if entry is not None]
             return [sum(known) if len(known) == len(given[0]) else None]
-        return [_power(op, [_same(entries) for entries in given])] * size
+        return [_power(op, [same(entries) for entries in given])] * size
 
 
-def _same(entries: list[float | None]) -> float | None:
+def same(entries: list[float | None]) -> float | None:
+    """Returns the growth of all of something, if all of it has the same."""
     return entries[0] if len(set(entries)) == 1 else None
 
 
@@ -115,7 +134,7 @@ def _power(op: tf.Operation, given: list[float | None]) -> float | None:
         return None
     if not any(powers):
         return 0.0
-    factor = _FACTORS.get(op.type)
+    factor = FACTORS.get(op.type)
     if factor is not None:
         return factor * powers[0]
     if op.type == 'Mul':

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import calls, counts, divisors, private, shard_values
+from estimator_mgpu import calls, divisors, powers, private, shard_values
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.places import BATCH_NORMS, CALLS
 from estimator_mgpu.rows import LINEAR, Rows
@@ -60,6 +60,8 @@ class Leaf(NamedTuple):
         rather than by rows.
       axis: along which dimension the rows are in what a shape is of.
       bounds: whether that's where rows begin and end, one more than there are rows.
+      per: for a sum of what was divided by the number of its own rows, the tensor of which these
+        are, along `axis`.
     """
 
     tensor: tf.Tensor
@@ -67,6 +69,7 @@ class Leaf(NamedTuple):
     counted: bool = False
     axis: int | None = None
     bounds: bool = False
+    per: tf.Tensor | None = None
 
 
 class Parts(NamedTuple):
@@ -153,6 +156,7 @@ class _Walk:
         self.doubts: list[str] = []
         self.notes: list[str] = []
         self.mixed: list[tuple[str, str]] = []
+        self._per: dict[str, tf.Tensor] = {}
         self.lost = False
         self.neither = ''
         self.by_count = False
@@ -174,7 +178,9 @@ class _Walk:
                 counted = counted and not tensor.op.inputs[0].shape.is_fully_defined()
                 axis = self._rows.axis_in(tensor) if found == SHAPE else None
                 bounds = found == SHAPE and self._rows.are_bounds(tensor.op.inputs[0])
-                self.leaves.append(Leaf(tensor, found, counted, axis, bounds))
+                per = self._per.get(tensor.name)
+                axis = axis if per is None else self._rows.axis(per)
+                self.leaves.append(Leaf(tensor, found, counted, axis, bounds, per))
             else:
                 self.tail.add(tensor.op.name)
                 waiting += found
@@ -195,7 +201,7 @@ class _Walk:
         op = tensor.op
         if self._rows.has(tensor):
             self._check_groups(tensor, [tensor], SUM)
-            return SUM  # tf.gradients takes a loss with rows for their sum.
+            return self._scaled(tensor, SUM)  # tf.gradients takes a loss with rows for their sum.
         inputs = self._rows.dependent_inputs(op)
         if op.type in ('Size', 'Shape') and self._rows.are_groups(op.inputs[0]):
             self._doubt(tensor, 'it counts what differs among the rows of a shard')
@@ -258,22 +264,40 @@ class _Walk:
         kind = MEAN if op.type == 'Mean' else SUM
         self._check_groups(op.outputs[0], op.inputs, kind)
         divided, mixed, verdicts = shard_values.near_reduction(
-            [t for t in op.inputs if self._rows.has(t)], kind == MEAN, self._rows
+            [t for t in op.inputs if self._rows.has(t)], self._rows
         )
         if kind == SUM:
             for verdict in verdicts:
                 self._tell(op.outputs[0], verdict)
             kind = MEAN if divided else SUM
         if mixed is not None:
-            self.by_count |= counts.is_count(mixed, self._rows)
-            doubt = (
-                f'{op.outputs[0].name!r} is not quite the {kind} over the batch that it is taken '
-                f'for: its rows are combined with {mixed.name!r}, which is a value of all rows of '
-                'a shard, and each device has its own. Combine them in the input_fn, or train '
-                'this model with replicate(devices=1).'
-            )
-            self.mixed.append((mixed.name, doubt))
+            self._mix(op.outputs[0], mixed, kind)
+        return self._scaled(op.outputs[0], kind)
+
+    def _scaled(self, tensor: tf.Tensor, kind: str) -> str:
+        """Returns what something is if its rows were divided by how many they are beforehand."""
+        scale = powers.scales(self._rows).get(tensor.name)
+        if scale is None:
+            return kind
+        if kind == SUM and scale.powers is not None and list(scale.powers.values()) == [-1.0]:
+            [key] = scale.powers
+            if key == powers.ROWS:
+                return MEAN
+            if not self._rows.has(tensor) and scale.by.graph is tensor.graph:
+                self._per[tensor.name] = tensor.graph.get_tensor_by_name(key)
+                return MEAN
+        self.by_count = True
+        self._mix(tensor, scale.by, kind)
         return kind
+
+    def _mix(self, tensor: tf.Tensor, mixed: tf.Tensor, kind: str) -> None:
+        doubt = (
+            f'{tensor.name!r} is not quite the {kind} over the batch that it is taken for: its '
+            f'rows are combined with {mixed.name!r}, which is a value of all rows of a shard, and '
+            'each device has its own. Combine them in the input_fn, or train this model with '
+            'replicate(devices=1).'
+        )
+        self.mixed.append((mixed.name, doubt))
 
     def _check_groups(self, tensor: tf.Tensor, given: Sequence[tf.Tensor], kind: str) -> None:
         """Doubts what reduces entries that aren't of a row each, but of those of one id, say."""

@@ -124,7 +124,7 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
         from_last = axes[min(axes)] - given.shape.rank
         return from_last == -2 or from_last == -1 and 0 in axes  # Columns are solved for each.
     if op.type == 'StridedSlice':
-        return axes.get(0) == 0 and _cuts(op, rows)
+        return axes.get(0) == 0 and cuts(op, rows)
     if op.type == 'GatherV2' and (0 not in axes or _is_of_rows(op.inputs[1])):
         return 0 in axes and _is_of_alike(given, rows)
     if op.type == 'GatherV2' and _goes_back(op, rows):
@@ -202,7 +202,7 @@ def goes_by_rows(value: tf.Tensor, rows: Places) -> bool:
     return any(rows.has(t) and t.dtype.is_floating for t in found)
 
 
-def _cuts(op: tf.Operation, rows: Places) -> bool:
+def cuts(op: tf.Operation, rows: Places) -> bool:
     """Whether a slice takes some of what is along the first dimension, by position."""
     given, *bounds = op.inputs
     if (op.get_attr('new_axis_mask') | op.get_attr('ellipsis_mask')) & 1 or rows.are_bounds(given):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import backward, losses, mixing, shard_values
+from estimator_mgpu import backward, losses, mixing, powers, shard_values
 from estimator_mgpu.findings import find
 from estimator_mgpu.rows import Rows
 from estimator_mgpu.walks import walk
@@ -101,12 +101,14 @@ class Notices:
                 tf.logging.warning('%s', sentence)
 
     def values(self, rows: Rows, value: tf.Tensor) -> None:
-        """Warns of predictions that are combined with values of all rows of their shard."""
-        _, mixed, _ = shard_values.near_reduction([value], True, rows)
+        """Warns of rows, predicted or scattered, combined with values of all of their shard."""
+        _, mixed, _ = shard_values.near_reduction([value], rows)
+        scale = powers.scales(rows).get(value.name)
+        mixed = mixed if scale is None else scale.by
         if mixed is not None and self._is_new(mixed.name):
             tf.logging.warning(
                 'The rows of %r are combined with %r, which is a value of all rows of a shard, '
-                'and each device has its own. Predict with replicate(devices=1).',
+                'and each device has its own. Run this model with replicate(devices=1).',
                 value.name,
                 mixed.name,
             )

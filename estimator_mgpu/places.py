@@ -46,7 +46,8 @@ class Places:
         which may.
       static: the rows of a shard where that's known.
       bounds: the names of the tensors that say where rows begin and end, in ragged ones.
-      indices: the names of those that say which rows have something, in sparse ones.
+      indices: the names of those that say which rows have something, in sparse ones; in a function,
+        of all its integers that number rows or don't depend on them.
       shapes: the names of the shapes of sparse ones.
     """
 

@@ -48,8 +48,8 @@ class Rows(Places):
         shapes: Collection[str] = (),
     ):
         super().__init__(given, dependents, static, bounds, indices, shapes)
-        self._graph = given[0][0].graph if given else tf.get_default_graph()
-        reshapes = [op for op in self._graph.get_operations() if op.type == 'Reshape']
+        self.graph = given[0][0].graph if given else tf.get_default_graph()
+        reshapes = [op for op in self.graph.get_operations() if op.type == 'Reshape']
         self._reshapes = [
             op for op in reshapes if self.has(op.inputs[0]) and self.has(op.outputs[0])
         ]
@@ -141,7 +141,7 @@ class Rows(Places):
     def across(self) -> Places:
         """Returns where tensors have rows along a second dimension, as pairs of rows do."""
         given = []
-        for op in self._graph.get_operations():
+        for op in self.graph.get_operations():
             own = [i for i, t in enumerate(op.inputs) if self.has(t)]
             if len(own) > 1 and self.depends(op):
                 found = [(output, i) for output in op.outputs if self.has(output) for i in own]

@@ -87,16 +87,15 @@ def in_batch_norm(name: str) -> bool:
 
 
 def near_reduction(
-    given: Sequence[tf.Tensor], averaged: bool, rows: Rows
+    given: Sequence[tf.Tensor], rows: Rows
 ) -> tuple[bool, tf.Tensor | None, list[divisors.Verdict]]:
-    """Whether rows were divided by how many they are, and by which value they're mixed otherwise.
+    """Whether rows were divided by what may be how many they are, and which value they're mixed by.
 
-    Static rows, and counts of rows, divide exactly, if they do so once. What is said of constants
-    that may be static rows comes third.
+    What is said of constants that may be static rows comes third. Numbers of rows themselves are no
+    part of it: see `powers`.
 
     Args:
       given: tensors with rows.
-      averaged: whether they are divided by the number of rows later.
       rows: which tensors have rows.
     """
     divided, mixed, seen = False, None, set()
@@ -131,12 +130,6 @@ def near_reduction(
                 once |= divisor
                 chosen = value.dtype.is_bool and goes_by_rows(value, rows)
                 if value.dtype.is_floating or chosen or _is_reduced(value, rows):
-                    mixed = value
-            elif value.dtype.is_floating:
-                growth = counts.growth(value, rows)
-                if divisor and growth == 1 and not (once or averaged):
-                    once = True
-                elif growth != 0:
                     mixed = value
         divided |= once
         waiting += [(value, once) for value in op.inputs if rows.has(value)]

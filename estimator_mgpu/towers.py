@@ -167,20 +167,26 @@ class Towers:
         A mean over an unknown number of entries (those of a `boolean_mask`, say) is their sum by
         their number, and these add up.
         """
-        if not leaf.counted:
+        if not leaf.counted and leaf.per is None:
             return [leaf]
         if leaf.tensor.name not in self._counted:
-            mean = leaf.tensor.op
-            with absolute_scope(self.graph, 'replicate'), tf.device(mean.device):
-                total = tf.reduce_sum(*mean.inputs, keepdims=mean.get_attr('keep_dims'))
-                sizes = [tf.size(t, out_type=tf.int64) for t in (mean.inputs[0], total)]
-                count = tf.cast(sizes[0] // tf.maximum(sizes[1], 1), total.dtype)
-            self.made_from[total.name] = mean.inputs[0]
-            self._counted[leaf.tensor.name] = [
-                losses.Leaf(total, losses.SUM),
-                losses.Leaf(count, losses.SUM),
-            ]
+            with absolute_scope(self.graph, 'replicate'), tf.device(leaf.tensor.device):
+                source, *two = self._multiplied(leaf) if leaf.per is not None else self._sum(leaf)
+            self.made_from[two[0].name] = source
+            self._counted[leaf.tensor.name] = [losses.Leaf(t, losses.SUM) for t in two]
         return self._counted[leaf.tensor.name]
+
+    def _sum(self, leaf: losses.Leaf) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns what a mean is of, its sum and how many entries it has."""
+        mean = leaf.tensor.op
+        total = tf.reduce_sum(*mean.inputs, keepdims=mean.get_attr('keep_dims'))
+        sizes = [tf.size(t, out_type=tf.int64) for t in (mean.inputs[0], total)]
+        return mean.inputs[0], total, tf.cast(sizes[0] // tf.maximum(sizes[1], 1), total.dtype)
+
+    def _multiplied(self, leaf: losses.Leaf) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns a sum of what was divided by a number of rows, without that, and the number."""
+        count = tf.cast(tf.shape(leaf.per)[leaf.axis], leaf.tensor.dtype)
+        return leaf.tensor, leaf.tensor * count, count
 
     def tail(self, loss: tf.Tensor, parts: losses.Parts, terms: dict[str, tf.Tensor]) -> tf.Tensor:
         """Returns the loss as it follows from other values of its leaves' terms."""
@@ -198,7 +204,9 @@ class Towers:
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             for leaf in parts.leaves:
                 value, *count = [terms[term.tensor.name] for term in self.terms(leaf)]
-                copies.replace(leaf.tensor, [value / count[0] if count else value])
+                # A mean of nothing is no number, but a sum of nothing is 0.
+                divide = tf.truediv if leaf.per is None else tf.math.divide_no_nan
+                copies.replace(leaf.tensor, [divide(value, *count) if count else value])
         [wholes] = copies.copy(outputs)
         self.copies.share(wholes)
         return wholes

@@ -83,6 +83,7 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                 _warn(op, value, _FIRST_ONLY)
                 continue
             if _SCATTER.search(op.type) and rows.axis(value) == 0:
+                towers.notices.values(rows, value)
                 towers.notices.mixing(rows, value)
                 private.set_input(op, i, towers.joined(value))
                 _fit_to_rows(op, rows, towers, after)
