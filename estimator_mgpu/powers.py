@@ -31,7 +31,7 @@ _FACTORS = {**counts.FACTORS, 'L2Loss': 2.0}
 _PRODUCTS = re.compile('Mul(NoNan)?$|(Depthwise)?Conv[23]D|(Sparse)?MatMul|BatchMatMul|Einsum')
 # Through which numbers go that were multiplied with something as if they weren't.
 _PASSING = re.compile(
-    'Identity|Neg$|Abs$|(Leaky)?Relu$|Cast|Reshape|Squeeze|ExpandDims|Transpose|StopGradient'
+    'Identity|Neg$|(Complex)?Abs$|Real$|Imag$|Conj$|(Leaky)?Relu$|Cast|Reshape|Squeeze|ExpandDims|Transpose|StopGradient'
     '|PreventGradient|CheckNumerics|Snapshot|PlaceholderWithDefault|Fill$|BroadcastTo|Tile$'
     '|(Mirror)?Pad(V2)?$|(Strided)?Slice$|Gather|Unpack|Split|TopK|Reverse|Roll$|RandomShuffle'
     '|Cumsum|Sum$|Mean$|Max$|Min$|(Max|Avg)Pool|Resize|(Batch|Space|Depth)To|Diag|Matrix(Set)?Diag'
@@ -52,7 +52,7 @@ _CHOOSES = re.compile(
     '|Unicode|TensorListConcat|Tile|ConcatV2|Pad'
 )
 # The scopes of gradients, which start from what each tower counts.
-_GRADIENTS = re.compile('.*_grad/|(.*/)?gradient_tape/')
+_GRADIENTS = re.compile(r'(.*/)?(gradients(_\d+)?/.*_grad(_\d+)?/|gradient_tape/)')
 
 
 class Scale(NamedTuple):
@@ -205,7 +205,8 @@ class _Finder:
         in_loop = self._loops or private.in_loop(tensor.op)
         if self._rows.has(tensor) or in_loop and tensor.name not in self._sizes:
             return self.found.get(tensor.name)
-        if tensor.name not in self._sizes or not tensor.dtype.is_floating:
+        number = tensor.dtype.is_floating or tensor.dtype.is_complex
+        if tensor.name not in self._sizes or not number:
             return None
         powers = {}
         for key in self._counted(tensor):
@@ -286,7 +287,9 @@ def _through(op: tf.Operation, powers: list[Powers]) -> Powers | None:
         return _product(powers[0], _to(powers[1], -1.0))
     if op.type in _FACTORS:
         return _to(powers[0], _FACTORS[op.type])
-    own = [p for t, p in zip(op.inputs, powers) if t.dtype.is_floating and not _is_nothing(t)]
+    numbers = [t.dtype.is_floating or t.dtype.is_complex for t in op.inputs]
+    given = zip(op.inputs, numbers, powers)
+    own = [p for t, is_number, p in given if is_number and not _is_nothing(t)]
     alike = all(p == own[0] for p in own)
     if op.type in mixing.COMPARES:
         return {} if alike else None

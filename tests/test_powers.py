@@ -96,6 +96,11 @@ def histogram(rows, labels):
     )
 
 
+def complex_numbers(rows, labels):
+    shares = tf.cast(rows, tf.complex64) / tf.cast(count(rows), tf.complex64)
+    return tf.math.real(tf.reduce_sum(shares))
+
+
 def in_a_function(rows, labels):
     divide = tf.function(lambda x: x / count(x), autograph=False)
     return tf.reduce_sum(divide(rows))
@@ -118,7 +123,14 @@ def in_branches(rows, labels):
 
 EXACT = [filled, broadcast, tiled, multiplied, by_roots, by_entries, products, weighted]
 EXACT += [before_a_layer, some, guarded, added, of_chosen, of_entries_of_chosen, chosen_by_all]
-EXACT += [histogram, in_a_function, by_what_a_function_captures, in_a_loop, in_branches]
+EXACT += [
+    histogram,
+    complex_numbers,
+    in_a_function,
+    by_what_a_function_captures,
+    in_a_loop,
+    in_branches,
+]
 
 
 def of_rows(loss):
@@ -168,6 +180,11 @@ def through_a_layer(rows, labels):
     return tf.reduce_mean(tf.tanh(rows[:, None] / count(rows) + tf.constant([0.1, 0.2])))
 
 
+def complex_sums(rows, labels):
+    n = tf.cast(count(rows), tf.complex64)
+    return tf.math.real(tf.reduce_sum(tf.cast(rows, tf.complex64) + 1 / n))
+
+
 def one_of_two_branches(rows, labels):
     n = count(rows)
     return tf.reduce_sum(tf.cond(step() >= 0, lambda: rows / n, lambda: rows))
@@ -194,7 +211,7 @@ def by_two_numbers(rows, labels):
 
 WARNED = [plus_others, plus_shares, one_of_both, squared, exponential, above_a_bound]
 WARNED += [above_a_share, through_a_layer, one_of_two_branches, rounds, chosen_to_all]
-WARNED += [by_two_numbers]
+WARNED += [by_two_numbers, complex_sums]
 
 
 @pytest.mark.parametrize('loss', WARNED, ids=lambda f: f.__name__)
