@@ -31,9 +31,9 @@ _FACTORS = {**counts.FACTORS, 'L2Loss': 2.0}
 _PRODUCTS = re.compile('Mul(NoNan)?$|(Depthwise)?Conv[23]D|(Sparse)?MatMul|BatchMatMul|Einsum')
 # Through which numbers go that were multiplied with something as if they weren't.
 _PASSING = re.compile(
-    'Identity|Neg$|(Complex)?Abs$|Real$|Imag$|Conj$|(Leaky)?Relu$|Cast|Reshape|Squeeze|ExpandDims|Transpose|StopGradient'
-    '|PreventGradient|CheckNumerics|Snapshot|PlaceholderWithDefault|Fill$|BroadcastTo|Tile$'
-    '|(Mirror)?Pad(V2)?$|(Strided)?Slice$|Gather|Unpack|Split|TopK|Reverse|Roll$|RandomShuffle'
+    'Identity|Neg$|(Complex)?Abs$|Real$|Imag$|Conj$|(Leaky)?Relu$|Cast|Reshape|Squeeze|ExpandDims'
+    '|Transpose|StopGradient|PreventGradient|CheckNumerics|Snapshot|PlaceholderWithDefault'
+    '|Fill$|BroadcastTo|Tile$|(Mirror)?Pad(V2)?$|(Strided)?Slice$|Gather|Unpack|Split|TopK|Reverse|Roll$|RandomShuffle'
     '|Cumsum|Sum$|Mean$|Max$|Min$|(Max|Avg)Pool|Resize|(Batch|Space|Depth)To|Diag|Matrix(Set)?Diag'
     '|MatrixBandPart|.*Segment(Sum|Mean|SqrtN|Max|Min)|ScatterNd$|SparseReduce|SparseToDense|Ragged'
     '|Enter|Exit|Switch|NextIteration|TensorList|TensorArray'
