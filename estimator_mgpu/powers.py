@@ -33,10 +33,10 @@ _PRODUCTS = re.compile('Mul(NoNan)?$|(Depthwise)?Conv[23]D|(Sparse)?MatMul|Batch
 _PASSING = re.compile(
     'Identity|Neg$|(Complex)?Abs$|Real$|Imag$|Conj$|(Leaky)?Relu$|Cast|Reshape|Squeeze|ExpandDims'
     '|Transpose|StopGradient|PreventGradient|CheckNumerics|Snapshot|PlaceholderWithDefault'
-    '|Fill$|BroadcastTo|Tile$|(Mirror)?Pad(V2)?$|(Strided)?Slice$|Gather|Unpack|Split|TopK|Reverse|Roll$|RandomShuffle'
-    '|Cumsum|Sum$|Mean$|Max$|Min$|(Max|Avg)Pool|Resize|(Batch|Space|Depth)To|Diag|Matrix(Set)?Diag'
-    '|MatrixBandPart|.*Segment(Sum|Mean|SqrtN|Max|Min)|ScatterNd$|SparseReduce|SparseToDense|Ragged'
-    '|Enter|Exit|Switch|NextIteration|TensorList|TensorArray'
+    '|Fill$|BroadcastTo|Tile$|(Mirror)?Pad(V2)?$|(Strided)?Slice$|Gather|Unpack|Split|TopK|Reverse'
+    '|Roll$|RandomShuffle|Cumsum|Sum$|Mean$|Max$|Min$|(Max|Avg)Pool|Resize|(Batch|Space|Depth)To'
+    '|Diag|Matrix(Set)?Diag|MatrixBandPart|.*Segment(Sum|Mean|SqrtN|Max|Min)|ScatterNd$'
+    '|SparseReduce|SparseToDense|Ragged|Enter|Exit|Switch|NextIteration|TensorList|TensorArray'
 )
 _JOINING = frozenset(
     ['Add', 'AddV2', 'AddN', 'Sub', 'BiasAdd', 'Maximum', 'Minimum', 'Select', 'SelectV2', 'Pack']
@@ -168,10 +168,10 @@ class _Finder:
         if len(known) == len(powers):
             is_list = rounds and op.outputs[0].shape.rank == 0
             result = _passed_on(known) if is_list else _through(op, known)
-        for output in op.outputs:
-            if not output.dtype.is_integer and result != {}:
+        for output in op.outputs if result != {} else ():
+            if not output.dtype.is_integer:
                 yield output, Scale(result, by)
-            elif op.type == 'Cast' and op.inputs[0].dtype.is_floating:
+            elif result is None or op.type == 'Cast':  # Not a place, say, which goes by order.
                 yield output, Scale(None, by)
 
     def _called(self, op: tf.Operation) -> Iterator[tuple[tf.Tensor, Scale]]:

@@ -176,6 +176,15 @@ def above_a_share(rows, labels):
     return tf.reduce_mean(above * rows)
 
 
+def chosen_by_shares(rows, labels):
+    return tf.reduce_sum(tf.boolean_mask(rows, rows > 1 / count(rows)))
+
+
+def rounded(rows, labels):
+    shares = tf.cast(tf.cast(20 * rows / count(rows), tf.int32), tf.float32)
+    return tf.reduce_mean(rows * shares)
+
+
 def through_a_layer(rows, labels):
     return tf.reduce_mean(tf.tanh(rows[:, None] / count(rows) + tf.constant([0.1, 0.2])))
 
@@ -211,7 +220,7 @@ def by_two_numbers(rows, labels):
 
 WARNED = [plus_others, plus_shares, one_of_both, squared, exponential, above_a_bound]
 WARNED += [above_a_share, through_a_layer, one_of_two_branches, rounds, chosen_to_all]
-WARNED += [by_two_numbers, complex_sums]
+WARNED += [by_two_numbers, complex_sums, chosen_by_shares, rounded]
 
 
 @pytest.mark.parametrize('loss', WARNED, ids=lambda f: f.__name__)
