@@ -17,6 +17,9 @@ _EITHER = frozenset(['Maximum', 'Minimum', 'Add', 'AddV2', 'Sub'])
 # Which input has the numbers that are repeated.
 _REPEATS = {'Tile': 0, 'BroadcastTo': 0, 'Fill': 1}
 FACTORS = {'Sqrt': 0.5, 'Rsqrt': -0.5, 'Square': 2.0, 'Reciprocal': -1.0, 'Inv': -1.0}
+# What goes by signs, or by shapes.
+_ALIKE = frozenset(['Sign', 'ZerosLike', 'OnesLike'])
+_COMPARES = frozenset(['Equal', 'NotEqual', 'Less', 'LessEqual', 'Greater', 'GreaterEqual'])
 # What is added so that nobody divides by zero makes no difference.
 _EPSILON = 1e-3
 
@@ -86,6 +89,8 @@ class Growths:
             return [float(i == axis) for i in range(tensor.shape.num_elements() or 0)] or [None]
         if op.type == 'Size':
             return [float(self._rows.has(op.inputs[0]) and self._of_rows(op.inputs[0]))]
+        if op.type in _ALIKE or op.type in _COMPARES and any(map(_is_0, op.inputs)):
+            return [0.0] * size
         given = [self.of(t) for t in op.inputs]
         if op.type in _AS_GIVEN:
             return given[0]
@@ -143,11 +148,18 @@ def _power(op: tf.Operation, given: list[float | None]) -> float | None:
         return powers[0] - powers[1]
     if op.type in _EITHER and len(set(powers)) == 1:
         return powers[0]
-    if op.type in ('Maximum', 'Minimum') or op.type in _EITHER and _is_epsilon(op, powers):
+    if op.type in _EITHER and _is_guard(op, powers):
         return max(powers)
     return None
 
 
-def _is_epsilon(op: tf.Operation, powers: list[float]) -> bool:
+def _is_0(tensor: tf.Tensor) -> bool:
+    value = private.constant_value(tensor)
+    return value is not None and value.dtype.kind in 'iuf' and not value.any()
+
+
+def _is_guard(op: tf.Operation, powers: list[float]) -> bool:
+    """Whether something only sees to it that nobody divides by 0."""
     value = private.constant_value(op.inputs[powers.index(0.0)]) if 0.0 in powers else None
-    return value is not None and abs(value).max() <= _EPSILON
+    least = 1 if op.type == 'Maximum' and max(powers) > 0 else _EPSILON
+    return value is not None and op.type != 'Minimum' and bool(abs(value).max() <= least)

@@ -263,9 +263,14 @@ class _Walk:
     def _reduction(self, op: tf.Operation) -> str:
         kind = MEAN if op.type == 'Mean' else SUM
         self._check_groups(op.outputs[0], op.inputs, kind)
-        divided, mixed, verdicts = shard_values.near_reduction(
-            [t for t in op.inputs if self._rows.has(t)], self._rows
-        )
+        given = [t for t in op.inputs if self._rows.has(t)]
+        other = shard_values.joined_with(given, self._rows)
+        if other is not None:
+            why = (
+                f'its rows were put together with {other.name!r}, which each device adds to its own'
+            )
+            self._doubt(op.outputs[0], why)
+        divided, mixed, verdicts = shard_values.near_reduction(given, self._rows)
         if kind == SUM:
             for verdict in verdicts:
                 self._tell(op.outputs[0], verdict)

@@ -19,7 +19,7 @@ from estimator_mgpu.bodies import Body, called, inside
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.places import CALLS, LOOPS, SIZES, Places, dimensions
 from estimator_mgpu.products import is_product
-from estimator_mgpu.rows import Rows
+from estimator_mgpu.rows import ELEMENTWISE, Rows
 from estimator_mgpu.walks import walk
 
 # The number of all rows, rather than of those that were chosen, or of what these consist of.
@@ -41,6 +41,11 @@ _PASSING = re.compile(
 _JOINING = frozenset(
     ['Add', 'AddV2', 'AddN', 'Sub', 'BiasAdd', 'Maximum', 'Minimum', 'Select', 'SelectV2', 'Pack']
     + ['ConcatV2', 'Merge', 'TensorScatterAdd', 'TensorScatterSub', 'TensorScatterUpdate']
+)
+# Through which integers are numbers, rather than places: those of rows, and others.
+_COUNTING = ELEMENTWISE | {'FloorDiv', 'TruncateDiv', 'Sum', 'Mean', 'Max', 'Min'}
+_ARITHMETIC = frozenset(
+    ['Add', 'AddV2', 'Sub', 'Mul', 'Maximum', 'Minimum', 'RealDiv', 'FloorDiv', 'TruncateDiv']
 )
 # What goes by signs or by order, and by shapes.
 _ALIKE = SIZES | {'Sign', 'ArgMax', 'ArgMin', 'ZerosLike', 'OnesLike'}
@@ -112,6 +117,7 @@ class _Finder:
         self.found: dict[str, Scale] = {
             name: scale for name, scale in found.items() if scale is not None
         }
+        self._integers: dict[str, Scale] = {}  # Those that were multiplied with numbers of rows.
         self._again = False  # Whether it's known what rounds of v1 loops hand on.
         own = [op for op in graph.get_operations() if rows.depends(op)]
         own = [op for op in own if not _GRADIENTS.match(op.name)]
@@ -155,7 +161,8 @@ class _Finder:
     def _results(self, op: tf.Operation) -> Iterator[tuple[tf.Tensor, Scale]]:
         rounds = op.type == 'Merge' and op.inputs[-1].op.type == 'NextIteration'
         # What a v1 loop starts from is known before what its rounds hand on.
-        parts = [self._part(t) for t in op.inputs[: 1 if rounds and not self._again else None]]
+        inputs = op.inputs[: 1 if rounds and not self._again else None]
+        parts = [self._part(t, op) for t in inputs]
         if not any(parts):
             return
         if op.type == 'IdentityN':
@@ -168,8 +175,12 @@ class _Finder:
         if len(known) == len(powers):
             is_list = rounds and op.outputs[0].shape.rank == 0
             result = _passed_on(known) if is_list else _through(op, known)
+        counted = [t for t, part in zip(inputs, parts) if part and t.name not in self.found]
+        counting = any(t.dtype.is_integer for t in counted)
         for output in op.outputs if result != {} else ():
-            if not output.dtype.is_integer:
+            if counting and output.dtype.is_integer:
+                self._integers[output.name] = Scale(result, by)
+            elif not output.dtype.is_integer:
                 yield output, Scale(result, by)
             elif result is None or op.type == 'Cast':  # Not a place, say, which goes by order.
                 yield output, Scale(None, by)
@@ -188,7 +199,7 @@ class _Finder:
             if scale is None:
                 continue
             if op.type in LOOPS and output.dtype != tf.variant:
-                own.append(self._part(op.inputs[i]))  # What each round goes on from.
+                own.append(self.found.get(op.inputs[i].name))  # What each round goes on from.
             same = all(other is not None and other.powers == scale.powers for other in own)
             yield output, scale if same else Scale(None, scale.by)
 
@@ -200,12 +211,14 @@ class _Finder:
             if body.ops:  # It isn't the condition.
                 yield body.ops[0].graph, body.rows
 
-    def _part(self, tensor: tf.Tensor) -> Scale | None:
+    def _part(self, tensor: tf.Tensor, op: tf.Operation) -> Scale | None:
         """Returns what an input of an op was multiplied with, or is as a number."""
         in_loop = self._loops or private.in_loop(tensor.op)
         if self._rows.has(tensor) or in_loop and tensor.name not in self._sizes:
-            return self.found.get(tensor.name)
+            counting = self._integers.get(tensor.name) if op.type in _COUNTING else None
+            return self.found.get(tensor.name, counting)
         number = tensor.dtype.is_floating or tensor.dtype.is_complex
+        number = number or tensor.dtype.is_integer and op.type in _ARITHMETIC
         if tensor.name not in self._sizes or not number:
             return None
         powers = {}
@@ -287,9 +300,10 @@ def _through(op: tf.Operation, powers: list[Powers]) -> Powers | None:
         return _product(powers[0], _to(powers[1], -1.0))
     if op.type in _FACTORS:
         return _to(powers[0], _FACTORS[op.type])
-    numbers = [t.dtype.is_floating or t.dtype.is_complex for t in op.inputs]
-    given = zip(op.inputs, numbers, powers)
-    own = [p for t, is_number, p in given if is_number and not _is_nothing(t)]
+    # What is to be divided by is at least 1, so that nobody divides by 0.
+    divides = op.type == 'Maximum' and any(power > 0 for of in powers for power in of.values())
+    given = [(t, p) for t, p in zip(op.inputs, powers) if not t.dtype.is_bool]
+    own = [p for t, p in given if not _is_nothing(t, 1 if divides else _EPSILON)]
     alike = all(p == own[0] for p in own)
     if op.type in mixing.COMPARES:
         return {} if alike else None
@@ -315,11 +329,12 @@ def _to(powers: Powers, factor: float) -> Powers:
     return {key: power * factor for key, power in powers.items()}
 
 
-def _is_nothing(tensor: tf.Tensor) -> bool:
+def _is_nothing(tensor: tf.Tensor, largest: float = _EPSILON) -> bool:
     """Whether a tensor is 0, or so small a constant that it's there to guard something."""
     if tensor.op.type == 'ZerosLike':
         return True
     if tensor.op.type == 'Fill':
         tensor = tensor.op.inputs[1]
-    value = private.constant_value(tensor) if tensor.dtype.is_floating else None
-    return value is not None and value.size > 0 and bool((abs(value) <= _EPSILON).all())
+    number = tensor.dtype.is_floating or tensor.dtype.is_integer
+    value = private.constant_value(tensor) if number else None
+    return value is not None and value.size > 0 and bool((abs(value) <= largest).all())

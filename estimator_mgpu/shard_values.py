@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, divisors
+from estimator_mgpu import counts, divisors, private
 from estimator_mgpu.bodies import Body, called, is_of_shard, passes_on
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.mixing import COMPARES, goes_by_rows
-from estimator_mgpu.places import BATCH_NORMS, CALLS, LOOPS, Places
+from estimator_mgpu.places import BATCH_NORMS, CALLS, LOOPS, Places, dimensions
 from estimator_mgpu.rounds import of_one_row
 from estimator_mgpu.rows import ELEMENTWISE, Rows
 from estimator_mgpu.walks import walk
@@ -134,6 +134,31 @@ def near_reduction(
         divided |= once
         waiting += [(value, once) for value in op.inputs if rows.has(value)]
     return divided, mixed, verdicts
+
+
+def joined_with(given: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor | None:
+    """Returns what isn't of rows, but was put together with them, along their dimension."""
+    for op in walk([t.op for t in given], lambda op: [t.op for t in op.inputs if rows.has(t)]):
+        if op.type == 'ConcatV2' and any(map(rows.has, op.outputs)):
+            *parts, axis = op.inputs
+            others = [t for t in parts if not rows.has(t) and t.shape.num_elements() != 0]
+            if others and rows.axis(op.outputs[0]) in dimensions(axis, op.outputs[0]):
+                return others[0]
+        elif op.type in ('Pad', 'PadV2', 'MirrorPad') and _pads_rows(op, rows):
+            return op.outputs[0]
+    return None
+
+
+def _pads_rows(op: tf.Operation, rows: Rows) -> bool:
+    axis, paddings = rows.axis(op.inputs[0]), op.inputs[1]
+    if axis is None:
+        return False
+    if paddings.op.type == 'Pack':
+        own = private.constant_value(paddings.op.inputs[axis])
+    else:
+        value = private.constant_value(paddings)
+        own = None if value is None else value[axis]
+    return own is None or bool(own.any())
 
 
 def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:

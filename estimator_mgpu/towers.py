@@ -186,7 +186,7 @@ class Towers:
     def _multiplied(self, leaf: losses.Leaf) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Returns a sum of what was divided by a number of rows, without that, and the number."""
         count = tf.cast(tf.shape(leaf.per)[leaf.axis], leaf.tensor.dtype)
-        return leaf.tensor, leaf.tensor * count, count
+        return leaf.tensor, leaf.tensor * tf.maximum(count, 1), count
 
     def tail(self, loss: tf.Tensor, parts: losses.Parts, terms: dict[str, tf.Tensor]) -> tf.Tensor:
         """Returns the loss as it follows from other values of its leaves' terms."""
@@ -204,9 +204,9 @@ class Towers:
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             for leaf in parts.leaves:
                 value, *count = [terms[term.tensor.name] for term in self.terms(leaf)]
-                # A mean of nothing is no number, but a sum of nothing is 0.
-                divide = tf.truediv if leaf.per is None else tf.math.divide_no_nan
-                copies.replace(leaf.tensor, [divide(value, *count) if count else value])
+                if leaf.per is not None:  # A sum of nothing is 0, a mean isn't.
+                    count = [tf.maximum(count[0], 1)]
+                copies.replace(leaf.tensor, [value / count[0] if count else value])
         [wholes] = copies.copy(outputs)
         self.copies.share(wholes)
         return wholes

@@ -79,6 +79,12 @@ def of_chosen(rows, labels):
     return tf.reduce_sum(chosen / tf.maximum(count(chosen), 1)) + 0.1 * tf.reduce_mean(rows)
 
 
+def of_all_by_chosen(rows, labels):
+    """Of all rows, also on devices where none was chosen."""
+    chosen = tf.where(labels[:, 0] > 0.5)
+    return tf.reduce_sum(rows / tf.maximum(count(chosen), 1))
+
+
 def of_entries_of_chosen(rows, labels):
     chosen = tf.boolean_mask(tf.stack([rows, 2 * rows], 1), labels[:, 0] > 0)
     return tf.reduce_sum(chosen / tf.cast(tf.size(chosen), tf.float32))
@@ -99,6 +105,25 @@ def histogram(rows, labels):
 def complex_numbers(rows, labels):
     shares = tf.cast(rows, tf.complex64) / tf.cast(count(rows), tf.complex64)
     return tf.math.real(tf.reduce_sum(shares))
+
+
+def by_integers(rows, labels):
+    """Of a row's own length, by the number of rows: one denominator."""
+    lengths = tf.cast(tf.abs(labels[:, 0]) * 3, tf.int32) + 1
+    return tf.reduce_sum(rows / tf.cast(lengths * tf.shape(rows)[0], tf.float32))
+
+
+def by_integers_of_a_function(rows, labels):
+    lengths = tf.cast(tf.abs(labels[:, 0]) * 3, tf.int32) + 1
+    divide = tf.function(
+        lambda x, n: x / tf.cast(tf.maximum(tf.shape(x)[0] * n, 1), tf.float32), autograph=False
+    )
+    return tf.reduce_sum(divide(rows, lengths))
+
+
+def by_weights_that_are_not_0(rows, labels):
+    """TensorFlow counts these."""
+    return tf.losses.compute_weighted_loss(rows, 1 / count(rows))
 
 
 def in_a_function(rows, labels):
@@ -123,14 +148,9 @@ def in_branches(rows, labels):
 
 EXACT = [filled, broadcast, tiled, multiplied, by_roots, by_entries, products, weighted]
 EXACT += [before_a_layer, some, guarded, added, of_chosen, of_entries_of_chosen, chosen_by_all]
-EXACT += [
-    histogram,
-    complex_numbers,
-    in_a_function,
-    by_what_a_function_captures,
-    in_a_loop,
-    in_branches,
-]
+EXACT += [histogram, complex_numbers, by_integers, by_weights_that_are_not_0]
+EXACT += [by_integers_of_a_function, in_a_function, by_what_a_function_captures, in_a_loop]
+EXACT += [in_branches, of_all_by_chosen]
 
 
 def of_rows(loss):
@@ -169,6 +189,14 @@ def exponential(rows, labels):
 
 def above_a_bound(rows, labels):
     return tf.reduce_sum(tf.maximum(rows / count(rows), 0.05))
+
+
+def by_at_least_5(rows, labels):
+    return tf.reduce_sum(rows / tf.maximum(count(rows), 5))
+
+
+def by_at_most_5(rows, labels):
+    return tf.reduce_sum(rows / tf.minimum(count(rows), 5))
 
 
 def above_a_share(rows, labels):
@@ -221,6 +249,7 @@ def by_two_numbers(rows, labels):
 WARNED = [plus_others, plus_shares, one_of_both, squared, exponential, above_a_bound]
 WARNED += [above_a_share, through_a_layer, one_of_two_branches, rounds, chosen_to_all]
 WARNED += [by_two_numbers, complex_sums, chosen_by_shares, rounded]
+WARNED += [by_at_least_5, by_at_most_5]
 
 
 @pytest.mark.parametrize('loss', WARNED, ids=lambda f: f.__name__)
@@ -228,6 +257,59 @@ WARNED += [by_two_numbers, complex_sums, chosen_by_shares, rounded]
 def test_what_goes_by_the_number_otherwise_is_warned_of(loss, static, behavior, caplog):
     train(of_rows(loss), batches(steps=1), 3, static=static)
     assert 'is a value of all rows of a shard' in caplog.text
+
+
+@pytest.mark.parametrize('towers', [3, 5], ids='towers={}'.format)
+@BOTH
+def test_places_are_no_numbers(towers, static, behavior, caplog):
+    """Of the last of two steps, as of sequences with their time first: n further on."""
+
+    def taken(rows, labels):
+        n = tf.shape(rows)[0]
+        steps = tf.reshape(tf.stack([2 * rows, rows]), [-1])
+        return tf.reduce_mean(tf.gather(steps, tf.ones_like(rows, tf.int32) * n + tf.range(n)))
+
+    compare(of_rows(taken), batches(), towers, static=static)
+    assert 'is a value of all rows of a shard' not in caplog.text
+
+
+def plus_a_term(rows, labels):
+    return tf.reduce_sum(tf.concat([rows, [tf.nn.l2_loss(tf.trainable_variables()[0])]], 0))
+
+
+def mean_with_a_term(rows, labels):
+    return tf.reduce_mean(tf.concat([rows, [0.5]], 0))
+
+
+def padded(rows, labels):
+    return tf.reduce_mean(tf.tanh(tf.pad(rows[:, None], [[0, 2], [0, 0]])))
+
+
+def padded_to_8(rows, labels):
+    missing = 8 - tf.shape(rows)[0] % 8
+    return tf.reduce_mean(tf.pad(rows, [[0, missing]]))
+
+
+@pytest.mark.parametrize(
+    'loss', [plus_a_term, mean_with_a_term, padded, padded_to_8], ids=lambda f: f.__name__
+)
+@BOTH
+def test_what_is_no_row_among_rows_is_warned_of(loss, static, behavior, caplog):
+    """Each device adds it to its own."""
+    train(of_rows(loss), batches(steps=1), 3, static=static)
+    assert 'is a mean or a sum over rows cannot be told' in caplog.text
+
+
+@BOTH
+def test_columns_may_be_padded(static, behavior, caplog):
+    def padded(rows, labels):
+        pairs = tf.stack([rows, 2 * rows], 1)
+        missing = 5 - tf.shape(pairs)[1]
+        pairs = tf.pad(pairs, [[0, 0], [1, missing]])
+        return tf.reduce_mean(tf.concat([pairs, tf.zeros([tf.shape(rows)[0], 1])], 1))
+
+    compare(of_rows(padded), batches(), 3, static=static)
+    assert 'cannot be told' not in caplog.text
 
 
 @BOTH
