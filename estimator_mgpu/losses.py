@@ -175,7 +175,10 @@ class _Walk:
             found = through(tensor)
             if isinstance(found, str):
                 counted = found == MEAN and tensor.op.type == 'Mean'
-                counted = counted and not tensor.op.inputs[0].shape.is_fully_defined()
+                # Integers lack what is cut off, and so don't tell the batch's.
+                counted = counted and (
+                    tensor.dtype.is_integer or not tensor.op.inputs[0].shape.is_fully_defined()
+                )
                 axis = self._rows.axis_in(tensor) if found == SHAPE else None
                 bounds = found == SHAPE and self._rows.are_bounds(tensor.op.inputs[0])
                 per = self._per.get(tensor.name)

@@ -204,9 +204,11 @@ class Towers:
         with absolute_scope(self.graph, 'replicate'), tf.device(self.devices[0]):
             for leaf in parts.leaves:
                 value, *count = [terms[term.tensor.name] for term in self.terms(leaf)]
-                if leaf.per is not None:  # A sum of nothing is 0, a mean isn't.
+                integer = leaf.tensor.dtype.is_integer
+                if leaf.per is not None or integer and count:  # Of nothing, it's 0.
                     count = [tf.maximum(count[0], 1)]
-                copies.replace(leaf.tensor, [value / count[0] if count else value])
+                divide = tf.truncatediv if integer else tf.truediv  # TensorFlow's means are, too.
+                copies.replace(leaf.tensor, [divide(value, *count) if count else value])
         [wholes] = copies.copy(outputs)
         self.copies.share(wholes)
         return wholes

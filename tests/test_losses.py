@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu import losses as losses_lib
 from models import batches, predict, spec_of, step, with_loss
-from towers import compare, train
+from towers import compare, evaluate, train
 
 ROWS = 12  # of batches()
 REDUCTION = tf.losses.Reduction
@@ -595,3 +595,24 @@ def test_sparse_features_for_every_tower_have_no_rows(static, caplog):
     data = batches(steps=3)
     compare(model_fn, data, 3, static=static, preprocess=with_table, broadcast=['table'])
     assert 'estimator_mgpu' not in caplog.text
+
+
+@pytest.mark.parametrize('towers', [3, 5], ids='towers={}'.format)
+@pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
+def test_means_of_integers(towers, static):
+    """TensorFlow cuts off what isn't whole, of the batch's mean rather than of shards'."""
+
+    def model_fn(features, labels, mode):
+        mean = tf.reduce_mean(tf.cast(10 * features[:, 0] - 5, tf.int32))
+        chosen = tf.boolean_mask(tf.cast(10 * labels, tf.int32), labels > 0.5)
+        scale = 3 + 0.1 * tf.cast(mean, tf.float32) + 0.1 * tf.cast(tf.size(chosen), tf.float32)
+        loss = tf.reduce_mean(squares(labels, predict(features))) * scale
+        if mode == 'train':
+            optimizer = tf.train.GradientDescentOptimizer(0.1)
+            return spec_of(mode, loss, optimizer.minimize(loss, step()))
+        metrics = {'mean': tf.metrics.mean(mean)}
+        return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
+
+    compare(model_fn, batches(), towers, static=static)
+    ours, one = (evaluate(model_fn, batches(), n, static=static) for n in (towers, 0))
+    np.testing.assert_allclose(ours.metrics['mean'], one.metrics['mean'], rtol=1e-6)
