@@ -1,8 +1,8 @@
 """With which power of the number of rows what they have goes, by which their sums are means or not.
 
 Rows may be divided by how many they are before they are summed, rather than afterwards: then their
-sum is a mean over rows. A number of rows that isn't gone with like this is another one on each
-device than on one, as in a square root, or in what is added.
+sum is a mean over rows. What goes by the number of rows otherwise, such as by its square root, or
+where only a part was divided, is something else on each device than on one.
 """
 
 from __future__ import annotations
@@ -14,43 +14,15 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, mixing, private
+from estimator_mgpu import counts, mixing, private, scaling
 from estimator_mgpu.bodies import Body, called, inside
-from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.places import CALLS, LOOPS, SIZES, Places, dimensions
-from estimator_mgpu.products import is_product
-from estimator_mgpu.rows import ELEMENTWISE, Rows
+from estimator_mgpu.rows import Rows
+from estimator_mgpu.scaling import Powers
 from estimator_mgpu.walks import walk
 
 # The number of all rows, rather than of those that were chosen, or of what these consist of.
 ROWS = ''
-# By the number of what; None for what is no power of these.
-Powers = dict[str, float]
-
-_FACTORS = {**counts.FACTORS, 'L2Loss': 2.0}
-_PRODUCTS = re.compile('Mul(NoNan)?$|(Depthwise)?Conv[23]D|(Sparse)?MatMul|BatchMatMul|Einsum')
-# Through which numbers go that were multiplied with something as if they weren't.
-_PASSING = re.compile(
-    'Identity|Neg$|(Complex)?Abs$|Real$|Imag$|Conj$|(Leaky)?Relu$|Cast|Reshape|Squeeze|ExpandDims'
-    '|Transpose|StopGradient|PreventGradient|CheckNumerics|Snapshot|PlaceholderWithDefault'
-    '|Fill$|BroadcastTo|Tile$|(Mirror)?Pad(V2)?$|(Strided)?Slice$|Gather|Unpack|Split|TopK|Reverse'
-    '|Roll$|RandomShuffle|Cumsum|Sum$|Mean$|Max$|Min$|(Max|Avg)Pool|Resize|(Batch|Space|Depth)To'
-    '|Diag|Matrix(Set)?Diag|MatrixBandPart|.*Segment(Sum|Mean|SqrtN|Max|Min)|ScatterNd$'
-    '|SparseReduce|SparseToDense|Ragged|Enter|Exit|Switch|NextIteration|TensorList|TensorArray'
-)
-_JOINING = frozenset(
-    ['Add', 'AddV2', 'AddN', 'Sub', 'BiasAdd', 'Maximum', 'Minimum', 'Select', 'SelectV2', 'Pack']
-    + ['ConcatV2', 'Merge', 'TensorScatterAdd', 'TensorScatterSub', 'TensorScatterUpdate']
-)
-# Through which integers are numbers, rather than places: those of rows, and others.
-_COUNTING = ELEMENTWISE | {'FloorDiv', 'TruncateDiv', 'Sum', 'Mean', 'Max', 'Min'}
-_ARITHMETIC = frozenset(
-    ['Add', 'AddV2', 'Sub', 'Mul', 'Maximum', 'Minimum', 'RealDiv', 'FloorDiv', 'TruncateDiv']
-)
-# What goes by signs or by order, and by shapes.
-_ALIKE = SIZES | {'Sign', 'ArgMax', 'ArgMin', 'ZerosLike', 'OnesLike'}
-# What is so small that it's there to guard something.
-_EPSILON = 1e-3
 # Ops that may give fewer entries than they're given rows, or more.
 _CHOOSES = re.compile(
     'Where|Unique|ListDiff|Dynamic|.*(Ragged|Sparse|Segment|SetOperation)|NonMax|String|CTC|Parse'
@@ -84,6 +56,11 @@ def scales(rows: Rows) -> Mapping[str, Scale]:
 
 
 _known: weakref.WeakKeyDictionary[Rows, dict[str, Scale]] = weakref.WeakKeyDictionary()
+
+
+def in_gradient(op: tf.Operation) -> bool:
+    """Whether TensorFlow made an op for a gradient."""
+    return _GRADIENTS.match(op.name) is not None
 
 
 class _Finder:
@@ -120,7 +97,7 @@ class _Finder:
         self._integers: dict[str, Scale] = {}  # Those that were multiplied with numbers of rows.
         self._again = False  # Whether it's known what rounds of v1 loops hand on.
         own = [op for op in graph.get_operations() if rows.depends(op)]
-        own = [op for op in own if not _GRADIENTS.match(op.name)]
+        own = [op for op in own if not in_gradient(op)]
         self._look_at(own)
         if any(op.type == 'Switch' for op in own):  # Of v1's, some are made before their inputs.
             self._look_until_known(own)
@@ -133,8 +110,8 @@ class _Finder:
         while known != before:
             before = known
             self._look_at(ops)
-            powers = {name: scale.powers for name, scale in self.found.items()}
-            known = set(self._sizes), powers
+            scales = [*self.found.items(), *self._integers.items()]
+            known = set(self._sizes), {name: scale.powers for name, scale in scales}
 
     def _look_at(self, ops: list[tf.Operation]) -> None:
         for op in ops:
@@ -143,12 +120,16 @@ class _Finder:
             if self._has_rows(op, sized):
                 results = self._called(op) if op.type in CALLS else self._results(op)
                 for output, scale in results:
-                    known = self.found.get(output.name)
-                    changed = self._again and known is not None and known.powers != scale.powers
-                    self.found[output.name] = scale._replace(powers=None) if changed else scale
+                    self._note(self.found, output, scale)
             elif sized or op.type in SIZES:
                 self._sizes.update(t.name for t in op.outputs)
             self._sizes.update(t.name for t in op.outputs if t.name in self._rows.shapes)
+
+    def _note(self, found: dict[str, Scale], tensor: tf.Tensor, scale: Scale) -> None:
+        known = found.get(tensor.name)
+        # A loop that multiplies again and again comes to no end otherwise.
+        changed = self._again and known is not None and known.powers != scale.powers
+        found[tensor.name] = scale._replace(powers=None) if changed else scale
 
     def _has_rows(self, op: tf.Operation, sized: bool) -> bool:
         """Whether an op has to do with rows, or with one of them in a loop over these."""
@@ -173,13 +154,13 @@ class _Finder:
         known = [part for part in powers if part is not None]
         result: Powers | None = None
         if len(known) == len(powers):
-            is_list = rounds and op.outputs[0].shape.rank == 0
-            result = _passed_on(known) if is_list else _through(op, known)
+            is_list = rounds and op.outputs[0].shape.rank == 0 and self._rows.has(op.outputs[0])
+            result = scaling.passed_on(known) if is_list else scaling.through(op, known)
         counted = [t for t, part in zip(inputs, parts) if part and t.name not in self.found]
         counting = any(t.dtype.is_integer for t in counted)
         for output in op.outputs if result != {} else ():
             if counting and output.dtype.is_integer:
-                self._integers[output.name] = Scale(result, by)
+                self._note(self._integers, output, Scale(result, by))
             elif not output.dtype.is_integer:
                 yield output, Scale(result, by)
             elif result is None or op.type == 'Cast':  # Not a place, say, which goes by order.
@@ -192,7 +173,7 @@ class _Finder:
             outer = op.inputs[len(op.inputs) - len(graph.inputs) :]
             arguments = {t.name: given for t, given in zip(graph.inputs, outer)}
             found = _Finder(graph, rows, self, arguments, loops).found
-            results.append([(_is_nothing(t), found.get(t.name)) for t in graph.outputs])
+            results.append([(scaling.is_nothing(t), found.get(t.name)) for t in graph.outputs])
         for i, output in enumerate(op.outputs if results else ()):
             own = [scale for nothing, scale in (of[i] for of in results) if not nothing]
             scale = next((scale for scale in own if scale is not None), None)
@@ -215,10 +196,10 @@ class _Finder:
         """Returns what an input of an op was multiplied with, or is as a number."""
         in_loop = self._loops or private.in_loop(tensor.op)
         if self._rows.has(tensor) or in_loop and tensor.name not in self._sizes:
-            counting = self._integers.get(tensor.name) if op.type in _COUNTING else None
+            counting = self._integers.get(tensor.name) if op.type in scaling.COUNTING else None
             return self.found.get(tensor.name, counting)
         number = tensor.dtype.is_floating or tensor.dtype.is_complex
-        number = number or tensor.dtype.is_integer and op.type in _ARITHMETIC
+        number = number or tensor.dtype.is_integer and op.type in scaling.ARITHMETIC
         if tensor.name not in self._sizes or not number:
             return None
         powers = {}
@@ -288,53 +269,3 @@ class _Finder:
         if op.type == 'StridedSlice':
             return self._rows.axis(op.inputs[0]) != 0 or mixing.cuts(op, self._rows)
         return op.type in ('Slice', 'GatherNd') or _CHOOSES.match(op.type) is not None
-
-
-def _through(op: tf.Operation, powers: list[Powers]) -> Powers | None:
-    """Returns the powers of what an op gives, by those of what it's given."""
-    if op.type in _ALIKE:
-        return {}
-    if _PRODUCTS.match(op.type) or any(is_product(op, t) for t in op.inputs):
-        return _product(*powers)
-    if op.type in QUOTIENTS:
-        return _product(powers[0], _to(powers[1], -1.0))
-    if op.type in _FACTORS:
-        return _to(powers[0], _FACTORS[op.type])
-    # What is to be divided by is at least 1, so that nobody divides by 0.
-    divides = op.type == 'Maximum' and any(power > 0 for of in powers for power in of.values())
-    given = [(t, p) for t, p in zip(op.inputs, powers) if not t.dtype.is_bool]
-    own = [p for t, p in given if not _is_nothing(t, 1 if divides else _EPSILON)]
-    alike = all(p == own[0] for p in own)
-    if op.type in mixing.COMPARES:
-        return {} if alike else None
-    if op.type == 'SquaredDifference':
-        return _to(own[0], 2.0) if alike else None
-    if _PASSING.match(op.type):
-        return _passed_on(powers)
-    return own[0] if op.type in _JOINING and own and alike else None
-
-
-def _passed_on(powers: list[Powers]) -> Powers | None:
-    some = [p for p in powers if p]
-    return some[0] if all(p == some[0] for p in some) else None
-
-
-def _product(*powers: Powers) -> Powers:
-    keys = [key for of in powers for key in of]
-    total = {key: sum(of.get(key, 0.0) for of in powers) for key in keys}
-    return {key: power for key, power in total.items() if power}
-
-
-def _to(powers: Powers, factor: float) -> Powers:
-    return {key: power * factor for key, power in powers.items()}
-
-
-def _is_nothing(tensor: tf.Tensor, largest: float = _EPSILON) -> bool:
-    """Whether a tensor is 0, or so small a constant that it's there to guard something."""
-    if tensor.op.type == 'ZerosLike':
-        return True
-    if tensor.op.type == 'Fill':
-        tensor = tensor.op.inputs[1]
-    number = tensor.dtype.is_floating or tensor.dtype.is_integer
-    value = private.constant_value(tensor) if number else None
-    return value is not None and value.size > 0 and bool((abs(value) <= largest).all())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import counts, divisors, private
+from estimator_mgpu import counts, divisors, powers, private
 from estimator_mgpu.bodies import Body, called, is_of_shard, passes_on
 from estimator_mgpu.divisors import QUOTIENTS
 from estimator_mgpu.mixing import COMPARES, goes_by_rows
@@ -137,9 +137,15 @@ def near_reduction(
 
 
 def joined_with(given: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor | None:
-    """Returns what isn't of rows, but was put together with them, along their dimension."""
+    """Returns what isn't of rows, but was put together with them, along their dimension.
+
+    Integers may be places, as where rows begin, and aren't looked at.
+    """
     for op in walk([t.op for t in given], lambda op: [t.op for t in op.inputs if rows.has(t)]):
-        if op.type == 'ConcatV2' and any(map(rows.has, op.outputs)):
+        numbers = any(rows.has(t) and t.dtype.is_floating for t in op.outputs)
+        if not numbers or powers.in_gradient(op):
+            continue
+        if op.type == 'ConcatV2':
             *parts, axis = op.inputs
             others = [t for t in parts if not rows.has(t) and t.shape.num_elements() != 0]
             if others and rows.axis(op.outputs[0]) in dimensions(axis, op.outputs[0]):
@@ -155,10 +161,9 @@ def _pads_rows(op: tf.Operation, rows: Rows) -> bool:
         return False
     if paddings.op.type == 'Pack':
         own = private.constant_value(paddings.op.inputs[axis])
-    else:
-        value = private.constant_value(paddings)
-        own = None if value is None else value[axis]
-    return own is None or bool(own.any())
+        return own is None or bool(own.any())
+    value = private.constant_value(paddings)
+    return value is not None and bool(value[axis].any())
 
 
 def _is_of_shard(value: tf.Tensor, rows: Places) -> bool:
