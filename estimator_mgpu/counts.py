@@ -21,7 +21,7 @@ FACTORS = {'Sqrt': 0.5, 'Rsqrt': -0.5, 'Square': 2.0, 'Reciprocal': -1.0, 'Inv':
 _ALIKE = frozenset(['Sign', 'ZerosLike', 'OnesLike'])
 _COMPARES = frozenset(['Equal', 'NotEqual', 'Less', 'LessEqual', 'Greater', 'GreaterEqual'])
 # What is added so that nobody divides by zero makes no difference.
-_EPSILON = 1e-3
+EPSILON = 1e-3
 
 
 def is_count(tensor: tf.Tensor, rows: Places) -> bool:
@@ -161,5 +161,5 @@ def _is_0(tensor: tf.Tensor) -> bool:
 def _is_guard(op: tf.Operation, powers: list[float]) -> bool:
     """Whether something only sees to it that nobody divides by 0."""
     value = private.constant_value(op.inputs[powers.index(0.0)]) if 0.0 in powers else None
-    least = 1 if op.type == 'Maximum' and max(powers) > 0 else _EPSILON
+    least = 1 if op.type == 'Maximum' and max(powers) > 0 else EPSILON
     return value is not None and op.type != 'Minimum' and bool(abs(value).max() <= least)

@@ -38,8 +38,6 @@ ARITHMETIC = frozenset(
 )
 # What goes by signs or by order, and by shapes.
 _ALIKE = SIZES | {'Sign', 'ArgMax', 'ArgMin', 'ZerosLike', 'OnesLike'}
-# What is so small that it's there to guard something.
-_EPSILON = 1e-3
 
 
 def through(op: tf.Operation, powers: list[Powers]) -> Powers | None:
@@ -55,7 +53,7 @@ def through(op: tf.Operation, powers: list[Powers]) -> Powers | None:
     # What is to be divided by is at least 1, so that nobody divides by 0.
     divides = op.type == 'Maximum' and any(power > 0 for of in powers for power in of.values())
     given = [(t, p) for t, p in zip(op.inputs, powers) if not t.dtype.is_bool]
-    own = [p for t, p in given if not is_nothing(t, 1 if divides else _EPSILON)]
+    own = [p for t, p in given if not is_nothing(t, 1 if divides else counts.EPSILON)]
     alike = all(p == own[0] for p in own)
     if op.type in COMPARES:
         return {} if alike else None
@@ -82,7 +80,7 @@ def _to(powers: Powers, factor: float) -> Powers:
     return {key: power * factor for key, power in powers.items()}
 
 
-def is_nothing(tensor: tf.Tensor, largest: float = _EPSILON) -> bool:
+def is_nothing(tensor: tf.Tensor, largest: float = counts.EPSILON) -> bool:
     """Whether a tensor is 0, or so small a constant that it's there to guard something."""
     if tensor.op.type == 'ZerosLike':
         return True
