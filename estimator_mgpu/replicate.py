@@ -71,8 +71,8 @@ def replicate(
 
     Raises:
       TypeError: if the model_fn isn't callable or `devices` is of a wrong type.
-      ValueError: if `devices`, `loss_reduction` or `variables` is none of the legal ones; when the
-        model_fn is called, if there are no such devices.
+      ValueError: if `devices`, `loss_reduction` or `variables` is none of the legal ones, or the
+        model_fn takes no features; when it is called, if there are no such devices.
     """
     devices_lib.check(devices)
     options: dict[str, Any] = {
@@ -107,6 +107,11 @@ def replicate(
             'units they have: loss_weight=lambda features, labels: tf.reduce_sum(labels["mask"]).'
         )
     signature = inspect.signature(model_fn)
+    if 'features' not in signature.parameters:
+        raise ValueError(
+            f'The model_fn takes {signature}, and no features. An Estimator calls it with '
+            'features, and with labels, mode, params and config if it takes them: name them so.'
+        )
     wider_signature = with_parameters(signature, 'mode', 'config')
 
     @functools.wraps(model_fn, updated=())

@@ -281,6 +281,11 @@ def test_not_a_model_fn():
         estimator_mgpu.replicate(3)
 
 
+def test_a_model_fn_without_features():
+    with pytest.raises(ValueError, match=r'takes \(x, y, mode\), and no features.*name them so'):
+        estimator_mgpu.replicate(lambda x, y, mode: None)
+
+
 @pytest.mark.parametrize(
     'given', [3, lambda: 3, tf.keras.optimizers.SGD], ids=['3', '-> 3', 'keras']
 )
