@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
@@ -227,6 +228,7 @@ class Copies:
         copied = self.towers[0].ops
         replaced = self._replaced_ops()
         needed: dict[str, tf.Operation] = {}
+        writes = functools.cache(self.writes_for_all)  # For all of a model may wait for the same.
         seen = set()
         while waiting:
             op = waiting.pop()
@@ -241,9 +243,7 @@ class Copies:
                     self._check_can_be_had(tensor, op)
                     waiting.append(tensor.op)
             waiting += [
-                c
-                for c in self._waits_for(op)
-                if c.name not in replaced and not self.writes_for_all(_source(c))
+                c for c in self._waits_for(op) if c.name not in replaced and not writes(_source(c))
             ]
         return needed
 

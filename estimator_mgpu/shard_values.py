@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
@@ -141,7 +142,14 @@ def joined_with(given: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor | None:
 
     Integers may be places, as where rows begin, and aren't looked at.
     """
-    for op in walk([t.op for t in given], lambda op: [t.op for t in op.inputs if rows.has(t)]):
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        return [t.op for t in op.inputs if rows.has(t)]
+
+    unjoined = _unjoined.setdefault(rows, set())
+    seen = set()
+    for op in walk([t.op for t in given], onward, unjoined):
+        seen.add(op.name)
         numbers = any(rows.has(t) and t.dtype.is_floating for t in op.outputs)
         if not numbers or powers.in_gradient(op):
             continue
@@ -152,7 +160,12 @@ def joined_with(given: Sequence[tf.Tensor], rows: Rows) -> tf.Tensor | None:
                 return others[0]
         elif op.type in ('Pad', 'PadV2', 'MirrorPad') and _pads_rows(op, rows):
             return op.outputs[0]
+    unjoined.update(seen)
     return None
+
+
+# The names of ops that have no such thing before them.
+_unjoined: weakref.WeakKeyDictionary[Rows, set[str]] = weakref.WeakKeyDictionary()
 
 
 def _pads_rows(op: tf.Operation, rows: Rows) -> bool:
