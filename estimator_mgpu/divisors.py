@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -35,16 +36,17 @@ def judge(op: tf.Operation, rows: Rows, towers: int) -> Verdict:
       rows: which tensors have rows, and how many there are.
       towers: how many shards there are.
     """
-    if rows.static is None:
-        return Verdict(False)
-    numerator, divisor = _constant_divisor(op, rows)
-    if divisor is None:
+    numerator, value = _constant(op, rows)
+    if value is None or rows.static is None:
         return Verdict(False)
     summed = [r.inputs[0] for r in rows.reductions(numerator) if r.type != 'Mean']
     if not summed:
         return Verdict(False)
     of_shard = {rows.static, *(tensor.shape.num_elements() for tensor in summed)}
     of_batch = {size * towers for size in of_shard if size}
+    divisor = _divisor(op, value, of_shard | of_batch)
+    if divisor is None:
+        return Verdict(False)
     literal = any(t.op.type == 'Const' for t in op.inputs)
     if op.type == 'DivNoNan' and not literal:
         # A mean of tf.losses or Keras, by what they counted themselves.
@@ -58,16 +60,17 @@ def judge(op: tf.Operation, rows: Rows, towers: int) -> Verdict:
 
 
 def judge_rows(op: tf.Operation, rows: Rows) -> Verdict:
-    """Tells the same of a quotient of rows that are to be summed."""
-    divisor = op.inputs[1]
-    if op.type not in QUOTIENTS or rows.static is None or divisor.shape.num_elements() != 1:
+    """Tells the same of a quotient or product of rows that are to be summed."""
+    if op.type not in ('Mul', *QUOTIENTS) or rows.static is None:
         return Verdict(False)
-    value = private.constant_value(divisor)
-    if value is None or float(value.flat[0]) != rows.static:
+    numerator, value = _constant(op, rows)
+    sizes = {rows.static, numerator.shape.num_elements()}
+    divisor = None if value is None else _divisor(op, value, sizes)
+    if divisor is None or divisor not in sizes:
         return Verdict(False)
-    if _is_round(op, rows.static):
-        return Verdict(False, doubt=_may_be_rows(rows.static))
-    return Verdict(True, note=_taken_for_rows(f'What comes from {op.name!r} is', rows.static))
+    if _is_round(op, divisor):
+        return Verdict(False, doubt=_may_be_rows(divisor))
+    return Verdict(True, note=_taken_for_rows(f'What comes from {op.name!r} is', divisor))
 
 
 def _taken_for_rows(what: str, divisor: float) -> str:
@@ -93,18 +96,23 @@ def _is_round(op: tf.Operation, divisor: float) -> bool:
     return divisor in (2, 10, 100, 1000)
 
 
-def _constant_divisor(op: tf.Operation, rows: Rows) -> tuple[tf.Tensor, float | None]:
-    """Returns what an op divides, and by which constant, if by one."""
+def _constant(op: tf.Operation, rows: Rows) -> tuple[tf.Tensor, np.ndarray | None]:
+    """Returns what an op divides or multiplies, and by which constant, if by the same one."""
     left, right = op.inputs
     if op.type == 'Mul' and left.op.name not in rows.dependents:
         left, right = right, left
     if right.op.name in rows.dependents:
         return left, None
     value = private.constant_value(right)
-    if value is None or value.size != 1 or not value.flat[0]:
+    if value is None or not value.size or not value.flat[0] or (value != value.flat[0]).any():
         return left, None
-    value = float(value.flat[0])
+    return left, value
+
+
+def _divisor(op: tf.Operation, value: np.ndarray, sizes: Collection[int | None]) -> float | None:
+    """Returns what a quotient divides by; for a product, of which size it has the reciprocal."""
+    number = float(value.flat[0])
     if op.type != 'Mul':
-        return left, value
-    # A factor of 1 is no quotient; that of a float32 is not quite that of a float64.
-    return left, None if value == 1 else float(np.round(1 / value, 4))
+        return number
+    rounding = 1e-6 if value.itemsize > 2 else 2**-8
+    return next((size for size in sizes if size and abs(number * size - 1) <= rounding), None)

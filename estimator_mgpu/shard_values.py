@@ -124,7 +124,7 @@ def near_reduction(
                 continue
             divisor = op.type in QUOTIENTS and value is op.inputs[1]
             if value.op.name not in rows.dependents:
-                if divisor:
+                if divisor or op.type == 'Mul':
                     verdicts.append(divisors.judge_rows(op, rows))
                     once |= verdicts[-1].is_mean
             elif not counts.is_count(value, rows):

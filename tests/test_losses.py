@@ -134,12 +134,32 @@ def test_auto_is_exact(loss, towers, static, caplog):
     assert 'is taken for a' in caplog.text
 
 
+def entries(labels, output):
+    return tf.tile(squares(labels, output), [1, 400])
+
+
 STATIC_ROWS = {
     'sum by static rows': static_rows,
     'sum of rows by static rows': lambda y, p: tf.reduce_sum(squares(y, p) / y.shape.as_list()[0]),
     'sum times 1/rows': times_reciprocal_of_static_rows,
     'sum and l2 by static rows': lambda y, p: (
         (tf.reduce_sum(squares(y, p)) + l2()) / y.shape.as_list()[0]
+    ),
+    'sum of rows times 1/rows': lambda y, p: tf.reduce_sum(
+        squares(y, p) * (1.0 / y.shape.as_list()[0])
+    ),
+    'sum of rows times as many constants': lambda y, p: tf.reduce_sum(
+        squares(y, p)[:, 0] * tf.nn.softmax(tf.zeros(y.shape.as_list()[:1]))
+    ),
+    # 1 / float32(1 / 2400) is 2400.0001.
+    'sum times 1/entries': lambda y, p: (
+        tf.reduce_sum(entries(y, p)) * (1.0 / entries(y, p).shape.num_elements())
+    ),
+    'sum of entries by their number': lambda y, p: tf.reduce_sum(
+        entries(y, p) / entries(y, p).shape.num_elements()
+    ),
+    'sum of entries times 1/entries': lambda y, p: tf.reduce_sum(
+        entries(y, p) * (1.0 / entries(y, p).shape.num_elements())
     ),
 }
 
@@ -157,6 +177,7 @@ LITERALS = {
     'sum of rows by a number': lambda y, p: tf.reduce_sum(squares(y, p) / 6.0),
     'sum of rows by a weight': lambda y, p: tf.reduce_sum(squares(y, p) * (tf.abs(y) / 6.0)),
     'a number times sum': lambda y, p: tf.reduce_sum(squares(y, p)) * (1 / 6),
+    'sum of a number times rows': lambda y, p: tf.reduce_sum((1 / 6) * squares(y, p)),
     'heads': lambda y, p: tf.add_n([tf.reduce_sum(squares(y, p * i)) for i in range(6)]) / 6,
     'div_no_nan': lambda y, p: tf.math.divide_no_nan(tf.reduce_sum(squares(y, p)), 6.0),
 }
@@ -169,9 +190,10 @@ def test_a_number_that_is_also_that_of_a_shards_rows_is_told_of(loss, caplog):
     compare(with_loss(loss), batches(steps=2), 2, loss_reduction='sum')
 
 
-def test_a_usual_number_that_is_also_that_of_a_shards_rows(caplog):
+@pytest.mark.parametrize('half', [lambda x: x / 2, lambda x: 0.5 * x], ids=['by 2', 'times 0.5'])
+def test_a_usual_number_that_is_also_that_of_a_shards_rows(half, caplog):
     """6 towers have 2 rows each."""
-    compare(with_loss(lambda y, p: tf.reduce_sum(squares(y, p) / 2)), batches(), 6)
+    compare(with_loss(lambda y, p: tf.reduce_sum(half(squares(y, p)))), batches(), 6)
     assert 'It is taken for a sum' in caplog.text
 
 
