@@ -59,6 +59,10 @@ class Copies:
         """Whether an op stands for the whole batch."""
         return op.name in self._boundary
 
+    def is_gate(self, op: tf.Operation) -> bool:
+        """Whether an op only hands on later what copies use at once."""
+        return self._gates.can_go(op)
+
     def is_shared(self, op: tf.Operation) -> bool:
         """Whether all towers use this very op rather than copies of it."""
         if self._only is not None and op.name not in self._only:

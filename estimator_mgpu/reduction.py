@@ -271,9 +271,20 @@ def _lookups(slices: tf.IndexedSlices) -> list[tf.IndexedSlices]:
     return [tf.IndexedSlices(v, i, slices.dense_shape) for v, i in zip(values, indices)]
 
 
+_UNIQUE = frozenset(['Unique', 'UniqueV2'])
+# Through which ids go that are distributed over the parts of a table, each to a place of its own.
+_DISTRIBUTING = frozenset(
+    ['Identity', 'Reshape', 'Cast', 'FloorDiv', 'FloorMod', 'Sub', 'Maximum', 'Select', 'SelectV2']
+)
+
+
 def _is_unique(indices: tf.Tensor) -> bool:
     """Whether indices come from a `tf.unique`, or from the gradient of a sum of segments."""
     op = indices.op
     while op.type in ('Identity', 'Reshape', 'Cast'):
         op = op.inputs[0].op
-    return op.type in ('Unique', 'UniqueV2') or op.type.startswith('SparseSegment')
+    if op.type == 'DynamicPartition':  # Of a table in parts: both where an id is and in which.
+        onward = lambda op: inputs(op) if op.type in _DISTRIBUTING else []  # noqa: E731
+        ends = [walk([t.op], onward) for t in op.inputs]
+        return all(any(end.type in _UNIQUE for end in own) for own in ends)
+    return op.type in _UNIQUE or op.type.startswith('SparseSegment')

@@ -19,7 +19,7 @@ from estimator_mgpu.copying import Copies, move_consumers
 from estimator_mgpu.importing import TowerCopy, absolute_scope
 from estimator_mgpu.rows import SUMS, Rows
 from estimator_mgpu.towers import Towers, is_own, unique_scope
-from estimator_mgpu.walks import inputs, walk
+from estimator_mgpu.walks import before, inputs, walk
 
 _FIRST_ONLY = 'of the first shard only: the other shards do not count for it'
 _AVERAGED = 'averaged over the shards: it cannot be told to be a sum or a mean over rows'
@@ -52,8 +52,13 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     after = towers.copies.dependents(towers.reduced)
     needed: list[tuple[tf.Operation, int, tf.Tensor, losses.Parts]] = []
     parts: dict[str, losses.Parts | None] = {}
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        # Gradients that only a gate waits for are nobody's, and other towers have none.
+        return inputs(op) if towers.copies.is_gate(op) else before(op)
+
     # Of tower 0, the forward pass too.
-    found = walk([*results, *initializers], without=towers.copies.names())
+    found = walk([*results, *initializers], onward, towers.copies.names())
     ops = [op for op in found if not (towers.copies.is_boundary(op) or is_own(op))]
     names = {op.name for op in ops}
     apart = {op.name for op in ops if _can_write_apart(op, rows, towers) and op not in results}
@@ -62,6 +67,13 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
             _write_apart(op, towers)
     if apart:
         rows = towers.rows()
+
+    def each_has(op: tf.Operation) -> bool:
+        """Whether each tower has its own, of which nothing is written once a step."""
+        used = towers.copies.has_copies(op) and op.name not in apart
+        write = towers.copies.writes_for_all(op)
+        return used and not write and not _is_written(op, names, towers)
+
     for op in ops:
         write = towers.copies.writes_for_all(op)
         if not write and op.name not in after:
@@ -71,15 +83,14 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                 continue
             if value.op.name not in rows.dependents:
                 counts = sharing.is_write(op) and op not in initializers
-                if counts or (op.type in _QUOTIENTS and i == 1):
+                if counts or (op.type in _QUOTIENTS and i == 1 and not each_has(op)):
                     _check_static_rows(op, i, rows)
                 if counts and op.type.startswith('Assign'):
                     _check_counts(value, rows, towers, after)
                 continue
-            used = towers.copies.has_copies(op) and op.name not in apart
-            if used and not write and not _is_written(op, names, towers):
-                continue  # Each tower has its own.
-            if private.in_loop(op) or used:
+            if each_has(op):
+                continue
+            if private.in_loop(op) or (towers.copies.has_copies(op) and op.name not in apart):
                 _warn(op, value, _FIRST_ONLY)
                 continue
             if _SCATTER.search(op.type) and rows.axis(value) == 0:

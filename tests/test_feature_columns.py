@@ -242,10 +242,29 @@ def lookups_of_one_table(features):
     return network(means * sums + tf.nn.tanh(rows))
 
 
+def table_in_parts(features, parts=2, strategy='div'):
+    table = tf.get_variable(
+        f'table_{parts}_{strategy}', [9, 3], partitioner=tf.fixed_size_partitioner(parts)
+    )
+    words = tf.concat([features[name] for name in 'abc'], 1)
+    sparse = tf.sparse.from_dense(tf.strings.to_hash_bucket_fast(words, 9))
+    return tf.nn.safe_embedding_lookup_sparse(table, sparse, partition_strategy=strategy)
+
+
+def tables_in_parts(features):
+    columns = [fc.embedding_column(fc.categorical_column_with_hash_bucket(n, 9), 3) for n in 'ab']
+    with tf.variable_scope('in_parts', partitioner=tf.fixed_size_partitioner(2)):
+        given = fc.input_layer({name: features[name] for name in 'ab'}, columns)
+    by_number = table_in_parts(features, 3, 'mod')
+    return network(tf.concat([given, table_in_parts(features) * by_number], 1))
+
+
 @pytest.mark.parametrize('towers, static', [(3, True), (5, False)])
 @pytest.mark.parametrize('clip', [by_global_norm, each_by_norm, by_rows])
 @pytest.mark.parametrize(
-    'forward', [shared_of_v1, shared_of_v2, lookups_of_one_table], ids=lambda f: f.__name__
+    'forward',
+    [shared_of_v1, shared_of_v2, lookups_of_one_table, tables_in_parts],
+    ids=lambda f: f.__name__,
 )
 def test_clipped_gradients_of_shared_tables(forward, clip, towers, static, caplog):
     def train(loss):
