@@ -124,12 +124,12 @@ def _mixes(op: tf.Operation, rows: Places) -> bool:
         from_last = axes[min(axes)] - given.shape.rank
         return from_last == -2 or from_last == -1 and 0 in axes  # Columns are solved for each.
     if op.type == 'StridedSlice':
-        return axes.get(0) == 0 and cuts(op, rows)
+        return axes.get(0) == 0 and cuts(op, rows) and not _is_second_half(op, rows)
     if op.type == 'GatherV2' and (0 not in axes or _is_of_rows(op.inputs[1])):
         return 0 in axes and _is_of_alike(given, rows)
     if op.type == 'GatherV2' and _goes_back(op, rows):
         return False
-    if op.type == 'Split' and _undoes_concat(op, rows):
+    if op.type == 'Split' and _undoes_concat(op, rows, len(op.outputs)):
         return False
     if op.type == 'Cumsum' and _gives_bounds(op, rows):
         return False
@@ -155,8 +155,16 @@ def _gives_bounds(op: tf.Operation, rows: Places) -> bool:
     return True
 
 
-def _undoes_concat(op: tf.Operation, rows: Places) -> bool:
-    """Whether a split into equal parts gives what as many were put together of, row by row."""
+def _is_second_half(op: tf.Operation, rows: Places) -> bool:
+    """Whether a slice goes from the number of rows to the end of what two were put together of."""
+    begin, stride = op.inputs[1].op, private.constant_value(op.inputs[3])
+    counted = begin.type == 'Pack' and rows.is_row_count(begin.inputs[0])
+    to_the_end = op.get_attr('end_mask') & 1 and stride is not None and stride[0] == 1
+    return counted and bool(to_the_end) and _undoes_concat(op, rows, 2)
+
+
+def _undoes_concat(op: tf.Operation, rows: Places, among: int) -> bool:
+    """Whether equal parts are what as many were put together of, row by row."""
     parts, others = [], []
     at = next(rows.axis(t) for t in op.inputs if rows.has(t)) or 0
 
@@ -183,7 +191,7 @@ def _undoes_concat(op: tf.Operation, rows: Places) -> bool:
 
     for _ in walk([t.op for t in op.inputs if rows.has(t)], onward):
         pass
-    equal = all(len(sizes) == len(op.outputs) and len(set(sizes)) == 1 for sizes in parts)
+    equal = all(len(sizes) == among and len(set(sizes)) == 1 for sizes in parts)
     return bool(parts) and equal and not others
 
 

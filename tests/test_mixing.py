@@ -37,6 +37,12 @@ def split_with_a_table(labels, output):
     return tf.reduce_mean(tf.square(first + 2 * second - labels))
 
 
+def halves_otherwise_than_repeated(labels, output):
+    rows = tf.shape(output)[0]
+    wide = tf.tile(tf.concat([output, labels], 1), [4, 1])
+    return tf.reduce_mean(tf.square(wide[: 3 * rows, :1] - wide[rows:, 1:]))
+
+
 def divided_by_a_slice(labels, output):
     return tf.reduce_sum(squares(labels, output)) / tf.cast(tf.shape(output[1:])[0], tf.float32)
 
@@ -126,7 +132,14 @@ def sums_of_two(labels, output):
 
 @pytest.mark.parametrize(
     'loss',
-    [halves, split, split_with_a_table, divided_by_a_slice, running_numbers]
+    [
+        halves,
+        halves_otherwise_than_repeated,
+        split,
+        split_with_a_table,
+        divided_by_a_slice,
+        running_numbers,
+    ]
     + [split_otherwise_than_repeated, ranked, in_batch_negatives, hardest]
     + [
         neighbours,
@@ -450,6 +463,13 @@ def heads_along_rows(labels, output):
     return tf.reduce_mean(tf.square(tf.concat(tf.split(attended, 2, 0), 2) - 1))
 
 
+def siamese(labels, output):
+    """Two of each row for one network, put together and taken apart again."""
+    rows = tf.shape(output)[0]
+    both = tf.tanh(tf.concat([output, 2 * labels], 0))
+    return tf.reduce_mean(tf.square(both[:rows] - both[rows:] * labels))
+
+
 def whitened(labels, output):
     """Each row's distance by a covariance, as columns that are solved for."""
     factor = tf.constant([[2.0, 0.0], [0.5, 1.0]])
@@ -473,7 +493,15 @@ def without_padding(labels, output):
 @pytest.mark.parametrize(
     'loss',
     [columns, all_of_them, chosen_by_what_they_are, tokens_at_positions, attention]
-    + [heads_along_rows, time_major, looked_up_once, covariance, whitened, without_padding],
+    + [
+        heads_along_rows,
+        siamese,
+        time_major,
+        looked_up_once,
+        covariance,
+        whitened,
+        without_padding,
+    ],
     ids=lambda f: f.__name__,
 )
 @BOTH
