@@ -115,4 +115,5 @@ def _divisor(op: tf.Operation, value: np.ndarray, sizes: Collection[int | None])
     if op.type != 'Mul':
         return number
     rounding = 1e-6 if value.itemsize > 2 else 2**-8
-    return next((size for size in sizes if size and abs(number * size - 1) <= rounding), None)
+    found = (size for size in sizes if size and abs(number * size - 1) <= rounding)
+    return next((size for size in found if size > 1), None)  # A factor of 1 is no quotient.

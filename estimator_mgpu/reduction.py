@@ -284,7 +284,14 @@ def _is_unique(indices: tf.Tensor) -> bool:
     while op.type in ('Identity', 'Reshape', 'Cast'):
         op = op.inputs[0].op
     if op.type == 'DynamicPartition':  # Of a table in parts: both where an id is and in which.
-        onward = lambda op: inputs(op) if op.type in _DISTRIBUTING else []  # noqa: E731
-        ends = [walk([t.op], onward) for t in op.inputs]
-        return all(any(end.type in _UNIQUE for end in own) for own in ends)
+        return all(map(_is_of_unique, op.inputs))
     return op.type in _UNIQUE or op.type.startswith('SparseSegment')
+
+
+def _is_of_unique(ids: tf.Tensor) -> bool:
+    """Whether ids, or the parts of a table that they are in, come from a `tf.unique`."""
+
+    def onward(op: tf.Operation) -> list[tf.Operation]:
+        return inputs(op) if op.type in _DISTRIBUTING else []
+
+    return any(op.type in _UNIQUE for op in walk([ids.op], onward))
