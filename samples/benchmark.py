@@ -78,7 +78,9 @@ def _check_replicate(given):
     devices = tower_devices(given['devices'], max(map(int, given['towers'])))
     try:
         estimator_mgpu.session_config(devices)
-        estimator_mgpu.replicate(print, devices=devices, **chosen_variables(given['variables']))
+        estimator_mgpu.replicate(
+            lambda features: None, devices=devices, **chosen_variables(given['variables'])
+        )
     except ValueError as error:
         raise flags.ValidationError(str(error)) from None
     return True
