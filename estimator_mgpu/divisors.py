@@ -36,8 +36,10 @@ def judge(op: tf.Operation, rows: Rows, towers: int) -> Verdict:
       rows: which tensors have rows, and how many there are.
       towers: how many shards there are.
     """
+    if rows.static is None:
+        return Verdict(False)
     numerator, value = _constant(op, rows)
-    if value is None or rows.static is None:
+    if value is None:
         return Verdict(False)
     summed = [r.inputs[0] for r in rows.reductions(numerator) if r.type != 'Mean']
     if not summed:

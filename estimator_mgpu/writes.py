@@ -68,11 +68,13 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
     if apart:
         rows = towers.rows()
 
+    def used(op: tf.Operation) -> bool:
+        return towers.copies.has_copies(op) and op.name not in apart
+
     def each_has(op: tf.Operation) -> bool:
         """Whether each tower has its own, of which nothing is written once a step."""
-        used = towers.copies.has_copies(op) and op.name not in apart
         write = towers.copies.writes_for_all(op)
-        return used and not write and not _is_written(op, names, towers)
+        return used(op) and not write and not _is_written(op, names, towers)
 
     for op in ops:
         write = towers.copies.writes_for_all(op)
@@ -90,7 +92,7 @@ def of_whole_batch(results: Sequence[tf.Tensor | tf.Operation], towers: Towers) 
                 continue
             if each_has(op):
                 continue
-            if private.in_loop(op) or (towers.copies.has_copies(op) and op.name not in apart):
+            if private.in_loop(op) or used(op):
                 _warn(op, value, _FIRST_ONLY)
                 continue
             if _SCATTER.search(op.type) and rows.axis(value) == 0:
