@@ -1,21 +1,21 @@
 """Train a TensorFlow Estimator's model_fn on several devices, with the numbers of one."""
 
 from estimator_mgpu.compat import estimator
-from estimator_mgpu.contrib import TowerOptimizer, replicate_model_fn
+from estimator_mgpu.contrib import replicate_model_fn
 from estimator_mgpu.devices import session_config
 from estimator_mgpu.hooks import ProgressHook, ThroughputHook
-from estimator_mgpu.replicate import current_tower, replicate
+from estimator_mgpu.optimizer import TowerOptimizer
+from estimator_mgpu.replicate import replicate
 from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
 from estimator_mgpu.verification import verify
 
-__version__ = '0.1.0'
+__version__ = '0.2.0.dev0'
 
 __all__ = [
     'Estimator',
     'ProgressHook',
     'ThroughputHook',
     'TowerOptimizer',
-    'current_tower',
     'estimator',
     'replicate',
     'replicate_estimator',
@@ -23,3 +23,12 @@ __all__ = [
     'session_config',
     'verify',
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == 'current_tower':
+        raise AttributeError(
+            'estimator_mgpu has no current_tower any more: a model_fn is called once, with the '
+            'whole batch, so there is no tower to ask for. Leave it out.'
+        )
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -1,19 +1,17 @@
-"""The two names of `tf.contrib.estimator`, for code that was written for them.
+"""The names of `tf.contrib.estimator`, for code that was written for them.
 
 Such code runs as it is, once it takes them from here; docs/contrib.md lists what is otherwise.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import losses
-from estimator_mgpu.replicate import replicate, with_parameters
+from estimator_mgpu.replicate import replicate
 
 
 def replicate_model_fn(
@@ -33,102 +31,40 @@ def replicate_model_fn(
 
     Args:
       model_fn: as for `tf.estimator.Estimator`.
-      loss_reduction: `tf.losses.Reduction.SUM` adds the towers' losses up. All others of these
-        constants averaged them; the default does so where the graph doesn't tell that the loss is
-        a sum, or some other value of the batch, of which a plain average would be wrong.
+      loss_reduction: one of `tf.losses.Reduction`'s constants but `NONE`. It changes nothing: the
+        loss is what the model_fn makes of the whole batch, be it a mean, a sum or anything else.
       devices: device strings, one a tower; None for every GPU, or a CPU where there is none.
 
     Returns:
-      The replicated model_fn.
+      A function (features, labels, mode, params=None, config=None), called by position or by name.
 
     Raises:
       TypeError, ValueError: as `replicate()`.
+      ValueError: if `loss_reduction` is none of the legal ones.
     """
-    if not callable(model_fn):
-        raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
-    if 'params' not in inspect.signature(model_fn).parameters:
-        model_fn = _with_params(model_fn)
-    if loss_reduction == tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS:
-        loss_reduction = losses.AUTO
-    return replicate(model_fn, devices=devices, loss_reduction=loss_reduction)
+    legal = [r for r in tf.losses.Reduction.all() if r != tf.losses.Reduction.NONE]
+    if loss_reduction not in legal:
+        raise ValueError(
+            f'loss_reduction={loss_reduction!r} is not known. Legal are {", ".join(legal)}.'
+        )
+    inner = replicate(model_fn, devices=devices)
+    takes = inspect.signature(inner).parameters
 
+    def replicated_model_fn(
+        features: Any, labels: Any, mode: str, params: Any = None, config: Any = None
+    ) -> Any:
+        given = {
+            'features': features,
+            'labels': labels,
+            'mode': mode,
+            'params': params,
+            'config': config,
+        }
+        return inner(**{name: value for name, value in given.items() if name in takes})
 
-def _with_params(model_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets a model_fn be given params, as contrib's could be, though it has no use for them."""
-    own = inspect.signature(model_fn)
-    signature = with_parameters(own, 'params')
-
-    @functools.wraps(model_fn)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        arguments.pop('params', None)
-        bound = inspect.BoundArguments(own, arguments)
-        return model_fn(*bound.args, **bound.kwargs)
-
-    wrapped.__signature__ = signature  # type: ignore[attr-defined]
-    return wrapped
-
-
-class TowerOptimizer(tf.train.Optimizer):
-    """An optimizer for several towers, as contrib's was called.
-
-    In a replicated model_fn every optimizer is one, so this wraps an optimizer and changes nothing:
-    the gradients are reduced where they're computed, and once only.
-
-    Examples:
-      >>> optimizer = TowerOptimizer(tf.train.AdamOptimizer(0.01))
-      >>> optimizer.get_name()
-      'Adam'
-
-    Args:
-      optimizer_or_optimizer_fn: a `tf.train.Optimizer`, or a function without arguments that makes
-        one. What it has besides an optimizer's methods can be had from here, too.
-
-    Raises:
-      TypeError: if it's neither.
-    """
-
-    def __init__(
-        self, optimizer_or_optimizer_fn: tf.train.Optimizer | Callable[[], tf.train.Optimizer]
-    ):
-        optimizer = optimizer_or_optimizer_fn
-        if not isinstance(optimizer, tf.train.Optimizer) and callable(optimizer):
-            optimizer = optimizer()
-        if not isinstance(optimizer, tf.train.Optimizer):
-            raise TypeError(
-                f'TowerOptimizer({optimizer_or_optimizer_fn!r}) gives a '
-                f'{type(optimizer).__name__}. It takes a tf.train.Optimizer, or a function without '
-                'arguments that makes one. Keras optimizers need no wrapping in a replicated '
-                'model_fn.'
-            )
-        super().__init__(use_locking=False, name=optimizer.get_name())
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        if name == 'optimizer':  # Not there yet.
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As the wrapped optimizer's."""
-        return self.optimizer.compute_gradients(*args, **kwargs)
-
-    def apply_gradients(self, *args: Any, **kwargs: Any) -> tf.Operation:
-        """As the wrapped optimizer's."""
-        return self.optimizer.apply_gradients(*args, **kwargs)
-
-    def minimize(self, *args: Any, **kwargs: Any) -> tf.Operation:
-        """As the wrapped optimizer's."""
-        return self.optimizer.minimize(*args, **kwargs)
-
-    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """As the wrapped optimizer's."""
-        return self.optimizer.get_slot(*args, **kwargs)
-
-    def get_slot_names(self) -> list[str]:
-        """As the wrapped optimizer's."""
-        return self.optimizer.get_slot_names()
-
-    def variables(self) -> list[Any]:
-        """As the wrapped optimizer's."""
-        return self.optimizer.variables()
+    replicated_model_fn.replicate_options = inner.replicate_options  # type: ignore[attr-defined]
+    replicated_model_fn.__wrapped__ = model_fn  # type: ignore[attr-defined]
+    replicated_model_fn.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+        replicated_model_fn, follow_wrapped=False
+    )
+    return replicated_model_fn

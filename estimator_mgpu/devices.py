@@ -92,6 +92,11 @@ def spec_of(device: str) -> tf.DeviceSpec:
     return tf.DeviceSpec.from_string(device if device.startswith('/') else f'/{device}')
 
 
+def host_of(device: str) -> str:
+    """The CPU of a device's machine."""
+    return spec_of(device).replace(device_type='CPU', device_index=0).to_string()
+
+
 def _canonical(device: str) -> str:
     if not isinstance(device, str):
         number = device if isinstance(device, int) else 0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
-from estimator_mgpu import compat, gradients, placement, private, steps
+from estimator_mgpu import compat, optimizer, placement, private, steps
 from estimator_mgpu.devices import spec_of
 
 UNASSIGNED = '(no device)'
@@ -62,7 +62,7 @@ def explain(
       estimator: whose input_fn and config it is.
     """
     mode = compat.estimator.ModeKeys.TRAIN
-    with tf.Graph().as_default() as graph, gradients.recording(graph) as recorded:
+    with tf.Graph().as_default() as graph:
         tf.set_random_seed(estimator.config.tf_random_seed)
         step = tf.train.get_or_create_global_step()
         # As Estimator does to train.
@@ -72,7 +72,7 @@ def explain(
         known = steps.of_graph(graph)
         traffic = dict.fromkeys(known.devices, 0)
         gathered = []
-        for variable, gradient in recorded.gradients:
+        for _, gradient, variable in optimizer.applied(graph):
             if isinstance(gradient, tf.IndexedSlices):
                 gathered.append(variable.op.name)
                 continue

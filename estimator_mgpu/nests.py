@@ -10,14 +10,18 @@ import tensorflow.compat.v1 as tf
 SPLITTABLE = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
 
 
-def as_tensor(path: tuple[Any, ...], leaf: Any) -> Any:
-    """Returns what is to be split, or None for what goes whole to every tower."""
+def has_rows(path: tuple[Any, ...], leaf: Any) -> bool:
+    """Whether a leaf is a tensor, which may have rows, rather than something that has none.
+
+    Raises:
+      TypeError: if it's neither.
+    """
     if isinstance(leaf, SPLITTABLE):
-        return leaf
+        return True
     if leaf is None or isinstance(leaf, (str, bytes, bool, int, float, tf.DType)):
-        return None
-    if hasattr(leaf, '__array__'):  # NumPy arrays and scalars
-        return tf.convert_to_tensor(leaf, name='_'.join(map(str, path)))
+        return False
+    if hasattr(leaf, '__array__'):  # NumPy arrays and scalars, which a model_fn makes constants.
+        return False
     raise TypeError(
         f'{title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Legal '
         'are dense, sparse and ragged tensors, in any nest of dicts, tuples and lists. Let the '

@@ -61,6 +61,7 @@ if not hasattr(_ops.Graph, '_get_function'):
     )
 for _method in (
     '_add_control_inputs',
+    '_remove_all_control_inputs',
     '_control_outputs',
     '_get_control_flow_context',
     '_set_device',
@@ -111,6 +112,12 @@ def function_graphs(
 def add_control_inputs(op: tf.Operation, inputs: list[tf.Operation]) -> None:
     """Makes an op that exists already wait for others."""
     op._add_control_inputs(inputs)
+
+
+def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None:
+    """Makes an op that exists already wait for these, and for no others."""
+    op._remove_all_control_inputs()
+    op._add_control_inputs(list(dict.fromkeys(inputs)))
 
 
 def followers(op: tf.Operation) -> list[tf.Operation]:

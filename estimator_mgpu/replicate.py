@@ -10,40 +10,32 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import (
-    compat,
-    explanation,
-    gradients,
-    losses,
-    placement,
-    private,
-    reads,
-    sharding,
-    specs,
-    steps,
-    walks,
-    weights,
-)
+from estimator_mgpu import batch, compat, explanation, placement, private, specs, steps
 from estimator_mgpu import devices as devices_lib
-from estimator_mgpu.importing import absolute_scope
-from estimator_mgpu.towers import Towers
+from estimator_mgpu.optimizer import tower_optimizers
+from estimator_mgpu.partition.divide import divide
 
-LossWeight = Callable[[Any, Any], Any]
+BATCH_NORM = ('batch', 'device')
+_GONE = {
+    'loss_reduction': 'a loss is what the model_fn makes of the whole batch',
+    'loss_weight': 'a loss is what the model_fn makes of the whole batch',
+}
 
 
 def replicate(
     model_fn: Callable[..., Any] | None = None,
     *,
     devices: devices_lib.Devices = None,
-    loss_reduction: str = losses.AUTO,
-    loss_weight: LossWeight | None = None,
     broadcast: Sequence[str] = (),
     variables: str = placement.SPREAD,
+    batch_norm: str = 'batch',
+    **gone: Any,
 ) -> Callable[..., Any]:
     """Makes a model_fn train on several devices, with the numbers of one.
 
-    The model_fn is called once, with the first of as many shards of the batch as there are
-    devices; what it built is copied to the other devices, and the gradients are summed.
+    The model_fn is called once, with the whole batch. The graph that it built is then divided:
+    what goes row by row runs on each device for its rows, what is a sum over rows is added up, and
+    what needs the whole batch runs once.
 
     Examples:
       >>> @replicate(devices=2)
@@ -58,29 +50,35 @@ def replicate(
         one row an example along dimension 0.
       devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
         (logical CPU devices where there is none); or a list of device strings, one a tower.
-      loss_reduction: whether a loss is a 'mean' or a 'sum' over the rows of a batch, or one of
-        `tf.losses.Reduction`'s constants. 'auto' finds out from the loss.
-      loss_weight: a function (features, labels) -> scalar that says how many units the mean loss
-        of these rows averages over, say their mask's sum. By default it's the number of rows.
       broadcast: names of features that go whole to every tower. Scalars do so by themselves.
       variables: where variables live: 'spread' over the devices by bytes, on the 'first' device, or
-        on the 'cpu'. Those that the model_fn itself puts on another device stay there.
+        on the 'cpu'. Those that the model_fn itself puts on a device stay there.
+      batch_norm: whether batch normalization takes the statistics of the whole 'batch', as on one
+        device, or of each 'device', which is faster and gives other numbers.
 
     Returns:
       The replicated model_fn; without `model_fn`, a decorator.
 
     Raises:
       TypeError: if the model_fn isn't callable or `devices` is of a wrong type.
-      ValueError: if `devices`, `loss_reduction` or `variables` is none of the legal ones, or the
+      ValueError: if `devices`, `variables` or `batch_norm` is none of the legal ones, or the
         model_fn takes no features; when it is called, if there are no such devices.
     """
+    for name in gone:
+        if name in _GONE:
+            raise TypeError(f'replicate() needs no {name} any more: {_GONE[name]}. Leave it out.')
+        raise TypeError(f'replicate() got an unexpected keyword argument {name!r}')
     devices_lib.check(devices)
+    if batch_norm not in BATCH_NORM:
+        raise ValueError(
+            f"batch_norm={batch_norm!r} is no kind of statistics: it's 'batch' (of the whole "
+            "batch, as on one device) or 'device' (of each device's rows)."
+        )
     options: dict[str, Any] = {
         'devices': devices,
-        'loss_reduction': loss_reduction,
-        'loss_weight': loss_weight,
         'broadcast': broadcast,
         'variables': placement.check(variables),
+        'batch_norm': batch_norm,
     }
     if model_fn is None:
         return functools.partial(replicate, **options)
@@ -93,19 +91,6 @@ def replicate(
         raise ValueError('This model_fn is replicated already. Apply replicate() once.')
     if isinstance(broadcast, str):
         raise TypeError(f'broadcast={broadcast!r} is a str. Give a list of names: [{broadcast!r}].')
-    reduction = losses.check_reduction(loss_reduction)
-    if loss_weight is not None and reduction == losses.SUM:
-        raise ValueError(
-            "loss_weight says what a mean averages over, but loss_reduction is 'sum'. Leave one "
-            'of them out.'
-        )
-    if loss_weight is not None:
-        reduction = losses.UNITS
-    if loss_weight is not None and not callable(loss_weight):
-        raise TypeError(
-            f'loss_weight={loss_weight!r} is no function. It says of features and labels how many '
-            'units they have: loss_weight=lambda features, labels: tf.reduce_sum(labels["mask"]).'
-        )
     signature = inspect.signature(model_fn)
     if 'features' not in signature.parameters:
         raise ValueError(
@@ -118,7 +103,7 @@ def replicate(
     def replicated(*args: Any, **kwargs: Any) -> Any:
         arguments = wider_signature.bind(*args, **kwargs).arguments
         mode, config = arguments.get('mode'), arguments.get('config')
-        if gradients.current_towers() is not None:
+        if private.outermost(tf.get_default_graph()) in _building:
             raise ValueError(
                 'A replicated model_fn is called by another one, that of replicate_estimator() or '
                 'contrib say. Replicate it once.'
@@ -127,29 +112,26 @@ def replicate(
         towers = devices_lib.resolve(devices)
         if config is not None:
             devices_lib.warn_of_missing(towers, config.session_config)
-        batch = arguments['features'], arguments.get('labels')
+        features, labels = arguments['features'], arguments.get('labels')
         own = {name: value for name, value in arguments.items() if name in signature.parameters}
+        bound = inspect.BoundArguments(signature, own)
 
-        def build(features: Any, labels: Any) -> Any:
-            own['features'] = features
-            if 'labels' in own:
-                own['labels'] = labels
-            bound = inspect.BoundArguments(signature, own)
+        def build() -> Any:
             return specs.check(model_fn(*bound.args, **bound.kwargs))
 
-        if config is not None and _is_export(batch, mode):
+        if config is not None and _is_export((features, labels), mode):
             with _model_scope(None):  # A SavedModel goes anywhere, so it names no device.
-                return build(*batch)
+                return build()
         if len(towers) == 1:
             with _model_scope(None if devices is None else towers[0]):
-                spec = build(*batch)
+                spec = build()
             # Afterwards, for the model's ops to have the names and seeds of an undecorated one's.
-            examples = steps.examples_of(*batch, broadcast)
+            examples = steps.examples_of(features, labels, broadcast)
         else:
-            placed = placement.Placement(variables, towers)
-            spec, examples = _on_towers(
-                build, batch, towers, placed, reduction, loss_weight, broadcast
-            )
+            found = batch.look_at(features, labels, broadcast)
+            with _model_scope(None):
+                spec = build()
+            spec, examples = _divided(spec, found, towers, options)
         explanation.tell(steps.record(examples, spec.loss, towers))
         return spec
 
@@ -158,61 +140,36 @@ def replicate(
     return replicated
 
 
-def current_tower() -> tuple[tf.Tensor, int]:
-    """Returns which tower a model_fn is building, and how many there are.
-
-    Examples:
-      >>> index, count = current_tower()  # outside of a replicated model_fn: 0 of 1
-      >>> count
-      1
-
-    Returns:
-      An int32 scalar tensor, which is another number in each tower, from 0; and the number of
-      towers.
-    """
-    towers = gradients.current_towers()
-    return (tf.constant(0), 1) if towers is None else (towers.index, len(towers.devices))
+_building: list[tf.Graph] = []
 
 
-def _on_towers(
-    build: Callable[[Any, Any], Any],
-    batch: tuple[Any, Any],
-    devices: Sequence[str],
-    placed: placement.Placement,
-    reduction: str,
-    loss_weight: LossWeight | None,
-    broadcast: Sequence[str],
-) -> tuple[Any, tf.Tensor]:
-    """Returns the EstimatorSpec of all towers, and how many rows the whole batch has."""
+def _divided(
+    spec: Any, found: batch.Batch, devices: Sequence[str], options: dict[str, Any]
+) -> tuple[Any, tf.Tensor | None]:
+    """Returns the EstimatorSpec of the divided graph, and how many rows a batch has."""
     graph = tf.get_default_graph()
-    graph.unique_name('replicate')  # From here on, nobody else's scope has this name.
-    with absolute_scope(graph, 'replicate'), tf.device('/device:CPU:0'):
-        shards = sharding.split(*batch, len(devices), broadcast)
-        counts = weights.of_shards(shards, loss_weight)
-    towers = Towers(
-        graph,
-        devices,
-        placed,
-        counts,
-        reduction=reduction,
-        static_rows=shards.static_rows,
-    )
-    towers.give(list(zip(shards.features, shards.labels)))
-    with gradients.reducing(towers), _model_scope(devices[0]), placed.scope():
-        spec = build(shards.features[0], shards.labels[0])
-        spec = specs.merge(spec, towers, shards)
-        reads.keep(towers)
-        return spec, shards.total
+    placement.place(graph, options['variables'], devices)
+    total = None
+    with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
+        with tf.device(devices_lib.host_of(devices[0])):
+            if found.static is None and found.leaves:
+                total = found.total()
+            examples = tf.constant(found.static, tf.int64) if total is None else total
+            examples = tf.cast(examples, tf.int64)
+    towers = divide(graph, found.sources, found.static, total, devices)
+    return (spec if towers is None else specs.whole(spec, towers.whole)), examples
 
 
 @contextlib.contextmanager
 def _model_scope(device: str | None) -> Iterator[None]:
     """The scope that a model_fn is called in."""
     scope = tf.get_variable_scope()
+    graph = private.outermost(tf.get_default_graph())
     # A device string, unlike a function, stays out of the bodies of loops and branches.
     place = tf.device(device) if device else contextlib.nullcontext()
     with tf.variable_scope(scope, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False):
-        with place:
+        with place, tower_optimizers():
+            _building.append(graph)
             try:
                 yield
             except Exception as error:
@@ -220,6 +177,8 @@ def _model_scope(device: str | None) -> Iterator[None]:
                 if remedy is None:
                     raise
                 raise RuntimeError(remedy) from error
+            finally:
+                _building.pop()
 
 
 def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
@@ -230,9 +189,17 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     graph = tf.get_default_graph()
     if mode == compat.estimator.ModeKeys.TRAIN and graph.get_collection(private.GLOBAL_STEP_READ):
         return False
-    made_by = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     fed = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
-    return any(op.type in fed for op in walks.walk(made_by, walks.inputs))
+    stack = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
+    seen = set(stack)
+    while stack:
+        op = stack.pop()
+        if op.type in fed:
+            return True
+        before = {t.op for t in op.inputs} - seen
+        seen |= before
+        stack += before
+    return False
 
 
 def with_parameters(signature: inspect.Signature, *names: str) -> inspect.Signature:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import nests, private, sharding
-from estimator_mgpu.importing import absolute_scope
+from estimator_mgpu import batch, nests, private
 
 _EXAMPLES, _LOSS, _DEVICES = (f'estimator_mgpu/{what}' for what in ('examples', 'loss', 'devices'))
 
@@ -69,6 +68,7 @@ def examples_of(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> tf
         features = {name: value for name, value in features.items() if name not in broadcast}
     for leaf in tf.nest.flatten((labels, features)):
         if isinstance(leaf, nests.SPLITTABLE) and leaf.shape.rank:
-            with absolute_scope(tf.get_default_graph(), 'replicate'), tf.device('/device:CPU:0'):
-                return sharding.rows_of(leaf)
+            with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
+                with tf.device('/device:CPU:0'):
+                    return batch.rows_of(leaf)
     return None

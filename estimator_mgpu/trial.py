@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import pathlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,9 +11,8 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
-from estimator_mgpu import compat, gradients
+from estimator_mgpu import compat, optimizer
 from estimator_mgpu import devices as devices_lib
-from estimator_mgpu.causes import likely_causes
 from estimator_mgpu.nests import flat_tensors, pack_tensors
 
 MODES = compat.estimator.ModeKeys
@@ -28,13 +25,11 @@ class Run(NamedTuple):
       values: what was fetched, by what it is: one array a step, or one of the end.
       initial: the variables at the start, by name.
       final: the variables at the end.
-      causes: sentences on why it may differ from a run on other devices.
     """
 
     values: dict[str, list[Any]]
     initial: dict[str, np.ndarray]
     final: dict[str, np.ndarray]
-    causes: list[str]
 
 
 class Trial:
@@ -56,7 +51,7 @@ class Trial:
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(tf.Graph().as_default())
-            stack.enter_context(_warnings())
+            stack.enter_context(_quiet())
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             tf.set_random_seed(1)
             estimator = self._estimator(model_fn, directory)
@@ -77,14 +72,13 @@ class Trial:
         with contextlib.ExitStack() as stack:
             graph = stack.enter_context(tf.Graph().as_default())
             directory = stack.enter_context(tempfile.TemporaryDirectory())
-            recorded = stack.enter_context(gradients.recording(graph))
-            warnings = stack.enter_context(_warnings())
+            stack.enter_context(_quiet())
             tf.set_random_seed(1)
             tf.train.create_global_step()
             iterator, (features, labels) = self._input()
             estimator = self._estimator(model_fn, directory)
             spec = estimator.model_fn(features, labels, self._mode, estimator.config)
-            fetches, update, results = self._fetches(spec, recorded)
+            fetches, update, results = self._fetches(spec, graph)
             begin = _Begin(iterator.initializer, start)
             kinds = {MODES.TRAIN: 'training', MODES.EVAL: 'evaluation', MODES.PREDICT: 'prediction'}
             hooks = [begin, *getattr(spec, f'{kinds[self._mode]}_hooks')]
@@ -99,10 +93,7 @@ class Trial:
                             values.setdefault(what, []).append(value)
                 final, last = begin.session.run([begin.variables, results])
             values.update((what, [value]) for what, value in last.items())
-            roots = [t.op for what, t in fetches.items() if not what.startswith('gradient')]
-            updates = [getattr(update, 'op', update) for update in tf.nest.flatten(update)]
-            causes = likely_causes(graph, roots, updates, recorded.towers, warnings)
-            return Run(values, begin.initial, final, causes)
+            return Run(values, begin.initial, final)
 
     def _estimator(self, model_fn: Any, directory: str) -> Any:
         return EstimatorV2(model_fn, directory, self._config, self._params)
@@ -115,11 +106,11 @@ class Trial:
         return iterator, pack_tensors(self._batch, iterator.get_next())
 
     def _fetches(
-        self, spec: Any, recorded: gradients.Recording
+        self, spec: Any, graph: tf.Graph
     ) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         """Returns what each step gives, what it does, and what there is in the end, by name."""
         if self._mode == MODES.TRAIN:
-            return {'loss': spec.loss, **_gradients(recorded)}, spec.train_op, {}
+            return {'loss': spec.loss, **_gradients(graph)}, spec.train_op, {}
         predictions = spec.predictions
         if not isinstance(predictions, dict):
             predictions = {'': predictions} if predictions is not None else {}
@@ -154,9 +145,10 @@ class _Begin(tf.train.SessionRunHook):
         self.initial = session.run(self.variables)
 
 
-def _gradients(recorded: gradients.Recording) -> dict[str, tf.Tensor]:
+def _gradients(graph: tf.Graph) -> dict[str, tf.Tensor]:
+    """The gradients that optimizers applied, by what they're called."""
     found: dict[str, tf.Tensor] = {}
-    for variable, gradient in recorded.gradients:
+    for _, gradient, variable in optimizer.applied(graph):
         gradient = tf.convert_to_tensor(gradient)  # Sums up the entries of IndexedSlices.
         if gradient.graph.is_fetchable(gradient):
             what = f'gradient of {variable.op.name}'
@@ -166,23 +158,12 @@ def _gradients(recorded: gradients.Recording) -> dict[str, tf.Tensor]:
 
 
 @contextlib.contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collects this package's warnings. Meanwhile the log shows warnings, and nothing below."""
-    found: list[str] = []
-    package = pathlib.Path(__file__).parent
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if package in pathlib.Path(record.pathname).parents:
-                found.append(record.getMessage())
-
-    handler = Collector(level=logging.WARNING)
+def _quiet() -> Iterator[None]:
+    """Lets the log show warnings, and nothing below."""
     logger = tf.get_logger()
     level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
+    logger.setLevel('WARNING')
     try:
-        yield found
+        yield
     finally:
         logger.setLevel(level)
-        logger.removeHandler(handler)

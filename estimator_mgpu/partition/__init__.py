@@ -1,0 +1,1 @@
+"""Divides a finished graph over devices: propagation makes a plan, towers and sums follow it."""

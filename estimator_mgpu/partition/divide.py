@@ -1,0 +1,36 @@
+"""The steps in their order: rows, plan, towers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import Rows
+from estimator_mgpu.partition.propagation import propagate
+from estimator_mgpu.partition.towers import Towers
+
+
+def divide(
+    graph: tf.Graph,
+    sources: Sequence[tf.Tensor],
+    static: int | None,
+    total: tf.Tensor | None,
+    devices: Sequence[str],
+) -> Towers | None:
+    """Divides a finished graph over devices.
+
+    Args:
+      graph: the graph.
+      sources: tensors with the batch's rows along dimension 0.
+      static: how many rows there are, if the graph knows.
+      total: how many there are, an int32 scalar, otherwise.
+      devices: one device a tower.
+
+    Returns:
+      The towers; None if the graph stays as it is, as there are fewer rows than devices.
+    """
+    if not sources or (static is not None and static < len(devices)):
+        return None
+    plan = propagate(sources, Rows('batch', static))
+    return Towers(graph, plan, total, devices, {})

@@ -1,0 +1,91 @@
+"""What propagation found, as data: what runs in towers, and what each tower's op is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Union
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import Placement, Rows
+from estimator_mgpu.partition.sizes import Size, Sizes
+
+
+class Own(NamedTuple):
+    """What the tower itself has."""
+
+
+class Whole(NamedTuple):
+    """The whole value: gathered or reduced if the towers made it."""
+
+
+class Slice(NamedTuple):
+    """The tower's rows of what is whole.
+
+    Attributes:
+      axis: the dimension that has the rows.
+      factor: how many entries a row has there.
+    """
+
+    axis: int
+    factor: Size
+
+
+class Local(NamedTuple):
+    """A shape with the tower's rows in place of all.
+
+    Attributes:
+      entries: those of the whole shape.
+      index: the entry that is rows times `factor`.
+      factor: how many entries a row has there.
+    """
+
+    entries: tuple[Size, ...]
+    index: int
+    factor: Size
+
+
+class Numbers(NamedTuple):
+    """Known integers, one dimension."""
+
+    numbers: tuple[int, ...]
+
+
+Need = Union[Own, Whole, Slice, Local, Numbers]
+OWN, WHOLE = Own(), Whole()
+
+
+class OpPlan(NamedTuple):
+    """An op that runs in towers.
+
+    Attributes:
+      needs: what it's given for each of its inputs.
+      attrs: attributes that it has otherwise there.
+    """
+
+    needs: tuple[Need, ...]
+    attrs: dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """How a graph is divided.
+
+    Attributes:
+      rows: the rows of the batch.
+      sources: the tensors of the batch that have rows along dimension 0.
+      order: the ops that depend on these, each after those that it depends on.
+      ops: those that run in towers, by name.
+      placements: by name, what towers have of the tensors that they make.
+      reduced: names of partial results that all who use them are given reduced.
+      reasons: of the others in `order` that are given rows, by name: why they run once.
+      sizes: what is known of tensors' sizes.
+    """
+
+    rows: Rows
+    sources: Sequence[tf.Tensor]
+    order: Sequence[tf.Operation]
+    ops: dict[str, OpPlan]
+    placements: dict[str, Placement]
+    reduced: set[str]
+    reasons: dict[str, str]
+    sizes: Sizes
