@@ -120,6 +120,11 @@ def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None
     op._add_control_inputs(list(dict.fromkeys(inputs)))
 
 
+def waiting(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the ops that a control edge leads to from an op."""
+    return list(op._control_outputs)
+
+
 def followers(op: tf.Operation) -> list[tf.Operation]:
     """Returns the ops that directly wait for an op."""
     return [user for t in op.outputs for user in t.consumers()] + list(op._control_outputs)
@@ -133,6 +138,16 @@ def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
 def set_device(op: tf.Operation, device: str) -> None:
     """Puts an op that exists already on another device."""
     op._set_device(device)
+
+
+def is_reference(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is a variable of TensorFlow 1's kind, rather than a value."""
+    return tensor.dtype._is_ref_dtype
+
+
+def is_colocated(op: tf.Operation) -> bool:
+    """Whether an op has to be where others are."""
+    return '_class' in op.node_def.attr
 
 
 def in_control_flow(op: tf.Operation) -> bool:

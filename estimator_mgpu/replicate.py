@@ -156,7 +156,7 @@ def _divided(
                 total = found.total()
             examples = tf.constant(found.static, tf.int64) if total is None else total
             examples = tf.cast(examples, tf.int64)
-    towers = divide(graph, found.sources, found.static, total, devices)
+    towers = divide(graph, found.sources, found.static, total, devices, options['batch_norm'])
     return (spec if towers is None else specs.whole(spec, towers.whole)), examples
 
 

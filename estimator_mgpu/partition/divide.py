@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import private
+from estimator_mgpu.partition.batch_norm import expand
+from estimator_mgpu.partition.homes import homes
 from estimator_mgpu.partition.placements import Rows
 from estimator_mgpu.partition.propagation import propagate
+from estimator_mgpu.partition.rules import RULES, images
 from estimator_mgpu.partition.towers import Towers
 
 
@@ -17,6 +21,7 @@ def divide(
     static: int | None,
     total: tf.Tensor | None,
     devices: Sequence[str],
+    batch_norm: str = 'batch',
 ) -> Towers | None:
     """Divides a finished graph over devices.
 
@@ -26,11 +31,21 @@ def divide(
       static: how many rows there are, if the graph knows.
       total: how many there are, an int32 scalar, otherwise.
       devices: one device a tower.
+      batch_norm: whether fused batch normalization takes statistics of the 'batch' or a 'device'.
 
     Returns:
       The towers; None if the graph stays as it is, as there are fewer rows than devices.
     """
     if not sources or (static is not None and static < len(devices)):
         return None
-    plan = propagate(sources, Rows('batch', static))
-    return Towers(graph, plan, total, devices, {})
+    table = RULES
+    if batch_norm == 'device':
+        table = {**RULES, **images.OF_DEVICE}
+    else:
+        expand(graph)
+    plan = propagate(sources, Rows('batch', static), table)
+    found = homes(graph, plan)
+    for name, device in found.items():
+        if ':' not in name:
+            private.set_device(graph.get_operation_by_name(name), device)
+    return Towers(graph, plan, total, devices, found)

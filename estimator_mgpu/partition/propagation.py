@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition import rules
 from estimator_mgpu.partition.placements import (
     REPLICATE,
     Partial,
@@ -32,18 +31,21 @@ from estimator_mgpu.partition.rules.signature import (
     Fixed,
     Label,
     Operand,
+    Part,
+    Rule,
     Signature,
     UnknownRank,
 )
 from estimator_mgpu.partition.sizes import Dim, Size, Sizes
 
 
-def propagate(sources: Sequence[tf.Tensor], rows: Rows) -> Plan:
+def propagate(sources: Sequence[tf.Tensor], rows: Rows, table: dict[str, Rule]) -> Plan:
     """Finds out what may run in towers.
 
     Args:
       sources: tensors of one graph that have the rows along dimension 0.
       rows: the batch's rows.
+      table: the rules, by the type of op.
 
     Returns:
       The `Plan`.
@@ -54,7 +56,7 @@ def propagate(sources: Sequence[tf.Tensor], rows: Rows) -> Plan:
     order = _order(sources)
     reduced: set[str] = set()
     while True:
-        found = _Pass(sources, rows, reduced)
+        found = _Pass(sources, rows, table, reduced)
         for op in order:
             found.visit(op)
         if found.reduced == reduced:
@@ -103,8 +105,15 @@ def _order(sources: Sequence[tf.Tensor]) -> list[tf.Operation]:
 class _Pass:
     """One pass over the ops, with what earlier ones found has to be reduced."""
 
-    def __init__(self, sources: Sequence[tf.Tensor], rows: Rows, reduced: set[str]):
+    def __init__(
+        self,
+        sources: Sequence[tf.Tensor],
+        rows: Rows,
+        table: dict[str, Rule],
+        reduced: set[str],
+    ):
         self.rows = rows
+        self.table = table
         self.reduced = set(reduced)
         self.sizes = Sizes()
         self.ops: dict[str, OpPlan] = {}
@@ -132,7 +141,7 @@ class _Pass:
                 self._divided(op, OpPlan(needs, {}), [made], [None])
                 return
             placements = self._reduce(op, placements)
-        rule = rules.RULES.get(op.type)
+        rule = self.table.get(op.type)
         if rule is None:
             self._whole(op, placements, f'no rule for {op.type}')
             return
@@ -218,6 +227,8 @@ class _Pass:
     ) -> Need | None:
         if isinstance(operand, Fixed):
             return Numbers(operand.numbers)
+        if isinstance(operand, Part):
+            return OWN if tensor.name in self.placements else None
         if isinstance(operand, Entries):
             if label not in operand.labels:
                 return WHOLE
@@ -235,7 +246,8 @@ class _Pass:
         axis = operand.index(label)
         if placement == Shard(axis, self.rows):
             return OWN
-        return Slice(axis, factor)
+        dims = self.sizes.dims(tensor) or []
+        return Slice(axis, per_row(dims[axis], self.rows) or factor)
 
     def _dims(
         self, op: tf.Operation, signature: Signature, index: int, label: Label, factor: Size
@@ -269,7 +281,7 @@ class _Pass:
         found = {
             (self.sizes.dims(tensor) or [])[operand.index(label)]
             for tensor, operand in zip(op.inputs, signature.inputs)
-            if not isinstance(operand, (Entries, Fixed)) and label in operand
+            if not isinstance(operand, (Entries, Fixed, Part)) and label in operand
         }
         return found.pop() if len(found) == 1 else None
 

@@ -8,6 +8,7 @@ from estimator_mgpu.partition.rules.signature import (
     WHOLE,
     Entries,
     Operand,
+    Part,
     Rule,
     Signature,
     labels,
@@ -65,6 +66,24 @@ def batch_norm_inference(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature([_rows(op.inputs[0]), WHOLE, WHOLE, WHOLE, WHOLE], outputs)
 
 
+def batch_norm_of_device(op: tf.Operation, sizes: Sizes) -> Signature | None:
+    """Normalization by the statistics of each device's rows, whose mean is what others see."""
+    if not op.get_attr('is_training'):
+        return batch_norm_inference(op, sizes)
+    outputs = [() if i else _rows(t) for i, t in enumerate(op.outputs)]
+    inputs = [_rows(op.inputs[0])] + [WHOLE] * (len(op.inputs) - 1)
+    return Signature(inputs, outputs, 'mean')
+
+
+def batch_norm_gradient_of_device(op: tf.Operation, sizes: Sizes) -> Signature | None:
+    """Its gradient."""
+    if not op.get_attr('is_training'):
+        return batch_norm_inference_gradient(op, sizes)
+    inputs: list[Operand] = [_rows(op.inputs[0]), _rows(op.inputs[1]), WHOLE]
+    inputs += [Part()] * (len(op.inputs) - 3)
+    return Signature(inputs, [() if i else _rows(t) for i, t in enumerate(op.outputs)], 'sum')
+
+
 def batch_norm_inference_gradient(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Its gradient, which sums those of scale and offset over rows."""
     if op.get_attr('is_training'):
@@ -109,3 +128,9 @@ RULES: dict[str, Rule] = {
     'FusedBatchNormGradV2': batch_norm_inference_gradient,
     'CropAndResize': crop_and_resize,
 }
+
+OF_DEVICE: dict[str, Rule] = {
+    **dict.fromkeys(['FusedBatchNormV2', 'FusedBatchNormV3'], batch_norm_of_device),
+    **dict.fromkeys(['FusedBatchNormGradV2', 'FusedBatchNormGradV3'], batch_norm_gradient_of_device),
+}
+"""In place of the rules of these ops, where each device takes its own statistics."""

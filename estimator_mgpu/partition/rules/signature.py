@@ -30,7 +30,11 @@ class Fixed(NamedTuple):
     numbers: tuple[int, ...]
 
 
-Operand = Union[tuple[Label, ...], Entries, Fixed]
+class Part(NamedTuple):
+    """An operand that is what the tower's own op made, whatever that comes to as a whole."""
+
+
+Operand = Union[tuple[Label, ...], Entries, Fixed, Part]
 WHOLE: tuple[Label, ...] = ()
 """An operand that has no dimension that could be divided, or is of any rank but whole."""
 

@@ -35,6 +35,8 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
     own: list[Label] = [None] * len(before)
     new: list[Label] = [None] * len(after)
     for i in _beginnings(before):
+        if before[i].rows is None and before[i].static is None:
+            continue
         for j in _beginnings(after):
             if product(before[:i]).same_as(product(after[:j])):
                 own[i] = new[j] = f'{i}'
