@@ -47,6 +47,8 @@ def replicate_model_fn(
         raise ValueError(
             f'loss_reduction={loss_reduction!r} is not known. Legal are {", ".join(legal)}.'
         )
+    if not callable(model_fn):
+        raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
     inner = replicate(model_fn, devices=devices)
     takes = inspect.signature(inner).parameters
 

@@ -105,9 +105,7 @@ class Trial:
         iterator = tf.data.make_initializable_iterator(dataset)
         return iterator, pack_tensors(self._batch, iterator.get_next())
 
-    def _fetches(
-        self, spec: Any, graph: tf.Graph
-    ) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    def _fetches(self, spec: Any, graph: tf.Graph) -> tuple[dict[str, Any], Any, dict[str, Any]]:
         """Returns what each step gives, what it does, and what there is in the end, by name."""
         if self._mode == MODES.TRAIN:
             return {'loss': spec.loss, **_gradients(graph)}, spec.train_op, {}

@@ -150,9 +150,9 @@ def verify(
         trained = trained or one.final
     if not causes and not all(d.exact for d in differences):
         causes.append(
-            'Numbers that differ may be rounding that is amplified: compare in float64, or with the '
-            'rows in another order on one device. What is drawn without a seed differs in any two '
-            'runs. Anything else is a bug of estimator_mgpu: please report the model.'
+            'Numbers that differ may be rounding that is amplified: compare in float64, or with '
+            'the rows in another order on one device. What is drawn without a seed differs in any '
+            'two runs. Anything else is a bug of estimator_mgpu: please report the model.'
         )
     result = Verification(differences, causes)
     print(result)

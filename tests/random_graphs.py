@@ -153,15 +153,15 @@ _simple(
     all_small=lambda x: tf.where_v2(tf.reduce_all(tf.abs(x) < 2), x, 0.5 * x),
     product=lambda x: x + tf.reduce_prod(tf.tanh(x), 0),
     masked=lambda x: x - tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)) * 0.1,
-    scattered=lambda x: tf.scatter_nd(
-        tf.where(x[:, 0] > 0), tf.boolean_mask(x, x[:, 0] > 0), tf.shape(x, out_type=tf.int64)
-    )
-    + 0.1 * x,
+    scattered=lambda x: (
+        tf.scatter_nd(
+            tf.where(x[:, 0] > 0), tf.boolean_mask(x, x[:, 0] > 0), tf.shape(x, out_type=tf.int64)
+        )
+        + 0.1 * x
+    ),
     halves=lambda x: tf.concat([x[: tf.shape(x)[0] // 2], 2 * x[tf.shape(x)[0] // 2 :]], 0),
     doubled=lambda x: tf.reduce_mean(tf.reshape(tf.concat([x, -x], 1), [-1, 2, WIDTH]), 1) + x,
-    repeated=lambda x: tf.reduce_sum(
-        tf.reshape(tf.repeat(x, 2, 0), [-1, 2, WIDTH]), 1
-    ),
+    repeated=lambda x: tf.reduce_sum(tf.reshape(tf.repeat(x, 2, 0), [-1, 2, WIDTH]), 1),
     long=lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1])), [-1, WIDTH]) * 0.1,
     logsumexp=lambda x: x - tf.reduce_logsumexp(x, 0),
     wide=lambda x: tf.matmul(tf.transpose(tf.matmul(x, x, transpose_b=True)), x) * 0.1,
@@ -172,17 +172,21 @@ _simple(
     filled=lambda x: x * tf.fill(tf.shape(x), tf.constant(0.7, tf.float64)),
     broadcast=lambda x: x + tf.broadcast_to(tf.reduce_sum(x, 0) * 0.1, tf.shape(x)),
     string=lambda x: x + tf.strings.to_number(tf.as_string(tf.round(x)), tf.float64) * 0.1,
-    hashed=lambda x: x
-    + tf.cast(tf.strings.to_hash_bucket_fast(tf.as_string(tf.round(x)), 3), tf.float64),
-    py_function=lambda x: _keep(tf.py_function(lambda v: v - tf.reduce_mean(v, 0), [x], x.dtype), x),
-    numpy_function=lambda x: x
-    + _keep(tf.numpy_function(lambda v: np.sort(v, 0) * 0.1, [tf.stop_gradient(x)], x.dtype), x),
+    hashed=lambda x: (
+        x + tf.cast(tf.strings.to_hash_bucket_fast(tf.as_string(tf.round(x)), 3), tf.float64)
+    ),
+    py_function=lambda x: _keep(
+        tf.py_function(lambda v: v - tf.reduce_mean(v, 0), [x], x.dtype), x
+    ),
+    numpy_function=lambda x: (
+        x
+        + _keep(tf.numpy_function(lambda v: np.sort(v, 0) * 0.1, [tf.stop_gradient(x)], x.dtype), x)
+    ),
     asserted=lambda x: _asserted(x),
     seeded_dropout=lambda x: tf.nn.dropout(x, rate=0.4, seed=11),
     seeded_noise=lambda x: x + tf.random.normal(tf.shape(x), 0, 0.1, tf.float64, seed=5),
     noise_of_row=lambda x: x + tf.random.uniform([WIDTH], 0, 0.1, tf.float64, seed=3),
-    stateless=lambda x: x
-    + tf.random.stateless_uniform(tf.shape(x), [1, 2], dtype=tf.float64),
+    stateless=lambda x: x + tf.random.stateless_uniform(tf.shape(x), [1, 2], dtype=tf.float64),
     shuffled=lambda x: tf.random.shuffle(x, seed=9),
     second=lambda x: x + 0.1 * tf.gradients(tf.gradients(tf.reduce_sum(x**3), x)[0], x)[0],
     saliency=lambda x: x + 0.1 * tf.gradients(tf.reduce_mean(tf.sin(x) * tf.norm(x + 3)), x)[0],
@@ -305,9 +309,7 @@ def unique(x, c):
 
 @op
 def scattered_column(x, c):
-    return x + tf.tensor_scatter_nd_add(
-        tf.zeros_like(x), [[0, 0]], tf.reduce_sum(x)[None] * 0.1
-    )
+    return x + tf.tensor_scatter_nd_add(tf.zeros_like(x), [[0, 0]], tf.reduce_sum(x)[None] * 0.1)
 
 
 @op
@@ -389,8 +391,11 @@ def checkpointed(x, c):
 
     @tf.custom_gradient
     def inner(v):
-        return tf.tanh(tf.matmul(v, w)), lambda dy, variables=None: (
-            (dy * 0.5, [0.1 * tf.matmul(v, dy, transpose_a=True)]) if variables else dy * 0.5
+        return (
+            tf.tanh(tf.matmul(v, w)),
+            lambda dy, variables=None: (
+                (dy * 0.5, [0.1 * tf.matmul(v, dy, transpose_a=True)]) if variables else dy * 0.5
+            ),
         )
 
     return inner(x)
@@ -413,16 +418,26 @@ def hessian(x, c):
 
 @op
 def counted(x, c):
-    n = tf.get_variable(f'n{len(tf.global_variables())}', [], tf.float64, trainable=False,
-                        initializer=tf.zeros_initializer())
+    n = tf.get_variable(
+        f'n{len(tf.global_variables())}',
+        [],
+        tf.float64,
+        trainable=False,
+        initializer=tf.zeros_initializer(),
+    )
     with tf.control_dependencies([tf.assign_add(n, tf.reduce_sum(x) * 0.01)]):
         return tf.identity(x)
 
 
 @op
 def moving_mean(x, c):
-    m = tf.get_variable(f'm{len(tf.global_variables())}', [WIDTH], tf.float64, trainable=False,
-                        initializer=tf.zeros_initializer())
+    m = tf.get_variable(
+        f'm{len(tf.global_variables())}',
+        [WIDTH],
+        tf.float64,
+        trainable=False,
+        initializer=tf.zeros_initializer(),
+    )
     with tf.control_dependencies([tf.assign(m, 0.9 * m + 0.1 * tf.reduce_mean(x, 0))]):
         return x - m.read_value() if hasattr(m, 'read_value') else x - m
 
@@ -475,8 +490,8 @@ LOSSES = {
     ),
     'root': lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)) + 0.1),
     'hard': lambda y, p: tf.reduce_mean(tf.nn.top_k(tf.reduce_sum(tf.square(y - p), 1), 1).values),
-    'correlation': lambda y, p: -tf.reduce_mean(
-        (y - tf.reduce_mean(y, 0)) * (p - tf.reduce_mean(p, 0))
+    'correlation': lambda y, p: (
+        -tf.reduce_mean((y - tf.reduce_mean(y, 0)) * (p - tf.reduce_mean(p, 0)))
     ),
 }
 

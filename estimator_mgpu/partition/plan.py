@@ -36,12 +36,12 @@ class Local(NamedTuple):
 
     Attributes:
       entries: those of the whole shape.
-      index: the entry that is rows times `factor`.
+      position: of the entry that is rows times `factor`.
       factor: how many entries a row has there.
     """
 
     entries: tuple[Size, ...]
-    index: int
+    position: int
     factor: Size
 
 

@@ -186,12 +186,13 @@ class _Pass:
     ) -> Iterator[tuple[Label, Size]]:
         """Yields labels to divide along, each with how many entries a row has there."""
         for tensor, operand, placement in zip(op.inputs, signature.inputs, placements):
-            if isinstance(placement, Shard) and isinstance(operand, tuple) and operand:
-                if type(operand) is tuple and operand[placement.axis] is not None:
-                    dims = self.sizes.dims(tensor) or []
-                    factor = per_row(dims[placement.axis], self.rows)
-                    if factor is not None:
-                        yield operand[placement.axis], factor
+            if not isinstance(placement, Shard) or isinstance(operand, (Entries, Fixed, Part)):
+                continue
+            if operand and operand[placement.axis] is not None:
+                dims = self.sizes.dims(tensor) or []
+                factor = per_row(dims[placement.axis], self.rows)
+                if factor is not None:
+                    yield operand[placement.axis], factor
         if any(isinstance(p, Shard) for p in placements):
             return
         for tensor, operand in zip(op.inputs, signature.inputs):

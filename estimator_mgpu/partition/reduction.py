@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.nodes import Nodes
@@ -12,17 +14,37 @@ from estimator_mgpu.partition.sharding import Sharding
 from estimator_mgpu.partition.sizes import Size
 
 _PAIRWISE = {
-    'max': ('Maximum', lambda dtype: dtype.min),
-    'min': ('Minimum', lambda dtype: dtype.max),
-    'prod': ('Mul', lambda dtype: 1),
-    'all': ('LogicalAnd', lambda dtype: True),
-    'any': ('LogicalOr', lambda dtype: False),
+    'max': 'Maximum',
+    'min': 'Minimum',
+    'prod': 'Mul',
+    'all': 'LogicalAnd',
+    'any': 'LogicalOr',
 }
-"""How two towers' results are combined, and what changes nothing."""
+"""The op that combines two towers' results."""
 
 
-def gather(nodes: Nodes, sharding: Sharding, parts: Sequence[str], tensor: tf.Tensor, axis: int,
-           factor: Size, device: str) -> str:
+def _neutral(reduce: str, dtype: tf.DType) -> Any:
+    """What changes nothing."""
+    floating = dtype.is_floating
+    return {
+        'sum': 0,
+        'max': -np.inf if floating else dtype.min,
+        'min': np.inf if floating else dtype.max,
+        'prod': 1,
+        'all': True,
+        'any': False,
+    }[reduce]
+
+
+def gather(
+    nodes: Nodes,
+    sharding: Sharding,
+    parts: Sequence[str],
+    tensor: tf.Tensor,
+    axis: int,
+    factor: Size,
+    device: str,
+) -> str:
     """All rows, in the batch's order.
 
     Args:
@@ -43,14 +65,19 @@ def gather(nodes: Nodes, sharding: Sharding, parts: Sequence[str], tensor: tf.Te
     # Towers without rows are the last.
     rank = tensor.shape.rank
     begin = sharding.vector([0] * rank)
-    size = sharding.vector(
-        [sharding.whole_size(factor) if i == axis else -1 for i in range(rank)]
-    )
+    size = sharding.vector([sharding.whole_size(factor) if i == axis else -1 for i in range(rank)])
     return nodes.add('Slice', [joined, begin, size], device, T=tensor.dtype, Index=tf.int32)
 
 
-def reduce(nodes: Nodes, sharding: Sharding, parts: Sequence[str], tensor: tf.Tensor,
-           placement: Partial, devices: Sequence[str], device: str) -> str:
+def reduce(
+    nodes: Nodes,
+    sharding: Sharding,
+    parts: Sequence[str],
+    tensor: tf.Tensor,
+    placement: Partial,
+    devices: Sequence[str],
+    device: str,
+) -> str:
     """What partial results come to.
 
     Args:
@@ -66,18 +93,24 @@ def reduce(nodes: Nodes, sharding: Sharding, parts: Sequence[str], tensor: tf.Te
     if placement.reduce == 'mean':
         return _mean(nodes, sharding, parts, dtype, devices, device)
     if placement.reduce == 'sum':
-        parts = _masked(nodes, sharding, parts, dtype, 0, devices)
+        parts = _masked(nodes, sharding, parts, dtype, _neutral('sum', dtype), devices)
         return nodes.add('AddN', parts, device, T=dtype, N=len(parts))
-    op, neutral = _PAIRWISE[placement.reduce]
-    result, *others = _masked(nodes, sharding, parts, dtype, neutral(dtype), devices)
+    neutral = _neutral(placement.reduce, dtype)
+    result, *others = _masked(nodes, sharding, parts, dtype, neutral, devices)
     attrs = {} if dtype == tf.bool else {'T': dtype}
     for part in others:
-        result = nodes.add(op, [result, part], device, **attrs)
+        result = nodes.add(_PAIRWISE[placement.reduce], [result, part], device, **attrs)
     return result
 
 
-def _mean(nodes: Nodes, sharding: Sharding, parts: Sequence[str], dtype: tf.DType,
-          devices: Sequence[str], device: str) -> str:
+def _mean(
+    nodes: Nodes,
+    sharding: Sharding,
+    parts: Sequence[str],
+    dtype: tf.DType,
+    devices: Sequence[str],
+    device: str,
+) -> str:
     """The towers' means, weighted by their rows; in float32 at least."""
     wide = dtype if dtype.size > 2 else tf.float32
 
@@ -97,8 +130,14 @@ def _mean(nodes: Nodes, sharding: Sharding, parts: Sequence[str], dtype: tf.DTyp
     return cast(nodes.add('RealDiv', [total, count], device, T=wide), wide, dtype, device)
 
 
-def _masked(nodes: Nodes, sharding: Sharding, parts: Sequence[str], dtype: tf.DType, neutral: object,
-            devices: Sequence[str]) -> list[str]:
+def _masked(
+    nodes: Nodes,
+    sharding: Sharding,
+    parts: Sequence[str],
+    dtype: tf.DType,
+    neutral: object,
+    devices: Sequence[str],
+) -> list[str]:
     """The same, with what changes nothing for towers that have no row."""
     if sharding.active is None:
         return list(parts)

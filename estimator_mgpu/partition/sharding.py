@@ -42,7 +42,7 @@ class Sharding:
         total: tf.Tensor | None,
         devices: Sequence[str],
         nodes: Nodes,
-        scalar: Callable[[Size, Union[int, None]], str],
+        scalar: Callable[[Size, Any], str],
     ):
         self._nodes = nodes
         self._scalar = scalar
@@ -55,31 +55,39 @@ class Sharding:
         self._sizes: list[Number] = []
         self.total: Number
         if total is None:
-            assert rows.static is not None
-            self.total = rows.static
-            self.counts = [rows.static // n + (i < rows.static % n) for i in range(n)]
-            self._starts = [sum(self.counts[:i]) for i in range(n)]  # type: ignore[arg-type]
-            self._sizes = self.counts
+            self.total = known = rows.static or 0
+            counts = [known // n + (i < known % n) for i in range(n)]
+            self.counts = self._sizes = list[Number](counts)
+            self._starts = [sum(counts[:i]) for i in range(n)]
             return
         scope = tf.name_scope(f'{nodes.scope}/rows/')
         with tf.control_dependencies(None), tf.device(self.host), scope:
             towers = tf.range(n)
-            counts = total // n + tf.cast(towers < total % n, tf.int32)
-            active = counts > 0
-            starts = tf.where(active, tf.cumsum(counts, exclusive=True), tf.zeros_like(counts))
-            sizes = tf.maximum(counts, tf.minimum(total, 1))
-            columns = [tf.unstack(t) for t in (counts, starts, sizes, active)]
+            rows_each = total // n + tf.cast(towers < total % n, tf.int32)
+            active = rows_each > 0
+            starts = tf.cumsum(rows_each, exclusive=True)
+            starts = tf.where(active, starts, tf.zeros_like(starts))
+            sizes = tf.maximum(rows_each, tf.minimum(total, 1))
+            columns = [tf.unstack(t) for t in (rows_each, starts, sizes, active)]
         self.total = nodes.outside(total)
-        self.counts, self._starts, self._sizes, self.active = (
-            [nodes.outside(t) for t in column] for column in columns
-        )
+        references = [[nodes.outside(t) for t in column] for column in columns]
+        self.counts, self._starts, self._sizes = map(list[Number], references[:3])
+        self.active = references[3]
 
     def size(self, factor: Size, tower: int) -> Number:
         """How many entries a tower computes on, of a dimension with `factor` entries a row."""
         return self._times(self._sizes[tower], factor, tower)
 
-    def rows_of(self, whole: str, dtype: tf.DType, dims: Sequence[Size], axis: int, factor: Size,
-                tower: int, device: str) -> str:
+    def rows_of(
+        self,
+        whole: str,
+        dtype: tf.DType,
+        dims: Sequence[Size],
+        axis: int,
+        factor: Size,
+        tower: int,
+        device: str,
+    ) -> str:
         """A tower's rows of a whole tensor.
 
         Args:
@@ -94,7 +102,7 @@ class Sharding:
         """
         start = self._times(self._starts[tower], factor, tower)
         size = self.size(factor, tower)
-        key = ('slice', len(dims), axis, factor, tower)
+        key: tuple[Any, ...] = ('slice', len(dims), axis, factor, tower)
         if self._may_be_one(dims[axis]):
             start, size = self._unless_one(dims[axis], start, size)
             key = (*key, dims[axis])
@@ -102,9 +110,7 @@ class Sharding:
             begin = [start if i == axis else 0 for i in range(len(dims))]
             sizes = [size if i == axis else -1 for i in range(len(dims))]
             self._memo[key] = self.vector(begin), self.vector(sizes)
-        return self._nodes.add(
-            'Slice', [whole, *self._memo[key]], device, T=dtype, Index=tf.int32
-        )
+        return self._nodes.add('Slice', [whole, *self._memo[key]], device, T=dtype, Index=tf.int32)
 
     def vector(self, numbers: Sequence[Number], dtype: tf.DType = tf.int32) -> str:
         """A vector of integers."""
@@ -113,9 +119,7 @@ class Sharding:
         parts = [
             n if isinstance(n, str) else self._nodes.const(n, tf.int32, self.host) for n in numbers
         ]
-        packed = self._nodes.add(
-            'Pack', parts, self.host, T=tf.int32, N=len(parts), axis=0
-        )
+        packed = self._nodes.add('Pack', parts, self.host, T=tf.int32, N=len(parts), axis=0)
         if dtype == tf.int32:
             return packed
         return self._nodes.add('Cast', [packed], self.host, SrcT=tf.int32, DstT=dtype)
@@ -152,9 +156,7 @@ class Sharding:
             inputs = [self._scalar(dim, None), one]
             is_one = self._nodes.add('Equal', inputs, self.host, T=tf.int32)
             self._memo[key] = tuple(
-                self._nodes.add(
-                    'SelectV2', [is_one, a, self.reference(b)], self.host, T=tf.int32
-                )
+                self._nodes.add('SelectV2', [is_one, a, self.reference(b)], self.host, T=tf.int32)
                 for a, b in ((zero, start), (one, size))
             )
         return self._memo[key]

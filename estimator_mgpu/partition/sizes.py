@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     """An entry of an integer tensor that is known only when the step runs."""
 
     tensor: str
-    index: int
+    position: int
 
 
 Symbol = Union[Rows, Dim, Entry]
@@ -47,7 +47,7 @@ class Size(NamedTuple):
     number: int
     symbols: tuple[Symbol, ...] = ()
 
-    def __mul__(self, other: Any) -> Size:  # type: ignore[override]
+    def __mul__(self, other: Any) -> Size:
         symbols = tuple(sorted(self.symbols + other.symbols, key=repr))
         return Size(self.number * other.number, symbols)
 
@@ -196,15 +196,15 @@ class Sizes:
 
     def _inputs(self, tensor: tf.Tensor) -> list[np.ndarray] | None:
         found = [self._array(t) for t in tensor.op.inputs]
-        return None if any(v is None for v in found) else found  # type: ignore[return-value]
+        return None if any(v is None for v in found) else found
 
     def _gradient_axes(self, tensor: tf.Tensor) -> list[int] | None:
         """The dimensions of one operand that a gradient is summed over, after broadcasting."""
-        shapes = [self.entries(t) for t in tensor.op.inputs]
-        if None in shapes:
+        shapes = [entries for t in tensor.op.inputs if (entries := self.entries(t)) is not None]
+        if len(shapes) < 2:
             return None
-        rank = max(len(shape) for shape in shapes)  # type: ignore[arg-type]
-        padded = [[ONE] * (rank - len(s)) + s for s in shapes]  # type: ignore[arg-type]
+        rank = max(map(len, shapes))
+        padded = [[ONE] * (rank - len(shape)) + shape for shape in shapes]
         own, other = padded[tensor.value_index], padded[1 - tensor.value_index]
         axes = []
         for axis, (a, b) in enumerate(zip(own, other)):
@@ -262,7 +262,7 @@ def _concat(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
     found = [sizes._array(t) for t in list(tensor.op.inputs)[:-1]]
     if any(v is None or v.ndim != 1 for v in found):
         return None
-    return np.concatenate(found)  # type: ignore[arg-type]
+    return np.concatenate(found)
 
 
 def _reshape(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:

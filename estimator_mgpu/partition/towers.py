@@ -229,7 +229,7 @@ class Towers:
                 vector = self._nodes.add('Reshape', inputs, host, T=dtype, Tshape=tf.int32)
                 if dtype != tf.int32:
                     vector = self._nodes.add('Cast', [vector], host, SrcT=dtype, DstT=tf.int32)
-                index = symbol.index
+                index = symbol.position
             ends = [self._nodes.const(e, tf.int32, host) for e in ([index], [index + 1], [1])]
             self._memo[key] = self._nodes.add(
                 'StridedSlice',
@@ -246,7 +246,7 @@ class Towers:
         if key not in self._memo:
             own = self._sharding.size(need.factor, tower)
             numbers = [
-                own if i == need.index else self._number(size, tower)
+                own if i == need.position else self._number(size, tower)
                 for i, size in enumerate(need.entries)
             ]
             self._memo[key] = self._sharding.vector(numbers, dtype)
@@ -268,9 +268,9 @@ class Towers:
         if placement is not None and not isinstance(placement, (Shard, Partial)):
             return self._own(tensor, tower)  # The same on all.
         op = tensor.op
-        if op.type == 'Const' and not op.control_inputs and not self._is_ours(tensor):
-            if (tensor.shape.num_elements() or 0) <= _SMALL:
-                return self._copied_constant(op, tower)
+        small = (tensor.shape.num_elements() or 0) <= _SMALL
+        if op.type == 'Const' and small and not op.control_inputs:
+            return self._copied_constant(op, tower)
         return self._whole(tensor)
 
     def _copied_constant(self, op: tf.Operation, tower: int) -> str:

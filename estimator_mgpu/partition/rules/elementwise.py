@@ -51,7 +51,7 @@ _BROADCASTING = """
 """
 _ALIKE = """
     Abs Acos Acosh AddN AsString Asin Asinh Atan Atanh BesselI0e BesselI1e Cast Ceil
-    CheckNumerics CheckNumericsV2 ClipByValue Conj Cos Cosh DebugIdentity DeepCopy Digamma Elu
+    CheckNumerics CheckNumericsV2 ClipByValue Conj Cos Cosh DeepCopy Digamma Elu
     EluGrad Erf Erfc Erfinv Exp Expm1 Floor Identity Imag Invert InvGrad Inv IsFinite IsInf IsNan
     LeakyRelu LeakyReluGrad Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PreventGradient Real
     Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad Selu

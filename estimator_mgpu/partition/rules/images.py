@@ -1,4 +1,4 @@
-"""Convolutions, pooling and resizing: rows come first, the sums over rows are filters' gradients."""
+"""Convolutions, pooling, resizing: rows come first; filters' gradients are sums over them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.rules.signature import (
     WHOLE,
     Entries,
+    Label,
     Operand,
     Part,
     Rule,
@@ -17,7 +18,7 @@ from estimator_mgpu.partition.rules.signature import (
 from estimator_mgpu.partition.sizes import Sizes
 
 
-def _rows(tensor: tf.Tensor) -> tuple:
+def _rows(tensor: tf.Tensor) -> tuple[Label, ...]:
     return ('row', *[None] * (rank(tensor) - 1))
 
 
@@ -102,7 +103,7 @@ def crop_and_resize(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 _FIRST = """
     AvgPool AvgPool3D Conv2D Conv3D DepthToSpace DepthwiseConv2dNative Dilation2D
-    ExtractImagePatches ExtractVolumePatches LRN MaxPool MaxPool3D MaxPoolV2 ResizeArea
+    ExtractImagePatches LRN MaxPool MaxPool3D MaxPoolV2 ResizeArea
     ResizeBicubic ResizeBilinear ResizeNearestNeighbor SpaceToDepth
     AdjustHue AdjustSaturation
 """
@@ -131,6 +132,8 @@ RULES: dict[str, Rule] = {
 
 OF_DEVICE: dict[str, Rule] = {
     **dict.fromkeys(['FusedBatchNormV2', 'FusedBatchNormV3'], batch_norm_of_device),
-    **dict.fromkeys(['FusedBatchNormGradV2', 'FusedBatchNormGradV3'], batch_norm_gradient_of_device),
+    **dict.fromkeys(
+        ['FusedBatchNormGradV2', 'FusedBatchNormGradV3'], batch_norm_gradient_of_device
+    ),
 }
 """In place of the rules of these ops, where each device takes its own statistics."""

@@ -6,11 +6,12 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement
 
-VIEWS = frozenset(
-    'Identity Reshape Transpose ExpandDims Squeeze StopGradient PreventGradient Snapshot'.split()
-)
+_VIEWS = """
+    ExpandDims Identity PreventGradient Reshape Snapshot Squeeze StopGradient Transpose
+"""
+VIEWS = frozenset(_VIEWS.split())
 """For any reduction: the entries stay what they are."""
-_SUMS = frozenset('AddN Add AddV2 Sub'.split())
+_SUMS = frozenset(['AddN', 'Add', 'AddV2', 'Sub'])
 _NEGATION = 'Neg'
 
 

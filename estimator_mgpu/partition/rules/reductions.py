@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.rules.signature import (
     WHOLE,
     Fixed,
+    Label,
     Rule,
     Signature,
     axis,
@@ -131,7 +132,7 @@ def matrix(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature([own] + [WHOLE] * (len(op.inputs) - 1), outputs)
 
 
-def _leading(tensor: tf.Tensor) -> tuple:
+def _leading(tensor: tf.Tensor) -> tuple[Label, ...]:
     own = labels(tensor)
     return without(own, range(len(own) - 2, len(own)))
 
@@ -146,12 +147,17 @@ _REDUCTIONS = {
     'Any': 'any',
 }
 
+_MATRICES = """
+    Cholesky CholeskyGrad MatrixDeterminant MatrixDiagPart MatrixInverse MatrixSolve
+    MatrixTriangularSolve SelfAdjointEigV2
+"""
+
 RULES: dict[str, Rule] = {
     **{name: functools.partial(reduction, reduce=how) for name, how in _REDUCTIONS.items()},
     'L2Loss': of_all,
     'BiasAddGrad': of_channels,
     'BiasAdd': bias_add,
-    **dict.fromkeys(['Softmax', 'LogSoftmax', 'TopKV2', 'TopK'], along_last),
+    **dict.fromkeys(['Softmax', 'LogSoftmax', 'TopKV2'], along_last),
     **dict.fromkeys(['Cumsum', 'Cumprod', 'ReverseV2', 'CumulativeLogsumexp'], along_axis),
     **dict.fromkeys(['ArgMax', 'ArgMin'], arg_extreme),
     'SoftmaxCrossEntropyWithLogits': cross_entropy,
@@ -160,10 +166,6 @@ RULES: dict[str, Rule] = {
     'InTopK': in_top_k,
     'ReverseSequence': reverse_sequence,
     'Roll': roll,
-    **dict.fromkeys(
-        'Cholesky CholeskyGrad MatrixInverse MatrixSolve MatrixTriangularSolve SelfAdjointEigV2 '
-        'MatrixDeterminant MatrixDiagPart MatrixExponential'.split(),
-        matrices,
-    ),
+    **dict.fromkeys(_MATRICES.split(), matrices),
     **dict.fromkeys(['MatrixBandPart', 'MatrixDiagPartV2', 'MatrixDiagPartV3'], matrix),
 }

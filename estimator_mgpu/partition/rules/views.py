@@ -134,7 +134,9 @@ def split(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature(inputs, [row] * len(op.outputs))
 
 
-def _sliced(op: tf.Operation, sizes: Sizes, dims: Sequence[Size], at: int) -> tuple | None:
+def _sliced(
+    op: tf.Operation, sizes: Sizes, dims: Sequence[Size], at: int
+) -> tuple[list[int | None], set[int]] | None:
     """What a strided slice makes of each dimension.
 
     Args:

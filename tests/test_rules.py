@@ -1,0 +1,620 @@
+"""The table of rules, walked: what each says of an op holds for it, on uneven shards."""
+
+import functools
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+from tensorflow import raw_ops as ops
+
+import towers
+from estimator_mgpu import private
+from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.rules import RULES, elementwise
+
+TOWERS = 3
+SAMPLES = {}
+
+
+class Batch:
+    """Makes tensors with rows, and values that don't go by rows."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.feed = {}
+        self._random = np.random.RandomState(rows)
+
+    def of(self, values):
+        """A batch of given values, rows first."""
+        values = np.asarray(values)
+        tensor = tf.placeholder(values.dtype, [None, *values.shape[1:]])
+        self.feed[tensor] = values
+        return tensor
+
+    def floats(self, *shape, dtype=np.float32):
+        return self.of(self._random.uniform(0.1, 0.9, [self.rows, *shape]).astype(dtype))
+
+    def ints(self, *shape, below=4, dtype=np.int32):
+        return self.of(self._random.randint(0, below, [self.rows, *shape]).astype(dtype))
+
+    def bools(self, *shape):
+        return self.of(self._random.rand(self.rows, *shape) > 0.4)
+
+    def strings(self, *shape):
+        return self.of(self._random.randint(1, 9, [self.rows, *shape]).astype('S'))
+
+    def whole(self, *shape):
+        return tf.constant(self._random.rand(*shape).astype(np.float32))
+
+
+def sample(*names):
+    def add(function):
+        for name in names:
+            SAMPLES.setdefault(name, []).append(functools.partial(function, name))
+        return function
+
+    return add
+
+
+def _arguments(name, makers):
+    """The inputs of an op of entries, of the first type that it takes."""
+    definition = private.op_def(name)
+    allowed = {a.name: list(a.allowed_values.list.type) for a in definition.attr}
+    kinds = [tf.float32, tf.int32, tf.bool, tf.string, tf.complex64]
+
+    def type_of(arg):
+        if not arg.type_attr:
+            return tf.as_dtype(arg.type)
+        types = allowed[arg.type_attr] or [k.as_datatype_enum for k in kinds]
+        return next(k for k in kinds if k.as_datatype_enum in types)
+
+    return {arg.name: makers[type_of(arg)]() for arg in definition.input_arg}
+
+
+def _entries(name, batch, *shapes):
+    """Calls an op of entries with tensors that have rows."""
+    shapes = iter(shapes)
+
+    def next_shape():
+        return next(shapes, (4,))
+
+    makers = {
+        tf.float32: lambda: batch.floats(*next_shape()),
+        tf.int32: lambda: batch.ints(*next_shape()) + 1,
+        tf.int64: lambda: batch.ints(*next_shape(), dtype=np.int64),
+        tf.bool: lambda: batch.bools(*next_shape()),
+        tf.string: lambda: batch.strings(*next_shape()),
+        tf.complex64: lambda: tf.complex(batch.floats(*next_shape()), batch.floats(4)),
+    }
+    arguments = _arguments(name, makers)
+    extra = {
+        'Cast': {'DstT': tf.float64},
+        'CheckNumerics': {'message': ''},
+        'CheckNumericsV2': {'message': ''},
+        'Bucketize': {'boundaries': [0.3, 0.6]},
+        'StringToHashBucket': {'num_buckets': 5},
+        'StringToHashBucketFast': {'num_buckets': 5},
+        'StringToHashBucketStrong': {'num_buckets': 5, 'key': [1, 2]},
+        'RegexReplace': {'pattern': '1', 'rewrite': 'x'},
+        'StaticRegexReplace': {'pattern': '1', 'rewrite': 'x'},
+        'RegexFullMatch': {'pattern': '1'},
+        'StaticRegexFullMatch': {'pattern': '1'},
+    }.get(name, {})
+    if name in ('AddN', 'StringJoin'):
+        [(arg, value)] = arguments.items()
+        arguments = {arg: [value, value]}
+    if name == 'DecodeBase64':
+        arguments = {'input': ops.EncodeBase64(input=arguments['input'])}
+    if name == 'ClipByValue':
+        arguments.update(clip_value_min=tf.constant(0.3), clip_value_max=tf.constant(0.6))
+    return getattr(ops, name)(**{**arguments, **extra})
+
+
+for _name, _rule in elementwise.RULES.items():
+    if _rule in (elementwise.alike, elementwise.broadcasting):
+        SAMPLES[_name] = [lambda batch, name=_name: _entries(name, batch)]
+
+
+@sample('AddV2', 'Mul', 'Maximum', 'SquaredDifference')
+def _broadcast(name, batch):
+    op = getattr(ops, name)
+    x = batch.floats(2, 3)
+    return [
+        op(x=x, y=batch.whole(3)),
+        op(x=batch.whole(1, 2, 1), y=x),
+        op(x=x, y=batch.floats(1, 3)),
+        op(x=tf.transpose(x, [1, 0, 2]), y=batch.floats(3)),
+        op(x=batch.floats(1), y=tf.transpose(batch.floats(1))),  # pairs of rows
+    ]
+
+
+@sample('SelectV2')
+def _select_v2(name, batch):
+    return ops.SelectV2(condition=batch.bools(1), t=batch.floats(3), e=batch.whole(3))
+
+
+@sample('Select')
+def _select(name, batch):
+    one, two = batch.floats(3), batch.floats(3)
+    by_row = ops.Select(condition=batch.bools(), x=one, y=two)
+    return [by_row, ops.Select(condition=batch.bools(3), x=one, y=two)]
+
+
+@sample('FakeQuantWithMinMaxArgs')
+def _fake_quant(name, batch):
+    return ops.FakeQuantWithMinMaxArgs(inputs=batch.floats(3))
+
+
+@sample('FakeQuantWithMinMaxVars')
+def _fake_quant_vars(name, batch):
+    low, high = tf.constant(0.0), tf.constant(0.8)
+    return ops.FakeQuantWithMinMaxVars(inputs=batch.floats(3), min=low, max=high)
+
+
+@sample('Sum', 'Mean', 'Max', 'Min', 'Prod', 'All', 'Any')
+def _reductions(name, batch):
+    x = batch.bools(3, 2) if name in ('All', 'Any') else batch.floats(3, 2)
+    op = getattr(ops, name)
+    axes = [([0], False), ([1], False), ([0, 2], True), ([-1], True), ([0, 1, 2], False)]
+    return [op(input=x, axis=axis, keep_dims=keep) for axis, keep in axes]
+
+
+@sample('Mean')
+def _half_mean(name, batch):
+    return ops.Mean(input=batch.floats(3, dtype=np.float16) * 1000, axis=[0])
+
+
+@sample('Sum')
+def _gradient_of_broadcasting(name, batch):
+    x = batch.floats(3)
+    w = batch.whole(3)
+    return tf.gradients(tf.tanh(x * w) * (x + batch.floats(1)), [x, w])
+
+
+@sample('L2Loss')
+def _l2(name, batch):
+    return ops.L2Loss(t=batch.floats(3))
+
+
+@sample('BiasAdd', 'BiasAddGrad')
+def _bias(name, batch):
+    x = batch.floats(2, 2, 3)
+    if name == 'BiasAdd':
+        return ops.BiasAdd(value=x, bias=batch.whole(3))
+    return ops.BiasAddGrad(out_backprop=x)
+
+
+@sample('Softmax', 'LogSoftmax')
+def _softmax(name, batch):
+    return getattr(ops, name)(logits=batch.floats(3))
+
+
+@sample('TopKV2')
+def _top_k(name, batch):
+    return list(ops.TopKV2(input=batch.floats(5), k=2))
+
+
+@sample('Cumsum', 'Cumprod', 'CumulativeLogsumexp')
+def _cumulative(name, batch):
+    return getattr(ops, name)(x=batch.floats(3), axis=1, reverse=True)
+
+
+@sample('ReverseV2')
+def _reverse(name, batch):
+    return ops.ReverseV2(tensor=batch.floats(3, 2), axis=[1])
+
+
+@sample('ArgMax', 'ArgMin')
+def _arg(name, batch):
+    x = batch.floats(3, 2)
+    return [getattr(ops, name)(input=x, dimension=axis) for axis in (1, -1)]
+
+
+@sample('SoftmaxCrossEntropyWithLogits')
+def _cross_entropy(name, batch):
+    return list(getattr(ops, name)(features=batch.floats(3), labels=batch.floats(3)))
+
+
+@sample('SparseSoftmaxCrossEntropyWithLogits')
+def _sparse_cross_entropy(name, batch):
+    return list(getattr(ops, name)(features=batch.floats(4), labels=batch.ints()))
+
+
+@sample('InTopKV2', 'InTopK')
+def _in_top_k(name, batch):
+    k = 2 if name == 'InTopK' else tf.constant(2)
+    return getattr(ops, name)(predictions=batch.floats(4), targets=batch.ints(), k=k)
+
+
+@sample('ReverseSequence')
+def _reverse_sequence(name, batch):
+    return ops.ReverseSequence(
+        input=batch.floats(4, 2), seq_lengths=batch.ints(), seq_dim=1, batch_dim=0
+    )
+
+
+@sample('Roll')
+def _roll(name, batch):
+    return ops.Roll(input=batch.floats(4), shift=[1], axis=[1])
+
+
+@sample('Cholesky', 'MatrixInverse', 'SelfAdjointEigV2', 'MatrixDeterminant')
+def _matrices(name, batch):
+    x = batch.floats(3, 3)
+    x = tf.matmul(x, x, transpose_b=True) + 2 * tf.eye(3)
+    if name == 'SelfAdjointEigV2':
+        return ops.SelfAdjointEigV2(input=x)[0]
+    return getattr(ops, name)(input=x)
+
+
+@sample('CholeskyGrad')
+def _cholesky_gradient(name, batch):
+    x = batch.floats(3, 3) + 2 * tf.eye(3)
+    return ops.CholeskyGrad(l=x, grad=batch.floats(3, 3))
+
+
+@sample('MatrixSolve', 'MatrixTriangularSolve')
+def _solve(name, batch):
+    matrix = batch.floats(3, 3) + 2 * tf.eye(3)
+    return getattr(ops, name)(matrix=matrix, rhs=batch.floats(3, 2))
+
+
+@sample('MatrixDiagPart')
+def _diag_part(name, batch):
+    return ops.MatrixDiagPart(input=batch.floats(3, 3))
+
+
+@sample('MatrixDiagPartV2', 'MatrixDiagPartV3')
+def _diag_part_v2(name, batch):
+    return getattr(ops, name)(input=batch.floats(3, 3), k=0, padding_value=0.0)
+
+
+@sample('MatrixBandPart')
+def _band(name, batch):
+    return ops.MatrixBandPart(input=batch.floats(3, 3), num_lower=0, num_upper=1)
+
+
+@sample('MatrixDiag')
+def _diag(name, batch):
+    return ops.MatrixDiag(diagonal=batch.floats(3))
+
+
+@sample('MatrixDiagV2', 'MatrixDiagV3')
+def _diag_v2(name, batch):
+    return getattr(ops, name)(
+        diagonal=batch.floats(3), k=0, num_rows=-1, num_cols=-1, padding_value=0.0
+    )
+
+
+@sample('MatMul')
+def _matmul(name, batch):
+    x, y = batch.floats(3), batch.floats(2)
+    return [
+        ops.MatMul(a=x, b=batch.whole(3, 2)),
+        ops.MatMul(a=batch.whole(2, 3), b=x, transpose_b=True),
+        ops.MatMul(a=x, b=y, transpose_a=True),
+        ops.MatMul(a=x, b=x, transpose_b=True),
+    ]
+
+
+@sample('BatchMatMul', 'BatchMatMulV2', 'BatchMatMulV3')
+def _batch_matmul(name, batch):
+    x, y = batch.floats(2, 3), batch.floats(3, 2)
+    extra = {'Tout': tf.float32} if name == 'BatchMatMulV3' else {}
+    op = functools.partial(getattr(ops, name), **extra)
+    results = [
+        op(x=x, y=y),
+        op(x=x, y=x, adj_y=True),
+        op(x=tf.transpose(x, [1, 2, 0]), y=tf.transpose(y, [2, 0, 1])),
+    ]
+    if name != 'BatchMatMul':
+        results.append(op(x=x, y=batch.whole(1, 3, 4)))
+    return results
+
+
+@sample('Einsum')
+def _einsum(name, batch):
+    x, y = batch.floats(2, 3), batch.floats(3)
+    return [
+        ops.Einsum(inputs=[x, y], equation='bij,bj->bi'),
+        ops.Einsum(inputs=[x, y], equation='bij,bj->ij'),
+        ops.Einsum(inputs=[x, batch.whole(3, 4)], equation='...i,ij->...j'),
+        ops.Einsum(inputs=[y, y], equation='bi,ci->bc'),
+    ]
+
+
+@sample('Conv2D', 'DepthwiseConv2dNative', 'Dilation2D')
+def _conv(name, batch):
+    x = batch.floats(4, 4, 2)
+    if name == 'Dilation2D':
+        return ops.Dilation2D(
+            input=x, filter=batch.whole(2, 2, 2), strides=[1] * 4, rates=[1] * 4, padding='SAME'
+        )
+    return getattr(ops, name)(
+        input=x, filter=batch.whole(2, 2, 2, 3), strides=[1] * 4, padding='SAME'
+    )
+
+
+@sample('Conv2DBackpropInput', 'DepthwiseConv2dNativeBackpropInput')
+@sample('Conv2DBackpropFilter', 'DepthwiseConv2dNativeBackpropFilter')
+def _conv_gradient(name, batch):
+    x, w = batch.floats(4, 4, 2), batch.whole(2, 2, 2, 1)
+    conv = tf.nn.conv2d if name.startswith('Conv') else tf.nn.depthwise_conv2d
+    return tf.gradients(tf.square(conv(x, w, [1] * 4, 'SAME')), [x, w])
+
+
+@sample('Conv3D', 'Conv3DBackpropInputV2', 'Conv3DBackpropFilterV2', 'MaxPool3D', 'MaxPool3DGrad')
+@sample('AvgPool3D', 'AvgPool3DGrad', 'MaxPool3DGradGrad')
+def _conv_3d(name, batch):
+    x, w = batch.floats(2, 4, 4, 1), batch.whole(2, 2, 2, 1, 1)
+    y = tf.nn.conv3d(x, w, [1] * 5, 'SAME')
+    y = tf.nn.max_pool3d(y, 2, 2, 'SAME') + tf.nn.avg_pool3d(y, 2, 2, 'SAME')
+    [gradient] = tf.gradients(y, x)
+    second = tf.gradients(tf.nn.max_pool3d(tf.square(x), 2, 2, 'SAME'), x)[0]
+    third = tf.gradients(second * batch.floats(2, 4, 4, 1), x)
+    return [y, gradient, *tf.gradients(tf.square(y), [x, w]), second, *third]
+
+
+@sample('MaxPool', 'MaxPoolGrad', 'MaxPoolGradGrad', 'AvgPool', 'AvgPoolGrad', 'LRN', 'LRNGrad')
+def _pools(name, batch):
+    x = batch.floats(4, 4, 2)
+    y = tf.nn.max_pool2d(x, 2, 2, 'SAME') + tf.nn.avg_pool2d(x, 2, 2, 'SAME')
+    [gradient] = tf.gradients(tf.square(y), x)
+    normalized = tf.nn.local_response_normalization(x)
+    again = tf.gradients([tf.square(gradient), tf.square(normalized)], x)
+    return [y, gradient, normalized, *again]
+
+
+@sample('MaxPoolV2')
+def _max_pool_v2(name, batch):
+    return ops.MaxPoolV2(
+        input=batch.floats(4, 4, 1), ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding='SAME'
+    )
+
+
+@sample('ResizeBilinear', 'ResizeNearestNeighbor', 'ResizeBicubic', 'ResizeArea')
+@sample('ResizeBilinearGrad', 'ResizeNearestNeighborGrad', 'ResizeBicubicGrad')
+def _resize(name, batch):
+    images = batch.floats(4, 4, 1)
+    resized = getattr(ops, name.replace('Grad', ''))(images=images, size=[3, 6])
+    return tf.gradients(tf.square(resized), images) if 'Grad' in name else resized
+
+
+@sample('SpaceToDepth', 'DepthToSpace')
+def _depth(name, batch):
+    return getattr(ops, name)(input=batch.floats(4, 4, 4), block_size=2)
+
+
+@sample('ExtractImagePatches')
+def _patches(name, batch):
+    return ops.ExtractImagePatches(
+        images=batch.floats(4, 4, 1),
+        ksizes=[1, 2, 2, 1],
+        strides=[1, 2, 2, 1],
+        rates=[1] * 4,
+        padding='SAME',
+    )
+
+
+@sample('AdjustHue', 'AdjustSaturation')
+def _colors(name, batch):
+    arg = {'AdjustHue': 'delta', 'AdjustSaturation': 'scale'}[name]
+    return getattr(ops, name)(images=batch.floats(2, 2, 3), **{arg: 0.3})
+
+
+@sample('FusedBatchNormV2', 'FusedBatchNormV3', 'FusedBatchNormGradV2', 'FusedBatchNormGradV3')
+def _batch_norm(name, batch):
+    x, scale = batch.floats(2, 2, 3), batch.whole(3)
+    op = getattr(ops, name.replace('Grad', ''))
+    y, mean, variance, *_ = op(
+        x=x, scale=scale, offset=scale, mean=scale, variance=scale + 1, is_training=False
+    )
+    return tf.gradients(tf.square(y), [x, scale]) if 'Grad' in name else [y, mean, variance]
+
+
+@sample('CropAndResize')
+def _crop(name, batch):
+    boxes = tf.concat([batch.floats(2) * 0.4, 0.5 + batch.floats(2) * 0.4], 1)
+    images = batch.whole(4, 6, 6, 1)
+    return ops.CropAndResize(image=images, boxes=boxes, box_ind=batch.ints(), crop_size=[2, 2])
+
+
+@sample('Reshape')
+def _reshape(name, batch):
+    x = batch.floats(4, 2)
+    n = tf.shape(x)[0]
+    time_major = tf.transpose(x, [1, 0, 2])
+    return [
+        ops.Reshape(tensor=x, shape=[-1, 2]),
+        ops.Reshape(tensor=x, shape=[-1, 2, 2, 2]),
+        ops.Reshape(tensor=x, shape=tf.stack([n, 8])),
+        ops.Reshape(tensor=x, shape=tf.stack([n * 2, 4])),
+        ops.Reshape(tensor=time_major, shape=tf.stack([2, 2, n, 2])),
+        ops.Reshape(tensor=time_major, shape=tf.stack([4, -1])),
+        ops.Reshape(tensor=ops.Reshape(tensor=x, shape=[-1]), shape=tf.shape(x)),
+    ]
+
+
+@sample('Transpose', 'ConjugateTranspose')
+def _transpose(name, batch):
+    return getattr(ops, name)(x=batch.floats(3, 2), perm=[2, 0, 1])
+
+
+@sample('ExpandDims', 'Squeeze')
+def _dims(name, batch):
+    x = batch.floats(3)
+    expanded = [ops.ExpandDims(input=x, axis=axis) for axis in (0, 1, -1)]
+    return expanded + [ops.Squeeze(input=e, axis=[a]) for e, a in zip(expanded, (0, 1, -1))]
+
+
+@sample('Pack', 'Unpack')
+def _pack(name, batch):
+    x = batch.floats(3)
+    packed = [ops.Pack(values=[x, 2 * x, batch.floats(3)], axis=axis) for axis in (0, 1, -1)]
+    return packed + list(ops.Unpack(value=x, num=3, axis=1))
+
+
+@sample('ConcatV2')
+def _concat(name, batch):
+    return ops.ConcatV2(values=[batch.floats(3), batch.floats(2)], axis=1)
+
+
+@sample('Split', 'SplitV')
+def _split(name, batch):
+    x = batch.floats(4)
+    if name == 'Split':
+        return list(ops.Split(axis=1, value=x, num_split=2))
+    return list(ops.SplitV(value=x, size_splits=[1, 3], axis=1, num_split=2))
+
+
+@sample('StridedSlice')
+def _strided_slice(name, batch):
+    x = batch.floats(4, 3)
+    n = tf.shape(x)[0]
+    return [x[:, 1:3], x[:n, ::2], x[..., 0], x[:, None], x[0:, :, -1], tf.transpose(x)[1, :, :n]]
+
+
+@sample('StridedSliceGrad')
+def _strided_slice_gradient(name, batch):
+    x = batch.floats(4, 3)
+    slices = [x[:, 1:3], x[..., 0], x[:, None], x[:, 2]]
+    return [tf.gradients(tf.square(s), x)[0] for s in slices]
+
+
+@sample('Slice')
+def _slice(name, batch):
+    x = batch.floats(4)
+    n = tf.shape(x)[0]
+    sizes = [[-1, 2], tf.stack([n, 2])]
+    return [ops.Slice(input=x, begin=[0, 1], size=size) for size in sizes]
+
+
+@sample('Pad', 'PadV2', 'MirrorPad', 'MirrorPadGrad')
+def _pad(name, batch):
+    x, pads = batch.floats(4), [[0, 0], [1, 2]]
+    if name == 'Pad':
+        return ops.Pad(input=x, paddings=pads)
+    if name == 'PadV2':
+        return ops.PadV2(input=x, paddings=pads, constant_values=2.0)
+    return tf.gradients(tf.square(tf.pad(x, pads, 'REFLECT')), x)
+
+
+@sample('Tile')
+def _tile(name, batch):
+    x = batch.floats(1)
+    n = tf.shape(x)[0]
+    made = ops.Tile(input=batch.whole(1, 2), multiples=tf.stack([n, 2]))
+    return [ops.Tile(input=x, multiples=[1, 3]), made + x]
+
+
+@sample('Fill')
+def _fill(name, batch):
+    x = batch.floats(2)
+    return [ops.Fill(dims=tf.shape(x), value=3.0), ops.Fill(dims=[tf.size(x)], value=1.0)]
+
+
+@sample('BroadcastTo')
+def _broadcast_to(name, batch):
+    x = batch.floats(1)
+    shape = tf.stack([2, tf.shape(x)[0], 3])
+    return [ops.BroadcastTo(input=x, shape=shape), ops.BroadcastTo(input=1.0, shape=shape)]
+
+
+@sample('RandomStandardNormal', 'RandomUniform', 'TruncatedNormal')
+def _random(name, batch):
+    x = batch.floats(2)
+    drawn = getattr(ops, name)(shape=tf.shape(x), dtype=tf.float32)
+    return tf.zeros_like(drawn)  # Other numbers in each run.
+
+
+@sample('Gather', 'GatherV2')
+def _gather(name, batch):
+    table, ids = batch.whole(4, 3), batch.ints(2)
+    if name == 'Gather':
+        return ops.Gather(params=table, indices=ids)
+    x = batch.floats(4, 2)
+    return [
+        ops.GatherV2(params=table, indices=ids, axis=0),
+        ops.GatherV2(params=x, indices=ids, axis=1, batch_dims=1),
+        ops.GatherV2(params=x, indices=[0, 3, 3], axis=1),
+        ops.GatherV2(params=x, indices=ids % tf.shape(x)[0], axis=0),
+    ]
+
+
+@sample('ResourceGather', 'ResourceGatherNd')
+def _resource_gather(name, batch):
+    table = tf.get_variable('table', initializer=batch.whole(4, 3), use_resource=True)
+    ids = batch.ints(2)
+    if name == 'ResourceGather':
+        return tf.gather(table, ids)
+    return ops.ResourceGatherNd(resource=table.handle, indices=ids % 3, dtype=tf.float32)
+
+
+@sample('GatherNd')
+def _gather_nd(name, batch):
+    return ops.GatherNd(params=batch.whole(4, 4, 2), indices=batch.ints(3, 2))
+
+
+@sample('OneHot')
+def _one_hot(name, batch):
+    ids = batch.ints(2)
+    return [
+        ops.OneHot(indices=ids, depth=4, on_value=1.0, off_value=0.0, axis=axis)
+        for axis in (-1, 0, 1)
+    ]
+
+
+@sample('LookupTableFindV2')
+def _lookup(name, batch):
+    pairs = tf.lookup.KeyValueTensorInitializer(tf.constant(['1', '5']), tf.constant([3, 4]))
+    return tf.lookup.StaticHashTable(pairs, -1).lookup(batch.strings(2))
+
+
+@sample('UnsortedSegmentSum')
+def _segments(name, batch):
+    return ops.UnsortedSegmentSum(data=batch.floats(3), segment_ids=batch.ints(), num_segments=4)
+
+
+UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
+
+
+def results(sampled, rows, divided):
+    """What a sample's tensors come to, and the types of the ops that were divided."""
+    with tf.Graph().as_default() as graph:
+        batch = Batch(rows)
+        tensors = tf.nest.flatten(sampled(batch))
+        tensors = [tf.identity(t) for t in tensors]
+        types = set()
+        if divided:
+            sources = list(batch.feed)
+            total = tf.shape(sources[0])[0]
+            devices = [f'/device:CPU:{i}' for i in range(TOWERS)]
+            found = divide(graph, sources, None, total, devices)
+            types = {op.type for op in graph.get_operations() if found.copies(op)}
+            tensors = [found.whole(t) for t in tensors]
+        with towers.session(TOWERS) as session:
+            session.run([tf.global_variables_initializer(), tf.tables_initializer()])
+            return session.run(tensors, batch.feed), types
+
+
+@pytest.mark.parametrize('rows', [7, 2], ids='rows={}'.format)
+@pytest.mark.parametrize('name', sorted(set(RULES) - set(UNREACHABLE)))
+def test_rule(name, rows):
+    assert name in SAMPLES, f'The rule for {name} has no sample.'
+    reached = set()
+    for sampled in SAMPLES[name]:
+        expected, _ = results(sampled, rows, False)
+        found, types = results(sampled, rows, True)
+        reached |= types
+        for one, other in zip(expected, found):
+            assert one.dtype == other.dtype and one.shape == other.shape
+            if one.dtype.kind in 'fc':
+                eps = 4 * np.finfo(one.dtype).eps * max(np.abs(one).max(), 1)
+                np.testing.assert_allclose(other, one, rtol=1e-5, atol=eps)
+            else:
+                np.testing.assert_array_equal(other, one)
+    assert name in reached, f'No sample reaches the rule for {name}.'
+
+
+def test_no_sample_is_without_rule():
+    assert set(SAMPLES) <= set(RULES)
