@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import nests
@@ -72,7 +73,7 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
             )
         if leaf.shape.rank > 0:
             found[path] = leaf
-    if not found and not any(hasattr(leaf, '__array__') for leaf in leaves.values()):
+    if not found and not any(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
         given = ', '.join(nests.describe(path, leaf) for path, leaf in leaves.items())
         raise ValueError(
             'There is nothing to divide over the towers: no feature and no label has rows along '

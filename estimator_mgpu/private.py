@@ -109,6 +109,30 @@ def function_graphs(
     return [] if None in found else found
 
 
+def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
+    """Returns a copy of a function's FunctionDef, and its graph."""
+    function = graph._get_function(name)
+    definition = getattr(function, 'cached_definition', None) or function.definition
+    copy = type(definition)()
+    copy.CopyFrom(definition)
+    return copy, function.graph
+
+
+def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
+    """Returns the ops of a function's graph that its FunctionDef's nodes are, in their order.
+
+    Some have other names there.
+    """
+    arguments = {t.op.name for t in graph.inputs}
+    found = [op for op in graph.get_operations() if op.name not in arguments]
+    if [op.type for op in found] != [node.op for node in definition.node_def]:
+        raise RuntimeError(
+            f'The nodes of the function {definition.signature.name} are not in the order of its '
+            f'graph in TensorFlow {tf.__version__}. Please report this.'
+        )
+    return found
+
+
 def add_control_inputs(op: tf.Operation, inputs: list[tf.Operation]) -> None:
     """Makes an op that exists already wait for others."""
     op._add_control_inputs(inputs)

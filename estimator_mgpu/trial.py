@@ -77,7 +77,8 @@ class Trial:
             tf.train.create_global_step()
             iterator, (features, labels) = self._input()
             estimator = self._estimator(model_fn, directory)
-            spec = estimator.model_fn(features, labels, self._mode, estimator.config)
+            with optimizer.tower_optimizers():
+                spec = estimator.model_fn(features, labels, self._mode, estimator.config)
             fetches, update, results = self._fetches(spec, graph)
             begin = _Begin(iterator.initializer, start)
             kinds = {MODES.TRAIN: 'training', MODES.EVAL: 'evaluation', MODES.PREDICT: 'prediction'}

@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.partition.batch_norm import expand
+from estimator_mgpu.partition.functions import CALLERS
 from estimator_mgpu.partition.homes import homes
 from estimator_mgpu.partition.placements import Rows
 from estimator_mgpu.partition.propagation import propagate
@@ -43,7 +44,7 @@ def divide(
         table = {**RULES, **images.OF_DEVICE}
     else:
         expand(graph)
-    plan = propagate(sources, Rows('batch', static), table)
+    plan = propagate(sources, Rows('batch', static), table, CALLERS)
     found = homes(graph, plan)
     for name, device in found.items():
         if ':' not in name:

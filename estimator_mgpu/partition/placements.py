@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 
 class Rows:
@@ -52,5 +52,38 @@ class Partial(NamedTuple):
     reduce: str
 
 
-Placement = Union[Replicate, Shard, Partial]
+class ShardList(NamedTuple):
+    """A TensorList whose elements have rows along an axis.
+
+    Attributes:
+      axis: the elements' dimension that has the rows.
+      rows: which rows.
+      factor: how many entries a row has there, a `Size`.
+    """
+
+    axis: int
+    rows: Rows
+    factor: Any
+
+
+class SizeList(NamedTuple):
+    """A TensorList whose elements are sizes that go by rows, as the shapes that gradients keep.
+
+    Attributes:
+      entries: a `Size` for each entry of an element; None if they aren't known.
+    """
+
+    entries: tuple[Any, ...] | None
+
+
+class OwnSizes(NamedTuple):
+    """The shape of a list's elements, of which each tower has its own."""
+
+    def __repr__(self) -> str:
+        return 'OwnSizes'
+
+
+Placement = Union[Replicate, Shard, Partial, ShardList, SizeList, OwnSizes]
+KEPT = (ShardList, SizeList, OwnSizes)
+"""What each tower keeps, and can't be made whole: who needs it so has its maker run once."""
 REPLICATE = Replicate()

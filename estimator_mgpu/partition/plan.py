@@ -46,13 +46,33 @@ class Local(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Known integers, one dimension."""
+    """Known integers: a vector, or the only one as a scalar."""
 
     numbers: tuple[int, ...]
+    scalar: bool = False
 
 
-Need = Union[Own, Whole, Slice, Local, Numbers]
+class First(NamedTuple):
+    """The whole value on the first tower, and zeros on the others: what a sum begins with."""
+
+
+Need = Union[Own, Whole, Slice, Local, Numbers, First]
 OWN, WHOLE = Own(), Whole()
+
+
+class FunctionPlan(NamedTuple):
+    """A function that towers call, such as the body of a loop.
+
+    Attributes:
+      given: what ops in it are given instead, by the op's name and the input's position; -1 is
+        for a constant, which is its rows.
+      attrs: attributes that ops in it have otherwise, by the op's name.
+      calls: the plans of ops in it that call functions themselves, by the op's name.
+    """
+
+    given: dict[tuple[str, int], Need]
+    attrs: dict[str, dict[str, Any]]
+    calls: dict[str, OpPlan]
 
 
 class OpPlan(NamedTuple):
@@ -61,10 +81,15 @@ class OpPlan(NamedTuple):
     Attributes:
       needs: what it's given for each of its inputs.
       attrs: attributes that it has otherwise there.
+      functions: the plans of the functions that it calls, by the attribute that names one.
+      values: which inputs are variables that it only reads, and the types of their values, which
+        it's given instead.
     """
 
     needs: tuple[Need, ...]
     attrs: dict[str, Any]
+    functions: dict[str, FunctionPlan] = {}
+    values: dict[int, tf.DType] = {}
 
 
 class Plan(NamedTuple):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.partition import lists
 from estimator_mgpu.partition.placements import (
+    KEPT,
     REPLICATE,
     Partial,
     Placement,
@@ -22,6 +24,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     Numbers,
     OpPlan,
+    Own,
     Plan,
     Slice,
 )
@@ -36,16 +39,23 @@ from estimator_mgpu.partition.rules.signature import (
     Signature,
     UnknownRank,
 )
-from estimator_mgpu.partition.sizes import Dim, Size, Sizes
+from estimator_mgpu.partition.sizes import Size, Sizes, per_row
 
 
-def propagate(sources: Sequence[tf.Tensor], rows: Rows, table: dict[str, Rule]) -> Plan:
+Caller = Callable[[Any, tf.Operation, list[Placement]], Any]
+"""(pass, op, placements of the inputs) -> (OpPlan, placements of the outputs, their dimensions)."""
+
+
+def propagate(
+    sources: Sequence[tf.Tensor], rows: Rows, table: dict[str, Rule], callers: dict[str, Caller]
+) -> Plan:
     """Finds out what may run in towers.
 
     Args:
       sources: tensors of one graph that have the rows along dimension 0.
       rows: the batch's rows.
       table: the rules, by the type of op.
+      callers: what divides ops that call functions, by the type of op.
 
     Returns:
       The `Plan`.
@@ -55,11 +65,14 @@ def propagate(sources: Sequence[tf.Tensor], rows: Rows, table: dict[str, Rule]) 
     """
     order = _order(sources)
     reduced: set[str] = set()
+    once: set[str] = set()
     while True:
-        found = _Pass(sources, rows, table, reduced)
+        found = Pass(rows, table, callers, Sizes(), reduced, once)
+        for tensor in sources:
+            found.begin(tensor, Shard(0, rows), [Size(1, (rows,))])
         for op in order:
             found.visit(op)
-        if found.reduced == reduced:
+        if found.reduced == reduced and found.once == once:
             return Plan(
                 rows,
                 sources,
@@ -70,7 +83,7 @@ def propagate(sources: Sequence[tf.Tensor], rows: Rows, table: dict[str, Rule]) 
                 found.reasons,
                 found.sizes,
             )
-        reduced = found.reduced
+        reduced, once = found.reduced, found.once
 
 
 def _order(sources: Sequence[tf.Tensor]) -> list[tf.Operation]:
@@ -102,27 +115,42 @@ def _order(sources: Sequence[tf.Tensor]) -> list[tf.Operation]:
     return order
 
 
-class _Pass:
-    """One pass over the ops, with what earlier ones found has to be reduced."""
+class Pass:
+    """One pass over the ops.
+
+    Args:
+      rows: the batch's rows.
+      table: the rules, by the type of op.
+      callers: what divides ops that call functions, by the type of op.
+      sizes: what is known of sizes.
+      reduced: names of tensors that earlier passes found have to be reduced.
+      once: names of ops that earlier passes found have to run once.
+    """
 
     def __init__(
         self,
-        sources: Sequence[tf.Tensor],
         rows: Rows,
         table: dict[str, Rule],
+        callers: dict[str, Caller],
+        sizes: Sizes,
         reduced: set[str],
+        once: set[str],
     ):
         self.rows = rows
         self.table = table
+        self.callers = callers
+        self.sizes = sizes
         self.reduced = set(reduced)
-        self.sizes = Sizes()
+        self.once = set(once)
         self.ops: dict[str, OpPlan] = {}
         self.placements: dict[str, Placement] = {}
         self.reasons: dict[str, str] = {}
-        for tensor in sources:
-            self.placements[tensor.name] = Shard(0, rows)
-            dims = self.sizes.dims(tensor) or []
-            self.sizes.know(tensor, [Size(1, (rows,)), *dims[1:]])
+
+    def begin(self, tensor: tf.Tensor, placement: Placement, first: Sequence[Size] = ()) -> None:
+        """Says what towers have of a tensor to begin with, and its first dimensions."""
+        self.placements[tensor.name] = placement
+        dims = self.sizes.dims(tensor) or []
+        self.sizes.know(tensor, [*first, *dims[len(first) :]])
 
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
@@ -130,7 +158,10 @@ class _Pass:
             if any(c.name in self.ops for c in op.control_inputs):
                 self.ops[op.name] = OpPlan((), {})
             return
-        placements = [self._seen(t) for t in op.inputs]
+        placements = [self.seen(t) for t in op.inputs]
+        if op.name in self.once:
+            self._whole(op, placements, 'its lists are used whole')
+            return
         if op.type in _SIZES or private.in_control_flow(op):
             self._whole(op, placements, 'it computes with sizes' if op.type in _SIZES else '')
             return
@@ -141,6 +172,20 @@ class _Pass:
                 self._divided(op, OpPlan(needs, {}), [made], [None])
                 return
             placements = self._reduce(op, placements)
+        self.by_rule(op, placements)
+
+    def by_rule(self, op: tf.Operation, placements: list[Placement]) -> None:
+        """Divides an op by the rule for its type, or lets it run once."""
+        if op.type in self.callers or lists.concerns(op, placements):
+            if op.type in self.callers:
+                made = self.callers[op.type](self, op, placements)
+            else:
+                made = self._with_lists(op, placements)
+            if made is None:
+                self._whole(op, placements, f'this {op.type} is not row by row')
+            else:
+                self._divided(op, *made)
+            return
         rule = self.table.get(op.type)
         if rule is None:
             self._whole(op, placements, f'no rule for {op.type}')
@@ -158,6 +203,28 @@ class _Pass:
             ) from error
         if signature is None or not self._by(op, signature, placements):
             self._whole(op, placements, f'this {op.type} is not row by row')
+
+    def _with_lists(
+        self, op: tf.Operation, placements: list[Placement]
+    ) -> tuple[OpPlan, Sequence[Placement], Sequence[Any]] | None:
+        """What an op with TensorLists comes to."""
+        made = lists.rule(op, placements, self.rows, self.sizes)
+        if made is None or not self.own(zip(op.inputs, made.needs)):
+            return None
+        if made.entries is not None:
+            self.sizes.know_values(op.outputs[-1], made.entries)
+        dims = [None] * (len(op.outputs) - 1) + [made.elements]
+        return OpPlan(made.needs, {}), made.placements, dims
+
+    def own(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
+        """Lets each tower make the empty lists that it's given as its own; False if it can't."""
+        for tensor, need in given:
+            if isinstance(need, Own) and tensor.name not in self.placements:
+                if tensor.op.type not in lists.MAKERS:
+                    return False
+                shape = lists.any_shape(tensor.op.inputs[0])
+                self.ops[tensor.op.name] = OpPlan((shape, WHOLE), {})
+        return True
 
     def _by(self, op: tf.Operation, signature: Signature, placements: list[Placement]) -> bool:
         """Divides an op along the first dimension that can be."""
@@ -272,7 +339,7 @@ class _Pass:
                 dims.append(Size(known))
             else:
                 size = size or self._size_of(op, signature, own)
-                dims.append(size or Size(1, (Dim(output.name, i),)))
+                dims.append(size or self.sizes.unknown(output, i))
         return dims
 
     def _size_of(self, op: tf.Operation, signature: Signature, label: Label) -> Size | None:
@@ -287,10 +354,12 @@ class _Pass:
         return found.pop() if len(found) == 1 else None
 
     def _divided(
-        self, op: tf.Operation, planned: OpPlan, made: Sequence[Placement], dims: Sequence[Any]
+        self, op: tf.Operation, planned: OpPlan, made: Sequence[Any], dims: Sequence[Any]
     ) -> None:
         self.ops[op.name] = planned
         for output, placement, own in zip(op.outputs, made, dims):
+            if placement is None:
+                continue
             self.placements[output.name] = placement
             if own is not None:
                 self.sizes.know(output, own)
@@ -303,19 +372,22 @@ class _Pass:
             self.reasons[op.name] = reason
             if op.type not in _SIZES:
                 self._reduce(op, placements)
+            for tensor, placement in zip(op.inputs, placements):
+                if isinstance(placement, KEPT):
+                    self.once.add(tensor.op.name)
 
     def _reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
         """Notes that partial results are to be reduced, where they come from."""
         for tensor, placement in zip(op.inputs, placements):
             if isinstance(placement, Partial):
                 while is_forwarding(tensor.op) and isinstance(
-                    self._seen(tensor.op.inputs[0]), Partial
+                    self.seen(tensor.op.inputs[0]), Partial
                 ):
                     tensor = tensor.op.inputs[0]
                 self.reduced.add(tensor.name)
         return [REPLICATE if isinstance(p, Partial) else p for p in placements]
 
-    def _seen(self, tensor: tf.Tensor) -> Placement:
+    def seen(self, tensor: tf.Tensor) -> Placement:
         """What those who use a tensor are given."""
         if tensor.name in self.reduced:
             return REPLICATE
@@ -323,9 +395,3 @@ class _Pass:
 
 
 _SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
-
-
-def per_row(size: Size, rows: Rows) -> Size | None:
-    """How many entries a row has in a dimension; None if it doesn't go by rows."""
-    found = size.over(Size(1, (rows,)))
-    return found if found is not None and rows not in found.symbols else None

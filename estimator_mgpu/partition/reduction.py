@@ -25,15 +25,11 @@ _PAIRWISE = {
 
 def _neutral(reduce: str, dtype: tf.DType) -> Any:
     """What changes nothing."""
-    floating = dtype.is_floating
-    return {
-        'sum': 0,
-        'max': -np.inf if floating else dtype.min,
-        'min': np.inf if floating else dtype.max,
-        'prod': 1,
-        'all': True,
-        'any': False,
-    }[reduce]
+    if reduce in ('max', 'min'):
+        if dtype.is_floating:
+            return -np.inf if reduce == 'max' else np.inf
+        return dtype.min if reduce == 'max' else dtype.max
+    return {'sum': 0, 'prod': 1, 'all': True, 'any': False}[reduce]
 
 
 def gather(

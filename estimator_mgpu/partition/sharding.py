@@ -74,6 +74,10 @@ class Sharding:
         self.counts, self._starts, self._sizes = map(list[Number], references[:3])
         self.active = references[3]
 
+    def start(self, factor: Size, tower: int) -> Number:
+        """Where a tower's entries start, of a dimension with `factor` entries a row."""
+        return self._times(self._starts[tower], factor, tower)
+
     def size(self, factor: Size, tower: int) -> Number:
         """How many entries a tower computes on, of a dimension with `factor` entries a row."""
         return self._times(self._sizes[tower], factor, tower)
@@ -100,7 +104,7 @@ class Sharding:
           tower: which.
           device: where to take them.
         """
-        start = self._times(self._starts[tower], factor, tower)
+        start = self.start(factor, tower)
         size = self.size(factor, tower)
         key: tuple[Any, ...] = ('slice', len(dims), axis, factor, tower)
         if self._may_be_one(dims[axis]):

@@ -100,6 +100,12 @@ def product(sizes: Sequence[Size]) -> Size:
     return result
 
 
+def per_row(size: Size, rows: Rows) -> Size | None:
+    """How many entries a row has in a dimension; None if it doesn't go by rows."""
+    found = size.over(Size(1, (rows,)))
+    return found if found is not None and rows not in found.symbols else None
+
+
 def array(sizes: Sequence[Any], shape: Any = None) -> np.ndarray:
     """An array of Size objects."""
     result = np.empty(len(sizes), object)
@@ -131,7 +137,8 @@ class Sizes:
     What divides the graph says the dimensions of what it divides, by `know`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scope: str = '') -> None:
+        self._scope = scope  # Tells a function's tensors from others of the same name.
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, np.ndarray | None] = {}
 
@@ -140,8 +147,8 @@ class Sizes:
         self._dims[tensor.name] = list(dims)
 
     def know_values(self, tensor: tf.Tensor, values: Sequence[Size]) -> None:
-        """Says what the entries of an integer tensor are."""
-        self._values[tensor.name] = array(values)
+        """Says what the entries of an integer scalar or vector are."""
+        self._values[tensor.name] = array(values, [len(values)] * (tensor.shape.rank or 0))
 
     def dims(self, tensor: tf.Tensor) -> list[Size] | None:
         """The dimensions of the whole tensor; None if its rank is unknown."""
@@ -151,11 +158,15 @@ class Sizes:
         if tensor.shape.rank is None:
             return None
         found = [
-            Size(1, (Dim(tensor.name, i),)) if d is None else Size(d)
+            self.unknown(tensor, i) if d is None else Size(d)
             for i, d in enumerate(tensor.shape.as_list())
         ]
         self._dims[tensor.name] = found
         return found
+
+    def unknown(self, tensor: tf.Tensor, axis: int) -> Size:
+        """A dimension that is known only when the step runs."""
+        return Size(1, (Dim(f'{self._scope}{tensor.name}', axis),))
 
     def entries(self, tensor: tf.Tensor) -> list[Size] | None:
         """The entries of a whole integer tensor, flat; None if not even their number is known."""
@@ -190,7 +201,7 @@ class Sizes:
         find = _VALUES.get(tensor.op.type)
         found = find(self, tensor) if find else None
         if found is None and known <= _SMALL and None not in shape:
-            entries = [Size(1, (Entry(tensor.name, i),)) for i in range(known)]
+            entries = [Size(1, (Entry(f'{self._scope}{tensor.name}', i),)) for i in range(known)]
             return array(entries, shape)
         return found
 

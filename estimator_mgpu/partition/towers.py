@@ -10,9 +10,10 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.devices import host_of, spec_of
 from estimator_mgpu.partition import reduction
+from estimator_mgpu.partition.callees import Callees
 from estimator_mgpu.partition.nodes import Nodes, set_attr
-from estimator_mgpu.partition.placements import Partial, Rows, Shard
-from estimator_mgpu.partition.plan import Local, Numbers, Own, Plan, Slice, Whole
+from estimator_mgpu.partition.placements import KEPT, Partial, Rows, Shard
+from estimator_mgpu.partition.plan import First, Local, Numbers, Own, Plan, Slice, Whole
 from estimator_mgpu.partition.sharding import Sharding
 from estimator_mgpu.partition.sizes import Dim, Size
 
@@ -50,7 +51,12 @@ class Towers:
         self._sharding = Sharding(plan.rows, total, devices, self._nodes, self._scalar)
         self._memo: dict[Hashable, str] = {}
         self._waits: dict[str, list[tf.Operation]] = {}  # what hubs wait for
-        self._ops = [op for op in plan.order if op.name in plan.ops]
+        known = {op.name for op in plan.order}
+        makers = [graph.get_operation_by_name(name) for name in plan.ops if name not in known]
+        self._ops = makers + [op for op in plan.order if op.name in plan.ops]
+        self._callees = Callees(
+            graph, self._nodes.graph_def.library, self._nodes.scope, self._devices, self._static
+        )
         self._build()
 
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -109,7 +115,10 @@ class Towers:
         """Whether a tensor of the user's has another whole value than that which its op makes."""
         if tensor.name in self._sources:
             return False
-        return tensor.name in self._plan.placements or self._is_size(tensor)
+        placement = self._plan.placements.get(tensor.name)
+        if isinstance(placement, KEPT):
+            return False  # Its op makes its own, of what its inputs are as a whole.
+        return placement is not None or self._is_size(tensor)
 
     def _is_size(self, tensor: tf.Tensor) -> bool:
         """Whether it's the size of what towers have, which isn't gathered for that."""
@@ -241,10 +250,18 @@ class Towers:
             )
         return self._memo[key]
 
-    def _local(self, need: Local, dtype: tf.DType, tower: int) -> str:
-        key = ('local', need, dtype, tower)
+    def _cast(self, number: str, dtype: tf.DType) -> str:
+        if dtype == tf.int32:
+            return number
+        return self._nodes.add('Cast', [number], self._sharding.host, SrcT=tf.int32, DstT=dtype)
+
+    def _local(self, need: Local, dtype: tf.DType, tower: int, scalar: bool) -> str:
+        key = ('local', need, dtype, tower, scalar)
         if key not in self._memo:
             own = self._sharding.size(need.factor, tower)
+            if scalar:
+                self._memo[key] = self._cast(self._sharding.reference(own), dtype)
+                return self._memo[key]
             numbers = [
                 own if i == need.position else self._number(size, tower)
                 for i, size in enumerate(need.entries)
@@ -260,9 +277,15 @@ class Towers:
         if isinstance(need, Slice):
             return self._slice(tensor, need.axis, need.factor, tower)
         if isinstance(need, Local):
-            return self._local(need, dtype, tower)
+            return self._local(need, dtype, tower, tensor.shape.rank == 0)
         if isinstance(need, Numbers):
-            return self._nodes.const(list(need.numbers), dtype, self._sharding.host)
+            numbers = need.numbers[0] if need.scalar else list(need.numbers)
+            return self._nodes.const(numbers, dtype, self._sharding.host)
+        if isinstance(need, First):
+            whole = self._whole(tensor)
+            if tower == 0:
+                return whole
+            return self._nodes.add('ZerosLike', [whole], self._devices[tower], T=dtype)
         assert isinstance(need, Whole)
         placement = self._plan.placements.get(tensor.name)
         if placement is not None and not isinstance(placement, (Shard, Partial)):
@@ -303,8 +326,12 @@ class Towers:
         resources = [t for t in inputs if t.dtype == tf.resource]
         # What uses a variable or a table runs where that is.
         node.device = self._home(resources[0]) if resources else self._device(op, tower)
-        for tensor, need in zip(inputs, planned.needs):
-            node.input.append(self._given(tensor, need, tower))
+        for i, (tensor, need) in enumerate(zip(inputs, planned.needs)):
+            given = self._given(tensor, need, tower)
+            if planned.functions:
+                given = self._argument(op, tensor, given, planned.values.get(i), tower)
+            node.input.append(given)
+        self._callees.own(node, op, planned, tower)
         for key, value in planned.attrs.items():
             set_attr(node.attr[key], value)
         node.attr.pop('_class', None)
@@ -317,6 +344,27 @@ class Towers:
                 once.append(other)
         if once:
             node.input.append(f'^{self._hub(once, tower)}')
+
+    def _argument(
+        self, op: tf.Operation, tensor: tf.Tensor, given: str, value: tf.DType | None, tower: int
+    ) -> str:
+        """What a tower's call of a function is given: on its device, where the loop begins."""
+        if value:
+            key = ('read', op.name, tensor.name)
+            if key not in self._memo:
+                where = self._home(tensor)
+                read = self._nodes.add('ReadVariableOp', [given], where, dtype=value)
+                self._memo[key] = read
+                if op.control_inputs:
+                    self._waits[read.partition(':')[0]] = list(op.control_inputs)
+            return self._memo[key]
+        if tensor.dtype == tf.resource:
+            return given
+        return self._nodes.add('Identity', [given], self._devices[tower], T=tensor.dtype.base_dtype)
+
+    def _static(self, factor: Size, tower: int) -> tuple[Any, Any]:
+        """Where a tower's entries start, and how many there are; numbers that the graph knows."""
+        return self._sharding.start(factor, tower), self._sharding.size(factor, tower)
 
     def _hub(self, ops: Sequence[tf.Operation], tower: int) -> str:
         """A NoOp that waits for ops that run once, which many of a tower's may have in common."""

@@ -19,7 +19,7 @@ from estimator_mgpu.partition.rules.signature import (
     rank,
     without,
 )
-from estimator_mgpu.partition.sizes import ONE, Dim, Size, Sizes, product
+from estimator_mgpu.partition.sizes import ONE, Size, Sizes, product
 
 
 def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
@@ -56,7 +56,7 @@ def _reshaped(op: tf.Operation, sizes: Sizes, before: Sequence[Size]) -> list[Si
     free = [i for i, size in enumerate(after) if size == Size(-1)]
     for i in free:
         left = product(before).over(product([size for k, size in enumerate(after) if k != i]))
-        after[i] = left or Size(1, (Dim(op.outputs[0].name, i),))
+        after[i] = left or sizes.unknown(op.outputs[0], i)
     known = op.outputs[0].shape.as_list() if op.outputs[0].shape.rank is not None else after
     return [
         Size(d) if isinstance(d, int) and size.rows is None else size
