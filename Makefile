@@ -20,7 +20,7 @@ venv := .venv/python$(python)-tensorflow$(or $(TF),-newest)
 pins := $(if $(TF),'tensorflow==$(TF).*' 'tf-keras==$(TF).*')
 pip := $(venv)/bin/python -m pip --disable-pip-version-check -q -q
 # The directory itself stands for the files that are added or removed.
-sources := pyproject.toml setup.cfg setup.py estimator_mgpu $(wildcard estimator_mgpu/*.py)
+sources := pyproject.toml setup.cfg setup.py $(shell find estimator_mgpu -name '*.py' -o -type d ! -name __pycache__)
 
 # The tests are for the installed copy, whatever the caller's path says.
 unexport PYTHONPATH

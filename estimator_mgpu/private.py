@@ -61,6 +61,7 @@ if not hasattr(_ops.Graph, '_get_function'):
     )
 for _method in (
     '_add_control_inputs',
+    '_clear_attr',
     '_remove_all_control_inputs',
     '_control_outputs',
     '_get_control_flow_context',
@@ -169,9 +170,15 @@ def is_reference(tensor: tf.Tensor) -> bool:
     return tensor.dtype._is_ref_dtype
 
 
-def is_colocated(op: tf.Operation) -> bool:
-    """Whether an op has to be where others are."""
-    return '_class' in op.node_def.attr
+def colocated_with(op: tf.Operation) -> list[str]:
+    """Names the ops that an op has to be with."""
+    groups = op.node_def.attr['_class'].list.s if '_class' in op.node_def.attr else []
+    return [group.decode()[len('loc:@') :] for group in groups]
+
+
+def free(op: tf.Operation) -> None:
+    """Lets an op be elsewhere than those that it had to be with."""
+    op._clear_attr('_class')
 
 
 def in_control_flow(op: tf.Operation) -> bool:

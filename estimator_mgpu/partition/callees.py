@@ -52,7 +52,7 @@ class Callees:
             for i, dtype in planned.values.items():
                 types[i] = dtype.as_datatype_enum
         if 'output_shapes' in node.attr:
-            for i, shape in enumerate(node.attr['output_shapes'].list.shape):
+            for shape in node.attr['output_shapes'].list.shape:
                 shape.Clear()
                 shape.unknown_rank = True
         for attr in [a for a in node.attr if a.startswith('_') and a in _SHAPES]:

@@ -48,5 +48,7 @@ def divide(
     found = homes(graph, plan)
     for name, device in found.items():
         if ':' not in name:
-            private.set_device(graph.get_operation_by_name(name), device)
+            op = graph.get_operation_by_name(name)
+            private.free(op)
+            private.set_device(op, device)
     return Towers(graph, plan, total, devices, found)

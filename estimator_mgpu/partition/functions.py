@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition import lists
 from estimator_mgpu.partition.placements import (
     KEPT,
     REPLICATE,
@@ -52,7 +51,8 @@ class _Inside(Pass):
     Args:
       outer: the pass that the function's caller is in.
       graph: the function's.
-      wanted: of which constants and fills rows are asked for, by the op's name; more are added.
+      wanted: of which arguments, constants and fills rows are asked for, by the op's name; more
+        are added.
       strict: whether nothing may be asked for any more that the function hasn't; while it isn't
         known yet what a loop's variables are, that's taken to be there.
     """
@@ -109,7 +109,8 @@ class _Inside(Pass):
                 made = linear(op, [_SUM if p == REPLICATE else p for p in placements])
             if made is None:
                 raise _Whole(f'{op.type} needs a sum')
-            self._divided(op, OpPlan((OWN,) * len(placements), {}), [made], [None])
+            needs = tuple(OWN if p == made or not self.strict else WHOLE for p in placements)
+            self._divided(op, OpPlan(needs, {}), [made], [None])
             return
         self.by_rule(op, placements)
 
@@ -121,7 +122,11 @@ class _Inside(Pass):
         return entries is not None and any(e.rows for e in entries)
 
     def _may_be_made(self, tensor: tf.Tensor) -> bool:
-        """Whether each tower can make its rows of a tensor: of a fill of known size."""
+        """Whether each tower can have its rows of a tensor: an argument, or of known size."""
+        if any(tensor is argument for argument in self.graph.inputs):
+            return True
+        if not self.rows.static:
+            return False
         if tensor.op.type != 'Fill':
             return tensor.op.type == 'Const'
         return self.sizes.numbers(tensor.op.inputs[0]) is not None
@@ -152,7 +157,7 @@ class _Inside(Pass):
         return True
 
     def _whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
-        raise _Whole(reason)
+        raise _Whole(f'{op.name}: {reason} ({placements})')
 
     def _reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
         raise _Whole(f'{op.type} needs a sum')
@@ -173,7 +178,7 @@ class _Inside(Pass):
             end = op.type == 'StridedSlice' and position == 2
             if self.seen(tensor) != REPLICATE or (self.differs(tensor) and not end):
                 raise _Whole(f'{op.type} needs all of {tensor.name}')
-        elif isinstance(need, Slice) and self.rows.static and self._may_be_made(tensor):
+        elif isinstance(need, Slice) and self._may_be_made(tensor):
             self.wanted[tensor.op.name] = need
         elif isinstance(need, (Slice, First)):
             if self.strict:
@@ -192,7 +197,13 @@ class _Inside(Pass):
 
 
 def _begin(
-    inside: _Inside, outer: Pass, arguments: Any, placed: list[Placement], own: Any, like: Any
+    inside: _Inside,
+    outer: Pass,
+    arguments: Any,
+    placed: list[Placement],
+    own: Any,
+    like: Any,
+    factors: dict[int, Size],
 ) -> None:
     """Gives a function's arguments their placements, sizes and values.
 
@@ -203,11 +214,12 @@ def _begin(
       placed: what that is to towers.
       own: own(position) -> whether an argument is a size that stays what it is.
       like: tensors of the arguments' shapes, as a loop's condition has none.
+      factors: how many entries a row has, of arguments that rows are asked for of.
     """
     for i, (given, argument) in enumerate(zip(arguments, inside.graph.inputs)):
         placement = placed[i]
         if isinstance(placement, Shard):
-            factor = _factor(given, placement, outer)
+            factor = factors.get(i) or _factor(given, placement, outer)
             dims = inside.sizes.dims(like[i])
             if factor is None or dims is None:
                 raise _Whole(f'the size of {given.name}')
@@ -241,7 +253,7 @@ def loop(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Any:
         return None
     for sizes_as_numbers in (False, True):
         try:
-            return _loop(outer, op, placements, *graphs, sizes_as_numbers)
+            return _loop(outer, op, placements, graphs[0], graphs[1], sizes_as_numbers)
         except _Whole:
             continue
     return None
@@ -265,10 +277,11 @@ def _loop(
         return entries is not None and not (sizes_as_numbers and any(e.rows for e in entries))
 
     wanted: dict[str, Slice] = {}
+    factors: dict[int, Size] = {}
 
     def run(graph: Any, placed: list[Placement], strict: bool) -> tuple[_Inside, list[Placement]]:
         inside = _Inside(outer, graph, strict, wanted)
-        _begin(inside, outer, arguments, placed, keeps, body.inputs)
+        _begin(inside, outer, arguments, placed, keeps, body.inputs, factors)
         return inside, inside.run()
 
     placed = list(placements)
@@ -279,6 +292,12 @@ def _loop(
         if met == placed and len(wanted) == known:
             break
         placed = met
+        for i, argument in enumerate(body.inputs):
+            need = wanted.get(argument.op.name)
+            if need is not None and placed[i] == REPLICATE:
+                placed[i] = Shard(need.axis, outer.rows)
+            if need is not None and placements[i] == REPLICATE:
+                factors[i] = need.factor
     inside, returned = run(body, placed, True)
     for i, (a, b) in enumerate(zip(placed, returned)):
         if a != b:
@@ -301,13 +320,15 @@ def _loop(
     needs = []
     for i, tensor in enumerate(arguments):
         size = outer.sizes.entries(tensor) if keeps(i) else None
-        needs.append(_need(outer, tensor, placements[i], placed[i], size))
+        needs.append(_need(outer, tensor, placements[i], placed[i], size, factors.get(i)))
     if not outer.own(zip(arguments, needs)):
         return None
     functions = {'body': inside.plan(), 'cond': asked.plan()}
     read = [(i, _only_read(i, body, condition)) for i in range(len(arguments))]
     values = {i: dtype for i, dtype in read if dtype is not None}
-    dims = [_dims(outer, t, i, placed[i], arguments[i]) for i, t in enumerate(op.outputs)]
+    dims = [
+        _dims(outer, t, placed[i], arguments[i], factors.get(i)) for i, t in enumerate(op.outputs)
+    ]
     # Nobody is given a variable by a loop, which has its value.
     made = [None if i in values else p for i, p in enumerate(placed)]
     return OpPlan(tuple(needs), {}, functions, values), made, dims
@@ -327,6 +348,7 @@ def _need(
     placement: Placement,
     placed: Placement,
     size: list[Size] | None,
+    factor: Size | None,
 ) -> Need:
     """What a loop is given for a variable."""
     if placement == placed:
@@ -340,7 +362,7 @@ def _need(
             raise _Whole(f'the size of {tensor.name}')
         return Local(tuple(size), rows[0], factor)
     if isinstance(placed, Shard):
-        factor = _factor(tensor, placed, outer)
+        factor = _factor(tensor, placed, outer) or factor
         if factor is None:
             raise _Whole(f'the size of {tensor.name}')
         return Slice(placed.axis, factor)
@@ -361,7 +383,7 @@ def _only_read(position: int, *graphs: Any) -> tf.DType | None:
 
 
 def _dims(
-    outer: Pass, tensor: tf.Tensor, position: int, placed: Placement, argument: tf.Tensor
+    outer: Pass, tensor: tf.Tensor, placed: Placement, argument: tf.Tensor, factor: Size | None
 ) -> list[Size] | None:
     """The dimensions of what a loop comes to."""
     if not isinstance(placed, Shard) or tensor.shape.rank is None:
@@ -370,7 +392,7 @@ def _dims(
         outer.sizes.unknown(tensor, i) if d is None else Size(d)
         for i, d in enumerate(tensor.shape.as_list())
     ]
-    factor = _factor(argument, placed, outer)
+    factor = factor or _factor(argument, placed, outer)
     if factor is None:
         raise _Whole(f'the size of {tensor.name}')
     dims[placed.axis] = factor * Size(1, (outer.rows,))

@@ -28,7 +28,7 @@ def homes(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     once = [op for op in graph.get_operations() if op.name not in plan.ops]
-    fixed = {op.name: _fixed(op) for op in once}
+    fixed = {op.name: _fixed(op, plan) for op in once}
 
     def home(op: tf.Operation) -> str:
         return fixed.get(op.name) or found.get(op.name, '')
@@ -58,7 +58,7 @@ def _put(found: dict[str, str], name: str, devices: object) -> None:
         found[name] = device
 
 
-def _fixed(op: tf.Operation) -> str | None:
+def _fixed(op: tf.Operation, plan: Plan) -> str | None:
     """The device of an op that can't be moved, '' if it isn't known; None if it can be."""
     if op.device:
         return op.device
@@ -67,9 +67,14 @@ def _fixed(op: tf.Operation) -> str | None:
             return tensor.op.device
     tensors = [*op.inputs, *op.outputs]
     fixed = any(t.dtype.base_dtype in _ANYWHERE or private.is_reference(t) for t in tensors)
-    if fixed or not op.outputs or private.in_control_flow(op) or private.is_colocated(op):
+    if fixed or not op.outputs or private.in_control_flow(op) or _others(op, plan):
         return ''
     return None
+
+
+def _others(op: tf.Operation, plan: Plan) -> list[str]:
+    """Ops that an op has to be with, but for those that towers have copies of."""
+    return [name for name in private.colocated_with(op) if name not in plan.ops]
 
 
 def _bytes(tensor: tf.Tensor) -> int:

@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.placements import (
     KEPT,
     REPLICATE,
+    ListOf,
     OwnSizes,
     Placement,
     Rows,
@@ -63,15 +64,17 @@ def rule(
     if op.type == 'TensorListFromTensor' and isinstance(first, Shard) and first.axis > 0:
         dims = sizes.dims(op.inputs[0]) or []
         factor = per_row(dims[first.axis], rows)
-        made = ShardList(first.axis - 1, rows, factor)
-        return Made((OWN, any_shape(op.inputs[1])), [made]) if factor is not None else None
+        if factor is None:
+            return None
+        made = ShardList(first.axis - 1, rows, factor, len(dims) - 1)
+        return Made((OWN, any_shape(op.inputs[1])), [made])
     if op.type in ('TensorListSetItem', 'TensorListPushBack'):
         return _put(op, placements, rows, sizes)
     if op.type in MAKERS and isinstance(first, OwnSizes):
         return Made((OWN, WHOLE), [None])
+    if isinstance(first, ListOf) and op.type == 'TensorListPopBack':
+        return Made((OWN, WHOLE), [first, first.element])
     if isinstance(first, SizeList) and op.type == 'TensorListPopBack':
-        if first.entries is None:
-            return Made((OWN, WHOLE), [first, OwnSizes()])
         return Made((OWN, WHOLE), [first, REPLICATE], entries=first.entries)
     if not isinstance(first, ShardList):
         return None
@@ -86,12 +89,10 @@ def rule(
         stacked = op.type == 'TensorListStack'
         output = op.outputs[-1]
         own = Shard(first.axis + stacked, rows)
-        dims = _dims(output, own.axis, first.factor, rows, sizes)
-        if dims is None:
-            return None
-        needs = [OWN, *[WHOLE] * (n - 2), _element_shape(op.inputs[shape], first, sizes)]
+        dims = _dims(output, own.axis, first, stacked, sizes)
+        given = [OWN, *[WHOLE] * (n - 2), _element_shape(op.inputs[shape], first, sizes)]
         lists = [first] if op.type == 'TensorListPopBack' else []
-        return Made(tuple(needs), [*lists, own], elements=dims)
+        return Made(tuple(given), [*lists, own], elements=dims)
     return None
 
 
@@ -107,12 +108,12 @@ def _put(
         factor = per_row(dims[item.axis], rows)
         if factor is None:
             return None
-        made = ShardList(item.axis, rows, factor)
+        made = ShardList(item.axis, rows, factor, len(dims))
     elif item == REPLICATE and isinstance(first, ShardList):
-        needs = (OWN, *[WHOLE] * (len(placements) - 2), Slice(first.axis, first.factor))
-        return Made(needs, [first])
-    elif isinstance(item, OwnSizes):
-        made = SizeList(None)
+        rest = [WHOLE] * (len(placements) - 2)
+        return Made((OWN, *rest, Slice(first.axis, first.factor)), [first])
+    elif isinstance(item, KEPT):
+        made = ListOf(item)
     else:
         entries = sizes.entries(element) if item == REPLICATE else None
         if entries is None or not any(e.rows for e in entries):
@@ -132,14 +133,10 @@ def _element_shape(tensor: tf.Tensor, of: ShardList, sizes: Sizes) -> Need:
     return any_shape(tensor) if factor is None else Local(tuple(entries), of.axis, factor)
 
 
-def _dims(
-    tensor: tf.Tensor, axis: int, factor: Size, rows: Rows, sizes: Sizes
-) -> list[Size] | None:
-    if tensor.shape.rank is None:
-        return None
-    dims = [
-        sizes.unknown(tensor, i) if d is None else Size(d)
-        for i, d in enumerate(tensor.shape.as_list())
-    ]
-    dims[axis] = factor * Size(1, (rows,))
+def _dims(tensor: tf.Tensor, axis: int, of: ShardList, stacked: bool, sizes: Sizes) -> list[Size]:
+    """The dimensions of an element, or of all."""
+    known = tensor.shape.rank is not None
+    static = tensor.shape.as_list() if known else [None] * (of.rank + stacked)
+    dims = [sizes.unknown(tensor, i) if d is None else Size(d) for i, d in enumerate(static)]
+    dims[axis] = of.factor * Size(1, (of.rows,))
     return dims

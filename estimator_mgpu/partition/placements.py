@@ -59,21 +59,23 @@ class ShardList(NamedTuple):
       axis: the elements' dimension that has the rows.
       rows: which rows.
       factor: how many entries a row has there, a `Size`.
+      rank: of the elements.
     """
 
     axis: int
     rows: Rows
     factor: Any
+    rank: int
 
 
 class SizeList(NamedTuple):
     """A TensorList whose elements are sizes that go by rows, as the shapes that gradients keep.
 
     Attributes:
-      entries: a `Size` for each entry of an element; None if they aren't known.
+      entries: a `Size` for each entry of an element.
     """
 
-    entries: tuple[Any, ...] | None
+    entries: tuple[Any, ...]
 
 
 class OwnSizes(NamedTuple):
@@ -83,7 +85,17 @@ class OwnSizes(NamedTuple):
         return 'OwnSizes'
 
 
-Placement = Union[Replicate, Shard, Partial, ShardList, SizeList, OwnSizes]
-KEPT = (ShardList, SizeList, OwnSizes)
+class ListOf(NamedTuple):
+    """A TensorList of what each tower keeps.
+
+    Attributes:
+      element: what that is.
+    """
+
+    element: Any
+
+
+Placement = Union[Replicate, Shard, Partial, ShardList, SizeList, OwnSizes, ListOf]
+KEPT = (ShardList, SizeList, OwnSizes, ListOf)
 """What each tower keeps, and can't be made whole: who needs it so has its maker run once."""
 REPLICATE = Replicate()

@@ -41,7 +41,6 @@ from estimator_mgpu.partition.rules.signature import (
 )
 from estimator_mgpu.partition.sizes import Size, Sizes, per_row
 
-
 Caller = Callable[[Any, tf.Operation, list[Placement]], Any]
 """(pass, op, placements of the inputs) -> (OpPlan, placements of the outputs, their dimensions)."""
 
@@ -206,7 +205,7 @@ class Pass:
 
     def _with_lists(
         self, op: tf.Operation, placements: list[Placement]
-    ) -> tuple[OpPlan, Sequence[Placement], Sequence[Any]] | None:
+    ) -> tuple[OpPlan, Sequence[Any], Sequence[Any]] | None:
         """What an op with TensorLists comes to."""
         made = lists.rule(op, placements, self.rows, self.sizes)
         if made is None or not self.own(zip(op.inputs, made.needs)):

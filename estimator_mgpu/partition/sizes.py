@@ -412,6 +412,11 @@ def _range(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
     return array([Size(v) for v in values]) if len(values) <= _SMALL else None
 
 
+def _invert_permutation(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
+    numbers = sizes.numbers(tensor.op.inputs[0])
+    return None if numbers is None else array([Size(int(i)) for i in np.argsort(numbers)])
+
+
 def _rank(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
     rank = tensor.op.inputs[0].shape.rank
     return None if rank is None else array([Size(rank)], ())
@@ -455,4 +460,5 @@ _VALUES: dict[str, Callable[[Sizes, tf.Tensor], np.ndarray | None]] = {
     'ZerosLike': _alike(0),
     'OnesLike': _alike(1),
     'Range': _range,
+    'InvertPermutation': _invert_permutation,
 }

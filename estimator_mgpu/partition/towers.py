@@ -152,7 +152,8 @@ class Towers:
 
     def _home(self, tensor: tf.Tensor) -> str:
         """Where a whole tensor is made."""
-        return self._homes.get(tensor.op.name) or tensor.op.device
+        home = self._homes.get(tensor.op.name) or tensor.op.device
+        return home or (self._sharding.host if tensor.name in self._sources else '')
 
     def _whole(self, tensor: tf.Tensor) -> str:
         """The whole value, which may be made of towers'."""

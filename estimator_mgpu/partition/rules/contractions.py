@@ -25,9 +25,9 @@ def batch_matmul(op: tf.Operation, sizes: Sizes) -> Signature | None:
     inputs: list[tuple[Label, ...]] = []
     for tensor, end in zip((one, two), ends):
         dims = sizes.dims(tensor) or []
-        lead = rank(tensor) - 2
+        lead = rank(tensor, sizes) - 2
         inputs.append(tuple(None if dims[i] == ONE else lead - i for i in range(lead)) + end)
-    lead = max(rank(one), rank(two)) - 2
+    lead = max(rank(one, sizes), rank(two, sizes)) - 2
     return Signature(inputs, [tuple(range(lead, 0, -1)) + ('m', 'n')], 'sum')
 
 
@@ -37,10 +37,10 @@ def einsum(op: tf.Operation, sizes: Sizes) -> Signature | None:
     inputs = []
     n = 0  # the dimensions that an ellipsis stands for
     for term, tensor in zip(terms.split(','), op.inputs):
-        n = max(n, rank(tensor) - len(term.replace('...', ''))) if '...' in term else n
+        n = max(n, rank(tensor, sizes) - len(term.replace('...', ''))) if '...' in term else n
     for term, tensor in zip(terms.split(','), op.inputs):
         dims = sizes.dims(tensor) or []
-        expanded = _expanded(term, rank(tensor) - len(term.replace('...', '')))
+        expanded = _expanded(term, rank(tensor, sizes) - len(term.replace('...', '')))
         inputs.append(
             tuple(
                 None if isinstance(label, int) and dims[i] == ONE else label

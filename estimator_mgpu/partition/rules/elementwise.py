@@ -12,7 +12,7 @@ def broadcasting(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Dimensions are matched from the last; one of size 1 is repeated, so it's never divided."""
     inputs = []
     for tensor in op.inputs:
-        n = rank(tensor)
+        n = rank(tensor, sizes)
         dims = sizes.dims(tensor) or []
         inputs.append(tuple(None if dims[i] == ONE else n - i for i in range(n)))
     n = max(map(len, inputs))
@@ -21,8 +21,8 @@ def broadcasting(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def alike(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """All inputs and outputs have one shape; an input that is a scalar is used for all entries."""
-    n = max(rank(t) for t in op.inputs)
-    inputs = [tuple(range(rank(t))) if rank(t) else WHOLE for t in op.inputs]
+    n = max(rank(t, sizes) for t in op.inputs)
+    inputs = [tuple(range(rank(t, sizes))) if rank(t, sizes) else WHOLE for t in op.inputs]
     if any(len(i) not in (0, n) for i in inputs):
         return None
     return Signature(inputs, [tuple(range(n))] * len(op.outputs))
@@ -30,7 +30,7 @@ def alike(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def first(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The first input entry by entry; the others are whole."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     return Signature([own] + [WHOLE] * (len(op.inputs) - 1), [own] * len(op.outputs))
 
 
@@ -38,7 +38,8 @@ def select(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The older `Select`: its condition is a scalar, as large as the rest, or one for each row."""
     condition, one, two = op.inputs
     return Signature(
-        [labels(condition), labels(one), labels(two)], [labels(one)] if rank(one) else [()]
+        [labels(condition, sizes), labels(one, sizes), labels(two, sizes)],
+        [labels(one, sizes)] if rank(one, sizes) else [()],
     )
 
 

@@ -18,61 +18,63 @@ from estimator_mgpu.partition.rules.signature import (
 from estimator_mgpu.partition.sizes import Sizes
 
 
-def _rows(tensor: tf.Tensor) -> tuple[Label, ...]:
-    return ('row', *[None] * (rank(tensor) - 1))
+def _rows(tensor: tf.Tensor, sizes: Sizes) -> tuple[Label, ...]:
+    return ('row', *[None] * (rank(tensor, sizes) - 1))
 
 
 def first(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The first input row by row; the others (filters, sizes) are whole."""
-    inputs = [_rows(op.inputs[0])] + [WHOLE] * (len(op.inputs) - 1)
-    return Signature(inputs, [_rows(t) for t in op.outputs])
+    inputs = [_rows(op.inputs[0], sizes)] + [WHOLE] * (len(op.inputs) - 1)
+    return Signature(inputs, [_rows(t, sizes) for t in op.outputs])
 
 
 def all_inputs(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """All inputs have rows."""
-    return Signature([_rows(t) for t in op.inputs], [_rows(t) for t in op.outputs])
+    return Signature([_rows(t, sizes) for t in op.inputs], [_rows(t, sizes) for t in op.outputs])
 
 
 def input_gradient(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The gradient of what a filter was applied to, whose sizes are an input."""
-    shape = Entries(_rows(op.outputs[0]))
-    return Signature([shape, WHOLE, _rows(op.inputs[2])], [_rows(op.outputs[0])])
+    shape = Entries(_rows(op.outputs[0], sizes))
+    return Signature([shape, WHOLE, _rows(op.inputs[2], sizes)], [_rows(op.outputs[0], sizes)])
 
 
 def pool_gradient(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The gradient of an average, by the sizes of what was averaged."""
-    shape = Entries(_rows(op.outputs[0]))
-    return Signature([shape, _rows(op.inputs[1])], [_rows(op.outputs[0])])
+    shape = Entries(_rows(op.outputs[0], sizes))
+    return Signature([shape, _rows(op.inputs[1], sizes)], [_rows(op.outputs[0], sizes)])
 
 
 def filter_gradient(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The gradient of a filter: a sum over rows."""
-    whole = tuple([None] * rank(op.outputs[0]))
-    inputs: list[Operand] = [_rows(op.inputs[0]), WHOLE, _rows(op.inputs[2])]
+    whole = tuple([None] * rank(op.outputs[0], sizes))
+    inputs: list[Operand] = [_rows(op.inputs[0], sizes), WHOLE, _rows(op.inputs[2], sizes)]
     return Signature(inputs, [whole], 'sum')
 
 
 def resize_gradient(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The gradient of resizing, by the image or by its sizes."""
-    other = _rows(op.inputs[1]) if rank(op.inputs[1]) == 4 else WHOLE
-    return Signature([_rows(op.inputs[0]), other], [_rows(op.outputs[0])])
+    other = _rows(op.inputs[1], sizes) if rank(op.inputs[1], sizes) == 4 else WHOLE
+    return Signature([_rows(op.inputs[0], sizes), other], [_rows(op.outputs[0], sizes)])
 
 
 def batch_norm_inference(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Normalization by given statistics, which come out again."""
     if op.get_attr('is_training'):
         return None
-    outputs = [labels(t) if i else _rows(t) for i, t in enumerate(op.outputs) if i < 5]
+    outputs = [
+        labels(t, sizes) if i else _rows(t, sizes) for i, t in enumerate(op.outputs) if i < 5
+    ]
     outputs += [()] * (len(op.outputs) - len(outputs))
-    return Signature([_rows(op.inputs[0]), WHOLE, WHOLE, WHOLE, WHOLE], outputs)
+    return Signature([_rows(op.inputs[0], sizes), WHOLE, WHOLE, WHOLE, WHOLE], outputs)
 
 
 def batch_norm_of_device(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Normalization by the statistics of each device's rows, whose mean is what others see."""
     if not op.get_attr('is_training'):
         return batch_norm_inference(op, sizes)
-    outputs = [() if i else _rows(t) for i, t in enumerate(op.outputs)]
-    inputs = [_rows(op.inputs[0])] + [WHOLE] * (len(op.inputs) - 1)
+    outputs = [() if i else _rows(t, sizes) for i, t in enumerate(op.outputs)]
+    inputs = [_rows(op.inputs[0], sizes)] + [WHOLE] * (len(op.inputs) - 1)
     return Signature(inputs, outputs, 'mean')
 
 
@@ -80,19 +82,21 @@ def batch_norm_gradient_of_device(op: tf.Operation, sizes: Sizes) -> Signature |
     """Its gradient."""
     if not op.get_attr('is_training'):
         return batch_norm_inference_gradient(op, sizes)
-    inputs: list[Operand] = [_rows(op.inputs[0]), _rows(op.inputs[1]), WHOLE]
+    inputs: list[Operand] = [_rows(op.inputs[0], sizes), _rows(op.inputs[1], sizes), WHOLE]
     inputs += [Part()] * (len(op.inputs) - 3)
-    return Signature(inputs, [() if i else _rows(t) for i, t in enumerate(op.outputs)], 'sum')
+    return Signature(
+        inputs, [() if i else _rows(t, sizes) for i, t in enumerate(op.outputs)], 'sum'
+    )
 
 
 def batch_norm_inference_gradient(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Its gradient, which sums those of scale and offset over rows."""
     if op.get_attr('is_training'):
         return None
-    inputs: list[Operand] = [_rows(op.inputs[0]), _rows(op.inputs[1])] + [WHOLE] * (
+    inputs: list[Operand] = [_rows(op.inputs[0], sizes), _rows(op.inputs[1], sizes)] + [WHOLE] * (
         len(op.inputs) - 2
     )
-    outputs = [() if i else _rows(t) for i, t in enumerate(op.outputs)]
+    outputs = [() if i else _rows(t, sizes) for i, t in enumerate(op.outputs)]
     return Signature(inputs, outputs, 'sum')
 
 

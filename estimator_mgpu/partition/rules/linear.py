@@ -11,8 +11,9 @@ _VIEWS = """
 """
 VIEWS = frozenset(_VIEWS.split())
 """For any reduction: the entries stay what they are."""
-_SUMS = frozenset(['AddN', 'Add', 'AddV2', 'Sub'])
+_SUMS = frozenset(['AddN', 'Add', 'AddV2', 'Pack', 'Sub'])
 _NEGATION = 'Neg'
+_PADDING = ('StridedSliceGrad',)  # Their last input comes out between zeros.
 
 
 def is_forwarding(op: tf.Operation) -> bool:
@@ -26,10 +27,16 @@ def linear(op: tf.Operation, placements: list[Placement]) -> Partial | None:
     A product with what is whole isn't one of these: an infinite factor gives inf for the sum, but
     nan where a tower's part is 0. Nor is a quotient.
     """
+    if op.type in _PADDING:
+        *others, last = placements
+        return last if last == Partial('sum') and all(p == REPLICATE for p in others) else None
     first = placements[0]
     if not isinstance(first, Partial):
         return None
     others = placements[1:]
+    if op.type == 'ConcatV2':
+        *parts, along = placements
+        return first if all(p == first for p in parts) and along == REPLICATE else None
     if op.type in VIEWS:
         return first if all(p == REPLICATE for p in others) else None
     if first.reduce != 'sum':

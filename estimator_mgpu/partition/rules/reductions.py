@@ -23,7 +23,7 @@ from estimator_mgpu.partition.sizes import Sizes
 def reduction(op: tf.Operation, sizes: Sizes, reduce: str) -> Signature | None:
     """Over rows it gives a part of the result; over other dimensions it goes row by row."""
     numbers = sizes.numbers(op.inputs[1])
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     if numbers is None or (reduce == 'mean' and not _is_float(op.inputs[0].dtype)):
         return None  # A mean of integers is rounded.
     axes = sorted({a % len(own) for a in numbers}) if own else []
@@ -41,26 +41,26 @@ def _is_float(dtype: tf.DType) -> bool:
 
 def of_all(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`L2Loss`: a sum over all entries."""
-    return Signature([labels(op.inputs[0])], [()], 'sum')
+    return Signature([labels(op.inputs[0], sizes)], [()], 'sum')
 
 
 def of_channels(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`BiasAddGrad`: a sum over all dimensions but the channels."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     channels = 1 if op.get_attr('data_format') == b'NCHW' else len(own) - 1
     return Signature([own], [(own[channels],)], 'sum')
 
 
 def bias_add(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`BiasAdd`: row by row."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     channels = 1 if op.get_attr('data_format') == b'NCHW' else len(own) - 1
     return Signature([own, (own[channels],)], [own])
 
 
 def along_last(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Softmax and top-k: each vector along the last dimension by itself."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     if not own:
         return None
     row = without(own, [len(own) - 1])
@@ -69,7 +69,7 @@ def along_last(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def along_axis(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Cumulative sums and reversals: along the dimensions that an input names."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     numbers = sizes.numbers(op.inputs[1])
     if numbers is None or not own:
         return None
@@ -79,7 +79,7 @@ def along_axis(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def arg_extreme(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`ArgMax`: which entry along a dimension that goes away."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     along = axis(op, 1, sizes, len(own))
     if along is None:
         return None
@@ -89,7 +89,7 @@ def arg_extreme(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def cross_entropy(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """A loss for each row, and the gradient of the logits."""
-    inputs = [('row', None), ('row',) if rank(op.inputs[1]) == 1 else ('row', None)]
+    inputs = [('row', None), ('row',) if rank(op.inputs[1], sizes) == 1 else ('row', None)]
     return Signature(inputs, [('row',), ('row', None)])
 
 
@@ -101,14 +101,14 @@ def in_top_k(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def reverse_sequence(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Each sequence by its own length."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     row = without(own, [op.get_attr('seq_dim')])
     return Signature([row, (row[op.get_attr('batch_dim')],)], [row])
 
 
 def roll(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`Roll`: along the dimensions that its third input names."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     numbers = sizes.numbers(op.inputs[2])
     if numbers is None or not own:
         return None
@@ -118,22 +118,22 @@ def roll(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def matrices(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Each matrix, in the last two dimensions, by itself."""
-    inputs = [_leading(t) for t in op.inputs]
+    inputs = [_leading(t, sizes) for t in op.inputs]
     if len({len(labelled) for labelled in inputs}) > 1:
         return None
-    outputs = [inputs[0][:-2] + (None,) * (rank(t) - len(inputs[0]) + 2) for t in op.outputs]
+    outputs = [inputs[0][:-2] + (None,) * (rank(t, sizes) - len(inputs[0]) + 2) for t in op.outputs]
     return Signature(inputs, outputs)
 
 
 def matrix(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The same, of the first input; the others are whole."""
-    own = _leading(op.inputs[0])
-    outputs = [own[:-2] + (None,) * (rank(t) - len(own) + 2) for t in op.outputs]
+    own = _leading(op.inputs[0], sizes)
+    outputs = [own[:-2] + (None,) * (rank(t, sizes) - len(own) + 2) for t in op.outputs]
     return Signature([own] + [WHOLE] * (len(op.inputs) - 1), outputs)
 
 
-def _leading(tensor: tf.Tensor) -> tuple[Label, ...]:
-    own = labels(tensor)
+def _leading(tensor: tf.Tensor, sizes: Sizes) -> tuple[Label, ...]:
+    own = labels(tensor, sizes)
     return without(own, range(len(own) - 2, len(own)))
 
 

@@ -61,28 +61,29 @@ class Signature(NamedTuple):
 Rule = Callable[[tf.Operation, Sizes], Optional[Signature]]
 
 
-def labels(tensor: tf.Tensor, prefix: str = '') -> tuple[Label, ...]:
+def labels(tensor: tf.Tensor, sizes: Sizes, prefix: str = '') -> tuple[Label, ...]:
     """One label for each dimension, counted from the first.
 
     Raises:
       UnknownRank: if the rank is unknown.
     """
-    return tuple(f'{prefix}{i}' for i in range(rank(tensor)))
+    return tuple(f'{prefix}{i}' for i in range(rank(tensor, sizes)))
 
 
 class UnknownRank(Exception):
     """A tensor has dimensions that a rule would have to know."""
 
 
-def rank(tensor: tf.Tensor) -> int:
+def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
     """The number of dimensions.
 
     Raises:
       UnknownRank: if it's unknown.
     """
-    if tensor.shape.rank is None:
+    dims = sizes.dims(tensor)
+    if dims is None:
         raise UnknownRank(tensor.name)
-    return tensor.shape.rank
+    return len(dims)
 
 
 def axis(op: tf.Operation, index: int, sizes: Sizes, of_rank: int) -> int | None:

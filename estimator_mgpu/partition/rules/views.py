@@ -69,14 +69,14 @@ def transpose(op: tf.Operation, sizes: Sizes) -> Signature | None:
     order = sizes.numbers(op.inputs[1])
     if order is None:
         return None
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     known: Operand = WHOLE if op.inputs[1].op.type == 'Const' else Fixed(tuple(order))
     return Signature([own, known], [tuple(own[i] for i in order)])
 
 
 def expand_dims(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """A dimension of size 1 comes in."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     at = axis(op, 1, sizes, len(own) + 1)
     if at is None:
         return None
@@ -85,7 +85,7 @@ def expand_dims(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Dimensions of size 1 go; which ones is told to towers, where rows may be one."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     gone = [i % len(own) for i in op.get_attr('squeeze_dims')]
     dims = sizes.dims(op.inputs[0]) or []
     if not gone:
@@ -98,14 +98,14 @@ def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def pack(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Tensors become the entries of a new dimension."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     at = op.get_attr('axis') % (len(own) + 1)
     return Signature([own] * len(op.inputs), [own[:at] + (None,) + own[at:]])
 
 
 def unpack(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The entries of a dimension become tensors."""
-    own = labels(op.inputs[0])
+    own = labels(op.inputs[0], sizes)
     at = op.get_attr('axis') % len(own)
     return Signature([without(own, [at])], [own[:at] + own[at + 1 :]] * len(op.outputs))
 
@@ -113,7 +113,7 @@ def unpack(op: tf.Operation, sizes: Sizes) -> Signature | None:
 def concat(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """One after another along a dimension, which is whole."""
     *tensors, _ = op.inputs
-    own = labels(op.outputs[0])
+    own = labels(op.outputs[0], sizes)
     along = axis(op, len(tensors), sizes, len(own))
     if along is None:
         return None
@@ -124,7 +124,7 @@ def concat(op: tf.Operation, sizes: Sizes) -> Signature | None:
 def split(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`Split` and `SplitV`: along a dimension, which is whole."""
     value, along = (1, 0) if op.type == 'Split' else (0, 2)
-    own = labels(op.inputs[value])
+    own = labels(op.inputs[value], sizes)
     at = axis(op, along, sizes, len(own))
     if at is None:
         return None
@@ -192,7 +192,7 @@ def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature | None:
     if dims is None or found is None:
         return None
     result, full = found
-    own = without(labels(op.inputs[0]), [i for i in range(len(dims)) if i not in full])
+    own = without(labels(op.inputs[0], sizes), [i for i in range(len(dims)) if i not in full])
     new = tuple(None if i is None else own[i] for i in result)
     return Signature([own, WHOLE, WHOLE, WHOLE], [new])  # An end beyond the last row is the last.
 
@@ -220,7 +220,7 @@ def slice_(op: tf.Operation, sizes: Sizes) -> Signature | None:
         for i, d in enumerate(dims)
         if begin[i] == Size(0) and (size[i] == Size(-1) or size[i].same_as(d))
     ]
-    own = without(labels(op.inputs[0]), [i for i in range(len(dims)) if i not in whole])
+    own = without(labels(op.inputs[0], sizes), [i for i in range(len(dims)) if i not in whole])
     return Signature([own, WHOLE, Entries(own)], [own])
 
 
@@ -230,7 +230,7 @@ def pad(op: tf.Operation, sizes: Sizes) -> Signature | None:
     if numbers is None:
         return None
     padded = [i // 2 for i, n in enumerate(numbers) if n]
-    own = without(labels(op.inputs[0]), padded)
+    own = without(labels(op.inputs[0], sizes), padded)
     return Signature([own] + [WHOLE] * (len(op.inputs) - 1), [own])
 
 
@@ -255,9 +255,9 @@ def tile(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def matrix_diag(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """A matrix for each vector."""
-    own = without(labels(op.inputs[0]), [rank(op.inputs[0]) - 1])
+    own = without(labels(op.inputs[0], sizes), [rank(op.inputs[0], sizes) - 1])
     inputs = [own] + [WHOLE] * (len(op.inputs) - 1)
-    extra = rank(op.outputs[0]) - len(own)
+    extra = rank(op.outputs[0], sizes) - len(own)
     return Signature(inputs, [own + (None,) * extra]) if extra == 1 else None
 
 
