@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -29,8 +29,8 @@ def check(choice: str) -> str:
     return choice
 
 
-def place(graph: tf.Graph, choice: str, devices: Sequence[str]) -> None:
-    """Puts a graph's variables on devices, but for those that have one already.
+def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]) -> None:
+    """Puts a model's variables on devices, but for those that have one already.
 
     A variable under another's name goes with that: Adam's moments, say, be they slots or made by
     hand. What else has to be where a variable is follows by itself, as TensorFlow places it.
@@ -39,9 +39,11 @@ def place(graph: tf.Graph, choice: str, devices: Sequence[str]) -> None:
       graph: the graph.
       choice: 'cpu', 'first' or 'spread', by bytes and the largest first.
       devices: one device a tower.
+      before: names of ops that aren't the model's, such as the global step.
     """
-    variables = [v for v in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES) if not v.device]
-    variables += [v for v in graph.get_collection(tf.GraphKeys.LOCAL_VARIABLES) if not v.device]
+    variables = graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
+    variables += graph.get_collection(tf.GraphKeys.LOCAL_VARIABLES)
+    variables = [v for v in variables if not v.device and _name(v) not in before]
     names = {_name(v) for v in variables}
     groups: dict[str, list[Any]] = {}
     for variable in variables:

@@ -129,9 +129,10 @@ def replicate(
             examples = steps.examples_of(features, labels, broadcast)
         else:
             found = batch.look_at(features, labels, broadcast)
+            before = {op.name for op in tf.get_default_graph().get_operations()}
             with _model_scope(None):
                 spec = build()
-            spec, examples = _divided(spec, found, towers, options)
+            spec, examples = _divided(spec, found, towers, before, options)
         explanation.tell(steps.record(examples, spec.loss, towers))
         return spec
 
@@ -144,11 +145,15 @@ _building: list[tf.Graph] = []
 
 
 def _divided(
-    spec: Any, found: batch.Batch, devices: Sequence[str], options: dict[str, Any]
+    spec: Any,
+    found: batch.Batch,
+    devices: Sequence[str],
+    before: set[str],
+    options: dict[str, Any],
 ) -> tuple[Any, tf.Tensor | None]:
     """Returns the EstimatorSpec of the divided graph, and how many rows a batch has."""
     graph = tf.get_default_graph()
-    placement.place(graph, options['variables'], devices)
+    placement.place(graph, options['variables'], devices, before)
     total = None
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
         with tf.device(devices_lib.host_of(devices[0])):
@@ -156,7 +161,9 @@ def _divided(
                 total = found.total()
             examples = tf.constant(found.static, tf.int64) if total is None else total
             examples = tf.cast(examples, tf.int64)
-    towers = divide(graph, found.sources, found.static, total, devices, options['batch_norm'])
+    towers = divide(
+        graph, found.sources, found.static, total, devices, before, options['batch_norm']
+    )
     return (spec if towers is None else specs.whole(spec, towers.whole)), examples
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -22,6 +22,7 @@ def divide(
     static: int | None,
     total: tf.Tensor | None,
     devices: Sequence[str],
+    before: Set[str] = frozenset(),
     batch_norm: str = 'batch',
 ) -> Towers | None:
     """Divides a finished graph over devices.
@@ -32,6 +33,7 @@ def divide(
       static: how many rows there are, if the graph knows.
       total: how many there are, an int32 scalar, otherwise.
       devices: one device a tower.
+      before: names of ops that aren't the model's, and stay as they are.
       batch_norm: whether fused batch normalization takes statistics of the 'batch' or a 'device'.
 
     Returns:
@@ -44,7 +46,7 @@ def divide(
         table = {**RULES, **images.OF_DEVICE}
     else:
         expand(graph)
-    plan = propagate(sources, Rows('batch', static), table, CALLERS)
+    plan = propagate(sources, Rows('batch', static), table, CALLERS, before)
     found = homes(graph, plan)
     for name, device in found.items():
         if ':' not in name:

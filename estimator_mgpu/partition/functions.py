@@ -152,6 +152,9 @@ class _Inside(Pass):
             return False
         return not any(type(s).__name__ == 'Entry' for e in entries for s in e.symbols)
 
+    def _fill(self, op: tf.Operation, placement: Shard) -> bool:
+        return False  # Nobody waits for others inside.
+
     def own(self, given: Any) -> bool:
         """Lists are the function's own."""
         return True

@@ -84,12 +84,14 @@ class OpPlan(NamedTuple):
       functions: the plans of the functions that it calls, by the attribute that names one.
       values: which inputs are variables that it only reads, and the types of their values, which
         it's given instead.
+      fill: the number that towers make a tensor of, if that is all the op does.
     """
 
     needs: tuple[Need, ...]
     attrs: dict[str, Any]
     functions: dict[str, FunctionPlan] = {}
     values: dict[int, tf.DType] = {}
+    fill: int | None = None
 
 
 class Plan(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -39,14 +39,18 @@ from estimator_mgpu.partition.rules.signature import (
     Signature,
     UnknownRank,
 )
-from estimator_mgpu.partition.sizes import Size, Sizes, per_row
+from estimator_mgpu.partition.sizes import Dim, Size, Sizes, per_row
 
 Caller = Callable[[Any, tf.Operation, list[Placement]], Any]
 """(pass, op, placements of the inputs) -> (OpPlan, placements of the outputs, their dimensions)."""
 
 
 def propagate(
-    sources: Sequence[tf.Tensor], rows: Rows, table: dict[str, Rule], callers: dict[str, Caller]
+    sources: Sequence[tf.Tensor],
+    rows: Rows,
+    table: dict[str, Rule],
+    callers: dict[str, Caller],
+    before: Set[str],
 ) -> Plan:
     """Finds out what may run in towers.
 
@@ -55,6 +59,7 @@ def propagate(
       rows: the batch's rows.
       table: the rules, by the type of op.
       callers: what divides ops that call functions, by the type of op.
+      before: names of ops that aren't the model's.
 
     Returns:
       The `Plan`.
@@ -62,7 +67,7 @@ def propagate(
     Raises:
       RuntimeError: if a rule fails, rather than says no.
     """
-    order = _order(sources)
+    order = _order(sources, before)
     reduced: set[str] = set()
     once: set[str] = set()
     while True:
@@ -85,13 +90,13 @@ def propagate(
         reduced, once = found.reduced, found.once
 
 
-def _order(sources: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """All ops that depend on the sources, each after those that it depends on."""
+def _order(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:
+    """All of the model's ops that depend on the sources, each after those that it depends on."""
     reached: set[tf.Operation] = set()
     stack = [op for t in sources for op in t.consumers()]
     while stack:
         op = stack.pop()
-        if op not in reached:
+        if op not in reached and op.name not in before:
             reached.add(op)
             stack += private.followers(op)
     order: list[tf.Operation] = []
@@ -109,8 +114,8 @@ def _order(sources: Sequence[tf.Tensor]) -> list[tf.Operation]:
             done[op] = False
             if op.type in ('NextIteration', 'RefNextIteration'):
                 continue  # A loop's way back.
-            before = [t.op for t in op.inputs] + list(op.control_inputs)
-            stack += [o for o in before if o in reached and o not in done]
+            given = [t.op for t in op.inputs] + list(op.control_inputs)
+            stack += [o for o in given if o in reached and o not in done]
     return order
 
 
@@ -144,6 +149,7 @@ class Pass:
         self.ops: dict[str, OpPlan] = {}
         self.placements: dict[str, Placement] = {}
         self.reasons: dict[str, str] = {}
+        self._asked: dict[str, set[str]] = {}  # partial results that are asked for, by their origin
 
     def begin(self, tensor: tf.Tensor, placement: Placement, first: Sequence[Size] = ()) -> None:
         """Says what towers have of a tensor to begin with, and its first dimensions."""
@@ -185,6 +191,9 @@ class Pass:
             else:
                 self._divided(op, *made)
             return
+        [first, *_] = placements or [REPLICATE]
+        if op.type in _ALIKE and isinstance(first, Shard) and self._fill(op, first):
+            return
         rule = self.table.get(op.type)
         if rule is None:
             self._whole(op, placements, f'no rule for {op.type}')
@@ -202,6 +211,21 @@ class Pass:
             ) from error
         if signature is None or not self._by(op, signature, placements):
             self._whole(op, placements, f'this {op.type} is not row by row')
+
+    def _fill(self, op: tf.Operation, placement: Shard) -> bool:
+        """Makes ones or zeros by the tower's number of rows, without waiting for whose shape it is.
+
+        Else each tower's loss waits for all losses where it's divided by how many there are.
+        """
+        dims = self.sizes.dims(op.inputs[0])
+        if dims is None or any(isinstance(s, Dim) for size in dims for s in size.symbols):
+            return False
+        factor = per_row(dims[placement.axis], self.rows)
+        if factor is None:
+            return False
+        needs = (Local(tuple(dims), placement.axis, factor),)
+        self._divided(op, OpPlan(needs, {}, fill=_ALIKE[op.type]), [placement], [dims])
+        return True
 
     def _with_lists(
         self, op: tf.Operation, placements: list[Placement]
@@ -379,11 +403,15 @@ class Pass:
         """Notes that partial results are to be reduced, where they come from."""
         for tensor, placement in zip(op.inputs, placements):
             if isinstance(placement, Partial):
-                while is_forwarding(tensor.op) and isinstance(
-                    self.seen(tensor.op.inputs[0]), Partial
-                ):
-                    tensor = tensor.op.inputs[0]
                 self.reduced.add(tensor.name)
+                origin = tensor
+                while is_forwarding(origin.op) and isinstance(
+                    self.seen(origin.op.inputs[0]), Partial
+                ):
+                    origin = origin.op.inputs[0]
+                self._asked.setdefault(origin.name, set()).add(tensor.name)
+                if len(self._asked[origin.name]) > 1:
+                    self.reduced.add(origin.name)  # One sum is enough.
         return [REPLICATE if isinstance(p, Partial) else p for p in placements]
 
     def seen(self, tensor: tf.Tensor) -> Placement:
@@ -393,4 +421,5 @@ class Pass:
         return self.placements.get(tensor.name, REPLICATE)
 
 
+_ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
 _SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])

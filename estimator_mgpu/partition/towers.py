@@ -13,7 +13,7 @@ from estimator_mgpu.partition import reduction
 from estimator_mgpu.partition.callees import Callees
 from estimator_mgpu.partition.nodes import Nodes, set_attr
 from estimator_mgpu.partition.placements import KEPT, Partial, Rows, Shard
-from estimator_mgpu.partition.plan import First, Local, Numbers, Own, Plan, Slice, Whole
+from estimator_mgpu.partition.plan import First, Local, Numbers, OpPlan, Own, Plan, Slice, Whole
 from estimator_mgpu.partition.sharding import Sharding
 from estimator_mgpu.partition.sizes import Dim, Size
 
@@ -293,7 +293,7 @@ class Towers:
             return self._own(tensor, tower)  # The same on all.
         op = tensor.op
         small = (tensor.shape.num_elements() or 0) <= _SMALL
-        if op.type == 'Const' and small and not op.control_inputs:
+        if op.type == 'Const' and small:
             return self._copied_constant(op, tower)
         return self._whole(tensor)
 
@@ -306,6 +306,8 @@ class Towers:
             node.name = name
             node.device = self._device(op, tower)
             node.attr.pop('_class', None)
+            del node.input[:]
+            self._wait(node, op, tower)
             self._memo[key] = f'{name}:0'
         return self._memo[key]
 
@@ -327,6 +329,10 @@ class Towers:
         resources = [t for t in inputs if t.dtype == tf.resource]
         # What uses a variable or a table runs where that is.
         node.device = self._home(resources[0]) if resources else self._device(op, tower)
+        if planned.fill is not None:
+            self._fill(node, op.outputs[0].dtype, planned, tower)
+            self._wait(node, op, tower)
+            return
         for i, (tensor, need) in enumerate(zip(inputs, planned.needs)):
             given = self._given(tensor, need, tower)
             if planned.functions:
@@ -337,6 +343,10 @@ class Towers:
             set_attr(node.attr[key], value)
         node.attr.pop('_class', None)
         node.attr.pop('_output_shapes', None)
+        self._wait(node, op, tower)
+
+    def _wait(self, node: Any, op: tf.Operation, tower: int) -> None:
+        """Lets a tower's copy wait for what the op waits for: its own, or what runs once."""
         once = []
         for other in op.control_inputs:
             if other.name in self._plan.ops:
@@ -345,6 +355,17 @@ class Towers:
                 once.append(other)
         if once:
             node.input.append(f'^{self._hub(once, tower)}')
+
+    def _fill(self, node: Any, dtype: tf.DType, planned: OpPlan, tower: int) -> None:
+        """Makes a node one that needs to know nothing but the tower's number of rows."""
+        [need] = planned.needs
+        assert isinstance(need, Local)
+        value = self._nodes.const(planned.fill, dtype, node.device)
+        node.op = 'Fill'
+        node.input.extend([self._local(need, tf.int32, tower, False), value])
+        node.attr.clear()
+        node.attr['T'].type = dtype.as_datatype_enum
+        node.attr['index_type'].type = tf.int32.as_datatype_enum
 
     def _argument(
         self, op: tf.Operation, tensor: tf.Tensor, given: str, value: tf.DType | None, tower: int
