@@ -7,8 +7,7 @@ once, by name, rather than in the middle of a training script.
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,20 +27,6 @@ def _module(name: str, *attributes: str) -> Any:
     return module
 
 
-# What tf.gradients, Optimizer.compute_gradients and Keras' get_gradients all end in.
-GRADIENTS = (
-    _module('tensorflow.python.ops.gradients_util', '_GradientsHelper'),
-    '_GradientsHelper',
-)
-# What tf.GradientTape.gradient ends in.
-TAPE_GRADIENTS = (
-    _module('tensorflow.python.eager.imperative_grad', 'imperative_grad'),
-    'imperative_grad',
-)
-# What tf.shape and tf.size end in.
-_ARRAY_OPS = 'tensorflow.python.ops.array_ops'
-SIZES = [(_module(_ARRAY_OPS, name), name) for name in ('shape_internal', 'size_internal')]
-
 # The collection in which Estimator keeps its read of the global step when it trains.
 GLOBAL_STEP_READ = _module(
     'tensorflow.python.training.training_util', 'GLOBAL_STEP_READ_KEY'
@@ -50,7 +35,7 @@ GLOBAL_STEP_READ = _module(
 _tensor_util = _module('tensorflow.python.framework.tensor_util', 'try_evaluate_constant')
 _op_def_registry = _module('tensorflow.python.framework.op_def_registry', 'get')
 _kernels = _module('tensorflow.python.framework.kernels', 'get_registered_kernels_for_op')
-_script_ops = _module(
+_ops = _module(
     'tensorflow.python.ops.script_ops', 'EagerFunc', '_py_funcs', 'tape_cache', '_EagerPyFuncGrad'
 )
 _ops = _module('tensorflow.python.framework.ops', 'Operation')
@@ -65,6 +50,7 @@ for _method in (
     '_remove_all_control_inputs',
     '_control_outputs',
     '_get_control_flow_context',
+    '_id',
     '_set_device',
     '_update_input',
 ):
@@ -94,19 +80,14 @@ def has_kernel(op_type: str) -> bool:
 
 def function_graphs(
     op: tf.Operation,
-    names: Sequence[str] = ('body', 'f', 'then_branch', 'else_branch', 'branches'),
+    names: Sequence[str],
 ) -> list[tf.Graph]:
-    """Returns the graphs of the body of a loop, the branches or the function that an op calls.
+    """Returns the graphs of the functions that an op calls, by the attributes that say which.
 
     None where the graph doesn't keep them, as one that was imported.
-
-    Args:
-      op: the op.
-      names: the attributes that say which: 'cond' is what a loop goes by.
     """
-    refs = [op.node_def.attr[name] for name in names if name in op.node_def.attr]
-    refs = [f for attr in refs for f in ([attr.func] if attr.HasField('func') else attr.list.func)]
-    found = [getattr(op.graph._get_function(ref.name), 'graph', None) for ref in refs]
+    called = [op.node_def.attr[name].func.name for name in names]
+    found = [getattr(op.graph._get_function(name), 'graph', None) for name in called]
     return [] if None in found else found
 
 
@@ -160,6 +141,11 @@ def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     op._update_input(index, tensor)
 
 
+def number(op: tf.Operation) -> int:
+    """Returns an op's number, in the order in which ops were made."""
+    return op._id
+
+
 def set_device(op: tf.Operation, device: str) -> None:
     """Puts an op that exists already on another device."""
     op._set_device(device)
@@ -184,64 +170,6 @@ def free(op: tf.Operation) -> None:
 def in_control_flow(op: tf.Operation) -> bool:
     """Whether an op is inside a v1 `while_loop` or `cond`."""
     return op._get_control_flow_context() is not None
-
-
-def in_loop(op: tf.Operation) -> bool:
-    """Whether an op is inside a v1 `while_loop`."""
-    return bool(loops_of(op))
-
-
-def loops_of(op: tf.Operation) -> list[str]:
-    """Returns the names of the v1 `while_loop`s that an op is inside of, the innermost first."""
-    return [context.name for context in _contexts(op) if context.IsWhileContext()]
-
-
-def _contexts(op: tf.Operation) -> Iterator[Any]:
-    """Yields the v1 loops and branches that an op is inside of, the innermost first."""
-    context = op._get_control_flow_context()
-    while context is not None:
-        yield context
-        context = context.outer_context
-
-
-def own_python_function(token: bytes, graph: tf.Graph, own: Callable[[bytes], bytes]) -> bytes:
-    """Registers the function of a `py_function` again, for it to keep another tape.
-
-    The tape of a call is kept, until the gradient takes it, under the token that the op has.
-
-    Args:
-      token: what the function is registered as.
-      graph: the graph that it's called in, which keeps it alive.
-      own: own(token of a function) -> what that was registered as again.
-
-    Returns:
-      The new token.
-    """
-    function = _script_ops._py_funcs.get(token.decode())
-    if function is None:  # It was made in another process, say; running it says so.
-        return token
-    if function._is_grad_func:
-        forward = inspect.getclosurevars(inspect.unwrap(function._func)).nonlocals['token']
-        forward = own(forward)
-
-        def gradient(*grads: tf.Tensor) -> list[Any]:
-            tape, inputs, outputs = _script_ops.tape_cache.pop(forward)
-            return tape.gradient(outputs, inputs, output_gradients=grads)
-
-        function = _script_ops.EagerFunc(gradient, function._out_dtypes, True)
-        graph._py_funcs_used_in_graph.append(function)
-    return _script_ops._py_funcs.insert(function).encode()
-
-
-def branched_on(op: tf.Operation) -> list[tf.Tensor]:
-    """Lists what decides on the v1 `cond`s that an op is inside of."""
-    return [context.pred for context in _contexts(op) if context.IsCondContext()]
-
-
-def loop_ends(op: tf.Operation) -> list[tf.Operation]:
-    """Returns the `Exit`s of the v1 `while_loop` that an op is in, if that's in nothing else."""
-    *_, context = _contexts(op)
-    return [t.op for t in context.loop_exits] if context.IsWhileContext() else []
 
 
 def outermost(graph: tf.Graph) -> tf.Graph:

@@ -101,7 +101,7 @@ def _order(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]
             stack += private.followers(op)
     order: list[tf.Operation] = []
     done: dict[tf.Operation, bool] = {}
-    for root in sorted(reached, key=lambda op: op._id):
+    for root in sorted(reached, key=private.number):
         stack = [root]
         while stack:
             op = stack[-1]
