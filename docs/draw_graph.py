@@ -15,8 +15,8 @@ import estimator_mgpu
 
 PATH = pathlib.Path(__file__).with_name('how-it-works.svg')
 TOWERS = 3
-WIDTH, HEIGHT, LEFT, TOP, COLUMN, ROW = 190, 74, 16, 56, 232, 118
-TITLES = ['input_fn', 'split', 'towers', 'reduction', 'the one optimizer']
+WIDTH, HEIGHT, LEFT, TOP, COLUMN, ROW = 190, 82, 16, 56, 232, 118
+TITLES = ['input_fn', 'slices', 'towers', 'sums', 'the one optimizer']
 FILLS = ['#eeeeee', '#fff3d6', '#d9e8fb', '#dcf2dc', '#f9dcd9']
 
 
@@ -48,21 +48,23 @@ def build():
     return [op for op in graph.get_operations() if op in run]
 
 
+def index_of(op):
+    """Returns the number of an op's device."""
+    return tf.DeviceSpec.from_string(op.device).device_index or 0
+
+
 def box_of(op):
     """Returns (column, device's number) of an op; None for what isn't drawn."""
     if op.type == 'IteratorGetNext':
         return 0, 0
-    device = tf.DeviceSpec.from_string(op.device).device_index
-    if op.type in ('Const', 'NoOp', 'VarHandleOp', 'ReadVariableOp') or device is None:
-        return None
-    if op.type == 'Split':
+    if op.type == 'Slice' and op.inputs[0].op.type == 'IteratorGetNext':
         return 1, 0
-    if op.name.startswith('replicate/gradient') and op.type == 'AddN':
-        return 3, device
     if op.type == 'ResourceApplyAdam':
-        return 4, device
-    if op.name.startswith('tower_') or not op.name.startswith(('replicate/', 'Adam', 'reduced')):
-        return 2, device
+        return 4, index_of(op.inputs[0].op)  # It runs where the variable is.
+    if op.name.startswith('replicate/tower_'):
+        return 2, index_of(op)
+    if op.name.startswith('replicate/AddN'):
+        return 3, index_of(op)
     return None
 
 
@@ -82,14 +84,13 @@ def lines_of(box, ops):
     where = f'/device:CPU:{device}'
     if column == 0:
         shape = ops[0].outputs[0].shape.as_list()
-        return ['IteratorGetNext', f'the global batch: {shape[0]} rows']
+        return ['IteratorGetNext', f'the batch: {shape[0]} rows']
     if column == 1:
-        rows = [t.shape.as_list()[0] for t in ops[0].outputs]
-        return [f'{len(ops)} Split ops', 'shards of ' + ', '.join(map(str, rows)) + ' rows']
+        rows = [op.outputs[0].shape.as_list()[0] for op in ops[:TOWERS]]
+        return [f'{len(ops)} Slice ops', 'shards of ' + ', '.join(map(str, rows)) + ' rows']
     if column == 2:
         layers = sum(op.type == 'MatMul' and 'gradients/' not in op.name for op in ops)
-        how = 'what model_fn built' if device == 0 else 'a copy of tower 0'
-        return [where, how, f'{layers} MatMul, and their gradients']
+        return [where, 'copies of the ops', f'{layers} MatMul, and their gradients']
     if column == 3:
         return [where, *(f'{op.type} of {len(op.inputs)} gradients' for op in ops)]
     return [where, *(f'{op.type}: {op.inputs[0].op.name}' for op in ops)]
@@ -102,14 +103,19 @@ def center(box):
 
 
 def arrows_of(boxes):
-    """Yields pairs of boxes between which a tensor goes, from left to right."""
+    """Returns pairs of boxes between which a tensor goes, from left to right."""
     where = {op: box for box, ops in boxes.items() for op in ops}
-    found = {
-        (where.get(tensor.op), box)
-        for op, box in where.items()
-        for tensor in op.inputs
-        if where.get(tensor.op, box)[0] < box[0]
-    }
+    found = set()
+    for op, box in where.items():
+        seen, left = set(), [tensor.op for tensor in op.inputs]
+        while left:  # Back over what isn't drawn.
+            before = left.pop()
+            if before in where:
+                if where[before][0] < box[0]:
+                    found.add((where[before], box))
+            elif before not in seen:
+                seen.add(before)
+                left += [tensor.op for tensor in before.inputs]
     return sorted(found)
 
 

@@ -9,6 +9,9 @@ noisy, what counts are ratios of runs of one round: the tables give their median
 their least and greatest. Start-up is all from the call of train() to the end of the first step,
 with the checkpoint that Estimator writes before it. The set-up `unoptimized` is replicate() without
 TensorFlow's own graph optimizer, which is where most of a large model's first step goes.
+
+The model `cnn` has batch normalization: replicate() takes the statistics of the whole batch, unless
+--batch_norm=device says that it's those of each device, as MirroredStrategy's are.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ flags.DEFINE_list(
 )
 flags.DEFINE_enum('devices', 'CPU', ['CPU', 'GPU'], 'Logical CPU devices, or GPUs.')
 flags.DEFINE_string('variables', None, "replicate()'s choice of where variables live.")
+flags.DEFINE_enum('batch_norm', 'batch', ['batch', 'device'], "replicate()'s choice of statistics.")
 flags.DEFINE_integer('rounds', 3, 'How often each set-up runs.', lower_bound=1)
 flags.DEFINE_float('seconds', 5, 'How long steps are timed, after the first ones.', lower_bound=0)
 flags.DEFINE_string('output', 'benchmark', 'Where the tables go: this .md, .json and .png.')
@@ -144,7 +148,7 @@ def run_once(model, setup, towers):
     devices = tower_devices(FLAGS.devices, towers)
     session_config = estimator_mgpu.session_config(devices)
     if setup in (REPLICATE, UNOPTIMIZED):
-        options = chosen_variables(FLAGS.variables)
+        options = {**chosen_variables(FLAGS.variables), 'batch_norm': FLAGS.batch_norm}
         model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
         off = setup == UNOPTIMIZED
         session_config.graph_options.rewrite_options.disable_meta_optimizer = off
@@ -174,7 +178,7 @@ def run_all(runs):
         for run in runs:
             command = [sys.executable, __file__, f'--run={json.dumps(run)}']
             command += [f'--devices={FLAGS.devices}', f'--towers={",".join(FLAGS.towers)}']
-            command += [f'--seconds={FLAGS.seconds}']
+            command += [f'--seconds={FLAGS.seconds}', f'--batch_norm={FLAGS.batch_norm}']
             command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
             try:
                 process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)

@@ -76,10 +76,13 @@ def model_fn(features, labels, mode, params):
     discriminator_loss += right(tf.zeros_like(on_drawn), on_drawn)
     generator_loss = right(tf.ones_like(on_drawn), on_drawn)
 
-    steps = []
+    updates = []
     for name, loss in (('discriminator', discriminator_loss), ('generator', generator_loss)):
         optimizer = tf.train.AdamOptimizer(params['learning_rate'], beta1=0.5, name=f'Adam_{name}')
-        steps.append(optimizer.minimize(loss, var_list=tf.trainable_variables(name)))
+        updates.append((optimizer, optimizer.compute_gradients(loss, tf.trainable_variables(name))))
+    # Nothing is updated that a gradient still has to be computed with.
+    with tf.control_dependencies([gradient for _, pairs in updates for gradient, _ in pairs]):
+        steps = [optimizer.apply_gradients(pairs) for optimizer, pairs in updates]
     with tf.control_dependencies(steps):
         train_op = tf.assign_add(tf.train.get_global_step(), 1)
     return estimator.EstimatorSpec(

@@ -177,9 +177,7 @@ class _Inside(Pass):
     def _check(self, op: tf.Operation, position: int, tensor: tf.Tensor, need: Need) -> None:
         """Whether an op can be given what it needs, inside."""
         if isinstance(need, Whole):
-            # An end beyond the last row is the last.
-            end = op.type == 'StridedSlice' and position == 2
-            if self.seen(tensor) != REPLICATE or (self.differs(tensor) and not end):
+            if self.seen(tensor) != REPLICATE or self.differs(tensor):
                 raise _Whole(f'{op.type} needs all of {tensor.name}')
         elif isinstance(need, Slice) and self._may_be_made(tensor):
             self.wanted[tensor.op.name] = need

@@ -39,7 +39,7 @@ from estimator_mgpu.partition.rules.signature import (
     Signature,
     UnknownRank,
 )
-from estimator_mgpu.partition.sizes import Dim, Size, Sizes, per_row
+from estimator_mgpu.partition.sizes import ONE, Dim, Size, Sizes, per_row
 
 Caller = Callable[[Any, tf.Operation, list[Placement]], Any]
 """(pass, op, placements of the inputs) -> (OpPlan, placements of the outputs, their dimensions)."""
@@ -338,6 +338,8 @@ class Pass:
         if placement == Shard(axis, self.rows):
             return OWN
         dims = self.sizes.dims(tensor) or []
+        if dims[axis] == ONE:
+            return WHOLE  # It's repeated for all rows.
         return Slice(axis, per_row(dims[axis], self.rows) or factor)
 
     def _dims(

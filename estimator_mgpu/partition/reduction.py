@@ -37,6 +37,7 @@ def gather(
     sharding: Sharding,
     parts: Sequence[str],
     tensor: tf.Tensor,
+    rank: int,
     axis: int,
     factor: Size,
     device: str,
@@ -48,6 +49,7 @@ def gather(
       sharding: how the rows are divided.
       parts: one tensor a tower.
       tensor: what was divided.
+      rank: how many dimensions it has.
       axis: the dimension that has the rows.
       factor: how many entries a row has there.
       device: where to.
@@ -59,7 +61,6 @@ def gather(
     if sharding.active is None:
         return joined
     # Towers without rows are the last.
-    rank = tensor.shape.rank
     begin = sharding.vector([0] * rank)
     size = sharding.vector([sharding.whole_size(factor) if i == axis else -1 for i in range(rank)])
     return nodes.add('Slice', [joined, begin, size], device, T=tensor.dtype, Index=tf.int32)
@@ -137,8 +138,9 @@ def _masked(
     """The same, with what changes nothing for towers that have no row."""
     if sharding.active is None:
         return list(parts)
-    masked = []
-    for part, active, device in zip(parts, sharding.active, devices):
+    # The first has all rows there are, if there are fewer than two.
+    masked = [parts[0]]
+    for part, active, device in zip(parts[1:], sharding.active[1:], devices[1:]):
         other = nodes.const(neutral, dtype, device)
         masked.append(nodes.add('SelectV2', [active, part, other], device, T=dtype))
     return masked

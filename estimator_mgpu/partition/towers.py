@@ -175,7 +175,7 @@ class Towers:
             factor = dims[placement.axis].over(Size(1, (placement.rows,)))
             assert factor is not None
             return reduction.gather(
-                self._nodes, self._sharding, parts, tensor, placement.axis, factor, home
+                self._nodes, self._sharding, parts, tensor, len(dims), placement.axis, factor, home
             )
         if isinstance(placement, Partial):
             return reduction.reduce(

@@ -117,12 +117,14 @@ def roll(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 
 def matrices(op: tf.Operation, sizes: Sizes) -> Signature | None:
-    """Each matrix, in the last two dimensions, by itself."""
-    inputs = [_leading(t, sizes) for t in op.inputs]
-    if len({len(labelled) for labelled in inputs}) > 1:
-        return None
-    outputs = [inputs[0][:-2] + (None,) * (rank(t, sizes) - len(inputs[0]) + 2) for t in op.outputs]
-    return Signature(inputs, outputs)
+    """Each matrix, in the last two dimensions, by itself; the others are broadcast."""
+    lead = max(rank(t, sizes) for t in op.inputs) - 2
+    inputs = [
+        tuple(rank(t, sizes) - 2 - i for i in range(rank(t, sizes) - 2)) + (None, None)
+        for t in op.inputs
+    ]
+    own = tuple(range(lead, 0, -1))
+    return Signature(inputs, [own + (None,) * (rank(t, sizes) - lead) for t in op.outputs])
 
 
 def matrix(op: tf.Operation, sizes: Sizes) -> Signature | None:

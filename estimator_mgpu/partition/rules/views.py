@@ -176,7 +176,7 @@ def _sliced(
             axis += 1
         else:
             from_0 = masks['begin'] >> i & 1 or (begin is not None and begin[i] == Size(0))
-            to_end = masks['end'] >> i & 1 or (end is not None and end[i] == dims[axis])
+            to_end = masks['end'] >> i & 1 or (end is not None and end[i].same_as(dims[axis]))
             if from_0 and to_end and stride is not None and stride[i] == ONE:
                 full.add(axis)
             result.append(axis)
@@ -194,7 +194,16 @@ def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature | None:
     result, full = found
     own = without(labels(op.inputs[0], sizes), [i for i in range(len(dims)) if i not in full])
     new = tuple(None if i is None else own[i] for i in result)
-    return Signature([own, WHOLE, WHOLE, WHOLE], [new])  # An end beyond the last row is the last.
+    return Signature([own, WHOLE, Entries(_ends(op, own)), WHOLE], [new])
+
+
+def _ends(op: tf.Operation, own: Sequence[Label]) -> tuple[Label, ...]:
+    """The labels of the ends that are given as sizes; others are whole, or the last there is."""
+    masks = {name: op.get_attr(f'{name}_mask') for name in ('end', 'ellipsis', 'new_axis')}
+    if masks['ellipsis'] or masks['new_axis']:
+        return ()
+    n = op.inputs[2].shape.num_elements() or 0
+    return tuple(None if masks['end'] >> i & 1 else own[i] for i in range(n))
 
 
 def strided_slice_gradient(op: tf.Operation, sizes: Sizes) -> Signature | None:
