@@ -9,7 +9,7 @@ from estimator_mgpu.replicate import replicate
 from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
 from estimator_mgpu.verification import verify
 
-__version__ = '0.2.0.dev0'
+__version__ = '0.2.0'
 
 __all__ = [
     'Estimator',

@@ -48,13 +48,12 @@ def check(case):
         assert_close(found, expected)
 
 
+@pytest.mark.core
 @hypothesis.given(random_graphs.cases)
 def test_random_model(case):
     check(case)
 
 
-@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
 @pytest.mark.parametrize('name', sorted(OPS))
-def test_each_op(name, static):
-    sizes = [7, 7] if static else [7, 2]
-    check(Case([name, 'dense'], ['mean'], ['momentum'], 'none', ['mean'], sizes, static, 3, 1))
+def test_each_op(name):
+    check(Case([name, 'dense'], ['mean'], ['momentum'], 'none', ['mean'], [7, 2], False, 3, 1))

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.partition import lists
 from estimator_mgpu.partition.placements import (
     KEPT,
     REPLICATE,
@@ -29,6 +30,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     Numbers,
     OpPlan,
+    Own,
     Slice,
     Whole,
 )
@@ -156,8 +158,12 @@ class _Inside(Pass):
         return False  # Nobody waits for others inside.
 
     def own(self, given: Any) -> bool:
-        """Lists are the function's own."""
-        return True
+        """Lists are the function's own, if they're made empty."""
+        return not self.strict or all(
+            self.seen(t) != REPLICATE or t.op.type in lists.MAKERS
+            for t, need in given
+            if isinstance(need, Own)
+        )
 
     def _whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         raise _Whole(f'{op.name}: {reason} ({placements})')
@@ -326,7 +332,8 @@ def _loop(
         return None
     functions = {'body': inside.plan(), 'cond': asked.plan()}
     read = [(i, _only_read(i, body, condition)) for i in range(len(arguments))]
-    values = {i: dtype for i, dtype in read if dtype is not None}
+    # Within a function, it's the caller that would have to be given the value.
+    values = {i: dtype for i, dtype in read if dtype and not isinstance(outer, _Inside)}
     dims = [
         _dims(outer, t, placed[i], arguments[i], factors.get(i)) for i, t in enumerate(op.outputs)
     ]

@@ -192,7 +192,8 @@ class Pass:
                 self._divided(op, *made)
             return
         [first, *_] = placements or [REPLICATE]
-        if op.type in _ALIKE and isinstance(first, Shard) and self._fill(op, first):
+        numeric = op.type in _ALIKE and op.outputs[0].dtype.base_dtype != tf.string
+        if numeric and isinstance(first, Shard) and self._fill(op, first):
             return
         rule = self.table.get(op.type)
         if rule is None:
