@@ -24,7 +24,11 @@ class Applied(NamedTuple):
     variable: Any
 
 
-_applied: weakref.WeakKeyDictionary[tf.Graph, list[Applied]] = weakref.WeakKeyDictionary()
+# By graph: the optimizer's name, the names of the gradient's tensors and the variable's. None of
+# these keeps the graph alive.
+_applied: weakref.WeakKeyDictionary[tf.Graph, list[tuple[str, list[str], str]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class TowerOptimizer:
@@ -61,13 +65,23 @@ class TowerOptimizer:
         """As the optimizer's own."""
         pairs = list(grads_and_vars)
         record = _applied.setdefault(tf.get_default_graph(), [])
-        record += [Applied(self.get_name(), g, v) for g, v in pairs if g is not None]  # type: ignore
+        for gradient, variable in pairs:
+            if gradient is not None:
+                names = [t.name for t in tf.nest.flatten(gradient, expand_composites=True)]
+                record.append((self.get_name(), names, variable.op.name))  # type: ignore
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
 
 def applied(graph: tf.Graph) -> list[Applied]:
     """Lists the gradients that tower optimizers applied in a graph."""
-    return list(_applied.get(graph, []))
+    variables = {v.op.name: v for v in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)}
+    found = []
+    for optimizer, names, variable in _applied.get(graph, []):
+        tensors = [graph.get_tensor_by_name(name) for name in names]
+        gradient = tensors[0] if len(tensors) == 1 else tf.IndexedSlices(*tensors)
+        if variable in variables:
+            found.append(Applied(optimizer, gradient, variables[variable]))
+    return found
 
 
 @contextlib.contextmanager

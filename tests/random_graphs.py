@@ -322,7 +322,9 @@ def batch_norm(x, c):
 def fused_batch_norm(x, c):
     n = len(tf.global_variables())
     image = tf.cast(tf.reshape(x, [-1, 1, WIDTH // 2, 2]), tf.float32)
-    image = tf.layers.batch_normalization(image, training=True, fused=True, name=f'bn{n}')
+    image = tf.layers.batch_normalization(
+        image, center=False, scale=False, training=True, fused=True, name=f'bn{n}'
+    )
     # float32 is rounded otherwise in another order: what it adds is small.
     return x + 1e-5 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
 

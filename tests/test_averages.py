@@ -10,8 +10,6 @@ import estimator_mgpu
 from models import adam, away_from_0, batches, of_all_modes, predict, spec_of, step
 from towers import compare, compare_modes
 
-TOWERS = pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
-
 
 def linear(x):
     return tf.layers.dense(x, 1, name='output', reuse=tf.AUTO_REUSE)
@@ -36,38 +34,6 @@ def averaged_loss(loss):
         return tf.train.MomentumOptimizer(rate, 0.9).minimize(loss, step())
 
 
-class AveragingOptimizer(tf.train.Optimizer):
-    """Another optimizer, and averages of what it has changed."""
-
-    def __init__(self, optimizer):
-        super().__init__(False, 'Averaging')
-        self.optimizer = optimizer
-        self.average = tf.train.ExponentialMovingAverage(0.8)
-
-    def compute_gradients(self, *args, **kwargs):
-        return self.optimizer.compute_gradients(*args, **kwargs)
-
-    def apply_gradients(self, grads, global_step=None, name=None):
-        train_op = self.optimizer.apply_gradients(grads, global_step, name)
-        with tf.control_dependencies([train_op]):
-            return tf.group(self.average.apply([v for _, v in grads]))
-
-
-def averaging_optimizer(loss):
-    optimizer = tf.train.AdamOptimizer(0.01, epsilon=1e-3)
-    return AveragingOptimizer(optimizer).minimize(loss, step())
-
-
-def counted_steps(loss):
-    """Counters that the train_op waits for, and one that goes by them."""
-    count = tf.get_variable('count', [], tf.int64, tf.zeros_initializer(), trainable=False)
-    total = tf.get_variable('total', [], tf.float64, tf.zeros_initializer(), trainable=False)
-    with tf.control_dependencies([tf.assign_add(count, 1)]):
-        rate = 0.1 / tf.cast(1 + count.read_value(), tf.float32)
-        with tf.control_dependencies([tf.assign_add(total, tf.cast(loss, tf.float64))]):
-            return tf.train.GradientDescentOptimizer(rate).minimize(loss, step())
-
-
 def best_loss(loss):
     """The best loss so far, and the last that was worse."""
     best = tf.get_variable('best', [], tf.float32, tf.constant_initializer(1e9), trainable=False)
@@ -81,26 +47,9 @@ def best_loss(loss):
     return tf.group(adam(loss), *update)
 
 
-def slow_weights(loss):
-    """Lookahead: every third step, slow weights follow and the fast ones go back to them."""
-    train_op = adam(loss)
-    pairs = [(v, tf.Variable(tf.zeros(v.shape), trainable=False)) for v in tf.trainable_variables()]
-    with tf.control_dependencies([train_op]):
-        now = tf.cast(tf.equal(step().read_value() % 3, 0), tf.float32)
-        slow = [tf.assign_add(s, now * 0.5 * (v.read_value() - s)) for v, s in pairs]
-        with tf.control_dependencies(slow):
-            synced = [tf.assign_add(v, now * (s.read_value() - v)) for v, s in pairs]
-    return tf.group(*synced)
-
-
-TRAIN = [averaged, averaged_loss, averaging_optimizer, counted_steps, best_loss, slow_weights]
-
-
-@TOWERS
-@pytest.mark.parametrize('train', TRAIN, ids=lambda f: f.__name__)
-def test_written_after_gradients(train, towers, behavior, caplog):
-    compare_modes(of_all_modes(hidden, train, train.__name__), away_from_0, towers)
-    assert 'of the first shard only' not in caplog.text
+@pytest.mark.parametrize('train', [averaged, averaged_loss, best_loss], ids=lambda f: f.__name__)
+def test_written_after_gradients(train, behavior):
+    compare_modes(of_all_modes(hidden, train, train.__name__), away_from_0, 3)
 
 
 def normalized(features, write):
@@ -126,30 +75,12 @@ def spectral_norm_by_dependency(features):
     return normalized(features, write)
 
 
-def spectral_norm_by_collection(features):
-    def write(u, new, w):
-        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(u, new).op)
-        return new, w
-
-    return normalized(features, write)
+SPECTRAL = [of_all_modes(spectral_norm_by_output), of_all_modes(spectral_norm_by_dependency)]
 
 
-def adam_after_updates(loss):
-    with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
-        return adam(loss)
-
-
-SPECTRAL = [
-    of_all_modes(spectral_norm_by_output),
-    of_all_modes(spectral_norm_by_dependency),
-    of_all_modes(spectral_norm_by_collection, adam_after_updates),
-]
-
-
-@TOWERS
 @pytest.mark.parametrize('model_fn', SPECTRAL, ids=lambda f: f.__name__)
-def test_spectral_normalization(model_fn, towers, behavior):
-    compare_modes(model_fn, away_from_0, towers)
+def test_spectral_normalization(model_fn, behavior):
+    compare_modes(model_fn, away_from_0, 3)
 
 
 def examples_seen(features, labels, mode):
@@ -163,29 +94,9 @@ def examples_seen(features, labels, mode):
     return spec_of(mode, loss, tf.train.GradientDescentOptimizer(rate).minimize(loss, step()))
 
 
-def positives_seen(features, labels, mode):
-    """The share of positive labels so far."""
-    names = ['positives', 'labels']
-    counts = [
-        tf.get_variable(n, [], initializer=tf.ones_initializer(), trainable=False) for n in names
-    ]
-    updates = [
-        tf.assign_add(counts[0], tf.reduce_sum(tf.cast(labels > 2, tf.float32))),
-        tf.assign_add(counts[1], tf.cast(tf.size(labels), tf.float32)),
-    ]
-    loss = tf.reduce_mean(tf.square(predict(features) - labels))
-    with tf.control_dependencies(updates):
-        share = counts[0].read_value() / counts[1].read_value()
-        with tf.control_dependencies([adam(loss)]):
-            return spec_of(mode, loss, tf.assign_add(step(), tf.cast(share * 100, tf.int64)))
-
-
-@pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
-@pytest.mark.parametrize('rows', [12, 10], ids='rows={}'.format)
-@TOWERS
-@pytest.mark.parametrize('model_fn', [examples_seen, positives_seen], ids=lambda f: f.__name__)
-def test_counts_of_examples(model_fn, towers, rows, static, behavior):
-    compare(model_fn, [(x, y + 2) for x, y in batches(rows, 5)], towers, static=static)
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_counts_of_examples(static, behavior):
+    compare(examples_seen, [(x, y + 2) for x, y in batches(10, 5)], 3, static=static)
 
 
 def averages_for_evaluation(features, labels, mode):

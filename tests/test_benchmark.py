@@ -1,8 +1,6 @@
 """samples/benchmark.py: that it runs what it says, and that its figures are the right ratios."""
 
 import json
-import pathlib
-import statistics
 
 import pytest
 
@@ -84,63 +82,3 @@ def test_a_run_that_fails_is_told_by_the_exit_status(tmp_path):
     last = run_python('-c', code, 'benchmark', *flags)[-1]
     assert last == '2 of 3 runs failed; standard error says how.'
     assert '| mlp | one device | 1 |' in (tmp_path / 'new' / 'v1.0.md').read_text()
-
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-MODELS = 'mlp', 'cnn', 'deep', 'embed', 'wide'
-
-
-@pytest.fixture
-def written(benchmark):
-    """Gives what the pages say, `2.15's / 2.21's`, of a ratio of the runs in docs/."""
-
-    def of(measure, model, towers, other, setup=benchmark.REPLICATE, prefix='benchmark'):
-        pages = [ROOT / 'docs' / f'{prefix}-{version}.json' for version in ('2.15', '2.21')]
-        runs = [json.loads(page.read_text())['runs'] for page in pages]
-        which = {'model': model, 'setup': setup, 'towers': towers}
-        to = {'model': model, 'setup': other, 'towers': 1 if other == benchmark.ONE else towers}
-        found = [statistics.median(benchmark.ratios(r, measure, which, to)) for r in runs]
-        if measure == 'build':
-            return ' / '.join(f'{100 * (ratio - 1) / (towers - 1):.0f}%' for ratio in found)
-        same = measure == 'nodes'  # What they are doesn't depend on the version.
-        return ' / '.join(f'{ratio:.2f}' for ratio in found[: 1 if same else 2])
-
-    return of
-
-
-def test_the_readme_has_the_figures_of_the_runs(benchmark, written):
-    readme = (ROOT / 'README.md').read_text()
-    one, mirrored = benchmark.ONE, benchmark.MIRRORED
-    for model in MODELS:
-        cells = [written('start_up', model, 8, one)]
-        cells += [
-            written(measure, model, 8, mirrored) for measure in ('start_up', 'step', 'memory')
-        ]
-        assert f' | {" | ".join(cells)} |\n' in readme
-        assert f'{written("step", model, 2, one)} (`{model}`)' in readme.replace('\n', ' ')
-
-
-def test_the_page_of_speed_has_the_figures_of_the_runs(benchmark, written):
-    page = (ROOT / 'docs' / 'speed.md').read_text()
-    measures = 'start_up', 'step', 'memory', 'nodes', 'build'
-    for model in MODELS:
-        for towers in (2, 4, 8, 16):
-            cells = [written(measure, model, towers, benchmark.ONE) for measure in measures]
-            assert f'| `{model}` | {towers} | {" | ".join(cells)} |\n' in page
-        cells = [
-            written(measure, model, towers, benchmark.MIRRORED)
-            for measure in ('step', 'start_up')
-            for towers in (2, 4, 8)
-        ]
-        assert f'| `{model}` | {" | ".join(cells)} |\n' in page
-
-
-def test_the_page_of_speed_has_the_figures_without_the_graph_optimizer(benchmark, written):
-    page = (ROOT / 'docs' / 'speed.md').read_text()
-    for model in ('deep', 'cnn'):
-        for setup, how in ((benchmark.REPLICATE, 'with'), (benchmark.UNOPTIMIZED, 'without')):
-            cells = [
-                written(measure, model, 8, benchmark.ONE, setup, 'benchmark-unoptimized')
-                for measure in ('start_up', 'first_step', 'step')
-            ]
-            assert f'| `{model}` | {how} | {" | ".join(cells)} |\n' in page

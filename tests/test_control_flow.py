@@ -1,10 +1,10 @@
-"""Loops of both TensorFlows: several devices do as one."""
+"""Loops and branches of both TensorFlows: several devices do as one."""
 
 import pytest
 import tensorflow.compat.v1 as tf
 
 from models import away_from_0, of_all_modes, step, ten_rows
-from towers import compare_modes, evaluate
+from towers import compare_modes
 
 
 def dense(x, units=1):
@@ -28,7 +28,7 @@ def while_loop(features):
 
 
 def until_all_are_done(features):
-    """How many steps it takes differs between shards; rows that are done stay as they are."""
+    """Rows that are done stay as they are."""
     w = square()
 
     def body(x, count):
@@ -43,24 +43,6 @@ def until_all_are_done(features):
         maximum_iterations=20,
     )
     return dense(tf.concat([x, 0.1 * count], 1))
-
-
-def growing(features):
-    """Shape invariants: a column more in each iteration."""
-    w = tf.get_variable('w', [3, 1])
-
-    def body(i, x):
-        return i + 1, tf.concat([x, tf.nn.tanh(tf.matmul(x[:, -3:], w))], 1)
-
-    _, x = tf.while_loop(
-        lambda i, x: i < 4,
-        body,
-        [0, features],
-        shape_invariants=[tf.TensorShape([]), tf.TensorShape([None, None])],
-        back_prop=True,
-        swap_memory=True,
-    )
-    return dense(tf.reshape(x, [-1, 7]))
 
 
 def grows_by_rows(features):
@@ -96,35 +78,6 @@ def nested_loops(features):
     return dense(x + total)
 
 
-def counts_from_a_variable(features):
-    """The number of iterations comes from a variable, that of the inner loop from the outer."""
-    steps = tf.get_variable('steps', [], tf.int32, tf.constant_initializer(2), trainable=False)
-    w = square()
-
-    def body(i, x):
-        _, x = tf.while_loop(
-            lambda j, y: j <= i, lambda j, y: (j + 1, tf.nn.tanh(tf.matmul(y, w) + y)), [0, x]
-        )
-        return i + 1, x
-
-    return dense(tf.while_loop(lambda i, x: i < steps, body, [0, features])[1])
-
-
-def no_back_prop(features):
-    fixed = tf.while_loop(
-        lambda i, x: i < 3, lambda i, x: (i + 1, tf.sin(x)), [0, features], back_prop=False
-    )[1]
-    return dense(tf.stop_gradient(fixed) + features)
-
-
-def layers_in_the_body(features):
-    def body(i, x):
-        with tf.variable_scope('body', reuse=tf.AUTO_REUSE):
-            return i + 1, tf.layers.dense(x, 3, tf.nn.tanh, name='layer') + x
-
-    return dense(tf.while_loop(lambda i, x: i < 3, body, [0, features])[1])
-
-
 def embedding_in_a_loop(features):
     """Sparse gradients from inside a loop and a branch."""
     ids = tf.cast(tf.abs(features) * 10, tf.int32) % 7
@@ -153,7 +106,7 @@ def write_in_a_loop(features):
 
 
 def read_in_a_loop_then_written(features):
-    """The other towers' loops have to read before tower 0 writes."""
+    """The loop has to read before the variable is written, in each tower."""
     w = tf.get_variable('w', [3, 3])
     shift = tf.get_variable('shift', [], initializer=tf.zeros_initializer(), trainable=False)
 
@@ -167,24 +120,74 @@ def read_in_a_loop_then_written(features):
         return tf.layers.dense(tf.identity(x), 1)
 
 
+def cond_on_a_placeholder(features):
+    training = tf.placeholder_with_default(True, [])
+    w = square()
+    x = tf.cond(training, lambda: tf.matmul(features, w), lambda: features)
+    nested = tf.cond(
+        tf.logical_not(training),
+        lambda: x,
+        lambda: tf.cond(step() < 5, lambda: tf.nn.tanh(x), lambda: tf.nn.tanh(2.0 * x)),
+    )
+    return dense(nested)
+
+
+def cond_of_several(features):
+    """Lists and dicts, an output that does not depend on the shard, and an unused one."""
+    w, v = square(), square('v')
+
+    def first():
+        return {'a': tf.matmul(features, w), 'b': [w * 2.0, tf.shape(features)[0]]}
+
+    def second():
+        return {'a': features, 'b': [tf.nn.tanh(w + v), tf.constant(0)]}
+
+    result = tf.cond(tf.equal(step() % 3, 0), first, second)
+    return dense(tf.matmul(result['a'], result['b'][0]))
+
+
+def cond_in_while(features):
+    w, v = square(), square('v')
+
+    def body(i, x):
+        return i + 1, tf.cond(
+            tf.equal(i % 2, 0), lambda: tf.nn.tanh(tf.matmul(x, w)), lambda: tf.matmul(x, v) + x
+        )
+
+    return dense(tf.while_loop(lambda i, x: i < 4, body, [0, features])[1])
+
+
+def cond_in_while_in_cond(features):
+    w = square()
+
+    def body(i, x):
+        row_wise = tf.reduce_max(x) > 0.5
+        x = tf.cond(row_wise, lambda: tf.minimum(x, 0.5), lambda: tf.identity(x))
+        return i + 1, tf.matmul(x, w)
+
+    def loop():
+        return tf.while_loop(lambda i, x: i < 2, body, [0, features])[1]
+
+    return dense(tf.cond(tf.equal(step() % 2, 0), loop, lambda: features))
+
+
 MODELS = [
+    cond_on_a_placeholder,
+    cond_of_several,
+    cond_in_while,
+    cond_in_while_in_cond,
     while_loop,
     until_all_are_done,
-    growing,
     nested_loops,
-    counts_from_a_variable,
-    no_back_prop,
-    layers_in_the_body,
     embedding_in_a_loop,
     write_in_a_loop,
     read_in_a_loop_then_written,
 ]
 
 
-@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
 @pytest.mark.parametrize('model_fn', map(of_all_modes, MODELS), ids=lambda f: f.__name__)
-def test_as_on_one_device(model_fn, towers, behavior):
-    compare_modes(model_fn, away_from_0, towers)
+def test_as_on_one_device(model_fn, behavior):
+    compare_modes(model_fn, away_from_0, 3)
 
 
 UNEVEN = [of_all_modes(f) for f in (grows_by_rows, until_all_are_done)]
@@ -193,27 +196,3 @@ UNEVEN = [of_all_modes(f) for f in (grows_by_rows, until_all_are_done)]
 @pytest.mark.parametrize('model_fn', UNEVEN, ids=lambda f: f.__name__)
 def test_rows_that_do_not_divide(model_fn, behavior):
     compare_modes(model_fn, ten_rows, 4, static=False)
-
-
-def use_of_a_write_in_a_loop(features):
-    total = tf.get_variable('total', [], use_resource=False, trainable=False)
-    return tf.while_loop(
-        lambda i, x: i < 3, lambda i, x: (i + 1, x + tf.assign_add(total, 1.0)), [0, features]
-    )[1]
-
-
-def use_of_a_write_in_a_branch(features):
-    total = tf.get_variable('total', [], use_resource=False, trainable=False)
-    large = tf.reduce_max(features) > 1
-    return features + tf.cond(large, lambda: 2 * tf.assign_add(total, 1.0), lambda: 0.0)
-
-
-@pytest.mark.parametrize('forward', [use_of_a_write_in_a_loop, use_of_a_write_in_a_branch])
-@pytest.mark.parametrize('behavior', ['v1'], indirect=True)
-def test_what_is_written_inside_cannot_be_used_by_others(forward, behavior):
-    predict = tf.estimator.ModeKeys.PREDICT
-    batches = [(x, None) for x, _ in away_from_0()[:1]]
-    values = {'total': 0.0, 'global_step': 0}
-    evaluate(of_all_modes(forward), batches, 0, mode=predict, values=values)
-    with pytest.raises(ValueError, match=r"AssignAdd' \(AssignAdd\) writes to a variable inside a"):
-        evaluate(of_all_modes(forward), batches, 3, mode=predict)

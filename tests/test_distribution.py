@@ -46,13 +46,13 @@ def built(tmp_path_factory):
 
 
 def sources(folder, *patterns):
-    found = [path.name for pattern in patterns for path in (ROOT / folder).glob(pattern)]
+    found = [path for pattern in patterns for path in (ROOT / folder).rglob(pattern)]
     assert found
-    return {f'{folder}/{name}' for name in found}
+    return {str(path.relative_to(ROOT)) for path in found}
 
 
 def package():
-    return sources('estimator_mgpu', '*.py') | {'estimator_mgpu/py.typed'}
+    return sources('estimator_mgpu', '**/*.py') | {'estimator_mgpu/py.typed'}
 
 
 def test_both_are_built(built):
@@ -80,7 +80,7 @@ def test_the_source_distribution(built):
         *package(),
         '.ci/matrix',
         '.ci/run',
-        *sources('docs', '*.json', '*.md', '*.py', '*.svg', 'benchmark.png'),
+        *sources('docs', '*.md', '*.py', '*.svg'),
         *sources('samples', '*.py'),
         *sources('tests', '*.py'),
         'CHANGELOG.md',

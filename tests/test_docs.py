@@ -20,7 +20,11 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 
-MODULES = sorted(m.name for m in pkgutil.iter_modules(estimator_mgpu.__path__))
+MODULES = sorted(
+    m.name.partition('.')[2]
+    for m in pkgutil.walk_packages(estimator_mgpu.__path__, 'estimator_mgpu.')
+    if '__main__' not in m.name
+)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = ['README.md', 'CONTRIBUTING.md', *(f'docs/{p.name}' for p in ROOT.glob('docs/*.md'))]
 FENCE = re.compile(r'^```(\S*)\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -173,7 +177,7 @@ def test_own_errors_are_quoted_as_they_are():
     own = page.partition('## From estimator_mgpu')[2]
     quotes = re.findall(r'^\| `` ?(.+?) ?`` \|', own, re.MULTILINE)
     assert len(quotes) > 20
-    texts = [text for path in ROOT.glob('estimator_mgpu/*.py') for text in texts_of(path)]
+    texts = [text for path in ROOT.rglob('estimator_mgpu/**/*.py') for text in texts_of(path)]
     for quote in quotes:
         parts = [part.strip() for part in quote.split('...') if part.strip()]
         assert any(all(part in text for part in parts) for text in texts), quote

@@ -1,13 +1,13 @@
 """Bad input is a clear error at build time: what was given, what is legal, and the remedy."""
 
-import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import devices, private
-from models import predict, regression, spec_of, step
-from towers import TRAIN, train
+from estimator_mgpu.partition import rules
+from models import regression, spec_of, step
+from towers import TRAIN
 
 pytestmark = pytest.mark.core
 
@@ -26,28 +26,6 @@ def build(model_fn, features=None, labels=None, count=2, config=None, **options)
         return fn(features=features, labels=labels, mode=TRAIN, config=config)
 
 
-def apart_from_the_loss(features, labels, mode):
-    loss = tf.reduce_mean(predict(features))
-    variables = tf.trainable_variables()
-    grads = [tf.ones_like(v) for v in variables]
-    train_op = tf.train.AdamOptimizer().apply_gradients(zip(grads, variables), step())
-    return spec_of(mode, loss, train_op)
-
-
-def no_variable(features, labels, mode):
-    loss = tf.reduce_mean(features)
-    tf.get_variable('w', [2])
-    grads = tf.gradients(loss, tf.trainable_variables())
-    assert grads == [None]
-    return spec_of(mode, loss, step().assign_add(1))
-
-
-@pytest.mark.parametrize('model_fn', [apart_from_the_loss, no_variable], ids=lambda f: f.__name__)
-def test_no_gradient_to_reduce(model_fn):
-    with pytest.raises(ValueError, match='(?s)2 devices.*nothing to reduce.*minimize.*devices=1'):
-        build(model_fn)
-
-
 def test_optimizer_without_a_trainable_loss():
     def model_fn(features, labels, mode):
         tf.get_variable('w', [2])
@@ -55,112 +33,6 @@ def test_optimizer_without_a_trainable_loss():
         return spec_of(mode, loss, adam(loss))
 
     with pytest.raises(ValueError, match='No gradients provided for any variable'):
-        build(model_fn)
-
-
-def from_an_iterator(features, labels, mode):
-    more = tf.data.make_one_shot_iterator(tf.data.Dataset.from_tensors(tf.ones([1, 3]))).get_next()
-    loss = tf.reduce_mean(predict(features + more))
-    return spec_of(mode, loss, adam(loss))
-
-
-def from_a_queue(features, labels, mode):
-    queue = tf.FIFOQueue(4, tf.float32, [3], name='queue')
-    loss = tf.reduce_mean(predict(features + queue.dequeue(name='taken')))
-    return spec_of(mode, loss, adam(loss))
-
-
-ONCE = {from_an_iterator: "'IteratorGetNext' .IteratorGetNext.", from_a_queue: "'taken' .QueueDe"}
-
-
-@pytest.mark.parametrize('model_fn', ONCE, ids=lambda f: f.__name__)
-def test_what_happens_once_cannot_be_each_towers(model_fn):
-    with pytest.raises(
-        ValueError, match='(?s)' + ONCE[model_fn] + '.*with the rows of a shard.*input_'
-    ):
-        build(model_fn)
-    build(model_fn, count=1)
-
-
-def test_what_happens_once_may_be_a_term_of_the_loss():
-    """Unlabelled data that don't depend on the batch count once."""
-
-    def model_fn(features, labels, mode):
-        rows = tf.data.make_one_shot_iterator(tf.data.Dataset.from_tensors(tf.ones([4, 3])))
-        loss = tf.reduce_mean(predict(features))
-        with tf.variable_scope('', reuse=True):
-            loss += tf.reduce_mean(predict(rows.get_next()))
-        return spec_of(mode, loss, adam(loss))
-
-    build(model_fn)
-
-
-def test_a_failure_while_copying_says_what_failed():
-    def model_fn(features, labels, mode):
-        hidden = tf.identity(predict(features), name='culprit')
-        hidden.op._set_device_from_string('/device:NONSENSE:a:b')
-        loss = tf.reduce_mean(hidden)
-        return spec_of(mode, loss, adam(loss))
-
-    match = "Copying 'culprit' to tower 1 on /device:CPU:1 failed: .*NONSENSE"
-    with pytest.raises(RuntimeError, match=match) as info:
-        build(model_fn)
-    assert isinstance(info.value.__cause__, ValueError)
-
-
-def test_a_failed_import_says_what_failed(monkeypatch):
-    original = tf.import_graph_def
-
-    def broken(graph_def, *args, **kwargs):
-        for node in graph_def.node:
-            if node.name == 'culprit':
-                node.attr['T'].type = tf.string.as_datatype_enum
-        return original(graph_def, *args, **kwargs)
-
-    def model_fn(features, labels, mode):
-        loss = tf.reduce_mean(tf.identity(predict(features), name='culprit'))
-        return spec_of(mode, loss, adam(loss))
-
-    monkeypatch.setattr(tf, 'import_graph_def', broken)
-    with pytest.raises(RuntimeError, match="Copying 'culprit' to tower 1 on .*string") as info:
-        build(model_fn)
-    assert info.value.__cause__ is not None
-
-
-def test_gradients_inside_a_function():
-    def model_fn(features, labels, mode):
-        loss = tf.reduce_mean(predict(features))
-
-        def train():
-            with tf.control_dependencies([adam(loss)]):
-                return tf.constant(0)
-
-        return spec_of(mode, loss, tf.cond(tf.equal(step(), 0), train, lambda: 0))
-
-    with pytest.raises(ValueError, match='(?s)inside a tf.function, tf.cond.*only apply them'):
-        build(model_fn)
-
-
-def test_gradient_of_a_reduced_gradient():
-    def model_fn(features, labels, mode):
-        loss = tf.reduce_mean(tf.square(predict(features)))
-        [slope] = tf.gradients(loss, tf.trainable_variables('net/v'))
-        penalised = loss + tf.nn.l2_loss(slope)
-        return spec_of(mode, loss, adam(penalised))
-
-    with pytest.raises(ValueError, match='(?s)depends on a gradient.*replicate\\(devices=1\\)'):
-        build(model_fn)
-
-
-def test_tape_with_mixed_sources():
-    def model_fn(features, labels, mode):
-        w = tf.get_variable('w', [3, 1], use_resource=True)
-        with tf.GradientTape() as tape:
-            tape.watch(features)
-            loss = tf.reduce_mean(tf.matmul(features, w))
-        tape.gradient(loss, [w, features])
-
-    with pytest.raises(ValueError, match='Ask for them in two calls'):
         build(model_fn)
 
 
@@ -250,6 +122,34 @@ def test_fewer_gpus_than_asked_for(monkeypatch):
         devices.resolve(['/gpu:0', '/gpu:2'])
 
 
+@pytest.mark.parametrize('name', ['loss_reduction', 'loss_weight'])
+def test_options_that_are_gone(name):
+    with pytest.raises(TypeError, match=f'needs no {name} any more.*whole batch. Leave it out'):
+        estimator_mgpu.replicate(regression(adam), devices=2, **{name: 'mean'})
+    with pytest.raises(TypeError, match=f'needs no {name} any more'):
+        estimator_mgpu.Estimator(regression(adam), devices=2, **{name: 'mean'})
+
+
+def test_an_option_that_never_was():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
+        estimator_mgpu.replicate(device=2)
+
+
+def test_a_rule_that_fails_says_what_failed(monkeypatch):
+    def broken(op, sizes):
+        raise KeyError('no such thing')
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.tanh(features @ tf.get_variable('w', [3, 1]), name='culprit'))
+        return spec_of(mode, loss, adam(loss))
+
+    monkeypatch.setitem(rules.RULES, 'Tanh', broken)
+    match = r"(?s)'culprit' \(a Tanh\).*KeyError.*no such thing.*replicate\(devices=1\)"
+    with pytest.raises(RuntimeError, match=match) as info:
+        build(model_fn)
+    assert isinstance(info.value.__cause__, KeyError)
+
+
 @pytest.mark.parametrize('given', [None, 3.0, 'loss'], ids=repr)
 def test_model_fn_returns_no_spec(given):
     with pytest.raises(TypeError, match='has to return a tf.estimator.EstimatorSpec'):
@@ -284,14 +184,6 @@ def test_not_a_model_fn():
 def test_a_model_fn_without_features():
     with pytest.raises(ValueError, match=r'takes \(x, y, mode\), and no features.*name them so'):
         estimator_mgpu.replicate(lambda x, y, mode: None)
-
-
-@pytest.mark.parametrize(
-    'given', [3, lambda: 3, tf.keras.optimizers.SGD], ids=['3', '-> 3', 'keras']
-)
-def test_tower_optimizer_of_no_optimizer(given):
-    with pytest.raises(TypeError, match='It takes a tf.train.Optimizer'):
-        estimator_mgpu.TowerOptimizer(given)
 
 
 def test_a_private_name_that_is_gone():
@@ -335,22 +227,3 @@ def test_layers_without_keras_2():
     ) as info:
         build(model_fn)
     assert isinstance(info.value.__cause__, AttributeError)
-
-
-def test_sums_whose_shape_goes_by_the_shard():
-    """Sequences are cut to the longest of their shard, then averaged step by step."""
-
-    def model_fn(features, labels, mode):
-        length = tf.cast(tf.exp(tf.reduce_max(features[:, 0])), tf.int32)
-        steps = tf.matmul(features, tf.get_variable('w', [3, 5]))[:, :length]
-        loss = tf.reduce_mean(tf.sqrt(tf.reduce_mean(tf.square(steps), 0) + 1.0))
-        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
-
-    features = np.ones([6, 3], np.float32)
-    train(model_fn, [(features, None)], 2)
-    features[4, 0] = 3.0
-    with pytest.raises(
-        tf.errors.InvalidArgumentError,
-        match='(?s)Square:0.{1,3}was taken to.*differs from shard.*devices=1',
-    ):
-        train(model_fn, [(features, None)], 2)

@@ -107,18 +107,6 @@ def test_two_optimizers_reduce_twice():
     assert explain(model_fn, devices=2).reduced_bytes == 2 * 12
 
 
-def test_a_variable_on_no_device():
-    def model_fn(features, labels, mode):
-        with tf.device(None):
-            w = tf.get_variable('w', [3, 1])
-        loss = tf.reduce_mean(tf.square(features @ w - labels))
-        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
-
-    found = explain(model_fn, devices=2)
-    assert found.variables == {'(no device)': 8 + 12}
-    assert found.gradients == {**dict.fromkeys(CPUS[:2], 12), '(no device)': 24}
-
-
 def test_nothing_is_written_and_training_goes_on(tmp_path):
     estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), devices=2)
     estimator.explain(batch_of(12))

@@ -1,11 +1,12 @@
-"""Gradients that models change, mix and use: several devices give those of one."""
+"""Gradients that models change, mix and use, and ways to ask for them: as on one device."""
 
 import pytest
+import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
-from layers import hidden_layer, output_layer
-from models import away_from_0, of_all_modes
-from towers import compare_modes
+from layers import hidden_layer, mean_square, of_losses, output_layer
+from models import away_from_0, of_all_modes, spec_of, step
+from towers import compare, compare_modes
 
 # Models: forward(features) -> output.
 
@@ -54,24 +55,10 @@ def overridden(features):
     return output_layer(hidden)
 
 
-def reversed_gradient(features):
-    """Domain adaptation's reversal, by a map for Identity."""
-    hidden = hidden_layer(features)
-    with tf.get_default_graph().gradient_override_map({'Identity': 'EstimatorMgpuHalved'}):
-        turned = tf.identity(hidden)
-    return output_layer(hidden) + output_layer(turned, 'turned')
-
-
 def straight_through(features):
     hidden = hidden_layer(features)
     hard = hidden + tf.stop_gradient(tf.round(hidden * 2) / 2 - hidden)
     return output_layer(hard)
-
-
-def fake_quantized(features):
-    w = tf.get_variable('w', [3, 4])
-    w = tf.quantization.fake_quant_with_min_max_args(w, -2, 2)
-    return output_layer(tf.nn.tanh(tf.matmul(features, w)))
 
 
 def recomputed_twice(features):
@@ -82,14 +69,6 @@ def recomputed_twice(features):
     return output_layer(hidden)
 
 
-def tied(features):
-    """A table both looked up in and multiplied by, so that its gradient is of two kinds."""
-    table = tf.get_variable('table', [5, 4])
-    ids = tf.cast(tf.abs(features) * 10, tf.int32) % 5
-    rows = tf.reduce_sum(tf.nn.embedding_lookup(table, ids), 1)
-    return tf.reduce_mean(tf.matmul(tf.nn.tanh(rows), table, transpose_b=True), 1, keepdims=True)
-
-
 def tied_with_rows_of_its_own(features):
     """The same table gathered in two ways, one of which takes an id once."""
     table = tf.get_variable('table', [5, 4])
@@ -98,56 +77,6 @@ def tied_with_rows_of_its_own(features):
     rows = tf.gather(tf.nn.embedding_lookup(table, unique), places)
     rows = tf.reduce_sum(tf.reshape(rows, [-1, 3, 4]), 1)
     return output_layer(tf.nn.tanh(rows + tf.gather(table, ids[:, 0])))
-
-
-def partitioned(features):
-    tables = tf.get_variable('table', [6, 4], partitioner=tf.fixed_size_partitioner(3))
-    ids = tf.cast(tf.abs(features) * 10, tf.int32) % 6
-    rows = tf.nn.embedding_lookup(tables, ids, partition_strategy='div')
-    return output_layer(tf.nn.tanh(tf.reduce_sum(rows, 1)))
-
-
-def frozen(features):
-    w = tf.get_variable('w', [3, 4], trainable=False)
-    return output_layer(tf.nn.tanh(tf.matmul(features, w)))
-
-
-def not_used(features):
-    tf.get_variable('unused', [3])
-    tf.identity(hidden_layer(features, 'leads_nowhere'))
-    return output_layer(hidden_layer(features))
-
-
-def gradient_as_feature(features):
-    """The slope of one net with respect to its input is what the next one gets."""
-    slope = tf.gradients(output_layer(hidden_layer(features)), features)[0]
-    return output_layer(tf.nn.tanh(slope), 'of_slope') + output_layer(features, 'direct')
-
-
-def hessian_of_activations(features):
-    """Two gradients of gradients with respect to the input: a curvature."""
-    output = output_layer(hidden_layer(features))
-    [slope] = tf.gradients(output, features)
-    [curvature] = tf.gradients(slope[:, 0], features)
-    return output + output_layer(tf.nn.tanh(curvature), 'of_curvature')
-
-
-def taped_activations(features):
-    with tf.GradientTape() as tape:
-        tape.watch(features)
-        output = output_layer(hidden_layer(features))
-    slope = tape.gradient(output, features)
-    return output + output_layer(tf.nn.tanh(slope), 'of_slope')
-
-
-def nested_tapes(features):
-    with tf.GradientTape() as outer:
-        outer.watch(features)
-        with tf.GradientTape() as inner:
-            inner.watch(features)
-            output = output_layer(hidden_layer(features))
-        slope = inner.gradient(output, features)
-    return output + output_layer(outer.gradient(slope, features), 'of_curvature')
 
 
 def jacobian(features):
@@ -163,24 +92,192 @@ MODELS = [
     custom_gradient,
     custom_gradient_of_variables,
     overridden,
-    reversed_gradient,
     straight_through,
-    fake_quantized,
     recomputed_twice,
-    tied,
     tied_with_rows_of_its_own,
-    partitioned,
-    frozen,
-    not_used,
-    gradient_as_feature,
-    hessian_of_activations,
-    taped_activations,
-    nested_tapes,
     jacobian,
 ]
 
 
-@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
 @pytest.mark.parametrize('model_fn', map(of_all_modes, MODELS), ids=lambda f: f.__name__)
-def test_model(model_fn, towers, behavior):
-    compare_modes(model_fn, away_from_0, towers)
+def test_model(model_fn, behavior):
+    compare_modes(model_fn, away_from_0, 3)
+
+
+# Losses: losses(features, labels) -> loss, output and a train_op of its own, if it has one.
+
+
+def gradient_penalty(features, labels):
+    """WGAN's: slopes where real and generated rows are mixed, each row in its own proportion."""
+    del labels
+    fake = tf.matmul(features[:, ::-1], tf.get_variable('generator', [3, 3]))
+
+    def critic(x):
+        with tf.variable_scope('critic', reuse=tf.AUTO_REUSE):
+            return output_layer(hidden_layer(x) + 0.5)
+
+    share = tf.sigmoid(10 * features[:, :1])
+    [slope] = tf.gradients(critic(share * features + (1 - share) * fake), features)
+    norms = tf.sqrt(tf.reduce_sum(tf.square(slope), 1) + 1e-6)
+    penalty = tf.reduce_mean(tf.square(norms - 1))
+    apart = tf.reduce_mean(critic(fake)) - tf.reduce_mean(critic(features))
+    critic_loss = apart + 10 * penalty
+    generator_loss = -tf.reduce_mean(critic(fake))
+    optimizers = [tf.train.RMSPropOptimizer(0.01, epsilon=1e-2) for _ in range(2)]
+    # The critic is read before it is written.
+    with tf.control_dependencies([generator_loss]):
+        of_critic = tf.trainable_variables('critic')
+        first = optimizers[0].minimize(critic_loss, var_list=of_critic)
+    with tf.control_dependencies([first]):
+        of_generator = tf.trainable_variables('generator')
+        second = optimizers[1].minimize(generator_loss, step(), of_generator)
+    return critic_loss + 3 * generator_loss + 20, critic(features), second
+
+
+def grad_ys_of_variables(features, labels):
+    """Policy gradients: of a score, from an advantage for each row."""
+    output = output_layer(hidden_layer(features))
+    variables = tf.trainable_variables()
+    advantages = tf.stop_gradient(labels - output) / tf.cast(tf.shape(output)[0], tf.float32)
+    grads = tf.gradients(output, variables, -advantages)
+    train_op = tf.train.AdagradOptimizer(0.1).apply_gradients(zip(grads, variables), step())
+    return mean_square(labels, output), output, train_op
+
+
+def stop_gradients(features, labels):
+    hidden = hidden_layer(features)
+    output = output_layer(hidden) + output_layer(tf.nn.tanh(hidden), 'other')
+    loss = mean_square(labels, output)
+    variables = tf.trainable_variables()
+    grads = tf.gradients(loss, variables, stop_gradients=[hidden])
+    assert grads[0] is None
+    stopped = zip(grads[1:], variables[1:])
+    first = tf.train.MomentumOptimizer(0.05, 0.9).apply_gradients(stopped, step())
+    with tf.control_dependencies([first]):
+        rest = tf.train.GradientDescentOptimizer(0.1).minimize(loss, var_list=variables[:1])
+    return loss, output, rest
+
+
+def several_losses(features, labels):
+    """Gradients of a list of losses, a mean and a sum, are those of their sum."""
+    output = output_layer(hidden_layer(features))
+    mean, total = mean_square(labels, output), 0.01 * tf.reduce_sum(tf.abs(output - labels))
+    variables = tf.trainable_variables()
+    grads = tf.gradients([mean, total, tf.nn.l2_loss(variables[0])], variables)
+    apply = tf.train.AdagradOptimizer(0.1).apply_gradients(zip(grads, variables), step())
+    return mean + total, output, apply
+
+
+def persistent_tape(features, labels):
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(features)
+        hidden = hidden_layer(features)
+        output = output_layer(hidden)
+        loss = mean_square(labels, output)
+        slope = tape.gradient(output, features)
+        loss += tf.reduce_mean(tf.square(slope))
+        small = tf.nn.l2_loss(hidden) * 0.01
+    variables = tf.trainable_variables()
+    grads = tape.gradient(loss, variables)
+    more = tape.gradient(small, variables)
+    assert more[1] is None
+    grads[0] += more[0]
+    apply = tf.train.AdagradOptimizer(0.1).apply_gradients(zip(grads, variables), step())
+    return loss, output, apply
+
+
+def tape_of_a_function(features, labels):
+    w = tf.get_variable('w', [3, 1], use_resource=True)
+
+    @tf.function
+    def predict(x):
+        return tf.nn.tanh(tf.matmul(x, w))
+
+    with tf.GradientTape() as tape:
+        output = predict(features)
+        loss = mean_square(labels, output)
+    grads = tape.gradient(loss, [w])
+    return loss, output, tf.train.AdagradOptimizer(0.1).apply_gradients(zip(grads, [w]), step())
+
+
+def normalized_losses(features, labels):
+    """GradNorm's weights of two tasks, from norms of their gradients of a shared layer."""
+    hidden = hidden_layer(features)
+    one, two = output_layer(hidden, 'one'), output_layer(hidden, 'two')
+    losses = [mean_square(labels, one), tf.reduce_mean(tf.abs(labels * 2 - two))]
+    shared = tf.trainable_variables()[:1]
+    norms = [tf.norm(tf.gradients(loss, shared)[0]) for loss in losses]
+    weights = [tf.stop_gradient(tf.add_n(norms) / (2 * norm)) for norm in norms]
+    loss = tf.add_n([weight * loss for weight, loss in zip(weights, losses)])
+    return loss, one
+
+
+LOSSES = [
+    gradient_penalty,
+    grad_ys_of_variables,
+    stop_gradients,
+    several_losses,
+    persistent_tape,
+    tape_of_a_function,
+    normalized_losses,
+]
+
+
+@pytest.mark.parametrize('model_fn', map(of_losses, LOSSES), ids=lambda f: f.__name__)
+def test_losses(model_fn, behavior):
+    compare_modes(model_fn, away_from_0, 3)
+
+
+def square(features, labels, own):
+    return tf.square(tf.matmul(tf.nn.tanh(tf.matmul(features, own[0])), own[1]) - labels)
+
+
+def two_variables():
+    w = tf.get_variable('w', [3, 4], use_resource=True)
+    return [w, tf.get_variable('v', [4, 1], use_resource=True)]
+
+
+def clipped_by_row(features, labels, mode, **options):
+    """The gradient of each row is clipped, over all variables, as for differential privacy."""
+    own = two_variables()
+    with tf.GradientTape() as tape:
+        losses = square(features, labels, own)[:, 0]
+    grads = tape.jacobian(losses, own, **options)
+    norms = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(g), [1, 2]) for g in grads]))
+    factors = 1.0 / tf.maximum(norms, 1.0)
+    clipped = [tf.reduce_mean(g * factors[:, None, None], 0) for g in grads]
+    optimizer = tf.train.MomentumOptimizer(0.05, 0.9)
+    train_op = optimizer.apply_gradients(zip(clipped, own), step())
+    return spec_of(mode, tf.reduce_mean(losses), train_op)
+
+
+def clipped_by_row_in_a_loop(features, labels, mode):
+    return clipped_by_row(features, labels, mode, experimental_use_pfor=False)
+
+
+def newton(features, labels, mode):
+    """Steps by the second derivatives of the loss."""
+    w = tf.get_variable('w', [3])
+    loss = tf.reduce_mean(tf.log(tf.cosh(tf.linalg.matvec(features, w) - labels[:, 0])))
+    [grad], [hessian] = tf.gradients(loss, w), tf.hessians(loss, w)
+    move = tf.linalg.solve(hessian + 0.1 * tf.eye(3), grad[:, None])[:, 0]
+    return spec_of(mode, loss, tf.group(w.assign_sub(0.1 * move), step().assign_add(1)))
+
+
+def forwards(features, labels, mode):
+    """A derivative in a direction is a term of the loss."""
+    own = two_variables()
+    with tf2.autodiff.ForwardAccumulator(own[0], 0.1 * tf.ones_like(own[0])) as accumulator:
+        loss = tf.reduce_mean(square(features, labels, own))
+    loss += accumulator.jvp(loss)
+    return spec_of(mode, loss, tf.train.AdamOptimizer(0.01).minimize(loss, step()))
+
+
+@pytest.mark.parametrize('rows, static', [(12, True), (7, False), (2, False)])
+@pytest.mark.parametrize(
+    'model_fn',
+    [clipped_by_row, clipped_by_row_in_a_loop, newton, forwards],
+    ids=lambda f: f.__name__,
+)
+def test_derivatives_of_rows(model_fn, rows, static):
+    compare(model_fn, [(x[:rows], y[:rows]) for x, y in away_from_0()[:4]], 3, static=static)

@@ -27,21 +27,6 @@ def functional(features):
     return model(features)
 
 
-def called_twice(features):
-    """One layer's weights used for two inputs, and a model inside of another."""
-    inner = keras.Sequential([keras.layers.Dense(3, activation='tanh')])
-    one, two = keras.Input([3], name='one'), keras.Input([3], name='two')
-    outputs = keras.layers.Dense(1)(keras.layers.Subtract()([inner(one), inner(inner(two))]))
-    return keras.Model([one, two], outputs)([features, features * 2])
-
-
-def input_of_tensor(features):
-    """A model around the features themselves."""
-    inputs = keras.Input(tensor=features)
-    hidden = keras.layers.Dense(4, activation='tanh')(inputs)
-    return keras.Model(inputs, keras.layers.Dense(1)(hidden)).output
-
-
 def subclassed(features):
     class Net(keras.Model):
         def __init__(self):
@@ -78,56 +63,24 @@ def bidirectional(features):
     return keras.layers.Dense(1)(keras.layers.Bidirectional(layer)(sequence_of(features)))
 
 
-def conv1d(features):
-    hidden = keras.layers.Conv1D(4, 2, activation='relu', padding='causal')(sequence_of(features))
-    hidden = keras.layers.GlobalAveragePooling1D()(keras.layers.MaxPooling1D(2)(hidden))
-    return keras.layers.Dense(1)(hidden)
-
-
-def time_distributed(features):
-    hidden = keras.layers.TimeDistributed(keras.layers.Dense(3))(sequence_of(features))
-    return keras.layers.Dense(1)(keras.layers.Flatten()(keras.layers.LayerNormalization()(hidden)))
-
-
 def attention(features):
     sequence = keras.layers.Dense(4)(sequence_of(features))
     hidden = keras.layers.MultiHeadAttention(2, 3, use_bias=False)(sequence, sequence)
     return keras.layers.Dense(1)(keras.layers.Flatten()(hidden))
 
 
-def learning_phase(features):
-    """Dropout that goes by Keras' learning phase, which is not to train unless it's fed."""
-    hidden = keras.layers.Dense(4, activation='tanh')(features)
-    return keras.layers.Dense(1)(keras.layers.Dropout(0.5)(hidden))
-
-
-def lambda_layers(features):
-    hidden = keras.layers.Dense(4)(features)
-    hidden = keras.layers.Lambda(lambda x: tf.nn.tanh(x) - tf.reduce_mean(x, 1, keepdims=True))(
-        hidden
-    )
-    return keras.layers.Dense(1)(keras.layers.PReLU()(hidden))
-
-
 FORWARD = [
     functional,
-    called_twice,
-    input_of_tensor,
     subclassed,
     embedding,
     bidirectional,
-    conv1d,
-    time_distributed,
     attention,
-    learning_phase,
-    lambda_layers,
 ]
 
 
-@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
 @pytest.mark.parametrize('model_fn', map(of_all_modes, FORWARD), ids=lambda f: f.__name__)
-def test_as_on_one_device(model_fn, towers, behavior):
-    compare_modes(model_fn, away_from_0, towers)
+def test_as_on_one_device(model_fn, behavior):
+    compare_modes(model_fn, away_from_0, 3)
 
 
 @pytest.mark.parametrize('forward', [masked_lstm, gru], ids=lambda f: f.__name__)
@@ -182,24 +135,12 @@ def loss_added():
     return model
 
 
-def loss_added_by_layer():
-    class Sparse(keras.layers.Layer):
-        def call(self, x):
-            self.add_loss(0.1 * tf.reduce_mean(tf.reduce_sum(tf.abs(x), 1)))
-            return tf.nn.tanh(x)
-
-    return keras.Sequential([keras.layers.Dense(4), Sparse(), keras.layers.Dense(1)])
-
-
 WITH_LOSSES = [
-    with_losses(build, build.__name__)
-    for build in [regularized, activity_regularized, loss_added, loss_added_by_layer]
+    with_losses(build, build.__name__) for build in [regularized, activity_regularized, loss_added]
 ]
 
 
 @pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
-@pytest.mark.parametrize('towers', [1, 3, 4], ids='towers={}'.format)
 @pytest.mark.parametrize('model_fn', WITH_LOSSES, ids=lambda f: f.__name__)
-def test_losses_of_models(model_fn, towers, static, caplog):
-    compare_modes(model_fn, away_from_0, towers, static=static)
-    assert 'cannot be told' not in caplog.text
+def test_losses_of_models(model_fn, static):
+    compare_modes(model_fn, away_from_0, 3, static=static)

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-import estimator_mgpu
-from models import batches, predict, regression, spec_of, step, with_loss
+from models import batches, regression, spec_of, step, with_loss
 from towers import compare
 
 
@@ -44,7 +43,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize('towers', [2, 3, 4, 8], ids='towers={}'.format)
+@pytest.mark.parametrize('towers', [3, 8], ids='towers={}'.format)
 @pytest.mark.parametrize('optimizer', OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_optimizer(optimizer, towers):
     model_fn = regression(lambda loss: optimizer().minimize(loss, step()))
@@ -58,7 +57,7 @@ def test_one_tower_is_exact(optimizer):
     compare(model_fn, batches(), 1, rtol=0)
 
 
-@pytest.mark.parametrize('towers', [2, 3, 4, 8], ids='towers={}'.format)
+@pytest.mark.parametrize('towers', [2, 7], ids='towers={}'.format)
 @pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
 def test_float64_is_exact_to_its_rounding(towers, static):
     # Not tf.losses, which compute in float32 whatever they are given.
@@ -73,32 +72,10 @@ def clip_computed(loss):
     return optimizer.apply_gradients(zip(clipped, variables), step())
 
 
-def clip_each(loss):
-    optimizer = tf.train.MomentumOptimizer(0.05, 0.9)
-    grads = [(tf.clip_by_norm(g, 0.01), v) for g, v in optimizer.compute_gradients(loss)]
-    return optimizer.apply_gradients(grads, step())
-
-
-def clip_tf_gradients(loss):
-    variables = tf.trainable_variables()
-    clipped, _ = tf.clip_by_global_norm(tf.gradients(loss, variables), 0.1)
-    return tf.train.AdamOptimizer(0.05).apply_gradients(zip(clipped, variables), step())
-
-
 def scaled_loss(loss):
     optimizer = tf.train.AdamOptimizer(0.05)
     grads = [(g / 128, v) for g, v in optimizer.compute_gradients(loss * 128)]
     return optimizer.apply_gradients(grads, step())
-
-
-def given_loss_gradient(loss):
-    optimizer = tf.train.MomentumOptimizer(0.05, 0.9)
-    return optimizer.minimize(loss, step(), grad_loss=tf.constant(0.5))
-
-
-def gated(loss):
-    optimizer = tf.train.AdamOptimizer(0.05)
-    return optimizer.minimize(loss, step(), gate_gradients=tf.train.Optimizer.GATE_GRAPH)
 
 
 def colocated(loss):
@@ -113,73 +90,17 @@ def two_optimizers(loss):
     return tf.group(first, tf.train.AdamOptimizer(0.01).minimize(loss * 2, step(), rest))
 
 
-def tower_optimizer(loss):
-    optimizer = estimator_mgpu.TowerOptimizer(tf.train.AdamOptimizer(0.05))
-    return optimizer.minimize(loss, step())
-
-
-def tower_optimizer_of_a_function(loss):
-    optimizer = estimator_mgpu.TowerOptimizer(lambda: tf.train.AdamOptimizer(0.05))
-    grads, variables = zip(*optimizer.compute_gradients(loss))
-    return optimizer.apply_gradients(zip(tf.clip_by_global_norm(grads, 0.1)[0], variables), step())
-
-
-def tower_optimizer_twice(loss):
-    inner = estimator_mgpu.TowerOptimizer(tf.train.AdamOptimizer(0.05))
-    return estimator_mgpu.TowerOptimizer(inner).minimize(loss, step())
-
-
-def accumulated(loss):
-    """Gradients of two steps, applied every other step."""
-    optimizer = tf.train.GradientDescentOptimizer(0.1)
-    grads = optimizer.compute_gradients(loss)
-    sums = [
-        tf.get_variable(v.op.name + '/sum', initializer=tf.zeros_like(v), trainable=False)
-        for _, v in grads
-    ]
-    add = tf.group(*[s.assign_add(g) for s, (g, _) in zip(sums, grads)])
-    with tf.control_dependencies([add]):
-        due = tf.cast(tf.equal(step() % 2, 1), tf.float32)
-        pairs = [(s.read_value() * due, v) for s, (_, v) in zip(sums, grads)]
-        with tf.control_dependencies([g for g, _ in pairs]):
-            apply = optimizer.apply_gradients(pairs, step())
-            return tf.group(apply, *[s.assign(s * (1 - due)) for s in sums])
-
-
-def moving_average(loss):
-    train_op = tf.train.AdamOptimizer(0.05).minimize(loss, step())
-    with tf.control_dependencies([train_op]):
-        return tf.train.ExponentialMovingAverage(0.9).apply(tf.trainable_variables())
-
-
-def keras_get_updates(loss):
-    optimizer = tf.keras.optimizers.legacy.Adam(0.05)
-    optimizer.iterations = step()
-    return tf.group(*optimizer.get_updates(loss, tf.trainable_variables()))
-
-
 USES = [
     clip_computed,
-    clip_each,
-    clip_tf_gradients,
     scaled_loss,
-    given_loss_gradient,
-    gated,
     colocated,
     two_optimizers,
-    tower_optimizer,
-    tower_optimizer_of_a_function,
-    tower_optimizer_twice,
-    accumulated,
-    moving_average,
-    keras_get_updates,
 ]
 
 
-@pytest.mark.parametrize('towers', [2, 5], ids='towers={}'.format)
 @pytest.mark.parametrize('use', USES, ids=lambda f: f.__name__)
-def test_use(use, towers):
-    compare(regression(use), batches(), towers)
+def test_use(use):
+    compare(regression(use), batches(), 5)
 
 
 def test_sparse_none_and_mixed_gradients():
@@ -207,26 +128,3 @@ def test_sparse_none_and_mixed_gradients():
     assert seen['unused'] is None
     assert seen['dense'].dtype == tf.float64
     assert seen['half'].dtype == tf.float16
-
-
-def test_sparse_gradient_and_l2_loss_of_one_variable():
-    def model_fn(features, labels, mode):
-        table = tf.get_variable('table', [6, 3])
-        ids = tf.cast(tf.abs(features) * 10, tf.int32) % 6
-        loss = tf.reduce_sum(tf.square(tf.reduce_sum(tf.gather(table, ids), [1, 2]) - labels[:, 0]))
-        loss += 0.1 * tf.nn.l2_loss(table)
-        train_op = tf.train.AdagradOptimizer(0.1).minimize(loss, step())
-        return spec_of(mode, loss, train_op)
-
-    compare(model_fn, batches(), 3)
-
-
-def test_gradient_of_activations_is_left_alone():
-    def model_fn(features, labels, mode):
-        output = predict(features)
-        by_features = tf.gradients(output, features)[0]
-        assert by_features.shape.as_list() == features.shape.as_list()
-        loss = tf.reduce_mean(tf.square(output - labels)) + tf.reduce_mean(tf.square(by_features))
-        return spec_of(mode, loss, tf.train.AdamOptimizer(0.05).minimize(loss, step()))
-
-    compare(model_fn, batches(), 4)

@@ -1,4 +1,4 @@
-"""What Python functions give is of rows, or it is warned of."""
+"""Python functions in a model_fn: each is called once a step, with the whole batch."""
 
 import numpy as np
 import pytest
@@ -7,92 +7,94 @@ import tensorflow.compat.v1 as tf
 from models import adam, batches, predict, spec_of
 from towers import compare, evaluate, train
 
-UNKNOWN = 'is not known, so it is taken to have one row an example'
-OF_SHARDS = 'they are taken over shards instead'
-UNTOLD = 'is a mean or a sum over rows cannot be told'
+
+def py_func(function, inputs):
+    return tf.py_func(function, inputs, tf.float32)
 
 
-def metric(function, shape):
-    """Returns a model_fn with a metric of a Python function's result."""
+def numpy_function(function, inputs):
+    return tf.numpy_function(function, inputs, tf.float32)
 
-    def model_fn(features, labels, mode):
-        values = tf.py_func(function, [features], tf.float32)
-        if shape is not None:
-            values.set_shape(shape)
-        loss = tf.reduce_mean(labels)
-        return tf.estimator.EstimatorSpec(
-            mode, loss=loss, eval_metric_ops={'metric': tf.metrics.mean(values)}
-        )
 
-    return model_fn
+def py_function(function, inputs):
+    return tf.py_function(function, inputs, tf.float32)
 
 
 def of_rows(x):
     return np.square(x).mean(1)
 
 
-@pytest.mark.parametrize('shape', [[None], None], ids=['known', 'unknown'])
-def test_metrics_of_rows(shape, caplog):
-    data = batches(7, steps=3)
-    one, ours = (evaluate(metric(of_rows, shape), data, n, static=False) for n in (0, 3))
-    np.testing.assert_allclose(ours.metrics['metric'], one.metrics['metric'], rtol=1e-5)
-    assert (UNKNOWN in caplog.text) == (shape is None)
-    assert OF_SHARDS not in caplog.text
+def of_batches(x):
+    return np.float32(x.max())
 
 
-@pytest.mark.parametrize(
-    ('shape', 'warning'), [([], OF_SHARDS), (None, UNKNOWN)], ids=['known', 'unknown']
-)
-def test_metrics_of_batches_are_warned_of(shape, warning, caplog):
-    data = batches(6, steps=3)
-    model_fn = metric(lambda x: x.max(), shape)
-    evaluate(model_fn, data, 1)
-    assert not caplog.text.count('WARNING')
-    one, ours = (evaluate(model_fn, data, n).metrics['metric'] for n in (0, 3))
-    assert warning in caplog.text and ours < one
-
-
-def with_loss(function, shape):
+@pytest.mark.parametrize('known', [True, False], ids=['known', 'unknown'])
+@pytest.mark.parametrize('function', [of_rows, of_batches], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('call', [py_func, numpy_function], ids=lambda f: f.__name__)
+def test_metrics_and_predictions(call, function, known):
     def model_fn(features, labels, mode):
-        losses = tf.py_function(function, [predict(features), labels], tf.float32)
-        if shape is not None:
-            losses.set_shape(shape)
-        loss = tf.reduce_mean(losses)
+        values = call(function, [features])
+        if known:
+            values.set_shape([None] if function is of_rows else [])
+        loss = tf.reduce_mean(labels)
+        metrics = {'metric': tf.metrics.mean(values)}
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, predictions={'values': values}, eval_metric_ops=metrics
+        )
+
+    one, ours = (evaluate(model_fn, batches(7, steps=3), n, static=False) for n in (0, 3))
+    np.testing.assert_allclose(ours.metrics['metric'], one.metrics['metric'], rtol=1e-5)
+    for found, expected in zip(ours.predictions, one.predictions):
+        np.testing.assert_allclose(found['values'], expected['values'], rtol=1e-5)
+
+
+LOSSES = {
+    'of rows': lambda x, y: tf.reduce_sum(tf.square(x - y), 1),
+    'of the batch': lambda x, y: tf.reduce_max(tf.square(x - y)),
+}
+
+
+@pytest.mark.parametrize('loss', LOSSES)
+@pytest.mark.parametrize('known', [True, False], ids=['known', 'unknown'])
+def test_losses(loss, known, behavior):
+    """Also with respect to what the function is given."""
+
+    def model_fn(features, labels, mode):
+        losses = py_function(LOSSES[loss], [predict(features), labels])
+        if known:
+            losses.set_shape([None] if loss == 'of rows' else [])
+        loss_now = tf.reduce_mean(losses)
+        return spec_of(mode, loss_now, adam(loss_now))
+
+    compare(model_fn, batches(7, steps=3), 3, static=False)
+
+
+@pytest.mark.parametrize('call', [py_func, numpy_function], ids=lambda f: f.__name__)
+def test_called_once_a_step(call, behavior):
+    given = []
+
+    def keep(x):
+        given.append(x)
+        return x * 2
+
+    def model_fn(features, labels, mode):
+        doubled = call(keep, [features])
+        doubled.set_shape(features.shape)
+        loss = tf.reduce_mean(tf.square(predict(doubled) - labels))
         return spec_of(mode, loss, adam(loss))
 
-    return model_fn
+    data = batches(7, steps=3)
+    train(model_fn, data, 3)
+    assert len(given) == 3
+    for found, (features, _) in zip(given, data):
+        np.testing.assert_array_equal(found, features)
 
 
-@pytest.mark.parametrize('shape', [[None], None], ids=['known', 'unknown'])
-def test_losses_of_rows(shape, caplog):
-    model_fn = with_loss(lambda x, y: tf.reduce_sum(tf.square(x - y), 1), shape)
-    compare(model_fn, batches(7, steps=3), 3, static=False)
-    assert (UNKNOWN in caplog.text) == (shape is None)
-    assert UNTOLD not in caplog.text
+def test_what_is_written():
+    def model_fn(features, labels, mode):
+        seen = tf.get_variable('seen', [], trainable=False)
+        values = py_func(of_rows, [features])
+        loss = tf.reduce_mean(tf.square(predict(features) - labels))
+        return spec_of(mode, loss, adam(loss), seen.assign(tf.reduce_mean(values)))
 
-
-@pytest.mark.parametrize(
-    ('shape', 'warning'), [([], UNTOLD), (None, UNKNOWN)], ids=['known', 'unknown']
-)
-def test_losses_of_batches_are_warned_of(shape, warning, caplog):
-    model_fn = with_loss(lambda x, y: tf.reduce_max(tf.square(x - y)), shape)
-    train(model_fn, batches(6, steps=1), 3)
-    assert caplog.text.count(warning) == 1
-
-
-def test_a_loss_that_the_user_knows_is_not_warned_of(caplog):
-    model_fn = with_loss(lambda x, y: tf.reduce_mean(tf.square(x - y)), None)
-    train(model_fn, batches(6, steps=1), 3, loss_reduction='mean')
-    assert UNKNOWN not in caplog.text
-
-
-def written(features, labels, mode):
-    seen = tf.get_variable('seen', [], trainable=False)
-    values = tf.py_func(of_rows, [features], tf.float32)
-    loss = tf.reduce_mean(tf.square(predict(features) - labels))
-    return spec_of(mode, loss, adam(loss), seen.assign(tf.reduce_mean(values)))
-
-
-def test_what_is_written_is_warned_of(caplog):
-    compare(written, batches(6, steps=2), 3)
-    assert UNKNOWN in caplog.text
+    compare(model_fn, batches(7, steps=2), 3)

@@ -9,6 +9,8 @@ import tensorflow.compat.v1 as tf
 import towers
 from models import of_all_modes, ten_rows
 
+pytestmark = pytest.mark.core
+
 STEPS, UNITS = 3, 4
 HEAVY = ('MatMul', 'Tanh', 'TanhGrad', 'Sigmoid', 'SigmoidGrad')
 
