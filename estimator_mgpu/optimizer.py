@@ -44,9 +44,7 @@ class TowerOptimizer:
       >>> isinstance(optimizer, tf.train.AdamOptimizer), isinstance(optimizer, TowerOptimizer)
       (True, True)
 
-    Args:
-      optimizer_or_optimizer_fn: a `tf.train.Optimizer`, or a function without arguments that makes
-        one.
+    It takes a `tf.train.Optimizer`, or a function without arguments that makes one.
 
     Raises:
       TypeError: if it's neither.

@@ -66,7 +66,7 @@ def run(model_fn, towers, fetches, static=True, steps=3, rows=ROWS):
 
 
 @BATCH
-def test_values_of_one_step_fit_together(static, towers, behavior):
+def test_values_of_one_step_fit_together(static, towers):
     """All is worked out again from what was fetched and what variables were before."""
     rows = 5 if towers > 5 else ROWS
     shown = [*NAMES, 'gradient/v', 'gradient/w', 'gradient/table']
