@@ -162,7 +162,7 @@ class _Inside(Pass):
         return not self.strict or all(
             self.seen(t) != REPLICATE or t.op.type in lists.MAKERS
             for t, need in given
-            if isinstance(need, Own)
+            if isinstance(need, Own) and t.dtype == tf.variant
         )
 
     def _whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
