@@ -36,11 +36,10 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation import Caller, Pass
 from estimator_mgpu.partition.rules.linear import linear
-from estimator_mgpu.partition.sizes import Size, Sizes, per_row
+from estimator_mgpu.partition.sizes import SIZE_OPS, Entry, Size, Sizes, per_row
 
 _SUM = Partial('sum')
 _READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd')
-_SIZES = ('Shape', 'ShapeN', 'Size')
 
 
 class _Whole(Exception):
@@ -92,7 +91,7 @@ class _Inside(Pass):
         if definition is None or (definition.is_stateful and op.type not in _READS and not calls):
             raise _Whole(f'{op.type} has effects, or draws numbers')
         placements = [self.seen(t) for t in op.inputs]
-        if op.type in _SIZES:
+        if op.type in SIZE_OPS:
             if any(p != REPLICATE for p in placements) and any(
                 self.sizes.entries(t) is None for t in op.outputs
             ):
@@ -152,7 +151,7 @@ class _Inside(Pass):
         entries = self.sizes.entries(tensor)
         if entries is None:
             return False
-        return not any(type(s).__name__ == 'Entry' for e in entries for s in e.symbols)
+        return not any(isinstance(s, Entry) for e in entries for s in e.symbols)
 
     def _fill(self, op: tf.Operation, placement: Shard) -> bool:
         return False  # Nobody waits for others inside.

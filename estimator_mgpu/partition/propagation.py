@@ -39,7 +39,7 @@ from estimator_mgpu.partition.rules.signature import (
     Signature,
     UnknownRank,
 )
-from estimator_mgpu.partition.sizes import ONE, Dim, Size, Sizes, per_row
+from estimator_mgpu.partition.sizes import ONE, SIZE_OPS, Dim, Size, Sizes, per_row
 
 Caller = Callable[[Any, tf.Operation, list[Placement]], Any]
 """(pass, op, placements of the inputs) -> (OpPlan, placements of the outputs, their dimensions)."""
@@ -167,8 +167,8 @@ class Pass:
         if op.name in self.once:
             self._whole(op, placements, 'its lists are used whole')
             return
-        if op.type in _SIZES or private.in_control_flow(op):
-            self._whole(op, placements, 'it computes with sizes' if op.type in _SIZES else '')
+        if op.type in SIZE_OPS or private.in_control_flow(op):
+            self._whole(op, placements, 'it computes with sizes' if op.type in SIZE_OPS else '')
             return
         if any(isinstance(p, Partial) for p in placements):
             made = linear(op, placements)
@@ -396,7 +396,7 @@ class Pass:
         """Lets an op run once."""
         if any(p != REPLICATE for p in placements):
             self.reasons[op.name] = reason
-            if op.type not in _SIZES:
+            if op.type not in SIZE_OPS:
                 self._reduce(op, placements)
             for tensor, placement in zip(op.inputs, placements):
                 if isinstance(placement, KEPT):
@@ -425,4 +425,3 @@ class Pass:
 
 
 _ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
-_SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])

@@ -16,6 +16,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.partition.placements import Rows
 
+SIZE_OPS = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
+"""The ops that look at nothing but a tensor's dimensions."""
 _SMALL = 64  # entries of a tensor that may be sizes
 
 

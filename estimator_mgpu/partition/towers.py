@@ -15,7 +15,7 @@ from estimator_mgpu.partition.nodes import Nodes, set_attr
 from estimator_mgpu.partition.placements import KEPT, Partial, Rows, Shard
 from estimator_mgpu.partition.plan import First, Local, Numbers, OpPlan, Own, Plan, Slice, Whole
 from estimator_mgpu.partition.sharding import Sharding
-from estimator_mgpu.partition.sizes import Dim, Size
+from estimator_mgpu.partition.sizes import SIZE_OPS, Dim, Size
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
 
@@ -123,7 +123,7 @@ class Towers:
     def _is_size(self, tensor: tf.Tensor) -> bool:
         """Whether it's the size of what towers have, which isn't gathered for that."""
         op = tensor.op
-        if op.type not in ('Shape', 'ShapeN', 'Size', 'Rank'):
+        if op.type not in SIZE_OPS:
             return False
         of = op.inputs[tensor.value_index]
         if of.name in self._sources:

@@ -24,7 +24,7 @@ def reduction(op: tf.Operation, sizes: Sizes, reduce: str) -> Signature | None:
     """Over rows it gives a part of the result; over other dimensions it goes row by row."""
     numbers = sizes.numbers(op.inputs[1])
     own = labels(op.inputs[0], sizes)
-    if numbers is None or (reduce == 'mean' and not _is_float(op.inputs[0].dtype)):
+    if numbers is None or (reduce == 'mean' and not op.inputs[0].dtype.is_floating):
         return None  # A mean of integers is rounded.
     axes = sorted({a % len(own) for a in numbers}) if own else []
     kept = without(own, axes)
@@ -33,10 +33,6 @@ def reduction(op: tf.Operation, sizes: Sizes, reduce: str) -> Signature | None:
     # Known numbers where the graph computes them: with one row they would come out otherwise.
     known = WHOLE if op.inputs[1].op.type == 'Const' else Fixed(tuple(axes))
     return Signature([own, known], [kept], reduce)
-
-
-def _is_float(dtype: tf.DType) -> bool:
-    return dtype.is_floating
 
 
 def of_all(op: tf.Operation, sizes: Sizes) -> Signature | None:
