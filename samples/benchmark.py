@@ -3,12 +3,14 @@
     python samples/benchmark.py --models=mlp,deep --towers=2,8 --rounds=3
     python samples/benchmark.py --devices=GPU --towers=2,4
     python samples/benchmark.py --setups=replicate,unoptimized --models=deep
+    python samples/benchmark.py --setups=replicate,other --other=../estimator_mgpu-0.1
 
 Each set-up runs in a process of its own, and every round has each of them once. As machines are
 noisy, what counts are ratios of runs of one round: the tables give their medians, and in brackets
 their least and greatest. Start-up is all from the call of train() to the end of the first step,
 with the checkpoint that Estimator writes before it. The set-up `unoptimized` is replicate() without
-TensorFlow's own graph optimizer, which is where most of a large model's first step goes.
+TensorFlow's own graph optimizer, which is where most of a large model's first step goes. The set-up
+`other` is replicate() of another version of the package, with those of the options that it knows.
 
 The model `cnn` has batch normalization: replicate() takes the statistics of the whole batch, unless
 --batch_norm=device says that it's those of each device, as MirroredStrategy's are.
@@ -16,7 +18,9 @@ The model `cnn` has batch normalization: replicate() takes the statistics of the
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import pathlib
 import resource
 import statistics
@@ -37,8 +41,8 @@ FLAGS = flags.FLAGS
 
 LIMIT = 900  # Seconds for one run: MirroredStrategy on 16 CPU devices was seen to hang.
 ONE, REPLICATE, MIRRORED = 'one device', 'replicate', 'MirroredStrategy'
-UNOPTIMIZED = 'unoptimized'
-SETUPS = REPLICATE, MIRRORED, UNOPTIMIZED
+UNOPTIMIZED, OTHER = 'unoptimized', 'other'
+SETUPS = REPLICATE, MIRRORED, UNOPTIMIZED, OTHER
 MEASURES = {  # What a run gives, and the unit it's printed in.
     'build': 's',
     'session': 's',
@@ -59,6 +63,7 @@ flags.DEFINE_list(
 flags.DEFINE_enum('devices', 'CPU', ['CPU', 'GPU'], 'Logical CPU devices, or GPUs.')
 flags.DEFINE_string('variables', None, "replicate()'s choice of where variables live.")
 flags.DEFINE_enum('batch_norm', 'batch', ['batch', 'device'], "replicate()'s choice of statistics.")
+flags.DEFINE_string('other', None, 'The directory of another estimator_mgpu/, for set-up other.')
 flags.DEFINE_integer('rounds', 3, 'How often each set-up runs.', lower_bound=1)
 flags.DEFINE_float('seconds', 5, 'How long steps are timed, after the first ones.', lower_bound=0)
 flags.DEFINE_string('output', 'benchmark', 'Where the tables go: this .md, .json and .png.')
@@ -87,6 +92,15 @@ def _check_replicate(given):
         )
     except ValueError as error:
         raise flags.ValidationError(str(error)) from None
+    return True
+
+
+@flags.multi_flags_validator(['setups', 'other'])
+def _check_other(given):
+    if OTHER in given['setups'] and not given['other']:
+        raise flags.ValidationError(f'the set-up {OTHER} needs --other=DIR')
+    if given['other'] and not pathlib.Path(given['other'], 'estimator_mgpu').is_dir():
+        raise flags.ValidationError(f'--other={given["other"]} has no directory estimator_mgpu')
     return True
 
 
@@ -142,13 +156,18 @@ class Clock(tf.train.SessionRunHook):
 
 def run_once(model, setup, towers):
     """Trains a model for some seconds and returns what was measured."""
+    used = pathlib.Path(estimator_mgpu.__file__).resolve()
+    if setup == OTHER and pathlib.Path(FLAGS.other).resolve() not in used.parents:
+        sys.exit(f'estimator_mgpu was imported from {used.parent}, not from --other={FLAGS.other}')
     tf.get_logger().propagate = False
     chosen = benchmark_models.MODELS[model]
     model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
     devices = tower_devices(FLAGS.devices, towers)
     session_config = estimator_mgpu.session_config(devices)
-    if setup in (REPLICATE, UNOPTIMIZED):
+    if setup in (REPLICATE, UNOPTIMIZED, OTHER):
         options = {**chosen_variables(FLAGS.variables), 'batch_norm': FLAGS.batch_norm}
+        known = inspect.signature(estimator_mgpu.replicate).parameters
+        options = {name: value for name, value in options.items() if name in known}
         model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
         off = setup == UNOPTIMIZED
         session_config.graph_options.rewrite_options.disable_meta_optimizer = off
@@ -169,7 +188,7 @@ def run_once(model, setup, towers):
         trained = estimator.Estimator(model_fn, model_dir, config)
         clock = Clock(FLAGS.seconds)
         trained.train(lambda: chosen.dataset(rows), hooks=[clock])
-    return clock.results(chosen.batch)
+    return {'version': estimator_mgpu.__version__, **clock.results(chosen.batch)}
 
 
 def run_all(runs):
@@ -180,8 +199,15 @@ def run_all(runs):
             command += [f'--devices={FLAGS.devices}', f'--towers={",".join(FLAGS.towers)}']
             command += [f'--seconds={FLAGS.seconds}', f'--batch_norm={FLAGS.batch_norm}']
             command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
+            environment = None
+            if run['setup'] == OTHER:
+                command.append(f'--other={FLAGS.other}')
+                paths = filter(None, (os.path.abspath(FLAGS.other), os.environ.get('PYTHONPATH')))
+                environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
             try:
-                process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+                process = subprocess.run(
+                    command, capture_output=True, text=True, timeout=LIMIT, env=environment
+                )
             except subprocess.TimeoutExpired:
                 print(f'{run} failed: it did not end in {LIMIT} seconds', file=sys.stderr)
                 continue
@@ -225,14 +251,14 @@ def tables(results):
     lines.append(row(*['---'] * 9))
     for model, setup, towers in setups:
         which = {'model': model, 'setup': setup, 'towers': towers}
-        for other, count in ((ONE, 1), (MIRRORED, towers)):
-            to = {'model': model, 'setup': other, 'towers': count}
+        for base, count in ((ONE, 1), (MIRRORED, towers), (OTHER, towers)):
+            to = {'model': model, 'setup': base, 'towers': count}
             if to in (which, {**which, 'setup': ONE}) or (*to.values(),) not in setups:
                 continue
             found = {m: ratios(results, m, which, to) for m in (*MEASURES,)}
-            further = [(r - 1) / (towers - 1) for r in found['build']] if other == ONE else []
+            further = [(r - 1) / (towers - 1) for r in found['build']] if base == ONE else []
             cells = [describe(found[m]) for m in ('start_up', 'step', 'memory', 'nodes')]
-            lines.append(row(model, setup, towers, other, *cells, describe(further)))
+            lines.append(row(model, setup, towers, base, *cells, describe(further)))
     return '\n'.join(lines)
 
 
@@ -260,7 +286,7 @@ def plot(results, path):
     for column, model in zip(axes.T, models):
         for axis, measure in zip(column, measures):
             one = {'model': model, 'setup': ONE, 'towers': 1}
-            for setup, color in zip(SETUPS, ('C0', 'C1', 'C2')):
+            for setup, color in zip(SETUPS, ('C0', 'C1', 'C2', 'C3')):
                 counts = sorted({r['towers'] for r in results if matches(r, {'setup': setup})})
                 found = {
                     n: ratios(results, measure, {**one, 'setup': setup, 'towers': n}, one)

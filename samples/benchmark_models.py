@@ -79,6 +79,51 @@ def _embed(ids):
     return tf.layers.dense(tf.layers.dense(net, 64, tf.nn.relu), 10)
 
 
+def _lstm(features):
+    cell = tf.nn.rnn_cell.LSTMCell(64)
+    _, state = tf.nn.dynamic_rnn(cell, features['sequence'], features['length'], dtype=tf.float32)
+    return tf.layers.dense(state.h, 10)
+
+
+def _sequences(rows):
+    return {
+        'sequence': tf.random.stateless_normal([rows, 32, 64], [0, 0]),
+        'length': tf.random.stateless_uniform([rows], [0, 1], 1, 33, tf.int32),
+    }
+
+
+def _layer_norm(name, net):
+    with tf.variable_scope(name):
+        scale = tf.get_variable('scale', [net.shape[-1]], initializer=tf.ones_initializer())
+        offset = tf.get_variable('offset', [net.shape[-1]], initializer=tf.zeros_initializer())
+    mean, variance = tf.nn.moments(net, [-1], keepdims=True)
+    return tf.nn.batch_normalization(net, mean, variance, offset, scale, 1e-6)
+
+
+def _attention(net, heads=4):
+    _, length, width = net.shape
+    split = tf.reshape(tf.layers.dense(net, 3 * width), [-1, length, 3, heads, width // heads])
+    queries, keys, values = tf.unstack(tf.transpose(split, [2, 0, 3, 1, 4]))
+    scores = tf.matmul(queries, keys, transpose_b=True) / (width // heads) ** 0.5
+    seen = tf.transpose(tf.matmul(tf.nn.softmax(scores), values), [0, 2, 1, 3])
+    return tf.layers.dense(tf.reshape(seen, [-1, length, width]), width)
+
+
+def _transformer(ids):
+    table = tf.get_variable('table', [1000, 64])
+    positions = tf.get_variable('positions', [32, 64])
+    net = tf.nn.embedding_lookup(table, ids) + positions
+    for layer in range(4):
+        net += tf.nn.dropout(_attention(_layer_norm(f'attention{layer}', net)), rate=0.1)
+        wide = tf.layers.dense(_layer_norm(f'wide{layer}', net), 256, tf.nn.relu)
+        net += tf.nn.dropout(tf.layers.dense(wide, 64), rate=0.1)
+    return tf.layers.dense(tf.reduce_mean(_layer_norm('end', net), 1), 10)
+
+
+def _ids(length, tokens):
+    return lambda rows: tf.random.stateless_uniform([rows, length], [0, 0], 0, tokens, tf.int32)
+
+
 MODELS = {
     'mlp': Model(_dense(3, 512, 10), _momentum, _images(784), 10, 256),
     'cnn': Model(_cnn, _momentum, _images(32, 32, 3), 10, 64),
@@ -86,9 +131,11 @@ MODELS = {
     'embed': Model(
         _embed,
         lambda: tf.train.AdagradOptimizer(0.05),
-        lambda rows: tf.random.stateless_uniform([rows, 20], [0, 0], 0, 200_000, tf.int32),
+        _ids(20, 200_000),
         10,
         512,
     ),
     'wide': Model(_dense(4, 2048, 10), _momentum, _images(2048), 10, 64),
+    'lstm': Model(_lstm, _momentum, _sequences, 10, 64),
+    'transformer': Model(_transformer, tf.train.AdamOptimizer, _ids(32, 1000), 10, 32),
 }

@@ -1,9 +1,12 @@
 """samples/benchmark.py: that it runs what it says, and that its figures are the right ratios."""
 
 import json
+import pathlib
+import shutil
 
 import pytest
 
+import estimator_mgpu
 from test_samples import SAMPLES, flag_errors, run_python, run_sample
 
 
@@ -57,10 +60,50 @@ def test_a_short_benchmark(tmp_path):
     assert (tmp_path / 'found.png').read_bytes().startswith(b'\x89PNG')
 
 
+@pytest.fixture
+def older(tmp_path):
+    """Another version of the package, whose replicate() knows fewer options."""
+    package = pathlib.Path(estimator_mgpu.__file__).parent
+    shutil.copytree(package, tmp_path / 'older' / 'estimator_mgpu')
+    with (tmp_path / 'older' / 'estimator_mgpu' / '__init__.py').open('a') as file:
+        file.write(
+            "\n__version__ = '0.0.1'\n_replicate = replicate\n"
+            'def replicate(model_fn, devices, variables=None):\n'
+            '    return _replicate(model_fn, devices=devices)\n'
+        )
+    return tmp_path / 'older'
+
+
+def test_another_version_side_by_side(tmp_path, older):
+    flags = ['--models=lstm,transformer', '--setups=replicate,other', f'--other={older}']
+    flags += ['--towers=2', '--rounds=1', '--seconds=0.01', f'--output={tmp_path / "found"}']
+    last = run_sample('benchmark.py', *flags)
+    assert last.startswith('| transformer | other | 2 | one device | ')
+    table = (tmp_path / 'found.md').read_text()
+    assert '| lstm | replicate | 2 | other | ' in table
+    assert '| lstm | other | 2 | other | ' not in table
+    runs = json.loads((tmp_path / 'found.json').read_text())['runs']
+    here = estimator_mgpu.__version__
+    assert [run['version'] for run in runs] == 2 * [here, here, '0.0.1']
+
+
+def test_another_version_that_is_not_the_one_imported_is_told(older):
+    code = (
+        'import sys, benchmark; benchmark.FLAGS(sys.argv)\n'
+        "try: benchmark.run_once('mlp', 'other', 2)\n"
+        'except SystemExit as exit: print(exit.code)'
+    )
+    last = run_python('-c', code, f'--other={older}')[-1]
+    package = pathlib.Path(estimator_mgpu.__file__).resolve().parent
+    assert last == f'estimator_mgpu was imported from {package}, not from --other={older}'
+
+
 def test_a_wrong_flag_is_told_before_anything_runs():
     wrong = {
-        '--models=mlp,none': 'give some of mlp, cnn, deep, embed, wide',
-        '--setups=horovod': 'give some of replicate, MirroredStrategy, unoptimized',
+        '--models=mlp,none': 'give some of mlp, cnn, deep, embed, wide, lstm, transformer',
+        '--setups=horovod': 'give some of replicate, MirroredStrategy, unoptimized, other',
+        '--setups=other': 'the set-up other needs --other=DIR',
+        '--other=nowhere': '--other=nowhere has no directory estimator_mgpu',
         '--towers=1': 'give numbers of 2 or more',
         '--towers=two': 'give numbers of 2 or more',
         '--devices=GPU': "'/device:GPU:0' in devices is unknown: this machine has no GPU",
