@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import nests
+TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
+"""What may have rows."""
+
+Path = tuple[Any, ...]
+"""The keys that lead to a leaf of a nest, 'features' or 'labels' first."""
 
 
 class Batch(NamedTuple):
@@ -22,18 +26,18 @@ class Batch(NamedTuple):
 
     sources: list[tf.Tensor]
     static: int | None
-    leaves: dict[tuple[Any, ...], Any]
+    leaves: dict[Path, Any]
 
     def total(self) -> tf.Tensor:
         """How many rows there are, an int32 scalar; fails in a step in which they differ."""
         counts = {path: rows_of(leaf) for path, leaf in self.leaves.items()}
         first = rows_of(self.sources[0]) if self.sources else next(iter(counts.values()))
-        if len(counts) > 1 and not all(_static_rows(leaf) for leaf in self.leaves.values()):
+        if len(counts) > 1 and None in map(_static_rows, self.leaves.values()):
             rows = tf.stack(list(counts.values()))
             message = (
                 'features and labels must have the same number of rows along dimension 0, but for '
                 'those that go whole to every tower: scalars, and what replicate(broadcast=[...]) '
-                f'names. The rows of {", ".join(nests.title(path) for path in counts)} are'
+                f'names. The rows of {", ".join(map(_title, counts))} are'
             )
             same = tf.reduce_all(tf.equal(rows, first))
             with tf.control_dependencies([tf.Assert(same, [message, rows], summarize=100)]):
@@ -50,49 +54,48 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
       labels: the same, or None.
       broadcast: names of features (their key, or keys joined by `/`) that have none either.
 
-    Returns:
-      The `Batch`.
-
     Raises:
       TypeError: if something in the nest can't be divided.
       ValueError: if rows differ in number, a rank is unknown, a name in `broadcast` isn't there
         or nothing in the batch has rows.
     """
-    batch = {'features': features, 'labels': labels}
-    leaves = dict(nests.with_paths(batch))
-    whole = nests.broadcast_paths(leaves, broadcast)
-    found = {}
-    for path, leaf in leaves.items():
-        if path in whole or not nests.has_rows(path, leaf):
-            continue
+    leaves = dict(_leaves({'features': features, 'labels': labels}))
+    whole = _broadcast_paths(leaves, broadcast)
+    found = {
+        path: leaf
+        for path, leaf in leaves.items()
+        if path not in whole and _is_tensor(path, leaf) and leaf.shape.rank != 0
+    }
+    for path, leaf in found.items():
         if leaf.shape.rank is None:
             raise ValueError(
-                f'{nests.title(path)} has an unknown rank, so it cannot be told whether it has '
-                'rows. Give it a shape in the input_fn, say tensor.set_shape([None, 3]), or name '
-                'it in replicate(broadcast=[...]) if it goes whole to every tower.'
+                f'{_title(path)} has an unknown rank, so it cannot be told whether it has rows. '
+                'Give it a shape in the input_fn, say tensor.set_shape([None, 3]), or name it in '
+                'replicate(broadcast=[...]) if it goes whole to every tower.'
             )
-        if leaf.shape.rank > 0:
-            found[path] = leaf
     if not found and not any(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
-        given = ', '.join(nests.describe(path, leaf) for path, leaf in leaves.items())
+        given = [
+            f'{_title(path)} ({getattr(leaf, "shape", type(leaf).__name__)})'
+            for path, leaf in leaves.items()
+        ]
         raise ValueError(
             'There is nothing to divide over the towers: no feature and no label has rows along '
-            f'dimension 0. Given: {given}. Let the input_fn give batches, say by dataset.batch().'
+            f'dimension 0. Given: {", ".join(given)}. Let the input_fn give batches, say by '
+            'dataset.batch().'
         )
-    known = {path: _static_rows(leaf) for path, leaf in found.items()}
-    known = {path: rows for path, rows in known.items() if rows is not None}
+    known = {path: rows for path, leaf in found.items() if (rows := _static_rows(leaf)) is not None}
     if len(set(known.values())) > 1:
-        sizes = ', '.join(f'{nests.title(path)} has {rows}' for path, rows in known.items())
+        sizes = ', '.join(f'{_title(path)} has {rows}' for path, rows in known.items())
         raise ValueError(
             f'The rows along dimension 0 differ in number: {sizes}. Every feature and label needs '
             'one row an example: let the input_fn give batches, by dataset.batch() say. What '
             "isn't per example (a vocabulary) is either a scalar or named in "
             'replicate(broadcast=[...]), to go whole to every tower.'
         )
-    sources = [leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)]
-    sources = list({t.name: t for t in sources}.values())
-    static = [_static_rows(t) for t in sources]
-    return Batch(sources, static[0] if static and None not in static else None, found)
+    sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
+    static = [_static_rows(t) for t in sources.values()]
+    known_all = static and None not in static
+    return Batch(list(sources.values()), static[0] if known_all else None, found)
 
 
 def rows_of(leaf: Any) -> tf.Tensor:
@@ -106,3 +109,58 @@ def rows_of(leaf: Any) -> tf.Tensor:
 
 def _static_rows(leaf: Any) -> int | None:
     return leaf.shape.as_list()[0]
+
+
+def _leaves(nest: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """Lists a nest's leaves in `tf.nest` order, each with its path."""
+    if isinstance(nest, Mapping):
+        items = sorted(nest.items())
+    elif isinstance(nest, tuple) and hasattr(nest, '_fields'):
+        items = list(zip(nest._fields, nest))
+    elif isinstance(nest, (list, tuple)):
+        items = list(enumerate(nest))
+    else:
+        return [(path, nest)]
+    return [leaf for key, value in items for leaf in _leaves(value, (*path, key))]
+
+
+def _is_tensor(path: Path, leaf: Any) -> bool:
+    """Whether a leaf is a tensor, which may have rows; TypeError if it can't be in a batch."""
+    if isinstance(leaf, TENSORS):
+        return True
+    # NumPy arrays and scalars a model_fn makes constants.
+    plain = (type(None), str, bytes, bool, int, float, tf.DType)
+    if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
+        return False
+    raise TypeError(
+        f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Legal '
+        'are dense, sparse and ragged tensors, in any nest of dicts, tuples and lists. Let the '
+        'input_fn give one of these, or name it in replicate(broadcast=[...]).'
+    )
+
+
+def _broadcast_paths(leaves: dict[Path, Any], broadcast: Sequence[str]) -> set[Path]:
+    """Returns the paths of features by name: the last key, or keys joined by `/`, all or the first.
+
+    Raises:
+      ValueError: if there's no feature of such a name.
+    """
+    names: dict[str, set[Path]] = {}
+    for path in leaves:
+        if path[0] == 'features':
+            keys = [str(key) for key in path[1:]]
+            for name in {*keys[-1:], *('/'.join(keys[: i + 1]) for i in range(len(keys)))}:
+                names.setdefault(name, set()).add(path)
+    for name in broadcast:
+        if name not in names:
+            raise ValueError(
+                f'broadcast names {name!r}, but there is no such feature. '
+                f'The features are: {", ".join(sorted(names)) or "one tensor"}.'
+            )
+    return {path for name in broadcast for path in names[name]}
+
+
+def _title(path: Path) -> str:
+    """Returns what messages call a leaf."""
+    kind, *keys = path
+    return f'{kind[:-1]} {"/".join(map(str, keys))!r}' if keys else kind

@@ -7,23 +7,36 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
-from estimator_mgpu import steps as steps_lib
+from estimator_mgpu.steps import of_graph
 
 
-class ProgressHook(tf.train.SessionRunHook):
+class _StepHook(tf.train.SessionRunHook):
+    """What both hooks have: the global step, and what is known of a step."""
+
+    def __init__(self, batch_size: int | None):
+        self._batch_size = _check('batch_size', batch_size)
+
+    def begin(self) -> None:
+        self._global_step = tf.train.get_global_step()
+        if self._global_step is None:
+            raise ValueError(
+                f'{type(self).__name__} needs a global step, and the graph has none. Call '
+                'tf.train.get_or_create_global_step() before the session is made.'
+            )
+        self._step = of_graph(tf.get_default_graph())
+        if self._batch_size is not None:
+            self._step = self._step._replace(examples=self._batch_size)
+
+
+class ProgressHook(_StepHook):
     """Shows a progress bar: the global step, the loss, examples/s and the time that is left.
 
     It goes to stderr. Where that isn't a terminal (a log file, say), there's no bar, and nothing is
-    fetched for it.
+    fetched for it. The loss is that of the whole batch. A hook isn't told how long `train` will go
+    on: without `steps` and `max_steps` there's no estimate of the time that is left.
 
     Examples:
       >>> bar = ProgressHook(max_steps=900)  # then: estimator.train(input_fn, [bar], max_steps=900)
-
-    A hook isn't told how long `train` will go on. Without `steps` and `max_steps` there's no
-    estimate of the time that is left.
-
-    The loss is that of the whole batch; where no replicated model_fn was called, it's the last one
-    in `tf.GraphKeys.LOSSES`, which in an Estimator is its EstimatorSpec's.
 
     Args:
       steps: how many steps `train` goes on for, the same as its own argument; for every call.
@@ -32,9 +45,8 @@ class ProgressHook(tf.train.SessionRunHook):
         also by `replicate(devices=1)`; for others only steps/s are shown.
 
     Raises:
-      TypeError: if an argument isn't an int.
-      ValueError: if an argument is less than 1, or both `steps` and `max_steps` are given; as the
-        session starts, if the graph has no global step.
+      TypeError, ValueError: if an argument is no positive int, or both `steps` and `max_steps` are
+        given; as the session starts, if the graph has no global step.
     """
 
     def __init__(
@@ -49,87 +61,70 @@ class ProgressHook(tf.train.SessionRunHook):
                 f'steps={steps} and max_steps={max_steps} are two ends of training. Give the one '
                 'that train() is called with.'
             )
+        super().__init__(batch_size)
         self._steps = _check('steps', steps)
         self._max_steps = _check('max_steps', max_steps)
-        self._batch_size = _check('batch_size', batch_size)
-        self._bar: tqdm | None = None
+        self._bar = tqdm(disable=True)
 
     def begin(self) -> None:
-        self._close()  # That of a training that failed.
-        self._global_step = _global_step(self)
-        step = steps_lib.of_graph(tf.get_default_graph())
-        examples = step.examples if self._batch_size is None else self._batch_size
-        self._fetches = {'step': self._global_step, 'loss': step.loss, 'examples': examples}
+        super().begin()
+        self._bar.close()  # That of a training that failed.
+        self._fetches = {'step': self._global_step, **self._step._asdict()}
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
-        self._close()  # That of a session that was lost.
+        self._bar.close()  # That of a session that was lost.
         start = int(session.run(self._global_step))
         total = self._max_steps if self._steps is None else start + self._steps
-        # None: only on a terminal.
         self._found: dict[str, Any] = {}
+        # None: only on a terminal.
         self._bar = tqdm(total=total, initial=start, unit='step', disable=None)
 
     def before_run(self, run_context: Any) -> Any:
-        if self._bar is None or self._bar.disable:
-            return None
-        return tf.train.SessionRunArgs(
-            {what: value for what, value in self._fetches.items() if tf.is_tensor(value)}
-        )
+        fetches = {what: value for what, value in self._fetches.items() if tf.is_tensor(value)}
+        return None if self._bar.disable else tf.train.SessionRunArgs(fetches)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        if run_values.results is None or self._bar is None:
-            return
-        self._found = {**self._fetches, **run_values.results}
-        self._show(self._bar, self._bar.format_dict['rate'])
-        # Whether the step that was read is that before or after this run is up to the session.
-        self._bar.update(int(self._found['step']) - self._bar.n)
+        if run_values.results is not None:
+            self._found = {**self._fetches, **run_values.results}
+            self._show(self._bar.format_dict['rate'])
+            # Whether the step that was read is that before or after this run is up to the session.
+            self._bar.update(int(self._found['step']) - self._bar.n)
 
     def end(self, session: tf.Session) -> None:
-        if self._found and self._bar is not None:
+        if self._found:
             self._bar.update(int(session.run(self._global_step)) - self._bar.n)
             told = self._bar.format_dict  # tqdm closes with the mean rate, too.
-            self._show(self._bar, (told['n'] - told['initial']) / told['elapsed'])
-        self._close()
+            self._show((told['n'] - told['initial']) / told['elapsed'])
+        self._bar.close()
 
-    def _show(self, bar: tqdm, steps_per_second: float | None) -> None:
+    def _show(self, steps_per_second: float | None) -> None:
         loss, examples = self._found['loss'], self._found['examples']
         told = [] if loss is None else [f'loss={float(loss):.4g}']
         if steps_per_second and examples is not None:
             told.append(f'{steps_per_second * int(examples):.1f} examples/s')
-        bar.set_postfix_str(', '.join(told), refresh=False)
-
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
+        self._bar.set_postfix_str(', '.join(told), refresh=False)
 
 
-class ThroughputHook(tf.train.SessionRunHook):
+class ThroughputHook(_StepHook):
     """Tells in the log, and in TensorBoard, how many examples are trained on in a second.
 
     Steps/s, which Estimator tells itself, don't compare numbers of devices where the batch grows
     with them. Rates are those since the last time; the first is from the end of the first step on,
-    so that it's without what TensorFlow does once. A line is
-
-        step 200: 5120.3 examples/s, 2560.1 on each of 2 devices
-
-    and summaries are `examples/sec` and `examples/sec/device`.
+    so that it's without what TensorFlow does once. Each call of the session counts as a batch. In
+    the log, it's `step 200: 5120.3 examples/s, 2560.1 on each of 2 devices`; in summaries,
+    `examples/sec` and `examples/sec/device`.
 
     Examples:
       >>> hook = ThroughputHook(every_n_steps=50)  # then: estimator.train(input_fn, [hook])
 
-    Each call of the session counts as a batch.
-
     Args:
       every_n_steps: after how many steps to tell.
       output_dir: where summaries go, `estimator.model_dir` say; by default there's only the log.
-      batch_size: how many examples a step has. By default it's what a replicated model_fn gets,
-        also by `replicate(devices=1)`; for others it has to be given.
+      batch_size: as for `ProgressHook`; for a model_fn that isn't replicated, it has to be given.
 
     Raises:
-      TypeError: if a number isn't an int.
-      ValueError: if a number is less than 1; as the session starts, if the graph has no global
-        step, or nobody knows how many examples a step has.
+      TypeError, ValueError: if a number is no positive int; as the session starts, if the graph has
+        no global step, or nobody knows how many examples a step has.
     """
 
     def __init__(
@@ -139,22 +134,20 @@ class ThroughputHook(tf.train.SessionRunHook):
         *,
         batch_size: int | None = None,
     ):
-        _check('every_n_steps', every_n_steps)
-        self._timer = tf.train.SecondOrStepTimer(every_steps=every_n_steps)
+        super().__init__(batch_size)
+        self._timer = tf.train.SecondOrStepTimer(every_steps=_check('every_n_steps', every_n_steps))
         self._output_dir = output_dir
-        self._batch_size = _check('batch_size', batch_size)
 
     def begin(self) -> None:
-        self._global_step = _global_step(self)
-        step = steps_lib.of_graph(tf.get_default_graph())
-        self._examples = step.examples if self._batch_size is None else self._batch_size
+        super().begin()
+        self._examples = self._step.examples
         if self._examples is None:
             raise ValueError(
                 'ThroughputHook() does not know how many examples a step has, as no replicated '
                 'model_fn that gets rows was called. Decorate the model_fn by '
                 'estimator_mgpu.replicate(devices=1), or give ThroughputHook(batch_size=32), say.'
             )
-        self._devices = len(set(step.devices)) or 1
+        self._devices = len(set(self._step.devices)) or 1
         self._writer = self._output_dir and tf.summary.FileWriterCache.get(self._output_dir)
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
@@ -187,22 +180,10 @@ class ThroughputHook(tf.train.SessionRunHook):
                 self._writer.add_summary(summary, step)
 
 
-def _global_step(hook: tf.train.SessionRunHook) -> Any:
-    step = tf.train.get_global_step()
-    if step is None:
-        raise ValueError(
-            f'{type(hook).__name__} needs a global step, and the graph has none. Call '
-            'tf.train.get_or_create_global_step() before the session is made.'
-        )
-    return step
-
-
 def _check(name: str, value: int | None) -> int | None:
     """Returns the value of an argument, if it's None or a positive int."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f'{name}={value!r} is of {type(value).__name__}. Give a positive int.')
-    if value < 1:
+    if value is not None and value < 1:
         raise ValueError(f'{name}={value} is less than 1. Give a positive int.')
     return value

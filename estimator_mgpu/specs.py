@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import compat
-from estimator_mgpu.nests import flat_tensors, pack_tensors
 
 
 def check(spec: Any) -> Any:
@@ -29,21 +28,11 @@ def check(spec: Any) -> Any:
 def whole(spec: Any, replace: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     """Returns a spec whose results are `replace(tensor)`, so that none is computed twice."""
 
-    def replaced(nest: Any) -> Any:
-        return pack_tensors(nest, [replace(t) for t in flat_tensors(nest)])
+    def replaced(leaf: Any) -> Any:
+        return replace(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
-    train_op = spec.train_op
-    if isinstance(train_op, tf.Tensor):
-        train_op = replace(train_op)
-    metrics = spec.eval_metric_ops
-    if metrics:
-        metrics = {
-            name: value if not isinstance(value, tuple) else tuple(map(replaced, value))
-            for name, value in metrics.items()
-        }
-    return spec._replace(
-        loss=replaced(spec.loss),
-        predictions=replaced(spec.predictions),
-        train_op=train_op,
-        eval_metric_ops=metrics,
-    )
+    results = {
+        name: tf.nest.map_structure(replaced, getattr(spec, name), expand_composites=True)
+        for name in ('loss', 'predictions', 'train_op', 'eval_metric_ops')
+    }
+    return spec._replace(**results)

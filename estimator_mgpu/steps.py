@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, nests, private
+from estimator_mgpu import batch, private
 
 _EXAMPLES, _LOSS, _DEVICES = (f'estimator_mgpu/{what}' for what in ('examples', 'loss', 'devices'))
 
@@ -67,7 +67,7 @@ def examples_of(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> tf
     if isinstance(features, Mapping):
         features = {name: value for name, value in features.items() if name not in broadcast}
     for leaf in tf.nest.flatten((labels, features)):
-        if isinstance(leaf, nests.SPLITTABLE) and leaf.shape.rank:
+        if isinstance(leaf, batch.TENSORS) and leaf.shape.rank:
             with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
                 with tf.device('/device:CPU:0'):
                     return batch.rows_of(leaf)
