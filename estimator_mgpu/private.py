@@ -1,12 +1,14 @@
 """Every private name of TensorFlow that this package leans on.
 
-They are looked up when the package is imported, so a TensorFlow that has dropped one says so at
-once, by name, rather than in the middle of a training script.
+They are looked up when the package is imported, so that a TensorFlow that has dropped one says so
+at once, by name.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,51 +16,43 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 
-def _module(name: str, *attributes: str) -> Any:
+_NEEDED = {
+    'tensorflow.python.framework.dtypes': ['DType._is_ref_dtype'],
+    'tensorflow.python.framework.op_def_registry': ['get'],
+    'tensorflow.python.framework.ops': [
+        'Graph._get_function',
+        'Operation._add_control_inputs',
+        'Operation._clear_attr',
+        'Operation._control_outputs',
+        'Operation._get_control_flow_context',
+        'Operation._id',
+        'Operation._remove_all_control_inputs',
+        'Operation._set_device',
+        'Operation._update_input',
+    ],
+    'tensorflow.python.framework.tensor_util': ['try_evaluate_constant'],
+    'tensorflow.python.training.training_util': ['GLOBAL_STEP_READ_KEY'],
+}
+
+
+def _find(module: str, names: Sequence[str]) -> Any:
+    """Returns a module that has these names, some of them those of classes' members."""
     try:
-        module = importlib.import_module(name)
-        for attribute in attributes:
-            getattr(module, attribute)
+        found = importlib.import_module(module)
+        for name in names:
+            operator.attrgetter(name)(found)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f'TensorFlow {tf.__version__} has no {name}.{"/".join(attributes)}, which '
+            f'TensorFlow {tf.__version__} has no {module} with {", ".join(names)}, which '
             'estimator_mgpu needs. Install a TensorFlow that it was tested with (2.15 to 2.21).'
         ) from error
-    return module
+    return found
 
+
+_, _op_def_registry, _, _tensor_util, _training_util = itertools.starmap(_find, _NEEDED.items())
 
 # The collection in which Estimator keeps its read of the global step when it trains.
-GLOBAL_STEP_READ = _module(
-    'tensorflow.python.training.training_util', 'GLOBAL_STEP_READ_KEY'
-).GLOBAL_STEP_READ_KEY
-
-_tensor_util = _module('tensorflow.python.framework.tensor_util', 'try_evaluate_constant')
-_op_def_registry = _module('tensorflow.python.framework.op_def_registry', 'get')
-_kernels = _module('tensorflow.python.framework.kernels', 'get_registered_kernels_for_op')
-_ops = _module(
-    'tensorflow.python.ops.script_ops', 'EagerFunc', '_py_funcs', 'tape_cache', '_EagerPyFuncGrad'
-)
-_ops = _module('tensorflow.python.framework.ops', 'Operation')
-if not hasattr(_ops.Graph, '_get_function'):
-    raise ImportError(
-        f'TensorFlow {tf.__version__} has no Graph._get_function, which estimator_mgpu needs. '
-        'Install a TensorFlow that it was tested with (2.15 to 2.21).'
-    )
-for _method in (
-    '_add_control_inputs',
-    '_clear_attr',
-    '_remove_all_control_inputs',
-    '_control_outputs',
-    '_get_control_flow_context',
-    '_id',
-    '_set_device',
-    '_update_input',
-):
-    if not hasattr(_ops.Operation, _method):
-        raise ImportError(
-            f'TensorFlow {tf.__version__} has no Operation.{_method}, which estimator_mgpu needs. '
-            'Install a TensorFlow that it was tested with (2.15 to 2.21).'
-        )
+GLOBAL_STEP_READ = _training_util.GLOBAL_STEP_READ_KEY
 
 
 def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
@@ -73,21 +67,23 @@ def op_def(op_type: str) -> Any:
     return _op_def_registry.get(op_type)
 
 
-def has_kernel(op_type: str) -> bool:
-    """Whether this build of TensorFlow can run an op on any kind of device."""
-    return bool(_kernels.get_registered_kernels_for_op(op_type).kernel)
+def called(node: Any) -> list[Any]:
+    """Returns what a NodeDef says of the functions that it calls: a loop's condition is first."""
+    found = []
+    for name in ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f'):
+        if name in node.attr:
+            value = node.attr[name]
+            found += list(value.list.func) or [value.func]
+    return found
 
 
-def function_graphs(
-    op: tf.Operation,
-    names: Sequence[str],
-) -> list[tf.Graph]:
-    """Returns the graphs of the functions that an op calls, by the attributes that say which.
+def function_graphs(op: tf.Operation) -> list[tf.Graph]:
+    """Returns the graphs of the functions that an op calls, in the order of `called`.
 
     None where the graph doesn't keep them, as one that was imported.
     """
-    called = [op.node_def.attr[name].func.name for name in names]
-    found = [getattr(op.graph._get_function(name), 'graph', None) for name in called]
+    names = [function.name for function in called(op.node_def)]
+    found = [getattr(op.graph._get_function(name), 'graph', None) for name in names]
     return [] if None in found else found
 
 
@@ -139,6 +135,18 @@ def followers(op: tf.Operation) -> list[tf.Operation]:
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Gives an op that exists already another input."""
     op._update_input(index, tensor)
+
+
+def replace(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation) -> None:
+    """Gives whoever uses an op's outputs others; whoever waits for it waits for `last` instead."""
+    for index, tensor in outputs.items():
+        old = op.outputs[index]
+        for user in old.consumers():
+            for i, given in enumerate(user.inputs):
+                if given is old:
+                    set_input(user, i, tensor)
+    for user in waiting(op):
+        set_control_inputs(user, [*(c for c in user.control_inputs if c is not op), last])
 
 
 def number(op: tf.Operation) -> int:

@@ -55,6 +55,32 @@ def _large_zeros(x):
     return tf.layers.dense(h, 1)
 
 
+def _branch(x):
+    w = tf.get_variable('w', [STEPS, UNITS], use_resource=True)
+    positive = tf.cond(
+        tf.reduce_sum(x) > 0,
+        lambda: tf.tanh(tf.matmul(x, w)),
+        lambda: tf.tanh(tf.matmul(tf.tanh(x), w)),
+    )
+    return tf.layers.dense(positive, 1)
+
+
+def _function(x):
+    """One that calls another, with a loop."""
+    w = tf.get_variable('w', [UNITS, UNITS], use_resource=True)
+
+    @tf.function
+    def inner(h):
+        return tf.tanh(tf.matmul(h, w))
+
+    @tf.function
+    def outer(x):
+        h = tf.tile(x[:, :1], [1, UNITS])
+        return tf.while_loop(lambda i, h: i < STEPS, lambda i, h: (i + 1, inner(h)), (0, inner(h)))
+
+    return tf.layers.dense(outer(x)[1], 1)
+
+
 FORWARDS = {
     'lstm': _dynamic(lambda: tf.nn.rnn_cell.LSTMCell(UNITS)),
     'gru': _dynamic(lambda: tf.nn.rnn_cell.GRUCell(UNITS)),
@@ -64,6 +90,8 @@ FORWARDS = {
     'scan': _scan,
     'while_loop': _while_loop,
     'large zeros': _large_zeros,
+    'branch': _branch,
+    'function': _function,
 }
 
 
@@ -73,21 +101,25 @@ def test_as_on_one_device(name, static):
     ours, _ = towers.compare(
         of_all_modes(FORWARDS[name], name=name), ten_rows()[:3], 3, static=static
     )
-    loops = [op for op in ours.graph.get_operations() if op.type in ('While', 'StatelessWhile')]
+    types = ('While', 'StatelessWhile', 'If', 'StatelessIf')
+    loops = [op for op in ours.graph.get_operations() if op.type in types]
+    loops = [op for op in loops if 'AssertGuard' not in op.name]
     whole = {op.name for op in loops if 'tower_' not in op.name}
+    assert whole
     for tower in range(3):
         scope = f'replicate/tower_{tower}/'
         assert {op.name[len(scope) :] for op in loops if op.name.startswith(scope)} == whole
 
 
-def test_kernels_run_on_all_devices():
+@pytest.mark.parametrize('name, count', [('lstm', 60), ('branch', 20), ('function', 60)])
+def test_kernels_run_on_all_devices(name, count):
     """By what ran, inside of the loops, too: TensorFlow takes them apart before it places nodes."""
     batch = np.random.RandomState(0).randn(12, STEPS).astype(np.float32)
     with tf.Graph().as_default():
         x = tf.placeholder(tf.float32, [None, STEPS])
         y = tf.placeholder(tf.float32, [None, 1])
         tf.train.get_or_create_global_step()
-        model_fn = towers.estimator_mgpu.replicate(of_all_modes(FORWARDS['lstm']), devices=4)
+        model_fn = towers.estimator_mgpu.replicate(of_all_modes(FORWARDS[name]), devices=4)
         spec = model_fn(features=x, labels=y, mode=towers.TRAIN)
         options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
         metadata = tf.RunMetadata()
@@ -99,9 +131,9 @@ def test_kernels_run_on_all_devices():
     for stats in metadata.step_stats.dev_stats:
         for node in stats.node_stats:
             kind = node.timeline_label.partition(' = ')[2].partition('(')[0]
-            kernels[stats.device] += kind in HEAVY
+            kernels[stats.device] += kind in HEAVY or 'MatMul' in kind
     total = sum(kernels.values())
-    assert total >= 4 * STEPS * 5  # A step has five of these in an LSTM's forward pass alone.
+    assert total >= count  # An LSTM's step has five of these in the forward pass alone, a tower.
     assert max(kernels.values()) <= 0.35 * total
 
 

@@ -11,8 +11,6 @@ The gradients are those of Ioffe & Szegedy (2015), section 3, with n entries a c
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
@@ -30,9 +28,9 @@ def expand(graph: tf.Graph) -> None:
                 with tf.name_scope(None), tf.name_scope(f'{op.name}/sums'):
                     forward = _Forward(op)
                     gradients = [(user, forward.gradients(user)) for user in users]
-            _replace(op, forward.outputs)
+            private.replace(op, forward.outputs, forward.outputs[0].op)
             for user, outputs in gradients:
-                _replace(user, outputs)
+                private.replace(user, outputs, outputs[0].op)
 
 
 def _is_plain(op: tf.Operation) -> bool:
@@ -80,16 +78,3 @@ class _Forward:
             dx *= self._spread(scale * self._factor)
             sums = [tf.reduce_sum(t, self._axes) for t in (along, dy)]
             return {0: tf.cast(dx, self._type), 1: sums[0], 2: sums[1]}
-
-
-def _replace(op: tf.Operation, outputs: dict[int, Any]) -> None:
-    """Gives whoever uses an op's outputs others; whoever waits for it waits for the first."""
-    for index, tensor in outputs.items():
-        old = op.outputs[index]
-        for user in old.consumers():
-            for i, given in enumerate(user.inputs):
-                if given is old:
-                    private.set_input(user, i, tensor)
-    for waiting in private.waiting(op):
-        before = [c for c in waiting.control_inputs if c is not op]
-        private.set_control_inputs(waiting, [*before, outputs[0].op])

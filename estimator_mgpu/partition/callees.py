@@ -42,10 +42,9 @@ class Callees:
         self._extent = extent
         self._count = 0
 
-    def own(self, node: Any, op: tf.Operation, planned: OpPlan, tower: int) -> None:
+    def own(self, node: Any, planned: OpPlan, tower: int) -> None:
         """Lets a tower's copy of an op call the tower's copies of functions."""
-        for name, plan in planned.functions.items():
-            called = node.attr[name].func
+        for called, plan in zip(private.called(node), planned.functions):
             called.name = self._copy(called.name, plan, tower, planned.values)
         if 'T' in node.attr and node.attr['T'].HasField('list'):
             types = node.attr['T'].list.type
@@ -78,12 +77,12 @@ class Callees:
         for node, op in zip(list(definition.node_def), private.function_ops(definition, graph)):
             resources = any(t.dtype == tf.resource for t in op.inputs)
             node.device = '' if resources and node.input[0] not in read else self._devices[tower]
-            for attr in ('_class', *_SHAPES):
-                node.attr.pop(attr, None)
+            node.attr.pop('_class', None)
             if node.op == 'ReadVariableOp' and node.input[0] in read:
                 _as_identity(node)
                 identities.add(node.name)
-            for key, value in plan.attrs.get(op.name, {}).items():
+            inner = plan.ops.get(op.name, OpPlan())
+            for key, value in inner.attrs.items():
                 set_attr(node.attr[key], value)
             for position in range(-1, len(op.inputs)):
                 need = plan.given.get((op.name, position))
@@ -95,8 +94,7 @@ class Callees:
                 elif need is not None:
                     dtype = op.inputs[position].dtype
                     node.input[position] = self._constant(definition, need, dtype, tower)
-            if op.name in plan.calls:
-                self.own(node, op, plan.calls[op.name], tower)
+            self.own(node, inner, tower)
         for node in definition.node_def:
             node.input[:] = [_renamed(name, identities) for name in node.input]
         for output, name in definition.ret.items():

@@ -8,11 +8,12 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.partition.batch_norm import expand
+from estimator_mgpu.partition.calls import inline
 from estimator_mgpu.partition.functions import CALLERS
 from estimator_mgpu.partition.homes import homes
-from estimator_mgpu.partition.placements import Rows
 from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
+from estimator_mgpu.partition.sizes import Rows
 from estimator_mgpu.partition.towers import Towers
 
 
@@ -41,16 +42,18 @@ def divide(
     """
     if not sources or (static is not None and static < len(devices)):
         return None
+    replaced = inline(graph, before)
     table = RULES
     if batch_norm == 'device':
         table = {**RULES, **images.OF_DEVICE}
     else:
         expand(graph)
-    plan = propagate(sources, Rows('batch', static), table, CALLERS, before)
+    calls = {name.partition(':')[0] for name in replaced}
+    plan = propagate(sources, Rows('batch', static), table, CALLERS, before, calls)
     found = homes(graph, plan)
     for name, device in found.items():
         if ':' not in name:
             op = graph.get_operation_by_name(name)
             private.free(op)
             private.set_device(op, device)
-    return Towers(graph, plan, total, devices, found)
+    return Towers(graph, plan, total, devices, found, replaced)

@@ -1,379 +1,254 @@
-"""Loops and branches: the same rules inside of the functions that they call.
-
-Inside, nothing can be summed, gathered or sliced: if an op asks for that, or has side effects, the
-loop runs once. Sizes are each tower's own there, as its tensors say them.
-"""
+"""Loops and branches: what the functions that they call are given, and what they return."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.partition import lists
+from estimator_mgpu.partition.calls import CALLS
+from estimator_mgpu.partition.inside import Inside, Undivided
 from estimator_mgpu.partition.placements import (
     KEPT,
     REPLICATE,
+    SUM,
     Partial,
     Placement,
     Shard,
     ShardList,
 )
-from estimator_mgpu.partition.plan import (
-    OWN,
-    WHOLE,
-    First,
-    FunctionPlan,
-    Local,
-    Need,
-    Numbers,
-    OpPlan,
-    Own,
-    Slice,
-    Whole,
-)
+from estimator_mgpu.partition.plan import OWN, WHOLE, Division, First, Local, Need, OpPlan, Slice
 from estimator_mgpu.partition.propagation import Caller, Pass
-from estimator_mgpu.partition.rules.linear import linear
-from estimator_mgpu.partition.sizes import SIZE_OPS, Entry, Size, Sizes, per_row
-
-_SUM = Partial('sum')
-_READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd')
+from estimator_mgpu.partition.sizes import Size, per_row
 
 
-class _Whole(Exception):
-    """A function asks for something that towers can't do by themselves."""
-
-
-class _Inside(Pass):
-    """A pass over a function's ops.
+class _Call:
+    """What an op calls functions with.
 
     Args:
-      outer: the pass that the function's caller is in.
-      graph: the function's.
-      wanted: of which arguments, constants and fills rows are asked for, by the op's name; more
-        are added.
-      strict: whether nothing may be asked for any more that the function hasn't; while it isn't
-        known yet what a loop's variables are, that's taken to be there.
+      outer: the pass that the op is in.
+      arguments: what it gives the functions.
+      placements: what that is to towers, before anything is sliced.
+
+    Attributes:
+      placed: what it is to towers inside.
+      wanted: what rows are asked for of, inside.
     """
 
-    def __init__(self, outer: Pass, graph: Any, strict: bool, wanted: dict[str, Slice]):
-        sizes = Sizes(f'{graph.name}/')
-        super().__init__(outer.rows, outer.table, outer.callers, sizes, set(), set())
-        self.graph = graph
-        self.strict = strict
-        self.wanted = wanted
-        self.given: dict[tuple[str, int], Need] = {}
+    def __init__(
+        self, outer: Pass, arguments: Sequence[tf.Tensor], placements: Sequence[Placement]
+    ):
+        self._outer = outer
+        self._arguments = arguments
+        self._placements = placements
+        self._factors: dict[int, Size] = {}
+        self.placed = list(placements)
+        self.wanted: dict[tf.Operation, Slice] = {}
 
-    def run(self) -> list[Placement]:
-        """Returns the placements of what the function returns."""
-        arguments = {t.op.name for t in self.graph.inputs}
-        for op in self.graph.get_operations():
-            if op.name not in arguments:
-                self.visit(op)
-        return [self.seen(t) for t in self.graph.outputs]
+    def keeps(self, i: int) -> bool:
+        """Whether an argument is a size that stays what it is."""
+        return self._outer.sizes.entries(self._arguments[i]) is not None
 
-    def plan(self) -> FunctionPlan:
-        """What the towers' copies of the function have otherwise."""
-        attrs = {name: planned.attrs for name, planned in self.ops.items() if planned.attrs}
-        calls = {name: planned for name, planned in self.ops.items() if planned.functions}
-        return FunctionPlan(self.given, attrs, calls)
+    def run(self, graph: Any, like: Any, strict: bool) -> tuple[Inside, list[Placement]]:
+        """A pass over a function, and the placements of what it returns."""
+        inside = Inside(self._outer, graph, strict, self.wanted)
+        returned = inside.run(self._arguments, self.placed, like, self.keeps, self._factors)
+        return inside, returned
 
-    def visit(self, op: tf.Operation) -> None:
-        if op.type == 'NoOp':
-            return
-        if op.name in self.wanted:
-            self._made(op, self.wanted[op.name])
-            return
-        definition = private.op_def(op.type)
-        calls = op.type in self.callers
-        if definition is None or (definition.is_stateful and op.type not in _READS and not calls):
-            raise _Whole(f'{op.type} has effects, or draws numbers')
-        placements = [self.seen(t) for t in op.inputs]
-        if op.type in SIZE_OPS:
-            if any(p != REPLICATE for p in placements) and any(
-                self.sizes.entries(t) is None for t in op.outputs
-            ):
-                raise _Whole(f'sizes of {op.name}')
-            return
-        if all(p == REPLICATE for p in placements):
-            if not any(map(self.differs, op.inputs)):
-                if calls:
-                    raise _Whole(f'a {op.type} that is the same on all towers')
-                return  # The same on all towers.
-            if op.type == 'BroadcastGradientArgs' or all(map(self._is_known, op.outputs)):
-                return  # Sizes, of which each tower computes its own.
-        if any(isinstance(p, Partial) for p in placements):
-            made = linear(op, placements)
-            if made is None and not self.strict:
-                made = linear(op, [_SUM if p == REPLICATE else p for p in placements])
-            if made is None:
-                raise _Whole(f'{op.type} needs a sum')
-            needs = tuple(OWN if p == made or not self.strict else WHOLE for p in placements)
-            self._divided(op, OpPlan(needs, {}), [made], [None])
-            return
-        self.by_rule(op, placements)
+    def settle(self, graphs: Sequence[Any], returns: bool) -> None:
+        """Finds out what arguments are inside; a loop returns what it's called with next."""
+        while True:
+            before = list(self.placed), len(self.wanted)
+            for graph in graphs:
+                _, returned = self.run(graph, graph.inputs, False)
+                if returns:
+                    self.placed = list(map(_meet, self.placed, returned))
+                for i, argument in enumerate(graph.inputs):
+                    need = self.wanted.get(argument.op)
+                    if need is not None and self.placed[i] == REPLICATE:
+                        self.placed[i] = Shard(need.axis, self._outer.rows)
+                    if need is not None and self._placements[i] == REPLICATE:
+                        self._factors[i] = need.factor
+            if before == (self.placed, len(self.wanted)):
+                return
 
-    def differs(self, tensor: tf.Tensor) -> bool:
-        """Whether towers have their own versions of a size."""
-        if tensor.dtype.base_dtype not in (tf.int32, tf.int64):
+    def factor(self, i: int) -> Size:
+        """How many entries a row has in an argument."""
+        placed, tensor = self.placed[i], self._arguments[i]
+        assert isinstance(placed, Shard)
+        found = self._outer.sizes.per_row(tensor, placed.axis, self._outer.rows)
+        found = found or self._factors.get(i)
+        if found is None:
+            raise Undivided(f'the size of {tensor.name}')
+        return found
+
+    def needs(self) -> tuple[Need, ...]:
+        """What towers' ops are given for the arguments."""
+        return tuple(map(self._need, range(len(self._arguments))))
+
+    def _need(self, i: int) -> Need:
+        tensor, placed = self._arguments[i], self.placed[i]
+        if placed != self._placements[i]:
+            if isinstance(placed, Shard):
+                return Slice(placed.axis, self.factor(i))
+            return OWN if isinstance(placed, KEPT) else First()
+        if placed != REPLICATE:
+            return OWN
+        size = (self._outer.sizes.entries(tensor) or []) if self.keeps(i) else []
+        rows = [position for position, entry in enumerate(size) if entry.rows]
+        if not rows:
+            return WHOLE
+        factor = per_row(size[rows[0]], self._outer.rows)
+        if factor is None or len(rows) > 1:
+            raise Undivided(f'the sizes in {tensor.name}')
+        return Local(tuple(size), rows[0], factor)
+
+
+class _Loop(_Call):
+    """The variables of a loop: those that its body leaves as they are keep their sizes."""
+
+    def __init__(
+        self, outer: Pass, op: tf.Operation, placements: list[Placement], body: Any, numbers: bool
+    ):
+        super().__init__(outer, list(op.inputs), placements)
+        self._body = body
+        self._numbers = numbers  # whether what goes by rows is a number, rather than a size
+
+    def keeps(self, i: int) -> bool:
+        if self._body.outputs[i] is not self._body.inputs[i]:
             return False
-        entries = self.sizes.entries(tensor)
-        return entries is not None and any(e.rows for e in entries)
-
-    def _may_be_made(self, tensor: tf.Tensor) -> bool:
-        """Whether each tower can have its rows of a tensor: an argument, or of known size."""
-        if any(tensor is argument for argument in self.graph.inputs):
-            return True
-        if not self.rows.static:
-            return False
-        if tensor.op.type != 'Fill':
-            return tensor.op.type == 'Const'
-        return self.sizes.numbers(tensor.op.inputs[0]) is not None
-
-    def _made(self, op: tf.Operation, need: Slice) -> None:
-        """Lets each tower make its rows of a constant or a fill."""
-        output = op.outputs[0]
-        dims = [Size(d) for d in output.shape.as_list()]
-        own = per_row(dims[need.axis], self.rows)
-        if own is None:
-            raise _Whole(f'the size of {output.name}')
-        needs: tuple[Need, ...] = ()
-        if op.type == 'Fill':
-            needs = (Local(tuple(dims), need.axis, own), WHOLE)
-        else:
-            self.given[op.name, -1] = Slice(need.axis, own)
-        dims[need.axis] = own * Size(1, (self.rows,))
-        self._divided(op, OpPlan(needs, {}), [Shard(need.axis, self.rows)], [dims])
-
-    def _is_known(self, tensor: tf.Tensor) -> bool:
-        entries = self.sizes.entries(tensor)
-        if entries is None:
-            return False
-        return not any(isinstance(s, Entry) for e in entries for s in e.symbols)
-
-    def _fill(self, op: tf.Operation, placement: Shard) -> bool:
-        return False  # Nobody waits for others inside.
-
-    def own(self, given: Any) -> bool:
-        """Lists are the function's own, if they're made empty."""
-        return not self.strict or all(
-            self.seen(t) != REPLICATE or t.op.type in lists.MAKERS
-            for t, need in given
-            if isinstance(need, Own) and t.dtype == tf.variant
-        )
-
-    def _whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
-        raise _Whole(f'{op.name}: {reason} ({placements})')
-
-    def _reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
-        raise _Whole(f'{op.type} needs a sum')
-
-    def _divided(
-        self, op: tf.Operation, planned: OpPlan, made: Sequence[Placement], dims: Sequence[Any]
-    ) -> None:
-        for i, (tensor, need) in enumerate(zip(op.inputs, planned.needs)):
-            self._check(op, i, tensor, need)
-        super()._divided(op, planned, made, dims)
-        if Partial('mean') in made:
-            raise _Whole(f'{op.type} needs a mean')
-
-    def _check(self, op: tf.Operation, position: int, tensor: tf.Tensor, need: Need) -> None:
-        """Whether an op can be given what it needs, inside."""
-        if isinstance(need, Whole):
-            if self.seen(tensor) != REPLICATE or self.differs(tensor):
-                raise _Whole(f'{op.type} needs all of {tensor.name}')
-        elif isinstance(need, Slice) and self._may_be_made(tensor):
-            self.wanted[tensor.op.name] = need
-        elif isinstance(need, (Slice, First)):
-            if self.strict:
-                raise _Whole(f'{op.type} needs rows of {tensor.name}')
-        elif isinstance(need, Numbers):
-            self.given[op.name, position] = need
-        elif isinstance(need, Local):
-            others = [e for i, e in enumerate(need.entries) if i != need.position]
-            if self.differs(tensor):
-                if any(e.rows for e in others):
-                    raise _Whole(f'{op.type} needs two sizes')
-            elif all(e.static is not None for e in need.entries):
-                self.given[op.name, position] = need
-            else:
-                raise _Whole(f'{op.type} needs a size')
+        entries = self._outer.sizes.entries(self._arguments[i])
+        return entries is not None and not (self._numbers and any(e.rows for e in entries))
 
 
-def _begin(
-    inside: _Inside,
-    outer: Pass,
-    arguments: Any,
-    placed: list[Placement],
-    own: Any,
-    like: Any,
-    factors: dict[int, Size],
-) -> None:
-    """Gives a function's arguments their placements, sizes and values.
-
-    Args:
-      inside: the pass over the function.
-      outer: that over its caller.
-      arguments: what it's called with.
-      placed: what that is to towers.
-      own: own(position) -> whether an argument is a size that stays what it is.
-      like: tensors of the arguments' shapes, as a loop's condition has none.
-      factors: how many entries a row has, of arguments that rows are asked for of.
-    """
-    for i, (given, argument) in enumerate(zip(arguments, inside.graph.inputs)):
-        placement = placed[i]
-        if isinstance(placement, Shard):
-            factor = factors.get(i) or _factor(given, placement, outer)
-            dims = inside.sizes.dims(like[i])
-            if factor is None or dims is None:
-                raise _Whole(f'the size of {given.name}')
-            dims = list(dims)
-            dims[placement.axis] = factor * Size(1, (outer.rows,))
-            inside.sizes.know(argument, dims)
-        if placement != REPLICATE:
-            inside.placements[argument.name] = placement
-        if own(i) and argument.shape.rank in (0, 1):
-            entries = outer.sizes.entries(given)
-            if entries is not None:
-                inside.sizes.know_values(argument, entries)
-
-
-def _factor(tensor: tf.Tensor, placement: Shard, outer: Pass) -> Size | None:
-    """How many entries a row has in what a function is given."""
-    dims = outer.sizes.dims(tensor)
-    return None if dims is None else per_row(dims[placement.axis], outer.rows)
-
-
-def loop(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Any:
+def loop(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division | None:
     """`While`: what each variable is to towers is a fixed point; the condition is the same on all.
 
     A variable that starts whole and becomes rows is sliced before the loop. One that adds up what
     rows come to starts at zero on all towers but the first.
     """
-    if all(p == REPLICATE for p in placements):
+    graphs = private.function_graphs(op)
+    if all(p == REPLICATE for p in placements) or not graphs:
         return None
-    graphs = private.function_graphs(op, ('body', 'cond'))
-    if len(graphs) != 2:
-        return None
-    for sizes_as_numbers in (False, True):
+    for numbers in (False, True):
         try:
-            return _loop(outer, op, placements, graphs[0], graphs[1], sizes_as_numbers)
-        except _Whole:
+            return _loop(outer, op, _Loop(outer, op, placements, graphs[1], numbers), *graphs)
+        except Undivided:
             continue
     return None
 
 
-def _loop(
-    outer: Pass,
-    op: tf.Operation,
-    placements: list[Placement],
-    body: Any,
-    condition: Any,
-    sizes_as_numbers: bool,
-) -> Any:
-    arguments = list(op.inputs)
-
-    def keeps(i: int) -> bool:
-        """Whether an argument is a size that the loop leaves as it is."""
-        if body.outputs[i] is not body.inputs[i]:
-            return False
-        entries = outer.sizes.entries(arguments[i])
-        return entries is not None and not (sizes_as_numbers and any(e.rows for e in entries))
-
-    wanted: dict[str, Slice] = {}
-    factors: dict[int, Size] = {}
-
-    def run(graph: Any, placed: list[Placement], strict: bool) -> tuple[_Inside, list[Placement]]:
-        inside = _Inside(outer, graph, strict, wanted)
-        _begin(inside, outer, arguments, placed, keeps, body.inputs, factors)
-        return inside, inside.run()
-
-    placed = list(placements)
-    while True:
-        known = len(wanted)
-        _, returned = run(body, placed, False)
-        met = [_meet(a, b) for a, b in zip(placed, returned)]
-        if met == placed and len(wanted) == known:
-            break
-        placed = met
-        for i, argument in enumerate(body.inputs):
-            need = wanted.get(argument.op.name)
-            if need is not None and placed[i] == REPLICATE:
-                placed[i] = Shard(need.axis, outer.rows)
-            if need is not None and placements[i] == REPLICATE:
-                factors[i] = need.factor
-    inside, returned = run(body, placed, True)
+def _loop(outer: Pass, op: tf.Operation, call: _Loop, condition: Any, body: Any) -> Division | None:
+    call.settle([body], returns=True)
+    placed = call.placed
+    inside, returned = call.run(body, body.inputs, True)
     for i, (a, b) in enumerate(zip(placed, returned)):
         if a != b:
-            raise _Whole(f'{body.outputs[i].name} is not what it was')
+            raise Undivided(f'{body.outputs[i].name} is not what it was')
         if isinstance(a, Shard):
-            before = inside.sizes.dims(body.inputs[i]) or []
-            after = inside.sizes.dims(body.outputs[i]) or []
+            before, after = (inside.sizes.dims(t[i]) or [] for t in (body.inputs, body.outputs))
             if before[a.axis] != after[a.axis]:
-                raise _Whole(f'{body.outputs[i].name} has another size')
-        if a == REPLICATE and inside.differs(body.outputs[i]) and not keeps(i):
-            raise _Whole(f'{body.outputs[i].name} is a size')
+                raise Undivided(f'{body.outputs[i].name} has another size')
+        if a == REPLICATE and inside.differs(body.outputs[i]) and not call.keeps(i):
+            raise Undivided(f'{body.outputs[i].name} is a size')
     if not any(isinstance(p, (Shard, ShardList)) for p in placed):
         return None
-    wanted = {}
-    asked, [decision] = run(condition, placed, True)
-    if wanted:
-        raise _Whole('its condition needs rows')
-    if decision != REPLICATE or asked.differs(condition.outputs[0]):
-        raise _Whole('it ends by rows')
-    needs = []
-    for i, tensor in enumerate(arguments):
-        size = outer.sizes.entries(tensor) if keeps(i) else None
-        needs.append(_need(outer, tensor, placements[i], placed[i], size, factors.get(i)))
-    if not outer.own(zip(arguments, needs)):
+    known = len(call.wanted)
+    asked, [decision] = call.run(condition, body.inputs, True)
+    if len(call.wanted) > known or decision != REPLICATE or asked.differs(condition.outputs[0]):
+        raise Undivided('it ends by rows')
+    needs = call.needs()
+    if not outer.own_lists(zip(op.inputs, needs)):
         return None
-    functions = {'body': inside.plan(), 'cond': asked.plan()}
-    read = [(i, _only_read(i, body, condition)) for i in range(len(arguments))]
-    # Within a function, it's the caller that would have to be given the value.
-    values = {i: dtype for i, dtype in read if dtype and not isinstance(outer, _Inside)}
+    values = {i: dtype for i in range(len(needs)) if (dtype := _only_read(i, body, condition))}
+    if isinstance(outer, Inside):
+        values = {}  # It's the caller of the outer function that would have to be given them.
     dims = [
-        _dims(outer, t, placed[i], arguments[i], factors.get(i)) for i, t in enumerate(op.outputs)
+        _dims(outer, t, p.axis, call.factor(i)) if isinstance(p, Shard) else None
+        for i, (t, p) in enumerate(zip(op.outputs, placed))
     ]
     # Nobody is given a variable by a loop, which has its value.
     made = [None if i in values else p for i, p in enumerate(placed)]
-    return OpPlan(tuple(needs), {}, functions, values), made, dims
+    return Division(OpPlan(needs, {}, [asked.plan(), inside.plan()], values), made, dims)
+
+
+def branch(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division | None:
+    """`If`, `Case`: which branch it is is the same on all towers, and what all return is alike.
+
+    A call in a loop is as a branch without an alternative.
+    """
+    graphs = private.function_graphs(op)
+    if all(p == REPLICATE for p in placements) or not graphs:
+        return None
+    first = int(op.type not in CALLS)  # Which branch comes before what it's given.
+    try:
+        return _branch(outer, op, _Call(outer, list(op.inputs)[first:], placements[first:]), graphs)
+    except Undivided:
+        return None
+
+
+def _branch(outer: Pass, op: tf.Operation, call: _Call, graphs: Sequence[Any]) -> Division | None:
+    call.settle(graphs, returns=False)
+    runs = [call.run(graph, graph.inputs, True) for graph in graphs]
+    made = []
+    dims: list[list[Size] | None] = []
+    for i, output in enumerate(op.outputs):
+        tensors = [graph.outputs[i] for graph in graphs]
+        placed = _joined(tensors, [returned[i] for _, returned in runs])
+        if placed == REPLICATE and any(inside.differs(t) for (inside, _), t in zip(runs, tensors)):
+            raise Undivided(f'{output.name} is a size')
+        if isinstance(placed, Shard):
+            found = [
+                inside.sizes.per_row(t, placed.axis, outer.rows)
+                for (inside, _), t in zip(runs, tensors)
+            ]
+            factor = found[0]
+            if factor is None or factor.static is None or any(f != factor for f in found):
+                raise Undivided(f'the size of {output.name}')
+            dims.append(_dims(outer, output, placed.axis, factor))
+        else:
+            dims.append(None)
+        made.append(placed)
+    if all(p == REPLICATE for p in made):
+        return None
+    functions = [inside.plan() for inside, _ in runs]
+    decision = [WHOLE] if op.type not in CALLS else []
+    return Division(OpPlan((*decision, *call.needs()), {}, functions), made, dims)
+
+
+def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
+    """What branches return, each a tensor."""
+    found = set(placements) - {REPLICATE}
+    if not found:
+        return REPLICATE
+    placed = found.pop()
+    for tensor, own in zip(tensors, placements):
+        empty = isinstance(placed, KEPT) and tensor.op.type in lists.MAKERS
+        nothing = placed == SUM and _is_zero(tensor)
+        if own != placed and not (own == REPLICATE and (empty or nothing)):
+            raise Undivided(f'{tensor.name} is {own} in one branch, and {placed} in another')
+    return placed
+
+
+def _is_zero(tensor: tf.Tensor) -> bool:
+    """Whether it's nothing but zeros, which are a part of any sum."""
+    if tensor.op.type == 'ZerosLike':
+        return True
+    value = private.constant_value(tensor.op.inputs[1] if tensor.op.type == 'Fill' else tensor)
+    return value is not None and not np.any(value)
 
 
 def _meet(a: Placement, b: Placement) -> Placement:
+    """What a loop's variable is, that starts as one and becomes another."""
     if a == b or b == REPLICATE:
         return a
-    if a == REPLICATE and (b == _SUM or not isinstance(b, Partial)):
+    if a == REPLICATE and (b == SUM or not isinstance(b, Partial)):
         return b
-    raise _Whole(f'{a} becomes {b}')
-
-
-def _need(
-    outer: Pass,
-    tensor: tf.Tensor,
-    placement: Placement,
-    placed: Placement,
-    size: list[Size] | None,
-    factor: Size | None,
-) -> Need:
-    """What a loop is given for a variable."""
-    if placement == placed:
-        rows = [i for i, e in enumerate(size or []) if e.rows] if placed == REPLICATE else []
-        if len(rows) > 1:
-            raise _Whole(f'two sizes in {tensor.name}')
-        if not rows or size is None:
-            return OWN if placed != REPLICATE else WHOLE
-        factor = per_row(size[rows[0]], outer.rows)
-        if factor is None:
-            raise _Whole(f'the size of {tensor.name}')
-        return Local(tuple(size), rows[0], factor)
-    if isinstance(placed, Shard):
-        factor = _factor(tensor, placed, outer) or factor
-        if factor is None:
-            raise _Whole(f'the size of {tensor.name}')
-        return Slice(placed.axis, factor)
-    return OWN if isinstance(placed, KEPT) else First()
+    raise Undivided(f'{a} becomes {b}')
 
 
 def _only_read(position: int, *graphs: Any) -> tf.DType | None:
@@ -389,22 +264,17 @@ def _only_read(position: int, *graphs: Any) -> tf.DType | None:
     return users[0].get_attr('dtype')
 
 
-def _dims(
-    outer: Pass, tensor: tf.Tensor, placed: Placement, argument: tf.Tensor, factor: Size | None
-) -> list[Size] | None:
-    """The dimensions of what a loop comes to."""
-    if not isinstance(placed, Shard) or tensor.shape.rank is None:
+def _dims(outer: Pass, tensor: tf.Tensor, axis: int, factor: Size) -> list[Size] | None:
+    """The dimensions of what is returned."""
+    if tensor.shape.rank is None:
         return None
-    dims = [
-        outer.sizes.unknown(tensor, i) if d is None else Size(d)
-        for i, d in enumerate(tensor.shape.as_list())
-    ]
-    factor = factor or _factor(argument, placed, outer)
-    if factor is None:
-        raise _Whole(f'the size of {tensor.name}')
-    dims[placed.axis] = factor * Size(1, (outer.rows,))
+    dims = outer.sizes.static_dims(tensor)
+    dims[axis] = factor * Size(1, (outer.rows,))
     return dims
 
 
-CALLERS: dict[str, Caller] = {'While': loop, 'StatelessWhile': loop}
+CALLERS: dict[str, Caller] = {
+    **dict.fromkeys(['While', 'StatelessWhile'], loop),
+    **dict.fromkeys(['If', 'StatelessIf', 'Case', 'StatelessCase', *CALLS], branch),
+}
 """What divides ops that call functions, by their type."""

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Union
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Union
+
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.sizes import Rows, Size
 
 
-class Rows:
-    """A row space: says which rows a shard is of, and how many there are.
-
-    Tensors of different row spaces are never combined row by row.
-
-    Args:
-      name: of the batch's rows, `batch`.
-      static: how many rows there are, if the graph knows; else None.
-    """
-
-    def __init__(self, name: str, static: int | None):
-        self.name = name
-        self.static = static
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class Replicate(NamedTuple):
+@dataclass(frozen=True)
+class Replicate:
     """The value itself; the op that makes it runs once, or alike on each tower."""
-
-    def __repr__(self) -> str:
-        return 'Replicate'
 
 
 class Shard(NamedTuple):
@@ -53,49 +37,44 @@ class Partial(NamedTuple):
 
 
 class ShardList(NamedTuple):
-    """A TensorList whose elements have rows along an axis.
+    """A TensorList, or an Optional, whose elements have rows along an axis.
 
     Attributes:
       axis: the elements' dimension that has the rows.
       rows: which rows.
-      factor: how many entries a row has there, a `Size`.
+      factor: how many entries a row has there.
       rank: of the elements.
     """
 
     axis: int
     rows: Rows
-    factor: Any
+    factor: Size
     rank: int
 
 
 class SizeList(NamedTuple):
-    """A TensorList whose elements are sizes that go by rows, as the shapes that gradients keep.
+    """One whose elements are sizes that go by rows, as the shapes that gradients keep.
 
     Attributes:
-      entries: a `Size` for each entry of an element.
+      entries: those of an element.
     """
 
-    entries: tuple[Any, ...]
+    entries: tuple[Size, ...]
 
 
-class OwnSizes(NamedTuple):
+@dataclass(frozen=True)
+class OwnSizes:
     """The shape of a list's elements, of which each tower has its own."""
-
-    def __repr__(self) -> str:
-        return 'OwnSizes'
 
 
 class ListOf(NamedTuple):
-    """A TensorList of what each tower keeps.
+    """One whose elements are what each tower keeps."""
 
-    Attributes:
-      element: what that is.
-    """
-
-    element: Any
+    element: Placement
 
 
 Placement = Union[Replicate, Shard, Partial, ShardList, SizeList, OwnSizes, ListOf]
 KEPT = (ShardList, SizeList, OwnSizes, ListOf)
 """What each tower keeps, and can't be made whole: who needs it so has its maker run once."""
 REPLICATE = Replicate()
+SUM = Partial('sum')

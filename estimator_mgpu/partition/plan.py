@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Union
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import Placement, Rows
-from estimator_mgpu.partition.sizes import Size, Sizes
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.placements import Placement
+    from estimator_mgpu.partition.sizes import Rows, Size, Sizes
 
 
-class Own(NamedTuple):
+@dataclass(frozen=True)
+class Own:
     """What the tower itself has."""
 
 
-class Whole(NamedTuple):
+@dataclass(frozen=True)
+class Whole:
     """The whole value: gathered or reduced if the towers made it."""
 
 
@@ -52,7 +56,8 @@ class Numbers(NamedTuple):
     scalar: bool = False
 
 
-class First(NamedTuple):
+@dataclass(frozen=True)
+class First:
     """The whole value on the first tower, and zeros on the others: what a sum begins with."""
 
 
@@ -66,13 +71,11 @@ class FunctionPlan(NamedTuple):
     Attributes:
       given: what ops in it are given instead, by the op's name and the input's position; -1 is
         for a constant, which is its rows.
-      attrs: attributes that ops in it have otherwise, by the op's name.
-      calls: the plans of ops in it that call functions themselves, by the op's name.
+      ops: those in it that have other attributes or call functions themselves, by name.
     """
 
     given: dict[tuple[str, int], Need]
-    attrs: dict[str, dict[str, Any]]
-    calls: dict[str, OpPlan]
+    ops: dict[str, OpPlan]
 
 
 class OpPlan(NamedTuple):
@@ -81,17 +84,31 @@ class OpPlan(NamedTuple):
     Attributes:
       needs: what it's given for each of its inputs.
       attrs: attributes that it has otherwise there.
-      functions: the plans of the functions that it calls, by the attribute that names one.
+      functions: the plans of the functions that it calls, in the order of `private.called`.
       values: which inputs are variables that it only reads, and the types of their values, which
         it's given instead.
       fill: the number that towers make a tensor of, if that is all the op does.
     """
 
-    needs: tuple[Need, ...]
-    attrs: dict[str, Any]
-    functions: dict[str, FunctionPlan] = {}
+    needs: tuple[Need, ...] = ()
+    attrs: dict[str, Any] = {}
+    functions: Sequence[FunctionPlan] = ()
     values: dict[int, tf.DType] = {}
     fill: int | None = None
+
+
+class Division(NamedTuple):
+    """What a rule makes of an op.
+
+    Attributes:
+      plan: how it runs in towers.
+      placements: of its outputs; None for one that nobody is given.
+      dims: its outputs' dimensions, as far as they are known.
+    """
+
+    plan: OpPlan
+    placements: Sequence[Placement | None]
+    dims: Sequence[list[Size] | None] = ()
 
 
 class Plan(NamedTuple):
@@ -103,7 +120,6 @@ class Plan(NamedTuple):
       order: the ops that depend on these, each after those that it depends on.
       ops: those that run in towers, by name.
       placements: by name, what towers have of the tensors that they make.
-      reduced: names of partial results that all who use them are given reduced.
       reasons: of the others in `order` that are given rows, by name: why they run once.
       sizes: what is known of tensors' sizes.
     """
@@ -113,6 +129,5 @@ class Plan(NamedTuple):
     order: Sequence[tf.Operation]
     ops: dict[str, OpPlan]
     placements: dict[str, Placement]
-    reduced: set[str]
     reasons: dict[str, str]
     sizes: Sizes

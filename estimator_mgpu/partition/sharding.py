@@ -9,8 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.nodes import Nodes
-from estimator_mgpu.partition.placements import Rows
-from estimator_mgpu.partition.sizes import ONE, Size
+from estimator_mgpu.partition.sizes import ONE, Rows, Size
 
 Number = Union[int, str]
 """An integer that is known, or what an int32 scalar tensor is referred to by."""

@@ -7,18 +7,34 @@ decision ever rests on two numbers merely being equal.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Union
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
-from estimator_mgpu.partition.placements import Rows
-
 SIZE_OPS = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 """The ops that look at nothing but a tensor's dimensions."""
 _SMALL = 64  # entries of a tensor that may be sizes
+
+
+class Rows:
+    """A row space: says which rows a shard is of, and how many there are.
+
+    Tensors of different row spaces are never combined row by row.
+
+    Args:
+      name: of the batch's rows, `batch`.
+      static: how many rows there are, if the graph knows; else None.
+    """
+
+    def __init__(self, name: str, static: int | None):
+        self.name = name
+        self.static = static
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 class Dim(NamedTuple):
@@ -38,7 +54,12 @@ class Entry(NamedTuple):
 Symbol = Union[Rows, Dim, Entry]
 
 
-class Size(NamedTuple):
+class _Unknown(Exception):
+    """What comes out can't be written as a `Size`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
     """A number times symbols.
 
     Attributes:
@@ -49,9 +70,26 @@ class Size(NamedTuple):
     number: int
     symbols: tuple[Symbol, ...] = ()
 
-    def __mul__(self, other: Any) -> Size:
+    def __mul__(self, other: Size) -> Size:
         symbols = tuple(sorted(self.symbols + other.symbols, key=repr))
         return Size(self.number * other.number, symbols)
+
+    def __add__(self, other: Size) -> Size:
+        if self.symbols == other.symbols:
+            return Size(self.number + other.number, self.symbols)
+        if self.number and other.number:
+            raise _Unknown
+        return self if self.number else other
+
+    def __sub__(self, other: Size) -> Size:
+        return self + other * Size(-1)
+
+    def __floordiv__(self, other: Size) -> Size:
+        found = self.over(other)
+        return Size(_number(self) // _divisor(other)) if found is None else found
+
+    def __mod__(self, other: Size) -> Size:
+        return Size(_number(self) % _divisor(other))
 
     @property
     def rows(self) -> Rows | None:
@@ -108,31 +146,6 @@ def per_row(size: Size, rows: Rows) -> Size | None:
     return found if found is not None and rows not in found.symbols else None
 
 
-def array(sizes: Sequence[Any], shape: Any = None) -> np.ndarray:
-    """An array of Size objects."""
-    result = np.empty(len(sizes), object)
-    result[:] = list(map(_boxed, sizes))
-    return result if shape is None else result.reshape(shape)
-
-
-class _Box:
-    """Keeps NumPy from taking a Size, a tuple, for a dimension."""
-
-    __slots__ = ('size',)
-
-    def __init__(self, size: Size):
-        self.size = size
-
-
-def _boxed(size: Any) -> _Box:
-    return size if isinstance(size, _Box) else _Box(size)
-
-
-def unboxed(values: np.ndarray) -> list[Size]:
-    """An array's Size objects, in a flat list."""
-    return [box.size for box in values.reshape(-1)]
-
-
 class Sizes:
     """Knows the dimensions of tensors and the values of integer tensors, as far as a graph tells.
 
@@ -150,30 +163,32 @@ class Sizes:
 
     def know_values(self, tensor: tf.Tensor, values: Sequence[Size]) -> None:
         """Says what the entries of an integer scalar or vector are."""
-        self._values[tensor.name] = array(values, [len(values)] * (tensor.shape.rank or 0))
+        self._values[tensor.name] = _array(values, [len(values)] * (tensor.shape.rank or 0))
 
     def dims(self, tensor: tf.Tensor) -> list[Size] | None:
         """The dimensions of the whole tensor; None if its rank is unknown."""
-        known = self._dims.get(tensor.name)
-        if known is not None:
-            return known
-        if tensor.shape.rank is None:
-            return None
-        found = [
-            self.unknown(tensor, i) if d is None else Size(d)
-            for i, d in enumerate(tensor.shape.as_list())
-        ]
-        self._dims[tensor.name] = found
-        return found
+        if tensor.name not in self._dims and tensor.shape.rank is not None:
+            self._dims[tensor.name] = self.static_dims(tensor)
+        return self._dims.get(tensor.name)
+
+    def static_dims(self, tensor: tf.Tensor) -> list[Size]:
+        """Its dimensions as the graph itself has them; its rank has to be known."""
+        dims = enumerate(tensor.shape.as_list())
+        return [self.unknown(tensor, i) if d is None else Size(d) for i, d in dims]
 
     def unknown(self, tensor: tf.Tensor, axis: int) -> Size:
         """A dimension that is known only when the step runs."""
         return Size(1, (Dim(f'{self._scope}{tensor.name}', axis),))
 
+    def per_row(self, tensor: tf.Tensor, axis: int, rows: Rows) -> Size | None:
+        """How many entries a row has in a dimension; None if that isn't known."""
+        dims = self.dims(tensor)
+        return None if dims is None else per_row(dims[axis], rows)
+
     def entries(self, tensor: tf.Tensor) -> list[Size] | None:
         """The entries of a whole integer tensor, flat; None if not even their number is known."""
-        values = self._array(tensor)
-        return None if values is None else unboxed(values)
+        values = self._value(tensor)
+        return None if values is None else list(values.flat)
 
     def numbers(self, tensor: tf.Tensor) -> list[int] | None:
         """The entries of an integer tensor, if all are known numbers."""
@@ -184,32 +199,42 @@ class Sizes:
             return None
         return [entry.number for entry in entries]
 
-    def _array(self, tensor: tf.Tensor) -> np.ndarray | None:
+    def _value(self, tensor: tf.Tensor) -> np.ndarray | None:
         if tensor.name not in self._values:
             self._values[tensor.name] = None  # Where a loop leads here again.
-            self._values[tensor.name] = self._found(tensor)
+            if tensor.dtype.base_dtype in (tf.int32, tf.int64):
+                self._values[tensor.name] = self._found(tensor)
         return self._values[tensor.name]
 
     def _found(self, tensor: tf.Tensor) -> np.ndarray | None:
-        if tensor.dtype.base_dtype not in (tf.int32, tf.int64):
-            return None
-        shape = tensor.shape.as_list() if tensor.shape.rank is not None else [None]
-        known = int(np.prod([d if d is not None else _SMALL + 1 for d in shape]))
-        if tensor.op.type == 'Const':
-            if known > _SMALL:
+        op = tensor.op
+        count = tensor.shape.num_elements()
+        if op.type == 'Const':
+            if count is None or count > _SMALL:
                 return None
-            value = private.constant_value(tensor)
-            return array([Size(int(v)) for v in np.ravel(value)], np.shape(value))
-        find = _VALUES.get(tensor.op.type)
-        found = find(self, tensor) if find else None
-        if found is None and known <= _SMALL and None not in shape:
-            entries = [Size(1, (Entry(f'{self._scope}{tensor.name}', i),)) for i in range(known)]
-            return array(entries, shape)
-        return found
+            values = tf.make_ndarray(op.get_attr('value'))
+            return _array([Size(int(value)) for value in values.flat], values.shape)
+        try:
+            if op.type in SIZE_OPS:
+                return self._of_dims(op, tensor.value_index)
+            if op.type in _VALUES:
+                given = [self._value(t) for t in op.inputs]
+                if not any(value is None for value in given):
+                    return np.asarray(_VALUES[op.type](op, tensor.value_index, *given), object)
+        except _Unknown:
+            pass
+        if count is None or count > _SMALL:
+            return None
+        name = f'{self._scope}{tensor.name}'
+        return _array([Size(1, (Entry(name, i),)) for i in range(count)], tensor.shape)
 
-    def _inputs(self, tensor: tf.Tensor) -> list[np.ndarray] | None:
-        found = [self._array(t) for t in tensor.op.inputs]
-        return None if any(v is None for v in found) else found
+    def _of_dims(self, op: tf.Operation, index: int) -> np.ndarray:
+        dims = self.dims(op.inputs[index])
+        if dims is None:
+            raise _Unknown
+        if op.type == 'Rank':
+            return _array([Size(len(dims))], [])
+        return _array([product(dims)], []) if op.type == 'Size' else _array(dims)
 
     def _gradient_axes(self, tensor: tf.Tensor) -> list[int] | None:
         """The dimensions of one operand that a gradient is summed over, after broadcasting."""
@@ -228,239 +253,132 @@ class Sizes:
         return axes
 
 
-def _dimensions(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    dims = sizes.dims(tensor.op.inputs[tensor.value_index])
-    return None if dims is None else array(dims)
+def _array(sizes: Sequence[Size], shape: Any = None) -> np.ndarray:
+    result = np.empty(len(sizes), object)
+    result[:] = sizes
+    return result if shape is None else result.reshape(shape)
 
 
-def _size(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    dims = sizes.dims(tensor.op.inputs[0])
-    return None if dims is None else array([product(dims)], ())
+def _number(size: Size) -> int:
+    if size.symbols:
+        raise _Unknown
+    return size.number
 
 
-def _as_is(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    return sizes._array(tensor.op.inputs[0])
+def _divisor(size: Size) -> int:
+    if not _number(size):
+        raise _Unknown
+    return size.number
 
 
-def _strided_slice(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    values = sizes._array(tensor.op.inputs[0])
-    ends = [sizes.numbers(t) for t in tensor.op.inputs[1:]]
-    if values is None or None in ends or values.ndim != 1 or len(ends[0]) != 1:  # type: ignore
-        return None
-    [begin], [end], [stride] = ends  # type: ignore[misc]
-    op = tensor.op
+def _numbers(values: np.ndarray) -> Any:
+    """Known numbers: an int of a scalar, else lists."""
+    return np.vectorize(_number, [int])(values).tolist()
+
+
+def _larger(a: Size, b: Size) -> Size:
+    # Sizes are compared with 1 (or 0) to keep a division from failing.
+    return a if a == b else Size(max(_number(a), _number(b)))
+
+
+def _vector(values: np.ndarray) -> np.ndarray:
+    if values.ndim != 1:
+        raise _Unknown
+    return values
+
+
+def _strided_slice(op: tf.Operation, _: int, x: np.ndarray, *ends: np.ndarray) -> np.ndarray:
+    if any(end.size != 1 for end in ends) or any(
+        op.get_attr(f'{mask}_mask') for mask in ('new_axis', 'ellipsis')
+    ):
+        raise _Unknown
+    (begin,), (end,), (stride,) = map(_numbers, ends)
     if op.get_attr('shrink_axis_mask'):
-        return values[begin : begin + 1 or None].reshape(())
-    if op.get_attr('new_axis_mask') or op.get_attr('ellipsis_mask'):
-        return None
+        return _vector(x)[begin : begin + 1 or None].reshape(())
     first = None if op.get_attr('begin_mask') else begin
-    return values[first : None if op.get_attr('end_mask') else end : stride]
+    return _vector(x)[first : None if op.get_attr('end_mask') else end : stride]
 
 
-def _slice(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    values = sizes._array(tensor.op.inputs[0])
-    ends = [sizes.numbers(t) for t in tensor.op.inputs[1:]]
-    if values is None or None in ends or values.ndim != 1:
-        return None
-    [begin], [size] = ends  # type: ignore[misc]
-    return values[begin : None if size < 0 else begin + size]
+def _slice(
+    op: tf.Operation, _: int, x: np.ndarray, begin: np.ndarray, size: np.ndarray
+) -> np.ndarray:
+    (first,), (count,) = _numbers(begin), _numbers(size)
+    return _vector(x)[first : None if count < 0 else first + count]
 
 
-def _pack(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    found = sizes._inputs(tensor)
-    return None if found is None else np.stack(found, tensor.op.get_attr('axis'))
+def _prod(op: tf.Operation, _: int, x: np.ndarray, axes: np.ndarray) -> np.ndarray:
+    if x.ndim > 1 or axes.size != x.ndim:
+        raise _Unknown
+    return _array([product(list(x.flat))], [1] * x.ndim if op.get_attr('keep_dims') else [])
 
 
-def _concat(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    found = [sizes._array(t) for t in list(tensor.op.inputs)[:-1]]
-    if any(v is None or v.ndim != 1 for v in found):
-        return None
-    return np.concatenate(found)
+def _gather(
+    op: tf.Operation, _: int, x: np.ndarray, indices: np.ndarray, *axis: np.ndarray
+) -> np.ndarray:
+    numbers = np.asarray(_numbers(indices), int)
+    if (numbers >= x.size).any() or (numbers < 0).any():
+        raise _Unknown
+    return _vector(x)[numbers]
 
 
-def _reshape(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    values = sizes._array(tensor.op.inputs[0])
-    shape = sizes.numbers(tensor.op.inputs[1])
-    return None if values is None or shape is None else values.reshape(shape)
-
-
-def _expand_dims(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    values = sizes._array(tensor.op.inputs[0])
-    axis = sizes.numbers(tensor.op.inputs[1])
-    return None if values is None or axis is None else np.expand_dims(values, axis[0])
-
-
-def _squeeze(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    values = sizes._array(tensor.op.inputs[0])
-    axes = tuple(tensor.op.get_attr('squeeze_dims')) or None
-    return None if values is None else np.squeeze(values, axes)
-
-
-def _elementwise(combine: Callable[[Size, Size], Size | None]) -> Any:
-    def find(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-        found = sizes._inputs(tensor)
-        if found is None:
-            return None
-        one, two = np.broadcast_arrays(*found)
-        result = [combine(a, b) for a, b in zip(unboxed(one), unboxed(two))]
-        return None if None in result else array(result, one.shape)
-
-    return find
-
-
-def _sum(a: Size, b: Size) -> Size | None:
-    if a.symbols == b.symbols:
-        return Size(a.number + b.number, a.symbols)
-    return a if b.number == 0 else b if a.number == 0 else None
-
-
-def _difference(a: Size, b: Size) -> Size | None:
-    return _sum(a, b * Size(-1))
-
-
-def _maximum(a: Size, b: Size) -> Size | None:
-    if a == b:
-        return a
-    if a.symbols or b.symbols:
-        # Sizes are compared with 1 (or 0) to keep a division from failing.
-        return None
-    return Size(max(a.number, b.number))
-
-
-def _floor_div(a: Size, b: Size) -> Size | None:
-    found = a.over(b)
-    if found is None and not a.symbols and not b.symbols and b.number:
-        return Size(a.number // b.number)
-    return found
-
-
-def _floor_mod(a: Size, b: Size) -> Size | None:
-    if a.symbols or b.symbols or not b.number:
-        return None
-    return Size(a.number % b.number)
-
-
-def _prod(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    values = sizes._array(tensor.op.inputs[0])
-    axes = sizes.numbers(tensor.op.inputs[1])
-    if values is None or axes is None or values.ndim > 1 or len(axes) != values.ndim:
-        return None
-    shape = [1] * values.ndim if tensor.op.get_attr('keep_dims') else []
-    return array([product(unboxed(values))], shape)
-
-
-def _gather(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    values = sizes._array(tensor.op.inputs[0])
-    indices = sizes._array(tensor.op.inputs[1])
-    numbers = sizes.numbers(tensor.op.inputs[1])
-    if values is None or numbers is None or values.ndim != 1 or indices is None:
-        return None
-    if any(not -len(values) <= i < len(values) for i in numbers):
-        return None
-    return array([values[i] for i in numbers], indices.shape)
-
-
-def _dynamic_stitch(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    inputs = list(tensor.op.inputs)
-    half = len(inputs) // 2
+def _dynamic_stitch(op: tf.Operation, _: int, *given: np.ndarray) -> np.ndarray:
+    half = len(given) // 2
     found: dict[int, Size] = {}
-    for at, data in zip(inputs[:half], inputs[half:]):
-        indices, values = sizes.numbers(at), sizes.entries(data)
-        if indices is None or values is None or len(indices) != len(values):
-            return None
-        found.update(zip(indices, values))
+    for at, data in zip(given[:half], given[half:]):
+        found.update(zip(map(_number, at.flat), data.flat))
     if sorted(found) != list(range(len(found))):
-        return None
-    return array([found[i] for i in range(len(found))])
+        raise _Unknown
+    return _array([found[i] for i in range(len(found))])
 
 
-def _concat_offset(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    axis, *shapes = tensor.op.inputs
-    found = [sizes.entries(t) for t in shapes]
-    numbers = sizes.numbers(axis)
-    if numbers is None or None in found:
-        return None
-    rank = len(found[0])  # type: ignore[arg-type]
-    at = numbers[0] % rank
-    offset: Size | None = Size(0)
-    for shape in found[: tensor.value_index]:
-        offset = offset and _sum(offset, shape[at])  # type: ignore[index]
-    if offset is None:
-        return None
-    return array([offset if i == at else Size(0) for i in range(rank)])
+def _concat_offset(
+    op: tf.Operation, index: int, axis: np.ndarray, *shapes: np.ndarray
+) -> np.ndarray:
+    result = _array([Size(0)] * len(shapes[0]))
+    at = _numbers(axis)
+    result[at] = sum((shape[at] for shape in shapes[:index]), Size(0))
+    return result
 
 
-def _fill(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    shape, values = sizes.numbers(tensor.op.inputs[0]), sizes.entries(tensor.op.inputs[1])
-    if shape is None or values is None or np.prod(shape) > _SMALL:
-        return None
-    return array(values * int(np.prod(shape)), shape)
+def _full(shape: Any, size: Size) -> np.ndarray:
+    if np.prod(shape, dtype=int) > _SMALL:
+        raise _Unknown
+    return np.full(shape, size, object)
 
 
-def _alike(number: int) -> Any:
-    def find(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-        values = sizes._array(tensor.op.inputs[0])
-        return None if values is None else array([Size(number)] * values.size, values.shape)
-
-    return find
-
-
-def _range(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    found = [sizes.numbers(t) for t in tensor.op.inputs]
-    if None in found:
-        return None
-    [start], [limit], [delta] = found  # type: ignore[misc]
+def _range(op: tf.Operation, _: int, *ends: np.ndarray) -> np.ndarray:
+    start, limit, delta = map(_numbers, ends)
     values = range(start, limit, delta) if delta else range(0)
-    return array([Size(v) for v in values]) if len(values) <= _SMALL else None
+    if len(values) > _SMALL:
+        raise _Unknown
+    return _array([Size(value) for value in values])
 
 
-def _invert_permutation(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    numbers = sizes.numbers(tensor.op.inputs[0])
-    return None if numbers is None else array([Size(int(i)) for i in np.argsort(numbers)])
-
-
-def _rank(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    rank = tensor.op.inputs[0].shape.rank
-    return None if rank is None else array([Size(rank)], ())
-
-
-def _unpack(sizes: Sizes, tensor: tf.Tensor) -> np.ndarray | None:
-    values = sizes._array(tensor.op.inputs[0])
-    if values is None or values.ndim != 1:
-        return None
-    return values[tensor.value_index : tensor.value_index + 1].reshape(())
-
-
-_VALUES: dict[str, Callable[[Sizes, tf.Tensor], np.ndarray | None]] = {
-    'Shape': _dimensions,
-    'ShapeN': _dimensions,
-    'Size': _size,
-    'Rank': _rank,
-    'Identity': _as_is,
-    'StopGradient': _as_is,
-    'Cast': _as_is,
+_VALUES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(['Identity', 'StopGradient', 'Cast'], lambda op, _, x: x),
     'StridedSlice': _strided_slice,
     'Slice': _slice,
-    'Pack': _pack,
-    'Unpack': _unpack,
-    'ConcatV2': _concat,
-    'Reshape': _reshape,
-    'ExpandDims': _expand_dims,
-    'Squeeze': _squeeze,
-    'Mul': _elementwise(lambda a, b: a * b),
-    'Add': _elementwise(_sum),
-    'AddV2': _elementwise(_sum),
-    'Sub': _elementwise(_difference),
-    'FloorDiv': _elementwise(_floor_div),
-    'FloorMod': _elementwise(_floor_mod),
-    'Maximum': _elementwise(_maximum),
+    'Pack': lambda op, _, *x: np.stack(x, op.get_attr('axis')),
+    'Unpack': lambda op, index, x: np.take(x, index, op.get_attr('axis')),
+    'ConcatV2': lambda op, _, *x: np.concatenate(x[:-1], _numbers(x[-1])),
+    'Reshape': lambda op, _, x, shape: x.reshape(_numbers(shape)),
+    'ExpandDims': lambda op, _, x, axis: np.expand_dims(x, _numbers(axis.reshape(()))),
+    'Squeeze': lambda op, _, x: np.squeeze(x, tuple(op.get_attr('squeeze_dims')) or None),
+    'Mul': lambda op, _, a, b: a * b,
+    'Add': lambda op, _, a, b: a + b,
+    'AddV2': lambda op, _, a, b: a + b,
+    'Sub': lambda op, _, a, b: a - b,
+    'FloorDiv': lambda op, _, a, b: a // b,
+    'FloorMod': lambda op, _, a, b: a % b,
+    'Maximum': lambda op, _, a, b: np.frompyfunc(_larger, 2, 1)(a, b),
     'Prod': _prod,
     'GatherV2': _gather,
     'DynamicStitch': _dynamic_stitch,
     'ConcatOffset': _concat_offset,
-    'Fill': _fill,
-    'ZerosLike': _alike(0),
-    'OnesLike': _alike(1),
+    'Fill': lambda op, _, shape, value: _full(_numbers(shape), value.item()),
+    'ZerosLike': lambda op, _, x: _full(x.shape, Size(0)),
+    'OnesLike': lambda op, _, x: _full(x.shape, ONE),
     'Range': _range,
-    'InvertPermutation': _invert_permutation,
+    'InvertPermutation': lambda op, _, x: _array([Size(int(i)) for i in np.argsort(_numbers(x))]),
 }
+"""By type of op: (op, index of the output, the inputs' values) -> the output's value."""

@@ -12,10 +12,10 @@ from estimator_mgpu.devices import host_of, spec_of
 from estimator_mgpu.partition import reduction
 from estimator_mgpu.partition.callees import Callees
 from estimator_mgpu.partition.nodes import Nodes, set_attr
-from estimator_mgpu.partition.placements import KEPT, Partial, Rows, Shard
+from estimator_mgpu.partition.placements import KEPT, Partial, Shard
 from estimator_mgpu.partition.plan import First, Local, Numbers, OpPlan, Own, Plan, Slice, Whole
 from estimator_mgpu.partition.sharding import Sharding
-from estimator_mgpu.partition.sizes import SIZE_OPS, Dim, Size
+from estimator_mgpu.partition.sizes import SIZE_OPS, Dim, Rows, Size
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
 
@@ -32,6 +32,7 @@ class Towers:
       total: how many rows there are, an int32 scalar; None if the plan's rows know.
       devices: one a tower.
       homes: devices of ops that run once, by name, and of what towers' tensors come to, by theirs.
+      instead: by name, what is used in place of tensors.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class Towers:
         total: tf.Tensor | None,
         devices: Sequence[str],
         homes: dict[str, str],
+        instead: dict[str, tf.Tensor],
     ):
         self._graph = graph
         self._plan = plan
         self._devices = list(devices)
         self._homes = homes
+        self._instead = instead
         self._sources = {t.name for t in plan.sources}
         self._nodes = Nodes(graph, graph.unique_name('replicate'))
         self._sharding = Sharding(plan.rows, total, devices, self._nodes, self._scalar)
@@ -61,6 +64,8 @@ class Towers:
 
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
         """The whole value of one of the user's tensors."""
+        while tensor.name in self._instead:
+            tensor = self._instead[tensor.name]
         name = self._replaced.get(tensor.name)
         return tensor if name is None else self._nodes.tensor(name)
 
@@ -338,7 +343,7 @@ class Towers:
             if planned.functions:
                 given = self._argument(op, tensor, given, planned.values.get(i), tower)
             node.input.append(given)
-        self._callees.own(node, op, planned, tower)
+        self._callees.own(node, planned, tower)
         for key, value in planned.attrs.items():
             set_attr(node.attr[key], value)
         node.attr.pop('_class', None)

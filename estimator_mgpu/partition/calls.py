@@ -1,0 +1,88 @@
+"""Calls of functions become part of the graph: what they call is then divided as anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private
+
+CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
+_AS_THEY_ARE = ('_noinline', '_XlaMustCompile')  # attributes of functions and of calls
+
+
+def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
+    """Lets whoever uses what a `tf.function` returns use the function's own ops instead.
+
+    The calls stay, for whoever fetches them.
+
+    Args:
+      graph: the graph.
+      before: names of ops that aren't the model's.
+
+    Returns:
+      By the names of the calls' outputs, what is used in their place.
+    """
+    replaced: dict[str, tf.Tensor] = {}
+    done: set[str] = set()
+    while True:
+        calls = [op for op in graph.get_operations() if op.type in CALLS]
+        calls = [op for op in calls if op.name not in before and op.name not in done]
+        if not calls:
+            return replaced
+        for op in calls:  # Functions may call others.
+            done.add(op.name)
+            function = _function(op)
+            if function is not None:
+                tensors, last = _body(op, function)
+                private.replace(op, dict(enumerate(tensors)), last)
+                replaced.update(zip((t.name for t in op.outputs), tensors))
+
+
+def _function(op: tf.Operation) -> Any:
+    """The graph of what an op calls; None if it has to be called."""
+    graphs = private.function_graphs(op)
+    if not graphs or private.in_control_flow(op):
+        return None
+    definition, graph = private.function_definition(op.graph, private.called(op.node_def)[0].name)
+    kept = any(
+        name in attrs for name in _AS_THEY_ARE for attrs in (definition.attr, op.node_def.attr)
+    )
+    return None if kept else graph
+
+
+def _body(op: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operation]:
+    """Adds a function's ops; returns its outputs, and an op that waits for all it does."""
+    given = {t.name: own for t, own in zip(function.inputs, op.inputs)}
+    arguments = {t.op.name for t in function.inputs}
+    definition = function.as_graph_def()
+    definition.ClearField('library')  # The graph has them already.
+    nodes = [node for node in definition.node if node.name not in arguments]
+    del definition.node[:]
+    definition.node.extend(nodes)
+    for node in definition.node:
+        node.attr.pop('_class', None)
+    used = {name if ':' in name else f'{name}:0' for node in nodes for name in node.input}
+    made = [t.name for t in function.outputs if t.name not in given]
+    effects = [effect.name for effect in function.control_outputs]
+    scope = f'{op.name}/inlined'
+    with tf.control_dependencies(None), tf.device(op.device), tf.name_scope(None):
+        found = tf.import_graph_def(
+            definition,
+            {name: tensor for name, tensor in given.items() if name in used},
+            return_elements=made + effects,
+            name=scope,
+        )
+        given.update(zip(made, found))
+        outputs = [given[t.name] for t in function.outputs]
+        waits = [*found[len(made) :], *op.control_inputs, *(t.op for t in outputs)]
+        with tf.control_dependencies(waits):
+            last = tf.no_op(f'{op.name}/done')
+    if op.control_inputs:
+        for node in nodes:
+            own = op.graph.get_operation_by_name(f'{scope}/{node.name}')
+            if own.op_def.is_stateful:
+                private.add_control_inputs(own, op.control_inputs)
+    return outputs, last
