@@ -1,7 +1,8 @@
-"""The batch's rows over towers: who has how many, and slices of what is whole."""
+"""The batch's rows over towers: who has how many, slices of what is whole, and sizes as tensors."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Union
 
@@ -9,7 +10,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.nodes import Nodes
-from estimator_mgpu.partition.sizes import ONE, Rows, Size
+from estimator_mgpu.partition.plan import Local, Slice
+from estimator_mgpu.partition.sizes import Rows, Size
 
 Number = Union[int, str]
 """An integer that is known, or what an int32 scalar tensor is referred to by."""
@@ -27,11 +29,13 @@ class Sharding:
       total: how many there are, an int32 scalar; None if `rows` knows.
       devices: one a tower.
       nodes: where nodes go.
-      scalar: scalar(size, tower) -> reference to an int32 scalar that is the size: for a tower
-        (its own dimensions, but all rows), or the whole (None).
+      symbol: symbol(dimension or entry that isn't known, tower) -> reference to an int32 scalar
+        that is it, for a tower or for the whole (None).
 
     Attributes:
-      counts: how many rows each tower has, an int or an int32 scalar.
+      host: the CPU where sizes are.
+      total: how many rows there are.
+      counts: how many each tower has.
       active: whether each tower has any, a bool scalar; None if all have, always.
     """
 
@@ -41,33 +45,30 @@ class Sharding:
         total: tf.Tensor | None,
         devices: Sequence[str],
         nodes: Nodes,
-        scalar: Callable[[Size, Any], str],
+        symbol: Callable[[Any, Any], str],
     ):
         self._nodes = nodes
-        self._scalar = scalar
+        self._symbol = symbol
         self._memo: dict[Hashable, Any] = {}
         self.host = host_of(devices[0])
-        n = len(devices)
         self.active: list[str] | None = None
-        self.counts: list[Number] = []
-        self._starts: list[Number] = []
-        self._sizes: list[Number] = []
         self.total: Number
+        n = len(devices)
         if total is None:
             self.total = known = rows.static or 0
             counts = [known // n + (i < known % n) for i in range(n)]
             self.counts = self._sizes = list[Number](counts)
-            self._starts = [sum(counts[:i]) for i in range(n)]
+            self._starts = list[Number](sum(counts[:i]) for i in range(n))
             return
         scope = tf.name_scope(f'{nodes.scope}/rows/')
         with tf.control_dependencies(None), tf.device(self.host), scope:
             towers = tf.range(n)
-            rows_each = total // n + tf.cast(towers < total % n, tf.int32)
-            active = rows_each > 0
-            starts = tf.cumsum(rows_each, exclusive=True)
+            counts = total // n + tf.cast(towers < total % n, tf.int32)
+            active = counts > 0
+            starts = tf.cumsum(counts, exclusive=True)
             starts = tf.where(active, starts, tf.zeros_like(starts))
-            sizes = tf.maximum(rows_each, tf.minimum(total, 1))
-            columns = [tf.unstack(t) for t in (rows_each, starts, sizes, active)]
+            sizes = tf.maximum(counts, tf.minimum(total, 1))
+            columns = [tf.unstack(t) for t in (counts, starts, sizes, active)]
         self.total = nodes.outside(total)
         references = [[nodes.outside(t) for t in column] for column in columns]
         self.counts, self._starts, self._sizes = map(list[Number], references[:3])
@@ -75,91 +76,80 @@ class Sharding:
 
     def start(self, factor: Size, tower: int) -> Number:
         """Where a tower's entries start, of a dimension with `factor` entries a row."""
-        return self._times(self._starts[tower], factor, tower)
+        return self._times(self._starts[tower], self.number(factor, tower))
 
     def size(self, factor: Size, tower: int) -> Number:
         """How many entries a tower computes on, of a dimension with `factor` entries a row."""
-        return self._times(self._sizes[tower], factor, tower)
+        return self._times(self._sizes[tower], self.number(factor, tower))
+
+    def number(self, size: Size, tower: int | None = None) -> Number:
+        """A size: of the whole, or with a tower's own dimensions, but all rows."""
+        if size.static is not None:
+            return size.static
+        factors: list[Number] = [
+            self.total if isinstance(symbol, Rows) else self._symbol(symbol, tower)
+            for symbol in size.symbols
+        ]
+        return functools.reduce(self._times, [size.number, *factors])
 
     def rows_of(
         self,
         whole: str,
         dtype: tf.DType,
         dims: Sequence[Size],
-        axis: int,
-        factor: Size,
+        slice_: Slice,
         tower: int,
         device: str,
     ) -> str:
-        """A tower's rows of a whole tensor.
+        """A tower's rows of a whole tensor, taken on a device.
 
-        Args:
-          whole: the tensor.
-          dtype: its type.
-          dims: its dimensions. If it isn't known whether the one with the rows is of size 1, which
-            is as long as all rows by broadcasting, that is looked at in each step.
-          axis: the dimension that has the rows.
-          factor: how many entries a row has there.
-          tower: which.
-          device: where to take them.
+        If it isn't known whether the dimension with the rows is of size 1, which is as long as all
+        rows by broadcasting, that is looked at in each step.
         """
-        start = self.start(factor, tower)
-        size = self.size(factor, tower)
-        key: tuple[Any, ...] = ('slice', len(dims), axis, factor, tower)
-        if self._may_be_one(dims[axis]):
-            start, size = self._unless_one(dims[axis], start, size)
-            key = (*key, dims[axis])
-        if key not in self._memo:
-            begin = [start if i == axis else 0 for i in range(len(dims))]
-            sizes = [size if i == axis else -1 for i in range(len(dims))]
-            self._memo[key] = self.vector(begin), self.vector(sizes)
-        return self._nodes.add('Slice', [whole, *self._memo[key]], device, T=dtype, Index=tf.int32)
+        axis, factor = slice_
+        start, size = self.start(factor, tower), self.size(factor, tower)
+        if dims[axis].static is None and dims[axis].rows is None:
+            one = self._add('Equal', [self.number(dims[axis], tower), 1], T=tf.int32)
+            start = self._add('SelectV2', [one, 0, start], T=tf.int32)
+            size = self._add('SelectV2', [one, 1, size], T=tf.int32)
+        begin = self.vector([start if i == axis else 0 for i in range(len(dims))])
+        sizes = self.vector([size if i == axis else -1 for i in range(len(dims))])
+        return self._nodes.add('Slice', [whole, begin, sizes], device, T=dtype, Index=tf.int32)
+
+    def local(self, need: Local, dtype: tf.DType, tower: int, scalar: bool = False) -> str:
+        """A shape with a tower's rows."""
+        own = self.size(need.factor, tower)
+        if scalar:
+            return self.scalar(own, dtype)
+        numbers = [self.number(size, tower) for size in need.entries]
+        return self.vector([*numbers[: need.position], own, *numbers[need.position + 1 :]], dtype)
+
+    def scalar(self, number: Number, dtype: tf.DType = tf.int32) -> str:
+        """An integer as a tensor."""
+        if isinstance(number, int):
+            return self._nodes.const(number, dtype, self.host)
+        return self._cast(number, dtype)
 
     def vector(self, numbers: Sequence[Number], dtype: tf.DType = tf.int32) -> str:
         """A vector of integers."""
         if all(isinstance(n, int) for n in numbers):
             return self._nodes.const(list(numbers), dtype, self.host)
-        parts = [
-            n if isinstance(n, str) else self._nodes.const(n, tf.int32, self.host) for n in numbers
-        ]
-        packed = self._nodes.add('Pack', parts, self.host, T=tf.int32, N=len(parts), axis=0)
-        if dtype == tf.int32:
-            return packed
-        return self._nodes.add('Cast', [packed], self.host, SrcT=tf.int32, DstT=dtype)
+        return self._cast(self._add('Pack', numbers, T=tf.int32, N=len(numbers), axis=0), dtype)
 
-    def whole_size(self, factor: Size) -> Number:
-        """How many entries all rows have."""
-        return self._times(self.total, factor, None)
+    def _cast(self, number: str, dtype: tf.DType) -> str:
+        return (
+            number if dtype == tf.int32 else self._add('Cast', [number], SrcT=tf.int32, DstT=dtype)
+        )
 
-    def reference(self, number: Number) -> str:
-        """An int32 scalar tensor."""
-        return number if isinstance(number, str) else self._nodes.const(number, tf.int32, self.host)
+    def _times(self, a: Number, b: Number) -> Number:
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        return b if a == 1 else a if b == 1 else self._add('Mul', [a, b], T=tf.int32)
 
-    def _times(self, number: Number, factor: Size, tower: int | None) -> Number:
-        if isinstance(number, int) and factor.static is not None:
-            return number * factor.static
-        if factor == ONE:
-            return number
-        key = ('times', number, factor, tower)
+    def _add(self, op: str, inputs: Sequence[Number], **attrs: Any) -> str:
+        """Adds a node, unless there is one."""
+        key = (op, *inputs, attrs.get('DstT'))
         if key not in self._memo:
-            inputs = [self.reference(number), self._scalar(factor, tower)]
-            self._memo[key] = self._nodes.add('Mul', inputs, self.host, T=tf.int32)
-        return self._memo[key]
-
-    @staticmethod
-    def _may_be_one(dim: Size) -> bool:
-        return dim.static is None and dim.rows is None
-
-    def _unless_one(self, dim: Size, start: Number, size: Number) -> tuple[str, str]:
-        """Start and size of rows, or 0 and 1 where the dimension is of size 1."""
-        key = ('one', dim, start, size)
-        if key not in self._memo:
-            one = self._nodes.const(1, tf.int32, self.host)
-            zero = self._nodes.const(0, tf.int32, self.host)
-            inputs = [self._scalar(dim, None), one]
-            is_one = self._nodes.add('Equal', inputs, self.host, T=tf.int32)
-            self._memo[key] = tuple(
-                self._nodes.add('SelectV2', [is_one, a, self.reference(b)], self.host, T=tf.int32)
-                for a, b in ((zero, start), (one, size))
-            )
+            references = [self.scalar(n) if isinstance(n, int) else n for n in inputs]
+            self._memo[key] = self._nodes.add(op, references, self.host, **attrs)
         return self._memo[key]

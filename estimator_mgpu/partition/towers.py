@@ -9,13 +9,13 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.devices import host_of, spec_of
-from estimator_mgpu.partition import reduction
 from estimator_mgpu.partition.callees import Callees
 from estimator_mgpu.partition.nodes import Nodes, set_attr
 from estimator_mgpu.partition.placements import KEPT, Partial, Shard
 from estimator_mgpu.partition.plan import First, Local, Numbers, OpPlan, Own, Plan, Slice, Whole
+from estimator_mgpu.partition.reduction import Reduction
 from estimator_mgpu.partition.sharding import Sharding
-from estimator_mgpu.partition.sizes import SIZE_OPS, Dim, Rows, Size
+from estimator_mgpu.partition.sizes import ONE, SIZE_OPS, Dim, Size, product
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
 
@@ -51,7 +51,8 @@ class Towers:
         self._instead = instead
         self._sources = {t.name for t in plan.sources}
         self._nodes = Nodes(graph, graph.unique_name('replicate'))
-        self._sharding = Sharding(plan.rows, total, devices, self._nodes, self._scalar)
+        self._sharding = Sharding(plan.rows, total, devices, self._nodes, self._symbol)
+        self._reduction = Reduction(self._nodes, self._sharding, devices)
         self._memo: dict[Hashable, str] = {}
         self._waits: dict[str, list[tf.Operation]] = {}  # what hubs wait for
         known = {op.name for op in plan.order}
@@ -141,18 +142,16 @@ class Towers:
     def _own(self, tensor: tf.Tensor, tower: int) -> str:
         """What a tower has of a tensor."""
         if tensor.name in self._sources:
-            return self._slice(tensor, 0, Size(1), tower)
+            return self._slice(tensor, Slice(0, ONE), tower)
         return f'{self._copy(tensor.op.name, tower)}:{tensor.value_index}'
 
-    def _slice(self, tensor: tf.Tensor, axis: int, factor: Size, tower: int) -> str:
-        key = ('slice', tensor.name, axis, tower)
+    def _slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
+        key = ('slice', tensor.name, need.axis, tower)
         if key not in self._memo:
-            whole = self._whole(tensor)
-            dims = self._plan.sizes.dims(tensor)
+            whole, dims = self._whole(tensor), self._plan.sizes.dims(tensor)
             assert dims is not None
-            self._memo[key] = self._sharding.rows_of(
-                whole, tensor.dtype.base_dtype, dims, axis, factor, tower, self._home(tensor)
-            )
+            dtype, home = tensor.dtype.base_dtype, self._home(tensor)
+            self._memo[key] = self._sharding.rows_of(whole, dtype, dims, need, tower, home)
         return self._memo[key]
 
     def _home(self, tensor: tf.Tensor) -> str:
@@ -174,69 +173,35 @@ class Towers:
         placement = self._plan.placements[tensor.name]
         parts = [self._own(tensor, i) for i in range(len(self._devices))]
         home = self._homes.get(tensor.name, self._devices[0])
+        dtype, dims = tensor.dtype, self._plan.sizes.dims(tensor)
         if isinstance(placement, Shard):
-            dims = self._plan.sizes.dims(tensor)
             assert dims is not None
-            factor = dims[placement.axis].over(Size(1, (placement.rows,)))
-            assert factor is not None
-            return reduction.gather(
-                self._nodes, self._sharding, parts, tensor, len(dims), placement.axis, factor, home
-            )
+            return self._reduction.gather(parts, dtype, dims, placement.axis, home)
         if isinstance(placement, Partial):
-            return reduction.reduce(
-                self._nodes, self._sharding, parts, tensor, placement, self._devices, home
-            )
+            return self._reduction.reduce(parts, dtype, placement.reduce, home)
         return parts[0]
 
     def _whole_size(self, tensor: tf.Tensor) -> str:
         """The sizes of all rows of what towers have."""
-        of = tensor.op.inputs[tensor.value_index]
-        dims = self._plan.sizes.dims(of) or []
+        dims = self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) or []
         dtype = tensor.dtype.base_dtype
         if tensor.op.type == 'Rank':
-            return self._nodes.const(len(dims), dtype, self._sharding.host)
-        if tensor.op.type != 'Size':
-            return self._sharding.vector([self._number(size, None) for size in dims], dtype)
-        vector = self._sharding.vector([self._number(size, None) for size in dims] or [1], dtype)
-        axis = self._nodes.const([0], tf.int32, self._sharding.host)
-        return self._nodes.add(
-            'Prod', [vector, axis], self._sharding.host, T=dtype, Tidx=tf.int32, keep_dims=False
-        )
-
-    def _number(self, size: Size, tower: int | None) -> Any:
-        return size.static if size.static is not None else self._scalar(size, tower)
-
-    def _scalar(self, size: Size, tower: int | None) -> str:
-        """An int32 scalar that is a size; with a tower's own dimensions, but all rows."""
-        key = ('scalar', size, tower)
-        if key not in self._memo:
-            host = self._sharding.host
-            result = None
-            if size.number != 1 or not size.symbols:
-                result = self._nodes.const(size.number, tf.int32, host)
-            for symbol in size.symbols:
-                factor = self._symbol(symbol, tower)
-                if result is None:
-                    result = factor
-                else:
-                    result = self._nodes.add('Mul', [result, factor], host, T=tf.int32)
-            assert result is not None
-            self._memo[key] = result
-        return self._memo[key]
+            return self._sharding.scalar(len(dims), dtype)
+        if tensor.op.type == 'Size':
+            return self._sharding.scalar(self._sharding.number(product(dims)), dtype)
+        return self._sharding.vector([self._sharding.number(size) for size in dims], dtype)
 
     def _symbol(self, symbol: Any, tower: int | None) -> str:
-        if isinstance(symbol, Rows):
-            return self._sharding.reference(self._sharding.total)
+        """What isn't known of a size before the step runs: an int32 scalar."""
         tensor = self._graph.get_tensor_by_name(symbol.tensor)
         own = tensor.name in self._plan.placements and tensor.name not in self._sources
         key = ('symbol', symbol, tower or 0 if own else None)
         if key not in self._memo:
-            host = self._sharding.host
-            dtype = tensor.dtype.base_dtype
+            host, dtype = self._sharding.host, tensor.dtype.base_dtype
             if isinstance(symbol, Dim):
-                whole = self._own(tensor, tower or 0) if own else self._whole(tensor)
+                given = self._own(tensor, tower or 0) if own else self._whole(tensor)
                 where = self._devices[tower or 0] if own else self._home(tensor)
-                vector = self._nodes.add('Shape', [whole], where, T=dtype, out_type=tf.int32)
+                vector = self._nodes.add('Shape', [given], where, T=dtype, out_type=tf.int32)
                 index = symbol.axis
             else:
                 flat = self._nodes.const([-1], tf.int32, host)
@@ -246,33 +211,8 @@ class Towers:
                     vector = self._nodes.add('Cast', [vector], host, SrcT=dtype, DstT=tf.int32)
                 index = symbol.position
             ends = [self._nodes.const(e, tf.int32, host) for e in ([index], [index + 1], [1])]
-            self._memo[key] = self._nodes.add(
-                'StridedSlice',
-                [vector, *ends],
-                host,
-                T=tf.int32,
-                Index=tf.int32,
-                shrink_axis_mask=1,
-            )
-        return self._memo[key]
-
-    def _cast(self, number: str, dtype: tf.DType) -> str:
-        if dtype == tf.int32:
-            return number
-        return self._nodes.add('Cast', [number], self._sharding.host, SrcT=tf.int32, DstT=dtype)
-
-    def _local(self, need: Local, dtype: tf.DType, tower: int, scalar: bool) -> str:
-        key = ('local', need, dtype, tower, scalar)
-        if key not in self._memo:
-            own = self._sharding.size(need.factor, tower)
-            if scalar:
-                self._memo[key] = self._cast(self._sharding.reference(own), dtype)
-                return self._memo[key]
-            numbers = [
-                own if i == need.position else self._number(size, tower)
-                for i, size in enumerate(need.entries)
-            ]
-            self._memo[key] = self._sharding.vector(numbers, dtype)
+            attrs = {'T': tf.int32, 'Index': tf.int32, 'shrink_axis_mask': 1}
+            self._memo[key] = self._nodes.add('StridedSlice', [vector, *ends], host, **attrs)
         return self._memo[key]
 
     def _given(self, tensor: tf.Tensor, need: Any, tower: int) -> str:
@@ -281,9 +221,9 @@ class Towers:
         if isinstance(need, Own):
             return self._own(tensor, tower)
         if isinstance(need, Slice):
-            return self._slice(tensor, need.axis, need.factor, tower)
+            return self._slice(tensor, need, tower)
         if isinstance(need, Local):
-            return self._local(need, dtype, tower, tensor.shape.rank == 0)
+            return self._sharding.local(need, dtype, tower, tensor.shape.rank == 0)
         if isinstance(need, Numbers):
             numbers = need.numbers[0] if need.scalar else list(need.numbers)
             return self._nodes.const(numbers, dtype, self._sharding.host)
@@ -367,7 +307,7 @@ class Towers:
         assert isinstance(need, Local)
         value = self._nodes.const(planned.fill, dtype, node.device)
         node.op = 'Fill'
-        node.input.extend([self._local(need, tf.int32, tower, False), value])
+        node.input.extend([self._sharding.local(need, tf.int32, tower), value])
         node.attr.clear()
         node.attr['T'].type = dtype.as_datatype_enum
         node.attr['index_type'].type = tf.int32.as_datatype_enum
