@@ -10,7 +10,9 @@ from tensorflow import raw_ops as ops
 import towers
 from estimator_mgpu import private
 from estimator_mgpu.partition.divide import divide
-from estimator_mgpu.partition.rules import RULES, elementwise
+from estimator_mgpu.partition.rules import RULES
+from estimator_mgpu.partition.rules.signature import Part, parsed
+from estimator_mgpu.partition.sizes import Sizes
 
 TOWERS = 3
 SAMPLES = {}
@@ -105,13 +107,15 @@ def _entries(name, batch, *shapes):
         arguments = {arg: [value, value]}
     if name == 'DecodeBase64':
         arguments = {'input': ops.EncodeBase64(input=arguments['input'])}
+    if name == 'Substr':
+        arguments.update(pos=arguments['pos'] * 0, len=arguments['len'])
     if name == 'ClipByValue':
         arguments.update(clip_value_min=tf.constant(0.3), clip_value_max=tf.constant(0.6))
     return getattr(ops, name)(**{**arguments, **extra})
 
 
-for _name, _rule in elementwise.RULES.items():
-    if _rule in (elementwise.alike, elementwise.broadcasting):
+for _name, _rule in RULES.items():
+    if _rule is parsed('S+ -> S'):
         SAMPLES[_name] = [lambda batch, name=_name: _entries(name, batch)]
 
 
@@ -149,6 +153,24 @@ def _fake_quant(name, batch):
 def _fake_quant_vars(name, batch):
     low, high = tf.constant(0.0), tf.constant(0.8)
     return ops.FakeQuantWithMinMaxVars(inputs=batch.floats(3), min=low, max=high)
+
+
+@sample('FakeQuantWithMinMaxVarsPerChannel', 'FakeQuantWithMinMaxVarsPerChannelGradient')
+@sample('FakeQuantWithMinMaxVarsGradient')
+def _fake_quant_gradient(name, batch):
+    x, low, high = batch.floats(3), batch.whole(3) * 0.4, 0.5 + batch.whole(3) * 0.4
+    if 'PerChannel' not in name:
+        low, high = low[0], high[0]
+    y = getattr(ops, name.replace('Gradient', ''))(inputs=x, min=low, max=high)
+    return tf.gradients(y * batch.floats(3), [x, low, high]) if 'Gradient' in name else y
+
+
+@sample('IdentityN')
+def _identity_n(name, batch):
+    x = batch.floats(3)
+    both = ops.IdentityN(input=[x, batch.whole(3), tf.transpose(x), tf.reshape(x, [-1])])
+    activated = tf.nn.silu(x)
+    return [*both, activated, *tf.gradients(activated, x)]
 
 
 @sample('Sum', 'Mean', 'Max', 'Min', 'Prod', 'All', 'Any')
@@ -192,6 +214,38 @@ def _softmax(name, batch):
 @sample('TopKV2')
 def _top_k(name, batch):
     return list(ops.TopKV2(input=batch.floats(5), k=2))
+
+
+@sample('NthElement')
+def _nth(name, batch):
+    return [
+        ops.NthElement(input=batch.floats(5), n=1),
+        ops.NthElement(input=batch.floats(2, 5), n=4),
+    ]
+
+
+@sample('LowerBound', 'UpperBound')
+def _bounds(name, batch):
+    op, edges = getattr(ops, name), tf.constant([[0.2, 0.4, 0.4, 0.7]])
+    x = batch.floats(3)
+    return [
+        op(sorted_inputs=tf.sort(batch.floats(4)), values=x),
+        op(sorted_inputs=edges, values=tf.reshape(x, [1, -1])),
+    ]
+
+
+@sample('FFT', 'IFFT', 'FFT2D', 'IFFT2D')
+def _fourier(name, batch):
+    return getattr(ops, name)(input=tf.complex(batch.floats(2, 4), batch.floats(2, 4)))
+
+
+@sample('RFFT', 'IRFFT', 'RFFT2D', 'IRFFT2D')
+def _real_fourier(name, batch):
+    x = batch.floats(3, 4)
+    length = [2, 4] if '2D' in name else [4]
+    if name.startswith('I'):
+        x = tf.complex(x, batch.floats(3, 4))
+    return getattr(ops, name)(input=x, fft_length=length)
 
 
 @sample('Cumsum', 'Cumprod', 'CumulativeLogsumexp')
@@ -239,12 +293,13 @@ def _roll(name, batch):
 
 
 @sample('Cholesky', 'MatrixInverse', 'SelfAdjointEigV2', 'MatrixDeterminant')
+@sample('LogMatrixDeterminant')
 def _matrices(name, batch):
     x = batch.floats(3, 3)
     x = tf.matmul(x, x, transpose_b=True) + 2 * tf.eye(3)
     if name == 'SelfAdjointEigV2':
-        return ops.SelfAdjointEigV2(input=x)[0]
-    return getattr(ops, name)(input=x)
+        return [ops.SelfAdjointEigV2(input=x, compute_v=v)[0] for v in (True, False)]
+    return tf.nest.flatten(getattr(ops, name)(input=x))
 
 
 @sample('CholeskyGrad')
@@ -272,6 +327,14 @@ def _diag_part_v2(name, batch):
 @sample('MatrixBandPart')
 def _band(name, batch):
     return ops.MatrixBandPart(input=batch.floats(3, 3), num_lower=0, num_upper=1)
+
+
+@sample('MatrixSetDiag', 'MatrixSetDiagV2', 'MatrixSetDiagV3')
+def _set_diag(name, batch):
+    x, op = batch.floats(3, 4), getattr(ops, name)
+    if name == 'MatrixSetDiag':
+        return op(input=x, diagonal=batch.floats(3))
+    return op(input=x, diagonal=batch.floats(3), k=1)
 
 
 @sample('MatrixDiag')
@@ -343,6 +406,13 @@ def _conv_gradient(name, batch):
     return tf.gradients(tf.square(conv(x, w, [1] * 4, 'SAME')), [x, w])
 
 
+@sample('Dilation2DBackpropInput', 'Dilation2DBackpropFilter')
+def _dilation_gradient(name, batch):
+    x, w = batch.floats(4, 4, 2), batch.whole(2, 2, 2)
+    y = ops.Dilation2D(input=x, filter=w, strides=[1] * 4, rates=[1] * 4, padding='SAME')
+    return tf.gradients(tf.square(y), [x, w])
+
+
 @sample('Conv3D', 'Conv3DBackpropInputV2', 'Conv3DBackpropFilterV2', 'MaxPool3D', 'MaxPool3DGrad')
 @sample('AvgPool3D', 'AvgPool3DGrad', 'MaxPool3DGradGrad')
 def _conv_3d(name, batch):
@@ -370,6 +440,25 @@ def _max_pool_v2(name, batch):
     return ops.MaxPoolV2(
         input=batch.floats(4, 4, 1), ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding='SAME'
     )
+
+
+@sample('MaxPoolGradV2')
+def _max_pool_gradient_v2(name, batch):
+    x = batch.floats(4, 4, 1)
+    size = {'ksize': [1, 2, 2, 1], 'strides': [1, 2, 2, 1], 'padding': 'SAME'}
+    y = ops.MaxPoolV2(input=x, **size)
+    return ops.MaxPoolGradV2(orig_input=x, orig_output=y, grad=batch.floats(2, 2, 1), **size)
+
+
+@sample('MaxPoolWithArgmax', 'MaxPoolGradWithArgmax')
+def _max_pool_argmax(name, batch):
+    x = batch.floats(4, 4, 2)
+    size = {'ksize': [1, 2, 2, 1], 'strides': [1, 2, 2, 1], 'padding': 'SAME'}
+    results = []
+    for whole_index in (False, True):
+        y, at = ops.MaxPoolWithArgmax(input=x, include_batch_in_index=whole_index, **size)
+        results += [y, at, *tf.gradients(tf.square(y), x)]
+    return results
 
 
 @sample('ResizeBilinear', 'ResizeNearestNeighbor', 'ResizeBicubic', 'ResizeArea')
@@ -402,6 +491,19 @@ def _colors(name, batch):
     return getattr(ops, name)(images=batch.floats(2, 2, 3), **{arg: 0.3})
 
 
+@sample('AdjustContrastv2')
+def _contrast(name, batch):
+    op = ops.AdjustContrastv2
+    images = [batch.floats(2, 2, 3), batch.floats(2, 3)]  # the second is one image
+    return [op(images=x, contrast_factor=0.3) for x in images]
+
+
+@sample('HSVToRGB', 'RGBToHSV')
+def _color_spaces(name, batch):
+    return getattr(ops, name)(images=batch.floats(2, 2, 3))
+
+
+@sample('FusedBatchNorm', 'FusedBatchNormGrad')
 @sample('FusedBatchNormV2', 'FusedBatchNormV3', 'FusedBatchNormGradV2', 'FusedBatchNormGradV3')
 def _batch_norm(name, batch):
     x, scale = batch.floats(2, 2, 3), batch.whole(3)
@@ -417,6 +519,14 @@ def _crop(name, batch):
     boxes = tf.concat([batch.floats(2) * 0.4, 0.5 + batch.floats(2) * 0.4], 1)
     images = batch.whole(4, 6, 6, 1)
     return ops.CropAndResize(image=images, boxes=boxes, box_ind=batch.ints(), crop_size=[2, 2])
+
+
+@sample('CropAndResizeGradImage', 'CropAndResizeGradBoxes')
+def _crop_gradient(name, batch):
+    boxes = tf.concat([batch.floats(2) * 0.4, 0.5 + batch.floats(2) * 0.4], 1)
+    images = batch.whole(4, 6, 6, 1)
+    crops = ops.CropAndResize(image=images, boxes=boxes, box_ind=batch.ints(), crop_size=[2, 2])
+    return tf.gradients(tf.square(crops), [images, boxes])
 
 
 @sample('Reshape')
@@ -527,6 +637,16 @@ def _random(name, batch):
     return tf.zeros_like(drawn)  # Other numbers in each run.
 
 
+@sample('RandomUniformInt', 'Multinomial')
+def _random_integers(name, batch):
+    x = batch.floats(2)
+    if name == 'Multinomial':
+        drawn = ops.Multinomial(logits=x, num_samples=3)
+    else:
+        drawn = ops.RandomUniformInt(shape=tf.shape(x), minval=2, maxval=5)
+    return tf.zeros_like(drawn)
+
+
 @sample('Gather', 'GatherV2')
 def _gather(name, batch):
     table, ids = batch.whole(4, 3), batch.ints(2)
@@ -570,9 +690,13 @@ def _lookup(name, batch):
     return tf.lookup.StaticHashTable(pairs, -1).lookup(batch.strings(2))
 
 
-@sample('UnsortedSegmentSum')
+@sample('UnsortedSegmentSum', 'UnsortedSegmentMax', 'UnsortedSegmentMin', 'UnsortedSegmentProd')
 def _segments(name, batch):
-    return ops.UnsortedSegmentSum(data=batch.floats(3), segment_ids=batch.ints(), num_segments=4)
+    op = getattr(ops, name)
+    return [
+        op(data=batch.floats(3), segment_ids=batch.ints() - 1, num_segments=4),
+        op(data=batch.ints(2, 3), segment_ids=batch.ints(2), num_segments=5),
+    ]
 
 
 UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
@@ -618,3 +742,55 @@ def test_rule(name, rows):
 
 def test_no_sample_is_without_rule():
     assert set(SAMPLES) <= set(RULES)
+
+
+@pytest.mark.parametrize(
+    ('text', 'shapes', 'inputs', 'outputs'),
+    [
+        ('S+ -> S', [(5, 1), (4,)], [('S2', None), ('S1',)], [('S2', 'S1')]),
+        ('nS nS -> nS', [(5, 4), (5, 4)], [('n', 'S1')] * 2, [('n', 'S1')]),
+        ('n_ * -> n...', [(5, 4), (4,)], [('n', None), ()], [('n', None)]),
+        ('n... n... -> * (sum)', [(5, 4), (5, 4)], [('n', None)] * 2, [(None, None)]),
+        ('S_ = -> S_', [(5, 4), (4,)], [('S1', None), Part()], [('S1', None)]),
+    ],
+)
+def test_text(text, shapes, inputs, outputs):
+    with tf.Graph().as_default():
+        one, two = (tf.zeros(shape) for shape in shapes)
+        signature = parsed(text)((one + two).op, Sizes())
+    assert (signature.inputs, signature.outputs) == (inputs, outputs)
+
+
+@pytest.mark.parametrize('text', ['n__ n -> n', 'n S -> nS', 'S S -> S_'])
+def test_other_ranks(text):
+    with tf.Graph().as_default():
+        assert parsed(text)(tf.add(tf.zeros([5, 4]), tf.zeros([4])).op, Sizes()) is None
+
+
+def test_other_number_of_inputs():
+    with tf.Graph().as_default():
+        with pytest.raises(ValueError, match='1 words for 2 tensors'):
+            parsed('S -> S')(tf.add(1.0, 2.0).op, Sizes())
+
+
+@pytest.mark.parametrize(
+    ('text', 'problem'),
+    [
+        ('', 'another form'),
+        ('n... *', 'another form'),
+        ('n.. -> n', 'another form'),
+        ('n -> #n', 'another form'),
+        ('mk kn -> mn (median)', 'another form'),
+        ('nn -> n', 'twice'),
+        ('n...... -> n...', 'twice'),
+        ('ST -> ST', 'two capitals'),
+        ('S... -> S...', "beside '...'"),
+        ('n+ n+ -> n', "'\\+'"),
+        ('n -> m', 'no input'),
+        ('mk kn -> mn', 'nothing reduces'),
+    ],
+)
+def test_malformed_text(text, problem):
+    with pytest.raises(ValueError, match=problem) as error:
+        parsed(text)
+    assert repr(text) in str(error.value) and "'mk kn -> mn (sum)'" in str(error.value)

@@ -1,71 +1,70 @@
-"""Ops that go entry by entry, with or without broadcasting."""
+"""Each entry by itself: computed, chosen, or made, with or without broadcasting."""
 
 from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.signature import WHOLE, Rule, Signature, labels, rank
-from estimator_mgpu.partition.sizes import ONE, Sizes
-
-
-def broadcasting(op: tf.Operation, sizes: Sizes) -> Signature | None:
-    """Dimensions are matched from the last; one of size 1 is repeated, so it's never divided."""
-    inputs = []
-    for tensor in op.inputs:
-        n = rank(tensor, sizes)
-        dims = sizes.dims(tensor) or []
-        inputs.append(tuple(None if dims[i] == ONE else n - i for i in range(n)))
-    n = max(map(len, inputs))
-    return Signature(inputs, [tuple(range(n, 0, -1))] * len(op.outputs))
-
-
-def alike(op: tf.Operation, sizes: Sizes) -> Signature | None:
-    """All inputs and outputs have one shape; an input that is a scalar is used for all entries."""
-    n = max(rank(t, sizes) for t in op.inputs)
-    inputs = [tuple(range(rank(t, sizes))) if rank(t, sizes) else WHOLE for t in op.inputs]
-    if any(len(i) not in (0, n) for i in inputs):
-        return None
-    return Signature(inputs, [tuple(range(n))] * len(op.outputs))
-
-
-def first(op: tf.Operation, sizes: Sizes) -> Signature | None:
-    """The first input entry by entry; the others are whole."""
-    own = labels(op.inputs[0], sizes)
-    return Signature([own] + [WHOLE] * (len(op.inputs) - 1), [own] * len(op.outputs))
+from estimator_mgpu.partition.rules.signature import Rule, Signature, parsed, rank, table
+from estimator_mgpu.partition.sizes import Sizes
 
 
 def select(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """The older `Select`: its condition is a scalar, as large as the rest, or one for each row."""
-    condition, one, two = op.inputs
-    return Signature(
-        [labels(condition, sizes), labels(one, sizes), labels(two, sizes)],
-        [labels(one, sizes)] if rank(one, sizes) else [()],
-    )
+    by_row = rank(op.inputs[0], sizes) == 1
+    return parsed('n nS nS -> nS' if by_row else 'S S S -> S')(op, sizes)
 
 
-_BROADCASTING = """
-    Add AddV2 ApproximateEqual Atan2 Betainc BitwiseAnd BitwiseOr BitwiseXor Complex Div DivNoNan
-    Equal FloorDiv FloorMod Greater GreaterEqual Igamma Igammac IgammaGradA LeftShift Less LessEqual
-    LogicalAnd LogicalOr Maximum Minimum Mod Mul MulNoNan NextAfter NotEqual Polygamma Pow RealDiv
-    RightShift SelectV2 SquaredDifference Sub TruncateDiv TruncateMod Xdivy Xlog1py Xlogy
-    Zeta
+def unseeded(text: str) -> Rule:
+    """Random numbers without a seed: each tower draws those of its rows.
+
+    With a seed, all numbers are drawn once, in the order of one device.
+    """
+
+    def rule(op: tf.Operation, sizes: Sizes) -> Signature | None:
+        seeded = op.get_attr('seed') or op.get_attr('seed2')
+        return None if seeded else parsed(text)(op, sizes)
+
+    return rule
+
+
+def each(op: tf.Operation, sizes: Sizes) -> Signature | None:
+    """`IdentityN`, of which custom gradients are made: whatever has rows keeps them."""
+    if any(t.dtype.base_dtype in (tf.resource, tf.variant) for t in op.inputs):
+        return None
+    shapes = [sizes.dims(t) for t in op.inputs]
+    rows = [[size.rows for size in shape or []] for shape in shapes]
+    own = [tuple(r if r not in of[:i] else None for i, r in enumerate(of)) for of in rows]
+    return Signature(own, own, dims=shapes)
+
+
+_ENTRIES = """
+    Abs Acos Acosh Add AddN AddV2 Angle ApproximateEqual AsString Asin Asinh Atan Atan2 Atanh
+    BesselI0e BesselI1e Betainc BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil CheckNumerics
+    CheckNumericsV2 ClipByValue Complex ComplexAbs Conj Cos Cosh DecodeBase64 DeepCopy Digamma Div
+    DivNoNan Elu EluGrad EncodeBase64 Equal Erf Erfc Erfinv Exp Expm1 FakeQuantWithMinMaxArgs
+    FakeQuantWithMinMaxArgsGradient Floor FloorDiv FloorMod Greater GreaterEqual Identity Igamma
+    IgammaGradA Igammac Imag Inv InvGrad Invert IsFinite IsInf IsNan LeakyRelu LeakyReluGrad
+    LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod
+    Mul MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Polygamma PopulationCount Pow
+    PreventGradient Real RealDiv Reciprocal ReciprocalGrad RegexFullMatch RegexReplace Relu Relu6
+    Relu6Grad ReluGrad RightShift Rint Round Rsqrt RsqrtGrad SelectV2 Selu SeluGrad Sigmoid
+    SigmoidGrad Sign Sin Sinh Snapshot Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad
+    Square SquaredDifference StaticRegexFullMatch StaticRegexReplace StopGradient StringJoin
+    StringLength StringLower StringStrip StringToHashBucket StringToHashBucketFast
+    StringToHashBucketStrong StringToNumber StringUpper Sub Substr Tan Tanh TanhGrad TruncateDiv
+    TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta
 """
-_ALIKE = """
-    Abs Acos Acosh AddN AsString Asin Asinh Atan Atanh BesselI0e BesselI1e Cast Ceil
-    CheckNumerics CheckNumericsV2 ClipByValue Conj Cos Cosh DeepCopy Digamma Elu
-    EluGrad Erf Erfc Erfinv Exp Expm1 Floor Identity Imag Invert InvGrad Inv IsFinite IsInf IsNan
-    LeakyRelu LeakyReluGrad Lgamma Log Log1p LogicalNot Ndtri Neg OnesLike PreventGradient Real
-    Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Rint Round Rsqrt RsqrtGrad Selu
-    SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Snapshot Softplus SoftplusGrad Softsign SoftsignGrad
-    Sqrt SqrtGrad Square StopGradient Tan Tanh TanhGrad ZerosLike
-    Bucketize EncodeBase64 DecodeBase64 RegexFullMatch RegexReplace StaticRegexFullMatch
-    StaticRegexReplace StringJoin StringLength StringLower StringStrip StringToHashBucket
-    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper
-"""
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(_BROADCASTING.split(), broadcasting),
-    **dict.fromkeys(_ALIKE.split(), alike),
-    'FakeQuantWithMinMaxArgs': first,
-    'FakeQuantWithMinMaxVars': first,
-    'Select': select,
-}
+RULES = table(
+    {
+        _ENTRIES: 'S+ -> S',
+        'Select': select,
+        'IdentityN': each,
+        'FakeQuantWithMinMaxVars': 'S * * -> S',
+        'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',
+        'Fill': '#S * -> S',
+        'BroadcastTo': 'S #S -> S',
+        'RandomStandardNormal RandomUniform TruncatedNormal': unseeded('#S -> S'),
+        'RandomUniformInt': unseeded('#S * * -> S'),
+        'Multinomial': unseeded('n_ * -> n_'),
+    }
+)

@@ -1,18 +1,32 @@
-"""How a rule is written: labels for the dimensions of an op's inputs and outputs.
+"""How a rule is written: a text with a word for each input and each output of an op.
 
-A rule is a function (op, sizes) -> `Signature`, or None where this op can't be divided. As in an
-einsum, dimensions with one label go together: whatever has the rows along one of them has them
-along all. A label that no output has is reduced over.
+As in an einsum, dimensions with one letter go together: whatever has the rows along one of them
+has them along all.
+
+    'mk kn -> mn (sum)'      a letter is a dimension; one that no output has is reduced over
+    'n_ n -> n'              _ is a dimension along which nothing can be divided
+    'n... * -> n...'         ... are any number of those; * is whole on each tower, of any rank
+    'S S -> S'               a capital is any number of dimensions, matched from the last; one of
+                             size 1 is repeated
+    '* I_ -> I...'           beside ... it's as many as elsewhere
+    '#S * -> S'              # is a vector of sizes
+    'n_ = -> n_'             = is what the tower's own op made, whatever that comes to as a whole
+    'S+ -> S'                + is as many of the same as the op has
+
+Where dimensions have to be worked out, a rule is a function (op, sizes) -> `Signature`, or None
+where this op can't be divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import Size, Sizes
+from estimator_mgpu.partition.sizes import ONE, Size, Sizes
 
 Label = Optional[Hashable]
 """None is for a dimension along which nothing can be divided."""
@@ -54,20 +68,139 @@ class Signature(NamedTuple):
     inputs: Sequence[Operand]
     outputs: Sequence[tuple[Label, ...]]
     reduce: str | None = None
-    dims: Sequence[list[Size]] | None = None
+    dims: Sequence[list[Size] | None] | None = None
     attrs: dict[str, Any] = {}
 
 
 Rule = Callable[[tf.Operation, Sizes], Optional[Signature]]
 
+_DIMS = r'(?:[A-Za-z_]|\.\.\.)+'
+_INPUT, _OUTPUT = rf'(?:[*=]|#?{_DIMS})\+?', rf'(?:\*|{_DIMS})\+?'
+_REDUCE = r'(?: \((sum|mean|max|min|prod|all|any)\))?'
+_TEXT = re.compile(f'({_INPUT}(?: {_INPUT})*) -> ({_OUTPUT}(?: {_OUTPUT})*){_REDUCE}')
+_PART = re.compile(r'[A-Za-z_]|\.\.\.')
 
-def labels(tensor: tf.Tensor, sizes: Sizes, prefix: str = '') -> tuple[Label, ...]:
-    """One label for each dimension, counted from the first.
+
+def table(rows: Mapping[str, str | Rule]) -> dict[str, Rule]:
+    """The rules by types of ops, of rows such as 'Softmax LogSoftmax': 'S_ -> S_'."""
+    return {
+        name: parsed(rule) if isinstance(rule, str) else rule
+        for names, rule in rows.items()
+        for name in names.split()
+    }
+
+
+def by(attribute: str, texts: Mapping[Any, str]) -> Rule:
+    """A rule for each value of an attribute; with other values an op isn't divided."""
+
+    def rule(op: tf.Operation, sizes: Sizes) -> Signature | None:
+        text = texts.get(op.get_attr(attribute))
+        return parsed(text)(op, sizes) if text else None
+
+    return rule
+
+
+@functools.cache
+def parsed(text: str) -> Rule:
+    """The rule that a text says.
 
     Raises:
-      UnknownRank: if the rank is unknown.
+      ValueError: if the text is malformed.
     """
-    return tuple(f'{prefix}{i}' for i in range(rank(tensor, sizes)))
+    found = _TEXT.fullmatch(text)
+    problem = _problem(*found.groups()) if found else 'it has another form'
+    if not found or problem:
+        raise ValueError(
+            f"{text!r} isn't a rule: {problem}. Rules are such as 'n... * -> n...' or "
+            "'mk kn -> mn (sum)': a word for each input, '->', a word for each output, and the "
+            "reduction, if any: sum, mean, max, min, prod, all or any. A word is '*', or has a "
+            "letter, '_' or '...' for each dimension."
+        )
+    return functools.partial(_signature, found[1].split(), found[2].split(), found[3])
+
+
+def _problem(given: str, made: str, reduce: str | None) -> str | None:
+    """What is wrong with the words of a text; None if nothing is."""
+    letters, results = (set(filter(str.isalpha, words)) for words in (given, made))
+    alone = [_capitals(word) for word in given.split() if '...' not in word]
+    twice = [p for w in f'{given} {made}'.split() for p in [*letters, '...'] if w.count(p) > 1]
+    problems = {
+        "a word has a letter or '...' twice": twice,
+        'a word has two capitals': any(len(capitals) > 1 for capitals in alone),
+        "a capital only stands beside '...'": set(_capitals(given)) - set(''.join(alone)),
+        "two words have a '+'": max(given.count('+'), made.count('+')) > 1,
+        'an output has a letter that no input has': results - letters,
+        'no output has a letter, and nothing reduces it': letters - results and not reduce,
+    }
+    return next((problem for problem, holds in problems.items() if holds), None)
+
+
+def _signature(
+    given: Sequence[str], made: Sequence[str], reduce: str | None, op: tf.Operation, sizes: Sizes
+) -> Signature | None:
+    """What a text says of an op; None if the op's tensors are of other ranks."""
+    given, made = _repeated(given, len(op.inputs)), _repeated(made, len(op.outputs))
+    shapes: list[list[Size]] = []
+    for word, tensor in zip(given, op.inputs):
+        found = sizes.entries(tensor) if '#' in word else sizes.dims(tensor)
+        if found is None and word not in ('*', '='):
+            raise UnknownRank(tensor.name)
+        shapes.append(found if found is not None and word not in ('*', '=') else [])
+    lengths: dict[str, int] = {}
+    for word, shape in zip(given, shapes):
+        for capital in _capitals(word) if '...' not in word else '':
+            own = len(shape) - len(word.strip('#')) + 1
+            lengths[capital] = max(own, lengths.get(capital, 0))
+    inputs = [_labels(word, len(shape), lengths) for word, shape in zip(given, shapes)]
+    outputs = [_result(word, tensor, lengths) for word, tensor in zip(made, op.outputs)]
+    fits = [len(i) == len(shape) for i, shape in zip(inputs, shapes)]
+    fits += [t.shape.rank in (None, len(o)) for o, t in zip(outputs, op.outputs)]
+    if not all(fits):
+        return None
+    wide = {i for pair in zip(inputs, shapes) for i, size in zip(*pair) if size != ONE}
+    operands: list[Operand] = []
+    for word, labelled, shape in zip(given, inputs, shapes):
+        repeated = [i for i, size in enumerate(shape) if size == ONE and labelled[i] in wide]
+        operand = Entries(labelled) if '#' in word else without(labelled, repeated)
+        operands.append(Part() if word == '=' else operand)
+    dims = {o: shape for word, o, shape in zip(given, inputs, shapes) if '#' in word}
+    return Signature(operands, outputs, reduce, [dims.get(o) for o in outputs])
+
+
+def _repeated(words: Sequence[str], count: int) -> list[str]:
+    """A word for each tensor; that with a + for as many as there are."""
+    times = [count - len(words) + 1 if '+' in word else 1 for word in words]
+    if sum(times) != count:
+        raise ValueError(f'the rule has {len(words)} words for {count} tensors')
+    return [word.strip('+') for word, n in zip(words, times) for _ in range(n)]
+
+
+def _labels(word: str, count: int, lengths: Mapping[str, int]) -> tuple[Label, ...]:
+    """A label for each of so many dimensions, if there can be as many."""
+    parts = _PART.findall(word)
+    free = '...' if '...' in parts else _capitals(word)[:1]
+    left = count - sum(lengths.get(part, 1) for part in parts if part != free)
+    result: list[Label] = []
+    for part in parts:
+        for i in range(left if part == free else lengths.get(part, 1), 0, -1):
+            named = f'{part}{i}' if part.isupper() else part
+            result.append(None if part in ('_', '...') else named)
+    return tuple(result)
+
+
+def _result(word: str, tensor: tf.Tensor, lengths: Mapping[str, int]) -> tuple[Label, ...]:
+    """A label for each dimension of an output."""
+    known = tensor.shape.rank
+    if word == '*':
+        return (None,) * (known or 0)
+    if known is None and '...' in word:
+        raise UnknownRank(tensor.name)
+    count = known if '...' in word else sum(lengths.get(part, 1) for part in word)
+    return _labels(word, count, lengths)
+
+
+def _capitals(words: str) -> str:
+    return ''.join(filter(str.isupper, words))
 
 
 class UnknownRank(Exception):
@@ -75,21 +208,16 @@ class UnknownRank(Exception):
 
 
 def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
-    """The number of dimensions.
-
-    Raises:
-      UnknownRank: if it's unknown.
-    """
+    """The number of dimensions; raises UnknownRank if it's unknown."""
     dims = sizes.dims(tensor)
     if dims is None:
         raise UnknownRank(tensor.name)
     return len(dims)
 
 
-def axis(op: tf.Operation, index: int, sizes: Sizes, of_rank: int) -> int | None:
-    """The dimension that an input names, from 0; None if it's known only when the step runs."""
-    numbers = sizes.numbers(op.inputs[index])
-    return None if not numbers or not of_rank else numbers[0] % of_rank
+def labels(tensor: tf.Tensor, sizes: Sizes, prefix: str = '') -> tuple[Label, ...]:
+    """One label for each dimension, from the first; raises UnknownRank if it's unknown."""
+    return tuple(f'{prefix}{i}' for i in range(rank(tensor, sizes)))
 
 
 def without(labelled: Sequence[Label], axes: Sequence[int]) -> tuple[Label, ...]:

@@ -1,0 +1,75 @@
+"""Vectors and matrices, each by itself, in the last dimensions; and their products."""
+
+from __future__ import annotations
+
+import string
+from functools import partial
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.rules.signature import Signature, by, parsed, rank, table
+from estimator_mgpu.partition.sizes import Sizes
+
+
+def matmul(op: tf.Operation, sizes: Sizes, a: str, b: str, lead: str = '') -> Signature | None:
+    """A product of matrices, which attributes transpose."""
+    one = 'km' if op.get_attr(a) else 'mk'
+    two = 'nk' if op.get_attr(b) else 'kn'
+    return parsed(f'{lead}{one} {lead}{two} -> {lead}mn (sum)')(op, sizes)
+
+
+def einsum(op: tf.Operation, sizes: Sizes) -> Signature | None:
+    """`Einsum`: by its equation, whose ellipsis is matched from the last too."""
+    equation = op.get_attr('equation').decode().replace(' ', '').replace('...', '.')
+    terms, result = equation.split('->')
+    if any(term.count(c) > 1 for term in terms.split(',') for c in term):
+        return None  # A diagonal.
+    letters = dict(zip(sorted(set(equation) - set('.,->')), string.ascii_lowercase))
+    words = [
+        ''.join('S' if c == '.' else letters[c] for c in term) or '*'
+        for term in [*terms.split(','), result]
+    ]
+    return parsed(f'{" ".join(words[:-1])} -> {words[-1]} (sum)')(op, sizes)
+
+
+def matrix_diag(op: tf.Operation, sizes: Sizes) -> Signature | None:
+    """A matrix for each vector, if vectors aren't diagonals of one matrix."""
+    if rank(op.outputs[0], sizes) != rank(op.inputs[0], sizes) + 1:
+        return None
+    return parsed('S_ *+ -> S__')(op, sizes)
+
+
+RULES = table(
+    {
+        'MatMul': partial(matmul, a='transpose_a', b='transpose_b'),
+        'BatchMatMul BatchMatMulV2 BatchMatMulV3': partial(matmul, a='adj_x', b='adj_y', lead='S'),
+        'Einsum': einsum,
+        'BiasAdd': by('data_format', {b'NHWC': 'Sc c -> Sc', b'NCHW': 'ncS c -> ncS'}),
+        'BiasAddGrad': by('data_format', {b'NHWC': 'Sc -> c (sum)', b'NCHW': 'ncS -> c (sum)'}),
+        'Softmax LogSoftmax': 'S_ -> S_',
+        'SoftmaxCrossEntropyWithLogits': 'n_ n_ -> n n_',
+        'SparseSoftmaxCrossEntropyWithLogits': 'n_ n -> n n_',
+        'InTopK': 'n_ n -> n',
+        'InTopKV2': 'n_ n * -> n',
+        'TopKV2': 'S_ * -> S_ S_',
+        'NthElement': 'S_ * -> S',
+        'LowerBound UpperBound': 'n_ nm -> nm',
+        'FakeQuantWithMinMaxVarsPerChannel': 'S_ * * -> S_',
+        'FakeQuantWithMinMaxVarsPerChannelGradient': 'S_ S_ * * -> S_ * * (sum)',
+        'FFT IFFT': 'S_ -> S_',
+        'FFT2D IFFT2D': 'S__ -> S__',
+        'RFFT IRFFT': 'S_ * -> S_',
+        'RFFT2D IRFFT2D': 'S__ * -> S__',
+        'Cholesky MatrixInverse': 'S__ -> S__',
+        'CholeskyGrad MatrixSolve MatrixTriangularSolve': 'S__ S__ -> S__',
+        'SelfAdjointEigV2': by('compute_v', {True: 'S__ -> S_ S__', False: 'S__ -> S_ *'}),
+        'MatrixDeterminant': 'S__ -> S',
+        'LogMatrixDeterminant': 'S__ -> S S',
+        'MatrixBandPart': 'S__ * * -> S__',
+        'MatrixDiag MatrixDiagV2 MatrixDiagV3': matrix_diag,
+        'MatrixDiagPart': 'S__ -> S_',
+        'MatrixDiagPartV2 MatrixDiagPartV3': 'S__ * * -> S...',
+        'MatrixSetDiag': 'S__ S_ -> S__',
+        'MatrixSetDiagV2 MatrixSetDiagV3': 'S__ S... * -> S__',
+    }
+)
