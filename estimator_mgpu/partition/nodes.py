@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import private
+
 
 class Nodes:
     """Collects NodeDefs under one scope. Tensors are referred to by name.
@@ -68,7 +70,14 @@ class Nodes:
         used = {name for node in self.graph_def.node for name in node.input}
         outside = {name: tensor for name, tensor in self._outside.items() if name in used}
         with self._graph.as_default(), tf.control_dependencies(None), tf.device(None):
+            # Importing a device takes as long as all the rest of a node.
+            devices = [node.device for node in self.graph_def.node]
+            for node in self.graph_def.node:
+                node.device = ''
             tf.import_graph_def(self.graph_def, outside, name='')
+            for node, device in zip(self.graph_def.node, devices):
+                if device:
+                    private.set_device(self._graph.get_operation_by_name(node.name), device)
 
     def tensor(self, reference: str) -> tf.Tensor:
         """What a reference refers to, after `build`."""
