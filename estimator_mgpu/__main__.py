@@ -1,12 +1,101 @@
 """`python -m estimator_mgpu`: a report on the environment, to paste into a bug."""
 
-import argparse
-import sys
+from __future__ import annotations
 
-from estimator_mgpu import environment
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from estimator_mgpu import compat, devices
+
+PACKAGES = 'tensorflow-estimator', 'tf-keras', 'keras', 'protobuf', 'numpy', 'absl-py', 'tqdm'
+
+
+def main() -> int:
+    """Prints the report, and returns the exit status: 1 if the training step is wrong, else 0."""
+    os.environ['TF_FORCE_GPU_ALLOW_GROWTH'] = 'true'  # The step needs little of a GPU's memory.
+    _tell('estimator_mgpu', estimator_mgpu.__version__)
+    _tell('Python', f'{platform.python_version()}, {sys.executable}')
+    _tell('OS', f'{platform.platform()}, {os.cpu_count()} CPU cores')
+    _tell('TensorFlow', tf.__version__)
+    for package in PACKAGES:
+        _tell(package, _version(package))
+    _tell('GPUs', gpus())
+    _tell('tf.layers', tf_layers() or 'work')
+    wrong = training_step()
+    _tell('one step', f'on {", ".join(towers())}: {wrong or "equals that of one device"}')
+    print('WRONG: report this, with all that is printed.' if wrong else 'Nothing is wrong.')
+    return int(bool(wrong))
+
+
+def gpus() -> str:
+    """Names the GPUs; listing them reserves nothing."""
+    details = map(tf.config.experimental.get_device_details, tf.config.list_physical_devices('GPU'))
+    found = ', '.join(gpu.get('device_name', 'unknown') for gpu in details) or 'none'
+    hidden = os.environ.get('CUDA_VISIBLE_DEVICES')
+    return found if hidden is None else f'{found}, with CUDA_VISIBLE_DEVICES={hidden!r}'
+
+
+def tf_layers() -> str:
+    """Says what is wrong with `tf.layers`, which not all models need."""
+    try:
+        with tf.Graph().as_default():
+            tf.layers.dense(tf.zeros([2, 3]), 1)
+    except Exception as error:
+        return f'fail: {compat.legacy_keras_remedy(error) or error}'
+    return ''
+
+
+def training_step() -> str:
+    """Says what is wrong with a training step on several devices, after a table of it."""
+    try:
+        # It rounds what is multiplied, by other amounts on other numbers of devices.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        result = estimator_mgpu.verify(_model_fn, _input_fn, devices=towers(), steps=1)
+    except Exception as error:
+        return f'fails: {type(error).__name__}: {error}'
+    return '' if result.exact else 'differs from one device'
+
+
+def towers() -> list[str]:
+    """Returns the devices to train a step on: all GPUs, but two towers at least."""
+    found = devices.resolve(None)
+    if len(found) > 1:
+        return found
+    return found * 2 if devices.spec_of(found[0]).device_type == 'GPU' else devices.resolve(2)
+
+
+def _model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
+    hidden = tf.nn.tanh(features @ tf.get_variable('w', [3, 4]))
+    loss = tf.reduce_mean(tf.square(hidden @ tf.get_variable('v', [4, 1]) - labels))
+    train_op = tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, tf.train.get_global_step())
+    return compat.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+def _input_fn() -> Any:
+    rows = 4 * len(towers()) + 1  # which the towers don't divide
+    numbers = np.random.RandomState(0).randn(rows, 4).astype(np.float32)
+    return tf.data.Dataset.from_tensors((numbers[:, :3], numbers[:, 3:]))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return 'not installed'
+
+
+def _tell(what: str, found: str) -> None:
+    print(f'{what:20}  {found}', flush=True)
+
 
 if __name__ == '__main__':
-    usage = argparse.ArgumentParser('python -m estimator_mgpu', description=environment.__doc__)
-    usage.epilog = 'Exit status 1 says that something is wrong, and the report what to do about it.'
-    usage.parse_args()
-    sys.exit(environment.main())
+    argparse.ArgumentParser('python -m estimator_mgpu', description=__doc__).parse_args()
+    sys.exit(main())
