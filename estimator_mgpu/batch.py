@@ -8,11 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)
-"""What may have rows."""
-
-Path = tuple[Any, ...]
-"""The keys that lead to a leaf of a nest, 'features' or 'labels' first."""
+TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have rows
+Path = tuple[Any, ...]  # the keys that lead to a leaf of a nest, 'features' or 'labels' first
 
 
 class Batch(NamedTuple):
@@ -48,40 +45,23 @@ class Batch(NamedTuple):
 def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     """Finds what has rows in a batch, and adds no op to the graph.
 
-    Args:
-      features: any nest of dense tensors, `SparseTensor`s and `RaggedTensor`s, with rows along
-        dimension 0. Scalars, and what isn't a tensor (None, str, numbers), have none.
-      labels: the same, or None.
-      broadcast: names of features (their key, or keys joined by `/`) that have none either.
+    Features and labels are any nests of dense, sparse and ragged tensors, with rows along dimension
+    0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor the features that
+    `broadcast` names: by their key, or by keys joined by `/`, all or the first.
 
     Raises:
-      TypeError: if something in the nest can't be divided.
-      ValueError: if rows differ in number, a rank is unknown, a name in `broadcast` isn't there
-        or nothing in the batch has rows.
+      TypeError, ValueError: if something can't be divided, a rank is unknown, rows differ in
+        number, there are none, or a name in `broadcast` isn't there.
     """
     leaves = dict(_leaves({'features': features, 'labels': labels}))
     whole = _broadcast_paths(leaves, broadcast)
-    found = {
-        path: leaf
-        for path, leaf in leaves.items()
-        if path not in whole and _is_tensor(path, leaf) and leaf.shape.rank != 0
-    }
-    for path, leaf in found.items():
-        if leaf.shape.rank is None:
-            raise ValueError(
-                f'{_title(path)} has an unknown rank, so it cannot be told whether it has rows. '
-                'Give it a shape in the input_fn, say tensor.set_shape([None, 3]), or name it in '
-                'replicate(broadcast=[...]) if it goes whole to every tower.'
-            )
+    found = {p: leaf for p, leaf in leaves.items() if p not in whole and _has_rows(p, leaf)}
     if not found and not any(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
-        given = [
-            f'{_title(path)} ({getattr(leaf, "shape", type(leaf).__name__)})'
-            for path, leaf in leaves.items()
-        ]
+        shapes = {p: getattr(leaf, 'shape', type(leaf).__name__) for p, leaf in leaves.items()}
+        given = ', '.join(f'{_title(path)} ({shape})' for path, shape in shapes.items())
         raise ValueError(
             'There is nothing to divide over the towers: no feature and no label has rows along '
-            f'dimension 0. Given: {", ".join(given)}. Let the input_fn give batches, say by '
-            'dataset.batch().'
+            f'dimension 0. Given: {given}. Let the input_fn give batches, say by dataset.batch().'
         )
     known = {path: rows for path, leaf in found.items() if (rows := _static_rows(leaf)) is not None}
     if len(set(known.values())) > 1:
@@ -93,9 +73,8 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
             'replicate(broadcast=[...]), to go whole to every tower.'
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
-    static = [_static_rows(t) for t in sources.values()]
-    known_all = static and None not in static
-    return Batch(list(sources.values()), static[0] if known_all else None, found)
+    static = {_static_rows(t) for t in sources.values()}
+    return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found)
 
 
 def rows_of(leaf: Any) -> tf.Tensor:
@@ -124,10 +103,16 @@ def _leaves(nest: Any, path: Path = ()) -> list[tuple[Path, Any]]:
     return [leaf for key, value in items for leaf in _leaves(value, (*path, key))]
 
 
-def _is_tensor(path: Path, leaf: Any) -> bool:
-    """Whether a leaf is a tensor, which may have rows; TypeError if it can't be in a batch."""
+def _has_rows(path: Path, leaf: Any) -> bool:
+    """Whether a leaf has rows, if it can be told."""
     if isinstance(leaf, TENSORS):
-        return True
+        if leaf.shape.rank is None:
+            raise ValueError(
+                f'{_title(path)} has an unknown rank, so it cannot be told whether it has rows. '
+                'Give it a shape in the input_fn, say tensor.set_shape([None, 3]), or name it in '
+                'replicate(broadcast=[...]) if it goes whole to every tower.'
+            )
+        return leaf.shape.rank > 0
     # NumPy arrays and scalars a model_fn makes constants.
     plain = (type(None), str, bytes, bool, int, float, tf.DType)
     if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
@@ -140,11 +125,7 @@ def _is_tensor(path: Path, leaf: Any) -> bool:
 
 
 def _broadcast_paths(leaves: dict[Path, Any], broadcast: Sequence[str]) -> set[Path]:
-    """Returns the paths of features by name: the last key, or keys joined by `/`, all or the first.
-
-    Raises:
-      ValueError: if there's no feature of such a name.
-    """
+    """Returns the paths of the features that are named."""
     names: dict[str, set[Path]] = {}
     for path in leaves:
         if path[0] == 'features':

@@ -1,15 +1,14 @@
-"""Which TensorFlow this is; tf.estimator on every one of them.
+"""tf.estimator on every TensorFlow.
 
-TensorFlow 2.15 is the last one that has `tf.estimator`; there, importing this module changes
-nothing. On TensorFlow 2.16 and later it does what TensorFlow 2.15 did:
+TensorFlow 2.15 is the last one that has it. On TensorFlow 2.16 and later, importing this module
+does what TensorFlow 2.15 did:
 
 - `tf.estimator` and `tf.compat.v1.estimator` are there, from the package tensorflow-estimator. The
   few TensorFlow modules that it imports and that are gone are replaced by stand-ins, which say what
   is missing when they are used (TPU embeddings, the distribute coordinator).
 - `tf.keras` and `tf.compat.v1.layers` are Keras 2 if tf-keras is installed: the environment
-  variable TF_USE_LEGACY_KERAS is set to 1, which child processes inherit. It is left alone if it is
-  set already (0 asks for Keras 3), or if the program has used `tf.keras` before. `import keras` is
-  always what is installed under that name.
+  variable TF_USE_LEGACY_KERAS is set to 1, which child processes inherit, unless it is set already
+  (0 asks for Keras 3), or the program has used `tf.keras` before.
 
 What somebody else has put in these places stays.
 """
@@ -29,8 +28,7 @@ import tensorflow as tf
 from tensorflow.python.tools import module_util
 from tensorflow.python.util import lazy_loader, tf_export
 
-SUPPORTED = ('2.15', '2.21')
-"""The oldest and the newest TensorFlow, both included."""
+SUPPORTED = ('2.15', '2.21')  # the oldest and the newest TensorFlow
 
 _COORDINATOR = 'tensorflow.python.distribute.estimator_training'
 _REMOVED = {
@@ -58,25 +56,8 @@ def check_tensorflow(version: str) -> None:
         )
 
 
-def load_estimator() -> Any:
-    """Returns the namespace `tf.compat.v1.estimator`, after putting it there if it is missing.
-
-    Raises:
-      ImportError: if tensorflow-estimator is needed and cannot be imported.
-    """
-    if _minor(tf.__version__) > (2, 15):
-        _choose_keras()
-        _restore_removed()
-        _publish_estimator()
-    return tf.compat.v1.estimator
-
-
 def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list[Any]]:
-    """Returns the features and labels of an input_fn, and the hooks of a session that has them.
-
-    Raises:
-      TypeError: if it's no function.
-    """
+    """Returns the features and labels of an input_fn, and the hooks of a session that has them."""
     if not callable(input_fn):
         raise TypeError(
             f'input_fn={input_fn!r} is of {type(input_fn).__name__}. Give a function that makes '
@@ -90,19 +71,15 @@ def legacy_keras_remedy(error: Exception) -> str | None:
     if not re.search(_KERAS_ERRORS, str(error)):
         return None
     major, minor = _minor(tf.__version__)
-    needed = 'tf.layers, and tf.keras as Keras 2, need tf-keras on this TensorFlow: '
+    needed = 'tf.layers, and tf.keras as Keras 2, need tf-keras on this TensorFlow'
     install = f'pip install "tf-keras~={major}.{minor}.0"'
     chosen = os.environ.get('TF_USE_LEGACY_KERAS', '1')
-    if chosen not in ('1', 'true', 'True'):  # As tf.keras reads it.
-        also = '' if importlib.util.find_spec('tf_keras') else f', and {install}'
-        return (
-            f'{needed}the environment variable TF_USE_LEGACY_KERAS is {chosen!r}, which asks for '
-            f'Keras 3. Set it to 1, or leave it unset{also}.'
-        )
-    return (
-        f'{needed}{install}, and import estimator_mgpu, or set the environment variable '
-        'TF_USE_LEGACY_KERAS=1, before Keras is first used.'
-    )
+    if chosen in ('1', 'true', 'True'):  # As tf.keras reads it.
+        first = 'import estimator_mgpu, or set TF_USE_LEGACY_KERAS=1, before Keras is first used'
+        return f'{needed}: {install}, and {first}.'
+    asks = f'the environment variable TF_USE_LEGACY_KERAS is {chosen!r}, which asks for Keras 3'
+    also = '' if importlib.util.find_spec('tf_keras') else f', and {install}'
+    return f'{needed}: {asks}. Set it to 1, or leave it unset{also}.'
 
 
 def _minor(version: str) -> tuple[int, int]:
@@ -218,5 +195,9 @@ def _publish_estimator() -> None:
 
 
 check_tensorflow(tf.__version__)
-estimator = load_estimator()
+if _minor(tf.__version__) > (2, 15):
+    _choose_keras()
+    _restore_removed()
+    _publish_estimator()
+estimator: Any = tf.compat.v1.estimator
 """The namespace `tf.compat.v1.estimator`."""

@@ -1,7 +1,4 @@
-"""The names of `tf.contrib.estimator`, for code that was written for them.
-
-Such code runs as it is, once it takes them from here; docs/contrib.md lists what is otherwise.
-"""
+"""`tf.contrib.estimator.replicate_model_fn`, for code that was written for it."""
 
 from __future__ import annotations
 
@@ -37,10 +34,6 @@ def replicate_model_fn(
 
     Returns:
       A function (features, labels, mode, params=None, config=None), called by position or by name.
-
-    Raises:
-      TypeError, ValueError: as `replicate()`.
-      ValueError: if `loss_reduction` is none of the legal ones.
     """
     legal = [r for r in tf.losses.Reduction.all() if r != tf.losses.Reduction.NONE]
     if loss_reduction not in legal:
@@ -49,24 +42,17 @@ def replicate_model_fn(
         )
     if not callable(model_fn):
         raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
-    inner = replicate(model_fn, devices=devices)
+    inner: Any = replicate(model_fn, devices=devices)
     takes = inspect.signature(inner).parameters
 
     def replicated_model_fn(
         features: Any, labels: Any, mode: str, params: Any = None, config: Any = None
     ) -> Any:
-        given = {
-            'features': features,
-            'labels': labels,
-            'mode': mode,
-            'params': params,
-            'config': config,
-        }
+        given = dict(features=features, labels=labels, mode=mode, params=params, config=config)
         return inner(**{name: value for name, value in given.items() if name in takes})
 
-    replicated_model_fn.replicate_options = inner.replicate_options  # type: ignore[attr-defined]
-    replicated_model_fn.__wrapped__ = model_fn  # type: ignore[attr-defined]
-    replicated_model_fn.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-        replicated_model_fn, follow_wrapped=False
+    signature = inspect.signature(replicated_model_fn)
+    vars(replicated_model_fn).update(
+        replicate_options=inner.replicate_options, __wrapped__=model_fn, __signature__=signature
     )
     return replicated_model_fn

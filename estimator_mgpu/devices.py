@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Union
+from collections.abc import Iterable, Sequence
+from typing import Any, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -18,73 +18,47 @@ _LEGAL = (
 def resolve(devices: Devices = None) -> list[str]:
     """Returns the devices meant by `devices`, one a tower, in canonical form.
 
-    GPUs are listed by `tf.config`, which neither initialises nor reserves one.
+    >>> resolve(['/cpu:0', 'CPU:1'])
+    ['/device:CPU:0', '/device:CPU:1']
 
-    Examples:
-      >>> resolve(['/cpu:0', 'CPU:1'])
-      ['/device:CPU:0', '/device:CPU:1']
-
-    Args:
-      devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
-        (logical CPU devices where there is none); or a list of device strings. A device listed
-        twice gets two towers. A device string by itself is a list of one.
-
-    Returns:
-      A list of device strings such as `/device:GPU:0`.
-
-    Raises:
-      TypeError: if `devices` is none of these.
-      ValueError: if the list is empty, a device is unknown or there are too few GPUs.
+    A device listed twice gets two towers. GPUs are listed by `tf.config`, which neither initialises
+    nor reserves one.
     """
     listed = check(devices)
     gpus = len(tf.config.list_physical_devices('GPU'))
+    has = f'{gpus or "no"} GPU{"" if gpus == 1 else "s"}'
     if devices is None:
         return [f'/device:GPU:{i}' for i in range(gpus)] or ['/device:CPU:0']
     if isinstance(devices, int):
         if gpus and devices > gpus:
             raise ValueError(
-                f'devices={devices}, but this machine has {_count(gpus)}. Ask for at most {gpus}, '
+                f'devices={devices}, but this machine has {has}. Ask for at most {gpus}, '
                 "or list devices, where one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
             )
         kind = 'GPU' if gpus else 'CPU'
         return [f'/device:{kind}:{i}' for i in range(devices)]
-    for device, canonical in zip([devices] if isinstance(devices, str) else devices, listed):
-        spec = spec_of(canonical)
+    for device in listed:
+        spec = spec_of(device)
         if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus:
             raise ValueError(
-                f'{device!r} in devices is unknown: this machine has {_count(gpus)}. '
-                'List devices that it has; `nvidia-smi -L` and '
-                "`tf.config.list_physical_devices('GPU')` say which."
+                f'{device!r} in devices is unknown: this machine has {has}. List those that '
+                "`nvidia-smi -L` and `tf.config.list_physical_devices('GPU')` say."
             )
     return listed
 
 
 def check(devices: Devices) -> list[str]:
-    """Checks what can be told of `devices` without a look at the machine.
-
-    Returns:
-      The devices in canonical form if they're listed, otherwise none.
-
-    Raises:
-      TypeError, ValueError: as `resolve()`.
-    """
-    if devices is None:
+    """Checks what can be told without a look at the machine, and returns the listed devices."""
+    if isinstance(devices, bool) or not isinstance(devices, (type(None), int, str, Iterable)):
+        raise TypeError(f'devices={devices!r} is of {type(devices).__name__}: {_LEGAL}.')
+    if isinstance(devices, int) and devices < 1:
+        raise ValueError(f'devices={devices} leaves nothing to run on: {_LEGAL}.')
+    if devices is None or isinstance(devices, int):
         return []
-    if isinstance(devices, bool):
-        raise TypeError(f'devices={devices!r} is not a number of devices: {_LEGAL}.')
-    if isinstance(devices, int):
-        if devices < 1:
-            raise ValueError(f'devices={devices} leaves nothing to run on: {_LEGAL}.')
-        return []
-    if isinstance(devices, str):
-        devices = [devices]
-    try:
-        devices = list(devices)
-    except TypeError:
-        raise TypeError(f'devices={devices!r} is of {type(devices).__name__}: {_LEGAL}.') from None
-    if not devices:
+    listed = [_canonical(one) for one in ([devices] if isinstance(devices, str) else devices)]
+    if not listed:
         raise ValueError(f'devices={devices!r} is empty: {_LEGAL}.')
-    return [_canonical(device) for device in devices]
+    return listed
 
 
 def spec_of(device: str) -> tf.DeviceSpec:
@@ -106,8 +80,8 @@ def _canonical(device: str) -> str:
         )
     try:
         spec = spec_of(device)
-    except ValueError as error:
-        raise ValueError(f'{device!r} in devices is not a device string: {_LEGAL}.') from error
+    except ValueError:
+        spec = tf.DeviceSpec()
     kind, index = (spec.device_type or '').upper(), spec.device_index
     if kind not in ('CPU', 'GPU') or index is None:
         raise ValueError(
@@ -116,14 +90,8 @@ def _canonical(device: str) -> str:
     return spec.replace(device_type=kind).to_string()
 
 
-def _count(gpus: int) -> str:
-    return {0: 'no GPU', 1: '1 GPU (/device:GPU:0)'}.get(
-        gpus, f'{gpus} GPUs (/device:GPU:0 to {gpus - 1})'
-    )
-
-
 def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) -> tf.ConfigProto:
-    """Returns a `ConfigProto` whose session has `devices`.
+    """Returns a new `ConfigProto`, for `RunConfig`, whose session has `devices`.
 
     A session has one CPU device unless told otherwise, and with soft placement, Estimator's
     default, what is meant for `/device:CPU:1` runs on `/device:CPU:0` without a word.
@@ -136,12 +104,6 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
       devices: as for `replicate()`.
       base: the config to start from; it's left as it is. By default the one that Estimator
         starts from: soft placement and one pass of the graph optimizers.
-
-    Returns:
-      A new `ConfigProto`, for `RunConfig(session_config=...)`.
-
-    Raises:
-      TypeError, ValueError: as `replicate()` for `devices`.
     """
     config = tf.ConfigProto()
     if base is None:
@@ -150,29 +112,27 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
         config.graph_options.rewrite_options.meta_optimizer_iterations = 1
     else:
         config.CopyFrom(base)
-    needed = cpus_needed(resolve(devices))
-    if config.device_count.get('CPU', 1) < needed:
-        config.device_count['CPU'] = needed
+    needed, found = _cpus(resolve(devices), config)
+    config.device_count['CPU'] = max(needed, found)
     return config
 
 
-def cpus_needed(devices: Sequence[str]) -> int:
-    """Returns how many logical CPU devices a session needs to have `devices`."""
-    specs = [spec_of(device) for device in devices]
-    return max([spec.device_index + 1 for spec in specs if spec.device_type == 'CPU'] + [1])
-
-
-def warn_of_missing(devices: Sequence[str], config: tf.ConfigProto | None) -> None:
-    """Warns where a session of `config` lacks some of `devices`, and says what to write."""
-    needed = cpus_needed(devices)
-    found = config.device_count.get('CPU', 1) if config else 1
-    if found < needed:
+def warn_of_missing(devices: Sequence[str], config: Any) -> None:
+    """Warns where a session of a RunConfig lacks some of `devices`, and says what to write."""
+    needed, found = _cpus(devices, getattr(config, 'session_config', None) or tf.ConfigProto())
+    if config is not None and found < needed:
         tf.logging.warning(
-            'The towers are for %s, but the session has %d CPU device%s: they will share them, or '
+            'The towers are for %s, but the session has %d CPU device(s): they will share them, or '
             'fail without soft placement. Write '
             'RunConfig(session_config=estimator_mgpu.session_config(%r)).',
             ', '.join(devices),
             found,
-            '' if found == 1 else 's',
             list(devices),
         )
+
+
+def _cpus(devices: Sequence[str], config: tf.ConfigProto) -> tuple[int, int]:
+    """Returns how many logical CPU devices `devices` need, and how many a session has."""
+    specs = [spec_of(device) for device in devices]
+    needed = [spec.device_index + 1 for spec in specs if spec.device_type == 'CPU']
+    return max(needed, default=1), config.device_count.get('CPU', 1)

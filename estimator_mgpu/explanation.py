@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -10,9 +10,6 @@ from tqdm import tqdm
 
 from estimator_mgpu import compat, optimizer, placement, private, steps
 from estimator_mgpu.devices import spec_of
-
-UNASSIGNED = '(no device)'
-"""Stands for the device of a variable that TensorFlow will choose one for."""
 
 
 class Explanation(NamedTuple):
@@ -40,8 +37,7 @@ class Explanation(NamedTuple):
         return sum(self.gradients.values()) // 2
 
     def __str__(self) -> str:
-        unknown: list[Any] = ['its share of the'] * len(self.towers)
-        rows = self.rows_per_tower or unknown
+        rows: Sequence[Any] = self.rows_per_tower or ['its share of the'] * len(self.towers)
         lines = ['towers', *(f'  {where}: {n} rows' for where, n in zip(self.towers, rows))]
         lines += ['variables', *(f'  {where}: {_size(n)}' for where, n in self.variables.items())]
         lines += [f'gradients between devices, each step: {_size(self.reduced_bytes)}']
@@ -51,16 +47,8 @@ class Explanation(NamedTuple):
         return '\n'.join(lines)
 
 
-def explain(
-    model_fn: Callable[..., Any], input_fn: Callable[..., Any], estimator: Any
-) -> Explanation:
-    """Builds an estimator's graph for training, in a graph of its own, and looks at it.
-
-    Args:
-      model_fn: called with features, labels, mode and config.
-      input_fn: as for `tf.estimator.Estimator`.
-      estimator: whose input_fn and config it is.
-    """
+def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
+    """Builds an estimator's graph for training, in a graph of its own, and looks at it."""
     mode = compat.estimator.ModeKeys.TRAIN
     with tf.Graph().as_default() as graph:
         tf.set_random_seed(estimator.config.tf_random_seed)
@@ -68,11 +56,11 @@ def explain(
         # As Estimator does to train.
         graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))
         features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
-        model_fn(features, labels, mode, estimator.config)
+        estimator.model_fn(features, labels, mode, estimator.config)
         known = steps.of_graph(graph)
         traffic = dict.fromkeys(known.devices, 0)
         gathered = []
-        for _, gradient, variable in optimizer.applied(graph):
+        for gradient, variable in optimizer.applied(graph):
             if isinstance(gradient, tf.IndexedSlices):
                 gathered.append(variable.op.name)
                 continue
@@ -102,26 +90,16 @@ def bytes_by_device(variables: Iterable[Any]) -> dict[str, int]:
 def tell(step: steps.Step) -> None:
     """Tells in the log how the batch is divided, and where the default graph's variables live."""
     variables = bytes_by_device(tf.global_variables())
-    rows, towers = step.rows_per_tower, len(step.devices)
-    if towers == 1:
-        share = f'{rows[0]} rows' if rows else 'all of them'
-    elif rows and len(set(rows)) == 1:
-        share = f'{rows[0]} {"row" if rows[0] == 1 else "rows"} each'
-    else:
-        share = 'evenly, to within one row'
+    rows: Sequence[Any] = step.rows_per_tower or ['its share'] * len(step.devices)
     tf.logging.info(
-        'The input_fn gives the global batch; its rows are divided over %d tower%s, %s: %s. '
-        'Variables live on %s.',
-        towers,
-        '' if towers == 1 else 's',
-        ', '.join(step.devices),
-        share,
+        'The input_fn gives the global batch; its rows go to %s. Variables live on %s.',
+        ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows)),
         ', '.join(f'{device} ({_size(n)})' for device, n in variables.items()) or 'no device',
     )
 
 
 def _device(variable: Any) -> str:
-    return variable.device or UNASSIGNED
+    return variable.device or '(no device)'  # TensorFlow will choose one.
 
 
 def _size(count: int) -> str:

@@ -39,14 +39,9 @@ class ProgressHook(_StepHook):
       >>> bar = ProgressHook(max_steps=900)  # then: estimator.train(input_fn, [bar], max_steps=900)
 
     Args:
-      steps: how many steps `train` goes on for, the same as its own argument; for every call.
-      max_steps: the global step that `train` stops at, the same as its own argument.
+      steps, max_steps: one of them, the same as for each call of `train`.
       batch_size: how many examples a step has. By default it's what a replicated model_fn gets,
         also by `replicate(devices=1)`; for others only steps/s are shown.
-
-    Raises:
-      TypeError, ValueError: if an argument is no positive int, or both `steps` and `max_steps` are
-        given; as the session starts, if the graph has no global step.
     """
 
     def __init__(
@@ -108,11 +103,9 @@ class ProgressHook(_StepHook):
 class ThroughputHook(_StepHook):
     """Tells in the log, and in TensorBoard, how many examples are trained on in a second.
 
-    Steps/s, which Estimator tells itself, don't compare numbers of devices where the batch grows
-    with them. Rates are those since the last time; the first is from the end of the first step on,
-    so that it's without what TensorFlow does once. Each call of the session counts as a batch. In
-    the log, it's `step 200: 5120.3 examples/s, 2560.1 on each of 2 devices`; in summaries,
-    `examples/sec` and `examples/sec/device`.
+    In the log, it's `step 200: 5120.3 examples/s, 2560.1 on each of 2 devices`; in summaries,
+    `examples/sec` and `examples/sec/device`. Rates are those since the last time; the first step,
+    with what TensorFlow does once, isn't counted. Each call of the session counts as a batch.
 
     Examples:
       >>> hook = ThroughputHook(every_n_steps=50)  # then: estimator.train(input_fn, [hook])
@@ -121,10 +114,6 @@ class ThroughputHook(_StepHook):
       every_n_steps: after how many steps to tell.
       output_dir: where summaries go, `estimator.model_dir` say; by default there's only the log.
       batch_size: as for `ProgressHook`; for a model_fn that isn't replicated, it has to be given.
-
-    Raises:
-      TypeError, ValueError: if a number is no positive int; as the session starts, if the graph has
-        no global step, or nobody knows how many examples a step has.
     """
 
     def __init__(

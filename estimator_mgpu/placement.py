@@ -12,39 +12,17 @@ from estimator_mgpu import private
 CPU, FIRST, SPREAD = CHOICES = ('cpu', 'first', 'spread')
 
 
-def check(choice: str) -> str:
-    """Returns the choice, if it's a legal one.
-
-    >>> check('spread')
-    'spread'
-
-    Raises:
-      ValueError: if it's none of 'cpu', 'first' and 'spread'.
-    """
-    if choice not in CHOICES:
-        raise ValueError(
-            f"variables={choice!r} is no place for variables: it's 'spread' (over the devices, by "
-            "bytes), 'first' (the first device) or 'cpu'."
-        )
-    return choice
-
-
 def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]) -> None:
     """Puts a model's variables on devices, but for those that have one already.
 
     A variable under another's name goes with that: Adam's moments, say, be they slots or made by
     hand. What else has to be where a variable is follows by itself, as TensorFlow places it.
-
-    Args:
-      graph: the graph.
-      choice: 'cpu', 'first' or 'spread', by bytes and the largest first.
-      devices: one device a tower.
-      before: names of ops that aren't the model's, such as the global step.
+    Ops named in `before` aren't the model's: the global step, say.
     """
     variables = graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
     variables += graph.get_collection(tf.GraphKeys.LOCAL_VARIABLES)
-    variables = [v for v in variables if not v.device and _name(v) not in before]
-    names = {_name(v) for v in variables}
+    variables = [v for v in variables if not v.device and v.op.name not in before]
+    names = {v.op.name for v in variables}
     groups: dict[str, list[Any]] = {}
     for variable in variables:
         groups.setdefault(_leader(variable, names), []).append(variable)
@@ -63,14 +41,10 @@ def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]
             private.set_device(variable.op, device)
 
 
-def _name(variable: Any) -> str:
-    return variable.op.name
-
-
 def _leader(variable: Any, names: set[str]) -> str:
     """Returns the name of the variable that another goes with: its own, if there is none."""
-    own = _name(variable)
-    groups = [group.decode()[len('loc:@') :] for group in variable.op.colocation_groups()]
+    own = variable.op.name
+    groups = private.colocated_with(variable.op)
     parts = own.split('/')
     above = ['/'.join(parts[:i]) for i in range(1, len(parts))]
     return next((name for name in [*groups, *above] if name in names - {own}), own)

@@ -15,35 +15,28 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-
 _NEEDED = {
-    'tensorflow.python.framework.dtypes': ['DType._is_ref_dtype'],
-    'tensorflow.python.framework.op_def_registry': ['get'],
-    'tensorflow.python.framework.ops': [
-        'Graph._get_function',
-        'Operation._add_control_inputs',
-        'Operation._clear_attr',
-        'Operation._control_outputs',
-        'Operation._get_control_flow_context',
-        'Operation._id',
-        'Operation._remove_all_control_inputs',
-        'Operation._set_device',
-        'Operation._update_input',
-    ],
-    'tensorflow.python.framework.tensor_util': ['try_evaluate_constant'],
-    'tensorflow.python.training.training_util': ['GLOBAL_STEP_READ_KEY'],
+    'tensorflow.python.framework.dtypes': 'DType._is_ref_dtype',
+    'tensorflow.python.framework.op_def_registry': 'get',
+    'tensorflow.python.framework.ops': (
+        'Graph._get_function Operation._add_control_inputs Operation._clear_attr '
+        'Operation._control_outputs Operation._get_control_flow_context Operation._id '
+        'Operation._remove_all_control_inputs Operation._set_device Operation._update_input'
+    ),
+    'tensorflow.python.framework.tensor_util': 'try_evaluate_constant',
+    'tensorflow.python.training.training_util': 'GLOBAL_STEP_READ_KEY',
 }
 
 
-def _find(module: str, names: Sequence[str]) -> Any:
+def _find(module: str, names: str) -> Any:
     """Returns a module that has these names, some of them those of classes' members."""
     try:
         found = importlib.import_module(module)
-        for name in names:
+        for name in names.split():
             operator.attrgetter(name)(found)
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f'TensorFlow {tf.__version__} has no {module} with {", ".join(names)}, which '
+            f'TensorFlow {tf.__version__} has no {module} with {names}, which '
             'estimator_mgpu needs. Install a TensorFlow that it was tested with (2.15 to 2.21).'
         ) from error
     return found
@@ -122,11 +115,6 @@ def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None
     op._add_control_inputs(list(dict.fromkeys(inputs)))
 
 
-def waiting(op: tf.Operation) -> list[tf.Operation]:
-    """Returns the ops that a control edge leads to from an op."""
-    return list(op._control_outputs)
-
-
 def followers(op: tf.Operation) -> list[tf.Operation]:
     """Returns the ops that directly wait for an op."""
     return [user for t in op.outputs for user in t.consumers()] + list(op._control_outputs)
@@ -145,7 +133,7 @@ def replace(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation)
             for i, given in enumerate(user.inputs):
                 if given is old:
                     set_input(user, i, tensor)
-    for user in waiting(op):
+    for user in list(op._control_outputs):
         set_control_inputs(user, [*(c for c in user.control_inputs if c is not op), last])
 
 

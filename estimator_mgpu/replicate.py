@@ -10,16 +10,10 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, compat, explanation, placement, private, specs, steps
+from estimator_mgpu import batch, compat, explanation, placement, private, steps
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
-
-BATCH_NORM = ('batch', 'device')
-_GONE = {
-    'loss_reduction': 'a loss is what the model_fn makes of the whole batch',
-    'loss_weight': 'a loss is what the model_fn makes of the whole batch',
-}
 
 
 def replicate(
@@ -60,26 +54,29 @@ def replicate(
       The replicated model_fn; without `model_fn`, a decorator.
 
     Raises:
-      TypeError: if the model_fn isn't callable or `devices` is of a wrong type.
-      ValueError: if `devices`, `variables` or `batch_norm` is none of the legal ones, or the
-        model_fn takes no features; when it is called, if there are no such devices.
+      TypeError, ValueError: if an argument is no legal one; when called, if a device isn't there.
     """
     for name in gone:
-        if name in _GONE:
-            raise TypeError(f'replicate() needs no {name} any more: {_GONE[name]}. Leave it out.')
+        if name in ('loss_reduction', 'loss_weight'):
+            raise TypeError(
+                f'replicate() needs no {name} any more: a loss is what the model_fn makes of the '
+                'whole batch. Leave it out.'
+            )
         raise TypeError(f'replicate() got an unexpected keyword argument {name!r}')
     devices_lib.check(devices)
-    if batch_norm not in BATCH_NORM:
+    if batch_norm not in ('batch', 'device'):
         raise ValueError(
             f"batch_norm={batch_norm!r} is no kind of statistics: it's 'batch' (of the whole "
             "batch, as on one device) or 'device' (of each device's rows)."
         )
-    options: dict[str, Any] = {
-        'devices': devices,
-        'broadcast': broadcast,
-        'variables': placement.check(variables),
-        'batch_norm': batch_norm,
-    }
+    if variables not in placement.CHOICES:
+        raise ValueError(
+            f"variables={variables!r} is no place for variables: it's 'spread' (over the devices, "
+            "by bytes), 'first' (the first device) or 'cpu'."
+        )
+    options: dict[str, Any] = dict(
+        devices=devices, broadcast=broadcast, variables=variables, batch_norm=batch_norm
+    )
     if model_fn is None:
         return functools.partial(replicate, **options)
     if not callable(model_fn):
@@ -108,16 +105,21 @@ def replicate(
                 'A replicated model_fn is called by another one, that of replicate_estimator() or '
                 'contrib say. Replicate it once.'
             )
-        _check_not_distributed(config)
+        strategy = getattr(config, 'train_distribute', None)
+        if strategy is not None or tf.distribute.has_strategy():
+            strategy = strategy or tf.distribute.get_strategy()
+            raise ValueError(
+                f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
+                'model_fn on several devices itself. Leave out train_distribute, or replicate().'
+            )
         towers = devices_lib.resolve(devices)
-        if config is not None:
-            devices_lib.warn_of_missing(towers, config.session_config)
+        devices_lib.warn_of_missing(towers, config)
         features, labels = arguments['features'], arguments.get('labels')
         own = {name: value for name, value in arguments.items() if name in signature.parameters}
-        bound = inspect.BoundArguments(signature, own)
 
         def build() -> Any:
-            return specs.check(model_fn(*bound.args, **bound.kwargs))
+            bound = inspect.BoundArguments(signature, own)
+            return _checked(model_fn(*bound.args, **bound.kwargs))
 
         if config is not None and _is_export((features, labels), mode):
             with _model_scope(None):  # A SavedModel goes anywhere, so it names no device.
@@ -145,26 +147,18 @@ _building: list[tf.Graph] = []
 
 
 def _divided(
-    spec: Any,
-    found: batch.Batch,
-    devices: Sequence[str],
-    before: set[str],
-    options: dict[str, Any],
+    spec: Any, found: batch.Batch, devices: Sequence[str], before: set[str], options: dict[str, Any]
 ) -> tuple[Any, tf.Tensor | None]:
     """Returns the EstimatorSpec of the divided graph, and how many rows a batch has."""
     graph = tf.get_default_graph()
     placement.place(graph, options['variables'], devices, before)
-    total = None
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
         with tf.device(devices_lib.host_of(devices[0])):
-            if found.static is None and found.leaves:
-                total = found.total()
-            examples = tf.constant(found.static, tf.int64) if total is None else total
-            examples = tf.cast(examples, tf.int64)
-    towers = divide(
-        graph, found.sources, found.static, total, devices, before, options['batch_norm']
-    )
-    return (spec if towers is None else specs.whole(spec, towers.whole)), examples
+            total = found.total() if found.static is None and found.leaves else None
+            examples = tf.cast(found.static if total is None else total, tf.int64)
+    norm = options['batch_norm']
+    towers = divide(graph, found.sources, found.static, total, devices, before, norm)
+    return (spec if towers is None else _whole(spec, towers.whole)), examples
 
 
 @contextlib.contextmanager
@@ -186,6 +180,30 @@ def _model_scope(device: str | None) -> Iterator[None]:
                 raise RuntimeError(remedy) from error
             finally:
                 _building.pop()
+
+
+def _checked(spec: Any) -> Any:
+    """Returns what a model_fn returned: an EstimatorSpec, or a TPUEstimatorSpec as one."""
+    spec = spec.as_estimator_spec() if hasattr(spec, 'as_estimator_spec') else spec
+    if not isinstance(spec, compat.estimator.EstimatorSpec):
+        raise TypeError(
+            f'The model_fn returned {spec!r} of {type(spec).__name__}. It has to return a '
+            'tf.estimator.EstimatorSpec; is a return statement missing?'
+        )
+    return spec
+
+
+def _whole(spec: Any, replace: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    """Returns a spec with whole values in place of what was divided."""
+
+    def replaced(leaf: Any) -> Any:
+        return replace(leaf) if isinstance(leaf, tf.Tensor) else leaf
+
+    results = {
+        name: tf.nest.map_structure(replaced, getattr(spec, name), expand_composites=True)
+        for name in ('loss', 'predictions', 'train_op', 'eval_metric_ops')
+    }
+    return spec._replace(**results)
 
 
 def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
@@ -212,28 +230,11 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
 def with_parameters(signature: inspect.Signature, *names: str) -> inspect.Signature:
     """Adds parameters, for Estimator passes a model_fn just what it asks for."""
     parameters = list(signature.parameters.values())
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
-    end = next(
-        (
-            i
-            for i, p in enumerate(parameters)
-            if p.kind in variadic or p.kind == inspect.Parameter.VAR_KEYWORD
-        ),
-        len(parameters),
-    )
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    end = sum(p.kind <= positional for p in parameters)  # before *args
     added = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        inspect.Parameter(name, positional, default=None)
         for name in names
         if name not in signature.parameters
     ]
     return signature.replace(parameters=parameters[:end] + added + parameters[end:])
-
-
-def _check_not_distributed(config: Any) -> None:
-    strategy = getattr(config, 'train_distribute', None)
-    if strategy is not None or tf.distribute.has_strategy():
-        strategy = strategy or tf.distribute.get_strategy()
-        raise ValueError(
-            f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
-            'model_fn on several devices itself. Leave out train_distribute, or replicate().'
-        )

@@ -1,7 +1,4 @@
-"""What a graph tells hooks of each training step: its examples, its loss and its devices.
-
-It's kept in graph collections, as tensors and strings, which a MetaGraph can hold.
-"""
+"""What is known of a graph's training steps."""
 
 from __future__ import annotations
 
@@ -12,22 +9,17 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, private
 
-_EXAMPLES, _LOSS, _DEVICES = (f'estimator_mgpu/{what}' for what in ('examples', 'loss', 'devices'))
+_STEP = '_estimator_mgpu_step'  # An attribute of the graph.
 
 
 class Step(NamedTuple):
-    """What is known of a training step.
-
-    Attributes:
-      examples: the rows of the whole batch: an int if they're static, else an int64 scalar tensor;
-        None if they aren't known.
-      loss: scalar tensor, or None.
-      devices: one device string a tower; empty if the model_fn isn't replicated.
-    """
+    """What is known of a training step."""
 
     examples: int | tf.Tensor | None
+    """The rows of the whole batch: an int if they're static, else an int64 scalar."""
     loss: tf.Tensor | None
     devices: list[str]
+    """One a tower; none if the model_fn isn't replicated."""
 
     @property
     def rows_per_tower(self) -> list[int] | None:
@@ -40,10 +32,10 @@ class Step(NamedTuple):
 
 def record(examples: tf.Tensor | None, loss: tf.Tensor | None, devices: Sequence[str]) -> Step:
     """Leaves what there is to know of a step in the default graph, instead of what was there."""
-    graph = tf.get_default_graph()
-    for name, values in ((_EXAMPLES, [examples]), (_LOSS, [loss]), (_DEVICES, devices)):
-        graph.get_collection_ref(name)[:] = [value for value in values if value is not None]
-    return of_graph(graph)
+    static = None if examples is None else private.constant_value(examples)
+    step = Step(examples if static is None else int(static), loss, list(devices))
+    setattr(tf.get_default_graph(), _STEP, step)
+    return step
 
 
 def of_graph(graph: tf.Graph) -> Step:
@@ -52,14 +44,8 @@ def of_graph(graph: tf.Graph) -> Step:
     Where no replicated model_fn was called, the loss is the last one in `tf.GraphKeys.LOSSES`; an
     Estimator adds that of its EstimatorSpec after all others.
     """
-    [examples] = graph.get_collection(_EXAMPLES) or [None]
-    losses = graph.get_collection(_LOSS) or graph.get_collection(tf.GraphKeys.LOSSES)
-    static = None if examples is None else private.constant_value(examples)
-    return Step(
-        examples if static is None else int(static),
-        losses[-1] if losses else None,
-        [tf.compat.as_str(device) for device in graph.get_collection(_DEVICES)],
-    )
+    losses = graph.get_collection(tf.GraphKeys.LOSSES) or [None]
+    return getattr(graph, _STEP, Step(None, losses[-1], []))
 
 
 def examples_of(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> tf.Tensor | None:

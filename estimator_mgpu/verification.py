@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,9 @@ class Difference(NamedTuple):
     """How far one thing is from one device's.
 
     Attributes:
-      mode: 'train', 'eval' or 'infer', as in `tf.estimator.ModeKeys`.
+      mode: one of `tf.estimator.ModeKeys`: 'train', 'eval' or 'infer'.
       what: such as `gradient of dense/kernel`.
-      relative: the largest difference of its entries, relative to one device's largest entry; inf
-        where shapes differ, or nan where one has no value.
+      relative: the largest difference, relative to one device's largest entry.
       exact: whether that's no more than float rounding.
     """
 
@@ -37,12 +36,7 @@ class Difference(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What `verify()` found. As a str it's a table.
-
-    Attributes:
-      differences: one for everything that was compared.
-      causes: sentences that say why what differs does, most likely.
-    """
+    """What `verify()` compared, and sentences on what differs. As a str it's a table."""
 
     differences: list[Difference]
     causes: list[str]
@@ -79,43 +73,31 @@ def verify(
 ) -> Verification:
     """Runs a model_fn on one device and on several, from the same checkpoint, and compares.
 
-    A few batches are trained on, evaluated and predicted. What is compared is the loss of each
-    batch, each variable's gradient and how far training moved it, each metric and the predictions.
+    A few batches are trained on, evaluated and predicted. Compared are the loss of each batch, each
+    variable and its gradient, metrics and predictions. The result is printed, too.
 
     Examples:
       >>> def model_fn(features, labels, mode):
-      ...     w = tf.get_variable('w', [3, 1])
-      ...     loss = tf.losses.mean_squared_error(labels, tf.matmul(features, w))
+      ...     loss = tf.reduce_mean(tf.square(features @ tf.get_variable('w', [3, 1])))
       ...     train_op = tf.train.AdamOptimizer().minimize(loss, tf.train.get_global_step())
       ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
-      >>> def input_fn():
-      ...     rows = np.eye(3, dtype='float32')
-      ...     return tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).repeat().batch(8)
+      >>> input_fn = lambda: tf.data.Dataset.from_tensors(np.eye(8, 3, dtype='float32'))
       >>> result = verify(model_fn, input_fn, devices=4)  # doctest: +ELLIPSIS
       train loss ...
       train gradient of w ...
-      train update of ...
+      train variable ...
       eval  loss ...
       0 of 10 differ from one device.
       >>> result.exact
       True
 
     Args:
-      model_fn: as for `tf.estimator.Estimator`. If it's replicated, its options are used.
+      model_fn, params: as for `tf.estimator.Estimator`. If it's replicated, its options are used.
       input_fn: as for `tf.estimator.Estimator`; it's called once a mode.
-      params: as for `tf.estimator.Estimator`.
       devices: the several devices, as for `replicate()`.
       steps: how many batches to take.
       tolerance: the largest relative difference that may be rounding. Some units in the last place
         may always be: 2e-6 of float32, more of float16 and bfloat16.
-
-    Returns:
-      A `Verification`, which is printed, too.
-
-    Raises:
-      TypeError: if `input_fn` is no function.
-      ValueError: if `devices` is one device only, `steps` or `tolerance` is none, or there's no
-        batch to train on.
     """
     towers = devices_lib.resolve(devices)
     if len(towers) < 2:
@@ -159,9 +141,11 @@ def verify(
                 causes.append(f'On {len(towers)} devices there is an error: {error}')
                 continue
             if mode == MODES.TRAIN:  # Metrics of a float16 loss are float32 of what was rounded.
-                tolerance = max(tolerance, 16 * _epsilon(expected['loss'].array))
+                tolerance = max(tolerance, 16 * _epsilon(expected['loss']))
             for what, value in expected.items():
-                compared = _compare(found.get(what), value, tolerance)
+                kind = what.partition(' ')[0]
+                largest = max(_largest(v) for w, v in expected.items() if w.startswith(kind))
+                compared = _compare(found.get(what), value, largest, tolerance)
                 differences.append(Difference(mode, what, *compared))
     if not all(d.exact for d in differences):
         if options.get('batch_norm') == 'device':
@@ -182,10 +166,8 @@ def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> Callable[[]
     with tf.Graph().as_default():
         tf.set_random_seed(1)
         *batch, hooks = compat.features_and_labels(estimator, input_fn, mode)
-        batch = tf.nest.map_structure(
-            lambda leaf: tf.constant(leaf) if isinstance(leaf, np.ndarray) else leaf, batch
-        )
         leaves = tf.nest.flatten(batch, expand_composites=True)
+        leaves = [tf.constant(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         tensors = [t for t in leaves if isinstance(t, tf.Tensor)]
         batches = []
         with tf.train.SingularMonitoredSession(hooks) as session:
@@ -206,20 +188,17 @@ def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> Callable[[]
 
 
 class _Recorder(tf.train.SessionRunHook):
-    """Keeps what each step of training gives, and the variables before and after."""
+    """Keeps what each step of training gives, and the variables in the end."""
 
     def begin(self) -> None:
         graph = tf.get_default_graph()
-        self._variables = {v.op.name: v for v in tf.global_variables()}
+        self.steps: list[dict[str, Any]] = []
+        self._variables = {f'variable {v.op.name}': v for v in tf.global_variables()}
         self._fetches: dict[str, list[tf.Tensor]] = {'loss': [of_graph(graph).loss]}
-        for _, gradient, variable in optimizer.applied(graph):
+        for gradient, variable in optimizer.applied(graph):
             gradient = tf.convert_to_tensor(gradient)  # Sums up the entries of IndexedSlices.
             if graph.is_fetchable(gradient):
                 self._fetches.setdefault(f'gradient of {variable.op.name}', []).append(gradient)
-        self.steps: list[dict[str, Any]] = []
-
-    def after_create_session(self, session: tf.Session, coord: Any) -> None:
-        self.initial = session.run(self._variables)
 
     def before_run(self, run_context: Any) -> Any:
         return tf.train.SessionRunArgs(self._fetches)
@@ -228,75 +207,56 @@ class _Recorder(tf.train.SessionRunHook):
         self.steps.append(run_values.results)
 
     def end(self, session: tf.Session) -> None:
-        self.final = session.run(self._variables)
+        self.variables = session.run(self._variables)
 
 
-class _Value(NamedTuple):
-    """What is compared, and the size of the numbers that it's a sum of, if that's known."""
-
-    array: np.ndarray
-    rounded: float = 0.0
-
-
-def _run(estimator: Any, input_fn: Any, mode: str) -> dict[str, _Value]:
+def _run(estimator: Any, input_fn: Any, mode: str) -> dict[str, np.ndarray]:
     """Returns what a run gives, by what it is."""
-    recorder = _Recorder()
-    if mode == MODES.TRAIN:
-        with optimizer.tower_optimizers():
-            estimator.train(input_fn, [recorder])
-        steps = recorder.steps
-    elif mode == MODES.EVAL:
-        steps = [estimator.evaluate(input_fn)]
-    else:
+    if mode == MODES.EVAL:
+        return _joined([estimator.evaluate(input_fn)])
+    if mode == MODES.PREDICT:
         found = estimator.predict(input_fn, yield_single_examples=False)
-        steps = [step if isinstance(step, dict) else {'predictions': step} for step in found]
-    values = {what: _joined(step[what] for step in steps) for what in steps[0]}
-    if mode != MODES.TRAIN:
-        return {what: _Value(value) for what, value in values.items()}
-    slopes = {what: _largest(value) for what, value in values.items() if what != 'loss'}
-    steepest = max(slopes.values(), default=0.0)
-    run = {what: _Value(v, steepest if what in slopes else 0.0) for what, v in values.items()}
-    moves = {}
-    for name, final in recorder.final.items():
-        with np.errstate(invalid='ignore'):  # inf - inf
-            moves[name] = final - recorder.initial[name] if _is_float(final) else final
-    trained = [name for name in moves if f'gradient of {name}' in slopes]
-    farthest = max((_largest(moves[name]) for name in trained), default=0.0)
-    for name, move in moves.items():
-        rounded = max(_largest(recorder.final[name]), farthest if name in trained else 0.0)
-        run[f'update of {name}'] = _Value(np.ravel(move), rounded)
-    return run
+        return _joined(
+            [step if isinstance(step, dict) else {'predictions': step} for step in found]
+        )
+    recorder = _Recorder()
+    with optimizer.tower_optimizers():
+        estimator.train(input_fn, [recorder])
+    return {**_joined(recorder.steps), **_joined([recorder.variables])}
 
 
-def _joined(values: Iterable[Any]) -> np.ndarray:
-    return np.concatenate([np.ravel(part) for value in values for part in tf.nest.flatten(value)])
-
-
-def _is_float(values: np.ndarray) -> bool:
-    return values.dtype.kind in 'fc' or values.dtype.name == 'bfloat16'
+def _joined(steps: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Puts what each step gives one after another, flat."""
+    parts = {what: tf.nest.flatten([step[what] for step in steps]) for what in steps[0]}
+    return {what: np.concatenate([np.ravel(part) for part in own]) for what, own in parts.items()}
 
 
 def _epsilon(values: np.ndarray) -> float:
-    return 2.0**-8 if values.dtype.name == 'bfloat16' else float(np.finfo(values.dtype).eps)
+    """How far floats are rounded, relative to 1; 0 for what isn't a float."""
+    if values.dtype.name == 'bfloat16':
+        return 2.0**-8
+    return float(np.finfo(values.dtype).eps) if values.dtype.kind in 'fc' else 0.0
 
 
 def _largest(values: np.ndarray) -> float:
-    """The largest absolute value of all that are finite."""
-    sizes = np.abs(values.astype(np.complex128)) if _is_float(values) else np.zeros([0])
+    """The largest absolute value of all floats that are finite."""
+    sizes = np.abs(values.astype(np.complex128)) if _epsilon(values) else np.zeros([0])
     return float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
 
 
-def _compare(found: _Value | None, expected: _Value, tolerance: float) -> tuple[float, bool]:
-    """Returns the relative difference, and whether it's rounding."""
-    if found is None or found.array.shape != expected.array.shape:
+def _compare(
+    found: np.ndarray | None, expected: np.ndarray, largest: float, tolerance: float
+) -> tuple[float, bool]:
+    """Returns the relative difference, and whether it's rounding, be it of the `largest` too."""
+    if found is None or found.shape != expected.shape:
         return np.inf, False
-    if not _is_float(expected.array):
-        same = bool((found.array == expected.array).all())
+    epsilon, scale = _epsilon(expected), _largest(expected)
+    if not epsilon:
+        same = bool((found == expected).all())
         return 0.0 if same else np.inf, same
-    scale, epsilon = _largest(expected.array), _epsilon(expected.array)
-    slack = max(tolerance, 16 * epsilon) * scale + 8 * epsilon * expected.rounded
-    ours, theirs = (value.array.astype(np.complex128) for value in (found, expected))
-    other = (ours != theirs) & ~(np.isnan(ours) & np.isnan(theirs))
+    found, expected = found.astype(np.complex128), expected.astype(np.complex128)
+    other = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
     with np.errstate(invalid='ignore'):
-        gap = float(np.max(np.abs(ours - theirs), where=other, initial=0.0))
-    return gap / (scale or expected.rounded or 1.0), bool(gap <= slack)
+        gap = float(np.max(np.abs(found - expected), where=other, initial=0.0))
+    slack = max(tolerance, 16 * epsilon) * scale + 8 * epsilon * largest
+    return gap / (scale or largest or 1.0), bool(gap <= slack)

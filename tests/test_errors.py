@@ -88,13 +88,13 @@ def test_broadcast_of_a_name_rather_than_names():
         ((), ValueError, 'is empty'),
         (0, ValueError, 'leaves nothing to run on'),
         (-2, ValueError, 'leaves nothing to run on'),
-        (True, TypeError, 'not a number of devices'),
+        (True, TypeError, 'of bool'),
         (2.5, TypeError, 'of float'),
         ([0, 1], TypeError, '0 in devices is of int, not a str such as .*GPU:0'),
         (['/gpu:0'], ValueError, 'this machine has no GPU'),
         (['/device:TPU:0'], ValueError, 'names no numbered CPU or GPU'),
-        (['cpu'], ValueError, 'names no numbered CPU or GPU|is not a device string'),
-        (['/nonsense'], ValueError, 'is not a device string'),
+        (['cpu'], ValueError, 'names no numbered CPU or GPU'),
+        (['/nonsense'], ValueError, 'names no numbered CPU or GPU'),
     ],
     ids=repr,
 )
@@ -118,7 +118,9 @@ def test_fewer_gpus_than_asked_for(monkeypatch):
         ValueError, match=r'devices=3, but this machine has 2 GPUs.*may stand twice'
     ):
         devices.resolve(3)
-    with pytest.raises(ValueError, match="'/gpu:2' in devices is unknown: this machine has 2 GPUs"):
+    with pytest.raises(
+        ValueError, match="'/device:GPU:2' in devices is unknown: this machine has 2 GPUs"
+    ):
         devices.resolve(['/gpu:0', '/gpu:2'])
 
 
@@ -187,10 +189,12 @@ def test_a_model_fn_without_features():
 
 
 def test_a_private_name_that_is_gone():
-    with pytest.raises(ImportError, match=r'no tensorflow\.python\.ops\.gradients_util\.gone'):
-        private._module('tensorflow.python.ops.gradients_util', 'gone')
+    with pytest.raises(
+        ImportError, match=r'no tensorflow\.python\.framework\.ops with .*Operation\.gone'
+    ):
+        private._find('tensorflow.python.framework.ops', 'Tensor Operation.gone')
     with pytest.raises(ImportError, match=r'tested with \(2\.15 to 2\.21\)'):
-        private._module('tensorflow.python.gone', 'name')
+        private._find('tensorflow.python.gone', 'name')
 
 
 def test_private_names_do_what_they_are_for():

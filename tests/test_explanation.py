@@ -130,9 +130,9 @@ def test_batches_that_are_fed():
 @pytest.mark.parametrize(
     'devices, rows, line',
     [
-        (2, 12, '2 towers, /device:CPU:0, /device:CPU:1: 6 rows each.'),
-        (2, 11, '2 towers, /device:CPU:0, /device:CPU:1: evenly, to within one row.'),
-        (1, 11, '1 tower, /device:CPU:0: 11 rows.'),
+        (2, 12, '/device:CPU:0 (6), /device:CPU:1 (6).'),
+        (2, 11, '/device:CPU:0 (6), /device:CPU:1 (5).'),
+        (1, 11, '/device:CPU:0 (11).'),
     ],
 )
 def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
@@ -140,6 +140,6 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     estimator.train(batch_of(rows))
     [found] = [r for r in caplog.records if 'The input_fn gives' in r.getMessage()]
     assert found.levelno == logging.INFO
-    assert f'its rows are divided over {line}' in found.getMessage()
+    assert f'its rows go to {line}' in found.getMessage()
     where = {1: '/device:CPU:0 (1.44kB)', 2: '/device:CPU:0 (720B), /device:CPU:1 (720B)'}[devices]
     assert found.getMessage().endswith(f'Variables live on (no device) (8.00B), {where}.')

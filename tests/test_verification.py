@@ -36,7 +36,7 @@ def test_an_exact_model(devices, capsys, behavior):
     assert {d.what for d in result.differences if d.mode == 'train'} == {
         'loss',
         *(f'gradient of {name}' for name in names),
-        *(f'update of {name}' for name in written),
+        *(f'variable {name}' for name in written),
     }
     assert {d.what for d in result.differences if d.mode == 'eval'} == {
         'loss',
@@ -103,8 +103,8 @@ def test_what_differs_is_told():
 
     result = estimator_mgpu.verify(model_fn, input_fn)
     assert not result.exact and result.exit_status == 1
-    assert {('train', 'loss'), ('train', 'update of net/w')} <= failed(result)
-    assert ('train', 'update of global_step') not in failed(result)
+    assert {('train', 'loss'), ('train', 'variable net/w')} <= failed(result)
+    assert ('train', 'variable global_step') not in failed(result)
     assert re.search(r'train loss +\d\.\de[+-]\d\d DIFFERS', str(result))
     [cause] = result.causes
     assert 'without a seed' in cause and 'float64' in cause and str(result).endswith(cause)
@@ -160,9 +160,9 @@ def test_every_call_and_kind_of_gradient():
     assert [d.what for d in result.differences if d.mode == 'train'] == [
         'loss',
         'gradient of table',
-        'update of global_step',
-        'update of table',
-        'update of unused',
+        'variable global_step',
+        'variable table',
+        'variable unused',
     ]
     assert len(begun) == 2
 
@@ -180,11 +180,11 @@ def test_rounding_of_other_types(dtype):
 
 
 def test_values_that_are_no_numbers_are_compared():
-    two = [verification._Value(np.array([x, np.nan, -np.inf])) for x in (1.0, 1.0 + 1e-6)]
-    relative, exact = verification._compare(two[1], two[0], 1e-4)
+    two = [np.array([x, np.nan, -np.inf]) for x in (1.0, 1.0 + 1e-6)]
+    relative, exact = verification._compare(two[1], two[0], 0.0, 1e-4)
     assert exact and relative == pytest.approx(1e-6, rel=1e-3)
-    other = verification._Value(np.array([1.0, 2.0, -np.inf]))
-    assert not verification._compare(other, two[0], 1e-4)[1]
+    other = np.array([1.0, 2.0, -np.inf])
+    assert not verification._compare(other, two[0], 0.0, 1e-4)[1]
 
 
 def test_an_input_fn_of_arrays():
