@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition import lists
+from estimator_mgpu.partition import lists, plan
 from estimator_mgpu.partition.calls import CALLS
 from estimator_mgpu.partition.inside import Inside, Undivided
 from estimator_mgpu.partition.placements import (
@@ -21,7 +21,7 @@ from estimator_mgpu.partition.placements import (
     Shard,
     ShardList,
 )
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, First, Local, Need, OpPlan, Slice
+from estimator_mgpu.partition.plan import OWN, WHOLE, Division, OpPlan
 from estimator_mgpu.partition.propagation import Caller, Pass
 from estimator_mgpu.partition.sizes import Size, per_row
 
@@ -33,31 +33,42 @@ class _Call:
       outer: the pass that the op is in.
       arguments: what it gives the functions.
       placements: what that is to towers, before anything is sliced.
+      keeps: whether an argument, by its position, is a size that stays what it is.
 
     Attributes:
-      placed: what it is to towers inside.
+      placed: what arguments are to towers inside.
       wanted: what rows are asked for of, inside.
     """
 
     def __init__(
-        self, outer: Pass, arguments: Sequence[tf.Tensor], placements: Sequence[Placement]
+        self,
+        outer: Pass,
+        arguments: Sequence[tf.Tensor],
+        placements: Sequence[Placement],
+        keeps: Callable[[int], bool],
     ):
         self._outer = outer
-        self._arguments = arguments
-        self._placements = placements
+        self._arguments = list(arguments)
+        self._placements = list(placements)
         self._factors: dict[int, Size] = {}
         self.placed = list(placements)
-        self.wanted: dict[tf.Operation, Slice] = {}
-
-    def keeps(self, i: int) -> bool:
-        """Whether an argument is a size that stays what it is."""
-        return self._outer.sizes.entries(self._arguments[i]) is not None
+        self.wanted: dict[tf.Operation, plan.Slice] = {}
+        self.keeps = keeps
 
     def run(self, graph: Any, like: Any, strict: bool) -> tuple[Inside, list[Placement]]:
         """A pass over a function, and the placements of what it returns."""
         inside = Inside(self._outer, graph, strict, self.wanted)
-        returned = inside.run(self._arguments, self.placed, like, self.keeps, self._factors)
-        return inside, returned
+        for i, (given, argument) in enumerate(zip(self._arguments, graph.inputs)):
+            placement = self.placed[i]
+            dims = inside.sizes.dims(like[i])  # A loop's condition has no shapes.
+            if isinstance(placement, Shard):
+                if dims is None:
+                    raise Undivided(f'the size of {given.name}')
+                dims = list(dims)
+                dims[placement.axis] = self.factor(i) * Size(1, (self._outer.rows,))
+            entries = self._outer.sizes.entries(given) if self.keeps(i) else None
+            inside.begin(argument, placement, dims, entries)
+        return inside, inside.run()
 
     def settle(self, graphs: Sequence[Any], returns: bool) -> None:
         """Finds out what arguments are inside; a loop returns what it's called with next."""
@@ -69,10 +80,10 @@ class _Call:
                     self.placed = list(map(_meet, self.placed, returned))
                 for i, argument in enumerate(graph.inputs):
                     need = self.wanted.get(argument.op)
-                    if need is not None and self.placed[i] == REPLICATE:
-                        self.placed[i] = Shard(need.axis, self._outer.rows)
                     if need is not None and self._placements[i] == REPLICATE:
                         self._factors[i] = need.factor
+                        if self.placed[i] == REPLICATE:
+                            self.placed[i] = Shard(need.axis, self._outer.rows)
             if before == (self.placed, len(self.wanted)):
                 return
 
@@ -86,16 +97,13 @@ class _Call:
             raise Undivided(f'the size of {tensor.name}')
         return found
 
-    def needs(self) -> tuple[Need, ...]:
-        """What towers' ops are given for the arguments."""
-        return tuple(map(self._need, range(len(self._arguments))))
-
-    def _need(self, i: int) -> Need:
+    def need(self, i: int) -> plan.Need:
+        """What towers' ops are given for an argument."""
         tensor, placed = self._arguments[i], self.placed[i]
         if placed != self._placements[i]:
             if isinstance(placed, Shard):
-                return Slice(placed.axis, self.factor(i))
-            return OWN if isinstance(placed, KEPT) else First()
+                return plan.Slice(placed.axis, self.factor(i))
+            return OWN if isinstance(placed, KEPT) else plan.First()
         if placed != REPLICATE:
             return OWN
         size = (self._outer.sizes.entries(tensor) or []) if self.keeps(i) else []
@@ -105,44 +113,36 @@ class _Call:
         factor = per_row(size[rows[0]], self._outer.rows)
         if factor is None or len(rows) > 1:
             raise Undivided(f'the sizes in {tensor.name}')
-        return Local(tuple(size), rows[0], factor)
-
-
-class _Loop(_Call):
-    """The variables of a loop: those that its body leaves as they are keep their sizes."""
-
-    def __init__(
-        self, outer: Pass, op: tf.Operation, placements: list[Placement], body: Any, numbers: bool
-    ):
-        super().__init__(outer, list(op.inputs), placements)
-        self._body = body
-        self._numbers = numbers  # whether what goes by rows is a number, rather than a size
-
-    def keeps(self, i: int) -> bool:
-        if self._body.outputs[i] is not self._body.inputs[i]:
-            return False
-        entries = self._outer.sizes.entries(self._arguments[i])
-        return entries is not None and not (self._numbers and any(e.rows for e in entries))
+        return plan.Local(tuple(size), rows[0], factor)
 
 
 def loop(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division | None:
     """`While`: what each variable is to towers is a fixed point; the condition is the same on all.
 
     A variable that starts whole and becomes rows is sliced before the loop. One that adds up what
-    rows come to starts at zero on all towers but the first.
+    rows come to starts at zero on all towers but the first. One that the body leaves as it is keeps
+    its size, unless it's a number.
     """
     graphs = private.function_graphs(op)
     if all(p == REPLICATE for p in placements) or not graphs:
         return None
-    for numbers in (False, True):
+    body = graphs[1]
+
+    def keeps(i: int) -> bool:
+        return body.outputs[i] is body.inputs[i]
+
+    def keeps_none_by_rows(i: int) -> bool:
+        return keeps(i) and not any(e.rows for e in outer.sizes.entries(op.inputs[i]) or [])
+
+    for which in (keeps, keeps_none_by_rows):
         try:
-            return _loop(outer, op, _Loop(outer, op, placements, graphs[1], numbers), *graphs)
+            return _loop(outer, op, _Call(outer, op.inputs, placements, which), *graphs)
         except Undivided:
             continue
     return None
 
 
-def _loop(outer: Pass, op: tf.Operation, call: _Loop, condition: Any, body: Any) -> Division | None:
+def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any) -> Division | None:
     call.settle([body], returns=True)
     placed = call.placed
     inside, returned = call.run(body, body.inputs, True)
@@ -161,7 +161,7 @@ def _loop(outer: Pass, op: tf.Operation, call: _Loop, condition: Any, body: Any)
     asked, [decision] = call.run(condition, body.inputs, True)
     if len(call.wanted) > known or decision != REPLICATE or asked.differs(condition.outputs[0]):
         raise Undivided('it ends by rows')
-    needs = call.needs()
+    needs = tuple(map(call.need, range(len(placed))))
     if not outer.own_lists(zip(op.inputs, needs)):
         return None
     values = {i: dtype for i in range(len(needs)) if (dtype := _only_read(i, body, condition))}
@@ -186,7 +186,9 @@ def branch(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Divisi
         return None
     first = int(op.type not in CALLS)  # Which branch comes before what it's given.
     try:
-        return _branch(outer, op, _Call(outer, list(op.inputs)[first:], placements[first:]), graphs)
+        arguments = list(op.inputs)[first:]
+        call = _Call(outer, arguments, placements[first:], lambda i: True)
+        return _branch(outer, op, call, graphs)
     except Undivided:
         return None
 
@@ -217,7 +219,8 @@ def _branch(outer: Pass, op: tf.Operation, call: _Call, graphs: Sequence[Any]) -
         return None
     functions = [inside.plan() for inside, _ in runs]
     decision = [WHOLE] if op.type not in CALLS else []
-    return Division(OpPlan((*decision, *call.needs()), {}, functions), made, dims)
+    needs = map(call.need, range(len(call.placed)))
+    return Division(OpPlan((*decision, *needs), {}, functions), made, dims)
 
 
 def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:

@@ -6,7 +6,7 @@ calls the function runs once. Sizes are each tower's own there, as its tensors s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -59,41 +59,23 @@ class Inside(Pass):
         self.wanted = wanted
         self.given: dict[tuple[str, int], Need] = {}
 
-    def run(
+    def begin(
         self,
-        arguments: Sequence[tf.Tensor],
-        placed: Sequence[Placement],
-        like: Sequence[tf.Tensor],
-        keeps: Callable[[int], bool],
-        factors: dict[int, Size],
-    ) -> list[Placement]:
-        """Visits all ops.
+        argument: tf.Tensor,
+        placement: Placement,
+        dims: Sequence[Size] | None,
+        entries: Sequence[Size] | None,
+    ) -> None:
+        """Says what towers have of an argument: its dimensions, and its entries if it's a size."""
+        if placement != REPLICATE:
+            self.placements[argument.name] = placement
+        if dims is not None:
+            self.sizes.know(argument, dims)
+        if entries is not None and argument.shape.rank in (0, 1):
+            self.sizes.know_values(argument, entries)
 
-        Args:
-          arguments: what the function is called with.
-          placed: what that is to towers.
-          like: tensors of the arguments' shapes, as a loop's condition has none.
-          keeps: whether an argument, by its position, is a size as it was outside.
-          factors: how many entries a row has, of arguments that rows are asked for of.
-
-        Returns:
-          The placements of what the function returns.
-        """
-        for i, (given, argument) in enumerate(zip(arguments, self.graph.inputs)):
-            placement = placed[i]
-            if isinstance(placement, Shard):
-                axis = placement.axis
-                factor = factors.get(i) or self.outer.sizes.per_row(given, axis, self.rows)
-                dims = self.sizes.dims(like[i])
-                if factor is None or dims is None:
-                    raise Undivided(f'the size of {given.name}')
-                rows = factor * Size(1, (self.rows,))
-                self.sizes.know(argument, [*dims[:axis], rows, *dims[axis + 1 :]])
-            if placement != REPLICATE:
-                self.placements[argument.name] = placement
-            entries = self.outer.sizes.entries(given) if keeps(i) else None
-            if entries is not None and argument.shape.rank in (0, 1):
-                self.sizes.know_values(argument, entries)
+    def run(self) -> list[Placement]:
+        """Visits all ops; returns the placements of what the function returns."""
         names = {t.op.name for t in self.graph.inputs}
         for op in self.graph.get_operations():
             if op.name not in names:

@@ -15,12 +15,7 @@ class Replicate:
 
 
 class Shard(NamedTuple):
-    """Each tower has its rows: as many entries along an axis for each row, in order.
-
-    Attributes:
-      axis: the dimension that has the rows, from 0.
-      rows: which rows.
-    """
+    """Each tower has its rows: as many entries along an axis, from 0, for each row, in order."""
 
     axis: int
     rows: Rows
@@ -29,22 +24,14 @@ class Shard(NamedTuple):
 class Partial(NamedTuple):
     """Each tower has what its rows come to: together, by a reduction, that is the value.
 
-    Attributes:
-      reduce: 'sum', 'mean' (weighted by rows), 'max', 'min', 'prod', 'all' or 'any'.
+    It's 'sum', 'mean' (weighted by rows), 'max', 'min', 'prod', 'all' or 'any'.
     """
 
     reduce: str
 
 
 class ShardList(NamedTuple):
-    """A TensorList, or an Optional, whose elements have rows along an axis.
-
-    Attributes:
-      axis: the elements' dimension that has the rows.
-      rows: which rows.
-      factor: how many entries a row has there.
-      rank: of the elements.
-    """
+    """A TensorList, or an Optional, whose elements, of a rank, have `factor` entries a row."""
 
     axis: int
     rows: Rows
@@ -53,11 +40,7 @@ class ShardList(NamedTuple):
 
 
 class SizeList(NamedTuple):
-    """One whose elements are sizes that go by rows, as the shapes that gradients keep.
-
-    Attributes:
-      entries: those of an element.
-    """
+    """One whose elements are sizes that go by rows, as the shapes that gradients keep."""
 
     entries: tuple[Size, ...]
 

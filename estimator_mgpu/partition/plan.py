@@ -24,25 +24,14 @@ class Whole:
 
 
 class Slice(NamedTuple):
-    """The tower's rows of what is whole.
-
-    Attributes:
-      axis: the dimension that has the rows.
-      factor: how many entries a row has there.
-    """
+    """The tower's rows of what is whole, with so many entries a row along an axis."""
 
     axis: int
     factor: Size
 
 
 class Local(NamedTuple):
-    """A shape with the tower's rows in place of all.
-
-    Attributes:
-      entries: those of the whole shape.
-      position: of the entry that is rows times `factor`.
-      factor: how many entries a row has there.
-    """
+    """A whole shape, but for the entry at a position: it's the tower's rows times `factor`."""
 
     entries: tuple[Size, ...]
     position: int
@@ -98,12 +87,9 @@ class OpPlan(NamedTuple):
 
 
 class Division(NamedTuple):
-    """What a rule makes of an op.
+    """How an op runs in towers, what these have of its outputs, and the outputs' dimensions.
 
-    Attributes:
-      plan: how it runs in towers.
-      placements: of its outputs; None for one that nobody is given.
-      dims: its outputs' dimensions, as far as they are known.
+    None is for an output that nobody is given, and for dimensions that aren't known.
     """
 
     plan: OpPlan

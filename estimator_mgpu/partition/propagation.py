@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.partition import lists
-from estimator_mgpu.partition.matching import match
+from estimator_mgpu.partition.matching import Matching
 from estimator_mgpu.partition.placements import KEPT, REPLICATE, Partial, Placement, Shard
 from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Local, Need, OpPlan, Own, Plan
 from estimator_mgpu.partition.rules.linear import is_forwarding, linear
@@ -50,7 +50,8 @@ def propagate(
     while True:
         found = Pass(rows, table, callers, Sizes(), reduced, once)
         for tensor in sources:
-            found.begin(tensor, Shard(0, rows), [Size(1, (rows,))])
+            found.placements[tensor.name] = Shard(0, rows)
+            found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
         for op in order:
             if op.name not in unused:
                 found.visit(op)
@@ -122,12 +123,6 @@ class Pass:
         self.reasons: dict[str, str] = {}
         self._asked: dict[str, set[str]] = {}  # partial results that are asked for, by their origin
 
-    def begin(self, tensor: tf.Tensor, placement: Placement, first: Sequence[Size] = ()) -> None:
-        """Says what towers have of a tensor to begin with, and its first dimensions."""
-        self.placements[tensor.name] = placement
-        dims = self.sizes.dims(tensor) or []
-        self.sizes.know(tensor, [*first, *dims[len(first) :]])
-
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
         if op.type == 'NoOp':  # Stands for the control edges into it, tower by tower.
@@ -185,7 +180,8 @@ class Pass:
             ) from error
         if signature is None:
             return None
-        return match(op, signature, placements, self.placements, self.rows, self.sizes)
+        matching = Matching(op, signature, placements, self.placements, self.rows, self.sizes)
+        return matching.division()
 
     def _fill(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
         """Makes ones or zeros by the tower's number of rows, without waiting for whose shape it is.
