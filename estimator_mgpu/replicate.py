@@ -155,7 +155,8 @@ def _divided(
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
         with tf.device(devices_lib.host_of(devices[0])):
             total = found.total() if found.static is None and found.leaves else None
-            examples = tf.cast(found.static if total is None else total, tf.int64)
+            rows = found.static if total is None else total
+            examples = None if rows is None else tf.cast(rows, tf.int64)
     norm = options['batch_norm']
     towers = divide(graph, found.sources, found.static, total, devices, before, norm)
     return (spec if towers is None else _whole(spec, towers.whole)), examples

@@ -219,3 +219,19 @@ def test_one_batch_is_taken_a_step():
     np.testing.assert_allclose(losses, means, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found['mean'], rows.mean(), rtol=1e-4)
     np.testing.assert_allclose(found['rows'], rows[:, 0].mean(), rtol=1e-4)
+
+
+def test_arrays_alone_are_not_divided():
+    """They are constants of the model."""
+    x, y = floats(6, 3), floats(6, 1)
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(features @ weights('w', 3, 1) - labels))
+        return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
+
+    found = []
+    for devices in (1, 2):
+        estimator = estimator_mgpu.Estimator(model_fn, devices=devices)
+        estimator.train(lambda: (x, y), steps=3)
+        found.append(estimator.get_variable_value('w'))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
