@@ -48,10 +48,6 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     Features and labels are any nests of dense, sparse and ragged tensors, with rows along dimension
     0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor the features that
     `broadcast` names: by their key, or by keys joined by `/`, all or the first.
-
-    Raises:
-      TypeError, ValueError: if something can't be divided, a rank is unknown, rows differ in
-        number, there are none, or a name in `broadcast` isn't there.
     """
     leaves = dict(_leaves({'features': features, 'labels': labels}))
     whole = _broadcast_paths(leaves, broadcast)

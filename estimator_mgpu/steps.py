@@ -39,12 +39,8 @@ def record(examples: tf.Tensor | None, loss: tf.Tensor | None, devices: Sequence
 
 
 def of_graph(graph: tf.Graph) -> Step:
-    """Returns what is known of the steps of a graph.
-
-    Where no replicated model_fn was called, the loss is the last one in `tf.GraphKeys.LOSSES`; an
-    Estimator adds that of its EstimatorSpec after all others.
-    """
-    losses = graph.get_collection(tf.GraphKeys.LOSSES) or [None]
+    """Returns what is known of a graph's steps; where nothing is replicated, an Estimator's loss."""
+    losses = graph.get_collection(tf.GraphKeys.LOSSES) or [None]  # A spec's is the last.
     return getattr(graph, _STEP, Step(None, losses[-1], []))
 
 

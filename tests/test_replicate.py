@@ -293,9 +293,9 @@ def test_missing_devices_are_warned_of(tmp_path, caplog):
 
 def test_the_log_says_how_the_batch_is_divided(caplog):
     build(regression(adam), devices=2, rows=6)
-    assert '2 towers, /device:CPU:0, /device:CPU:1: 3 rows each.' in caplog.text
+    assert 'its rows go to /device:CPU:0 (3), /device:CPU:1 (3).' in caplog.text
     build(regression(adam), devices=2, rows=5)
-    assert 'evenly, to within one row.' in caplog.text
+    assert 'its rows go to /device:CPU:0 (3), /device:CPU:1 (2).' in caplog.text
 
 
 def test_session_config_keeps_what_it_is_given():
