@@ -39,7 +39,7 @@ def record(examples: tf.Tensor | None, loss: tf.Tensor | None, devices: Sequence
 
 
 def of_graph(graph: tf.Graph) -> Step:
-    """Returns what is known of a graph's steps; where nothing is replicated, an Estimator's loss."""
+    """Returns what is known of a graph's steps; where none is replicated, an Estimator's loss."""
     losses = graph.get_collection(tf.GraphKeys.LOSSES) or [None]  # A spec's is the last.
     return getattr(graph, _STEP, Step(None, losses[-1], []))
 
