@@ -115,9 +115,14 @@ def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None
     op._add_control_inputs(list(dict.fromkeys(inputs)))
 
 
+def waiting(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the ops that a control edge leads to from an op."""
+    return list(op._control_outputs)
+
+
 def followers(op: tf.Operation) -> list[tf.Operation]:
     """Returns the ops that directly wait for an op."""
-    return [user for t in op.outputs for user in t.consumers()] + list(op._control_outputs)
+    return [user for t in op.outputs for user in t.consumers()] + waiting(op)
 
 
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
@@ -133,7 +138,7 @@ def replace(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation)
             for i, given in enumerate(user.inputs):
                 if given is old:
                     set_input(user, i, tensor)
-    for user in list(op._control_outputs):
+    for user in waiting(op):
         set_control_inputs(user, [*(c for c in user.control_inputs if c is not op), last])
 
 

@@ -75,11 +75,14 @@ def test_towers_run_what_one_device_runs(model_fn, rows):
     one = types(ops_of_a_step(model_fn, 0, rows))
     own = of_tower(ops, 1)
     assert own == of_tower(ops, 2) == of_tower(ops, 3)
-    assert own['MatMul'] == one['MatMul'] == 3 + 2 * 3
+    # One device has the features' gradient, too, which nobody asked for.
+    unused = {'MatMul': 1}
+    assert own['MatMul'] + 1 == one['MatMul'] == 3 + 2 * 3
     heavy = ('MatMul', 'BiasAdd', 'BiasAddGrad', 'Tanh', 'TanhGrad', 'Relu', 'ReluGrad', 'Rsqrt')
     for kind in heavy:
         whole = sum(op.type == kind and tower_of(op) is None for op in ops)
-        assert own[kind] + whole == one[kind] and (not whole or kind == 'Rsqrt'), kind
+        assert own[kind] + whole == one[kind] - unused.get(kind, 0), kind
+        assert not whole or kind == 'Rsqrt', kind
 
 
 @pytest.mark.parametrize('towers', [2, 4, 8])
@@ -121,7 +124,7 @@ def test_no_tower_waits_for_another(rows):
     ops = ops_of_a_step(clipped, 3, rows)
     kinds = ('MatMul', 'BiasAddGrad', 'TanhGrad')
     ends = [op for op in ops if tower_of(op) is not None and op.type in kinds]
-    assert len(ends) == 3 * (9 + 3 + 2)
+    assert len(ends) == 3 * (8 + 3 + 2)
     for op in ends:
         others = {tower_of(other) for other in reached(op) if other in ends}
         assert others <= {tower_of(op)}, op.name

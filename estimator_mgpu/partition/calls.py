@@ -64,14 +64,16 @@ def _body(op: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operatio
     definition.node.extend(nodes)
     for node in definition.node:
         node.attr.pop('_class', None)
-    used = {name if ':' in name else f'{name}:0' for node in nodes for name in node.input}
+    used = {name for node in nodes for name in node.input}
+    used |= {f'{name}:0' for name in used}
+    waited = {f'^{t.op.name}': own for t, own in zip(function.inputs, op.inputs)}
     made = [t.name for t in function.outputs if t.name not in given]
     effects = [effect.name for effect in function.control_outputs]
     scope = f'{op.name}/inlined'
     with tf.control_dependencies(None), tf.device(op.device), tf.name_scope(None):
         found = tf.import_graph_def(
             definition,
-            {name: tensor for name, tensor in given.items() if name in used},
+            {name: tensor for name, tensor in {**given, **waited}.items() if name in used},
             return_elements=made + effects,
             name=scope,
         )

@@ -15,6 +15,7 @@ from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
 from estimator_mgpu.partition.sizes import Rows
 from estimator_mgpu.partition.towers import Towers
+from estimator_mgpu.partition.tuples import untie
 
 
 def divide(
@@ -42,14 +43,14 @@ def divide(
     """
     if not sources or (static is not None and static < len(devices)):
         return None
-    replaced = inline(graph, before)
+    replaced = {**inline(graph, before), **untie(graph, before)}
     table = RULES
     if batch_norm == 'device':
         table = {**RULES, **images.OF_DEVICE}
     else:
         expand(graph)
-    calls = {name.partition(':')[0] for name in replaced}
-    plan = propagate(sources, Rows('batch', static), table, CALLERS, before, calls)
+    unused = {name.partition(':')[0] for name in replaced}
+    plan = propagate(sources, Rows('batch', static), table, CALLERS, before, unused)
     found = homes(graph, plan)
     for name, device in found.items():
         if ':' not in name:

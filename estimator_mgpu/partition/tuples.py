@@ -1,0 +1,47 @@
+"""Gradients that wait for each other without need."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private
+
+
+def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
+    """Lets whoever uses an entry of a `tf.tuple` use what it's of, which waits for no other entry.
+
+    `tf.gradients` makes a tuple of each op's gradients, for the sake of reference variables: none
+    is written before all have read it. Other variables need none of that, and no tower would begin
+    with its gradients before all have their losses. A graph with reference variables stays as it
+    is. So do the tuples, for whoever fetches their entries.
+
+    Args:
+      graph: the graph.
+      before: names of ops that aren't the model's.
+
+    Returns:
+      By the names of the entries, what is used in their place.
+    """
+    ops = [op for op in graph.get_operations() if op.name not in before]
+    if any(private.is_reference(t) for op in ops for t in op.outputs):
+        return {}
+    replaced = {}
+    for op in ops:
+        entries = private.waiting(op) if op.type == 'NoOp' else []
+        if not all(entry.type == 'Identity' for entry in entries) or private.in_control_flow(op):
+            continue
+        given = {entry.inputs[0].op for entry in entries}
+        if not given <= set(op.control_inputs):
+            continue
+        for entry in entries:
+            waits = [
+                c for c in (*entry.control_inputs, *op.control_inputs) if c not in {op, *given}
+            ]
+            if waits:
+                private.set_control_inputs(entry, waits)
+            else:
+                replaced[entry.outputs[0].name] = entry.inputs[0]
+                private.replace(entry, {0: entry.inputs[0]}, entry.inputs[0].op)
+    return replaced
