@@ -99,8 +99,40 @@ def custom_gradient(features):
     return dense(reversed_gradient(tf.nn.tanh(tf.matmul(features, w)))) + x
 
 
+def kept_apart(features):
+    """A function that asks not to be made a part of its caller."""
+    w = square()
+
+    @tf.function(experimental_attributes={'_noinline': True})
+    def call(x):
+        return tf.nn.tanh(tf.matmul(x, w))
+
+    return dense(call(features))
+
+
+def nested_with_effects(features):
+    """What a function prints and counts comes before what uses its results."""
+    w = square()
+    zeros = tf.zeros_initializer()
+    calls = tf.get_variable('calls', [], trainable=False, use_resource=True, initializer=zeros)
+
+    @tf.function
+    def inner(x):
+        calls.assign_add(1.0)
+        return x * calls.read_value()
+
+    @tf.function
+    def outer(x):
+        return tf.nn.tanh(inner(tf.matmul(x, w))) + inner(x)
+
+    with tf.control_dependencies([calls.assign_add(0.5)]):
+        return dense(outer(features))
+
+
 MODELS = [
     called_twice,
+    kept_apart,
+    nested_with_effects,
     autograph,
     cond_in_a_function,
     function_in_a_loop,

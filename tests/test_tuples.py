@@ -1,0 +1,73 @@
+"""Entries of a tuple wait for each other only where reference variables ask for that."""
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from models import floats, of_all_modes
+from towers import compare, session
+
+pytestmark = pytest.mark.core
+TRAIN = tf.estimator.ModeKeys.TRAIN
+
+
+def reached(op):
+    """The names of all ops that one waits for, by data or control."""
+    found, waiting = set(), [op]
+    while waiting:
+        op = waiting.pop()
+        if op.name not in found:
+            found.add(op.name)
+            waiting += [t.op for t in op.inputs] + list(op.control_inputs)
+    return found
+
+
+def build(use_resource, effects=False):
+    """Two entries of a tuple, x and y; returns x as whoever uses it gets it, and the count."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [3], use_resource=use_resource)
+        count = tf.get_variable('count', [], use_resource=True, initializer=tf.zeros_initializer())
+        update = [count.assign_add(1.0).op] if effects else []
+        x, y = tf.identity(features * w, 'x'), tf.identity(tf.square(features), 'y')
+        with tf.control_dependencies(update):
+            first, _ = tf.tuple([x, y], name='pair')
+        loss = tf.reduce_sum(tf.identity(first, 'used'))
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=tf.no_op())
+
+    features = tf.placeholder(tf.float32, [None, 3], 'features')
+    tf.train.create_global_step()
+    estimator_mgpu.replicate(model_fn, devices=2)(features=features, labels=None, mode=TRAIN)
+    return tf.get_default_graph()
+
+
+def test_an_entry_waits_for_no_other():
+    with tf.Graph().as_default():
+        found = reached(build(True).get_operation_by_name('replicate/tower_1/used'))
+    assert 'replicate/tower_1/x' in found and 'replicate/tower_1/y' not in found
+
+
+def test_reference_variables_keep_the_order():
+    with tf.Graph().as_default():
+        found = reached(build(False).get_operation_by_name('replicate/tower_1/used'))
+    assert {'replicate/tower_1/x', 'replicate/tower_1/y'} <= found
+
+
+def test_what_else_comes_before_a_tuple_still_does():
+    with tf.Graph().as_default() as graph, session(2) as run:
+        build(True, effects=True)
+        found = reached(graph.get_operation_by_name('replicate/tower_1/used'))
+        run.run(tf.global_variables_initializer())
+        used = graph.get_tensor_by_name('replicate/tower_1/used:0')
+        run.run(used, {'features:0': floats(5, 3)})
+        [count] = [v for v in tf.global_variables() if v.op.name == 'count']
+        assert run.run(count) == 1
+    assert 'replicate/tower_1/x' in found and 'replicate/tower_1/y' not in found
+
+
+def test_an_entry_that_is_fetched_is_the_batch_s():
+    def forward(features):
+        first, second = tf.tuple([tf.layers.dense(features, 2), tf.nn.tanh(features)])
+        return tf.layers.dense(tf.concat([first, second], 1), 1)
+
+    compare(of_all_modes(forward), [(floats(7, 3), floats(7, 1))] * 2, 3)
