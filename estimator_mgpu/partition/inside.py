@@ -30,7 +30,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation import Pass
 from estimator_mgpu.partition.rules.linear import linear
-from estimator_mgpu.partition.sizes import SIZE_OPS, Entry, Size, Sizes, per_row
+from estimator_mgpu.partition.sizes import SIZE_OPS, Entry, Size, per_row
 
 _READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
 
@@ -51,8 +51,8 @@ class Inside(Pass):
     """
 
     def __init__(self, outer: Pass, graph: Any, strict: bool, wanted: dict[tf.Operation, Slice]):
-        sizes = Sizes(f'{graph.name}/')
-        super().__init__(outer.rows, outer.table, outer.callers, sizes, set(), set())
+        rules = outer.table, outer.callers
+        super().__init__(outer.rows, *rules, set(), set(), f'{graph.name}/')
         self.outer = outer
         self.graph = graph
         self.strict = strict

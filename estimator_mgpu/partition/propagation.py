@@ -48,18 +48,17 @@ def propagate(
     reduced: set[str] = set()
     once: set[str] = set()
     while True:
-        found = Pass(rows, table, callers, Sizes(), reduced, once)
+        known = len(reduced), len(once)
+        found = Pass(rows, table, callers, reduced, once)
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
         for op in order:
             if op.name not in unused:
                 found.visit(op)
-        if found.reduced == reduced and found.once == once:
-            return Plan(
-                rows, sources, order, found.ops, found.placements, found.reasons, found.sizes
-            )
-        reduced, once = found.reduced, found.once
+        if known == (len(reduced), len(once)):
+            ops, placements = found.ops, found.placements
+            return Plan(rows, sources, order, ops, placements, found.reasons, found.sizes)
 
 
 def _order(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:
@@ -92,15 +91,15 @@ def _order(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]
 
 
 class Pass:
-    """One pass over the ops.
+    """One pass over the ops, which notes for the next what has to be reduced or run once.
 
     Args:
       rows: the batch's rows.
       table: the rules, by the type of op.
       callers: what divides ops that call functions, by the type of op.
-      sizes: what is known of sizes.
-      reduced: names of tensors that earlier passes found have to be reduced.
-      once: names of ops that earlier passes found have to run once.
+      reduced: names of tensors that passes found have to be reduced.
+      once: names of ops that passes found have to run once.
+      scope: tells a function's tensors from others of the same name.
     """
 
     def __init__(
@@ -108,16 +107,16 @@ class Pass:
         rows: Rows,
         table: dict[str, Rule],
         callers: dict[str, Caller],
-        sizes: Sizes,
         reduced: set[str],
         once: set[str],
+        scope: str = '',
     ):
         self.rows = rows
         self.table = table
         self.callers = callers
-        self.sizes = sizes
-        self.reduced = set(reduced)
-        self.once = set(once)
+        self.reduced = reduced
+        self.once = once
+        self.sizes = Sizes(scope)
         self.ops: dict[str, OpPlan] = {}
         self.placements: dict[str, Placement] = {}
         self.reasons: dict[str, str] = {}
@@ -148,40 +147,35 @@ class Pass:
 
     def by_rule(self, op: tf.Operation, placements: list[Placement]) -> None:
         """Divides an op by the rule for its type, or lets it run once."""
-        reason = f'this {op.type} is not row by row'
+        ruled = op.type in self.table or op.type in self.callers
+        reason = f'this {op.type} is not row by row' if ruled else f'no rule for {op.type}'
         try:
-            if op.type in self.callers:
-                found = self.callers[op.type](self, op, placements)
-            elif lists.concerns(op, placements):
-                found = lists.rule(op, placements, self.rows, self.sizes)
-                if found and not self.own_lists(zip(op.inputs, found.plan.needs)):
-                    found = None
-            elif op.type not in self.table:
-                found, reason = None, f'no rule for {op.type}'
-            else:
-                found = self._fill(op, placements) or self._by_signature(op, placements)
+            found = self._division(op, placements)
         except UnknownRank as error:
             found, reason = None, f'the rank of {error} is unknown'
-        if found is None:
-            self.whole(op, placements, reason)
-        else:
-            self.divide(op, found)
-
-    def _by_signature(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
-        try:
-            signature = self.table[op.type](op, self.sizes)
-        except UnknownRank:
-            raise
         except Exception as error:
             raise RuntimeError(
                 f'Dividing {op.name!r} (a {op.type}) over the devices failed: '
                 f'{type(error).__name__}: {error}. Please report the model; meanwhile '
                 'replicate(devices=1) trains it on one device.'
             ) from error
+        if found is None:
+            self.whole(op, placements, reason)
+        else:
+            self.divide(op, found)
+
+    def _division(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
+        if op.type in self.callers:
+            return self.callers[op.type](self, op, placements)
+        if lists.concerns(op, placements):
+            found = lists.rule(op, placements, self.rows, self.sizes)
+            return found if found and self.own_lists(zip(op.inputs, found.plan.needs)) else None
+        rule = self.table.get(op.type)
+        signature = rule(op, self.sizes) if rule else None
         if signature is None:
             return None
         matching = Matching(op, signature, placements, self.placements, self.rows, self.sizes)
-        return matching.division()
+        return self._fill(op, placements) or matching.division()
 
     def _fill(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
         """Makes ones or zeros by the tower's number of rows, without waiting for whose shape it is.
@@ -190,8 +184,7 @@ class Pass:
         """
         if op.type not in _ALIKE or op.outputs[0].dtype.base_dtype == tf.string:
             return None
-        [placement] = placements
-        dims = self.sizes.dims(op.inputs[0])
+        [placement], dims = placements, self.sizes.dims(op.inputs[0])
         if not isinstance(placement, Shard) or dims is None:
             return None
         factor = per_row(dims[placement.axis], self.rows)

@@ -86,10 +86,25 @@ class Size:
 
     def __floordiv__(self, other: Size) -> Size:
         found = self.over(other)
-        return Size(_number(self) // _divisor(other)) if found is None else found
+        if found is None and other.number == 0:
+            raise _Unknown
+        return Size(self.known // other.known) if found is None else found
 
     def __mod__(self, other: Size) -> Size:
-        return Size(_number(self) % _divisor(other))
+        if other.number == 0:
+            raise _Unknown
+        return Size(self.known % other.known)
+
+    def larger(self, other: Size) -> Size:
+        """The larger of both, as divisors are kept from being 0 by."""
+        return self if self == other else Size(max(self.known, other.known))
+
+    @property
+    def known(self) -> int:
+        """The number that it is without symbols; fails if it has any."""
+        if self.symbols:
+            raise _Unknown
+        return self.number
 
     @property
     def rows(self) -> Rows | None:
@@ -259,26 +274,9 @@ def _array(sizes: Sequence[Size], shape: Any = None) -> np.ndarray:
     return result if shape is None else result.reshape(shape)
 
 
-def _number(size: Size) -> int:
-    if size.symbols:
-        raise _Unknown
-    return size.number
-
-
-def _divisor(size: Size) -> int:
-    if not _number(size):
-        raise _Unknown
-    return size.number
-
-
 def _numbers(values: np.ndarray) -> Any:
     """Known numbers: an int of a scalar, else lists."""
-    return np.vectorize(_number, [int])(values).tolist()
-
-
-def _larger(a: Size, b: Size) -> Size:
-    # Sizes are compared with 1 (or 0) to keep a division from failing.
-    return a if a == b else Size(max(_number(a), _number(b)))
+    return np.vectorize(lambda size: size.known, [int])(values).tolist()
 
 
 def _vector(values: np.ndarray) -> np.ndarray:
@@ -325,7 +323,7 @@ def _dynamic_stitch(op: tf.Operation, _: int, *given: np.ndarray) -> np.ndarray:
     half = len(given) // 2
     found: dict[int, Size] = {}
     for at, data in zip(given[:half], given[half:]):
-        found.update(zip(map(_number, at.flat), data.flat))
+        found.update(zip((size.known for size in at.flat), data.flat))
     if sorted(found) != list(range(len(found))):
         raise _Unknown
     return _array([found[i] for i in range(len(found))])
@@ -370,7 +368,7 @@ _VALUES: dict[str, Callable[..., Any]] = {
     'Sub': lambda op, _, a, b: a - b,
     'FloorDiv': lambda op, _, a, b: a // b,
     'FloorMod': lambda op, _, a, b: a % b,
-    'Maximum': lambda op, _, a, b: np.frompyfunc(_larger, 2, 1)(a, b),
+    'Maximum': lambda op, _, a, b: np.frompyfunc(Size.larger, 2, 1)(a, b),
     'Prod': _prod,
     'GatherV2': _gather,
     'DynamicStitch': _dynamic_stitch,
