@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have rows
 Path = tuple[Any, ...]  # the keys that lead to a leaf of a nest, 'features' or 'labels' first
 
 
 class Batch(NamedTuple):
-    """What there is to divide of a batch.
+    """What there is to divide of a batch."""
 
-    Attributes:
-      sources: the dense tensors that have one row an example, along dimension 0.
-      static: how many rows there are, if the graph knows; else None.
-      leaves: all that has rows, sparse and ragged tensors too, by path.
-    """
-
-    sources: list[tf.Tensor]
-    static: int | None
-    leaves: dict[Path, Any]
+    sources: list[tf.Tensor]  # Those that are dense, each once.
+    static: int | None  # How many rows there are, if the graph knows.
+    leaves: dict[Path, Any]  # All that has rows, sparse and ragged tensors too.
 
     def total(self) -> tf.Tensor:
         """How many rows there are, an int32 scalar; fails in a step in which they differ."""
         counts = {path: rows_of(leaf) for path, leaf in self.leaves.items()}
         first = rows_of(self.sources[0]) if self.sources else next(iter(counts.values()))
-        if len(counts) > 1 and None in map(_static_rows, self.leaves.values()):
+        if len(counts) > 1 and None in map(static_rows, self.leaves.values()):
             rows = tf.stack(list(counts.values()))
             message = (
                 'features and labels must have the same number of rows along dimension 0, but for '
@@ -49,7 +47,7 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor the features that
     `broadcast` names: by their key, or by keys joined by `/`, all or the first.
     """
-    leaves = dict(_leaves({'features': features, 'labels': labels}))
+    leaves = dict(private.leaves({'features': features, 'labels': labels}))
     whole = _broadcast_paths(leaves, broadcast)
     found = {p: leaf for p, leaf in leaves.items() if p not in whole and _has_rows(p, leaf)}
     if not found and not any(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
@@ -59,7 +57,7 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
             'There is nothing to divide over the towers: no feature and no label has rows along '
             f'dimension 0. Given: {given}. Let the input_fn give batches, say by dataset.batch().'
         )
-    known = {path: rows for path, leaf in found.items() if (rows := _static_rows(leaf)) is not None}
+    known = {path: rows for path, leaf in found.items() if (rows := static_rows(leaf)) is not None}
     if len(set(known.values())) > 1:
         sizes = ', '.join(f'{_title(path)} has {rows}' for path, rows in known.items())
         raise ValueError(
@@ -69,7 +67,7 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
             'replicate(broadcast=[...]), to go whole to every tower.'
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
-    static = {_static_rows(t) for t in sources.values()}
+    static = {static_rows(t) for t in sources.values()}
     return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found)
 
 
@@ -82,21 +80,9 @@ def rows_of(leaf: Any) -> tf.Tensor:
     return tf.shape(leaf, out_type=tf.int64)[0]
 
 
-def _static_rows(leaf: Any) -> int | None:
+def static_rows(leaf: Any) -> int | None:
+    """Returns how many rows it has in every step, if the graph knows."""
     return leaf.shape.as_list()[0]
-
-
-def _leaves(nest: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """Lists a nest's leaves in `tf.nest` order, each with its path."""
-    if isinstance(nest, Mapping):
-        items = sorted(nest.items())
-    elif isinstance(nest, tuple) and hasattr(nest, '_fields'):
-        items = list(zip(nest._fields, nest))
-    elif isinstance(nest, (list, tuple)):
-        items = list(enumerate(nest))
-    else:
-        return [(path, nest)]
-    return [leaf for key, value in items for leaf in _leaves(value, (*path, key))]
 
 
 def _has_rows(path: Path, leaf: Any) -> bool:
@@ -122,12 +108,12 @@ def _has_rows(path: Path, leaf: Any) -> bool:
 
 def _broadcast_paths(leaves: dict[Path, Any], broadcast: Sequence[str]) -> set[Path]:
     """Returns the paths of the features that are named."""
-    names: dict[str, set[Path]] = {}
+    names = defaultdict(set)
     for path in leaves:
         if path[0] == 'features':
             keys = [str(key) for key in path[1:]]
-            for name in {*keys[-1:], *('/'.join(keys[: i + 1]) for i in range(len(keys)))}:
-                names.setdefault(name, set()).add(path)
+            for name in [*keys[-1:], *itertools.accumulate(keys, '{}/{}'.format)]:
+                names[name].add(path)
     for name in broadcast:
         if name not in names:
             raise ValueError(

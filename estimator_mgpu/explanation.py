@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -10,6 +12,8 @@ from tqdm import tqdm
 
 from estimator_mgpu import compat, optimizer, placement, private, steps
 from estimator_mgpu.devices import spec_of
+
+_size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
 class Explanation(NamedTuple):
@@ -58,50 +62,44 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
         estimator.model_fn(features, labels, mode, estimator.config)
         known = steps.of_graph(graph)
-        traffic = dict.fromkeys(known.devices, 0)
-        gathered = []
+        traffic = Counter(dict.fromkeys(known.devices, 0))
+        gathered = {}  # In their order.
         for gradient, variable in optimizer.applied(graph):
             if isinstance(gradient, tf.IndexedSlices):
-                gathered.append(variable.op.name)
+                gathered[variable.op.name] = True
                 continue
-            size = (variable.shape.num_elements() or 0) * gradient.dtype.size
+            size = placement.bytes_of(variable)
             for device in known.devices:
                 if spec_of(device) != spec_of(variable.device):
-                    for end in (device, _device(variable)):
-                        traffic[end] = traffic.get(end, 0) + size
+                    traffic.update({device: size, _device(variable): size})
         return Explanation(
             known.devices,
             known.rows_per_tower,
-            bytes_by_device(tf.global_variables()),
+            _bytes_by_device(),
             {device: size for device, size in traffic.items() if size},
-            list(dict.fromkeys(gathered)),
+            list(gathered),
         )
 
 
-def bytes_by_device(variables: Iterable[Any]) -> dict[str, int]:
-    """Returns how many bytes of variables live on each device."""
-    found: dict[str, int] = {}
-    for variable in variables:
-        device = _device(variable)
-        found[device] = found.get(device, 0) + placement.bytes_of(variable)
-    return dict(sorted(found.items()))
-
-
-def tell(step: steps.Step) -> None:
+def tell() -> None:
     """Tells in the log how the batch is divided, and where the default graph's variables live."""
-    variables = bytes_by_device(tf.global_variables())
+    step = steps.of_graph(tf.get_default_graph())
     rows: Sequence[Any] = step.rows_per_tower or ['its share'] * len(step.devices)
     tf.logging.info(
         'The input_fn gives the global batch; its rows go to %s. Variables live on %s.',
         ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows)),
-        ', '.join(f'{device} ({_size(n)})' for device, n in variables.items()) or 'no device',
+        ', '.join(f'{device} ({_size(n)})' for device, n in _bytes_by_device().items())
+        or 'no device',
     )
+
+
+def _bytes_by_device() -> dict[str, int]:
+    """Returns how many bytes of the default graph's variables live on each device."""
+    found: Counter[str] = Counter()
+    for variable in tf.global_variables():
+        found[_device(variable)] += placement.bytes_of(variable)
+    return dict(sorted(found.items()))
 
 
 def _device(variable: Any) -> str:
     return variable.device or '(no device)'  # TensorFlow will choose one.
-
-
-def _size(count: int) -> str:
-    """Writes 1536 as '1.54kB'."""
-    return tqdm.format_sizeof(count, 'B')

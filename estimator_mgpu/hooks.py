@@ -23,9 +23,13 @@ class _StepHook(tf.train.SessionRunHook):
                 f'{type(self).__name__} needs a global step, and the graph has none. Call '
                 'tf.train.get_or_create_global_step() before the session is made.'
             )
-        self._step = of_graph(tf.get_default_graph())
+        self._known = {'step': self._global_step, **of_graph(tf.get_default_graph())._asdict()}
         if self._batch_size is not None:
-            self._step = self._step._replace(examples=self._batch_size)
+            self._known['examples'] = self._batch_size
+
+    def before_run(self, run_context: Any) -> Any:
+        fetches = {what: value for what, value in self._known.items() if tf.is_tensor(value)}
+        return tf.train.SessionRunArgs(fetches)
 
 
 class ProgressHook(_StepHook):
@@ -61,26 +65,20 @@ class ProgressHook(_StepHook):
         self._max_steps = _check('max_steps', max_steps)
         self._bar = tqdm(disable=True)
 
-    def begin(self) -> None:
-        super().begin()
-        self._bar.close()  # That of a training that failed.
-        self._fetches = {'step': self._global_step, **self._step._asdict()}
-
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
-        self._bar.close()  # That of a session that was lost.
+        self._bar.close()  # That of a training that failed, or of a session that was lost.
+        self._found: dict[str, Any] = {}
         start = int(session.run(self._global_step))
         total = self._max_steps if self._steps is None else start + self._steps
-        self._found: dict[str, Any] = {}
         # None: only on a terminal.
         self._bar = tqdm(total=total, initial=start, unit='step', disable=None)
 
     def before_run(self, run_context: Any) -> Any:
-        fetches = {what: value for what, value in self._fetches.items() if tf.is_tensor(value)}
-        return None if self._bar.disable else tf.train.SessionRunArgs(fetches)
+        return None if self._bar.disable else super().before_run(run_context)
 
     def after_run(self, run_context: Any, run_values: Any) -> None:
         if run_values.results is not None:
-            self._found = {**self._fetches, **run_values.results}
+            self._found = {**self._known, **run_values.results}
             self._show(self._bar.format_dict['rate'])
             # Whether the step that was read is that before or after this run is up to the session.
             self._bar.update(int(self._found['step']) - self._bar.n)
@@ -129,44 +127,39 @@ class ThroughputHook(_StepHook):
 
     def begin(self) -> None:
         super().begin()
-        self._examples = self._step.examples
-        if self._examples is None:
+        del self._known['loss']  # It needn't be fetched.
+        if self._known['examples'] is None:
             raise ValueError(
                 'ThroughputHook() does not know how many examples a step has, as no replicated '
                 'model_fn that gets rows was called. Decorate the model_fn by '
                 'estimator_mgpu.replicate(devices=1), or give ThroughputHook(batch_size=32), say.'
             )
-        self._devices = len(set(self._step.devices)) or 1
-        self._writer = self._output_dir and tf.summary.FileWriterCache.get(self._output_dir)
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
         self._timer.reset()
         self._count = 0
 
-    def before_run(self, run_context: Any) -> Any:
-        own = {'examples': self._examples} if tf.is_tensor(self._examples) else {}
-        return tf.train.SessionRunArgs({'step': self._global_step, **own})
-
     def after_run(self, run_context: Any, run_values: Any) -> None:
-        self._count += int(run_values.results.get('examples', self._examples))
+        found = {**self._known, **run_values.results}
+        self._count += int(found['examples'])
         # What was read may be the step before this run.
-        if not self._timer.should_trigger_for_step(run_values.results['step'] + 1):
-            return
-        step = int(run_context.session.run(self._global_step))
-        if self._timer.should_trigger_for_step(step):
-            seconds, _ = self._timer.update_last_triggered_step(step)
-            if seconds is not None:
-                self._tell(step, self._count / seconds)
-            self._count = 0
+        if self._timer.should_trigger_for_step(found['step'] + 1):
+            step = int(run_context.session.run(self._global_step))
+            if self._timer.should_trigger_for_step(step):
+                seconds, _ = self._timer.update_last_triggered_step(step)
+                if seconds is not None:
+                    self._tell(step, self._count / seconds)
+                self._count = 0
 
     def _tell(self, step: int, rate: float) -> None:
-        each = rate / self._devices
-        on = f'on each of {self._devices} devices' if self._devices > 1 else 'on one device'
-        tf.logging.info('step %d: %.1f examples/s, %.1f %s', step, rate, each, on)
-        if self._writer:
-            for tag, value in (('examples/sec', rate), ('examples/sec/device', each)):
-                summary = tf.Summary(value=[tf.Summary.Value(tag=tag, simple_value=value)])
-                self._writer.add_summary(summary, step)
+        devices = len(set(self._known['devices'])) or 1
+        on = f'on each of {devices} devices' if devices > 1 else 'on one device'
+        tf.logging.info('step %d: %.1f examples/s, %.1f %s', step, rate, rate / devices, on)
+        if self._output_dir:
+            told = {'examples/sec': rate, 'examples/sec/device': rate / devices}
+            values = [tf.Summary.Value(tag=tag, simple_value=value) for tag, value in told.items()]
+            writer = tf.summary.FileWriterCache.get(self._output_dir)
+            writer.add_summary(tf.Summary(value=values), step)
 
 
 def _check(name: str, value: int | None) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -52,17 +52,14 @@ def replicate(
 
     Returns:
       The replicated model_fn; without `model_fn`, a decorator.
-
-    Raises:
-      TypeError, ValueError: if an argument is no legal one; when called, if a device isn't there.
     """
     for name in gone:
-        if name in ('loss_reduction', 'loss_weight'):
-            raise TypeError(
-                f'replicate() needs no {name} any more: a loss is what the model_fn makes of the '
-                'whole batch. Leave it out.'
-            )
-        raise TypeError(f'replicate() got an unexpected keyword argument {name!r}')
+        if name not in ('loss_reduction', 'loss_weight'):
+            raise TypeError(f'replicate() got an unexpected keyword argument {name!r}')
+        raise TypeError(
+            f'replicate() needs no {name} any more: a loss is what the model_fn makes of the '
+            'whole batch. Leave it out.'
+        )
     devices_lib.check(devices)
     if batch_norm not in ('batch', 'device'):
         raise ValueError(
@@ -94,7 +91,12 @@ def replicate(
             f'The model_fn takes {signature}, and no features. An Estimator calls it with '
             'features, and with labels, mode, params and config if it takes them: name them so.'
         )
-    wider_signature = with_parameters(signature, 'mode', 'config')
+    # Estimator passes a model_fn just what it asks for.
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own = signature.parameters
+    added = [inspect.Parameter(n, kind, default=None) for n in ('mode', 'config') if n not in own]
+    ordered = sorted([*own.values(), *added], key=lambda parameter: parameter.kind)
+    wider_signature = signature.replace(parameters=ordered)
 
     @functools.wraps(model_fn, updated=())
     def replicated(*args: Any, **kwargs: Any) -> Any:
@@ -115,27 +117,21 @@ def replicate(
         towers = devices_lib.resolve(devices)
         devices_lib.warn_of_missing(towers, config)
         features, labels = arguments['features'], arguments.get('labels')
-        own = {name: value for name, value in arguments.items() if name in signature.parameters}
-
-        def build() -> Any:
-            bound = inspect.BoundArguments(signature, own)
-            return _checked(model_fn(*bound.args, **bound.kwargs))
-
+        for parameter in added:
+            arguments.pop(parameter.name, None)
+        bound = inspect.BoundArguments(signature, arguments)
         if config is not None and _is_export((features, labels), mode):
-            with _model_scope(None):  # A SavedModel goes anywhere, so it names no device.
-                return build()
+            return _build(model_fn, bound, None)  # A SavedModel goes anywhere: it names no device.
         if len(towers) == 1:
-            with _model_scope(None if devices is None else towers[0]):
-                spec = build()
-            # Afterwards, for the model's ops to have the names and seeds of an undecorated one's.
+            spec = _build(model_fn, bound, None if devices is None else towers[0])
             examples = steps.examples_of(features, labels, broadcast)
         else:
             found = batch.look_at(features, labels, broadcast)
             before = {op.name for op in tf.get_default_graph().get_operations()}
-            with _model_scope(None):
-                spec = build()
+            spec = _build(model_fn, bound, None)
             spec, examples = _divided(spec, found, towers, before, options)
-        explanation.tell(steps.record(examples, spec.loss, towers))
+        steps.record(steps.Step(examples, spec.loss, towers))
+        explanation.tell()
         return spec
 
     replicated.__signature__ = wider_signature  # type: ignore[attr-defined]
@@ -148,43 +144,35 @@ _building: list[tf.Graph] = []
 
 def _divided(
     spec: Any, found: batch.Batch, devices: Sequence[str], before: set[str], options: dict[str, Any]
-) -> tuple[Any, tf.Tensor | None]:
+) -> tuple[Any, int | tf.Tensor | None]:
     """Returns the EstimatorSpec of the divided graph, and how many rows a batch has."""
     graph = tf.get_default_graph()
     placement.place(graph, options['variables'], devices, before)
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
         with tf.device(devices_lib.host_of(devices[0])):
             total = found.total() if found.static is None and found.leaves else None
-            rows = found.static if total is None else total
-            examples = None if rows is None else tf.cast(rows, tf.int64)
     norm = options['batch_norm']
     towers = divide(graph, found.sources, found.static, total, devices, before, norm)
-    return (spec if towers is None else _whole(spec, towers.whole)), examples
+    spec = spec if towers is None else _whole(spec, towers.whole)
+    return spec, total if found.static is None else found.static
 
 
-@contextlib.contextmanager
-def _model_scope(device: str | None) -> Iterator[None]:
-    """The scope that a model_fn is called in."""
-    scope = tf.get_variable_scope()
-    graph = private.outermost(tf.get_default_graph())
+def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str | None) -> Any:
+    """Calls a model_fn, and returns its EstimatorSpec, also where that is of a TPUEstimator."""
     # A device string, unlike a function, stays out of the bodies of loops and branches.
     place = tf.device(device) if device else contextlib.nullcontext()
-    with tf.variable_scope(scope, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False):
-        with place, tower_optimizers():
-            _building.append(graph)
-            try:
-                yield
-            except Exception as error:
-                remedy = compat.legacy_keras_remedy(error)
-                if remedy is None:
-                    raise
+    outer = tf.get_variable_scope()
+    scope = tf.variable_scope(outer, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False)
+    with scope, place, tower_optimizers():
+        _building.append(private.outermost(tf.get_default_graph()))
+        try:
+            spec = model_fn(*bound.args, **bound.kwargs)
+        except Exception as error:
+            if remedy := compat.legacy_keras_remedy(error):
                 raise RuntimeError(remedy) from error
-            finally:
-                _building.pop()
-
-
-def _checked(spec: Any) -> Any:
-    """Returns what a model_fn returned: an EstimatorSpec, or a TPUEstimatorSpec as one."""
+            raise
+        finally:
+            _building.pop()
     spec = spec.as_estimator_spec() if hasattr(spec, 'as_estimator_spec') else spec
     if not isinstance(spec, compat.estimator.EstimatorSpec):
         raise TypeError(
@@ -196,14 +184,12 @@ def _checked(spec: Any) -> Any:
 
 def _whole(spec: Any, replace: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     """Returns a spec with whole values in place of what was divided."""
-
-    def replaced(leaf: Any) -> Any:
-        return replace(leaf) if isinstance(leaf, tf.Tensor) else leaf
-
-    results = {
-        name: tf.nest.map_structure(replaced, getattr(spec, name), expand_composites=True)
-        for name in ('loss', 'predictions', 'train_op', 'eval_metric_ops')
-    }
+    names = ('loss', 'predictions', 'train_op', 'eval_metric_ops')
+    results = tf.nest.map_structure(
+        lambda leaf: replace(leaf) if isinstance(leaf, tf.Tensor) else leaf,
+        {name: getattr(spec, name) for name in names},
+        expand_composites=True,
+    )
     return spec._replace(**results)
 
 
@@ -216,26 +202,5 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     if mode == compat.estimator.ModeKeys.TRAIN and graph.get_collection(private.GLOBAL_STEP_READ):
         return False
     fed = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
-    stack = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
-    seen = set(stack)
-    while stack:
-        op = stack.pop()
-        if op.type in fed:
-            return True
-        before = {t.op for t in op.inputs} - seen
-        seen |= before
-        stack += before
-    return False
-
-
-def with_parameters(signature: inspect.Signature, *names: str) -> inspect.Signature:
-    """Adds parameters, for Estimator passes a model_fn just what it asks for."""
-    parameters = list(signature.parameters.values())
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    end = sum(p.kind <= positional for p in parameters)  # before *args
-    added = [
-        inspect.Parameter(name, positional, default=None)
-        for name in names
-        if name not in signature.parameters
-    ]
-    return signature.replace(parameters=parameters[:end] + added + parameters[end:])
+    given = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
+    return any(op.type in fed for op in private.backward(given))
