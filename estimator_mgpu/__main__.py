@@ -26,7 +26,10 @@ def main() -> int:
     _tell('OS', f'{platform.platform()}, {os.cpu_count()} CPU cores')
     _tell('TensorFlow', tf.__version__)
     for package in PACKAGES:
-        _tell(package, _version(package))
+        try:
+            _tell(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            _tell(package, 'not installed')
     _tell('GPUs', gpus())
     _tell('tf.layers', tf_layers() or 'work')
     wrong = training_step()
@@ -83,13 +86,6 @@ def _input_fn() -> Any:
     rows = 4 * len(towers()) + 1  # which the towers don't divide
     numbers = np.random.RandomState(0).randn(rows, 4).astype(np.float32)
     return tf.data.Dataset.from_tensors((numbers[:, :3], numbers[:, 3:]))
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return 'not installed'
 
 
 def _tell(what: str, found: str) -> None:

@@ -104,7 +104,11 @@ def _choose_keras() -> None:
     """Makes tf.keras Keras 2 where that is possible and nobody has chosen."""
     if 'TF_USE_LEGACY_KERAS' in os.environ or not importlib.util.find_spec('tf_keras'):
         return
-    if 'tensorflow.keras' in sys.modules or any(_keras_in_use(*found) for found in _namespaces()):
+    names = {'v1': 'keras layers', 'v2': 'keras initializers losses metrics optimizers'}
+    found = [getattr(module, name) for module, api in _namespaces() for name in names[api].split()]
+    kind = lazy_loader.KerasLazyLoader
+    unused = all(isinstance(one, kind) and not one._tfll_initialized for one in found)
+    if 'tensorflow.keras' in sys.modules or not unused:
         return
     os.environ['TF_USE_LEGACY_KERAS'] = '1'
     # Lazy attributes follow the variable from here on. `from tensorflow.keras import layers` goes
@@ -114,14 +118,6 @@ def _choose_keras() -> None:
         layers = f'{keras}.__internal__.legacy.layers'
         for name in (keras, layers) if api == 'v1' else (keras,):
             module.__path__.insert(0, module_util.get_parent_dir_for_name(name))
-
-
-def _keras_in_use(module: Any, api: str) -> bool:
-    """Whether any of a namespace's lazy Keras attributes has been resolved."""
-    names = {'v1': 'keras layers', 'v2': 'keras initializers losses metrics optimizers'}[api]
-    loaders = [getattr(module, name) for name in names.split()]
-    kind = lazy_loader.KerasLazyLoader
-    return not all(isinstance(one, kind) and not one._tfll_initialized for one in loaders)
 
 
 def _restore_removed() -> None:
@@ -163,10 +159,10 @@ def _init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     """Prepares a RunConfig that has distribution strategies, for one machine."""
     experimental = config._experimental_distribute
     for name in 'train_distribute', 'eval_distribute':
-        if strategy := getattr(experimental, name, None):
-            if getattr(config, f'_{name}'):
-                raise ValueError(f'Set {name} or experimental_distribute.{name}, not both.')
-            setattr(config, f'_{name}', strategy)
+        own, other = getattr(config, f'_{name}'), getattr(experimental, name, None)
+        if own and other:
+            raise ValueError(f'Set {name} or experimental_distribute.{name}, not both.')
+        setattr(config, f'_{name}', own or other)
     cluster = tf_config.get('cluster', {})
     remote = getattr(experimental, 'remote_cluster', None)
     if config._train_distribute and (remote or (cluster and 'master' not in cluster)):

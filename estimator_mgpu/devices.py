@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Union
 
@@ -105,13 +106,10 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
       base: the config to start from; it's left as it is. By default the one that Estimator
         starts from: soft placement and one pass of the graph optimizers.
     """
-    config = tf.ConfigProto()
-    if base is None:
-        config.allow_soft_placement = True
-        # RewriterConfig.ONE, what tf.estimator.RunConfig has without a session_config.
-        config.graph_options.rewrite_options.meta_optimizer_iterations = 1
-    else:
-        config.CopyFrom(base)
+    config = copy.deepcopy(base)
+    if config is None:
+        config = tf.ConfigProto(allow_soft_placement=True)
+        config.graph_options.rewrite_options.meta_optimizer_iterations = 1  # RewriterConfig.ONE
     needed, found = _cpus(resolve(devices), config)
     config.device_count['CPU'] = max(needed, found)
     return config

@@ -19,8 +19,8 @@ def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]
     hand. What else has to be where a variable is follows by itself, as TensorFlow places it.
     Ops named in `before` aren't the model's: the global step, say.
     """
-    variables = graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
-    variables += graph.get_collection(tf.GraphKeys.LOCAL_VARIABLES)
+    keys = (tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.LOCAL_VARIABLES)
+    variables = [v for key in keys for v in graph.get_collection(key)]
     variables = [v for v in variables if not v.device and v.op.name not in before]
     names = {v.op.name for v in variables}
     groups: dict[str, list[Any]] = {}

@@ -85,8 +85,6 @@ def verify(
       >>> result = verify(model_fn, input_fn, devices=4)  # doctest: +ELLIPSIS
       train loss ...
       train gradient of w ...
-      train variable ...
-      eval  loss ...
       0 of 10 differ from one device.
       >>> result.exact
       True
@@ -113,8 +111,7 @@ def verify(
     plain = getattr(model_fn, '__wrapped__', model_fn) if len(options) > 1 else model_fn
     session_config = devices_lib.session_config(towers)
     config = compat.estimator.RunConfig(tf_random_seed=1, session_config=session_config)
-    differences: list[Difference] = []
-    causes: list[str] = []
+    result = Verification([], [])
     with contextlib.ExitStack() as stack:
         logger = tf.get_logger()
         stack.callback(logger.setLevel, logger.level)
@@ -137,8 +134,8 @@ def verify(
             try:
                 found = _run(several, replay, mode)
             except Exception as error:
-                differences.append(Difference(mode, 'whether it runs', np.inf, False))
-                causes.append(f'On {len(towers)} devices there is an error: {error}')
+                result.differences.append(Difference(mode, 'whether it runs', np.inf, False))
+                result.causes.append(f'On {len(towers)} devices there is an error: {error}')
                 continue
             if mode == MODES.TRAIN:  # Metrics of a float16 loss are float32 of what was rounded.
                 tolerance = max(tolerance, 16 * _epsilon(expected['loss']))
@@ -146,17 +143,17 @@ def verify(
                 kind = what.partition(' ')[0]
                 largest = max(_largest(v) for w, v in expected.items() if w.startswith(kind))
                 compared = _compare(found.get(what), value, largest, tolerance)
-                differences.append(Difference(mode, what, *compared))
-    if not all(d.exact for d in differences):
+                result.differences.append(Difference(mode, what, *compared))
+    if not result.exact:
         if options.get('batch_norm') == 'device':
-            causes.append("With batch_norm='device', batch normalization takes other statistics.")
-        causes.append(
+            cause = "With batch_norm='device', batch normalization takes other statistics."
+            result.causes.append(cause)
+        result.causes.append(
             'Numbers that differ may be rounding that is amplified, as where Adam divides a '
             'gradient that is 0 but for rounding by its size: compare in float64, or with the rows '
             'in another order on one device. What is drawn without a seed differs in any two runs. '
             'Anything else is a bug of estimator_mgpu: please report the model.'
         )
-    result = Verification(differences, causes)
     print(result)
     return result
 
@@ -216,9 +213,7 @@ def _run(estimator: Any, input_fn: Any, mode: str) -> dict[str, np.ndarray]:
         return _joined([estimator.evaluate(input_fn)])
     if mode == MODES.PREDICT:
         found = estimator.predict(input_fn, yield_single_examples=False)
-        return _joined(
-            [step if isinstance(step, dict) else {'predictions': step} for step in found]
-        )
+        return _joined([s if isinstance(s, dict) else {'predictions': s} for s in found])
     recorder = _Recorder()
     with optimizer.tower_optimizers():
         estimator.train(input_fn, [recorder])
