@@ -20,22 +20,19 @@ _BACKWARD = tuple(f'{t[:14]}Grad{t[14:]}' for t in _FORWARD)
 
 
 def expand(graph: tf.Graph) -> None:
-    """Lets whoever uses a fused op's outputs use sums instead."""
+    """Lets whoever uses a fused op's outputs use sums instead; not in loops or of unknown rank."""
     for op in graph.get_operations():
-        if op.type in _FORWARD and op.get_attr('is_training') and _is_plain(op):
-            users = [u for u in op.outputs[3].consumers() if u.type in _BACKWARD]
-            with tf.control_dependencies(None), tf.device(op.device):
-                with tf.name_scope(None), tf.name_scope(f'{op.name}/sums'):
-                    forward = _Forward(op)
-                    gradients = [(user, forward.gradients(user)) for user in users]
-            private.replace(op, forward.outputs, forward.outputs[0].op)
-            for user, outputs in gradients:
-                private.replace(user, outputs, outputs[0].op)
-
-
-def _is_plain(op: tf.Operation) -> bool:
-    """Whether it's in the graph itself, and of a shape that is known."""
-    return op.inputs[0].shape.rank in (4, 5) and not private.in_control_flow(op)
+        if op.type not in _FORWARD or not op.get_attr('is_training'):
+            continue
+        if op.inputs[0].shape.rank is None or private.in_control_flow(op):
+            continue
+        users = [u for u in op.outputs[3].consumers() if u.type in _BACKWARD]
+        with tf.control_dependencies(None), tf.device(op.device):
+            with tf.name_scope(None), tf.name_scope(f'{op.name}/sums'):
+                forward = _Forward(op)
+                gradients = [(user, forward.gradients(user)) for user in users]
+        for fused, outputs in [(op, forward.outputs), *gradients]:
+            private.replace(fused, outputs, outputs[0].op)
 
 
 class _Forward:

@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 
 CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
-_AS_THEY_ARE = ('_noinline', '_XlaMustCompile')  # attributes of functions and of calls
+_AS_THEY_ARE = {'_noinline', '_XlaMustCompile'}  # attributes of functions and of calls
 
 
 def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
@@ -26,19 +26,17 @@ def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
       By the names of the calls' outputs, what is used in their place.
     """
     replaced: dict[str, tf.Tensor] = {}
-    done: set[str] = set()
-    while True:
-        calls = [op for op in graph.get_operations() if op.type in CALLS]
-        calls = [op for op in calls if op.name not in before and op.name not in done]
-        if not calls:
-            return replaced
-        for op in calls:  # Functions may call others.
+    done = set(before)
+    # Functions may call others.
+    while calls := [o for o in graph.get_operations() if o.type in CALLS and o.name not in done]:
+        for op in calls:
             done.add(op.name)
             function = _function(op)
             if function is not None:
                 tensors, last = _body(op, function)
                 private.replace(op, dict(enumerate(tensors)), last)
                 replaced.update(zip((t.name for t in op.outputs), tensors))
+    return replaced
 
 
 def _function(op: tf.Operation) -> Any:
@@ -47,9 +45,7 @@ def _function(op: tf.Operation) -> Any:
     if not graphs or private.in_control_flow(op):
         return None
     definition, graph = private.function_definition(op.graph, private.called(op.node_def)[0].name)
-    kept = any(
-        name in attrs for name in _AS_THEY_ARE for attrs in (definition.attr, op.node_def.attr)
-    )
+    kept = _AS_THEY_ARE.intersection([*definition.attr, *op.node_def.attr])
     return None if kept else graph
 
 
@@ -58,11 +54,8 @@ def _body(op: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operatio
     given = {t.name: own for t, own in zip(function.inputs, op.inputs)}
     arguments = {t.op.name for t in function.inputs}
     definition = function.as_graph_def()
-    definition.ClearField('library')  # The graph has them already.
     nodes = [node for node in definition.node if node.name not in arguments]
-    del definition.node[:]
-    definition.node.extend(nodes)
-    for node in definition.node:
+    for node in nodes:
         node.attr.pop('_class', None)
     used = {name for node in nodes for name in node.input}
     used |= {f'{name}:0' for name in used}
@@ -72,7 +65,7 @@ def _body(op: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operatio
     scope = f'{op.name}/inlined'
     with tf.control_dependencies(None), tf.device(op.device), tf.name_scope(None):
         found = tf.import_graph_def(
-            definition,
+            tf.GraphDef(node=nodes, versions=definition.versions),  # The graph has its library.
             {name: tensor for name, tensor in {**given, **waited}.items() if name in used},
             return_elements=made + effects,
             name=scope,

@@ -6,11 +6,10 @@ from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
 from estimator_mgpu.partition.batch_norm import expand
 from estimator_mgpu.partition.calls import inline
 from estimator_mgpu.partition.functions import CALLERS
-from estimator_mgpu.partition.homes import homes
+from estimator_mgpu.partition.homes import settle
 from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
 from estimator_mgpu.partition.sizes import Rows
@@ -51,10 +50,4 @@ def divide(
         expand(graph)
     unused = {name.partition(':')[0] for name in replaced}
     plan = propagate(sources, Rows('batch', static), table, CALLERS, before, unused)
-    found = homes(graph, plan)
-    for name, device in found.items():
-        if ':' not in name:
-            op = graph.get_operation_by_name(name)
-            private.free(op)
-            private.set_device(op, device)
-    return Towers(graph, plan, total, devices, found, replaced)
+    return Towers(graph, plan, total, devices, settle(graph, plan), replaced)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from estimator_mgpu import private
 
 
 class Nodes:
-    """Collects NodeDefs under one scope. Tensors are referred to by name.
+    """Collects NodeDefs under one scope. Tensors are referred to by name, the graph's own, too.
 
     Args:
       graph: where they'll go.
@@ -20,68 +20,82 @@ class Nodes:
     """
 
     def __init__(self, graph: tf.Graph, scope: str):
-        self._graph = graph
+        self.graph = graph
         self.scope = scope
         self.graph_def = tf.GraphDef()
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
-        self._outside: dict[str, tf.Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._consts: dict[Hashable, str] = {}
+        self._made: dict[Hashable, str] = {}
+        self._waits: dict[str, Sequence[tf.Operation]] = {}
 
-    def outside(self, tensor: tf.Tensor) -> str:
-        """Refers to a tensor that the graph has already."""
-        self._outside[tensor.name] = tensor
-        return tensor.name
-
-    def node(self, name: str, op: str, inputs: Sequence[str], device: str) -> Any:
-        """Adds a NodeDef by its full name, without attributes."""
-        node = self.graph_def.node.add(name=name, op=op, device=device)
-        node.input.extend(inputs)
+    def copy(self, definition: Any, name: str, inputs: Sequence[str], device: str) -> Any:
+        """Adds a node like another, by its full name."""
+        node = self.graph_def.node.add()
+        node.CopyFrom(definition)
+        node.name, node.device = name, device
+        node.input[:] = inputs
         return node
 
-    def add(self, op: str, inputs: Sequence[str], device: str, **attrs: Any) -> str:
-        """Adds a node.
-
-        Args:
-          op: its type.
-          inputs: what it's given.
-          device: a device string, or ''.
-          **attrs: attributes: DTypes, ints, bools or arrays.
-
-        Returns:
-          What its first output is referred to by.
-        """
-        count = self._counts[op] = self._counts.get(op, 0) + 1
-        node = self.node(f'{self.scope}/{op}_{count}', op, inputs, device)
-        for key, value in attrs.items():
-            set_attr(node.attr[key], value)
-        return f'{node.name}:0'
+    def add(self, op: str, inputs: Sequence[str], device: str, **attrs: Hashable) -> str:
+        """Adds a node, unless there is the same already; returns what its output is called."""
+        key = (op, *inputs, device, *attrs.items())
+        return f'{self._once(key, lambda: node_def(op, **attrs), inputs, device)}:0'
 
     def const(self, value: Any, dtype: tf.DType, device: str) -> str:
-        """A constant, one for each value and device."""
-        array = np.asarray(value, dtype.as_numpy_dtype)
-        key = (array.tobytes(), array.shape, dtype, device)
-        if key not in self._consts:
-            self._consts[key] = self.add('Const', [], device, dtype=dtype, value=array)
-        return self._consts[key]
+        """Adds a constant: a number or a list."""
+        key = (repr(value), dtype, device)
+        return f'{self._once(key, lambda: const_def(value, dtype), [], device)}:0'
+
+    def cast(self, value: str, source: tf.DType, target: tf.DType, device: str) -> str:
+        """Adds a cast, if one is needed."""
+        if source == target:
+            return value
+        return self.add('Cast', [value], device, SrcT=source, DstT=target)
+
+    def after(self, ops: Sequence[tf.Operation], device: str) -> str:
+        """Adds a NoOp that waits for ops of the graph; returns it as a control input."""
+        name = self._once((frozenset(ops), device), lambda: node_def('NoOp'), [], device)
+        self._waits[name] = ops
+        return f'^{name}'
+
+    def _once(
+        self, key: Hashable, define: Callable[[], Any], inputs: Sequence[str], device: str
+    ) -> str:
+        if key not in self._made:
+            definition = define()
+            self._made[key] = f'{self.scope}/{definition.op}_{len(self._made)}'
+            self.copy(definition, self._made[key], inputs, device)
+        return self._made[key]
 
     def build(self) -> None:
         """Adds all nodes to the graph."""
-        used = {name for node in self.graph_def.node for name in node.input}
-        outside = {name: tensor for name, tensor in self._outside.items() if name in used}
-        with self._graph.as_default(), tf.control_dependencies(None), tf.device(None):
-            # Importing a device takes as long as all the rest of a node.
-            devices = [node.device for node in self.graph_def.node]
-            for node in self.graph_def.node:
-                node.device = ''
-            tf.import_graph_def(self.graph_def, outside, name='')
-            for node, device in zip(self.graph_def.node, devices):
-                if device:
-                    private.set_device(self._graph.get_operation_by_name(node.name), device)
+        nodes = self.graph_def.node
+        used = {name for node in nodes for name in node.input if name[0] != '^'}
+        made = {node.name for node in nodes}
+        outside = {name for name in used if name.partition(':')[0] not in made}
+        # Importing a device takes as long as all the rest of a node.
+        devices = {node.name: node.device for node in nodes if node.device}
+        for node in nodes:
+            node.device = ''
+        with self.graph.as_default(), tf.control_dependencies(None), tf.device(None):
+            given = {name: self.graph.get_tensor_by_name(name) for name in outside}
+            tf.import_graph_def(self.graph_def, given, name='')
+        for name, device in devices.items():
+            private.set_device(self.graph.get_operation_by_name(name), device)
+        for name, ops in self._waits.items():
+            private.add_control_inputs(self.graph.get_operation_by_name(name), list(ops))
 
-    def tensor(self, reference: str) -> tf.Tensor:
-        """What a reference refers to, after `build`."""
-        return self._graph.get_tensor_by_name(reference)
+
+def node_def(op: str, **attrs: Any) -> Any:
+    """A NodeDef that has neither a name nor inputs."""
+    node = tf.NodeDef(op=op)
+    for key, value in attrs.items():
+        set_attr(node.attr[key], value)
+    return node
+
+
+def const_def(value: Any, dtype: tf.DType) -> Any:
+    """The NodeDef of a constant."""
+    return node_def('Const', dtype=dtype, value=np.asarray(value, dtype.as_numpy_dtype))
 
 
 def set_attr(attr: Any, value: Any) -> None:
@@ -90,12 +104,8 @@ def set_attr(attr: Any, value: Any) -> None:
         attr.type = value.as_datatype_enum
     elif isinstance(value, np.ndarray):
         attr.tensor.CopyFrom(tf.make_tensor_proto(value))
-    elif isinstance(value, bool):
-        attr.b = value
     elif isinstance(value, int):
         attr.i = value
-    elif isinstance(value, (list, tuple)):
+    else:
         attr.list.SetInParent()
         attr.list.i[:] = value
-    else:
-        raise TypeError(f'{value!r} is no attribute.')

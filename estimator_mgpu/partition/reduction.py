@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.nodes import Nodes
 from estimator_mgpu.partition.sharding import Sharding
 from estimator_mgpu.partition.sizes import Size
 
@@ -22,98 +21,55 @@ _PAIRWISE = {
 """The op that combines two towers' results."""
 
 
-class Reduction:
-    """Makes nodes that gather and reduce.
+def gather(
+    sharding: Sharding, parts: Sequence[str], dtype: tf.DType, dims: list[Size], axis: int, to: str
+) -> str:
+    """All rows, in the batch's order, on a device: of towers' parts, and the whole's dimensions."""
+    inputs = [*parts, sharding.tensor(axis)]
+    attrs = {'T': dtype, 'N': len(parts), 'Tidx': tf.int32}
+    joined = sharding.nodes.add('ConcatV2', inputs, to, **attrs)
+    if sharding.active is None:
+        return joined
+    # Towers without rows are the last.
+    return sharding.cut(joined, dtype, len(dims), axis, (0, sharding.number(dims[axis])), to)
 
-    Args:
-      nodes: where they go.
-      sharding: how the rows are divided.
-      devices: one a tower.
-    """
 
-    def __init__(self, nodes: Nodes, sharding: Sharding, devices: Sequence[str]):
-        self._nodes = nodes
-        self._sharding = sharding
-        self._devices = devices
-
-    def gather(
-        self, parts: Sequence[str], dtype: tf.DType, dims: Sequence[Size], axis: int, device: str
-    ) -> str:
-        """All rows, in the batch's order.
-
-        Args:
-          parts: one tensor a tower.
-          dtype: their type.
-          dims: the dimensions of the whole.
-          axis: the one that has the rows.
-          device: where to.
-        """
-        n = len(parts)
-        at = self._nodes.const(axis, tf.int32, self._sharding.host)
-        joined = self._nodes.add('ConcatV2', [*parts, at], device, T=dtype, N=n, Tidx=tf.int32)
-        if self._sharding.active is None:
-            return joined
-        # Towers without rows are the last.
-        begin = self._sharding.vector([0] * len(dims))
-        rows = self._sharding.number(dims[axis])
-        size = self._sharding.vector([rows if i == axis else -1 for i in range(len(dims))])
-        return self._nodes.add('Slice', [joined, begin, size], device, T=dtype, Index=tf.int32)
-
-    def reduce(self, parts: Sequence[str], dtype: tf.DType, reduce: str, device: str) -> str:
-        """What partial results come to.
-
-        Args:
-          parts: one tensor a tower.
-          dtype: their type.
-          reduce: as `Partial.reduce`.
-          device: where to.
-        """
-        if reduce == 'mean':
-            return self._mean(parts, dtype, device)
-        parts = self._masked(parts, dtype, _neutral(reduce, dtype))
-        if reduce == 'sum':
-            return self._nodes.add('AddN', parts, device, T=dtype, N=len(parts))
-        attrs = {} if dtype == tf.bool else {'T': dtype}
-        result, *others = parts
-        for part in others:
-            result = self._nodes.add(_PAIRWISE[reduce], [result, part], device, **attrs)
-        return result
-
-    def _mean(self, parts: Sequence[str], dtype: tf.DType, device: str) -> str:
-        """The towers' means, weighted by their rows; in float32 at least."""
-        wide = dtype if dtype.size > 2 else tf.float32
-        weighted = []
-        for part, rows, tower in zip(parts, self._sharding.counts, self._devices):
-            count = self._cast(self._sharding.scalar(rows), tf.int32, wide, tower)
-            value = self._cast(part, dtype, wide, tower)
-            weighted.append(self._nodes.add('Mul', [value, count], tower, T=wide))
-        total = self.reduce(weighted, wide, 'sum', device)
-        count = self._cast(self._sharding.scalar(self._sharding.total), tf.int32, wide, device)
-        mean = self._nodes.add('RealDiv', [total, count], device, T=wide)
-        return self._cast(mean, wide, dtype, device)
-
-    def _cast(self, value: str, source: tf.DType, target: tf.DType, device: str) -> str:
-        if source == target:
-            return value
-        return self._nodes.add('Cast', [value], device, SrcT=source, DstT=target)
-
-    def _masked(self, parts: Sequence[str], dtype: tf.DType, neutral: object) -> list[str]:
-        """The same, with what changes nothing for towers that have no row."""
-        if self._sharding.active is None:
-            return list(parts)
+def reduce(sharding: Sharding, parts: Sequence[str], dtype: tf.DType, how: str, to: str) -> str:
+    """What towers' partial results come to, on a device; `how` is a `Partial.reduce`."""
+    if how == 'mean':
+        return _mean(sharding, parts, dtype, to)
+    nodes = sharding.nodes
+    if sharding.active is not None:
         # The first has all rows there are, if there are fewer than two.
-        masked = [parts[0]]
-        others = zip(parts[1:], self._sharding.active[1:], self._devices[1:])
-        for part, active, device in others:
-            other = self._nodes.const(neutral, dtype, device)
-            masked.append(self._nodes.add('SelectV2', [active, part, other], device, T=dtype))
-        return masked
+        parts, others = list(parts[:1]), parts[1:]
+        for part, some, tower in zip(others, sharding.active[1:], sharding.devices[1:]):
+            nothing = nodes.const(_neutral(how, dtype), dtype, tower)
+            parts.append(nodes.add('SelectV2', [some, part, nothing], tower, T=dtype))
+    if how == 'sum':
+        return nodes.add('AddN', parts, to, T=dtype, N=len(parts))
+    attrs = {} if dtype == tf.bool else {'T': dtype}
+    result, *others = parts
+    for part in others:
+        result = nodes.add(_PAIRWISE[how], [result, part], to, **attrs)
+    return result
 
 
-def _neutral(reduce: str, dtype: tf.DType) -> Any:
+def _mean(sharding: Sharding, parts: Sequence[str], dtype: tf.DType, to: str) -> str:
+    """The towers' means, weighted by their rows; in float32 at least."""
+    nodes = sharding.nodes
+    wide = dtype if dtype.size > 2 else tf.float32
+    weighted = []
+    for part, rows, tower in zip(parts, sharding.counts, sharding.devices):
+        given = [nodes.cast(part, dtype, wide, tower), sharding.tensor(rows, wide)]
+        weighted.append(nodes.add('Mul', given, tower, T=wide))
+    total = reduce(sharding, weighted, wide, 'sum', to)
+    mean = nodes.add('RealDiv', [total, sharding.tensor(sharding.total, wide)], to, T=wide)
+    return nodes.cast(mean, wide, dtype, to)
+
+
+def _neutral(how: str, dtype: tf.DType) -> Any:
     """What changes nothing."""
-    if reduce in ('max', 'min'):
-        if dtype.is_floating:
-            return -np.inf if reduce == 'max' else np.inf
-        return dtype.min if reduce == 'max' else dtype.max
-    return {'sum': 0, 'prod': 1, 'all': True, 'any': False}[reduce]
+    if how in ('max', 'min'):
+        least, most = (-np.inf, np.inf) if dtype.is_floating else (dtype.min, dtype.max)
+        return least if how == 'max' else most
+    return {'sum': 0, 'prod': 1, 'all': True, 'any': False}[how]
