@@ -267,10 +267,10 @@ def _only_read(position: int, *graphs: Any) -> tf.DType | None:
     return users[0].get_attr('dtype')
 
 
-def _dims(outer: Pass, tensor: tf.Tensor, axis: int, factor: Size) -> list[Size] | None:
+def _dims(outer: Pass, tensor: tf.Tensor, axis: int, factor: Size) -> list[Size]:
     """The dimensions of what is returned."""
     if tensor.shape.rank is None:
-        return None
+        raise Undivided(f'the rank of {tensor.name}')
     dims = outer.sizes.static_dims(tensor)
     dims[axis] = factor * Size(1, (outer.rows,))
     return dims
