@@ -12,7 +12,7 @@ from estimator_mgpu.partition.functions import CALLERS
 from estimator_mgpu.partition.homes import settle
 from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
-from estimator_mgpu.partition.sizes import Rows
+from estimator_mgpu.partition.symbols import Rows
 from estimator_mgpu.partition.towers import Towers
 from estimator_mgpu.partition.tuples import untie
 

@@ -23,7 +23,7 @@ from estimator_mgpu.partition.placements import (
 )
 from estimator_mgpu.partition.plan import OWN, WHOLE, Division, OpPlan
 from estimator_mgpu.partition.propagation import Caller, Pass
-from estimator_mgpu.partition.sizes import Size, per_row
+from estimator_mgpu.partition.symbols import Size, per_row
 
 
 class _Call:

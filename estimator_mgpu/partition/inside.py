@@ -30,7 +30,8 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation import Pass
 from estimator_mgpu.partition.rules.linear import linear
-from estimator_mgpu.partition.sizes import SIZE_OPS, Entry, Size, per_row
+from estimator_mgpu.partition.sizes import SIZE_OPS
+from estimator_mgpu.partition.symbols import Entry, Size, per_row
 
 _READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
@@ -18,7 +19,10 @@ from estimator_mgpu.partition.placements import (
     SizeList,
 )
 from estimator_mgpu.partition.plan import OWN, WHOLE, Division, OpPlan
-from estimator_mgpu.partition.sizes import Rows, Size, Sizes, per_row
+from estimator_mgpu.partition.symbols import Rows, Size, per_row
+
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.sizes import Sizes
 
 MAKERS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
 """What makes one without elements."""

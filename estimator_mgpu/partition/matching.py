@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
@@ -17,7 +18,10 @@ from estimator_mgpu.partition.rules.signature import (
     Part,
     Signature,
 )
-from estimator_mgpu.partition.sizes import ONE, Rows, Size, Sizes, per_row
+from estimator_mgpu.partition.symbols import ONE, Rows, Size, per_row
+
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.sizes import Sizes
 
 
 class Matching:

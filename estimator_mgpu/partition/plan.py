@@ -10,7 +10,8 @@ import tensorflow.compat.v1 as tf
 
 if TYPE_CHECKING:
     from estimator_mgpu.partition.placements import Placement
-    from estimator_mgpu.partition.sizes import Rows, Size, Sizes
+    from estimator_mgpu.partition.sizes import Sizes
+    from estimator_mgpu.partition.symbols import Rows, Size
 
 
 @dataclass(frozen=True)

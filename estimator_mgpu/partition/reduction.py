@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.sharding import Sharding
-from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.partition.symbols import Size
 
 _PAIRWISE = {
     'max': 'Maximum',

@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.nodes import Nodes
 from estimator_mgpu.partition.plan import Local, Numbers
-from estimator_mgpu.partition.sizes import Rows, Size
+from estimator_mgpu.partition.symbols import Rows, Size
 
 Number = Union[int, str]
 """An integer that is known, or what an int32 scalar tensor is referred to by."""

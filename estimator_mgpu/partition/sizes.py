@@ -7,158 +7,17 @@ decision ever rests on two numbers merely being equal.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
+
 SIZE_OPS = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 """The ops that look at nothing but a tensor's dimensions."""
 _SMALL = 64  # entries of a tensor that may be sizes
-
-
-class Rows:
-    """A row space: says which rows a shard is of, and how many there are.
-
-    Tensors of different row spaces are never combined row by row.
-
-    Args:
-      name: of the batch's rows, `batch`.
-      static: how many rows there are, if the graph knows; else None.
-    """
-
-    def __init__(self, name: str, static: int | None):
-        self.name = name
-        self.static = static
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-class Dim(NamedTuple):
-    """A dimension that is known only when the step runs."""
-
-    tensor: str
-    axis: int
-
-
-class Entry(NamedTuple):
-    """An entry of an integer tensor that is known only when the step runs."""
-
-    tensor: str
-    position: int
-
-
-Symbol = Union[Rows, Dim, Entry]
-
-
-class _Unknown(Exception):
-    """What comes out can't be written as a `Size`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """A number times symbols.
-
-    Attributes:
-      number: the integer factor.
-      symbols: the other factors, in a fixed order.
-    """
-
-    number: int
-    symbols: tuple[Symbol, ...] = ()
-
-    def __mul__(self, other: Size) -> Size:
-        symbols = tuple(sorted(self.symbols + other.symbols, key=repr))
-        return Size(self.number * other.number, symbols)
-
-    def __add__(self, other: Size) -> Size:
-        if self.symbols == other.symbols:
-            return Size(self.number + other.number, self.symbols)
-        if self.number and other.number:
-            raise _Unknown
-        return self if self.number else other
-
-    def __sub__(self, other: Size) -> Size:
-        return self + other * Size(-1)
-
-    def __floordiv__(self, other: Size) -> Size:
-        found = self.over(other)
-        if found is None and other.number == 0:
-            raise _Unknown
-        return Size(self.known // other.known) if found is None else found
-
-    def __mod__(self, other: Size) -> Size:
-        if other.number == 0:
-            raise _Unknown
-        return Size(self.known % other.known)
-
-    def larger(self, other: Size) -> Size:
-        """The larger of both, as divisors are kept from being 0 by."""
-        return self if self == other else Size(max(self.known, other.known))
-
-    @property
-    def known(self) -> int:
-        """The number that it is without symbols; fails if it has any."""
-        if self.symbols:
-            raise _Unknown
-        return self.number
-
-    @property
-    def rows(self) -> Rows | None:
-        """The row space that it's a multiple of, if any."""
-        return next((s for s in self.symbols if isinstance(s, Rows)), None)
-
-    @property
-    def static(self) -> int | None:
-        """The number that it is, if the graph knows."""
-        number = self.number
-        for symbol in self.symbols:
-            if not isinstance(symbol, Rows) or symbol.static is None:
-                return None
-            number *= symbol.static
-        return number
-
-    def over(self, other: Size) -> Size | None:
-        """The quotient, if it's known to be a whole number."""
-        symbols = list(self.symbols)
-        for symbol in other.symbols:
-            if symbol not in symbols:
-                return self._static_over(other)
-            symbols.remove(symbol)
-        if other.number == 0 or self.number % other.number:
-            return self._static_over(other)
-        return Size(self.number // other.number, tuple(symbols))
-
-    def _static_over(self, other: Size) -> Size | None:
-        one, by = self.static, other.static
-        return Size(one // by) if one and by and one % by == 0 else None
-
-    def same_as(self, other: Size) -> bool | None:
-        """Whether both are one number; None if that can't be known before the step runs."""
-        if self == other:
-            return True
-        one, two = self.static, other.static
-        return None if one is None or two is None else one == two
-
-
-ONE = Size(1)
-
-
-def product(sizes: Sequence[Size]) -> Size:
-    """The product of sizes."""
-    result = ONE
-    for size in sizes:
-        result = result * size
-    return result
-
-
-def per_row(size: Size, rows: Rows) -> Size | None:
-    """How many entries a row has in a dimension; None if it doesn't go by rows."""
-    found = size.over(Size(1, (rows,)))
-    return found if found is not None and rows not in found.symbols else None
 
 
 class Sizes:
@@ -236,7 +95,7 @@ class Sizes:
                 given = [self._value(t) for t in op.inputs]
                 if not any(value is None for value in given):
                     return np.asarray(_VALUES[op.type](op, tensor.value_index, *given), object)
-        except _Unknown:
+        except Unknown:
             pass
         if count is None or count > _SMALL:
             return None
@@ -246,7 +105,7 @@ class Sizes:
     def _of_dims(self, op: tf.Operation, index: int) -> np.ndarray:
         dims = self.dims(op.inputs[index])
         if dims is None:
-            raise _Unknown
+            raise Unknown
         if op.type == 'Rank':
             return _array([Size(len(dims))], [])
         return _array([product(dims)], []) if op.type == 'Size' else _array(dims)
@@ -281,7 +140,7 @@ def _numbers(values: np.ndarray) -> Any:
 
 def _vector(values: np.ndarray) -> np.ndarray:
     if values.ndim != 1:
-        raise _Unknown
+        raise Unknown
     return values
 
 
@@ -289,7 +148,7 @@ def _strided_slice(op: tf.Operation, _: int, x: np.ndarray, *ends: np.ndarray) -
     if any(end.size != 1 for end in ends) or any(
         op.get_attr(f'{mask}_mask') for mask in ('new_axis', 'ellipsis')
     ):
-        raise _Unknown
+        raise Unknown
     (begin,), (end,), (stride,) = map(_numbers, ends)
     if op.get_attr('shrink_axis_mask'):
         return _vector(x)[begin : begin + 1 or None].reshape(())
@@ -306,7 +165,7 @@ def _slice(
 
 def _prod(op: tf.Operation, _: int, x: np.ndarray, axes: np.ndarray) -> np.ndarray:
     if x.ndim > 1 or axes.size != x.ndim:
-        raise _Unknown
+        raise Unknown
     return _array([product(list(x.flat))], [1] * x.ndim if op.get_attr('keep_dims') else [])
 
 
@@ -315,7 +174,7 @@ def _gather(
 ) -> np.ndarray:
     numbers = np.asarray(_numbers(indices), int)
     if (numbers >= x.size).any() or (numbers < 0).any():
-        raise _Unknown
+        raise Unknown
     return _vector(x)[numbers]
 
 
@@ -325,7 +184,7 @@ def _dynamic_stitch(op: tf.Operation, _: int, *given: np.ndarray) -> np.ndarray:
     for at, data in zip(given[:half], given[half:]):
         found.update(zip((size.known for size in at.flat), data.flat))
     if sorted(found) != list(range(len(found))):
-        raise _Unknown
+        raise Unknown
     return _array([found[i] for i in range(len(found))])
 
 
@@ -340,7 +199,7 @@ def _concat_offset(
 
 def _full(shape: Any, size: Size) -> np.ndarray:
     if np.prod(shape, dtype=int) > _SMALL:
-        raise _Unknown
+        raise Unknown
     return np.full(shape, size, object)
 
 
@@ -348,7 +207,7 @@ def _range(op: tf.Operation, _: int, *ends: np.ndarray) -> np.ndarray:
     start, limit, delta = map(_numbers, ends)
     values = range(start, limit, delta) if delta else range(0)
     if len(values) > _SMALL:
-        raise _Unknown
+        raise Unknown
     return _array([Size(value) for value in values])
 
 

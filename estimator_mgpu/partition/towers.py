@@ -15,7 +15,8 @@ from estimator_mgpu.partition.placements import KEPT, Partial, Shard
 from estimator_mgpu.partition.plan import First, Local, Need, Numbers, OpPlan, Own, Plan, Slice
 from estimator_mgpu.partition.reduction import gather, reduce
 from estimator_mgpu.partition.sharding import Sharding
-from estimator_mgpu.partition.sizes import ONE, SIZE_OPS, Dim
+from estimator_mgpu.partition.sizes import SIZE_OPS
+from estimator_mgpu.partition.symbols import ONE, Dim
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
 

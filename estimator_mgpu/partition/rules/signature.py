@@ -22,11 +22,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import ONE, Size, Sizes
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.sizes import Sizes
+    from estimator_mgpu.partition.symbols import Size
 
 Label = Optional[Hashable]
 """None is for a dimension along which nothing can be divided."""
@@ -72,7 +74,7 @@ class Signature(NamedTuple):
     attrs: dict[str, Any] = {}
 
 
-Rule = Callable[[tf.Operation, Sizes], Optional[Signature]]
+Rule = Callable[[tf.Operation, 'Sizes'], Optional[Signature]]
 
 _DIMS = r'(?:[A-Za-z_]|\.\.\.)+'
 _INPUT, _OUTPUT = rf'(?:[*=]|#?{_DIMS})\+?', rf'(?:\*|{_DIMS})\+?'
@@ -157,10 +159,10 @@ def _signature(
     fits += [t.shape.rank in (None, len(o)) for o, t in zip(outputs, op.outputs)]
     if not all(fits):
         return None
-    wide = {i for pair in zip(inputs, shapes) for i, size in zip(*pair) if size != ONE}
+    wide = {i for pair in zip(inputs, shapes) for i, size in zip(*pair) if not size.is_one}
     operands: list[Operand] = []
     for word, labelled, shape in zip(given, inputs, shapes):
-        repeated = [i for i, size in enumerate(shape) if size == ONE and labelled[i] in wide]
+        repeated = [i for i, size in enumerate(shape) if size.is_one and labelled[i] in wide]
         operand = Entries(labelled) if '#' in word else without(labelled, repeated)
         operands.append(Part() if word == '=' else operand)
     dims = {o: shape for word, o, shape in zip(given, inputs, shapes) if '#' in word}

@@ -17,7 +17,8 @@ from estimator_mgpu.partition.rules.signature import (
     table,
     without,
 )
-from estimator_mgpu.partition.sizes import ONE, Size, Sizes, product
+from estimator_mgpu.partition.sizes import Sizes
+from estimator_mgpu.partition.symbols import ONE, Size, product
 
 
 def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:

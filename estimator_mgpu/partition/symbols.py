@@ -1,0 +1,158 @@
+"""Symbolic sizes: products of numbers, rows and unknown dimensions, such as 4 * batch * T.
+
+So a tower can have its own version of a shape, and no decision ever rests on two numbers merely
+being equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Union
+
+
+class Rows:
+    """A row space: says which rows a shard is of, and how many there are.
+
+    Tensors of different row spaces are never combined row by row.
+
+    Args:
+      name: of the batch's rows, `batch`.
+      static: how many rows there are, if the graph knows; else None.
+    """
+
+    def __init__(self, name: str, static: int | None):
+        self.name = name
+        self.static = static
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Dim(NamedTuple):
+    """A dimension that is known only when the step runs."""
+
+    tensor: str
+    axis: int
+
+
+class Entry(NamedTuple):
+    """An entry of an integer tensor that is known only when the step runs."""
+
+    tensor: str
+    position: int
+
+
+Symbol = Union[Rows, Dim, Entry]
+
+
+class Unknown(Exception):
+    """What comes out can't be written as a `Size`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A number times symbols.
+
+    Attributes:
+      number: the integer factor.
+      symbols: the other factors, in a fixed order.
+    """
+
+    number: int
+    symbols: tuple[Symbol, ...] = ()
+
+    def __mul__(self, other: Size) -> Size:
+        symbols = tuple(sorted(self.symbols + other.symbols, key=repr))
+        return Size(self.number * other.number, symbols)
+
+    def __add__(self, other: Size) -> Size:
+        if self.symbols == other.symbols:
+            return Size(self.number + other.number, self.symbols)
+        if self.number and other.number:
+            raise Unknown
+        return self if self.number else other
+
+    def __sub__(self, other: Size) -> Size:
+        return self + other * Size(-1)
+
+    def __floordiv__(self, other: Size) -> Size:
+        found = self.over(other)
+        if found is None and other.number == 0:
+            raise Unknown
+        return Size(self.known // other.known) if found is None else found
+
+    def __mod__(self, other: Size) -> Size:
+        if other.number == 0:
+            raise Unknown
+        return Size(self.known % other.known)
+
+    def larger(self, other: Size) -> Size:
+        """The larger of both, as divisors are kept from being 0 by."""
+        return self if self == other else Size(max(self.known, other.known))
+
+    @property
+    def known(self) -> int:
+        """The number that it is without symbols; fails if it has any."""
+        if self.symbols:
+            raise Unknown
+        return self.number
+
+    @property
+    def rows(self) -> Rows | None:
+        """The row space that it's a multiple of, if any."""
+        return next((s for s in self.symbols if isinstance(s, Rows)), None)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it's 1, whatever the batch."""
+        return self.number == 1 and not self.symbols
+
+    @property
+    def static(self) -> int | None:
+        """The number that it is, if the graph knows."""
+        number = self.number
+        for symbol in self.symbols:
+            if not isinstance(symbol, Rows) or symbol.static is None:
+                return None
+            number *= symbol.static
+        return number
+
+    def over(self, other: Size) -> Size | None:
+        """The quotient, if it's known to be a whole number."""
+        symbols = list(self.symbols)
+        for symbol in other.symbols:
+            if symbol not in symbols:
+                return self._static_over(other)
+            symbols.remove(symbol)
+        if other.number == 0 or self.number % other.number:
+            return self._static_over(other)
+        return Size(self.number // other.number, tuple(symbols))
+
+    def _static_over(self, other: Size) -> Size | None:
+        one, by = self.static, other.static
+        return Size(one // by) if one and by and one % by == 0 else None
+
+    def same_as(self, other: Size) -> bool | None:
+        """Whether both are one number; None if that can't be known before the step runs."""
+        if self == other:
+            return True
+        one, two = self.static, other.static
+        return None if one is None or two is None else one == two
+
+
+ONE = Size(1)
+
+
+def product(sizes: Sequence[Size]) -> Size:
+    """The product of sizes."""
+    result = ONE
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def per_row(size: Size, rows: Rows) -> Size | None:
+    """How many entries a row has in a dimension; None if it doesn't go by rows."""
+    found = size.over(Size(1, (rows,)))
+    return found if found is not None and rows not in found.symbols else None
