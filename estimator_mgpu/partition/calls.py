@@ -16,14 +16,8 @@ _AS_THEY_ARE = {'_noinline', '_XlaMustCompile'}  # attributes of functions and o
 def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """Lets whoever uses what a `tf.function` returns use the function's own ops instead.
 
-    The calls stay, for whoever fetches them.
-
-    Args:
-      graph: the graph.
-      before: names of ops that aren't the model's.
-
-    Returns:
-      By the names of the calls' outputs, what is used in their place.
+    The calls stay, for whoever fetches them. Returns, by the names of their outputs, what is used
+    in their place. Ops that are named in `before` aren't the model's.
     """
     replaced: dict[str, tf.Tensor] = {}
     done = set(before)

@@ -27,17 +27,12 @@ from estimator_mgpu.partition.symbols import Size, per_row
 
 
 class _Call:
-    """What an op calls functions with.
-
-    Args:
-      outer: the pass that the op is in.
-      arguments: what it gives the functions.
-      placements: what that is to towers, before anything is sliced.
-      keeps: whether an argument, by its position, is a size that stays what it is.
+    """What an op calls functions with, and what `placements` that has before anything is sliced.
 
     Attributes:
       placed: what arguments are to towers inside.
       wanted: what rows are asked for of, inside.
+      keeps: whether an argument, by its position, is a size that stays what it is.
     """
 
     def __init__(
@@ -173,7 +168,9 @@ def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any)
     ]
     # Nobody is given a variable by a loop, which has its value.
     made = [None if i in values else p for i, p in enumerate(placed)]
-    return Division(OpPlan(needs, {}, [asked.plan(), inside.plan()], values), made, dims)
+    return Division(
+        OpPlan(needs, {}, [asked.function_plan(), inside.function_plan()], values), made, dims
+    )
 
 
 def branch(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division | None:
@@ -217,7 +214,7 @@ def _branch(outer: Pass, op: tf.Operation, call: _Call, graphs: Sequence[Any]) -
         made.append(placed)
     if all(p == REPLICATE for p in made):
         return None
-    functions = [inside.plan() for inside, _ in runs]
+    functions = [inside.function_plan() for inside, _ in runs]
     decision = [WHOLE] if op.type not in CALLS else []
     needs = map(call.need, range(len(call.placed)))
     return Division(OpPlan((*decision, *needs), {}, functions), made, dims)

@@ -21,12 +21,7 @@ _ANYWHERE = (tf.string, tf.resource, tf.variant)  # These types' kernels aren't 
 def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     """Moves ops that run once, but those that have a device, or have to be where another op is.
 
-    Args:
-      graph: the graph, its variables on their devices.
-      plan: what runs in towers.
-
-    Returns:
-      Devices, by the names of tensors, for what towers have of them to be made whole on.
+    Returns, by the names of tensors, where what towers have of them is made whole.
     """
     once = [op for op in graph.get_operations() if op.name not in plan.ops]
     fixed = {op.name: _fixed(op, plan) for op in once}

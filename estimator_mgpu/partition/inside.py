@@ -12,22 +12,9 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition import lists
+from estimator_mgpu.partition import lists, plan
 from estimator_mgpu.partition.placements import REPLICATE, SUM, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import (
-    OWN,
-    WHOLE,
-    Division,
-    First,
-    FunctionPlan,
-    Local,
-    Need,
-    Numbers,
-    OpPlan,
-    Own,
-    Slice,
-    Whole,
-)
+from estimator_mgpu.partition.plan import OWN, WHOLE, Division, FunctionPlan, Need, OpPlan
 from estimator_mgpu.partition.propagation import Pass
 from estimator_mgpu.partition.rules.linear import linear
 from estimator_mgpu.partition.sizes import SIZE_OPS
@@ -41,17 +28,17 @@ class Undivided(Exception):
 
 
 class Inside(Pass):
-    """A pass over a function's ops.
+    """A pass over a function's ops, within the pass over its caller's.
 
     Args:
-      outer: the pass that the function's caller is in.
-      graph: the function's.
       strict: whether nothing may be asked for any more that the function hasn't; while it isn't
         known yet what a loop's variables are, that's taken to be there.
       wanted: of which arguments, constants and fills rows are asked for; more are added.
     """
 
-    def __init__(self, outer: Pass, graph: Any, strict: bool, wanted: dict[tf.Operation, Slice]):
+    def __init__(
+        self, outer: Pass, graph: Any, strict: bool, wanted: dict[tf.Operation, plan.Slice]
+    ):
         rules = outer.table, outer.callers
         super().__init__(outer.rows, *rules, set(), set(), f'{graph.name}/')
         self.outer = outer
@@ -83,9 +70,9 @@ class Inside(Pass):
                 self.visit(op)
         return [self.seen(t) for t in self.graph.outputs]
 
-    def plan(self) -> FunctionPlan:
+    def function_plan(self) -> FunctionPlan:
         """What the towers' copies of the function have otherwise."""
-        others = {name: plan for name, plan in self.ops.items() if plan.attrs or plan.functions}
+        others = {name: own for name, own in self.ops.items() if own.attrs or own.functions}
         return FunctionPlan(self.given, others)
 
     def visit(self, op: tf.Operation) -> None:
@@ -143,7 +130,7 @@ class Inside(Pass):
             return tensor.op.type == 'Const'
         return self.sizes.numbers(tensor.op.inputs[0]) is not None
 
-    def _make(self, op: tf.Operation, need: Slice) -> None:
+    def _make(self, op: tf.Operation, need: plan.Slice) -> None:
         """Lets each tower make its rows of a constant or a fill."""
         dims = [Size(d) for d in op.outputs[0].shape.as_list()]
         own = per_row(dims[need.axis], self.rows)
@@ -151,9 +138,9 @@ class Inside(Pass):
             raise Undivided(f'the size of {op.name}')
         needs: tuple[Need, ...] = ()
         if op.type == 'Fill':
-            needs = (Local(tuple(dims), need.axis, own), WHOLE)
+            needs = (plan.Local(tuple(dims), need.axis, own), WHOLE)
         else:
-            self.given[op.name, -1] = Slice(need.axis, own)
+            self.given[op.name, -1] = plan.Slice(need.axis, own)
         dims[need.axis] = own * Size(1, (self.rows,))
         self.divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
 
@@ -165,7 +152,7 @@ class Inside(Pass):
         return not self.strict or all(
             self.seen(t) != REPLICATE or t.op.type in lists.MAKERS
             for t, need in given
-            if isinstance(need, Own) and t.dtype == tf.variant
+            if isinstance(need, plan.Own) and t.dtype == tf.variant
         )
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
@@ -183,17 +170,17 @@ class Inside(Pass):
 
     def _check(self, op: tf.Operation, position: int, tensor: tf.Tensor, need: Need) -> None:
         """Whether an op can be given what it needs, inside."""
-        if isinstance(need, Whole):
+        if isinstance(need, plan.Whole):
             if self.seen(tensor) != REPLICATE or self.differs(tensor):
                 raise Undivided(f'{op.type} needs all of {tensor.name}')
-        elif isinstance(need, Slice) and self._may_be_made(tensor):
+        elif isinstance(need, plan.Slice) and self._may_be_made(tensor):
             self.wanted[tensor.op] = need
-        elif isinstance(need, (Slice, First)):
+        elif isinstance(need, (plan.Slice, plan.First)):
             if self.strict:
                 raise Undivided(f'{op.type} needs rows of {tensor.name}')
-        elif isinstance(need, Numbers):
+        elif isinstance(need, plan.Numbers):
             self.given[op.name, position] = need
-        elif isinstance(need, Local):
+        elif isinstance(need, plan.Local):
             others = [e for i, e in enumerate(need.entries) if i != need.position]
             if self.differs(tensor):
                 if any(e.rows for e in others):

@@ -59,7 +59,7 @@ def rule(
         return Division(OpPlan((OWN,) * n), [first]) if alike else None
     if op.type == 'TensorListFromTensor' and isinstance(first, Shard) and first.axis > 0:
         factor = sizes.per_row(op.inputs[0], first.axis, rows)
-        if factor is None:
+        if factor is None or factor.static is None:
             return None
         made = ShardList(first.axis - 1, rows, factor, len(sizes.dims(op.inputs[0]) or []) - 1)
         return Division(OpPlan((OWN, any_shape(op.inputs[1]))), [made])
@@ -103,7 +103,7 @@ def _put(
     made: Placement
     if isinstance(item, Shard):
         factor = sizes.per_row(element, item.axis, rows)
-        if factor is None:
+        if factor is None or factor.static is None:
             return None
         made = ShardList(item.axis, rows, factor, len(sizes.dims(element) or []))
     elif item == REPLICATE and isinstance(first, ShardList):

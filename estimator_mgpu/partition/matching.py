@@ -10,14 +10,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
 from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan
-from estimator_mgpu.partition.rules.signature import (
-    Entries,
-    Fixed,
-    Label,
-    Operand,
-    Part,
-    Signature,
-)
+from estimator_mgpu.partition.rules.signature import Entries, Fixed, Label, Operand, Part, Signature
 from estimator_mgpu.partition.symbols import ONE, Rows, Size, per_row
 
 if TYPE_CHECKING:
@@ -25,16 +18,7 @@ if TYPE_CHECKING:
 
 
 class Matching:
-    """An op, its signature, and what towers have of its inputs.
-
-    Args:
-      op: the op.
-      signature: what it does along which dimensions.
-      placements: of its inputs, none of them `Partial`.
-      made: names of the tensors that towers make.
-      rows: which rows.
-      sizes: what is known of sizes.
-    """
+    """An op, its signature, the placements of its inputs, and what tensors towers make, by name."""
 
     def __init__(
         self,

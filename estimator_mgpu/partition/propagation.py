@@ -31,16 +31,8 @@ def propagate(
 ) -> Plan:
     """Finds out what may run in towers.
 
-    Args:
-      sources: tensors of one graph that have the rows along dimension 0.
-      rows: the batch's rows.
-      table: the rules, by the type of op.
-      callers: what divides ops that call functions, by the type of op.
-      before: names of ops that aren't the model's.
-      unused: names of ops that nothing else uses, and that run once.
-
-    Returns:
-      The `Plan`.
+    Sources have the rows along dimension 0. Rules, and what divides ops that call functions, are by
+    the types of ops. Ops that are named in `before` aren't the model's; `unused` ones run once.
 
     Raises:
       RuntimeError: if a rule fails, rather than says no.
@@ -92,15 +84,10 @@ def _order(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]
 
 
 class Pass:
-    """One pass over the ops, which notes for the next what has to be reduced or run once.
+    """One pass over the ops.
 
-    Args:
-      rows: the batch's rows.
-      table: the rules, by the type of op.
-      callers: what divides ops that call functions, by the type of op.
-      reduced: names of tensors that passes found have to be reduced.
-      once: names of ops that passes found have to run once.
-      scope: tells a function's tensors from others of the same name.
+    It notes for the next, by name, which tensors have to be reduced and which ops have to run once.
+    A scope tells a function's tensors from others of the same name.
     """
 
     def __init__(

@@ -27,17 +27,13 @@ class Sharding:
     all towers have none.
 
     Args:
-      rows: which rows.
-      total: how many there are, an int32 scalar; None if `rows` knows.
-      devices: one a tower.
-      nodes: where nodes go.
+      total: how many rows there are, an int32 scalar; None if `rows` knows.
       symbol: symbol(dimension or entry that isn't known, tower) -> reference to an int32 scalar
         that is it, for a tower or for the whole (None).
 
     Attributes:
       host: the CPU where sizes are.
-      total: how many rows there are.
-      counts: how many each tower has.
+      counts: how many rows each tower has.
       active: whether each tower has any, a bool scalar; None if all have, always.
     """
 

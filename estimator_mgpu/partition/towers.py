@@ -28,10 +28,7 @@ class Towers:
     them. They take whole values: what towers have, gathered or reduced.
 
     Args:
-      graph: the graph.
-      plan: the plan.
       total: how many rows there are, an int32 scalar; None if the plan's rows know.
-      devices: one a tower.
       homes: by name, where what towers' tensors come to is made.
       instead: by name, what is used in place of tensors.
     """

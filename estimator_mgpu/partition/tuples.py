@@ -17,12 +17,8 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     with its gradients before all have their losses. A graph with reference variables stays as it
     is. So do the tuples, for whoever fetches their entries.
 
-    Args:
-      graph: the graph.
-      before: names of ops that aren't the model's.
-
-    Returns:
-      By the names of the entries, what is used in their place.
+    Returns, by the names of the entries, what is used in their place. Ops that are named in
+    `before` aren't the model's.
     """
     ops = [op for op in graph.get_operations() if op.name not in before]
     if any(private.is_reference(t) for op in ops for t in op.outputs):
