@@ -131,6 +131,23 @@ def test_no_tower_waits_for_another(rows):
 
 
 @pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])
+def test_what_follows_from_ops_without_a_rule_is_divided_again(rows):
+    """Where it's known to be of rows: here behind embeddings, which are made whole."""
+
+    def embedded(features, labels, mode):
+        words = tf.feature_column.categorical_column_with_hash_bucket('word', 10, tf.int32)
+        column = tf.feature_column.embedding_column(words, 4)
+        net = tf.feature_column.input_layer({'word': tf.cast(features, tf.int32)}, [column])
+        net = tf.layers.dense(tf.layers.dense(net, 5, tf.nn.tanh), 1)
+        loss = tf.reduce_mean(tf.square(net - labels))
+        return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
+
+    ops = ops_of_a_step(embedded, 4, rows)
+    products = [tower_of(op) for op in ops if op.type == 'MatMul']
+    assert sorted(products) == sorted([*range(4)] * 6)
+
+
+@pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])
 def test_nodes_grow_by_the_same_for_each_tower(rows):
     counts = {towers: len(ops_of_a_step(network, towers, rows)) for towers in (2, 3, 4, 8)}
     further = counts[3] - counts[2]

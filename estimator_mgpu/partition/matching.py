@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 class Matching:
-    """An op, its signature, the placements of its inputs, and what tensors towers make, by name."""
+    """An op, its signature and the placements of its inputs.
+
+    Args:
+      made: names of the tensors that towers make.
+      again: names of those that are made whole, and may be divided again along dimension 0.
+    """
 
     def __init__(
         self,
@@ -26,6 +31,7 @@ class Matching:
         signature: Signature,
         placements: Sequence[Placement],
         made: Container[str],
+        again: Container[str],
         rows: Rows,
         sizes: Sizes,
     ):
@@ -33,6 +39,7 @@ class Matching:
         self._signature = signature
         self._inputs = list(zip(op.inputs, signature.inputs, placements))
         self._made = made
+        self._again = again
         self._rows = rows
         self._sizes = sizes
 
@@ -43,8 +50,8 @@ class Matching:
     def _candidates(self) -> Iterator[tuple[Label, Size]]:
         """Yields labels to divide along, each with how many entries a row has there.
 
-        They are of what inputs have their rows along. If none has rows, as where tensors are made,
-        they are of what has a size by rows.
+        They are of what inputs have their rows along. If none has rows, they are of what has a size
+        by rows, as where tensors are made, or of what was made whole, of rows.
         """
         sharded = [(t, o, p.axis) for t, o, p in self._inputs if isinstance(p, Shard)]
         for tensor, operand, axis in sharded:
@@ -58,6 +65,10 @@ class Matching:
                     factor = per_row(size, self._rows) if self._rows in size.symbols else None
                     if label is not None and factor is not None:
                         yield label, factor
+            elif tensor.name in self._again and _is_labels(operand) and operand:
+                factor = self._sizes.per_row(tensor, 0, self._rows)
+                if operand[0] is not None and factor is not None:
+                    yield operand[0], factor
 
     def _along(self, label: Label, factor: Size) -> Division | None:
         """What the op comes to if it's divided along a dimension; None if it can't be."""

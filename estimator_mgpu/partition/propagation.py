@@ -108,6 +108,7 @@ class Pass:
         self.ops: dict[str, OpPlan] = {}
         self.placements: dict[str, Placement] = {}
         self.reasons: dict[str, str] = {}
+        self.again: set[str] = set()  # what was made whole, and may be divided again
         self._asked: dict[str, set[str]] = {}  # partial results that are asked for, by their origin
 
     def visit(self, op: tf.Operation) -> None:
@@ -162,7 +163,11 @@ class Pass:
         signature = rule(op, self.sizes) if rule else None
         if signature is None:
             return None
-        matching = Matching(op, signature, placements, self.placements, self.rows, self.sizes)
+        names = self.placements, self.again
+        matching = Matching(op, signature, placements, *names, self.rows, self.sizes)
+        for output, dims in zip(op.outputs, signature.dims or ()):
+            if dims is not None:
+                self.sizes.know(output, dims)
         return self._fill(op, placements) or matching.division()
 
     def _fill(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
@@ -211,6 +216,9 @@ class Pass:
             for tensor, placement in zip(op.inputs, placements):
                 if isinstance(placement, KEPT):
                     self.once.add(tensor.op.name)
+        rows = any(isinstance(p, Shard) for p in placements)
+        if rows or any(t.name in self.again for t in op.inputs):
+            self.again.update(t.name for t in op.outputs if op.type not in SIZE_OPS)
 
     def reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
         """Notes that partial results are to be reduced, where they come from."""

@@ -159,6 +159,8 @@ def _strided_slice(op: tf.Operation, _: int, x: np.ndarray, *ends: np.ndarray) -
 def _slice(
     op: tf.Operation, _: int, x: np.ndarray, begin: np.ndarray, size: np.ndarray
 ) -> np.ndarray:
+    if begin.size != 1:
+        raise Unknown
     (first,), (count,) = _numbers(begin), _numbers(size)
     return _vector(x)[first : None if count < 0 else first + count]
 
@@ -182,6 +184,8 @@ def _dynamic_stitch(op: tf.Operation, _: int, *given: np.ndarray) -> np.ndarray:
     half = len(given) // 2
     found: dict[int, Size] = {}
     for at, data in zip(given[:half], given[half:]):
+        if at.shape != data.shape:
+            raise Unknown
         found.update(zip((size.known for size in at.flat), data.flat))
     if sorted(found) != list(range(len(found))):
         raise Unknown
