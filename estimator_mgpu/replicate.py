@@ -152,7 +152,8 @@ def _divided(
         with tf.device(devices_lib.host_of(devices[0])):
             total = found.total() if found.static is None and found.leaves else None
     norm = options['batch_norm']
-    towers = divide(graph, found.sources, found.static, total, devices, before, norm)
+    sparse = [leaf for leaf in found.leaves.values() if isinstance(leaf, tf.SparseTensor)]
+    towers = divide(graph, found.sources, sparse, found.static, total, devices, before, norm)
     spec = spec if towers is None else _whole(spec, towers.whole)
     return spec, total if found.static is None else found.static
 

@@ -36,11 +36,12 @@ def perceptron(features, labels, mode):
     return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
 
 
-def ops_of_a_step(model_fn, towers, rows=ROWS):
+def ops_of_a_step(model_fn, towers, rows=ROWS, placeholder=None):
     """Returns the ops that a step runs, constants aside."""
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
-        batch = tf.placeholder(tf.float32, [rows, 3]), tf.placeholder(tf.float32, [rows, 1])
+        features = placeholder() if placeholder else tf.placeholder(tf.float32, [rows, 3])
+        batch = features, tf.placeholder(tf.float32, [rows, 1])
         if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers)
         spec = model_fn(*batch, tf.estimator.ModeKeys.TRAIN)
@@ -130,19 +131,25 @@ def test_no_tower_waits_for_another(rows):
         assert others <= {tower_of(op)}, op.name
 
 
+def _sparse():
+    return tf.sparse.placeholder(tf.int32, [None, None])
+
+
+@pytest.mark.parametrize('sparse', [False, True], ids=['dense', 'sparse'])
 @pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])
-def test_what_follows_from_ops_without_a_rule_is_divided_again(rows):
+def test_what_follows_from_ops_without_a_rule_is_divided_again(rows, sparse):
     """Where it's known to be of rows: here behind embeddings, which are made whole."""
 
     def embedded(features, labels, mode):
         words = tf.feature_column.categorical_column_with_hash_bucket('word', 10, tf.int32)
         column = tf.feature_column.embedding_column(words, 4)
-        net = tf.feature_column.input_layer({'word': tf.cast(features, tf.int32)}, [column])
+        ids = features if sparse else tf.cast(features, tf.int32)
+        net = tf.feature_column.input_layer({'word': ids}, [column])
         net = tf.layers.dense(tf.layers.dense(net, 5, tf.nn.tanh), 1)
         loss = tf.reduce_mean(tf.square(net - labels))
         return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
 
-    ops = ops_of_a_step(embedded, 4, rows)
+    ops = ops_of_a_step(embedded, 4, rows, _sparse if sparse else None)
     products = [tower_of(op) for op in ops if op.type == 'MatMul']
     assert sorted(products) == sorted([*range(4)] * 6)
 

@@ -713,7 +713,7 @@ def results(sampled, rows, divided):
             sources = list(batch.feed)
             total = tf.shape(sources[0])[0]
             devices = [f'/device:CPU:{i}' for i in range(TOWERS)]
-            found = divide(graph, sources, None, total, devices)
+            found = divide(graph, sources, [], None, total, devices)
             types = {op.type for op in graph.get_operations() if found.copies(op)}
             tensors = [found.whole(t) for t in tensors]
         with towers.session(TOWERS) as session:

@@ -20,6 +20,7 @@ from estimator_mgpu.partition.tuples import untie
 def divide(
     graph: tf.Graph,
     sources: Sequence[tf.Tensor],
+    sparse: Sequence[tf.SparseTensor],
     static: int | None,
     total: tf.Tensor | None,
     devices: Sequence[str],
@@ -31,6 +32,7 @@ def divide(
     Args:
       graph: the graph.
       sources: tensors with the batch's rows along dimension 0.
+      sparse: sparse tensors that have them, too.
       static: how many rows there are, if the graph knows.
       total: how many there are, an int32 scalar, otherwise.
       devices: one device a tower.
@@ -40,7 +42,7 @@ def divide(
     Returns:
       The towers; None if the graph stays as it is, as there are fewer rows than devices.
     """
-    if not sources or (static is not None and static < len(devices)):
+    if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
     replaced = {**inline(graph, before), **untie(graph, before)}
     table = RULES
@@ -49,5 +51,6 @@ def divide(
     else:
         expand(graph)
     unused = {name.partition(':')[0] for name in replaced}
-    plan = propagate(sources, Rows('batch', static), table, CALLERS, before, unused)
+    rows = Rows('batch', static)
+    plan = propagate(sources, sparse, rows, table, CALLERS, before, unused)
     return Towers(graph, plan, total, devices, settle(graph, plan), replaced)

@@ -23,6 +23,7 @@ Caller = Callable[[Any, tf.Operation, list[Placement]], Optional[Division]]
 
 def propagate(
     sources: Sequence[tf.Tensor],
+    sparse: Sequence[tf.SparseTensor],
     rows: Rows,
     table: dict[str, Rule],
     callers: dict[str, Caller],
@@ -31,13 +32,15 @@ def propagate(
 ) -> Plan:
     """Finds out what may run in towers.
 
-    Sources have the rows along dimension 0. Rules, and what divides ops that call functions, are by
-    the types of ops. Ops that are named in `before` aren't the model's; `unused` ones run once.
+    Sources have the rows along dimension 0, and so do sparse tensors, which stay whole. Rules, and
+    what divides ops that call functions, are by the types of ops. Ops that are named in `before`
+    aren't the model's; `unused` ones run once.
 
     Raises:
       RuntimeError: if a rule fails, rather than says no.
     """
-    order = _order(sources, before)
+    parts = [part for t in sparse for part in (t.indices, t.values, t.dense_shape)]
+    order = _order([*sources, *parts], before)
     reduced: set[str] = set()
     once: set[str] = set()
     while True:
@@ -46,6 +49,10 @@ def propagate(
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
+        found.again.update(part.name for part in parts)
+        for shape in (tensor.dense_shape for tensor in sparse):
+            if entries := found.sizes.entries(shape):
+                found.sizes.know_values(shape, [Size(1, (rows,)), *entries[1:]])
         for op in order:
             if op.name not in unused:
                 found.visit(op)
