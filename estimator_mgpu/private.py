@@ -89,6 +89,7 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
     """
     arguments = {t.op.name for t in graph.inputs}
     found = [op for op in graph.get_operations() if op.name not in arguments]
+    found = found[: len(definition.node_def)]  # Gradients of the function may have come since.
     if [op.type for op in found] != [node.op for node in definition.node_def]:
         raise RuntimeError(
             f'The nodes of the function {definition.signature.name} are not in the order of its '

@@ -100,6 +100,11 @@ def replicate(
 
     @functools.wraps(model_fn, updated=())
     def replicated(*args: Any, **kwargs: Any) -> Any:
+        if tf.executing_eagerly():
+            raise RuntimeError(
+                'A replicated model_fn builds a graph. Let an Estimator call it, or call it within '
+                '`with tf.Graph().as_default():`.'
+            )
         arguments = wider_signature.bind(*args, **kwargs).arguments
         mode, config = arguments.get('mode'), arguments.get('config')
         if private.outermost(tf.get_default_graph()) in _building:
@@ -153,7 +158,13 @@ def _divided(
             total = found.total() if found.static is None and found.leaves else None
     norm = options['batch_norm']
     sparse = [leaf for leaf in found.leaves.values() if isinstance(leaf, tf.SparseTensor)]
-    towers = divide(graph, found.sources, sparse, found.static, total, devices, before, norm)
+    try:
+        towers = divide(graph, found.sources, sparse, found.static, total, devices, before, norm)
+    except Exception as error:
+        raise RuntimeError(
+            f'Dividing the graph over the devices failed: {error}. Please report the model; '
+            'meanwhile replicate(devices=1) trains it on one device.'
+        ) from error
     spec = spec if towers is None else _whole(spec, towers.whole)
     return spec, total if found.static is None else found.static
 

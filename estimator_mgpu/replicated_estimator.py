@@ -39,6 +39,8 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
         devices: devices_lib.Devices = None,
         **options: Any,
     ):
+        if not callable(model_fn):
+            raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, no function.')
         given = getattr(model_fn, 'replicate_options', None)
         if given is None:
             model_fn = replicate(model_fn, devices=devices, **options)

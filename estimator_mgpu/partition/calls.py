@@ -28,8 +28,9 @@ def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
             function = _function(op)
             if function is not None:
                 tensors, last = _body(op, function)
-                private.replace(op, dict(enumerate(tensors)), last)
-                replaced.update(zip((t.name for t in op.outputs), tensors))
+                made = list(zip(op.outputs, tensors))  # A function may have got more since.
+                private.replace(op, {t.value_index: own for t, own in made}, last)
+                replaced.update((t.name, own) for t, own in made)
     return replaced
 
 

@@ -148,12 +148,13 @@ class Inside(Pass):
         return None  # Nobody waits for others inside.
 
     def own_lists(self, given: Any) -> bool:
-        """Lists are the function's own, if they're made empty."""
-        return not self.strict or all(
-            self.seen(t) != REPLICATE or t.op.type in lists.MAKERS
-            for t, need in given
-            if isinstance(need, plan.Own) and t.dtype == tf.variant
-        )
+        """Lists are the function's own, if they're made empty, of elements of any size."""
+        empty = [t for t, need in given if isinstance(need, plan.Own) and t.dtype == tf.variant]
+        empty = [t for t in empty if self.strict and self.seen(t) == REPLICATE]
+        for op in (t.op for t in empty):
+            if op.type in lists.MAKERS and len(op.inputs):
+                self.given[op.name, 0] = lists.any_shape(op.inputs[0])
+        return all(t.op.type in lists.MAKERS for t in empty)
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         raise Undivided(f'{op.name}: {reason} ({placements})')

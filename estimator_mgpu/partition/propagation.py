@@ -150,11 +150,8 @@ class Pass:
         except UnknownRank as error:
             found, reason = None, f'the rank of {error} is unknown'
         except Exception as error:
-            raise RuntimeError(
-                f'Dividing {op.name!r} (a {op.type}) over the devices failed: '
-                f'{type(error).__name__}: {error}. Please report the model; meanwhile '
-                'replicate(devices=1) trains it on one device.'
-            ) from error
+            kind = type(error).__name__
+            raise RuntimeError(f'{op.name!r} (a {op.type}): {kind}: {error}') from error
         if found is None:
             self.whole(op, placements, reason)
         else:

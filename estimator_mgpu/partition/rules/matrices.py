@@ -22,7 +22,7 @@ def einsum(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`Einsum`: by its equation, whose ellipsis is matched from the last too."""
     equation = op.get_attr('equation').decode().replace(' ', '').replace('...', '.')
     terms, result = equation.split('->')
-    if any(term.count(c) > 1 for term in terms.split(',') for c in term):
+    if any(term.count(c) > 1 for term in [*terms.split(','), result] for c in term):
         return None  # A diagonal.
     letters = dict(zip(sorted(set(equation) - set('.,->')), string.ascii_lowercase))
     words = [

@@ -18,14 +18,15 @@ from estimator_mgpu.partition.rules.signature import (
     without,
 )
 from estimator_mgpu.partition.sizes import Sizes
-from estimator_mgpu.partition.symbols import ONE, Size, product
+from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
 
 
 def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """A dimension keeps its rows if what comes before it has as many entries as before.
 
     Entries are in row-major order: where the products of the dimensions before are equal, and both
-    dimensions are a multiple of the rows, each row is the same contiguous block in both.
+    dimensions are a multiple of the rows, each row is the same contiguous block in both. Where it's
+    only known when the step runs whether they are, nothing is divided along them.
     """
     before = sizes.dims(op.inputs[0])
     after = _reshaped(op, sizes, before) if before is not None else None
@@ -34,12 +35,19 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
     own: list[Label] = [None] * len(before)
     new: list[Label] = [None] * len(after)
     for i, size in enumerate(before):
-        if size == ONE or (size.rows is None and size.static is None):
-            continue  # Of size 1, it begins nothing.
-        for j in range(len(after)):
-            if after[j] != ONE and product(before[:i]).same_as(product(after[:j])):
+        for j in range(len(after)):  # Of size 1, a dimension begins nothing.
+            begin = ONE not in (size, after[j]) and _go_together(size, after[j])
+            if begin and product(before[:i]).same_as(product(after[:j])):
                 own[i] = new[j] = f'{i}'
     return Signature([tuple(own), Entries(tuple(new))], [tuple(new)], dims=[after])
+
+
+def _go_together(a: Size, b: Size) -> bool:
+    """Whether dimensions are one, or multiples of the same rows; numbers are compared with rows."""
+    rows = a.rows or b.rows
+    if rows is None:
+        return a.same_as(b) or None not in (a.static, b.static)
+    return per_row(a, rows) is not None and per_row(b, rows) is not None
 
 
 def _reshaped(op: tf.Operation, sizes: Sizes, before: Sequence[Size]) -> list[Size] | None:
