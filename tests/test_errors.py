@@ -149,7 +149,7 @@ def test_a_rule_that_fails_says_what_failed(monkeypatch):
     match = r"(?s)'culprit' \(a Tanh\).*KeyError.*no such thing.*replicate\(devices=1\)"
     with pytest.raises(RuntimeError, match=match) as info:
         build(model_fn)
-    assert isinstance(info.value.__cause__, KeyError)
+    assert isinstance(info.value.__cause__.__cause__, KeyError)
 
 
 @pytest.mark.parametrize('given', [None, 3.0, 'loss'], ids=repr)
