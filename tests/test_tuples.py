@@ -65,6 +65,32 @@ def test_what_else_comes_before_a_tuple_still_does():
     assert 'replicate/tower_1/x' in found and 'replicate/tower_1/y' not in found
 
 
+def test_a_variable_is_read_before_it_is_written():
+    """Though the gradient of a linear loss doesn't follow from it."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [3, 1], use_resource=True)
+        loss = tf.reduce_mean(tf.matmul(features, w))
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        train_op = optimizer.minimize(loss, tf.train.get_global_step())
+        with tf.control_dependencies([train_op]):
+            after = tf.reduce_sum(features) * tf.reduce_sum(w.read_value(), name='after')
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, train_op=tf.group(train_op, after), eval_metric_ops={}
+        )
+
+    with tf.Graph().as_default() as graph:
+        features = tf.placeholder(tf.float32, [None, 3])
+        tf.train.create_global_step()
+        replicated = estimator_mgpu.replicate(model_fn, devices=2)
+        replicated(features=features, labels=None, mode=TRAIN)
+        [write] = [op for op in graph.get_operations() if op.type.startswith('ResourceApply')]
+        assert 'MatMul/ReadVariableOp' in reached(write)
+        assert write.name in reached(graph.get_operation_by_name('after'))
+    ours = compare(model_fn, [(floats(7, 3), floats(7, 1))] * 3, 3)[0]
+    assert ours.losses[1] < ours.losses[0]
+
+
 def test_an_entry_that_is_fetched_is_the_batch_s():
     def forward(features):
         first, second = tf.tuple([tf.layers.dense(features, 2), tf.nn.tanh(features)])

@@ -14,7 +14,7 @@ from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
 from estimator_mgpu.partition.symbols import Rows
 from estimator_mgpu.partition.towers import Towers
-from estimator_mgpu.partition.tuples import untie
+from estimator_mgpu.partition.tuples import read_first, untie
 
 
 def divide(
@@ -53,4 +53,6 @@ def divide(
     unused = {name.partition(':')[0] for name in replaced}
     rows = Rows('batch', static)
     plan = propagate(sources, sparse, rows, table, CALLERS, before, unused)
-    return Towers(graph, plan, total, devices, settle(graph, plan), replaced)
+    towers = Towers(graph, plan, total, devices, settle(graph, plan), replaced)
+    read_first(plan.order)
+    return towers

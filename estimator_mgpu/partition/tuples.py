@@ -1,8 +1,8 @@
-"""Gradients that wait for each other without need."""
+"""What waits for what: gradients not for each other, but what writes for what reads."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -41,3 +41,32 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
                 replaced[entry.outputs[0].name] = entry.inputs[0]
                 private.replace(entry, {0: entry.inputs[0]}, entry.inputs[0].op)
     return replaced
+
+
+def read_first(order: Sequence[tf.Operation]) -> None:
+    """Lets the model's ops that write a variable wait for those that read it for a step.
+
+    A tuple saw to that where a gradient doesn't follow from the variable, as in a linear loss. What
+    reads after it has been written, as it waits for that, still does.
+    """
+    for op in order:
+        for handle in (t for t in op.inputs if t.op.type == 'VarHandleOp'):
+            if op.op_def.is_stateful and op.type not in _READS:
+                reads = [c for c in handle.consumers() if c.type == 'ReadVariableOp']
+                used = [r for r in reads if {c.type for c in r.outputs[0].consumers()} - _KEEPS]
+                private.add_control_inputs(op, [r for r in used if not _waits(r, op)])
+
+
+_KEEPS = {'AssignVariableOp', 'SaveV2'}
+_READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
+
+
+def _waits(op: tf.Operation, other: tf.Operation) -> bool:
+    """Whether an op waits for another, by data or control."""
+    seen, stack = {op}, [op]
+    while stack:
+        last = stack.pop()
+        before = {t.op for t in last.inputs} | set(last.control_inputs)
+        stack += before - seen
+        seen |= before
+    return other in seen
