@@ -27,7 +27,7 @@ def resolve(devices: Devices = None) -> list[str]:
     """
     listed = check(devices)
     gpus = len(tf.config.list_physical_devices('GPU'))
-    has = f'{gpus or "no"} GPU{"" if gpus == 1 else "s"}'
+    has = {0: 'no GPU', 1: '1 GPU'}.get(gpus, f'{gpus} GPUs')
     if devices is None:
         return [f'/device:GPU:{i}' for i in range(gpus)] or ['/device:CPU:0']
     if isinstance(devices, int):
@@ -38,8 +38,8 @@ def resolve(devices: Devices = None) -> list[str]:
             )
         kind = 'GPU' if gpus else 'CPU'
         return [f'/device:{kind}:{i}' for i in range(devices)]
-    for device in listed:
-        spec = spec_of(device)
+    for device, canonical in zip([devices] if isinstance(devices, str) else devices, listed):
+        spec = spec_of(canonical)
         if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus:
             raise ValueError(
                 f'{device!r} in devices is unknown: this machine has {has}. List those that '
