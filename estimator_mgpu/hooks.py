@@ -43,7 +43,8 @@ class ProgressHook(_StepHook):
       >>> bar = ProgressHook(max_steps=900)  # then: estimator.train(input_fn, [bar], max_steps=900)
 
     Args:
-      steps, max_steps: one of them, the same as for each call of `train`.
+      steps: the same as for each call of `train`, instead of `max_steps`.
+      max_steps: the same as for each call of `train`.
       batch_size: how many examples a step has. By default it's what a replicated model_fn gets,
         also by `replicate(devices=1)`; for others only steps/s are shown.
     """

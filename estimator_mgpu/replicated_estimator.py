@@ -23,9 +23,12 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
 
     Args:
       model_fn: as for `tf.estimator.Estimator`; one that is replicated already stays as it is.
-      model_dir, config, params, warm_start_from: as for `tf.estimator.Estimator`. The config's
-        session config gets the devices.
-      devices, **options: as for `replicate()`; not for a model_fn that is replicated already.
+      model_dir: as for `tf.estimator.Estimator`.
+      config: as for `tf.estimator.Estimator`. Its session config gets the devices.
+      params: as for `tf.estimator.Estimator`.
+      warm_start_from: as for `tf.estimator.Estimator`.
+      devices: as for `replicate()`; not for a model_fn that is replicated already.
+      **options: the further options of `replicate()`.
     """
 
     def __init__(

@@ -91,8 +91,9 @@ def verify(
       True
 
     Args:
-      model_fn, params: as for `tf.estimator.Estimator`. If it's replicated, its options are used.
+      model_fn: as for `tf.estimator.Estimator`. If it's replicated, its options are used.
       input_fn: as for `tf.estimator.Estimator`; it's called once a mode.
+      params: as for `tf.estimator.Estimator`.
       devices: the several devices, as for `replicate()`.
       steps: how many batches to take.
       tolerance: the largest relative difference that may be rounding. Some units in the last place
