@@ -119,7 +119,7 @@ def test_fewer_gpus_than_asked_for(monkeypatch):
     ):
         devices.resolve(3)
     with pytest.raises(
-        ValueError, match="'/device:GPU:2' in devices is unknown: this machine has 2 GPUs"
+        ValueError, match="'/gpu:2' in devices is unknown: this machine has 2 GPUs"
     ):
         devices.resolve(['/gpu:0', '/gpu:2'])
 
