@@ -6,7 +6,6 @@ at once, by name.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import operator
 from collections.abc import Sequence
@@ -76,10 +75,10 @@ def function_graphs(op: tf.Operation) -> list[tf.Graph]:
 
 
 def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
-    """Returns a copy of a function's FunctionDef, and its graph."""
+    """Returns a function's FunctionDef, which isn't to be changed, and its graph."""
     function = _get_function(graph, name)
     definition = getattr(function, 'cached_definition', None) or function.definition
-    return copy.deepcopy(definition), function.graph
+    return definition, function.graph
 
 
 def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:

@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from models import floats, spec_of, step
-from towers import session
+from towers import reached, session
 
 ROWS = 24
 
@@ -45,13 +45,7 @@ def ops_of_a_step(model_fn, towers, rows=ROWS, placeholder=None):
         if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers)
         spec = model_fn(*batch, tf.estimator.ModeKeys.TRAIN)
-        found, waiting = set(), [spec.train_op, spec.loss.op]
-        while waiting:
-            op = waiting.pop()
-            if op not in found:
-                found.add(op)
-                waiting += [t.op for t in op.inputs] + list(op.control_inputs)
-        return [op for op in found if op.type != 'Const']
+        return [op for op in reached(spec.train_op, spec.loss.op) if op.type != 'Const']
 
 
 def types(ops):
@@ -96,18 +90,6 @@ def test_a_step_slices_and_sums(towers):
     assert all(len(op.inputs) == towers for op in sums)
     rest = [op for op in added if op not in sums and op.type != 'Slice']
     assert all(t.shape.rank == 0 for op in rest for t in op.outputs)
-
-
-def reached(op):
-    """All ops that one waits for, by data or control."""
-    found, waiting = set(), [op]
-    while waiting:
-        op = waiting.pop()
-        for other in [t.op for t in op.inputs] + list(op.control_inputs):
-            if other not in found:
-                found.add(other)
-                waiting.append(other)
-    return found
 
 
 @pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])

@@ -118,9 +118,7 @@ def test_fewer_gpus_than_asked_for(monkeypatch):
         ValueError, match=r'devices=3, but this machine has 2 GPUs.*may stand twice'
     ):
         devices.resolve(3)
-    with pytest.raises(
-        ValueError, match="'/gpu:2' in devices is unknown: this machine has 2 GPUs"
-    ):
+    with pytest.raises(ValueError, match="'/gpu:2' in devices is unknown: this machine has 2 GPUs"):
         devices.resolve(['/gpu:0', '/gpu:2'])
 
 

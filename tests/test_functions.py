@@ -74,11 +74,14 @@ def input_signature(features):
     return dense(found['a']) + tf.cast(found['rows'] * 0, tf.float32)
 
 
+def counter():
+    zeros = tf.zeros_initializer()
+    return tf.get_variable('calls', [], trainable=False, use_resource=True, initializer=zeros)
+
+
 def counting(features):
     """A function that writes to a variable."""
-    w = square()
-    zeros = tf.zeros_initializer()
-    calls = tf.get_variable('calls', [], trainable=False, use_resource=True, initializer=zeros)
+    w, calls = square(), counter()
 
     @tf.function
     def call(x):
@@ -112,9 +115,7 @@ def kept_apart(features):
 
 def nested_with_effects(features):
     """What a function prints and counts comes before what uses its results."""
-    w = square()
-    zeros = tf.zeros_initializer()
-    calls = tf.get_variable('calls', [], trainable=False, use_resource=True, initializer=zeros)
+    w, calls = square(), counter()
 
     @tf.function
     def inner(x):

@@ -84,11 +84,8 @@ def test_other_numbers_of_rows():
 
 def test_a_model_fn_needs_a_graph():
     model_fn = estimator_mgpu.replicate(of_all_modes(views), devices=2)
-    with tf.Graph().as_default():
-        assert not tf.executing_eagerly()
-    if tf.executing_eagerly_outside_functions():
-        with tf.init_scope(), pytest.raises(RuntimeError, match='builds a graph. Let an Estimator'):
-            model_fn(features=floats(4, 3), labels=floats(4, 1), mode='train')
+    with tf.init_scope(), pytest.raises(RuntimeError, match='builds a graph. Let an Estimator'):
+        model_fn(features=floats(4, 3), labels=floats(4, 1), mode='train')
 
 
 def test_an_estimator_needs_a_function():

@@ -5,21 +5,15 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from models import floats, of_all_modes
-from towers import compare, session
+from towers import compare, reached, session
 
 pytestmark = pytest.mark.core
 TRAIN = tf.estimator.ModeKeys.TRAIN
 
 
-def reached(op):
-    """The names of all ops that one waits for, by data or control."""
-    found, waiting = set(), [op]
-    while waiting:
-        op = waiting.pop()
-        if op.name not in found:
-            found.add(op.name)
-            waiting += [t.op for t in op.inputs] + list(op.control_inputs)
-    return found
+def before(op):
+    """The names of an op and all that it waits for."""
+    return {other.name for other in reached(op)}
 
 
 def build(use_resource, effects=False):
@@ -43,20 +37,20 @@ def build(use_resource, effects=False):
 
 def test_an_entry_waits_for_no_other():
     with tf.Graph().as_default():
-        found = reached(build(True).get_operation_by_name('replicate/tower_1/used'))
+        found = before(build(True).get_operation_by_name('replicate/tower_1/used'))
     assert 'replicate/tower_1/x' in found and 'replicate/tower_1/y' not in found
 
 
 def test_reference_variables_keep_the_order():
     with tf.Graph().as_default():
-        found = reached(build(False).get_operation_by_name('replicate/tower_1/used'))
+        found = before(build(False).get_operation_by_name('replicate/tower_1/used'))
     assert {'replicate/tower_1/x', 'replicate/tower_1/y'} <= found
 
 
 def test_what_else_comes_before_a_tuple_still_does():
     with tf.Graph().as_default() as graph, session(2) as run:
         build(True, effects=True)
-        found = reached(graph.get_operation_by_name('replicate/tower_1/used'))
+        found = before(graph.get_operation_by_name('replicate/tower_1/used'))
         run.run(tf.global_variables_initializer())
         used = graph.get_tensor_by_name('replicate/tower_1/used:0')
         run.run(used, {'features:0': floats(5, 3)})
@@ -85,8 +79,8 @@ def test_a_variable_is_read_before_it_is_written():
         replicated = estimator_mgpu.replicate(model_fn, devices=2)
         replicated(features=features, labels=None, mode=TRAIN)
         [write] = [op for op in graph.get_operations() if op.type.startswith('ResourceApply')]
-        assert 'MatMul/ReadVariableOp' in reached(write)
-        assert write.name in reached(graph.get_operation_by_name('after'))
+        assert 'MatMul/ReadVariableOp' in before(write)
+        assert write.name in before(graph.get_operation_by_name('after'))
     ours = compare(model_fn, [(floats(7, 3), floats(7, 1))] * 3, 3)[0]
     assert ours.losses[1] < ours.losses[0]
 

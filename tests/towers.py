@@ -275,3 +275,15 @@ def assert_close(ours: Any, one: Any, rtol: float) -> None:
             np.testing.assert_allclose(found, expected, rtol=own, atol=own * scale)
         else:
             np.testing.assert_array_equal(found, expected)
+
+
+def reached(*ops: tf.Operation) -> set[tf.Operation]:
+    """These ops, and all that they wait for, by data or control."""
+    found: set[tf.Operation] = set()
+    waiting = list(ops)
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [t.op for t in op.inputs] + list(op.control_inputs)
+    return found

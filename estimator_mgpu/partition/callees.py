@@ -6,6 +6,7 @@ to the session's first one.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,8 @@ class Callees:
 
     def _copy(self, name: str, plan: FunctionPlan, tower: int, values: dict[int, tf.DType]) -> str:
         """Adds a tower's copy of a function, given `values` of variables; returns its name."""
-        definition, graph = private.function_definition(self._nodes.graph, name)
+        original, graph = private.function_definition(self._nodes.graph, name)
+        definition = copy.deepcopy(original)
         self._count += 1
         signature, device = definition.signature, self._sharding.devices[tower]
         signature.name = f'{name}_{self._nodes.scope.replace("/", "_")}_{self._count}'

@@ -14,13 +14,11 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.partition import lists, plan
 from estimator_mgpu.partition.placements import REPLICATE, SUM, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, FunctionPlan, Need, OpPlan
+from estimator_mgpu.partition.plan import WHOLE, Division, FunctionPlan, Need, OpPlan
 from estimator_mgpu.partition.propagation import Pass
-from estimator_mgpu.partition.rules.linear import linear
 from estimator_mgpu.partition.sizes import SIZE_OPS
 from estimator_mgpu.partition.symbols import Entry, Size, per_row
-
-_READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
+from estimator_mgpu.partition.tuples import READS
 
 
 class Undivided(Exception):
@@ -41,7 +39,6 @@ class Inside(Pass):
     ):
         rules = outer.table, outer.callers
         super().__init__(outer.rows, *rules, set(), set(), f'{graph.name}/')
-        self.outer = outer
         self.graph = graph
         self.strict = strict
         self.wanted = wanted
@@ -83,7 +80,7 @@ class Inside(Pass):
             return
         definition = private.op_def(op.type)
         calls = op.type in self.callers
-        if definition is None or (definition.is_stateful and op.type not in _READS and not calls):
+        if definition is None or (definition.is_stateful and op.type not in READS and not calls):
             raise Undivided(f'{op.type} has effects, or draws numbers')
         placements = [self.seen(t) for t in op.inputs]
         if op.type in SIZE_OPS:
@@ -100,15 +97,15 @@ class Inside(Pass):
             if op.type == 'BroadcastGradientArgs' or all(map(self._is_known, op.outputs)):
                 return  # Sizes, of which each tower computes its own.
         if any(isinstance(p, Partial) for p in placements):
-            made = linear(op, placements)
-            if made is None and not self.strict:
-                made = linear(op, [SUM if p == REPLICATE else p for p in placements])
-            if made is None:
-                raise Undivided(f'{op.type} needs a sum')
-            needs = tuple(OWN if p == made or not self.strict else WHOLE for p in placements)
-            self.divide(op, Division(OpPlan(needs), [made]))
-            return
-        self.by_rule(op, placements)
+            self.by_parts(op, placements)
+        else:
+            self.by_rule(op, placements)
+
+    def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
+        made = super().linear(op, placements)
+        if made is None and not self.strict:
+            made = super().linear(op, [SUM if p == REPLICATE else p for p in placements])
+        return made
 
     def differs(self, tensor: tf.Tensor) -> bool:
         """Whether towers have their own versions of a size."""

@@ -28,7 +28,7 @@ def propagate(
     table: dict[str, Rule],
     callers: dict[str, Caller],
     before: Set[str],
-    unused: Set[str] = frozenset(),
+    unused: Set[str],
 ) -> Plan:
     """Finds out what may run in towers.
 
@@ -132,14 +132,22 @@ class Pass:
         elif private.in_control_flow(op):
             self.whole(op, placements, 'it is in a v1 loop or branch')
         elif any(isinstance(p, Partial) for p in placements):
-            made = linear(op, placements)
-            if made is None:
-                self.by_rule(op, self.reduce(op, placements))
-            else:
-                needs = tuple(OWN if p == made else WHOLE for p in placements)
-                self.divide(op, Division(OpPlan(needs), [made]))
+            self.by_parts(op, placements)
         else:
             self.by_rule(op, placements)
+
+    def by_parts(self, op: tf.Operation, placements: list[Placement]) -> None:
+        """Puts a reduction off, or lets an op have what was reduced."""
+        made = self.linear(op, placements)
+        if made is None:
+            self.by_rule(op, self.reduce(op, placements))
+        else:
+            needs = tuple(OWN if p == made else WHOLE for p in placements)
+            self.divide(op, Division(OpPlan(needs), [made]))
+
+    def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
+        """What an op makes of partial results; None if it needs the reduced one."""
+        return linear(op, placements)
 
     def by_rule(self, op: tf.Operation, placements: list[Placement]) -> None:
         """Divides an op by the rule for its type, or lets it run once."""

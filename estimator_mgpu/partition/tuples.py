@@ -51,14 +51,15 @@ def read_first(order: Sequence[tf.Operation]) -> None:
     """
     for op in order:
         for handle in (t for t in op.inputs if t.op.type == 'VarHandleOp'):
-            if op.op_def.is_stateful and op.type not in _READS:
+            if op.op_def.is_stateful and op.type not in READS:
                 reads = [c for c in handle.consumers() if c.type == 'ReadVariableOp']
                 used = [r for r in reads if {c.type for c in r.outputs[0].consumers()} - _KEEPS]
                 private.add_control_inputs(op, [r for r in used if not _waits(r, op)])
 
 
 _KEEPS = {'AssignVariableOp', 'SaveV2'}
-_READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
+READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
+"""What looks at a variable and leaves it as it is, though it counts as having state."""
 
 
 def _waits(op: tf.Operation, other: tf.Operation) -> bool:
