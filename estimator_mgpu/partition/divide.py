@@ -14,7 +14,7 @@ from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
 from estimator_mgpu.partition.symbols import Rows
 from estimator_mgpu.partition.towers import Towers
-from estimator_mgpu.partition.tuples import read_first, untie
+from estimator_mgpu.partition.waits import fill, read_first, untie
 
 
 def divide(
@@ -44,7 +44,7 @@ def divide(
     """
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
-    replaced = {**inline(graph, before), **untie(graph, before)}
+    replaced = {**inline(graph, before), **untie(graph, before), **fill(graph, before)}
     table = RULES
     if batch_norm == 'device':
         table = {**RULES, **images.OF_DEVICE}

@@ -98,17 +98,14 @@ class _Call:
         if placed != self._placements[i]:
             if isinstance(placed, Shard):
                 return plan.Slice(placed.axis, self.factor(i))
-            return OWN if isinstance(placed, KEPT) else plan.First()
+            return OWN if isinstance(placed, KEPT) else plan.FIRST
         if placed != REPLICATE:
             return OWN
         size = (self._outer.sizes.entries(tensor) or []) if self.keeps(i) else []
         rows = [position for position, entry in enumerate(size) if entry.rows]
-        if not rows:
-            return WHOLE
-        factor = per_row(size[rows[0]], self._outer.rows)
-        if factor is None or len(rows) > 1:
+        if len(rows) > 1 or any(per_row(size[at], self._outer.rows) is None for at in rows):
             raise Undivided(f'the sizes in {tensor.name}')
-        return plan.Local(tuple(size), rows[0], factor)
+        return plan.Local(tuple(size), rows[0]) if rows else WHOLE
 
 
 def loop(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division | None:

@@ -18,7 +18,7 @@ from estimator_mgpu.partition.plan import WHOLE, Division, FunctionPlan, Need, O
 from estimator_mgpu.partition.propagation import Pass
 from estimator_mgpu.partition.sizes import SIZE_OPS
 from estimator_mgpu.partition.symbols import Entry, Size, per_row
-from estimator_mgpu.partition.tuples import READS
+from estimator_mgpu.partition.waits import READS
 
 
 class Undivided(Exception):
@@ -135,18 +135,15 @@ class Inside(Pass):
             raise Undivided(f'the size of {op.name}')
         needs: tuple[Need, ...] = ()
         if op.type == 'Fill':
-            needs = (plan.Local(tuple(dims), need.axis, own), WHOLE)
+            needs = (plan.Local(tuple(dims), need.axis), WHOLE)
         else:
             self.given[op.name, -1] = plan.Slice(need.axis, own)
         dims[need.axis] = own * Size(1, (self.rows,))
         self.divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
 
-    def _fill(self, op: tf.Operation, placements: list[Placement]) -> None:
-        return None  # Nobody waits for others inside.
-
     def own_lists(self, given: Any) -> bool:
         """Lists are the function's own, if they're made empty, of elements of any size."""
-        empty = [t for t, need in given if isinstance(need, plan.Own) and t.dtype == tf.variant]
+        empty = [t for t, need in given if need == plan.OWN and t.dtype == tf.variant]
         empty = [t for t in empty if self.strict and self.seen(t) == REPLICATE]
         for op in (t.op for t in empty):
             if op.type in lists.MAKERS and len(op.inputs):
@@ -168,12 +165,12 @@ class Inside(Pass):
 
     def _check(self, op: tf.Operation, position: int, tensor: tf.Tensor, need: Need) -> None:
         """Whether an op can be given what it needs, inside."""
-        if isinstance(need, plan.Whole):
+        if need == WHOLE:
             if self.seen(tensor) != REPLICATE or self.differs(tensor):
                 raise Undivided(f'{op.type} needs all of {tensor.name}')
         elif isinstance(need, plan.Slice) and self._may_be_made(tensor):
             self.wanted[tensor.op] = need
-        elif isinstance(need, (plan.Slice, plan.First)):
+        elif isinstance(need, plan.Slice) or need == plan.FIRST:
             if self.strict:
                 raise Undivided(f'{op.type} needs rows of {tensor.name}')
         elif isinstance(need, plan.Numbers):

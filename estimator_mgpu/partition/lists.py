@@ -123,8 +123,8 @@ def _element_shape(tensor: tf.Tensor, of: ShardList, sizes: Sizes) -> plan.Need:
     entries = sizes.entries(tensor)
     if entries is None or len(entries) <= of.axis or entries[of.axis] == Size(-1):
         return any_shape(tensor)
-    factor = per_row(entries[of.axis], of.rows)
-    return any_shape(tensor) if factor is None else plan.Local(tuple(entries), of.axis, factor)
+    unknown = per_row(entries[of.axis], of.rows) is None
+    return any_shape(tensor) if unknown else plan.Local(tuple(entries), of.axis)
 
 
 def _dims(tensor: tf.Tensor, axis: int, of: ShardList, sizes: Sizes) -> list[Size]:

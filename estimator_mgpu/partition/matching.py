@@ -116,8 +116,8 @@ class Matching:
         if entries[position] == Size(-1):
             # What is left, for a tower as for the whole batch.
             return WHOLE if not any(entry.rows for entry in entries) else None
-        factor = per_row(entries[position], self._rows)
-        return None if factor is None else plan.Local(tuple(entries), position, factor)
+        unknown = per_row(entries[position], self._rows) is None
+        return None if unknown else plan.Local(tuple(entries), position)
 
     def _dims(self, index: int, label: Label, factor: Size) -> list[Size] | None:
         """The dimensions of an output, as far as they are known."""

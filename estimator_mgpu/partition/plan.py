@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import tensorflow.compat.v1 as tf
@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from estimator_mgpu.partition.symbols import Rows, Size
 
 
-@dataclass(frozen=True)
-class Own:
-    """What the tower itself has."""
+class Given(enum.Enum):
+    """What needs no more than its name."""
 
-
-@dataclass(frozen=True)
-class Whole:
-    """The whole value: gathered or reduced if the towers made it."""
+    OWN = 'what the tower itself has'
+    WHOLE = 'the whole value: gathered or reduced if the towers made it'
+    FIRST = 'the whole value on the first tower, and zeros on the others: what a sum begins with'
 
 
 class Slice(NamedTuple):
@@ -32,11 +30,10 @@ class Slice(NamedTuple):
 
 
 class Local(NamedTuple):
-    """A whole shape, but for the entry at a position: it's the tower's rows times `factor`."""
+    """A whole shape, but for the entry at a position, which goes by rows: it's the tower's own."""
 
     entries: tuple[Size, ...]
     position: int
-    factor: Size
 
 
 class Numbers(NamedTuple):
@@ -46,13 +43,8 @@ class Numbers(NamedTuple):
     scalar: bool = False
 
 
-@dataclass(frozen=True)
-class First:
-    """The whole value on the first tower, and zeros on the others: what a sum begins with."""
-
-
-Need = Union[Own, Whole, Slice, Local, Numbers, First]
-OWN, WHOLE = Own(), Whole()
+Need = Union[Given, Slice, Local, Numbers]
+OWN, WHOLE, FIRST = Given
 
 
 class FunctionPlan(NamedTuple):
@@ -77,14 +69,12 @@ class OpPlan(NamedTuple):
       functions: the plans of the functions that it calls, in the order of `private.called`.
       values: which inputs are variables that it only reads, and the types of their values, which
         it's given instead.
-      fill: the number that towers make a tensor of, if that is all the op does.
     """
 
     needs: tuple[Need, ...] = ()
     attrs: dict[str, Any] = {}
     functions: Sequence[FunctionPlan] = ()
     values: dict[int, tf.DType] = {}
-    fill: int | None = None
 
 
 class Division(NamedTuple):

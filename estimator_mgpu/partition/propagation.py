@@ -11,7 +11,7 @@ from estimator_mgpu import private
 from estimator_mgpu.partition import lists
 from estimator_mgpu.partition.matching import Matching
 from estimator_mgpu.partition.placements import KEPT, REPLICATE, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Local, Need, OpPlan, Own, Plan
+from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan, Plan
 from estimator_mgpu.partition.rules.linear import is_forwarding, linear
 from estimator_mgpu.partition.rules.signature import Rule, UnknownRank
 from estimator_mgpu.partition.sizes import SIZE_OPS, Sizes
@@ -180,28 +180,12 @@ class Pass:
         for output, dims in zip(op.outputs, signature.dims or ()):
             if dims is not None:
                 self.sizes.know(output, dims)
-        return self._fill(op, placements) or matching.division()
-
-    def _fill(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
-        """Makes ones or zeros by the tower's number of rows, without waiting for whose shape it is.
-
-        Else each tower's loss waits for all losses where it's divided by how many there are.
-        """
-        if op.type not in _ALIKE or op.outputs[0].dtype.base_dtype == tf.string:
-            return None
-        [placement], dims = placements, self.sizes.dims(op.inputs[0])
-        if not isinstance(placement, Shard) or dims is None:
-            return None
-        factor = per_row(dims[placement.axis], self.rows)
-        if factor is None or any(isinstance(s, Dim) for size in dims for s in size.symbols):
-            return None
-        need = Local(tuple(dims), placement.axis, factor)
-        return Division(OpPlan((need,), fill=_ALIKE[op.type]), [placement], [dims])
+        return matching.division()
 
     def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
         """Lets each tower make the empty lists that it's given as its own; False if it can't."""
         for tensor, need in given:
-            if isinstance(need, Own) and tensor.name not in self.placements:
+            if need == OWN and tensor.name not in self.placements:
                 if tensor.op.type not in lists.MAKERS:
                     return False
                 self.ops[tensor.op.name] = lists.made_empty(tensor.op)
@@ -252,6 +236,3 @@ class Pass:
         if tensor.name in self.reduced:
             return REPLICATE
         return self.placements.get(tensor.name, REPLICATE)
-
-
-_ALIKE = {'ZerosLike': 0, 'OnesLike': 1}

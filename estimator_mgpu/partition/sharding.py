@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.nodes import Nodes
 from estimator_mgpu.partition.plan import Local, Numbers
-from estimator_mgpu.partition.symbols import Rows, Size
+from estimator_mgpu.partition.symbols import Rows, Size, per_row
 
 Number = Union[int, str]
 """An integer that is known, or what an int32 scalar tensor is referred to by."""
@@ -48,6 +48,7 @@ class Sharding:
         self.devices = devices
         self.nodes = nodes
         self.host = host_of(devices[0])
+        self._rows = rows
         self._symbol = symbol
         self.total: Number
         self.counts: Sequence[Number]
@@ -89,10 +90,12 @@ class Sharding:
         """What a tower is given in place of a tensor of sizes."""
         if isinstance(need, Numbers):
             return need.numbers[0] if need.scalar else list(need.numbers)
-        _, own = self.extent(need.factor, tower)
+        at = need.position
+        factor = per_row(need.entries[at], self._rows)
+        assert factor is not None
+        _, own = self.extent(factor, tower)
         if scalar:
             return own
-        at = need.position
         return [own if i == at else self.number(e, tower) for i, e in enumerate(need.entries)]
 
     def tensor(self, value: Number | Sequence[Number], dtype: tf.DType = tf.int32) -> str:

@@ -10,9 +10,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.devices import host_of, spec_of
 from estimator_mgpu.partition.callees import Callees
-from estimator_mgpu.partition.nodes import Nodes, node_def
+from estimator_mgpu.partition.nodes import Nodes
 from estimator_mgpu.partition.placements import KEPT, Partial, Shard
-from estimator_mgpu.partition.plan import First, Local, Need, Numbers, OpPlan, Own, Plan, Slice
+from estimator_mgpu.partition.plan import FIRST, OWN, Local, Need, Numbers, OpPlan, Plan, Slice
 from estimator_mgpu.partition.reduction import gather, reduce
 from estimator_mgpu.partition.sharding import Sharding
 from estimator_mgpu.partition.sizes import SIZE_OPS
@@ -171,18 +171,17 @@ class Towers:
         """What a tower's op is given."""
         dtype, op = tensor.dtype.base_dtype, tensor.op
         placement = self._plan.placements.get(tensor.name)
-        if isinstance(need, Own):
+        if need == OWN:
             return self._own(tensor, tower)
         if isinstance(need, Slice):
             return self._slice(tensor, need, tower)
         if isinstance(need, (Local, Numbers)):
             numbers = self._sharding.integers(need, tower, tensor.shape.rank == 0)
             return self._sharding.tensor(numbers, dtype)
-        if isinstance(need, First) and tower:
-            return self._nodes.add(
-                'ZerosLike', [self._whole(tensor)], self._devices[tower], T=dtype
-            )
-        if isinstance(need, First) or isinstance(placement, (Shard, Partial)):
+        if need == FIRST and tower:
+            whole, device = self._whole(tensor), self._devices[tower]
+            return self._nodes.add('ZerosLike', [whole], device, T=dtype)
+        if need == FIRST or isinstance(placement, (Shard, Partial)):
             return self._whole(tensor)
         if placement is not None:
             return self._own(tensor, tower)  # The same on all.
@@ -207,16 +206,7 @@ class Towers:
 
     def _add_copy(self, op: tf.Operation, definition: Any, planned: OpPlan, tower: int) -> None:
         device, waits = self._device(op, tower), self._waits(op, tower)
-        given: list[str]
-        if planned.fill is not None:  # It needs to know nothing but the tower's number of rows.
-            dtype = op.outputs[0].dtype
-            definition = node_def('Fill', T=dtype, index_type=tf.int32)
-            [need] = planned.needs
-            assert isinstance(need, Local)
-            shape = self._sharding.tensor(self._sharding.integers(need, tower, scalar=False))
-            given = [shape, self._nodes.const(planned.fill, dtype, device)]
-        else:
-            given = [self._given(t, need, tower) for t, need in zip(op.inputs, planned.needs)]
+        given = [self._given(t, need, tower) for t, need in zip(op.inputs, planned.needs)]
         for i, tensor in enumerate(op.inputs if planned.functions else []):
             dtype = tensor.dtype.base_dtype
             if i in planned.values:

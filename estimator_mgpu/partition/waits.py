@@ -43,6 +43,31 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     return replaced
 
 
+def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
+    """Lets whoever uses zeros or ones of a tensor's shape use a fill, which waits for its size only.
+
+    Else each tower's loss waits for all losses where it's divided by how many there are.
+    """
+    replaced = {}
+    for op in graph.get_operations():
+        value = _ALIKE.get(op.type)
+        if op.name in before or value is None or private.in_control_flow(op):
+            continue
+        [x], [like] = op.inputs, op.outputs
+        if like.dtype in (tf.string, tf.resource, tf.variant):
+            continue
+        with tf.control_dependencies(op.control_inputs), tf.device(op.device), tf.name_scope(None):
+            # tf.shape() would make a number of a batch's static size.
+            shape = tf.raw_ops.Shape(input=x, name=f'{op.name}/shape')
+            filled = tf.fill(shape, tf.cast(value, like.dtype), f'{op.name}/fill')
+        private.replace(op, {0: filled}, op)
+        replaced[like.name] = filled
+    return replaced
+
+
+_ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
+
+
 def read_first(order: Sequence[tf.Operation]) -> None:
     """Lets the model's ops that write a variable wait for those that read it for a step.
 
