@@ -18,11 +18,10 @@ from estimator_mgpu.steps import of_graph
 
 MODES = compat.estimator.ModeKeys
 _HINT = (
-    'Numbers that differ may be rounding that is amplified, as where Adam divides a gradient that is '
-    '0 but for rounding by its size: compare in float64, or with the rows in another order on one '
-    "device. What is drawn without a seed differs in any two runs. With batch_norm='device', batch "
-    'normalization takes other statistics. Anything else is a bug of estimator_mgpu: please report '
-    'the model.'
+    'Numbers that differ may be rounding that is amplified, as where Adam divides a gradient that '
+    'is 0 but for rounding by its size: compare in float64, or with the rows in another order on '
+    "one device. What is drawn without a seed differs in any two runs. With batch_norm='device' "
+    'statistics are others. Anything else is a bug of estimator_mgpu: please report the model.'
 )
 
 

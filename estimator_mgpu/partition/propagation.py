@@ -15,7 +15,7 @@ from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan, Pl
 from estimator_mgpu.partition.rules.linear import is_forwarding, linear
 from estimator_mgpu.partition.rules.signature import Rule, UnknownRank
 from estimator_mgpu.partition.sizes import SIZE_OPS, Sizes
-from estimator_mgpu.partition.symbols import Dim, Rows, Size, per_row
+from estimator_mgpu.partition.symbols import Rows, Size
 
 Caller = Callable[[Any, tf.Operation, list[Placement]], Optional[Division]]
 """(pass, op, placements of the inputs) -> what it comes to; None if it has to run once."""

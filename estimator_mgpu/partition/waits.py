@@ -44,7 +44,7 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
 
 
 def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
-    """Lets whoever uses zeros or ones of a tensor's shape use a fill, which waits for its size only.
+    """Lets whoever uses zeros or ones of a tensor's shape use a fill, that waits for its size.
 
     Else each tower's loss waits for all losses where it's divided by how many there are.
     """
