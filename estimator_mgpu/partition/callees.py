@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.partition.nodes import const_def, set_attr
-from estimator_mgpu.partition.plan import FunctionPlan, Local, Numbers, OpPlan, Slice
+from estimator_mgpu.partition.plan import Local, Numbers, OpPlan, Slice
 from estimator_mgpu.partition.sharding import Sharding
 
 _OF_THE_WHOLE = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
@@ -35,8 +35,8 @@ class Callees:
             del node.attr[attr]
         for key, value in planned.attrs.items():
             set_attr(node.attr[key], value)
-        for called, plan in zip(private.called(node), planned.functions):
-            called.name = self._copy(called.name, plan, tower, planned.values)
+        for called, ops in zip(private.called(node), planned.functions):
+            called.name = self._copy(called.name, ops, tower, planned.values)
         for i, dtype in planned.values.items():
             node.attr['T'].list.type[i] = dtype.as_datatype_enum
         if 'output_shapes' in node.attr:
@@ -44,7 +44,9 @@ class Callees:
                 shape.Clear()
                 shape.unknown_rank = True
 
-    def _copy(self, name: str, plan: FunctionPlan, tower: int, values: dict[int, tf.DType]) -> str:
+    def _copy(
+        self, name: str, ops: dict[str, OpPlan], tower: int, values: dict[int, tf.DType]
+    ) -> str:
         """Adds a tower's copy of a function, given `values` of variables; returns its name."""
         original, graph = private.function_definition(self._nodes.graph, name)
         definition = copy.deepcopy(original)
@@ -68,8 +70,8 @@ class Callees:
                 node.attr['T'].type = read[given]
             resources = any(t.dtype == tf.resource for t in op.inputs)
             node.device = '' if resources and given not in read else device
-            for position in range(-1, len(op.inputs)):
-                need = plan.given.get((op.name, position))
+            planned = ops.get(op.name, OpPlan())
+            for position, need in enumerate(planned.needs):
                 if isinstance(need, Slice):
                     start, size = map(int, self._sharding.extent(need.factor, tower))
                     value = private.constant_value(op.outputs[0])
@@ -84,7 +86,7 @@ class Callees:
                     constant.name = f'given_{len(definition.node_def)}'
                     constant.device = device
                     node.input[position] = f'{constant.name}:output:0'
-            self.adapt(node, plan.ops.get(op.name, OpPlan()), tower)
+            self.adapt(node, planned, tower)
         for node in definition.node_def:
             node.input[:] = [renamed.get(name, name) for name in node.input]
         for output, name in definition.ret.items():

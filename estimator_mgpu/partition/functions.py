@@ -165,9 +165,7 @@ def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any)
     ]
     # Nobody is given a variable by a loop, which has its value.
     made = [None if i in values else p for i, p in enumerate(placed)]
-    return Division(
-        OpPlan(needs, {}, [asked.function_plan(), inside.function_plan()], values), made, dims
-    )
+    return Division(OpPlan(needs, {}, [asked.ops, inside.ops], values), made, dims)
 
 
 def branch(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division | None:
@@ -211,7 +209,7 @@ def _branch(outer: Pass, op: tf.Operation, call: _Call, graphs: Sequence[Any]) -
         made.append(placed)
     if all(p == REPLICATE for p in made):
         return None
-    functions = [inside.function_plan() for inside, _ in runs]
+    functions = [inside.ops for inside, _ in runs]
     decision = [WHOLE] if op.type not in CALLS else []
     needs = map(call.need, range(len(call.placed)))
     return Division(OpPlan((*decision, *needs), {}, functions), made, dims)

@@ -6,15 +6,15 @@ calls the function runs once. Sizes are each tower's own there, as its tensors s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition import lists, plan
+from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.placements import REPLICATE, SUM, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import WHOLE, Division, FunctionPlan, Need, OpPlan
+from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan
 from estimator_mgpu.partition.propagation import Pass
 from estimator_mgpu.partition.sizes import SIZE_OPS
 from estimator_mgpu.partition.symbols import Entry, Size, per_row
@@ -42,7 +42,6 @@ class Inside(Pass):
         self.graph = graph
         self.strict = strict
         self.wanted = wanted
-        self.given: dict[tuple[str, int], Need] = {}
 
     def begin(
         self,
@@ -66,11 +65,6 @@ class Inside(Pass):
             if op.name not in names:
                 self.visit(op)
         return [self.seen(t) for t in self.graph.outputs]
-
-    def function_plan(self) -> FunctionPlan:
-        """What the towers' copies of the function have otherwise."""
-        others = {name: own for name, own in self.ops.items() if own.attrs or own.functions}
-        return FunctionPlan(self.given, others)
 
     def visit(self, op: tf.Operation) -> None:
         if op.type == 'NoOp':
@@ -133,22 +127,14 @@ class Inside(Pass):
         own = per_row(dims[need.axis], self.rows)
         if own is None:
             raise Undivided(f'the size of {op.name}')
-        needs: tuple[Need, ...] = ()
+        needs: tuple[Need, ...] = (plan.Slice(need.axis, own),)
         if op.type == 'Fill':
             needs = (plan.Local(tuple(dims), need.axis), WHOLE)
-        else:
-            self.given[op.name, -1] = plan.Slice(need.axis, own)
         dims[need.axis] = own * Size(1, (self.rows,))
-        self.divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
+        super().divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
 
-    def own_lists(self, given: Any) -> bool:
-        """Lists are the function's own, if they're made empty, of elements of any size."""
-        empty = [t for t, need in given if need == plan.OWN and t.dtype == tf.variant]
-        empty = [t for t in empty if self.strict and self.seen(t) == REPLICATE]
-        for op in (t.op for t in empty):
-            if op.type in lists.MAKERS and len(op.inputs):
-                self.given[op.name, 0] = lists.any_shape(op.inputs[0])
-        return all(t.op.type in lists.MAKERS for t in empty)
+    def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
+        return not self.strict or super().own_lists(given)
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         raise Undivided(f'{op.name}: {reason} ({placements})')
@@ -157,30 +143,27 @@ class Inside(Pass):
         raise Undivided(f'{op.type} needs a sum')
 
     def divide(self, op: tf.Operation, found: Division) -> None:
-        for i, (tensor, need) in enumerate(zip(op.inputs, found.plan.needs)):
-            self._check(op, i, tensor, need)
-        super().divide(op, found)
         if Partial('mean') in found.placements:
             raise Undivided(f'{op.type} needs a mean')
+        given = zip(op.inputs, found.plan.needs)
+        needs = tuple(self._possible(op, tensor, need) for tensor, need in given)
+        super().divide(op, found._replace(plan=found.plan._replace(needs=needs)))
 
-    def _check(self, op: tf.Operation, position: int, tensor: tf.Tensor, need: Need) -> None:
-        """Whether an op can be given what it needs, inside."""
-        if need == WHOLE:
-            if self.seen(tensor) != REPLICATE or self.differs(tensor):
-                raise Undivided(f'{op.type} needs all of {tensor.name}')
-        elif isinstance(need, plan.Slice) and self._may_be_made(tensor):
+    def _possible(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> Need:
+        """What an op is given inside for what it needs, if it can be."""
+        differs = self.differs(tensor)
+        if need == WHOLE and (differs or self.seen(tensor) != REPLICATE):
+            raise Undivided(f'{op.type} needs all of {tensor.name}')
+        if isinstance(need, plan.Slice) and self._may_be_made(tensor):
             self.wanted[tensor.op] = need
-        elif isinstance(need, plan.Slice) or need == plan.FIRST:
-            if self.strict:
-                raise Undivided(f'{op.type} needs rows of {tensor.name}')
+        elif (isinstance(need, plan.Slice) or need == plan.FIRST) and self.strict:
+            raise Undivided(f'{op.type} needs rows of {tensor.name}')
         elif isinstance(need, plan.Numbers):
-            self.given[op.name, position] = need
+            return need
         elif isinstance(need, plan.Local):
-            others = [e for i, e in enumerate(need.entries) if i != need.position]
-            if self.differs(tensor):
-                if any(e.rows for e in others):
-                    raise Undivided(f'{op.type} needs two sizes')
-            elif all(e.static is not None for e in need.entries):
-                self.given[op.name, position] = need
-            else:
-                raise Undivided(f'{op.type} needs a size')
+            unknown = [e.rows if differs else e.static is None for e in need.entries]
+            unknown[need.position] = not differs and unknown[need.position]
+            if any(unknown):
+                raise Undivided(f'{op.type} needs other sizes')
+            return OWN if differs else need
+        return OWN

@@ -47,33 +47,22 @@ Need = Union[Given, Slice, Local, Numbers]
 OWN, WHOLE, FIRST = Given
 
 
-class FunctionPlan(NamedTuple):
-    """A function that towers call, such as the body of a loop.
-
-    Attributes:
-      given: what ops in it are given instead, by the op's name and the input's position; -1 is
-        for a constant, which is its rows.
-      ops: those in it that have other attributes or call functions themselves, by name.
-    """
-
-    given: dict[tuple[str, int], Need]
-    ops: dict[str, OpPlan]
-
-
 class OpPlan(NamedTuple):
-    """An op that runs in towers.
+    """An op that runs in towers, in the graph or in a function that they call.
 
     Attributes:
-      needs: what it's given for each of its inputs.
+      needs: what it's given for each of its inputs. In a function, what it's given there is its
+        own, and a constant that is given a slice is that of its value.
       attrs: attributes that it has otherwise there.
-      functions: the plans of the functions that it calls, in the order of `private.called`.
+      functions: of the functions that it calls, in the order of `private.called`, the ops' plans
+        by name.
       values: which inputs are variables that it only reads, and the types of their values, which
         it's given instead.
     """
 
     needs: tuple[Need, ...] = ()
     attrs: dict[str, Any] = {}
-    functions: Sequence[FunctionPlan] = ()
+    functions: Sequence[dict[str, OpPlan]] = ()
     values: dict[int, tf.DType] = {}
 
 

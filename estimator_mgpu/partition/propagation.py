@@ -185,7 +185,7 @@ class Pass:
     def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
         """Lets each tower make the empty lists that it's given as its own; False if it can't."""
         for tensor, need in given:
-            if need == OWN and tensor.name not in self.placements:
+            if need == OWN and tensor.dtype == tf.variant and self.seen(tensor) == REPLICATE:
                 if tensor.op.type not in lists.MAKERS:
                     return False
                 self.ops[tensor.op.name] = lists.made_empty(tensor.op)
