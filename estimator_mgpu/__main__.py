@@ -21,29 +21,27 @@ PACKAGES = 'tensorflow-estimator', 'tf-keras', 'keras', 'protobuf', 'numpy', 'ab
 def main() -> int:
     """Prints the report, and returns the exit status: 1 if the training step is wrong, else 0."""
     os.environ['TF_FORCE_GPU_ALLOW_GROWTH'] = 'true'  # The step needs little of a GPU's memory.
-    _tell('estimator_mgpu', estimator_mgpu.__version__)
-    _tell('Python', f'{platform.python_version()}, {sys.executable}')
-    _tell('OS', f'{platform.platform()}, {os.cpu_count()} CPU cores')
-    _tell('TensorFlow', tf.__version__)
-    for package in PACKAGES:
-        try:
-            _tell(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            _tell(package, 'not installed')
-    _tell('GPUs', gpus())
-    _tell('tf.layers', tf_layers() or 'work')
+    gpus = map(tf.config.experimental.get_device_details, tf.config.list_physical_devices('GPU'))
+    installed = {
+        package.metadata['Name'].lower().replace('_', '-'): package.version
+        for package in importlib.metadata.distributions()
+    }
+    report = {
+        'estimator_mgpu': estimator_mgpu.__version__,
+        'Python': f'{platform.python_version()}, {sys.executable}',
+        'OS': f'{platform.platform()}, {os.cpu_count()} CPU cores',
+        'TensorFlow': tf.__version__,
+        **{package: installed.get(package, 'not installed') for package in PACKAGES},
+        'tf.layers': tf_layers() or 'work',
+        'GPUs': ', '.join(gpu.get('device_name', 'unknown') for gpu in gpus) or 'none',
+        'CUDA_VISIBLE_DEVICES': os.environ.get('CUDA_VISIBLE_DEVICES', 'not set'),
+    }
+    for what, found in report.items():
+        print(f'{what:20}  {found}', flush=True)
     wrong = training_step()
-    _tell('one step', f'on {", ".join(towers())}: {wrong or "equals that of one device"}')
+    print(f'{"one step":20}  on {", ".join(towers())}: {wrong or "equals that of one device"}')
     print('WRONG: report this, with all that is printed.' if wrong else 'Nothing is wrong.')
     return int(bool(wrong))
-
-
-def gpus() -> str:
-    """Names the GPUs; listing them reserves nothing."""
-    details = map(tf.config.experimental.get_device_details, tf.config.list_physical_devices('GPU'))
-    found = ', '.join(gpu.get('device_name', 'unknown') for gpu in details) or 'none'
-    hidden = os.environ.get('CUDA_VISIBLE_DEVICES')
-    return found if hidden is None else f'{found}, with CUDA_VISIBLE_DEVICES={hidden!r}'
 
 
 def tf_layers() -> str:
@@ -86,10 +84,6 @@ def _input_fn() -> Any:
     rows = 4 * len(towers()) + 1  # which the towers don't divide
     numbers = np.random.RandomState(0).randn(rows, 4).astype(np.float32)
     return tf.data.Dataset.from_tensors((numbers[:, :3], numbers[:, 3:]))
-
-
-def _tell(what: str, found: str) -> None:
-    print(f'{what:20}  {found}', flush=True)
 
 
 if __name__ == '__main__':

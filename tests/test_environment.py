@@ -35,8 +35,8 @@ def test_the_command():
     assert lines['TensorFlow'] == tf.__version__
     assert lines['numpy'] == importlib.metadata.version('numpy')
     assert lines['tensorflow-estimator'].startswith('2.15')
-    assert lines['GPUs'] == "none, with CUDA_VISIBLE_DEVICES='-1'"
     assert lines['tf.layers'] == 'work'
+    assert lines['GPUs'] == 'none' and lines['CUDA_VISIBLE_DEVICES'] == '-1'
     assert 'on /device:CPU:0, /device:CPU:1: equals that of one device' in lines['one']
     assert done.stdout.endswith('Nothing is wrong.\n')
 
@@ -98,16 +98,11 @@ def test_tf_layers_that_fail(message, told, monkeypatch, on_cpus, capsys):
     assert f'tf.layers             {told}' in capsys.readouterr().out
 
 
-def test_gpus(monkeypatch):
+def test_two_towers_at_least(monkeypatch):
     found = [types.SimpleNamespace(name=f'/physical_device:GPU:{i}') for i in range(2)]
-    details = {'device_name': 'Tesla T4'}
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: found)
-    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
-    monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
-    assert environment.gpus() == 'Tesla T4, Tesla T4'
     assert environment.towers() == ['/device:GPU:0', '/device:GPU:1']
     found.pop()
-    assert environment.towers() == ['/device:GPU:0'] * 2  # two towers
+    assert environment.towers() == ['/device:GPU:0'] * 2
     found.pop()
-    assert environment.gpus() == 'none'
     assert environment.towers() == ['/device:CPU:0', '/device:CPU:1']

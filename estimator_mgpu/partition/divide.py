@@ -8,8 +8,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.batch_norm import expand
 from estimator_mgpu.partition.calls import inline
-from estimator_mgpu.partition.functions import CALLERS
 from estimator_mgpu.partition.homes import settle
+from estimator_mgpu.partition.inside import CALLERS
 from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
 from estimator_mgpu.partition.symbols import Rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -11,7 +11,6 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.partition import lists, plan
 from estimator_mgpu.partition.calls import CALLS
-from estimator_mgpu.partition.inside import Inside, Undivided
 from estimator_mgpu.partition.placements import (
     KEPT,
     REPLICATE,
@@ -22,8 +21,17 @@ from estimator_mgpu.partition.placements import (
     ShardList,
 )
 from estimator_mgpu.partition.plan import OWN, WHOLE, Division, OpPlan
-from estimator_mgpu.partition.propagation import Caller, Pass
 from estimator_mgpu.partition.symbols import Size, per_row
+
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.propagation import Pass
+
+Inside = Callable[..., Any]
+"""Begins a pass over a function: (outer pass, graph, strict, wanted), as `Inside` does."""
+
+
+class Undivided(Exception):
+    """A function asks for something that towers can't do by themselves."""
 
 
 class _Call:
@@ -37,11 +45,13 @@ class _Call:
 
     def __init__(
         self,
+        inside: Inside,
         outer: Pass,
         arguments: Sequence[tf.Tensor],
         placements: Sequence[Placement],
         keeps: Callable[[int], bool],
     ):
+        self._inside = inside
         self._outer = outer
         self._arguments = list(arguments)
         self._placements = list(placements)
@@ -50,9 +60,9 @@ class _Call:
         self.wanted: dict[tf.Operation, plan.Slice] = {}
         self.keeps = keeps
 
-    def run(self, graph: Any, like: Any, strict: bool) -> tuple[Inside, list[Placement]]:
+    def run(self, graph: Any, like: Any, strict: bool) -> tuple[Any, list[Placement]]:
         """A pass over a function, and the placements of what it returns."""
-        inside = Inside(self._outer, graph, strict, self.wanted)
+        inside = self._inside(self._outer, graph, strict, self.wanted)
         for i, (given, argument) in enumerate(zip(self._arguments, graph.inputs)):
             placement = self.placed[i]
             dims = inside.sizes.dims(like[i])  # A loop's condition has no shapes.
@@ -108,7 +118,9 @@ class _Call:
         return plan.Local(tuple(size), rows[0]) if rows else WHOLE
 
 
-def loop(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division | None:
+def loop(
+    inside: Inside, outer: Pass, op: tf.Operation, placements: list[Placement]
+) -> Division | None:
     """`While`: what each variable is to towers is a fixed point; the condition is the same on all.
 
     A variable that starts whole and becomes rows is sliced before the loop. One that adds up what
@@ -128,7 +140,8 @@ def loop(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division
 
     for which in (keeps, keeps_none_by_rows):
         try:
-            return _loop(outer, op, _Call(outer, op.inputs, placements, which), *graphs)
+            call = _Call(inside, outer, op.inputs, placements, which)
+            return _loop(outer, op, call, *graphs)
         except Undivided:
             continue
     return None
@@ -157,18 +170,22 @@ def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any)
     if not outer.own_lists(zip(op.inputs, needs)):
         return None
     values = {i: dtype for i in range(len(needs)) if (dtype := _only_read(i, body, condition))}
-    if isinstance(outer, Inside):
+    if outer.scope:
         values = {}  # It's the caller of the outer function that would have to be given them.
     dims = [
-        _dims(outer, t, p.axis, call.factor(i)) if isinstance(p, Shard) else None
-        for i, (t, p) in enumerate(zip(op.outputs, placed))
+        outer.sizes.dims_of_rows(t, p.axis, call.factor(i), outer.rows, inside.sizes.dims(own))
+        if isinstance(p, Shard)
+        else None
+        for i, (t, p, own) in enumerate(zip(op.outputs, placed, body.outputs))
     ]
     # Nobody is given a variable by a loop, which has its value.
     made = [None if i in values else p for i, p in enumerate(placed)]
     return Division(OpPlan(needs, {}, [asked.ops, inside.ops], values), made, dims)
 
 
-def branch(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Division | None:
+def branch(
+    inside: Inside, outer: Pass, op: tf.Operation, placements: list[Placement]
+) -> Division | None:
     """`If`, `Case`: which branch it is is the same on all towers, and what all return is alike.
 
     A call in a loop is as a branch without an alternative.
@@ -179,7 +196,7 @@ def branch(outer: Pass, op: tf.Operation, placements: list[Placement]) -> Divisi
     first = int(op.type not in CALLS)  # Which branch comes before what it's given.
     try:
         arguments = list(op.inputs)[first:]
-        call = _Call(outer, arguments, placements[first:], lambda i: True)
+        call = _Call(inside, outer, arguments, placements[first:], lambda i: True)
         return _branch(outer, op, call, graphs)
     except Undivided:
         return None
@@ -203,7 +220,8 @@ def _branch(outer: Pass, op: tf.Operation, call: _Call, graphs: Sequence[Any]) -
             factor = found[0]
             if factor is None or factor.static is None or any(f != factor for f in found):
                 raise Undivided(f'the size of {output.name}')
-            dims.append(_dims(outer, output, placed.axis, factor))
+            like = runs[0][0].sizes.dims(tensors[0])
+            dims.append(outer.sizes.dims_of_rows(output, placed.axis, factor, outer.rows, like))
         else:
             dims.append(None)
         made.append(placed)
@@ -257,19 +275,3 @@ def _only_read(position: int, *graphs: Any) -> tf.DType | None:
     if not users or any(user.type != 'ReadVariableOp' for user in users):
         return None
     return users[0].get_attr('dtype')
-
-
-def _dims(outer: Pass, tensor: tf.Tensor, axis: int, factor: Size) -> list[Size]:
-    """The dimensions of what is returned."""
-    if tensor.shape.rank is None:
-        raise Undivided(f'the rank of {tensor.name}')
-    dims = outer.sizes.static_dims(tensor)
-    dims[axis] = factor * Size(1, (outer.rows,))
-    return dims
-
-
-CALLERS: dict[str, Caller] = {
-    **dict.fromkeys(['While', 'StatelessWhile'], loop),
-    **dict.fromkeys(['If', 'StatelessIf', 'Case', 'StatelessCase', *CALLS], branch),
-}
-"""What divides ops that call functions, by their type."""

@@ -7,22 +7,21 @@ calls the function runs once. Sizes are each tower's own there, as its tensors s
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.partition import plan
+from estimator_mgpu.partition.calls import CALLS
+from estimator_mgpu.partition.functions import Undivided, branch, loop
 from estimator_mgpu.partition.placements import REPLICATE, SUM, Partial, Placement, Shard
 from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan
-from estimator_mgpu.partition.propagation import Pass
+from estimator_mgpu.partition.propagation import Caller, Pass
 from estimator_mgpu.partition.sizes import SIZE_OPS
 from estimator_mgpu.partition.symbols import Entry, Size, per_row
 from estimator_mgpu.partition.waits import READS
-
-
-class Undivided(Exception):
-    """A function asks for something that towers can't do by themselves."""
 
 
 class Inside(Pass):
@@ -37,8 +36,7 @@ class Inside(Pass):
     def __init__(
         self, outer: Pass, graph: Any, strict: bool, wanted: dict[tf.Operation, plan.Slice]
     ):
-        rules = outer.table, outer.callers
-        super().__init__(outer.rows, *rules, set(), set(), f'{graph.name}/')
+        super().__init__(outer.rows, outer.table, outer.callers, scope=f'{graph.name}/')
         self.graph = graph
         self.strict = strict
         self.wanted = wanted
@@ -161,9 +159,17 @@ class Inside(Pass):
         elif isinstance(need, plan.Numbers):
             return need
         elif isinstance(need, plan.Local):
-            unknown = [e.rows if differs else e.static is None for e in need.entries]
-            unknown[need.position] = not differs and unknown[need.position]
-            if any(unknown):
+            unknown = [e for e in need.entries if (e.rows if differs else e.static is None)]
+            if len(unknown) > int(differs):  # The tower has its own rows.
                 raise Undivided(f'{op.type} needs other sizes')
             return OWN if differs else need
         return OWN
+
+
+CALLERS: dict[str, Caller] = {
+    **dict.fromkeys(['While', 'StatelessWhile'], partial(loop, Inside)),
+    **dict.fromkeys(
+        ['If', 'StatelessIf', 'Case', 'StatelessCase', *CALLS], partial(branch, Inside)
+    ),
+}
+"""What divides ops that call functions, by their type."""

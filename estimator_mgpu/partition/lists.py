@@ -85,7 +85,9 @@ def rule(
     if op.type in _GET:
         own = Shard(first.axis + (op.type == 'TensorListStack'), rows)
         shape = [_element_shape(t, first, sizes) for t in list(op.inputs)[max(1, n - 1) :]]
-        dims = [None] * len(gives) + [_dims(op.outputs[-1], own.axis, first, sizes)]
+        like = [Size(-1)] * (first.rank + own.axis - first.axis)
+        whole = sizes.dims_of_rows(op.outputs[-1], own.axis, first.factor, rows, like)
+        dims = [*[None] * len(gives), whole]
         return Division(OpPlan((OWN, *[WHOLE] * (n - 2), *shape)), [*gives, own], dims)
     return None
 
@@ -125,13 +127,3 @@ def _element_shape(tensor: tf.Tensor, of: ShardList, sizes: Sizes) -> plan.Need:
         return any_shape(tensor)
     unknown = per_row(entries[of.axis], of.rows) is None
     return any_shape(tensor) if unknown else plan.Local(tuple(entries), of.axis)
-
-
-def _dims(tensor: tf.Tensor, axis: int, of: ShardList, sizes: Sizes) -> list[Size]:
-    """The dimensions of an element, or of all."""
-    if tensor.shape.rank is not None:
-        dims = sizes.static_dims(tensor)
-    else:
-        dims = [sizes.unknown(tensor, i) for i in range(of.rank + axis - of.axis)]
-    dims[axis] = of.factor * Size(1, (of.rows,))
-    return dims

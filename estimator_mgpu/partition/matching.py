@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
@@ -11,37 +12,27 @@ from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
 from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan
 from estimator_mgpu.partition.rules.signature import Entries, Fixed, Label, Operand, Part, Signature
-from estimator_mgpu.partition.symbols import ONE, Rows, Size, per_row
+from estimator_mgpu.partition.symbols import ONE, Size, per_row
 
 if TYPE_CHECKING:
     from estimator_mgpu.partition.sizes import Sizes
+    from estimator_mgpu.partition.symbols import Rows
 
 
+@dataclass
 class Matching:
-    """An op, its signature and the placements of its inputs.
+    """An op, its signature, the placements of its inputs, and what is known of others."""
 
-    Args:
-      made: names of the tensors that towers make.
-      again: names of those that are made whole, and may be divided again along dimension 0.
-    """
+    op: tf.Operation
+    signature: Signature
+    placements: Sequence[Placement]
+    made: Container[str]  # names of the tensors that towers make
+    again: Container[str]  # those that are made whole, and may be divided again along dimension 0
+    rows: Rows
+    sizes: Sizes
 
-    def __init__(
-        self,
-        op: tf.Operation,
-        signature: Signature,
-        placements: Sequence[Placement],
-        made: Container[str],
-        again: Container[str],
-        rows: Rows,
-        sizes: Sizes,
-    ):
-        self._op = op
-        self._signature = signature
-        self._inputs = list(zip(op.inputs, signature.inputs, placements))
-        self._made = made
-        self._again = again
-        self._rows = rows
-        self._sizes = sizes
+    def __post_init__(self) -> None:
+        self._inputs = list(zip(self.op.inputs, self.signature.inputs, self.placements))
 
     def division(self) -> Division | None:
         """Along the first dimension that can be; None if there is none."""
@@ -56,33 +47,33 @@ class Matching:
         sharded = [(t, o, p.axis) for t, o, p in self._inputs if isinstance(p, Shard)]
         for tensor, operand, axis in sharded:
             if _is_labels(operand) and operand and operand[axis] is not None:
-                factor = self._sizes.per_row(tensor, axis, self._rows)
+                factor = self.sizes.per_row(tensor, axis, self.rows)
                 if factor is not None:
                     yield operand[axis], factor
         for tensor, operand, _ in self._inputs if not sharded else ():
             if isinstance(operand, Entries):
-                for label, size in zip(operand.labels, self._sizes.entries(tensor) or []):
-                    factor = per_row(size, self._rows) if self._rows in size.symbols else None
+                for label, size in zip(operand.labels, self.sizes.entries(tensor) or []):
+                    factor = per_row(size, self.rows) if self.rows in size.symbols else None
                     if label is not None and factor is not None:
                         yield label, factor
-            elif tensor.name in self._again and _is_labels(operand) and operand:
-                factor = self._sizes.per_row(tensor, 0, self._rows)
+            elif tensor.name in self.again and _is_labels(operand) and operand:
+                factor = self.sizes.per_row(tensor, 0, self.rows)
                 if operand[0] is not None and factor is not None:
                     yield operand[0], factor
 
     def _along(self, label: Label, factor: Size) -> Division | None:
         """What the op comes to if it's divided along a dimension; None if it can't be."""
         needs = [self._need(*given, label, factor) for given in self._inputs]
-        outputs = list(enumerate(self._signature.outputs))
+        outputs = list(enumerate(self.signature.outputs))
         dims = [self._dims(i, label, factor) for i, _ in outputs]
         if None in needs or any(label in own and dims[i] is None for i, own in outputs):
             return None
-        reduce = self._signature.reduce
+        reduce = self.signature.reduce
         other = Partial(reduce) if reduce else REPLICATE
         placements = [
-            Shard(own.index(label), self._rows) if label in own else other for _, own in outputs
+            Shard(own.index(label), self.rows) if label in own else other for _, own in outputs
         ]
-        return Division(OpPlan(tuple(needs), self._signature.attrs), placements, dims)  # type: ignore
+        return Division(OpPlan(tuple(needs), self.signature.attrs), placements, dims)  # type: ignore
 
     def _need(
         self, tensor: tf.Tensor, operand: Operand, placement: Placement, label: Label, factor: Size
@@ -91,38 +82,38 @@ class Matching:
         if isinstance(operand, Fixed):
             return plan.Numbers(operand.numbers)
         if isinstance(operand, Part):
-            return OWN if tensor.name in self._made else None
+            return OWN if tensor.name in self.made else None
         if isinstance(operand, Entries):
             return self._size_need(tensor, operand, label)
         if label not in operand:
             return WHOLE
         axis = operand.index(label)
-        if placement == Shard(axis, self._rows):
+        if placement == Shard(axis, self.rows):
             return OWN
-        dims = self._sizes.dims(tensor)
+        dims = self.sizes.dims(tensor)
         if dims is None:
             return None
         if dims[axis] == ONE:
             return WHOLE  # It's repeated for all rows.
-        return plan.Slice(axis, per_row(dims[axis], self._rows) or factor)
+        return plan.Slice(axis, per_row(dims[axis], self.rows) or factor)
 
     def _size_need(self, tensor: tf.Tensor, operand: Entries, label: Label) -> Need | None:
         if label not in operand.labels:
             return WHOLE
         position = operand.labels.index(label)
-        entries = self._sizes.entries(tensor)
+        entries = self.sizes.entries(tensor)
         if entries is None:
             return None
         if entries[position] == Size(-1):
             # What is left, for a tower as for the whole batch.
             return WHOLE if not any(entry.rows for entry in entries) else None
-        unknown = per_row(entries[position], self._rows) is None
+        unknown = per_row(entries[position], self.rows) is None
         return None if unknown else plan.Local(tuple(entries), position)
 
     def _dims(self, index: int, label: Label, factor: Size) -> list[Size] | None:
         """The dimensions of an output, as far as they are known."""
-        output, labels = self._op.outputs[index], self._signature.outputs[index]
-        given = self._signature.dims[index] if self._signature.dims else None
+        output, labels = self.op.outputs[index], self.signature.outputs[index]
+        given = self.signature.dims[index] if self.signature.dims else None
         if output.shape.rank is None and given is None and not labels:
             return None
         static = output.shape.as_list() if output.shape.rank is not None else [None] * len(labels)
@@ -130,20 +121,20 @@ class Matching:
         for i, (known, own) in enumerate(zip(static, labels)):
             size = given[i] if given else None
             if own == label:
-                own_factor = factor if size is None else per_row(size, self._rows)
+                own_factor = factor if size is None else per_row(size, self.rows)
                 if own_factor is None:
                     return None
-                dims.append(own_factor * Size(1, (self._rows,)))
+                dims.append(own_factor * Size(1, (self.rows,)))
             elif known is not None:
                 dims.append(Size(known))
             else:
-                dims.append(size or self._size_of(own) or self._sizes.unknown(output, i))
+                dims.append(size or self._size_of(own) or self.sizes.unknown(output, i))
         return dims
 
     def _size_of(self, label: Label) -> Size | None:
         """The size that all inputs agree that a dimension has."""
         found = {
-            (self._sizes.dims(tensor) or [])[operand.index(label)]
+            (self.sizes.dims(tensor) or [])[operand.index(label)]
             for tensor, operand, _ in self._inputs
             if label is not None and _is_labels(operand) and label in operand
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
@@ -90,6 +91,7 @@ def _order(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]
     return order
 
 
+@dataclass
 class Pass:
     """One pass over the ops.
 
@@ -97,21 +99,15 @@ class Pass:
     A scope tells a function's tensors from others of the same name.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        table: dict[str, Rule],
-        callers: dict[str, Caller],
-        reduced: set[str],
-        once: set[str],
-        scope: str = '',
-    ):
-        self.rows = rows
-        self.table = table
-        self.callers = callers
-        self.reduced = reduced
-        self.once = once
-        self.sizes = Sizes(scope)
+    rows: Rows
+    table: dict[str, Rule]
+    callers: dict[str, Caller]
+    reduced: set[str] = field(default_factory=set)
+    once: set[str] = field(default_factory=set)
+    scope: str = ''
+
+    def __post_init__(self) -> None:
+        self.sizes = Sizes(self.scope)
         self.ops: dict[str, OpPlan] = {}
         self.placements: dict[str, Placement] = {}
         self.reasons: dict[str, str] = {}

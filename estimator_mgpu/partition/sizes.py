@@ -50,6 +50,17 @@ class Sizes:
         dims = enumerate(tensor.shape.as_list())
         return [self.unknown(tensor, i) if d is None else Size(d) for i, d in dims]
 
+    def dims_of_rows(
+        self, tensor: tf.Tensor, axis: int, factor: Size, rows: Rows, like: Sequence[Size] | None
+    ) -> list[Size]:
+        """Its dimensions, with rows along an axis; as many as others, if the graph can't tell."""
+        if tensor.shape.rank is not None:
+            dims = self.static_dims(tensor)
+        else:
+            dims = [self.unknown(tensor, i) for i in range(len(like or []))]
+        dims[axis] = factor * Size(1, (rows,))
+        return dims
+
     def unknown(self, tensor: tf.Tensor, axis: int) -> Size:
         """A dimension that is known only when the step runs."""
         return Size(1, (Dim(f'{self._scope}{tensor.name}', axis),))
