@@ -114,7 +114,7 @@ def verify(
     if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
         raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')
     options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
-    plain = getattr(model_fn, '__wrapped__', model_fn) if len(options) > 1 else model_fn
+    plain = model_fn.__wrapped__ if len(options) > 1 else model_fn  # type: ignore[attr-defined]
     session_config = devices_lib.session_config(towers)
     config = compat.estimator.RunConfig(tf_random_seed=1, session_config=session_config)
     result = Verification([])

@@ -702,6 +702,25 @@ def _segments(name, batch):
 UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
 
 
+@sample('OnesLike', 'ZerosLike')
+def _alike(name, batch):
+    """In a loop, as fills take their place elsewhere."""
+
+    def body(i, x):
+        return i + 1, x + getattr(ops, name)(x=x)
+
+    return tf.while_loop(lambda i, x: i < 2, body, [0, batch.floats(2)])
+
+
+def types_of(graph, plans):
+    """The types of the ops that run in towers, in the functions that they call, too."""
+    for name, plan in plans.items():
+        op = graph.get_operation_by_name(name)
+        yield op.type
+        for function, own in zip(private.function_graphs(op), plan.functions):
+            yield from types_of(function, own)
+
+
 def results(sampled, rows, divided):
     """What a sample's tensors come to, and the types of the ops that were divided."""
     with tf.Graph().as_default() as graph:
@@ -714,7 +733,7 @@ def results(sampled, rows, divided):
             total = tf.shape(sources[0])[0]
             devices = [f'/device:CPU:{i}' for i in range(TOWERS)]
             found = divide(graph, sources, [], None, total, devices)
-            types = {op.type for op in graph.get_operations() if found.copies(op)}
+            types = set(types_of(graph, found.plan.ops))
             tensors = [found.whole(t) for t in tensors]
         with towers.session(TOWERS) as session:
             session.run([tf.global_variables_initializer(), tf.tables_initializer()])

@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.partition.nodes import const_def, set_attr
-from estimator_mgpu.partition.plan import Local, Numbers, OpPlan, Slice
+from estimator_mgpu.partition.plan import Local, Numbers, OpPlan, Slice, Value
 from estimator_mgpu.partition.sharding import Sharding
 
 _OF_THE_WHOLE = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
@@ -35,9 +35,11 @@ class Callees:
             del node.attr[attr]
         for key, value in planned.attrs.items():
             set_attr(node.attr[key], value)
+        needs = enumerate(planned.needs)
+        values = {i: need.dtype for i, need in needs if isinstance(need, Value)}
         for called, ops in zip(private.called(node), planned.functions):
-            called.name = self._copy(called.name, ops, tower, planned.values)
-        for i, dtype in planned.values.items():
+            called.name = self._copy(called.name, ops, tower, values)
+        for i, dtype in values.items():
             node.attr['T'].list.type[i] = dtype.as_datatype_enum
         if 'output_shapes' in node.attr:
             for shape in node.attr['output_shapes'].list.shape:

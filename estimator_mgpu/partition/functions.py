@@ -169,9 +169,8 @@ def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any)
     needs = tuple(map(call.need, range(len(placed))))
     if not outer.own_lists(zip(op.inputs, needs)):
         return None
-    values = {i: dtype for i in range(len(needs)) if (dtype := _only_read(i, body, condition))}
-    if outer.scope:
-        values = {}  # It's the caller of the outer function that would have to be given them.
+    if not outer.scope:  # Else it's the caller of the outer function that would have to do it.
+        needs = tuple(_value(i, body, condition) or need for i, need in enumerate(needs))
     dims = [
         outer.sizes.dims_of_rows(t, p.axis, call.factor(i), outer.rows, inside.sizes.dims(own))
         if isinstance(p, Shard)
@@ -179,8 +178,8 @@ def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any)
         for i, (t, p, own) in enumerate(zip(op.outputs, placed, body.outputs))
     ]
     # Nobody is given a variable by a loop, which has its value.
-    made = [None if i in values else p for i, p in enumerate(placed)]
-    return Division(OpPlan(needs, {}, [asked.ops, inside.ops], values), made, dims)
+    made = [None if isinstance(need, plan.Value) else p for p, need in zip(placed, needs)]
+    return Division(OpPlan(needs, {}, [asked.ops, inside.ops]), made, dims)
 
 
 def branch(
@@ -264,14 +263,10 @@ def _meet(a: Placement, b: Placement) -> Placement:
     raise Undivided(f'{a} becomes {b}')
 
 
-def _only_read(position: int, *graphs: Any) -> tf.DType | None:
-    """The type of a variable's value, if that is all that is asked for of an argument."""
-    users = []
-    for graph in graphs:
-        argument = graph.inputs[position]
-        if argument.dtype != tf.resource:
-            return None
-        users += argument.consumers()
-    if not users or any(user.type != 'ReadVariableOp' for user in users):
+def _value(position: int, *graphs: Any) -> plan.Value | None:
+    """A variable's value, if that is all that is asked for of an argument."""
+    arguments = [graph.inputs[position] for graph in graphs]
+    users = [user for argument in arguments for user in argument.consumers()]
+    if any(user.type != 'ReadVariableOp' for user in users) or not users:
         return None
-    return users[0].get_attr('dtype')
+    return plan.Value(users[0].get_attr('dtype'))

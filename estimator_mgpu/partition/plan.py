@@ -43,7 +43,13 @@ class Numbers(NamedTuple):
     scalar: bool = False
 
 
-Need = Union[Given, Slice, Local, Numbers]
+class Value(NamedTuple):
+    """The value of a variable, of a type, in place of the variable, which is only read."""
+
+    dtype: tf.DType
+
+
+Need = Union[Given, Value, Slice, Local, Numbers]
 OWN, WHOLE, FIRST = Given
 
 
@@ -56,14 +62,11 @@ class OpPlan(NamedTuple):
       attrs: attributes that it has otherwise there.
       functions: of the functions that it calls, in the order of `private.called`, the ops' plans
         by name.
-      values: which inputs are variables that it only reads, and the types of their values, which
-        it's given instead.
     """
 
     needs: tuple[Need, ...] = ()
     attrs: dict[str, Any] = {}
     functions: Sequence[dict[str, OpPlan]] = ()
-    values: dict[int, tf.DType] = {}
 
 
 class Division(NamedTuple):

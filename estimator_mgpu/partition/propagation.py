@@ -112,7 +112,6 @@ class Pass:
         self.placements: dict[str, Placement] = {}
         self.reasons: dict[str, str] = {}
         self.again: set[str] = set()  # what was made whole, and may be divided again
-        self._asked: dict[str, set[str]] = {}  # partial results that are asked for, by their origin
 
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
@@ -213,18 +212,11 @@ class Pass:
             self.again.update(t.name for t in op.outputs if op.type not in SIZE_OPS)
 
     def reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
-        """Notes that partial results are to be reduced, where they come from."""
-        for tensor, placement in zip(op.inputs, placements):
-            if isinstance(placement, Partial):
-                self.reduced.add(tensor.name)
-                origin = tensor
-                while is_forwarding(origin.op) and isinstance(
-                    self.seen(origin.op.inputs[0]), Partial
-                ):
-                    origin = origin.op.inputs[0]
-                self._asked.setdefault(origin.name, set()).add(tensor.name)
-                if len(self._asked[origin.name]) > 1:
-                    self.reduced.add(origin.name)  # One sum is enough.
+        """Notes that partial results are to be reduced: where they come from, once for all."""
+        for tensor in (t for t, p in zip(op.inputs, placements) if isinstance(p, Partial)):
+            while is_forwarding(tensor.op) and self.seen(tensor.op.inputs[0]) != REPLICATE:
+                tensor = tensor.op.inputs[0]
+            self.reduced.add(tensor.name)
         return [REPLICATE if isinstance(p, Partial) else p for p in placements]
 
     def seen(self, tensor: tf.Tensor) -> Placement:

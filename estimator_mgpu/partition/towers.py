@@ -12,7 +12,17 @@ from estimator_mgpu.devices import host_of, spec_of
 from estimator_mgpu.partition.callees import Callees
 from estimator_mgpu.partition.nodes import Nodes
 from estimator_mgpu.partition.placements import KEPT, Partial, Shard
-from estimator_mgpu.partition.plan import FIRST, OWN, Local, Need, Numbers, OpPlan, Plan, Slice
+from estimator_mgpu.partition.plan import (
+    FIRST,
+    OWN,
+    Local,
+    Need,
+    Numbers,
+    OpPlan,
+    Plan,
+    Slice,
+    Value,
+)
 from estimator_mgpu.partition.reduction import gather, reduce
 from estimator_mgpu.partition.sharding import Sharding
 from estimator_mgpu.partition.sizes import SIZE_OPS
@@ -43,7 +53,7 @@ class Towers:
         instead: dict[str, tf.Tensor],
     ):
         self._graph = graph
-        self._plan = plan
+        self.plan = plan
         self._devices = list(devices)
         self._homes = homes
         self._instead = instead
@@ -64,28 +74,28 @@ class Towers:
 
     def copies(self, op: tf.Operation) -> list[tf.Operation]:
         """Each tower's copy of an op; none if it runs once."""
-        if op.name not in self._plan.ops:
+        if op.name not in self.plan.ops:
             return []
         names = [self._copy(op.name, i) for i in range(len(self._devices))]
         return [self._graph.get_operation_by_name(name) for name in names]
 
     def _build(self) -> None:
-        for name, planned in self._plan.ops.items():
+        for name, planned in self.plan.ops.items():
             op = self._graph.get_operation_by_name(name)
             definition = op.node_def
             for i in range(len(self._devices)):
                 self._add_copy(op, definition, planned, i)
-        for op in self._plan.order:
+        for op in self.plan.order:
             for tensor in op.outputs:
                 self._whole(tensor)
         self._nodes.build()
-        for op in self._plan.order:
+        for op in self.plan.order:
             for index, tensor in enumerate(list(op.inputs)):
                 if tensor.name in self._wholes:
                     private.set_input(op, index, self.whole(tensor))
             before = op.control_inputs
-            if any(c.name in self._plan.ops for c in before):
-                stands = op.type == 'NoOp' and op.name in self._plan.ops
+            if any(c.name in self.plan.ops for c in before):
+                stands = op.type == 'NoOp' and op.name in self.plan.ops
                 waits = [op] if stands else before
                 private.set_control_inputs(op, [c for w in waits for c in self.copies(w) or [w]])
 
@@ -93,7 +103,7 @@ class Towers:
         """Whether a tensor of the user's has another whole value than that which its op makes."""
         if tensor.name in self._sources:
             return False
-        placement = self._plan.placements.get(tensor.name)
+        placement = self.plan.placements.get(tensor.name)
         if isinstance(placement, KEPT):
             return False  # Its op makes its own, of what its inputs are as a whole.
         return placement is not None or self._is_size(tensor)
@@ -103,8 +113,8 @@ class Towers:
         if tensor.op.type not in SIZE_OPS:
             return False
         of = tensor.op.inputs[tensor.value_index]
-        made = of.name in self._plan.placements and of.name not in self._sources
-        return made and self._plan.sizes.dims(of) is not None
+        made = of.name in self.plan.placements and of.name not in self._sources
+        return made and self.plan.sizes.dims(of) is not None
 
     def _copy(self, name: str, tower: int) -> str:
         return f'{self._nodes.scope}/tower_{tower}/{name}'
@@ -116,7 +126,7 @@ class Towers:
         return f'{self._copy(tensor.op.name, tower)}:{tensor.value_index}'
 
     def _slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
-        dims = self._plan.sizes.dims(tensor) or []
+        dims = self.plan.sizes.dims(tensor) or []
         extent = self._sharding.rows_of(dims[need.axis], need.factor, tower)
         whole, dtype, home = self._whole(tensor), tensor.dtype.base_dtype, self._home(tensor)
         return self._sharding.cut(whole, dtype, len(dims), need.axis, extent, home)
@@ -134,11 +144,11 @@ class Towers:
         return self._wholes[tensor.name]
 
     def _made_whole(self, tensor: tf.Tensor) -> str:
-        dtype, sizes = tensor.dtype.base_dtype, self._plan.sizes
+        dtype, sizes = tensor.dtype.base_dtype, self.plan.sizes
         if self._is_size(tensor):
             numbers = [self._sharding.number(size) for size in sizes.entries(tensor) or []]
             return self._sharding.tensor(numbers if tensor.shape.rank else numbers[0], dtype)
-        placement = self._plan.placements[tensor.name]
+        placement = self.plan.placements[tensor.name]
         parts = [self._own(tensor, i) for i in range(len(self._devices))]
         home = self._homes.get(tensor.name, self._devices[0])
         if isinstance(placement, Shard):
@@ -151,7 +161,7 @@ class Towers:
     def _symbol(self, symbol: Any, tower: int | None) -> str:
         """What isn't known of a size before the step runs: an int32 scalar."""
         tensor = self._graph.get_tensor_by_name(symbol.tensor)
-        own = tensor.name in self._plan.placements and tensor.name not in self._sources
+        own = tensor.name in self.plan.placements and tensor.name not in self._sources
         host, dtype, add = self._sharding.host, tensor.dtype.base_dtype, self._nodes.add
         if isinstance(symbol, Dim):
             given = self._own(tensor, tower or 0) if own else self._whole(tensor)
@@ -170,7 +180,7 @@ class Towers:
     def _given(self, tensor: tf.Tensor, need: Need, tower: int) -> str:
         """What a tower's op is given."""
         dtype, op = tensor.dtype.base_dtype, tensor.op
-        placement = self._plan.placements.get(tensor.name)
+        placement = self.plan.placements.get(tensor.name)
         if need == OWN:
             return self._own(tensor, tower)
         if isinstance(need, Slice):
@@ -208,10 +218,10 @@ class Towers:
         device, waits = self._device(op, tower), self._waits(op, tower)
         given = [self._given(t, need, tower) for t, need in zip(op.inputs, planned.needs)]
         for i, tensor in enumerate(op.inputs if planned.functions else []):
-            dtype = tensor.dtype.base_dtype
-            if i in planned.values:
-                home, read = self._home(tensor), {'dtype': planned.values[i]}
-                given[i] = self._nodes.add('ReadVariableOp', [given[i], *waits], home, **read)
+            need, dtype = planned.needs[i], tensor.dtype.base_dtype
+            if isinstance(need, Value):
+                home, read = self._home(tensor), [given[i], *waits]
+                given[i] = self._nodes.add('ReadVariableOp', read, home, dtype=need.dtype)
             elif dtype != tf.resource:  # Where a loop begins is where its inputs come from.
                 given[i] = self._nodes.add('Identity', [given[i]], self._devices[tower], T=dtype)
         node = self._nodes.copy(definition, self._copy(op.name, tower), [*given, *waits], device)
@@ -220,8 +230,8 @@ class Towers:
     def _waits(self, op: tf.Operation, tower: int) -> list[str]:
         """What a tower's copy waits for, as the op does: the tower's own, or what runs once."""
         before = op.control_inputs
-        once = [c for c in before if c.name not in self._plan.ops]
-        waits = [f'^{self._copy(c.name, tower)}' for c in before if c.name in self._plan.ops]
+        once = [c for c in before if c.name not in self.plan.ops]
+        waits = [f'^{self._copy(c.name, tower)}' for c in before if c.name in self.plan.ops]
         if once:
             waits.append(self._nodes.after(once, host_of(self._devices[tower])))
         return waits
