@@ -157,15 +157,7 @@ class _RemovedModule(types.ModuleType):
 
 def _init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     """Prepares a RunConfig that has distribution strategies, for one machine."""
-    experimental = config._experimental_distribute
-    for name in 'train_distribute', 'eval_distribute':
-        own, other = getattr(config, f'_{name}'), getattr(experimental, name, None)
-        if own and other:
-            raise ValueError(f'Set {name} or experimental_distribute.{name}, not both.')
-        setattr(config, f'_{name}', own or other)
-    cluster = tf_config.get('cluster', {})
-    remote = getattr(experimental, 'remote_cluster', None)
-    if config._train_distribute and (remote or (cluster and 'master' not in cluster)):
+    if config._experimental_distribute or 'master' not in tf_config.get('cluster', ['master']):
         sys.modules[_COORDINATOR].estimator_train()  # Says that it was removed.
     config._distribute_coordinator_mode = None
     config._init_distributed_setting_from_environment_var(tf_config)

@@ -54,26 +54,20 @@ def replicate(
       The replicated model_fn; without `model_fn`, a decorator.
     """
     for name in gone:
-        if name not in ('loss_reduction', 'loss_weight'):
-            raise TypeError(f'replicate() got an unexpected keyword argument {name!r}')
+        remedy = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
+        known = name in ('loss_reduction', 'loss_weight')
         raise TypeError(
-            f'replicate() needs no {name} any more: a loss is what the model_fn makes of the '
-            'whole batch. Leave it out.'
+            f'replicate() takes no {name}{": " + remedy if known else ""}. Leave it out.'
         )
     devices_lib.check(devices)
-    if batch_norm not in ('batch', 'device'):
-        raise ValueError(
-            f"batch_norm={batch_norm!r} is no kind of statistics: it's 'batch' (of the whole "
-            "batch, as on one device) or 'device' (of each device's rows)."
-        )
-    if variables not in placement.CHOICES:
-        raise ValueError(
-            f"variables={variables!r} is no place for variables: it's 'spread' (over the devices, "
-            "by bytes), 'first' (the first device) or 'cpu'."
-        )
     options: dict[str, Any] = dict(
         devices=devices, broadcast=broadcast, variables=variables, batch_norm=batch_norm
     )
+    for name, legal in (('variables', placement.CHOICES), ('batch_norm', ('batch', 'device'))):
+        if options[name] not in legal:
+            raise ValueError(
+                f'{name}={options[name]!r} is not known. Legal are {", ".join(legal)}.'
+            )
     if model_fn is None:
         return functools.partial(replicate, **options)
     if not callable(model_fn):
@@ -92,8 +86,7 @@ def replicate(
             'features, and with labels, mode, params and config if it takes them: name them so.'
         )
     # Estimator passes a model_fn just what it asks for.
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    own = signature.parameters
+    kind, own = inspect.Parameter.POSITIONAL_OR_KEYWORD, signature.parameters
     added = [inspect.Parameter(n, kind, default=None) for n in ('mode', 'config') if n not in own]
     ordered = sorted([*own.values(), *added], key=lambda parameter: parameter.kind)
     wider_signature = signature.replace(parameters=ordered)
@@ -127,13 +120,13 @@ def replicate(
         bound = inspect.BoundArguments(signature, arguments)
         if config is not None and _is_export((features, labels), mode):
             return _build(model_fn, bound, None)  # A SavedModel goes anywhere: it names no device.
-        if len(towers) == 1:
-            spec = _build(model_fn, bound, None if devices is None else towers[0])
+        several = len(towers) > 1
+        found = batch.look_at(features, labels, broadcast) if several else None
+        before = {op.name for op in tf.get_default_graph().get_operations()}
+        spec = _build(model_fn, bound, None if several or devices is None else towers[0])
+        if found is None:
             examples = steps.examples_of(features, labels, broadcast)
         else:
-            found = batch.look_at(features, labels, broadcast)
-            before = {op.name for op in tf.get_default_graph().get_operations()}
-            spec = _build(model_fn, bound, None)
             spec, examples = _divided(spec, found, towers, before, options)
         steps.record(steps.Step(examples, spec.loss, towers))
         explanation.tell()

@@ -26,19 +26,12 @@ _HINT = (
 
 
 class Difference(NamedTuple):
-    """How far one thing is from one device's.
+    """How far one thing is from one device's."""
 
-    Attributes:
-      mode: one of `tf.estimator.ModeKeys`: 'train', 'eval' or 'infer'.
-      what: such as `gradient of dense/kernel`.
-      relative: the largest difference, relative to one device's largest entry.
-      exact: whether that's no more than float rounding.
-    """
-
-    mode: str
-    what: str
-    relative: float
-    exact: bool
+    mode: str  # one of `tf.estimator.ModeKeys`: 'train', 'eval' or 'infer'
+    what: str  # such as `gradient of dense/kernel`
+    relative: float  # the largest difference, relative to one device's largest entry
+    exact: bool  # whether that's no more than float rounding
 
 
 class Verification(NamedTuple):

@@ -199,7 +199,9 @@ def test_inference(sizes):
 
 
 def test_an_unknown_kind():
-    with pytest.raises(ValueError, match="batch_norm='tower' is no kind of statistics"):
+    with pytest.raises(
+        ValueError, match="batch_norm='tower' is not known. Legal are batch, device"
+    ):
         estimator_mgpu.replicate(model_of(fused), batch_norm='tower')
 
 

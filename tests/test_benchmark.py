@@ -107,7 +107,7 @@ def test_a_wrong_flag_is_told_before_anything_runs():
         '--towers=1': 'give numbers of 2 or more',
         '--towers=two': 'give numbers of 2 or more',
         '--devices=GPU': "'/device:GPU:0' in devices is unknown: this machine has no GPU",
-        '--variables=disk': "variables='disk' is no place for variables",
+        '--variables=disk': "variables='disk' is not known. Legal are cpu, first, spread",
     }
     for message, (flag, expected) in zip(flag_errors('benchmark', *wrong), wrong.items()):
         assert expected in message, flag

@@ -124,9 +124,9 @@ def test_fewer_gpus_than_asked_for(monkeypatch):
 
 @pytest.mark.parametrize('name', ['loss_reduction', 'loss_weight'])
 def test_options_that_are_gone(name):
-    with pytest.raises(TypeError, match=f'needs no {name} any more.*whole batch. Leave it out'):
+    with pytest.raises(TypeError, match=f'takes no {name}: .*whole batch.*Leave it out'):
         estimator_mgpu.replicate(regression(adam), devices=2, **{name: 'mean'})
-    with pytest.raises(TypeError, match=f'needs no {name} any more'):
+    with pytest.raises(TypeError, match=f'takes no {name}: '):
         estimator_mgpu.Estimator(regression(adam), devices=2, **{name: 'mean'})
 
 

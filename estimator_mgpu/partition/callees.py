@@ -7,7 +7,7 @@ to the session's first one.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -15,7 +15,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.partition.nodes import const_def, set_attr
 from estimator_mgpu.partition.plan import Local, Numbers, OpPlan, Slice, Value
-from estimator_mgpu.partition.sharding import Sharding
+
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.sharding import Sharding
 
 _OF_THE_WHOLE = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
 """Attributes that say where the user's op is, and what it makes."""

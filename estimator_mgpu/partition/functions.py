@@ -10,7 +10,6 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.partition import lists, plan
-from estimator_mgpu.partition.calls import CALLS
 from estimator_mgpu.partition.placements import (
     KEPT,
     REPLICATE,
@@ -26,6 +25,7 @@ from estimator_mgpu.partition.symbols import Size, per_row
 if TYPE_CHECKING:
     from estimator_mgpu.partition.propagation import Pass
 
+LOOPS = ('While', 'StatelessWhile')
 Inside = Callable[..., Any]
 """Begins a pass over a function: (outer pass, graph, strict, wanted), as `Inside` does."""
 
@@ -34,35 +34,62 @@ class Undivided(Exception):
     """A function asks for something that towers can't do by themselves."""
 
 
+def call(
+    inside: Inside, outer: Pass, op: tf.Operation, placements: list[Placement]
+) -> Division | None:
+    """What an op that calls functions comes to; None if it has to run once.
+
+    Sizes that go by rows are each tower's own, if that can be, or numbers.
+    """
+    graphs = private.function_graphs(op)
+    if all(p == REPLICATE for p in placements) or not graphs:
+        return None
+    divide = _loop if op.type in LOOPS else _branch
+    for numbers in (False, True):
+        try:
+            return divide(_Call(inside, outer, op, placements, graphs, numbers))
+        except Undivided:
+            continue
+    return None
+
+
 class _Call:
-    """What an op calls functions with, and what `placements` that has before anything is sliced.
+    """What an op calls functions with.
 
     Attributes:
+      first: how many inputs say which function is called, and aren't given to it.
       placed: what arguments are to towers inside.
       wanted: what rows are asked for of, inside.
-      keeps: whether an argument, by its position, is a size that stays what it is.
     """
 
     def __init__(
         self,
         inside: Inside,
         outer: Pass,
-        arguments: Sequence[tf.Tensor],
+        op: tf.Operation,
         placements: Sequence[Placement],
-        keeps: Callable[[int], bool],
+        graphs: Sequence[Any],
+        numbers: bool,
     ):
-        self._inside = inside
-        self._outer = outer
-        self._arguments = list(arguments)
-        self._placements = list(placements)
+        self._inside, self.outer, self.op, self.graphs = inside, outer, op, graphs
+        self.first = len(op.inputs) - len(graphs[0].inputs)
+        self._arguments = list(op.inputs)[self.first :]
+        self._placements = list(placements)[self.first :]
+        self._numbers = numbers
         self._factors: dict[int, Size] = {}
-        self.placed = list(placements)
+        self.placed = list(self._placements)
         self.wanted: dict[tf.Operation, plan.Slice] = {}
-        self.keeps = keeps
+
+    def size(self, i: int) -> list[Size]:
+        """The entries of an argument, if it's a size that stays what it is."""
+        body = self.graphs[-1]
+        stays = self.op.type not in LOOPS or body.outputs[i] is body.inputs[i]
+        entries = (self.outer.sizes.entries(self._arguments[i]) if stays else None) or []
+        return [] if self._numbers and any(entry.rows for entry in entries) else entries
 
     def run(self, graph: Any, like: Any, strict: bool) -> tuple[Any, list[Placement]]:
         """A pass over a function, and the placements of what it returns."""
-        inside = self._inside(self._outer, graph, strict, self.wanted)
+        inside = self._inside(self.outer, graph, strict, self.wanted)
         for i, (given, argument) in enumerate(zip(self._arguments, graph.inputs)):
             placement = self.placed[i]
             dims = inside.sizes.dims(like[i])  # A loop's condition has no shapes.
@@ -70,25 +97,29 @@ class _Call:
                 if dims is None:
                     raise Undivided(f'the size of {given.name}')
                 dims = list(dims)
-                dims[placement.axis] = self.factor(i) * Size(1, (self._outer.rows,))
-            entries = self._outer.sizes.entries(given) if self.keeps(i) else None
-            inside.begin(argument, placement, dims, entries)
+                dims[placement.axis] = self.factor(i) * Size(1, (self.outer.rows,))
+            if placement != REPLICATE:
+                inside.placements[argument.name] = placement
+            if dims is not None:
+                inside.sizes.know(argument, dims)
+            if self.size(i) and argument.shape.rank in (0, 1):
+                inside.sizes.know_values(argument, self.size(i))
         return inside, inside.run()
 
-    def settle(self, graphs: Sequence[Any], returns: bool) -> None:
+    def settle(self, graphs: Sequence[Any]) -> None:
         """Finds out what arguments are inside; a loop returns what it's called with next."""
         while True:
             before = list(self.placed), len(self.wanted)
             for graph in graphs:
                 _, returned = self.run(graph, graph.inputs, False)
-                if returns:
+                if self.op.type in LOOPS:
                     self.placed = list(map(_meet, self.placed, returned))
                 for i, argument in enumerate(graph.inputs):
                     need = self.wanted.get(argument.op)
                     if need is not None and self._placements[i] == REPLICATE:
                         self._factors[i] = need.factor
                         if self.placed[i] == REPLICATE:
-                            self.placed[i] = Shard(need.axis, self._outer.rows)
+                            self.placed[i] = Shard(need.axis, self.outer.rows)
             if before == (self.placed, len(self.wanted)):
                 return
 
@@ -96,7 +127,7 @@ class _Call:
         """How many entries a row has in an argument."""
         placed, tensor = self.placed[i], self._arguments[i]
         assert isinstance(placed, Shard)
-        found = self._outer.sizes.per_row(tensor, placed.axis, self._outer.rows)
+        found = self.outer.sizes.per_row(tensor, placed.axis, self.outer.rows)
         found = found or self._factors.get(i)
         if found is None:
             raise Undivided(f'the size of {tensor.name}')
@@ -111,44 +142,22 @@ class _Call:
             return OWN if isinstance(placed, KEPT) else plan.FIRST
         if placed != REPLICATE:
             return OWN
-        size = (self._outer.sizes.entries(tensor) or []) if self.keeps(i) else []
+        size = self.size(i)
         rows = [position for position, entry in enumerate(size) if entry.rows]
-        if len(rows) > 1 or any(per_row(size[at], self._outer.rows) is None for at in rows):
+        if len(rows) > 1 or any(per_row(size[at], self.outer.rows) is None for at in rows):
             raise Undivided(f'the sizes in {tensor.name}')
         return plan.Local(tuple(size), rows[0]) if rows else WHOLE
 
 
-def loop(
-    inside: Inside, outer: Pass, op: tf.Operation, placements: list[Placement]
-) -> Division | None:
+def _loop(call: _Call) -> Division | None:
     """`While`: what each variable is to towers is a fixed point; the condition is the same on all.
 
     A variable that starts whole and becomes rows is sliced before the loop. One that adds up what
     rows come to starts at zero on all towers but the first. One that the body leaves as it is keeps
-    its size, unless it's a number.
+    its size.
     """
-    graphs = private.function_graphs(op)
-    if all(p == REPLICATE for p in placements) or not graphs:
-        return None
-    body = graphs[1]
-
-    def keeps(i: int) -> bool:
-        return body.outputs[i] is body.inputs[i]
-
-    def keeps_none_by_rows(i: int) -> bool:
-        return keeps(i) and not any(e.rows for e in outer.sizes.entries(op.inputs[i]) or [])
-
-    for which in (keeps, keeps_none_by_rows):
-        try:
-            call = _Call(inside, outer, op.inputs, placements, which)
-            return _loop(outer, op, call, *graphs)
-        except Undivided:
-            continue
-    return None
-
-
-def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any) -> Division | None:
-    call.settle([body], returns=True)
+    outer, op, (condition, body) = call.outer, call.op, call.graphs
+    call.settle([body])
     placed = call.placed
     inside, returned = call.run(body, body.inputs, True)
     for i, (a, b) in enumerate(zip(placed, returned)):
@@ -158,7 +167,7 @@ def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any)
             before, after = (inside.sizes.dims(t[i]) or [] for t in (body.inputs, body.outputs))
             if before[a.axis] != after[a.axis]:
                 raise Undivided(f'{body.outputs[i].name} has another size')
-        if a == REPLICATE and inside.differs(body.outputs[i]) and not call.keeps(i):
+        if a == REPLICATE and inside.differs(body.outputs[i]) and not call.size(i):
             raise Undivided(f'{body.outputs[i].name} is a size')
     if not any(isinstance(p, (Shard, ShardList)) for p in placed):
         return None
@@ -182,27 +191,13 @@ def _loop(outer: Pass, op: tf.Operation, call: _Call, condition: Any, body: Any)
     return Division(OpPlan(needs, {}, [asked.ops, inside.ops]), made, dims)
 
 
-def branch(
-    inside: Inside, outer: Pass, op: tf.Operation, placements: list[Placement]
-) -> Division | None:
+def _branch(call: _Call) -> Division | None:
     """`If`, `Case`: which branch it is is the same on all towers, and what all return is alike.
 
     A call in a loop is as a branch without an alternative.
     """
-    graphs = private.function_graphs(op)
-    if all(p == REPLICATE for p in placements) or not graphs:
-        return None
-    first = int(op.type not in CALLS)  # Which branch comes before what it's given.
-    try:
-        arguments = list(op.inputs)[first:]
-        call = _Call(inside, outer, arguments, placements[first:], lambda i: True)
-        return _branch(outer, op, call, graphs)
-    except Undivided:
-        return None
-
-
-def _branch(outer: Pass, op: tf.Operation, call: _Call, graphs: Sequence[Any]) -> Division | None:
-    call.settle(graphs, returns=False)
+    outer, op, graphs = call.outer, call.op, call.graphs
+    call.settle(graphs)
     runs = [call.run(graph, graph.inputs, True) for graph in graphs]
     made = []
     dims: list[list[Size] | None] = []
@@ -227,9 +222,8 @@ def _branch(outer: Pass, op: tf.Operation, call: _Call, graphs: Sequence[Any]) -
     if all(p == REPLICATE for p in made):
         return None
     functions = [inside.ops for inside, _ in runs]
-    decision = [WHOLE] if op.type not in CALLS else []
-    needs = map(call.need, range(len(call.placed)))
-    return Division(OpPlan((*decision, *needs), {}, functions), made, dims)
+    needs = [*[WHOLE] * call.first, *map(call.need, range(len(call.placed)))]
+    return Division(OpPlan(tuple(needs), {}, functions), made, dims)
 
 
 def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:

@@ -6,7 +6,7 @@ calls the function runs once. Sizes are each tower's own there, as its tensors s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.calls import CALLS
-from estimator_mgpu.partition.functions import Undivided, branch, loop
+from estimator_mgpu.partition.functions import LOOPS, Undivided, call
 from estimator_mgpu.partition.placements import REPLICATE, SUM, Partial, Placement, Shard
 from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan
 from estimator_mgpu.partition.propagation import Caller, Pass
@@ -40,21 +40,6 @@ class Inside(Pass):
         self.graph = graph
         self.strict = strict
         self.wanted = wanted
-
-    def begin(
-        self,
-        argument: tf.Tensor,
-        placement: Placement,
-        dims: Sequence[Size] | None,
-        entries: Sequence[Size] | None,
-    ) -> None:
-        """Says what towers have of an argument: its dimensions, and its entries if it's a size."""
-        if placement != REPLICATE:
-            self.placements[argument.name] = placement
-        if dims is not None:
-            self.sizes.know(argument, dims)
-        if entries is not None and argument.shape.rank in (0, 1):
-            self.sizes.know_values(argument, entries)
 
     def run(self) -> list[Placement]:
         """Visits all ops; returns the placements of what the function returns."""
@@ -167,9 +152,7 @@ class Inside(Pass):
 
 
 CALLERS: dict[str, Caller] = {
-    **dict.fromkeys(['While', 'StatelessWhile'], partial(loop, Inside)),
-    **dict.fromkeys(
-        ['If', 'StatelessIf', 'Case', 'StatelessCase', *CALLS], partial(branch, Inside)
-    ),
+    name: partial(call, Inside)
+    for name in (*LOOPS, *CALLS, 'If', 'StatelessIf', 'Case', 'StatelessCase')
 }
 """What divides ops that call functions, by their type."""

@@ -30,13 +30,6 @@ _PUT = ('TensorListSetItem', 'TensorListPushBack', 'OptionalFromValue')
 _GET = ('TensorListGetItem', 'TensorListPopBack', 'TensorListStack', 'OptionalGetValue')
 
 
-def concerns(op: tf.Operation, placements: Sequence[Placement]) -> bool:
-    """Whether an op makes, changes or reads a list."""
-    return op.type.startswith(('TensorList', 'Optional')) or any(
-        isinstance(p, KEPT) for p in placements
-    )
-
-
 def made_empty(op: tf.Operation) -> OpPlan:
     """How each tower makes an empty list of its own."""
     return OpPlan(tuple(any_shape(t) if i == 0 else WHOLE for i, t in enumerate(op.inputs)))

@@ -56,16 +56,13 @@ OWN, WHOLE, FIRST = Given
 class OpPlan(NamedTuple):
     """An op that runs in towers, in the graph or in a function that they call.
 
-    Attributes:
-      needs: what it's given for each of its inputs. In a function, what it's given there is its
-        own, and a constant that is given a slice is that of its value.
-      attrs: attributes that it has otherwise there.
-      functions: of the functions that it calls, in the order of `private.called`, the ops' plans
-        by name.
+    In a function, what it's given there is its own; a constant that is given a slice has that of
+    its value.
     """
 
-    needs: tuple[Need, ...] = ()
-    attrs: dict[str, Any] = {}
+    needs: tuple[Need, ...] = ()  # what it's given for each of its inputs
+    attrs: dict[str, Any] = {}  # attributes that it has otherwise there
+    # Of the functions that it calls, in the order of `private.called`, the ops' plans by name.
     functions: Sequence[dict[str, OpPlan]] = ()
 
 
@@ -81,22 +78,12 @@ class Division(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a graph is divided.
+    """How a graph is divided."""
 
-    Attributes:
-      rows: the rows of the batch.
-      sources: the tensors of the batch that have rows along dimension 0.
-      order: the ops that depend on these, each after those that it depends on.
-      ops: those that run in towers, by name.
-      placements: by name, what towers have of the tensors that they make.
-      reasons: of the others in `order` that are given rows, by name: why they run once.
-      sizes: what is known of tensors' sizes.
-    """
-
-    rows: Rows
-    sources: Sequence[tf.Tensor]
-    order: Sequence[tf.Operation]
-    ops: dict[str, OpPlan]
-    placements: dict[str, Placement]
-    reasons: dict[str, str]
+    rows: Rows  # those of the batch
+    sources: Sequence[tf.Tensor]  # the tensors of the batch that have rows along dimension 0
+    order: Sequence[tf.Operation]  # the ops that depend on these, each after those it depends on
+    ops: dict[str, OpPlan]  # those that run in towers, by name
+    placements: dict[str, Placement]  # by name, what towers have of the tensors that they make
+    reasons: dict[str, str]  # of the others in `order` that are given rows: why they run once
     sizes: Sizes

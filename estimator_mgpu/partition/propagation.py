@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
@@ -71,24 +72,14 @@ def _order(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]
         if op not in reached and op.name not in before:
             reached.add(op)
             stack += private.followers(op)
-    order: list[tf.Operation] = []
-    done: dict[tf.Operation, bool] = {}
-    for root in sorted(reached, key=private.number):
-        stack = [root]
-        while stack:
-            op = stack[-1]
-            if op in done:
-                stack.pop()
-                if not done[op]:
-                    done[op] = True
-                    order.append(op)
-                continue
-            done[op] = False
-            if op.type in ('NextIteration', 'RefNextIteration'):
-                continue  # A loop's way back.
-            given = [t.op for t in op.inputs] + list(op.control_inputs)
-            stack += [o for o in given if o in reached and o not in done]
-    return order
+    given = {
+        op: [] if op.type in _BACK else [*(t.op for t in op.inputs), *op.control_inputs]
+        for op in sorted(reached, key=private.number)
+    }
+    return [op for op in TopologicalSorter(given).static_order() if op in reached]
+
+
+_BACK = ('NextIteration', 'RefNextIteration')  # A v1 loop's way back.
 
 
 @dataclass
@@ -163,7 +154,8 @@ class Pass:
     def _division(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
         if op.type in self.callers:
             return self.callers[op.type](self, op, placements)
-        if lists.concerns(op, placements):
+        kept = any(isinstance(p, KEPT) for p in placements)
+        if kept or op.type.startswith(('TensorList', 'Optional')):
             found = lists.rule(op, placements, self.rows, self.sizes)
             return found if found and self.own_lists(zip(op.inputs, found.plan.needs)) else None
         rule = self.table.get(op.type)

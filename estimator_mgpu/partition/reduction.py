@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sharding import Sharding
-from estimator_mgpu.partition.symbols import Size
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.sharding import Sharding
+    from estimator_mgpu.partition.symbols import Size
 
 _PAIRWISE = {
     'max': 'Maximum',

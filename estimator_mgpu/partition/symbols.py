@@ -11,22 +11,15 @@ from collections.abc import Sequence
 from typing import NamedTuple, Union
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
     """A row space: says which rows a shard is of, and how many there are.
 
     Tensors of different row spaces are never combined row by row.
-
-    Args:
-      name: of the batch's rows, `batch`.
-      static: how many rows there are, if the graph knows; else None.
     """
 
-    def __init__(self, name: str, static: int | None):
-        self.name = name
-        self.static = static
-
-    def __repr__(self) -> str:
-        return self.name
+    name: str  # `batch` of the batch's rows
+    static: int | None  # how many rows there are, if the graph knows
 
 
 class Dim(NamedTuple):
@@ -52,15 +45,10 @@ class Unknown(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A number times symbols.
+    """A number times symbols."""
 
-    Attributes:
-      number: the integer factor.
-      symbols: the other factors, in a fixed order.
-    """
-
-    number: int
-    symbols: tuple[Symbol, ...] = ()
+    number: int  # the integer factor
+    symbols: tuple[Symbol, ...] = ()  # the other factors, in a fixed order
 
     def __mul__(self, other: Size) -> Size:
         symbols = tuple(sorted(self.symbols + other.symbols, key=repr))
@@ -106,7 +94,7 @@ class Size:
     @property
     def is_one(self) -> bool:
         """Whether it's 1, whatever the batch."""
-        return self.number == 1 and not self.symbols
+        return self == ONE
 
     @property
     def static(self) -> int | None:

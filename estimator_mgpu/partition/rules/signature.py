@@ -56,22 +56,15 @@ WHOLE: tuple[Label, ...] = ()
 
 
 class Signature(NamedTuple):
-    """What an op does along which dimensions.
+    """What an op does along which dimensions."""
 
-    Attributes:
-      inputs: one operand for each of the op's inputs.
-      outputs: the labels of each output's dimensions.
-      reduce: how towers' outputs without the label are reduced (as `Partial.reduce`); None if they
-        are the same on all towers.
-      dims: outputs' dimensions where they aren't those of the inputs with the same label.
-      attrs: attributes that towers' ops have otherwise.
-    """
-
-    inputs: Sequence[Operand]
-    outputs: Sequence[tuple[Label, ...]]
+    inputs: Sequence[Operand]  # one for each of the op's inputs
+    outputs: Sequence[tuple[Label, ...]]  # the labels of each output's dimensions
+    # How towers' outputs without the label are reduced (as `Partial.reduce`); None: all are alike.
     reduce: str | None = None
+    # Outputs' dimensions where they aren't those of the inputs with the same label.
     dims: Sequence[list[Size] | None] | None = None
-    attrs: dict[str, Any] = {}
+    attrs: dict[str, Any] = {}  # attributes that towers' ops have otherwise
 
 
 Rule = Callable[[tf.Operation, 'Sizes'], Optional[Signature]]
