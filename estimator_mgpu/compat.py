@@ -28,7 +28,7 @@ import tensorflow as tf
 from tensorflow.python.tools import module_util
 from tensorflow.python.util import lazy_loader, tf_export
 
-SUPPORTED = ('2.15', '2.21')  # the oldest and the newest TensorFlow
+SUPPORTED = (2, 15), (2, 21)  # the oldest and the newest TensorFlow
 
 _COORDINATOR = 'tensorflow.python.distribute.estimator_training'
 _REMOVED = {
@@ -47,12 +47,10 @@ _KERAS_ERRORS = (
 
 def check_tensorflow(version: str) -> None:
     """Raises ImportError if this version of TensorFlow is not one of `SUPPORTED`."""
-    oldest, newest = (_minor(supported) for supported in SUPPORTED)
-    if not oldest <= _minor(version) <= newest:
+    if not SUPPORTED[0] <= _minor(version) <= SUPPORTED[1]:
         raise ImportError(
-            f'estimator_mgpu runs on TensorFlow {SUPPORTED[0]} to {SUPPORTED[1]}, and this is '
-            f'TensorFlow {version}. Install a supported one: '
-            f'pip install "tensorflow>={SUPPORTED[0]},<{newest[0]}.{newest[1] + 1}"'
+            'estimator_mgpu runs on TensorFlow 2.15 to 2.21, and this is TensorFlow '
+            f'{version}. Install a supported one: pip install "tensorflow>=2.15,<2.22"'
         )
 
 
@@ -71,15 +69,12 @@ def legacy_keras_remedy(error: Exception) -> str | None:
     if not re.search(_KERAS_ERRORS, str(error)):
         return None
     major, minor = _minor(tf.__version__)
-    needed = 'tf.layers, and tf.keras as Keras 2, need tf-keras on this TensorFlow'
-    install = f'pip install "tf-keras~={major}.{minor}.0"'
-    chosen = os.environ.get('TF_USE_LEGACY_KERAS', '1')
-    if chosen in ('1', 'true', 'True'):  # As tf.keras reads it.
-        first = 'import estimator_mgpu, or set TF_USE_LEGACY_KERAS=1, before Keras is first used'
-        return f'{needed}: {install}, and {first}.'
-    asks = f'the environment variable TF_USE_LEGACY_KERAS is {chosen!r}, which asks for Keras 3'
-    also = '' if importlib.util.find_spec('tf_keras') else f', and {install}'
-    return f'{needed}: {asks}. Set it to 1, or leave it unset{also}.'
+    return (
+        'tf.layers, and tf.keras as Keras 2, need tf-keras on this TensorFlow: '
+        f'pip install "tf-keras~={major}.{minor}.0", and import estimator_mgpu before Keras is '
+        'first used. The environment variable TF_USE_LEGACY_KERAS has to be 1 or unset, and is '
+        f'{os.environ.get("TF_USE_LEGACY_KERAS", "unset")}.'
+    )
 
 
 def _minor(version: str) -> tuple[int, int]:

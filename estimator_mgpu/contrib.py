@@ -35,7 +35,8 @@ def replicate_model_fn(
     Returns:
       A function (features, labels, mode, params=None, config=None), called by position or by name.
     """
-    legal = [r for r in tf.losses.Reduction.all() if r != tf.losses.Reduction.NONE]
+    reductions = tf.losses.Reduction
+    legal = dict.fromkeys(r for r in reductions.all() if r != reductions.NONE)
     if loss_reduction not in legal:
         raise ValueError(
             f'loss_reduction={loss_reduction!r} is not known. Legal are {", ".join(legal)}.'

@@ -27,23 +27,18 @@ def resolve(devices: Devices = None) -> list[str]:
     """
     listed = check(devices)
     gpus = len(tf.config.list_physical_devices('GPU'))
-    has = {0: 'no GPU', 1: '1 GPU'}.get(gpus, f'{gpus} GPUs')
     if devices is None:
         return [f'/device:GPU:{i}' for i in range(gpus)] or ['/device:CPU:0']
     if isinstance(devices, int):
-        if gpus and devices > gpus:
-            raise ValueError(
-                f'devices={devices}, but this machine has {has}. Ask for at most {gpus}, '
-                "or list devices, where one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
-            )
-        kind = 'GPU' if gpus else 'CPU'
-        return [f'/device:{kind}:{i}' for i in range(devices)]
-    for device, canonical in zip([devices] if isinstance(devices, str) else devices, listed):
-        spec = spec_of(canonical)
+        listed = [f'/device:{"GPU" if gpus else "CPU"}:{i}' for i in range(devices)]
+    for device in listed:
+        spec = spec_of(device)
         if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus:
+            has = {0: 'no GPU', 1: '1 GPU'}.get(gpus, f'{gpus} GPUs')
             raise ValueError(
-                f'{device!r} in devices is unknown: this machine has {has}. List those that '
-                "`nvidia-smi -L` and `tf.config.list_physical_devices('GPU')` say."
+                f'devices={devices!r} asks for {device!r}, but this machine has {has}. Ask for '
+                "what `nvidia-smi -L` and `tf.config.list_physical_devices('GPU')` list; one may "
+                "stand twice: ['/device:GPU:0', '/device:GPU:0']."
             )
     return listed
 

@@ -17,22 +17,14 @@ _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
 class Explanation(NamedTuple):
-    """How a model trains on several devices. As a str it's a table.
+    """How a model trains on several devices. As a str it's a table."""
 
-    Attributes:
-      towers: one device string a tower.
-      rows_per_tower: the rows of each tower, in the order of `towers`; None if the batch size isn't
-        static, when they differ by a row at most.
-      variables: bytes of variables, slots and the like included, by device.
-      gradients: bytes of gradients in and out of each device in a step.
-      gathered: names of variables that rows are gathered from. Only these rows' gradients go
-        between devices, as many as a batch has; they aren't counted.
-    """
-
-    towers: list[str]
-    rows_per_tower: list[int] | None
-    variables: dict[str, int]
-    gradients: dict[str, int]
+    towers: list[str]  # one device string a tower
+    rows_per_tower: list[int] | None  # None if the batch size isn't static
+    variables: dict[str, int]  # bytes of variables, slots and the like included, by device
+    gradients: dict[str, int]  # bytes of gradients in and out of each device in a step
+    # Names of variables that rows are gathered from. Only these rows' gradients go between devices,
+    # as many as a batch has; they aren't counted.
     gathered: list[str]
 
     @property

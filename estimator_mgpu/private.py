@@ -28,8 +28,6 @@ def _find(module: str, name: str) -> Any:
 
 # The collection in which Estimator keeps its read of the global step when it trains.
 GLOBAL_STEP_READ = _find('training.training_util', 'GLOBAL_STEP_READ_KEY')
-# (op type): its `OpDef`, or None where there is none (a function's name).
-op_def = _find('framework.op_def_registry', 'get')
 # (nest): its leaves, in `tf.nest`'s order, each after the tuple of the keys that lead to it.
 leaves = _find('util.nest', 'flatten_with_tuple_paths')
 # (ops): these, and all that they are computed from.

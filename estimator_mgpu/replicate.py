@@ -149,10 +149,8 @@ def _divided(
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
         with tf.device(devices_lib.host_of(devices[0])):
             total = found.total() if found.static is None and found.leaves else None
-    norm = options['batch_norm']
-    sparse = [leaf for leaf in found.leaves.values() if isinstance(leaf, tf.SparseTensor)]
     try:
-        towers = divide(graph, found.sources, sparse, found.static, total, devices, before, norm)
+        towers = divide(graph, found, total, devices, before, options['batch_norm'])
     except Exception as error:
         raise RuntimeError(
             f'Dividing the graph over the devices failed: {error}. Please report the model; '

@@ -106,7 +106,7 @@ def test_a_wrong_flag_is_told_before_anything_runs():
         '--other=nowhere': '--other=nowhere has no directory estimator_mgpu',
         '--towers=1': 'give numbers of 2 or more',
         '--towers=two': 'give numbers of 2 or more',
-        '--devices=GPU': "'/device:GPU:0' in devices is unknown: this machine has no GPU",
+        '--devices=GPU': "asks for '/device:GPU:0', but this machine has no GPU",
         '--variables=disk': "variables='disk' is not known. Legal are cpu, first, spread",
     }
     for message, (flag, expected) in zip(flag_errors('benchmark', *wrong), wrong.items()):

@@ -90,16 +90,13 @@ def test_legacy_keras_remedy(error):
     minor = tf.__version__.split('.')[1]
     remedy = compat.legacy_keras_remedy(error)
     assert f'pip install "tf-keras~=2.{minor}.0"' in remedy
-    assert 'TF_USE_LEGACY_KERAS=1' in remedy
+    assert 'TF_USE_LEGACY_KERAS has to be 1 or unset, and is ' in remedy
 
 
-@pytest.mark.parametrize('installed', [True, False])
-def test_legacy_keras_remedy_names_who_asked_for_keras_3(installed, monkeypatch):
+def test_legacy_keras_remedy_names_who_asked_for_keras_3(monkeypatch):
     monkeypatch.setenv('TF_USE_LEGACY_KERAS', '0')
-    monkeypatch.setattr(compat.importlib.util, 'find_spec', lambda name: installed or None)
     remedy = compat.legacy_keras_remedy(AttributeError('`dense` is not available with Keras 3.'))
-    assert "TF_USE_LEGACY_KERAS is '0', which asks for Keras 3. Set it to 1" in remedy
-    assert ('pip install "tf-keras~=' in remedy) is not installed
+    assert remedy.endswith('TF_USE_LEGACY_KERAS has to be 1 or unset, and is 0.')
 
 
 def test_legacy_keras_remedy_is_for_keras_errors():

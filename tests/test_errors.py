@@ -114,12 +114,11 @@ def test_fewer_gpus_than_asked_for(monkeypatch):
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: ['one', 'two'])
     assert devices.resolve(2) == ['/device:GPU:0', '/device:GPU:1']
     assert devices.resolve(None) == ['/device:GPU:0', '/device:GPU:1']
-    with pytest.raises(
-        ValueError, match=r'devices=3, but this machine has 2 GPUs.*may stand twice'
-    ):
-        devices.resolve(3)
-    with pytest.raises(ValueError, match="'/gpu:2' in devices is unknown: this machine has 2 GPUs"):
-        devices.resolve(['/gpu:0', '/gpu:2'])
+    for given in (3, ['/gpu:0', '/gpu:2']):
+        with pytest.raises(
+            ValueError, match="asks for '/device:GPU:2', but this machine has 2 GPUs"
+        ):
+            devices.resolve(given)
 
 
 @pytest.mark.parametrize('name', ['loss_reduction', 'loss_weight'])
@@ -207,8 +206,6 @@ def test_private_names_do_what_they_are_for():
         private.set_input(copy.op, 0, two)
         assert copy.op.inputs[0] is two
         assert not private.in_control_flow(two.op)
-        assert private.op_def('AddV2').name == 'AddV2'
-        assert private.op_def('NoSuchOp') is None
         assert private.outermost(graph) is graph
         inner = []
         tf.function(lambda: inner.append(tf.get_default_graph())).get_concrete_function()

@@ -168,7 +168,7 @@ def test_devices_that_are_none_are_told_at_once(sample):
         '0': 'devices=0 leaves nothing to run on',
         '-1': 'devices=-1 leaves nothing to run on',
         '/device:GPU': "'/device:GPU' in devices is unknown: it names no numbered CPU or GPU",
-        'GPU:0': "'GPU:0' in devices is unknown: this machine has no GPU",
+        'GPU:0': "asks for '/device:GPU:0', but this machine has no GPU",
         'two': "'two' in devices is unknown: it names no numbered CPU or GPU",
     }
     messages = flag_errors(sample, *(f'--devices={devices}' for devices in wrong))

@@ -1,10 +1,12 @@
 """Entries of a tuple wait for each other only where reference variables ask for that."""
 
+import time
+
 import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from models import floats, of_all_modes
+from models import floats, of_all_modes, spec_of, step
 from towers import compare, reached, session
 
 pytestmark = pytest.mark.core
@@ -83,6 +85,64 @@ def test_a_variable_is_read_before_it_is_written():
         assert write.name in before(graph.get_operation_by_name('after'))
     ours = compare(model_fn, [(floats(7, 3), floats(7, 1))] * 3, 3)[0]
     assert ours.losses[1] < ours.losses[0]
+
+
+def read_late(read):
+    """A gradient doesn't follow from what is read, which is slow."""
+
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', initializer=floats(7, 2), use_resource=True)
+        w = tf.get_variable('w', [3, 2], use_resource=True)
+        late = tf.numpy_function(lambda x: time.sleep(0.05) or x, [features], tf.float32)
+        late.set_shape(features.shape)
+        with tf.control_dependencies([late]):
+            rows = read(table, features)
+        loss = tf.reduce_mean(rows * tf.matmul(features, w))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(1.0).minimize(loss, step()))
+
+    return model_fn
+
+
+def ids_of(features):
+    return tf.cast(tf.abs(features[:, 0]), tf.int32) % 7
+
+
+def in_a_branch(table, features):
+    return tf.cond(
+        tf.reduce_sum(features) > -1e9,
+        lambda: tf.matmul(features, table[:3]),
+        lambda: tf.matmul(features, table[3:6]),
+    )
+
+
+@pytest.mark.parametrize(
+    'read',
+    [
+        lambda table, features: tf.gather(table, ids_of(features)),
+        in_a_branch,
+        tf.function(in_a_branch),
+        lambda table, features: tf.function(tf.gather)(table, ids_of(features)),
+    ],
+    ids=['gather', 'branch', 'function', 'gather in a function'],
+)
+def test_however_a_variable_is_read_it_is_written_later(read):
+    compare(read_late(read), [(floats(7, 3), floats(7, 1))] * 3, 3)
+
+
+def test_effects_that_a_tuple_waits_for():
+    calls = []
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [3, 1], use_resource=True)
+        seen = tf.get_variable('seen', [], use_resource=True, trainable=False)
+        loss = tf.reduce_mean(tf.square(tf.matmul(features, w)))
+        count = tf.identity(seen.assign_add(tf.cast(tf.shape(features)[0], tf.float32)))
+        called = tf.numpy_function(lambda x: calls.append(1) or x, [loss], tf.float32)
+        loss, _, _ = tf.tuple([loss, count, called])
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    compare(model_fn, [(floats(7, 3), floats(7, 1))] * 2, 3)
+    assert len(calls) == 2 * 2  # on one device and on three
 
 
 def test_an_entry_that_is_fetched_is_the_batch_s():

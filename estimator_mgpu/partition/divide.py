@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
@@ -14,14 +16,15 @@ from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
 from estimator_mgpu.partition.symbols import Rows
 from estimator_mgpu.partition.towers import Towers
-from estimator_mgpu.partition.waits import fill, read_first, untie
+from estimator_mgpu.partition.waits import fill, ordered, read_first, untie
+
+if TYPE_CHECKING:
+    from estimator_mgpu.batch import Batch
 
 
 def divide(
     graph: tf.Graph,
-    sources: Sequence[tf.Tensor],
-    sparse: Sequence[tf.SparseTensor],
-    static: int | None,
+    batch: Batch,
     total: tf.Tensor | None,
     devices: Sequence[str],
     before: Set[str] = frozenset(),
@@ -31,10 +34,8 @@ def divide(
 
     Args:
       graph: the graph.
-      sources: tensors with the batch's rows along dimension 0.
-      sparse: sparse tensors that have them, too.
-      static: how many rows there are, if the graph knows.
-      total: how many there are, an int32 scalar, otherwise.
+      batch: what there is to divide.
+      total: how many rows there are, an int32 scalar, if the graph doesn't know.
       devices: one device a tower.
       before: names of ops that aren't the model's, and stay as they are.
       batch_norm: whether fused batch normalization takes statistics of the 'batch' or a 'device'.
@@ -42,6 +43,12 @@ def divide(
     Returns:
       The towers; None if the graph stays as it is, as there are fewer rows than devices.
     """
+    sources, static, leaves = batch
+    sparse = [
+        (leaf.indices, leaf.values, leaf.dense_shape)
+        for leaf in leaves.values()
+        if isinstance(leaf, tf.SparseTensor)
+    ]
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
     replaced = {**inline(graph, before), **untie(graph, before), **fill(graph, before)}
@@ -51,8 +58,8 @@ def divide(
     else:
         expand(graph)
     unused = {name.partition(':')[0] for name in replaced}
-    rows = Rows('batch', static)
-    plan = propagate(sources, sparse, rows, table, CALLERS, before, unused)
-    towers = Towers(graph, plan, total, devices, settle(graph, plan), replaced)
-    read_first(plan.order)
-    return towers
+    given = [*sources, *itertools.chain(*sparse)]
+    read_first(ordered(given, before))
+    order, rows = ordered(given, before), Rows('batch', static)
+    plan = propagate(sources, sparse, order, rows, table, CALLERS, unused)
+    return Towers(graph, plan, total, devices, settle(graph, plan), replaced)

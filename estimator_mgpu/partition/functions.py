@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def call(
     return None
 
 
+@dataclass
 class _Call:
     """What an op calls functions with.
 
@@ -62,20 +64,17 @@ class _Call:
       wanted: what rows are asked for of, inside.
     """
 
-    def __init__(
-        self,
-        inside: Inside,
-        outer: Pass,
-        op: tf.Operation,
-        placements: Sequence[Placement],
-        graphs: Sequence[Any],
-        numbers: bool,
-    ):
-        self._inside, self.outer, self.op, self.graphs = inside, outer, op, graphs
-        self.first = len(op.inputs) - len(graphs[0].inputs)
-        self._arguments = list(op.inputs)[self.first :]
-        self._placements = list(placements)[self.first :]
-        self._numbers = numbers
+    inside: Inside
+    outer: Pass
+    op: tf.Operation
+    placements: Sequence[Placement]
+    graphs: Sequence[Any]
+    numbers: bool
+
+    def __post_init__(self) -> None:
+        self.first = len(self.op.inputs) - len(self.graphs[0].inputs)
+        self._arguments = list(self.op.inputs)[self.first :]
+        self._placements = list(self.placements)[self.first :]
         self._factors: dict[int, Size] = {}
         self.placed = list(self._placements)
         self.wanted: dict[tf.Operation, plan.Slice] = {}
@@ -85,11 +84,11 @@ class _Call:
         body = self.graphs[-1]
         stays = self.op.type not in LOOPS or body.outputs[i] is body.inputs[i]
         entries = (self.outer.sizes.entries(self._arguments[i]) if stays else None) or []
-        return [] if self._numbers and any(entry.rows for entry in entries) else entries
+        return [] if self.numbers and any(entry.rows for entry in entries) else entries
 
     def run(self, graph: Any, like: Any, strict: bool) -> tuple[Any, list[Placement]]:
         """A pass over a function, and the placements of what it returns."""
-        inside = self._inside(self.outer, graph, strict, self.wanted)
+        inside = self.inside(self.outer, graph, strict, self.wanted)
         for i, (given, argument) in enumerate(zip(self._arguments, graph.inputs)):
             placement = self.placed[i]
             dims = inside.sizes.dims(like[i])  # A loop's condition has no shapes.

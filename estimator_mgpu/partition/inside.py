@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
 from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.calls import CALLS
 from estimator_mgpu.partition.functions import LOOPS, Undivided, call
@@ -55,9 +54,8 @@ class Inside(Pass):
         if op in self.wanted:
             self._make(op, self.wanted[op])
             return
-        definition = private.op_def(op.type)
         calls = op.type in self.callers
-        if definition is None or (definition.is_stateful and op.type not in READS and not calls):
+        if op.op_def.is_stateful and op.type not in READS and not calls:
             raise Undivided(f'{op.type} has effects, or draws numbers')
         placements = [self.seen(t) for t in op.inputs]
         if op.type in SIZE_OPS:
@@ -89,20 +87,15 @@ class Inside(Pass):
         return any(entry.rows for entry in self.sizes.entries(tensor) or [])
 
     def _is_known(self, tensor: tf.Tensor) -> bool:
-        entries = self.sizes.entries(tensor)
-        if entries is None:
-            return False
-        return not any(isinstance(s, Entry) for e in entries for s in e.symbols)
+        sizes = self.sizes.entries(tensor)
+        return sizes is not None and not any(isinstance(s, Entry) for e in sizes for s in e.symbols)
 
     def _may_be_made(self, tensor: tf.Tensor) -> bool:
         """Whether each tower can have its rows of a tensor: an argument, or of known size."""
         if any(tensor is argument for argument in self.graph.inputs):
             return True
-        if not self.rows.static:
-            return False
-        if tensor.op.type != 'Fill':
-            return tensor.op.type == 'Const'
-        return self.sizes.numbers(tensor.op.inputs[0]) is not None
+        fill = tensor.op.type == 'Fill' and self.sizes.numbers(tensor.op.inputs[0]) is not None
+        return bool(self.rows.static) and (fill or tensor.op.type == 'Const')
 
     def _make(self, op: tf.Operation, need: plan.Slice) -> None:
         """Lets each tower make its rows of a constant or a fill."""

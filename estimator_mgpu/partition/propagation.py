@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from graphlib import TopologicalSorter
 from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
@@ -25,24 +24,22 @@ Caller = Callable[[Any, tf.Operation, list[Placement]], Optional[Division]]
 
 def propagate(
     sources: Sequence[tf.Tensor],
-    sparse: Sequence[tf.SparseTensor],
+    sparse: Sequence[Sequence[tf.Tensor]],
+    order: Sequence[tf.Operation],
     rows: Rows,
     table: dict[str, Rule],
     callers: dict[str, Caller],
-    before: Set[str],
     unused: Set[str],
 ) -> Plan:
     """Finds out what may run in towers.
 
-    Sources have the rows along dimension 0, and so do sparse tensors, which stay whole. Rules, and
-    what divides ops that call functions, are by the types of ops. Ops that are named in `before`
-    aren't the model's; `unused` ones run once.
+    Sources have the rows along dimension 0, and so do sparse tensors, which stay whole. `order` are
+    the ops that depend on them. Rules, and what divides ops that call functions, are by the types
+    of ops; those named in `unused` run once.
 
     Raises:
       RuntimeError: if a rule fails, rather than says no.
     """
-    parts = [part for t in sparse for part in (t.indices, t.values, t.dense_shape)]
-    order = _order([*sources, *parts], before)
     reduced: set[str] = set()
     once: set[str] = set()
     while True:
@@ -51,8 +48,8 @@ def propagate(
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
-        found.again.update(part.name for part in parts)
-        for shape in (tensor.dense_shape for tensor in sparse):
+        for indices, values, shape in sparse:
+            found.again |= {indices.name, values.name, shape.name}
             if entries := found.sizes.entries(shape):
                 found.sizes.know_values(shape, [Size(1, (rows,)), *entries[1:]])
         for op in order:
@@ -61,25 +58,6 @@ def propagate(
         if known == (len(reduced), len(once)):
             ops, placements = found.ops, found.placements
             return Plan(rows, sources, order, ops, placements, found.reasons, found.sizes)
-
-
-def _order(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:
-    """All of the model's ops that depend on the sources, each after those that it depends on."""
-    reached: set[tf.Operation] = set()
-    stack = [op for t in sources for op in t.consumers()]
-    while stack:
-        op = stack.pop()
-        if op not in reached and op.name not in before:
-            reached.add(op)
-            stack += private.followers(op)
-    given = {
-        op: [] if op.type in _BACK else [*(t.op for t in op.inputs), *op.control_inputs]
-        for op in sorted(reached, key=private.number)
-    }
-    return [op for op in TopologicalSorter(given).static_order() if op in reached]
-
-
-_BACK = ('NextIteration', 'RefNextIteration')  # A v1 loop's way back.
 
 
 @dataclass

@@ -30,11 +30,6 @@ class Sharding:
       total: how many rows there are, an int32 scalar; None if `rows` knows.
       symbol: symbol(dimension or entry that isn't known, tower) -> reference to an int32 scalar
         that is it, for a tower or for the whole (None).
-
-    Attributes:
-      host: the CPU where sizes are.
-      counts: how many rows each tower has.
-      active: whether each tower has any, a bool scalar; None if all have, always.
     """
 
     def __init__(
@@ -47,12 +42,12 @@ class Sharding:
     ):
         self.devices = devices
         self.nodes = nodes
-        self.host = host_of(devices[0])
+        self.host = host_of(devices[0])  # where sizes are
         self._rows = rows
         self._symbol = symbol
         self.total: Number
-        self.counts: Sequence[Number]
-        self.active: Sequence[str] | None = None
+        self.counts: Sequence[Number]  # how many rows each tower has
+        self.active: Sequence[str] | None = None  # whether it has any; None: all have, always
         n = len(devices)
         if total is None:
             self.total = rows.static or 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
+from numpy import ndarray
 
 from estimator_mgpu.partition.symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
 
@@ -29,7 +30,7 @@ class Sizes:
     def __init__(self, scope: str = '') -> None:
         self._scope = scope  # Tells a function's tensors from others of the same name.
         self._dims: dict[str, list[Size]] = {}
-        self._values: dict[str, np.ndarray | None] = {}
+        self._values: dict[str, ndarray | None] = {}
 
     def know(self, tensor: tf.Tensor, dims: Sequence[Size]) -> None:
         """Says what the dimensions of a tensor are."""
@@ -84,14 +85,14 @@ class Sizes:
             return None
         return [entry.number for entry in entries]
 
-    def _value(self, tensor: tf.Tensor) -> np.ndarray | None:
+    def _value(self, tensor: tf.Tensor) -> ndarray | None:
         if tensor.name not in self._values:
             self._values[tensor.name] = None  # Where a loop leads here again.
             if tensor.dtype.base_dtype in (tf.int32, tf.int64):
                 self._values[tensor.name] = self._found(tensor)
         return self._values[tensor.name]
 
-    def _found(self, tensor: tf.Tensor) -> np.ndarray | None:
+    def _found(self, tensor: tf.Tensor) -> ndarray | None:
         op = tensor.op
         count = tensor.shape.num_elements()
         if op.type == 'Const':
@@ -113,7 +114,7 @@ class Sizes:
         name = f'{self._scope}{tensor.name}'
         return _array([Size(1, (Entry(name, i),)) for i in range(count)], tensor.shape)
 
-    def _of_dims(self, op: tf.Operation, index: int) -> np.ndarray:
+    def _of_dims(self, op: tf.Operation, index: int) -> ndarray:
         dims = self.dims(op.inputs[index])
         if dims is None:
             raise Unknown
@@ -138,24 +139,24 @@ class Sizes:
         return axes
 
 
-def _array(sizes: Sequence[Size], shape: Any = None) -> np.ndarray:
+def _array(sizes: Sequence[Size], shape: Any = None) -> ndarray:
     result = np.empty(len(sizes), object)
     result[:] = sizes
     return result if shape is None else result.reshape(shape)
 
 
-def _numbers(values: np.ndarray) -> Any:
+def _numbers(values: ndarray) -> Any:
     """Known numbers: an int of a scalar, else lists."""
     return np.vectorize(lambda size: size.known, [int])(values).tolist()
 
 
-def _vector(values: np.ndarray) -> np.ndarray:
+def _vector(values: ndarray) -> ndarray:
     if values.ndim != 1:
         raise Unknown
     return values
 
 
-def _strided_slice(op: tf.Operation, _: int, x: np.ndarray, *ends: np.ndarray) -> np.ndarray:
+def _strided_slice(op: tf.Operation, _: int, x: ndarray, *ends: ndarray) -> ndarray:
     if any(end.size != 1 for end in ends) or any(
         op.get_attr(f'{mask}_mask') for mask in ('new_axis', 'ellipsis')
     ):
@@ -167,31 +168,27 @@ def _strided_slice(op: tf.Operation, _: int, x: np.ndarray, *ends: np.ndarray) -
     return _vector(x)[first : None if op.get_attr('end_mask') else end : stride]
 
 
-def _slice(
-    op: tf.Operation, _: int, x: np.ndarray, begin: np.ndarray, size: np.ndarray
-) -> np.ndarray:
+def _slice(op: tf.Operation, _: int, x: ndarray, begin: ndarray, size: ndarray) -> ndarray:
     if begin.size != 1:
         raise Unknown
     (first,), (count,) = _numbers(begin), _numbers(size)
     return _vector(x)[first : None if count < 0 else first + count]
 
 
-def _prod(op: tf.Operation, _: int, x: np.ndarray, axes: np.ndarray) -> np.ndarray:
+def _prod(op: tf.Operation, _: int, x: ndarray, axes: ndarray) -> ndarray:
     if x.ndim > 1 or axes.size != x.ndim:
         raise Unknown
     return _array([product(list(x.flat))], [1] * x.ndim if op.get_attr('keep_dims') else [])
 
 
-def _gather(
-    op: tf.Operation, _: int, x: np.ndarray, indices: np.ndarray, *axis: np.ndarray
-) -> np.ndarray:
+def _gather(op: tf.Operation, _: int, x: ndarray, indices: ndarray, *axis: ndarray) -> ndarray:
     numbers = np.asarray(_numbers(indices), int)
     if (numbers >= x.size).any() or (numbers < 0).any():
         raise Unknown
     return _vector(x)[numbers]
 
 
-def _dynamic_stitch(op: tf.Operation, _: int, *given: np.ndarray) -> np.ndarray:
+def _dynamic_stitch(op: tf.Operation, _: int, *given: ndarray) -> ndarray:
     half = len(given) // 2
     found: dict[int, Size] = {}
     for at, data in zip(given[:half], given[half:]):
@@ -203,22 +200,20 @@ def _dynamic_stitch(op: tf.Operation, _: int, *given: np.ndarray) -> np.ndarray:
     return _array([found[i] for i in range(len(found))])
 
 
-def _concat_offset(
-    op: tf.Operation, index: int, axis: np.ndarray, *shapes: np.ndarray
-) -> np.ndarray:
+def _concat_offset(op: tf.Operation, index: int, axis: ndarray, *shapes: ndarray) -> ndarray:
     result = _array([Size(0)] * len(shapes[0]))
     at = _numbers(axis)
     result[at] = sum((shape[at] for shape in shapes[:index]), Size(0))
     return result
 
 
-def _full(shape: Any, size: Size) -> np.ndarray:
+def _full(shape: Any, size: Size) -> ndarray:
     if np.prod(shape, dtype=int) > _SMALL:
         raise Unknown
     return np.full(shape, size, object)
 
 
-def _range(op: tf.Operation, _: int, *ends: np.ndarray) -> np.ndarray:
+def _range(op: tf.Operation, _: int, *ends: ndarray) -> ndarray:
     start, limit, delta = map(_numbers, ends)
     values = range(start, limit, delta) if delta else range(0)
     if len(values) > _SMALL:

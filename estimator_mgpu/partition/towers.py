@@ -101,11 +101,9 @@ class Towers:
 
     def _is_ours(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor of the user's has another whole value than that which its op makes."""
-        if tensor.name in self._sources:
-            return False
         placement = self.plan.placements.get(tensor.name)
-        if isinstance(placement, KEPT):
-            return False  # Its op makes its own, of what its inputs are as a whole.
+        if tensor.name in self._sources or isinstance(placement, KEPT):
+            return False  # An op makes its own list, of what its inputs are as a whole.
         return placement is not None or self._is_size(tensor)
 
     def _is_size(self, tensor: tf.Tensor) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence, Set
+from graphlib import TopologicalSorter
 
 import tensorflow.compat.v1 as tf
 
@@ -12,24 +15,27 @@ from estimator_mgpu import private
 def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """Lets whoever uses an entry of a `tf.tuple` use what it's of, which waits for no other entry.
 
-    `tf.gradients` makes a tuple of each op's gradients, for the sake of reference variables: none
-    is written before all have read it. Other variables need none of that, and no tower would begin
-    with its gradients before all have their losses. A graph with reference variables stays as it
-    is. So do the tuples, for whoever fetches their entries.
+    `tf.gradients` makes a tuple of each op's gradients, for the sake of variables: none is written
+    before all have read it, which `read_first` sees to instead. Else no tower would begin with its
+    gradients before all have their losses. Where an entry may wait for an effect by its tuple only,
+    or a graph has reference variables or v1 control flow, tuples stay as they are; and all do for
+    whoever fetches their entries.
 
     Returns, by the names of the entries, what is used in their place. Ops that are named in
     `before` aren't the model's.
     """
     ops = [op for op in graph.get_operations() if op.name not in before]
-    if any(private.is_reference(t) for op in ops for t in op.outputs):
+    references = any(private.is_reference(t) for op in ops for t in op.outputs)
+    if references or any(map(private.in_control_flow, ops)):
         return {}
     replaced = {}
+    effects = _effects(ops)
     for op in ops:
         entries = private.waiting(op) if op.type == 'NoOp' else []
-        if not all(entry.type == 'Identity' for entry in entries) or private.in_control_flow(op):
+        if not all(entry.type == 'Identity' for entry in entries):
             continue
         given = {entry.inputs[0].op for entry in entries}
-        if not given <= set(op.control_inputs):
+        if not given <= set(op.control_inputs) or len({effects[g] for g in given}) > 1:
             continue
         for entry in entries:
             waits = [
@@ -41,6 +47,18 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
                 replaced[entry.outputs[0].name] = entry.inputs[0]
                 private.replace(entry, {0: entry.inputs[0]}, entry.inputs[0].op)
     return replaced
+
+
+def _effects(ops: Sequence[tf.Operation]) -> dict[tf.Operation, int]:
+    """The ops with effects that each waits for, and itself: one bit each."""
+    given = {op: {*(t.op for t in op.inputs), *op.control_inputs} for op in ops}
+    found: dict[tf.Operation, int] = {}
+    for op in TopologicalSorter(given).static_order():
+        makes = all(t.dtype == tf.resource for t in op.outputs)  # a variable or a table
+        state = op.op_def.is_stateful and op.type not in READS and not (makes and op.outputs)
+        own = 1 << len(found) if state and op in given else 0
+        found[op] = functools.reduce(operator.or_, (found[o] for o in given.get(op, ())), own)
+    return found
 
 
 def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
@@ -69,22 +87,34 @@ _ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
 
 
 def read_first(order: Sequence[tf.Operation]) -> None:
-    """Lets the model's ops that write a variable wait for those that read it for a step.
+    """Lets ops that write a variable wait for those that read it for a step.
 
     A tuple saw to that where a gradient doesn't follow from the variable, as in a linear loss. What
     reads after it has been written, as it waits for that, still does.
     """
     for op in order:
-        for handle in (t for t in op.inputs if t.op.type == 'VarHandleOp'):
-            if op.op_def.is_stateful and op.type not in READS:
-                reads = [c for c in handle.consumers() if c.type == 'ReadVariableOp']
-                used = [r for r in reads if {c.type for c in r.outputs[0].consumers()} - _KEEPS]
-                private.add_control_inputs(op, [r for r in used if not _waits(r, op)])
+        for handle in (t for t in op.inputs if t.dtype == tf.resource):
+            if op.op_def.is_stateful and not _looks(op, handle):
+                for user in handle.consumers():
+                    uses = {c.type for t in user.outputs for c in t.consumers()} - _KEEPS
+                    if uses and _looks(user, handle) and not _waits(user, op):
+                        private.add_control_inputs(op, [user])
 
 
 _KEEPS = {'AssignVariableOp', 'SaveV2'}
 READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
 """What looks at a variable and leaves it as it is, though it counts as having state."""
+
+
+def _looks(op: tf.Operation, handle: tf.Tensor) -> bool:
+    """Whether an op leaves a variable as it is, be it in functions that it calls."""
+    graphs = [] if op.type in READS else private.function_graphs(op)
+    if not graphs:
+        return op.type in READS
+    first = len(op.inputs) - len(graphs[0].inputs)
+    places = [i - first for i, tensor in enumerate(op.inputs) if tensor is handle]
+    inner = [graph.inputs[i] for graph in graphs for i in places]
+    return all(_looks(user, tensor) for tensor in inner for user in tensor.consumers())
 
 
 def _waits(op: tf.Operation, other: tf.Operation) -> bool:
@@ -96,3 +126,22 @@ def _waits(op: tf.Operation, other: tf.Operation) -> bool:
         stack += before - seen
         seen |= before
     return other in seen
+
+
+def ordered(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:
+    """All of the model's ops that depend on the sources, each after those that it depends on."""
+    reached: set[tf.Operation] = set()
+    stack = [op for t in sources for op in t.consumers()]
+    while stack:
+        op = stack.pop()
+        if op not in reached and op.name not in before:
+            reached.add(op)
+            stack += private.followers(op)
+    given = {
+        op: [] if op.type in _BACK else [*(t.op for t in op.inputs), *op.control_inputs]
+        for op in sorted(reached, key=private.number)
+    }
+    return [op for op in TopologicalSorter(given).static_order() if op in reached]
+
+
+_BACK = ('NextIteration', 'RefNextIteration')  # A v1 loop's way back.

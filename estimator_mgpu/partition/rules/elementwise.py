@@ -64,7 +64,5 @@ RULES = table(
         'Fill': '#S * -> S',
         'BroadcastTo': 'S #S -> S',
         'RandomStandardNormal RandomUniform TruncatedNormal': unseeded('#S -> S'),
-        'RandomUniformInt': unseeded('#S * * -> S'),
-        'Multinomial': unseeded('n_ * -> n_'),
     }
 )

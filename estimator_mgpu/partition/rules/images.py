@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from estimator_mgpu.partition.rules.signature import by, table
 
+_EACH, _GRADIENT = 'n... * -> n...', 'n... n... n... -> n...'
+_FILTER = 'n... * n... -> * (sum)'
 _NORM = 'FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3'
 _NORM_GRADIENT = 'FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3'
 _GIVEN = {False: 'n... *+ -> n... *+'}
@@ -13,25 +15,22 @@ _OWN_GRADIENT = {True: 'n... n... * =+ -> n... *+ (sum)'}
 
 RULES = table(
     {
-        'Conv2D Conv3D DepthwiseConv2dNative Dilation2D': 'n... * -> n...',
+        'Conv2D Conv3D DepthwiseConv2dNative Dilation2D ResizeNearestNeighborGrad': _EACH,
         'Conv2DBackpropInput DepthwiseConv2dNativeBackpropInput': '#n___ * n___ -> n___',
         'Conv3DBackpropInputV2': '#n____ * n____ -> n____',
         'Dilation2DBackpropInput': 'n... * n... -> n...',
-        'Conv2DBackpropFilter Conv3DBackpropFilterV2': 'n... * n... -> * (sum)',
-        'DepthwiseConv2dNativeBackpropFilter': 'n... * n... -> * (sum)',
-        'Dilation2DBackpropFilter': 'n... * n... -> * (sum)',
+        'Conv2DBackpropFilter Conv3DBackpropFilterV2 Dilation2DBackpropFilter': _FILTER,
+        'DepthwiseConv2dNativeBackpropFilter': _FILTER,
         'AvgPool AvgPool3D MaxPool MaxPool3D LRN': 'n... -> n...',
         'MaxPoolV2': 'n... * * -> n...',
         'MaxPoolWithArgmax': by('include_batch_in_index', {False: 'n... -> n... n...'}),
         'AvgPoolGrad': '#n___ n___ -> n___',
         'AvgPool3DGrad': '#n____ n____ -> n____',
-        'MaxPoolGrad MaxPool3DGrad LRNGrad': 'n... n... n... -> n...',
-        'MaxPoolGradGrad MaxPool3DGradGrad': 'n... n... n... -> n...',
+        'LRNGrad MaxPoolGrad MaxPool3DGrad MaxPoolGradGrad MaxPool3DGradGrad': _GRADIENT,
         'MaxPoolGradV2': 'n... n... n... * * -> n...',
         'MaxPoolGradWithArgmax': by('include_batch_in_index', {False: 'n... n... n... -> n...'}),
         'ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor': 'n... * -> n...',
         'ResizeBicubicGrad ResizeBilinearGrad': 'n... n... -> n...',
-        'ResizeNearestNeighborGrad': 'n... * -> n...',
         'CropAndResize': '* b_ b * -> b___',
         'CropAndResizeGradBoxes': 'b___ * b_ b -> b_',
         'CropAndResizeGradImage': 'b___ b_ b * -> * (sum)',
