@@ -13,6 +13,7 @@ from tqdm import tqdm
 from estimator_mgpu import compat, optimizer, placement, private, steps
 from estimator_mgpu.devices import spec_of
 
+_NOWHERE = '(no device)'  # TensorFlow will choose one.
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
@@ -63,7 +64,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
             size = placement.bytes_of(variable)
             for device in known.devices:
                 if spec_of(device) != spec_of(variable.device):
-                    traffic.update({device: size, _device(variable): size})
+                    traffic.update({device: size, variable.device or _NOWHERE: size})
         return Explanation(
             known.devices,
             known.rows_per_tower,
@@ -77,11 +78,15 @@ def tell() -> None:
     """Tells in the log how the batch is divided, and where the default graph's variables live."""
     step = steps.of_graph(tf.get_default_graph())
     rows: Sequence[Any] = step.rows_per_tower or ['its share'] * len(step.devices)
+    whole = [f'{name} ({reason})' for name, reason in step.whole.items()]
+    more = [f'{len(whole) - 5} more'] if len(whole) > 5 else []
     tf.logging.info(
-        'The input_fn gives the global batch; its rows go to %s. Variables live on %s.',
+        'The input_fn gives the global batch; its rows go to %s. Variables live on %s. '
+        'What runs once, with all rows: %s.',
         ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows)),
         ', '.join(f'{device} ({_size(n)})' for device, n in _bytes_by_device().items())
         or 'no device',
+        ', '.join(whole[:5] + more) or 'nothing',
     )
 
 
@@ -89,9 +94,5 @@ def _bytes_by_device() -> dict[str, int]:
     """Returns how many bytes of the default graph's variables live on each device."""
     found: Counter[str] = Counter()
     for variable in tf.global_variables():
-        found[_device(variable)] += placement.bytes_of(variable)
+        found[variable.device or _NOWHERE] += placement.bytes_of(variable)
     return dict(sorted(found.items()))
-
-
-def _device(variable: Any) -> str:
-    return variable.device or '(no device)'  # TensorFlow will choose one.

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
 from estimator_mgpu.steps import of_graph
 
+Count = Optional[int]
+
 
 class _StepHook(tf.train.SessionRunHook):
     """What both hooks have: the global step, and what is known of a step."""
 
-    def __init__(self, batch_size: int | None):
+    def __init__(self, batch_size: Count):
         self._batch_size = _check('batch_size', batch_size)
 
     def begin(self) -> None:
@@ -49,13 +51,7 @@ class ProgressHook(_StepHook):
         also by `replicate(devices=1)`; for others only steps/s are shown.
     """
 
-    def __init__(
-        self,
-        *,
-        steps: int | None = None,
-        max_steps: int | None = None,
-        batch_size: int | None = None,
-    ):
+    def __init__(self, *, steps: Count = None, max_steps: Count = None, batch_size: Count = None):
         if steps is not None and max_steps is not None:
             raise ValueError(
                 f'steps={steps} and max_steps={max_steps} are two ends of training. Give the one '
@@ -116,11 +112,7 @@ class ThroughputHook(_StepHook):
     """
 
     def __init__(
-        self,
-        every_n_steps: int = 100,
-        output_dir: str | None = None,
-        *,
-        batch_size: int | None = None,
+        self, every_n_steps: int = 100, output_dir: str | None = None, *, batch_size: Count = None
     ):
         super().__init__(batch_size)
         self._timer = tf.train.SecondOrStepTimer(every_steps=_check('every_n_steps', every_n_steps))
@@ -163,10 +155,8 @@ class ThroughputHook(_StepHook):
             writer.add_summary(tf.Summary(value=values), step)
 
 
-def _check(name: str, value: int | None) -> int | None:
+def _check(name: str, value: Count) -> Count:
     """Returns the value of an argument, if it's None or a positive int."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise TypeError(f'{name}={value!r} is of {type(value).__name__}. Give a positive int.')
-    if value is not None and value < 1:
-        raise ValueError(f'{name}={value} is less than 1. Give a positive int.')
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f'{name}={value!r} is no count of these. Give a positive int.')
     return value

@@ -123,12 +123,13 @@ def replicate(
         several = len(towers) > 1
         found = batch.look_at(features, labels, broadcast) if several else None
         before = {op.name for op in tf.get_default_graph().get_operations()}
+        whole: dict[str, str] = {}
         spec = _build(model_fn, bound, None if several or devices is None else towers[0])
         if found is None:
             examples = steps.examples_of(features, labels, broadcast)
         else:
-            spec, examples = _divided(spec, found, towers, before, options)
-        steps.record(steps.Step(examples, spec.loss, towers))
+            spec, examples, whole = _divided(spec, found, towers, before, options)
+        steps.record(steps.Step(examples, spec.loss, towers, whole))
         explanation.tell()
         return spec
 
@@ -142,8 +143,8 @@ _building: list[tf.Graph] = []
 
 def _divided(
     spec: Any, found: batch.Batch, devices: Sequence[str], before: set[str], options: dict[str, Any]
-) -> tuple[Any, int | tf.Tensor | None]:
-    """Returns the EstimatorSpec of the divided graph, and how many rows a batch has."""
+) -> tuple[Any, int | tf.Tensor | None, dict[str, str]]:
+    """Returns the EstimatorSpec of the divided graph, a batch's rows, and why ops run whole."""
     graph = tf.get_default_graph()
     placement.place(graph, options['variables'], devices, before)
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
@@ -156,8 +157,10 @@ def _divided(
             f'Dividing the graph over the devices failed: {error}. Please report the model; '
             'meanwhile replicate(devices=1) trains it on one device.'
         ) from error
-    spec = spec if towers is None else _whole(spec, towers.whole)
-    return spec, total if found.static is None else found.static
+    examples = total if found.static is None else found.static
+    if towers is None:
+        return spec, examples, {}
+    return _whole(spec, towers.whole), examples, towers.plan.reasons
 
 
 def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str | None) -> Any:

@@ -18,6 +18,7 @@ class Step(NamedTuple):
     examples: int | tf.Tensor | None  # The rows of the whole batch: an int if they're static.
     loss: tf.Tensor | None
     devices: list[str]  # One a tower; none if the model_fn isn't replicated.
+    whole: dict[str, str] = {}  # Ops that run once, though they're given rows, and why.
 
     @property
     def rows_per_tower(self) -> list[int] | None:

@@ -130,7 +130,7 @@ def test_options_that_are_gone(name):
 
 
 def test_an_option_that_never_was():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
+    with pytest.raises(TypeError, match='takes no device. Leave it out'):
         estimator_mgpu.replicate(device=2)
 
 
@@ -221,8 +221,6 @@ def test_layers_without_keras_2():
     def model_fn(features, labels, mode):
         raise AttributeError('`dense` is not available with Keras 3.')
 
-    with pytest.raises(
-        RuntimeError, match='pip install "tf-keras~=.*TF_USE_LEGACY_KERAS=1'
-    ) as info:
+    with pytest.raises(RuntimeError, match='pip install "tf-keras~=.*LEGACY_KERAS has') as info:
         build(model_fn)
     assert isinstance(info.value.__cause__, AttributeError)

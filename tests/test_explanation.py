@@ -142,4 +142,21 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     assert found.levelno == logging.INFO
     assert f'its rows go to {line}' in found.getMessage()
     where = {1: '/device:CPU:0 (1.44kB)', 2: '/device:CPU:0 (720B), /device:CPU:1 (720B)'}[devices]
-    assert found.getMessage().endswith(f'Variables live on (no device) (8.00B), {where}.')
+    assert f'Variables live on (no device) (8.00B), {where}. ' in found.getMessage()
+
+
+def test_the_log_says_what_runs_once(caplog):
+    """Who runs out of memory finds there what has all rows on one device."""
+
+    def ranked(features, labels, mode):
+        order = tf.sort(features, 0, name='order')
+        net = tf.matmul(order, tf.get_variable('w', [3, 1]))
+        loss = tf.reduce_mean(tf.square(net - labels))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    caplog.set_level(logging.INFO)
+    explain(ranked, devices=2)
+    assert 'with all rows: order/' in caplog.text
+    caplog.clear()
+    explain(devices=2)
+    assert 'with all rows: nothing.' in caplog.text

@@ -257,11 +257,15 @@ def test_no_global_step(hook):
     'make, error, message',
     [
         (lambda: estimator_mgpu.ProgressHook(steps=1, max_steps=2), ValueError, 'steps=1 and max'),
-        (lambda: estimator_mgpu.ProgressHook(steps=0), ValueError, 'steps=0 is less than 1'),
-        (lambda: estimator_mgpu.ProgressHook(max_steps='9'), TypeError, "max_steps='9' is of str"),
-        (lambda: estimator_mgpu.ProgressHook(batch_size=2.0), TypeError, 'batch_size=2.0 is of'),
-        (lambda: estimator_mgpu.ThroughputHook(True), TypeError, 'every_n_steps=True is of bool'),
-        (lambda: estimator_mgpu.ThroughputHook(batch_size=-1), ValueError, 'batch_size=-1 is less'),
+        (lambda: estimator_mgpu.ProgressHook(steps=0), ValueError, 'steps=0 is no count'),
+        (
+            lambda: estimator_mgpu.ProgressHook(max_steps='9'),
+            ValueError,
+            "max_steps='9' is no count",
+        ),
+        (lambda: estimator_mgpu.ProgressHook(batch_size=2.0), ValueError, 'batch_size=2.0 is no'),
+        (lambda: estimator_mgpu.ThroughputHook(True), ValueError, 'every_n_steps=True is no'),
+        (lambda: estimator_mgpu.ThroughputHook(batch_size=-1), ValueError, 'batch_size=-1 is no'),
     ],
 )
 def test_wrong_arguments(make, error, message):

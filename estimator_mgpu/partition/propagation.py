@@ -171,8 +171,8 @@ class Pass:
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         """Lets an op run once."""
         if any(p != REPLICATE for p in placements):
-            self.reasons[op.name] = reason
             if op.type not in SIZE_OPS:
+                self.reasons[op.name] = reason
                 self.reduce(op, placements)
             for tensor, placement in zip(op.inputs, placements):
                 if isinstance(placement, KEPT):
