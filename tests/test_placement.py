@@ -174,5 +174,5 @@ def test_variables_are_on_their_devices():
 
 
 def test_an_unknown_place():
-    with pytest.raises(ValueError, match="variables='gpu' is no place .*: it's 'spread'"):
+    with pytest.raises(ValueError, match="variables='gpu' is not known. Legal are cpu"):
         estimator_mgpu.replicate(by_hand, variables='gpu')

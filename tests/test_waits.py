@@ -129,6 +129,19 @@ def test_however_a_variable_is_read_it_is_written_later(read):
     compare(read_late(read), [(floats(7, 3), floats(7, 1))] * 3, 3)
 
 
+def test_what_reads_a_variable_but_is_not_of_the_step_does_not_run():
+    def never(x):
+        raise AssertionError('It was asked for.')
+
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', initializer=floats(7, 2), use_resource=True)
+        tf.gather(table, tf.numpy_function(never, [ids_of(features)], tf.int32))
+        loss = tf.reduce_mean(tf.gather(table, ids_of(features)))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(1.0).minimize(loss, step()))
+
+    compare(model_fn, [(floats(7, 3), floats(7, 1))] * 2, 3)
+
+
 def test_effects_that_a_tuple_waits_for():
     calls = []
 

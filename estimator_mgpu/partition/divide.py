@@ -51,7 +51,8 @@ def divide(
     ]
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
-    replaced = {**inline(graph, before), **untie(graph, before), **fill(graph, before)}
+    called, tied = inline(graph, before), untie(graph, before)
+    replaced = {**called, **tied, **fill(graph, before)}
     table = RULES
     if batch_norm == 'device':
         table = {**RULES, **images.OF_DEVICE}
@@ -59,7 +60,7 @@ def divide(
         expand(graph)
     unused = {name.partition(':')[0] for name in replaced}
     given = [*sources, *itertools.chain(*sparse)]
-    read_first(ordered(given, before))
+    read_first(ordered(given, before), [graph.get_tensor_by_name(name).op for name in tied])
     order, rows = ordered(given, before), Rows('batch', static)
     plan = propagate(sources, sparse, order, rows, table, CALLERS, unused)
     return Towers(graph, plan, total, devices, settle(graph, plan), replaced)

@@ -86,18 +86,20 @@ def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
 _ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
 
 
-def read_first(order: Sequence[tf.Operation]) -> None:
+def read_first(order: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> None:
     """Lets ops that write a variable wait for those that read it for a step.
 
-    A tuple saw to that where a gradient doesn't follow from the variable, as in a linear loss. What
-    reads after it has been written, as it waits for that, still does.
+    A tuple saw to that where a gradient doesn't follow from the variable, as in a linear loss: what
+    was `untied` waited for them. What reads after it has been written, as it waits for that, still
+    does.
     """
+    step = _before(untied)
     for op in order:
         for handle in (t for t in op.inputs if t.dtype == tf.resource):
             if op.op_def.is_stateful and not _looks(op, handle):
-                for user in handle.consumers():
+                for user in (user for user in handle.consumers() if user in step):
                     uses = {c.type for t in user.outputs for c in t.consumers()} - _KEEPS
-                    if uses and _looks(user, handle) and not _waits(user, op):
+                    if uses and _looks(user, handle) and op not in _before([user]):
                         private.add_control_inputs(op, [user])
 
 
@@ -117,15 +119,15 @@ def _looks(op: tf.Operation, handle: tf.Tensor) -> bool:
     return all(_looks(user, tensor) for tensor in inner for user in tensor.consumers())
 
 
-def _waits(op: tf.Operation, other: tf.Operation) -> bool:
-    """Whether an op waits for another, by data or control."""
-    seen, stack = {op}, [op]
+def _before(ops: Sequence[tf.Operation]) -> set[tf.Operation]:
+    """These ops, and all that they wait for, by data or control."""
+    seen, stack = set(ops), list(ops)
     while stack:
         last = stack.pop()
         before = {t.op for t in last.inputs} | set(last.control_inputs)
         stack += before - seen
         seen |= before
-    return other in seen
+    return seen
 
 
 def ordered(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:
