@@ -136,7 +136,8 @@ def test_what_reads_a_variable_but_is_not_of_the_step_does_not_run():
     def model_fn(features, labels, mode):
         table = tf.get_variable('table', initializer=floats(7, 2), use_resource=True)
         tf.gather(table, tf.numpy_function(never, [ids_of(features)], tf.int32))
-        loss = tf.reduce_mean(tf.gather(table, ids_of(features)))
+        w = tf.get_variable('w', [3, 2], use_resource=True)
+        loss = tf.reduce_mean(tf.gather(table, ids_of(features)) * tf.matmul(features, w))
         return spec_of(mode, loss, tf.train.GradientDescentOptimizer(1.0).minimize(loss, step()))
 
     compare(model_fn, [(floats(7, 3), floats(7, 1))] * 2, 3)
