@@ -152,7 +152,7 @@ class _RemovedModule(types.ModuleType):
 
 def _init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     """Prepares a RunConfig that has distribution strategies, for one machine."""
-    if config._experimental_distribute or 'master' not in tf_config.get('cluster', ['master']):
+    if config._experimental_distribute or 'master' not in (tf_config.get('cluster') or ['master']):
         sys.modules[_COORDINATOR].estimator_train()  # Says that it was removed.
     config._distribute_coordinator_mode = None
     config._init_distributed_setting_from_environment_var(tf_config)

@@ -120,14 +120,14 @@ def replicate(
         bound = inspect.BoundArguments(signature, arguments)
         if config is not None and _is_export((features, labels), mode):
             return _build(model_fn, bound, None)  # A SavedModel goes anywhere: it names no device.
-        several = len(towers) > 1
-        found = batch.look_at(features, labels, broadcast) if several else None
-        before = {op.name for op in tf.get_default_graph().get_operations()}
         whole: dict[str, str] = {}
-        spec = _build(model_fn, bound, None if several or devices is None else towers[0])
-        if found is None:
+        if len(towers) == 1:
+            spec = _build(model_fn, bound, None if devices is None else towers[0])
             examples = steps.examples_of(features, labels, broadcast)
         else:
+            found = batch.look_at(features, labels, broadcast)
+            before = {op.name for op in tf.get_default_graph().get_operations()}
+            spec = _build(model_fn, bound, None)
             spec, examples, whole = _divided(spec, found, towers, before, options)
         steps.record(steps.Step(examples, spec.loss, towers, whole))
         explanation.tell()

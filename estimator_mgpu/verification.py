@@ -57,7 +57,7 @@ class Verification(NamedTuple):
         ]
         wrong = sum(not d.exact for d in self.differences)
         lines.append(f'{wrong} of {len(self.differences)} differ from one device.')
-        return '\n'.join([*lines, *[_HINT] * bool(wrong)])
+        return '\n'.join([*lines, _HINT] if wrong else lines)
 
 
 def verify(

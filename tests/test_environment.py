@@ -71,11 +71,15 @@ def test_a_step_that_fails(monkeypatch, on_cpus, capsys):
     def model_fn(features, labels, mode):
         raise tf.errors.InternalError(None, None, 'no kernel image is available')
 
+    details = {'device_name': 'Tesla T4'}
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: ['one', 'two'])
+    monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
     monkeypatch.setattr(environment, '_model_fn', model_fn)
     assert environment.main() == 1
     told = capsys.readouterr().out
     assert 'on /device:CPU:0, /device:CPU:1: fails: InternalError: ' in told
     assert 'no kernel image is available' in told and 'WRONG' in told
+    assert f'{"GPUs":20}  Tesla T4, Tesla T4' in told
 
 
 @pytest.mark.parametrize(

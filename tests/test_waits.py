@@ -1,4 +1,4 @@
-"""Entries of a tuple wait for each other only where reference variables ask for that."""
+"""What waits for what: entries of tuples, writes for reads, and effects."""
 
 import time
 

@@ -16,7 +16,7 @@ from estimator_mgpu.partition.propagation import propagate
 from estimator_mgpu.partition.rules import RULES, images
 from estimator_mgpu.partition.symbols import Rows
 from estimator_mgpu.partition.towers import Towers
-from estimator_mgpu.partition.waits import fill, ordered, read_first, untie
+from estimator_mgpu.partition.waits import dependents, fill, ordered, read_first, untie
 
 if TYPE_CHECKING:
     from estimator_mgpu.batch import Batch
@@ -59,8 +59,7 @@ def divide(
     else:
         expand(graph)
     unused = {name.partition(':')[0] for name in replaced}
-    given = [*sources, *itertools.chain(*sparse)]
-    read_first(ordered(given, before), [graph.get_tensor_by_name(name).op for name in tied])
-    order, rows = ordered(given, before), Rows('batch', static)
-    plan = propagate(sources, sparse, order, rows, table, CALLERS, unused)
+    ops, rows = dependents([*sources, *itertools.chain(*sparse)], before), Rows('batch', static)
+    read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
+    plan = propagate(sources, sparse, ordered(ops), rows, table, CALLERS, unused)
     return Towers(graph, plan, total, devices, settle(graph, plan), replaced)

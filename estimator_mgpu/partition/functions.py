@@ -101,8 +101,9 @@ class _Call:
                 inside.placements[argument.name] = placement
             if dims is not None:
                 inside.sizes.know(argument, dims)
-            if self.size(i) and argument.shape.rank in (0, 1):
-                inside.sizes.know_values(argument, self.size(i))
+            size = self.size(i)
+            if size and argument.shape.rank in (0, 1):
+                inside.sizes.know_values(argument, size)
         return inside, inside.run()
 
     def settle(self, graphs: Sequence[Any]) -> None:

@@ -86,7 +86,7 @@ def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
 _ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
 
 
-def read_first(order: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> None:
+def read_first(ops: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> None:
     """Lets ops that write a variable wait for those that read it for a step.
 
     A tuple saw to that where a gradient doesn't follow from the variable, as in a linear loss: what
@@ -94,7 +94,7 @@ def read_first(order: Sequence[tf.Operation], untied: Sequence[tf.Operation]) ->
     does.
     """
     step = _before(untied)
-    for op in order:
+    for op in ops:
         for handle in (t for t in op.inputs if t.dtype == tf.resource):
             if op.op_def.is_stateful and not _looks(op, handle):
                 for user in (user for user in handle.consumers() if user in step):
@@ -130,8 +130,8 @@ def _before(ops: Sequence[tf.Operation]) -> set[tf.Operation]:
     return seen
 
 
-def ordered(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:
-    """All of the model's ops that depend on the sources, each after those that it depends on."""
+def dependents(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:
+    """All of the model's ops that depend on the sources, in the order in which they were made."""
     reached: set[tf.Operation] = set()
     stack = [op for t in sources for op in t.consumers()]
     while stack:
@@ -139,11 +139,16 @@ def ordered(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation
         if op not in reached and op.name not in before:
             reached.add(op)
             stack += private.followers(op)
+    return sorted(reached, key=private.number)
+
+
+def ordered(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """The ops, each after those that it depends on."""
     given = {
         op: [] if op.type in _BACK else [*(t.op for t in op.inputs), *op.control_inputs]
-        for op in sorted(reached, key=private.number)
+        for op in ops
     }
-    return [op for op in TopologicalSorter(given).static_order() if op in reached]
+    return [op for op in TopologicalSorter(given).static_order() if op in given]
 
 
 _BACK = ('NextIteration', 'RefNextIteration')  # A v1 loop's way back.
