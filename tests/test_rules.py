@@ -12,8 +12,9 @@ import towers
 from estimator_mgpu import batch as batch_lib
 from estimator_mgpu import private
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.plan import OWN
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.partition.rules.signature import Part, parsed
+from estimator_mgpu.partition.rules.signature import parsed
 from estimator_mgpu.partition.sizes import Sizes
 
 TOWERS = 3
@@ -764,7 +765,7 @@ def test_no_sample_is_without_rule():
         ('nS nS -> nS', [(5, 4), (5, 4)], [('n', 'S1')] * 2, [('n', 'S1')]),
         ('n_ * -> n...', [(5, 4), (4,)], [('n', None), ()], [('n', None)]),
         ('n... n... -> * (sum)', [(5, 4), (5, 4)], [('n', None)] * 2, [(None, None)]),
-        ('S_ = -> S_', [(5, 4), (4,)], [('S1', None), Part()], [('S1', None)]),
+        ('S_ = -> S_', [(5, 4), (4,)], [('S1', None), OWN], [('S1', None)]),
     ],
 )
 def test_text(text, shapes, inputs, outputs):

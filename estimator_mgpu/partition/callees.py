@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition.nodes import const_def, set_attr
-from estimator_mgpu.partition.plan import Local, Numbers, OpPlan, Slice, Value
+from .nodes import const_def, set_attr
+from .plan import Local, Numbers, OpPlan, Slice, Value
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.sharding import Sharding
+    from .sharding import Sharding
 
 _OF_THE_WHOLE = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
 """Attributes that say where the user's op is, and what it makes."""

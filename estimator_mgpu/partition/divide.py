@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.batch_norm import expand
-from estimator_mgpu.partition.calls import inline
-from estimator_mgpu.partition.homes import settle
-from estimator_mgpu.partition.inside import CALLERS
-from estimator_mgpu.partition.propagation import propagate
-from estimator_mgpu.partition.rules import RULES, images
-from estimator_mgpu.partition.symbols import Rows
-from estimator_mgpu.partition.towers import Towers
-from estimator_mgpu.partition.waits import dependents, fill, ordered, read_first, untie
+from .batch_norm import expand
+from .calls import inline
+from .homes import settle
+from .inside import CALLERS
+from .propagation import propagate
+from .rules import RULES, images
+from .symbols import Rows
+from .towers import Towers
+from .waits import dependents, fill, ordered, read_first, untie
 
 if TYPE_CHECKING:
     from estimator_mgpu.batch import Batch

@@ -10,21 +10,13 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition import lists, plan
-from estimator_mgpu.partition.placements import (
-    KEPT,
-    REPLICATE,
-    SUM,
-    Partial,
-    Placement,
-    Shard,
-    ShardList,
-)
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, OpPlan
-from estimator_mgpu.partition.symbols import Size, per_row
+from . import lists, plan
+from .placements import KEPT, REPLICATE, SUM, Partial, Placement, Shard, ShardList
+from .plan import OWN, WHOLE, Division, OpPlan
+from .symbols import Size, per_row
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.propagation import Pass
+    from .propagation import Pass
 
 LOOPS = ('While', 'StatelessWhile')
 Inside = Callable[..., Any]

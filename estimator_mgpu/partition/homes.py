@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition.plan import Plan
+from .plan import Plan
 
 _ROWS = 64  # stands for a dimension that isn't known
 _ANYWHERE = (tf.string, tf.resource, tf.variant)  # These types' kernels aren't on every device.

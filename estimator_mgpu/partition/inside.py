@@ -12,15 +12,15 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition import plan
-from estimator_mgpu.partition.calls import CALLS
-from estimator_mgpu.partition.functions import LOOPS, Undivided, call
-from estimator_mgpu.partition.placements import REPLICATE, SUM, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan
-from estimator_mgpu.partition.propagation import Caller, Pass
-from estimator_mgpu.partition.sizes import SIZE_OPS
-from estimator_mgpu.partition.symbols import Entry, Size, per_row
-from estimator_mgpu.partition.waits import READS
+from . import plan
+from .calls import CALLS
+from .functions import LOOPS, Undivided, call
+from .placements import REPLICATE, SUM, Partial, Placement, Shard
+from .plan import OWN, WHOLE, Division, Need, OpPlan
+from .propagation import Caller, Pass
+from .sizes import SIZE_OPS
+from .symbols import Entry, Size, per_row
+from .waits import READS
 
 
 class Inside(Pass):

@@ -7,22 +7,13 @@ from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition import plan
-from estimator_mgpu.partition.placements import (
-    KEPT,
-    REPLICATE,
-    ListOf,
-    OwnSizes,
-    Placement,
-    Shard,
-    ShardList,
-    SizeList,
-)
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, OpPlan
-from estimator_mgpu.partition.symbols import Rows, Size, per_row
+from . import plan
+from .placements import KEPT, REPLICATE, ListOf, OwnSizes, Placement, Shard, ShardList, SizeList
+from .plan import OWN, WHOLE, Division, OpPlan
+from .symbols import Rows, Size, per_row
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.sizes import Sizes
+    from .sizes import Sizes
 
 MAKERS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
 """What makes one without elements."""

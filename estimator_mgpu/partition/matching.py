@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition import plan
-from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan
-from estimator_mgpu.partition.rules.signature import Entries, Fixed, Label, Operand, Part, Signature
-from estimator_mgpu.partition.symbols import ONE, Size, per_row
+from .placements import REPLICATE, Partial, Placement, Shard
+from .plan import OWN, WHOLE, Division, Given, Local, Need, Numbers, OpPlan, Slice
+from .rules.signature import Entries, Label, Operand, Signature
+from .symbols import ONE, Size, per_row
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.sizes import Sizes
-    from estimator_mgpu.partition.symbols import Rows
+    from .sizes import Sizes
+    from .symbols import Rows
 
 
 @dataclass
@@ -44,22 +43,23 @@ class Matching:
         They are of what inputs have their rows along. If none has rows, they are of what has a size
         by rows, as where tensors are made, or of what was made whole, of rows.
         """
-        sharded = [(t, o, p.axis) for t, o, p in self._inputs if isinstance(p, Shard)]
-        for tensor, operand, axis in sharded:
-            if _is_labels(operand) and operand and operand[axis] is not None:
+        sharded = [(t, _labels(o), p.axis) for t, o, p in self._inputs if isinstance(p, Shard)]
+        for tensor, labelled, axis in sharded:
+            if labelled and labelled[axis] is not None:
                 factor = self.sizes.per_row(tensor, axis, self.rows)
                 if factor is not None:
-                    yield operand[axis], factor
+                    yield labelled[axis], factor
         for tensor, operand, _ in self._inputs if not sharded else ():
             if isinstance(operand, Entries):
                 for label, size in zip(operand.labels, self.sizes.entries(tensor) or []):
                     factor = per_row(size, self.rows) if self.rows in size.symbols else None
                     if label is not None and factor is not None:
                         yield label, factor
-            elif tensor.name in self.again and _is_labels(operand) and operand:
-                factor = self.sizes.per_row(tensor, 0, self.rows)
-                if operand[0] is not None and factor is not None:
-                    yield operand[0], factor
+            elif tensor.name in self.again:
+                first = next(iter(_labels(operand)), None)
+                factor = self.sizes.per_row(tensor, 0, self.rows) if first is not None else None
+                if factor is not None:
+                    yield first, factor
 
     def _along(self, label: Label, factor: Size) -> Division | None:
         """What the op comes to if it's divided along a dimension; None if it can't be."""
@@ -79,10 +79,8 @@ class Matching:
         self, tensor: tf.Tensor, operand: Operand, placement: Placement, label: Label, factor: Size
     ) -> Need | None:
         """What towers are given for an operand; None if that can't be had."""
-        if isinstance(operand, Fixed):
-            return plan.Numbers(operand.numbers)
-        if isinstance(operand, Part):
-            return OWN if tensor.name in self.made else None
+        if isinstance(operand, (Given, Numbers)):
+            return operand if operand != OWN or tensor.name in self.made else None
         if isinstance(operand, Entries):
             return self._size_need(tensor, operand, label)
         if label not in operand:
@@ -95,7 +93,7 @@ class Matching:
             return None
         if dims[axis] == ONE:
             return WHOLE  # It's repeated for all rows.
-        return plan.Slice(axis, per_row(dims[axis], self.rows) or factor)
+        return Slice(axis, per_row(dims[axis], self.rows) or factor)
 
     def _size_need(self, tensor: tf.Tensor, operand: Entries, label: Label) -> Need | None:
         if label not in operand.labels:
@@ -108,7 +106,7 @@ class Matching:
             # What is left, for a tower as for the whole batch.
             return WHOLE if not any(entry.rows for entry in entries) else None
         unknown = per_row(entries[position], self.rows) is None
-        return None if unknown else plan.Local(tuple(entries), position)
+        return None if unknown else Local(tuple(entries), position)
 
     def _dims(self, index: int, label: Label, factor: Size) -> list[Size] | None:
         """The dimensions of an output, as far as they are known."""
@@ -134,12 +132,13 @@ class Matching:
     def _size_of(self, label: Label) -> Size | None:
         """The size that all inputs agree that a dimension has."""
         found = {
-            (self.sizes.dims(tensor) or [])[operand.index(label)]
+            (self.sizes.dims(tensor) or [])[_labels(operand).index(label)]
             for tensor, operand, _ in self._inputs
-            if label is not None and _is_labels(operand) and label in operand
+            if label is not None and label in _labels(operand)
         }
         return found.pop() if len(found) == 1 else None
 
 
-def _is_labels(operand: Operand) -> bool:
-    return not isinstance(operand, (Entries, Fixed, Part))
+def _labels(operand: Operand) -> tuple[Label, ...]:
+    """Those of its dimensions."""
+    return () if isinstance(operand, (Entries, Given, Numbers)) else operand

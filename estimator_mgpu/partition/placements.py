@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Union
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.symbols import Rows, Size
+    from .symbols import Rows, Size
 
 
 @dataclass(frozen=True)

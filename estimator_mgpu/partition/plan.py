@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import tensorflow.compat.v1 as tf
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.placements import Placement
-    from estimator_mgpu.partition.sizes import Sizes
-    from estimator_mgpu.partition.symbols import Rows, Size
+    from .placements import Placement
+    from .sizes import Sizes
+    from .symbols import Rows, Size
 
 
 class Given(enum.Enum):

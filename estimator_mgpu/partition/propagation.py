@@ -9,14 +9,14 @@ from typing import Any, Optional
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.partition import lists
-from estimator_mgpu.partition.matching import Matching
-from estimator_mgpu.partition.placements import KEPT, REPLICATE, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan, Plan
-from estimator_mgpu.partition.rules.linear import is_forwarding, linear
-from estimator_mgpu.partition.rules.signature import Rule, UnknownRank
-from estimator_mgpu.partition.sizes import SIZE_OPS, Sizes
-from estimator_mgpu.partition.symbols import Rows, Size
+from . import lists
+from .matching import Matching
+from .placements import KEPT, REPLICATE, Partial, Placement, Shard
+from .plan import OWN, WHOLE, Division, Need, OpPlan, Plan
+from .rules.linear import is_forwarding, linear
+from .rules.signature import Rule, UnknownRank
+from .sizes import SIZE_OPS, Sizes
+from .symbols import Rows, Size
 
 Caller = Callable[[Any, tf.Operation, list[Placement]], Optional[Division]]
 """(pass, op, placements of the inputs) -> what it comes to; None if it has to run once."""

@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.sharding import Sharding
-    from estimator_mgpu.partition.symbols import Size
+    from .sharding import Sharding
+    from .symbols import Size
 
 _PAIRWISE = {
     'max': 'Maximum',

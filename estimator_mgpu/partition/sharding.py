@@ -9,9 +9,9 @@ from typing import Any, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.nodes import Nodes
-from estimator_mgpu.partition.plan import Local, Numbers
-from estimator_mgpu.partition.symbols import Rows, Size, per_row
+from .nodes import Nodes
+from .plan import Local, Numbers
+from .symbols import Rows, Size, per_row
 
 Number = Union[int, str]
 """An integer that is known, or what an int32 scalar tensor is referred to by."""

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 from numpy import ndarray
 
-from estimator_mgpu.partition.symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
+from .symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
 
 SIZE_OPS = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 """The ops that look at nothing but a tensor's dimensions."""

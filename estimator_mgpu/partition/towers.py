@@ -9,24 +9,14 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.devices import host_of, spec_of
-from estimator_mgpu.partition.callees import Callees
-from estimator_mgpu.partition.nodes import Nodes
-from estimator_mgpu.partition.placements import KEPT, Partial, Shard
-from estimator_mgpu.partition.plan import (
-    FIRST,
-    OWN,
-    Local,
-    Need,
-    Numbers,
-    OpPlan,
-    Plan,
-    Slice,
-    Value,
-)
-from estimator_mgpu.partition.reduction import gather, reduce
-from estimator_mgpu.partition.sharding import Sharding
-from estimator_mgpu.partition.sizes import SIZE_OPS
-from estimator_mgpu.partition.symbols import ONE, Dim
+from .callees import Callees
+from .nodes import Nodes
+from .placements import KEPT, Partial, Shard
+from .plan import FIRST, OWN, Local, Need, Numbers, OpPlan, Plan, Slice, Value
+from .reduction import gather, reduce
+from .sharding import Sharding
+from .sizes import SIZE_OPS
+from .symbols import ONE, Dim
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
 

@@ -5,8 +5,8 @@ An op whose type isn't here runs once, on the whole batch, which is exact.
 
 from __future__ import annotations
 
-from estimator_mgpu.partition.rules import axes, elementwise, images, matrices, views
-from estimator_mgpu.partition.rules.signature import Rule
+from . import axes, elementwise, images, matrices, views
+from .signature import Rule
 
 RULES: dict[str, Rule] = {
     **elementwise.RULES,

@@ -7,18 +7,9 @@ from functools import partial
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.signature import (
-    WHOLE,
-    Fixed,
-    Label,
-    Operand,
-    Signature,
-    by,
-    labels,
-    table,
-    without,
-)
+from estimator_mgpu.partition.plan import WHOLE, Numbers
 from estimator_mgpu.partition.sizes import Sizes
+from .signature import Label, Operand, Signature, by, labels, table, without
 
 
 def axes(op: tf.Operation, named: int | str, sizes: Sizes, rank: int) -> list[int] | None:
@@ -43,7 +34,7 @@ def reduction(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def _known(tensor: tf.Tensor, numbers: Sequence[int]) -> Operand:
     """Known numbers where the graph computes them: with one row they would come out otherwise."""
-    return WHOLE if tensor.op.type == 'Const' else Fixed(tuple(numbers))
+    return WHOLE if tensor.op.type == 'Const' else Numbers(tuple(numbers))
 
 
 def _less(labelled: Sequence[Label], gone: Sequence[int]) -> tuple[Label, ...]:
@@ -67,7 +58,7 @@ def along(
     made = _less(row, at) if then == 'go' else row
     if then == 'come':
         made = own[: at[0]] + (None,) + own[at[0] :]
-    operands = [WHOLE] * len(op.inputs)
+    operands: list[Operand] = [WHOLE] * len(op.inputs)
     operands[tensors] = [row] * (1 + len(others))
     return Signature(operands, [made] * len(op.outputs))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.signature import Rule, Signature, parsed, rank, table
 from estimator_mgpu.partition.sizes import Sizes
+from .signature import Rule, Signature, parsed, rank, table
 
 
 def select(op: tf.Operation, sizes: Sizes) -> Signature | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from estimator_mgpu.partition.rules.signature import by, table
+from .signature import by, table
 
 _EACH, _GRADIENT = 'n... * -> n...', 'n... n... n... -> n...'
 _FILTER = 'n... * n... -> * (sum)'

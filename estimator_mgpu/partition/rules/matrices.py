@@ -7,8 +7,8 @@ from functools import partial
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.signature import Signature, by, parsed, rank, table
 from estimator_mgpu.partition.sizes import Sizes
+from .signature import Signature, by, parsed, rank, table
 
 
 def matmul(op: tf.Operation, sizes: Sizes, a: str, b: str, lead: str = '') -> Signature | None:

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.plan import Given, Numbers
+
 if TYPE_CHECKING:
     from estimator_mgpu.partition.sizes import Sizes
     from estimator_mgpu.partition.symbols import Size
@@ -40,19 +42,8 @@ class Entries(NamedTuple):
     labels: tuple[Label, ...]
 
 
-class Fixed(NamedTuple):
-    """An integer operand that towers are given as known numbers."""
-
-    numbers: tuple[int, ...]
-
-
-class Part(NamedTuple):
-    """An operand that is what the tower's own op made, whatever that comes to as a whole."""
-
-
-Operand = Union[tuple[Label, ...], Entries, Fixed, Part]
-WHOLE: tuple[Label, ...] = ()
-"""An operand that has no dimension that could be divided, or is of any rank but whole."""
+Operand = Union[tuple[Label, ...], Entries, Given, Numbers]
+"""The labels of a tensor's dimensions, or what towers are given for it."""
 
 
 class Signature(NamedTuple):
@@ -157,7 +148,7 @@ def _signature(
     for word, labelled, shape in zip(given, inputs, shapes):
         repeated = [i for i, size in enumerate(shape) if size.is_one and labelled[i] in wide]
         operand = Entries(labelled) if '#' in word else without(labelled, repeated)
-        operands.append(Part() if word == '=' else operand)
+        operands.append(Given.OWN if word == '=' else operand)
     dims = {o: shape for word, o, shape in zip(given, inputs, shapes) if '#' in word}
     return Signature(operands, outputs, reduce, [dims.get(o) for o in outputs])
 
