@@ -67,8 +67,7 @@ class ProgressHook(_StepHook):
         self._found: dict[str, Any] = {}
         start = int(session.run(self._global_step))
         total = self._max_steps if self._steps is None else start + self._steps
-        # None: only on a terminal.
-        self._bar = tqdm(total=total, initial=start, unit='step', disable=None)
+        self._bar = tqdm(total=total, initial=start, unit='step', disable=None)  # On terminals.
 
     def before_run(self, run_context: Any) -> Any:
         return None if self._bar.disable else super().before_run(run_context)

@@ -30,8 +30,6 @@ def _find(module: str, name: str) -> Any:
 GLOBAL_STEP_READ = _find('training.training_util', 'GLOBAL_STEP_READ_KEY')
 # (nest): its leaves, in `tf.nest`'s order, each after the tuple of the keys that lead to it.
 leaves = _find('util.nest', 'flatten_with_tuple_paths')
-# (ops): these, and all that they are computed from.
-backward = _find('ops.op_selector', 'get_backward_walk_ops')
 
 # Of an op that exists already, which comes first.
 add_control_inputs = _find('framework.ops', 'Operation._add_control_inputs')  # of other ops
@@ -104,6 +102,17 @@ def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None
 def followers(op: tf.Operation) -> list[tf.Operation]:
     """Returns the ops that directly wait for an op."""
     return [user for t in op.outputs for user in t.consumers()] + waiting(op)
+
+
+def backward(ops: Sequence[tf.Operation]) -> set[tf.Operation]:
+    """Returns these ops, and all that they wait for, by data or control."""
+    seen, stack = set(ops), list(ops)
+    while stack:
+        last = stack.pop()
+        before = {t.op for t in last.inputs} | set(last.control_inputs)
+        stack += before - seen
+        seen |= before
+    return seen
 
 
 def replace(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation) -> None:

@@ -41,10 +41,9 @@ class _Forward:
     def __init__(self, op: tf.Operation):
         x, scale, offset, moving_mean, moving_variance = op.inputs
         last = op.get_attr('data_format') in (b'NHWC', b'NDHWC')
-        rank = x.shape.rank
-        self._channels = rank - 1 if last else 1
-        self._axes = [i for i in range(rank) if i != self._channels]
-        self._rank = rank
+        self._rank = x.shape.rank
+        self._channels = self._rank - 1 if last else 1
+        self._axes = [i for i in range(self._rank) if i != self._channels]
         self._type = x.dtype
         x = tf.cast(x, tf.float32)
         mean = tf.reduce_mean(x, self._axes)

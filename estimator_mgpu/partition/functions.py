@@ -27,20 +27,18 @@ class Undivided(Exception):
     """A function asks for something that towers can't do by themselves."""
 
 
-def call(
-    inside: Inside, outer: Pass, op: tf.Operation, placements: list[Placement]
-) -> Division | None:
+def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) -> Division | None:
     """What an op that calls functions comes to; None if it has to run once.
 
     Sizes that go by rows are each tower's own, if that can be, or numbers.
     """
     graphs = private.function_graphs(op)
-    if all(p == REPLICATE for p in placements) or not graphs:
+    if all(p == REPLICATE for p in given) or not graphs:
         return None
     divide = _loop if op.type in LOOPS else _branch
     for numbers in (False, True):
         try:
-            return divide(_Call(inside, outer, op, placements, graphs, numbers))
+            return divide(_Call(inside, outer, op, given, graphs, numbers))
         except Undivided:
             continue
     return None
@@ -192,7 +190,7 @@ def _branch(call: _Call) -> Division | None:
     call.settle(graphs)
     runs = [call.run(graph, graph.inputs, True) for graph in graphs]
     made = []
-    dims: list[list[Size] | None] = []
+    dims: list[list[Size] | None] = [None] * len(op.outputs)
     for i, output in enumerate(op.outputs):
         tensors = [graph.outputs[i] for graph in graphs]
         placed = _joined(tensors, [returned[i] for _, returned in runs])
@@ -207,9 +205,7 @@ def _branch(call: _Call) -> Division | None:
             if factor is None or factor.static is None or any(f != factor for f in found):
                 raise Undivided(f'the size of {output.name}')
             like = runs[0][0].sizes.dims(tensors[0])
-            dims.append(outer.sizes.dims_of_rows(output, placed.axis, factor, outer.rows, like))
-        else:
-            dims.append(None)
+            dims[i] = outer.sizes.dims_of_rows(output, placed.axis, factor, outer.rows, like)
         made.append(placed)
     if all(p == REPLICATE for p in made):
         return None

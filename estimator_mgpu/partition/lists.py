@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
@@ -19,6 +18,7 @@ MAKERS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
 """What makes one without elements."""
 _PUT = ('TensorListSetItem', 'TensorListPushBack', 'OptionalFromValue')
 _GET = ('TensorListGetItem', 'TensorListPopBack', 'TensorListStack', 'OptionalGetValue')
+_SAID: dict[str, Placement] = {'TensorListLength': REPLICATE, 'TensorListElementShape': OwnSizes()}
 
 
 def made_empty(op: tf.Operation) -> OpPlan:
@@ -32,14 +32,12 @@ def any_shape(tensor: tf.Tensor) -> plan.Numbers:
     return plan.Numbers((-1,), scalar=True) if known is None else plan.Numbers((-1,) * known)
 
 
-def rule(
-    op: tf.Operation, placements: Sequence[Placement], rows: Rows, sizes: Sizes
-) -> Division | None:
+def rule(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> Division | None:
     """What an op with lists comes to; None if it has to run once."""
-    first = placements[0] if placements else REPLICATE
-    n = len(placements)
+    first = given[0] if given else REPLICATE
+    n = len(given)
     if op.type in ('Identity', 'ZerosLike', 'AddN', 'AddV2', 'Add'):
-        alike = all(p == first for p in placements)
+        alike = all(p == first for p in given)
         return Division(OpPlan((OWN,) * n), [first]) if alike else None
     if op.type == 'TensorListFromTensor' and isinstance(first, Shard) and first.axis > 0:
         factor = sizes.per_row(op.inputs[0], first.axis, rows)
@@ -48,7 +46,7 @@ def rule(
         made = ShardList(first.axis - 1, rows, factor, len(sizes.dims(op.inputs[0]) or []) - 1)
         return Division(OpPlan((OWN, any_shape(op.inputs[1]))), [made])
     if op.type in _PUT:
-        return _put(op, placements, rows, sizes)
+        return _put(op, given, rows, sizes)
     if op.type in MAKERS and isinstance(first, OwnSizes):
         return Division(OpPlan((OWN, WHOLE)), [None])
     gives = [first] if op.type == 'TensorListPopBack' else []  # The list that is left.
@@ -60,10 +58,8 @@ def rule(
         return Division(OpPlan(needs), [*gives, REPLICATE])
     if not isinstance(first, ShardList):
         return None
-    if op.type == 'TensorListLength':
-        return Division(OpPlan((OWN,)), [REPLICATE])
-    if op.type == 'TensorListElementShape':
-        return Division(OpPlan((OWN,)), [OwnSizes()])
+    if op.type in _SAID:
+        return Division(OpPlan((OWN,)), [_SAID[op.type]])
     if op.type == 'TensorListResize':
         return Division(OpPlan((OWN, WHOLE)), [first])
     if op.type in _GET:
@@ -76,11 +72,9 @@ def rule(
     return None
 
 
-def _put(
-    op: tf.Operation, placements: Sequence[Placement], rows: Rows, sizes: Sizes
-) -> Division | None:
+def _put(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> Division | None:
     """An element is set or added, or becomes an Optional."""
-    *before, item = placements
+    *before, item = given
     if before and op.type == 'OptionalFromValue':
         return None  # Several in one.
     first = before[0] if before else REPLICATE

@@ -122,8 +122,8 @@ class Pass:
         except UnknownRank as error:
             found, reason = None, f'the rank of {error} is unknown'
         except Exception as error:
-            kind = type(error).__name__
-            raise RuntimeError(f'{op.name!r} (a {op.type}): {kind}: {error}') from error
+            what = f'{op.name!r} (a {op.type}): {type(error).__name__}'
+            raise RuntimeError(f'{what}: {error}') from error
         if found is None:
             self.whole(op, placements, reason)
         else:

@@ -12,13 +12,7 @@ if TYPE_CHECKING:
     from .sharding import Sharding
     from .symbols import Size
 
-_PAIRWISE = {
-    'max': 'Maximum',
-    'min': 'Minimum',
-    'prod': 'Mul',
-    'all': 'LogicalAnd',
-    'any': 'LogicalOr',
-}
+_PAIRWISE = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
 """The op that combines two towers' results."""
 
 

@@ -7,6 +7,7 @@ being equal.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Union
 
@@ -92,11 +93,6 @@ class Size:
         return next((s for s in self.symbols if isinstance(s, Rows)), None)
 
     @property
-    def is_one(self) -> bool:
-        """Whether it's 1, whatever the batch."""
-        return self == ONE
-
-    @property
     def static(self) -> int | None:
         """The number that it is, if the graph knows."""
         number = self.number
@@ -134,10 +130,7 @@ ONE = Size(1)
 
 def product(sizes: Sequence[Size]) -> Size:
     """The product of sizes."""
-    result = ONE
-    for size in sizes:
-        result = result * size
-    return result
+    return math.prod(sizes, start=ONE)
 
 
 def per_row(size: Size, rows: Rows) -> Size | None:

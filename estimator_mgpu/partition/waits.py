@@ -38,9 +38,8 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
         if not given <= set(op.control_inputs) or len({effects[g] for g in given}) > 1:
             continue
         for entry in entries:
-            waits = [
-                c for c in (*entry.control_inputs, *op.control_inputs) if c not in {op, *given}
-            ]
+            waits = [*entry.control_inputs, *op.control_inputs]
+            waits = [other for other in waits if other not in {op, *given}]
             if waits:
                 private.set_control_inputs(entry, waits)
             else:
@@ -93,13 +92,13 @@ def read_first(ops: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> N
     was `untied` waited for them. What reads after it has been written, as it waits for that, still
     does.
     """
-    step = _before(untied)
+    step = private.backward(untied)
     for op in ops:
         for handle in (t for t in op.inputs if t.dtype == tf.resource):
             if op.op_def.is_stateful and not _looks(op, handle):
                 for user in (user for user in handle.consumers() if user in step):
                     uses = {c.type for t in user.outputs for c in t.consumers()} - _KEEPS
-                    if uses and _looks(user, handle) and op not in _before([user]):
+                    if uses and _looks(user, handle) and op not in private.backward([user]):
                         private.add_control_inputs(op, [user])
 
 
@@ -117,17 +116,6 @@ def _looks(op: tf.Operation, handle: tf.Tensor) -> bool:
     places = [i - first for i, tensor in enumerate(op.inputs) if tensor is handle]
     inner = [graph.inputs[i] for graph in graphs for i in places]
     return all(_looks(user, tensor) for tensor in inner for user in tensor.consumers())
-
-
-def _before(ops: Sequence[tf.Operation]) -> set[tf.Operation]:
-    """These ops, and all that they wait for, by data or control."""
-    seen, stack = set(ops), list(ops)
-    while stack:
-        last = stack.pop()
-        before = {t.op for t in last.inputs} | set(last.control_inputs)
-        stack += before - seen
-        seen |= before
-    return seen
 
 
 def dependents(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:

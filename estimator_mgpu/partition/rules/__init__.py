@@ -8,10 +8,5 @@ from __future__ import annotations
 from . import axes, elementwise, images, matrices, views
 from .signature import Rule
 
-RULES: dict[str, Rule] = {
-    **elementwise.RULES,
-    **axes.RULES,
-    **matrices.RULES,
-    **images.RULES,
-    **views.RULES,
-}
+_FAMILIES = (axes, elementwise, images, matrices, views)
+RULES: dict[str, Rule] = {op: rule for own in _FAMILIES for op, rule in own.RULES.items()}

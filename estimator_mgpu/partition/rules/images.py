@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .signature import by, table
 
-_EACH, _GRADIENT = 'n... * -> n...', 'n... n... n... -> n...'
+_ALONE, _EACH, _GRADIENT = 'n... -> n...', 'n... * -> n...', 'n... n... n... -> n...'
 _FILTER = 'n... * n... -> * (sum)'
 _NORM = 'FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3'
 _NORM_GRADIENT = 'FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3'
@@ -15,13 +15,15 @@ _OWN_GRADIENT = {True: 'n... n... * =+ -> n... *+ (sum)'}
 
 RULES = table(
     {
-        'Conv2D Conv3D DepthwiseConv2dNative Dilation2D ResizeNearestNeighborGrad': _EACH,
+        'Conv2D Conv3D DepthwiseConv2dNative Dilation2D': _EACH,
+        'ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor': _EACH,
+        'ResizeNearestNeighborGrad': _EACH,
         'Conv2DBackpropInput DepthwiseConv2dNativeBackpropInput': '#n___ * n___ -> n___',
         'Conv3DBackpropInputV2': '#n____ * n____ -> n____',
         'Dilation2DBackpropInput': 'n... * n... -> n...',
         'Conv2DBackpropFilter Conv3DBackpropFilterV2 Dilation2DBackpropFilter': _FILTER,
         'DepthwiseConv2dNativeBackpropFilter': _FILTER,
-        'AvgPool AvgPool3D MaxPool MaxPool3D LRN': 'n... -> n...',
+        'AvgPool AvgPool3D MaxPool MaxPool3D LRN': _ALONE,
         'MaxPoolV2': 'n... * * -> n...',
         'MaxPoolWithArgmax': by('include_batch_in_index', {False: 'n... -> n... n...'}),
         'AvgPoolGrad': '#n___ n___ -> n___',
@@ -29,12 +31,11 @@ RULES = table(
         'LRNGrad MaxPoolGrad MaxPool3DGrad MaxPoolGradGrad MaxPool3DGradGrad': _GRADIENT,
         'MaxPoolGradV2': 'n... n... n... * * -> n...',
         'MaxPoolGradWithArgmax': by('include_batch_in_index', {False: 'n... n... n... -> n...'}),
-        'ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor': 'n... * -> n...',
         'ResizeBicubicGrad ResizeBilinearGrad': 'n... n... -> n...',
         'CropAndResize': '* b_ b * -> b___',
         'CropAndResizeGradBoxes': 'b___ * b_ b -> b_',
         'CropAndResizeGradImage': 'b___ b_ b * -> * (sum)',
-        'DepthToSpace SpaceToDepth ExtractImagePatches': 'n... -> n...',
+        'DepthToSpace SpaceToDepth ExtractImagePatches': _ALONE,
         'AdjustHue AdjustSaturation': 'S_ * -> S_',
         'AdjustContrastv2': 'S___ * -> S___',
         'HSVToRGB RGBToHSV': 'S_ -> S_',

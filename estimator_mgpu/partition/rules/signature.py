@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import Given, Numbers
+from estimator_mgpu.partition.symbols import ONE
 
 if TYPE_CHECKING:
     from estimator_mgpu.partition.sizes import Sizes
@@ -143,10 +144,10 @@ def _signature(
     fits += [t.shape.rank in (None, len(o)) for o, t in zip(outputs, op.outputs)]
     if not all(fits):
         return None
-    wide = {i for pair in zip(inputs, shapes) for i, size in zip(*pair) if not size.is_one}
+    wide = {i for pair in zip(inputs, shapes) for i, size in zip(*pair) if size != ONE}
     operands: list[Operand] = []
     for word, labelled, shape in zip(given, inputs, shapes):
-        repeated = [i for i, size in enumerate(shape) if size.is_one and labelled[i] in wide]
+        repeated = [i for i, size in enumerate(shape) if size == ONE and labelled[i] in wide]
         operand = Entries(labelled) if '#' in word else without(labelled, repeated)
         operands.append(Given.OWN if word == '=' else operand)
     dims = {o: shape for word, o, shape in zip(given, inputs, shapes) if '#' in word}
