@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 from . import plan
 from .calls import CALLS
 from .functions import LOOPS, Undivided, call
-from .placements import REPLICATE, SUM, Partial, Placement, Shard
+from .placements import REPLICATE, Partial, Placement, Shard
 from .plan import OWN, WHOLE, Division, Need, OpPlan
 from .propagation import Caller, Pass
 from .sizes import SIZE_OPS
@@ -79,12 +79,13 @@ class Inside(Pass):
     def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
         made = super().linear(op, placements)
         if made is None and not self.strict:
-            made = super().linear(op, [SUM if p == REPLICATE else p for p in placements])
+            total = Partial('sum', self.rows)
+            made = super().linear(op, [total if p == REPLICATE else p for p in placements])
         return made
 
     def differs(self, tensor: tf.Tensor) -> bool:
         """Whether towers have their own versions of a size."""
-        return any(entry.rows for entry in self.sizes.entries(tensor) or [])
+        return any(self.rows in entry.symbols for entry in self.sizes.entries(tensor) or [])
 
     def _is_known(self, tensor: tf.Tensor) -> bool:
         sizes = self.sizes.entries(tensor)
@@ -103,9 +104,9 @@ class Inside(Pass):
         own = per_row(dims[need.axis], self.rows)
         if own is None:
             raise Undivided(f'the size of {op.name}')
-        needs: tuple[Need, ...] = (plan.Slice(need.axis, own),)
+        needs: tuple[Need, ...] = (plan.Slice(need.axis, self.rows, own),)
         if op.type == 'Fill':
-            needs = (plan.Local(tuple(dims), need.axis), WHOLE)
+            needs = (plan.Local(tuple(dims), need.axis, self.rows), WHOLE)
         dims[need.axis] = own * Size(1, (self.rows,))
         super().divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
 
@@ -119,7 +120,7 @@ class Inside(Pass):
         raise Undivided(f'{op.type} needs a sum')
 
     def divide(self, op: tf.Operation, found: Division) -> None:
-        if Partial('mean') in found.placements:
+        if Partial('mean', self.rows) in found.placements:
             raise Undivided(f'{op.type} needs a mean')
         given = zip(op.inputs, found.plan.needs)
         needs = tuple(self._possible(op, tensor, need) for tensor, need in given)
@@ -137,7 +138,9 @@ class Inside(Pass):
         elif isinstance(need, plan.Numbers):
             return need
         elif isinstance(need, plan.Local):
-            unknown = [e for e in need.entries if (e.rows if differs else e.static is None)]
+            unknown = [
+                e for e in need.entries if (self.rows in e.symbols if differs else e.static is None)
+            ]
             if len(unknown) > int(differs):  # The tower has its own rows.
                 raise Undivided(f'{op.type} needs other sizes')
             return OWN if differs else need

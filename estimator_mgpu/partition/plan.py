@@ -26,6 +26,7 @@ class Slice(NamedTuple):
     """The tower's rows of what is whole, with so many entries a row along an axis."""
 
     axis: int
+    rows: Rows
     factor: Size
 
 
@@ -34,6 +35,7 @@ class Local(NamedTuple):
 
     entries: tuple[Size, ...]
     position: int
+    rows: Rows
 
 
 class Numbers(NamedTuple):

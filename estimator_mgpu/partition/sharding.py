@@ -28,8 +28,8 @@ class Sharding:
 
     Args:
       total: how many rows there are, an int32 scalar; None if `rows` knows.
-      symbol: symbol(dimension or entry that isn't known, tower) -> reference to an int32 scalar
-        that is it, for a tower or for the whole (None).
+      symbol: symbol(what else isn't known of a size, tower) -> reference to an int32 scalar that is
+        it, for a tower or for the whole (None).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Sharding:
         if size.static is not None:
             return size.static
         factors: list[Number] = [
-            self.total if isinstance(symbol, Rows) else self._symbol(symbol, tower)
+            self.total if symbol == self._rows else self._symbol(symbol, tower)
             for symbol in size.symbols
         ]
         return functools.reduce(self._times, [size.number, *factors])
@@ -86,7 +86,7 @@ class Sharding:
         if isinstance(need, Numbers):
             return need.numbers[0] if need.scalar else list(need.numbers)
         at = need.position
-        factor = per_row(need.entries[at], self._rows)
+        factor = per_row(need.entries[at], need.rows)
         assert factor is not None
         _, own = self.extent(factor, tower)
         if scalar:
@@ -100,16 +100,6 @@ class Sharding:
                 return self.nodes.const(value, dtype, self.host)
             value = self._add('Pack', value, T=tf.int32, N=len(value), axis=0)
         return self.nodes.cast(value, tf.int32, dtype, self.host)
-
-    def rows_of(self, dim: Size, factor: Size, tower: int) -> Extent:
-        """A tower's extent in a dimension of what is whole."""
-        start, size = self.extent(factor, tower)
-        if dim.static is None and dim.rows is None:
-            # It may be 1, which is as long as all rows by broadcasting.
-            one = self._add('Equal', [self.number(dim, tower), 1], T=tf.int32)
-            start = self._add('SelectV2', [one, 0, start], T=tf.int32)
-            size = self._add('SelectV2', [one, 1, size], T=tf.int32)
-        return start, size
 
     def cut(
         self, whole: str, dtype: tf.DType, rank: int, axis: int, extent: Extent, device: str

@@ -16,7 +16,7 @@ from .plan import FIRST, OWN, Local, Need, Numbers, OpPlan, Plan, Slice, Value
 from .reduction import gather, reduce
 from .sharding import Sharding
 from .sizes import SIZE_OPS
-from .symbols import ONE, Dim
+from .symbols import ONE, Dim, Rows
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
 
@@ -50,6 +50,7 @@ class Towers:
         self._sources = {t.name for t in plan.sources}
         self._nodes = Nodes(graph, graph.unique_name('replicate'))
         self._sharding = Sharding(plan.rows, total, devices, self._nodes, self._symbol)
+        self._shardings = {plan.rows: self._sharding}
         self._callees = Callees(self._sharding)
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
         self._constants: set[str] = set()  # that towers have copies of
@@ -110,14 +111,15 @@ class Towers:
     def _own(self, tensor: tf.Tensor, tower: int) -> str:
         """What a tower has of a tensor."""
         if tensor.name in self._sources:
-            return self._slice(tensor, Slice(0, ONE), tower)
+            return self._slice(tensor, Slice(0, self.plan.rows, ONE), tower)
         return f'{self._copy(tensor.op.name, tower)}:{tensor.value_index}'
 
     def _slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
         dims = self.plan.sizes.dims(tensor) or []
-        extent = self._sharding.rows_of(dims[need.axis], need.factor, tower)
+        sharding = self._sharding_of(need.rows)
+        extent = sharding.extent(need.factor, tower)
         whole, dtype, home = self._whole(tensor), tensor.dtype.base_dtype, self._home(tensor)
-        return self._sharding.cut(whole, dtype, len(dims), need.axis, extent, home)
+        return sharding.cut(whole, dtype, len(dims), need.axis, extent, home)
 
     def _home(self, tensor: tf.Tensor) -> str:
         """Where a tensor of the user's is made."""
@@ -141,13 +143,27 @@ class Towers:
         home = self._homes.get(tensor.name, self._devices[0])
         if isinstance(placement, Shard):
             dims = sizes.dims(tensor) or []
-            return gather(self._sharding, parts, dtype, dims, placement.axis, home)
+            sharding = self._sharding_of(placement.rows)
+            return gather(sharding, parts, dtype, dims, placement.axis, home)
         if isinstance(placement, Partial):
-            return reduce(self._sharding, parts, dtype, placement.reduce, home)
+            sharding = self._sharding_of(placement.rows)
+            return reduce(sharding, parts, dtype, placement.reduce, home)
         return parts[0]
+
+    def _sharding_of(self, rows: Rows) -> Sharding:
+        """How rows are divided: the batch's, or those that a tensor has, which is made whole."""
+        if rows not in self._shardings:
+            tensor = self._graph.get_tensor_by_name(rows.name)
+            with tf.control_dependencies(None), tf.device(self._home(tensor)), tf.name_scope(None):
+                total = tf.shape(tensor, f'{self._nodes.scope}/rows/total')[0]
+            of = rows, total, self._devices, self._nodes, self._symbol
+            self._shardings[rows] = Sharding(*of)
+        return self._shardings[rows]
 
     def _symbol(self, symbol: Any, tower: int | None) -> str:
         """What isn't known of a size before the step runs: an int32 scalar."""
+        if isinstance(symbol, Rows):
+            return str(self._sharding_of(symbol).total)
         tensor = self._graph.get_tensor_by_name(symbol.tensor)
         own = tensor.name in self.plan.placements and tensor.name not in self._sources
         host, dtype, add = self._sharding.host, tensor.dtype.base_dtype, self._nodes.add
@@ -174,7 +190,8 @@ class Towers:
         if isinstance(need, Slice):
             return self._slice(tensor, need, tower)
         if isinstance(need, (Local, Numbers)):
-            numbers = self._sharding.integers(need, tower, tensor.shape.rank == 0)
+            sharding = self._sharding_of(need.rows) if isinstance(need, Local) else self._sharding
+            numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
             return self._sharding.tensor(numbers, dtype)
         if need == FIRST and tower:
             whole, device = self._whole(tensor), self._devices[tower]
