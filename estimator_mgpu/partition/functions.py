@@ -46,13 +46,7 @@ def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) 
 
 @dataclass
 class _Call:
-    """What an op calls functions with.
-
-    Attributes:
-      first: how many inputs say which function is called, and aren't given to it.
-      placed: what arguments are to towers inside.
-      wanted: what rows are asked for of, inside.
-    """
+    """What an op calls functions with."""
 
     inside: Inside
     outer: Pass
@@ -62,12 +56,13 @@ class _Call:
     numbers: bool
 
     def __post_init__(self) -> None:
+        # So many inputs say which function is called, and aren't given to it.
         self.first = len(self.op.inputs) - len(self.graphs[0].inputs)
         self._arguments = list(self.op.inputs)[self.first :]
         self._placements = list(self.placements)[self.first :]
         self._factors: dict[int, Size] = {}
-        self.placed = list(self._placements)
-        self.wanted: dict[tf.Operation, plan.Slice] = {}
+        self.placed = list(self._placements)  # what arguments are to towers inside
+        self.wanted: dict[tf.Operation, plan.Slice] = {}  # what rows are asked for of, inside
 
     def by_row(self, size: Size) -> bool:
         """Whether a size is each tower's own."""

@@ -87,9 +87,7 @@ class Matching:
         ]
         return Division(OpPlan(tuple(needs), self.signature.attrs), placements, dims)  # type: ignore
 
-    def _need(
-        self, tensor: tf.Tensor, operand: Operand, placement: Placement, way: Way
-    ) -> Need | None:
+    def _need(self, tensor: tf.Tensor, operand: Operand, has: Placement, way: Way) -> Need | None:
         """What towers are given for an operand; None if that can't be had."""
         if isinstance(operand, (Given, Numbers)):
             return operand if operand != OWN or tensor.name in self.made else None
@@ -98,7 +96,7 @@ class Matching:
         if way.label not in operand:
             return WHOLE
         axis = operand.index(way.label)
-        if placement == Shard(axis, way.rows):
+        if has == Shard(axis, way.rows):
             return OWN
         dims = self.sizes.dims(tensor)
         if dims is None:

@@ -58,8 +58,7 @@ OWN, WHOLE, FIRST = Given
 class OpPlan(NamedTuple):
     """An op that runs in towers, in the graph or in a function that they call.
 
-    In a function, what it's given there is its own; a constant that is given a slice has that of
-    its value.
+    In a function, a constant that is given a slice has that of its value.
     """
 
     needs: tuple[Need, ...] = ()  # what it's given for each of its inputs

@@ -22,9 +22,8 @@ Extent = tuple[Number, Number]
 class Sharding:
     """How rows are divided: as evenly as can be, the larger shards first.
 
-    A tower that has no row, as there are fewer rows than towers, computes on the first row instead,
-    so that it has something to compute on, and is left out where towers meet. Of an empty batch,
-    all towers have none.
+    A tower that has no row computes on the first one instead, and is left out where towers meet. If
+    there are no rows at all, no tower has any.
 
     Args:
       total: how many rows there are, an int32 scalar; None if `rows` knows.
@@ -101,14 +100,12 @@ class Sharding:
             value = self._add('Pack', value, T=tf.int32, N=len(value), axis=0)
         return self.nodes.cast(value, tf.int32, dtype, self.host)
 
-    def cut(
-        self, whole: str, dtype: tf.DType, rank: int, axis: int, extent: Extent, device: str
-    ) -> str:
+    def cut(self, whole: str, dtype: tf.DType, rank: int, axis: int, part: Extent, to: str) -> str:
         """A part of a tensor along an axis, taken on a device."""
-        start, size = extent
+        start, size = part
         begin = self.tensor([start if i == axis else 0 for i in range(rank)])
         sizes = self.tensor([size if i == axis else -1 for i in range(rank)])
-        return self.nodes.add('Slice', [whole, begin, sizes], device, T=dtype, Index=tf.int32)
+        return self.nodes.add('Slice', [whole, begin, sizes], to, T=dtype, Index=tf.int32)
 
     def _times(self, a: Number, b: Number) -> Number:
         if isinstance(a, int) and isinstance(b, int):

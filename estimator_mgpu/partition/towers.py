@@ -63,13 +63,6 @@ class Towers:
         name = self._wholes.get(tensor.name)
         return tensor if name is None else self._graph.get_tensor_by_name(name)
 
-    def copies(self, op: tf.Operation) -> list[tf.Operation]:
-        """Each tower's copy of an op; none if it runs once."""
-        if op.name not in self.plan.ops:
-            return []
-        names = [self._copy(op.name, i) for i in range(len(self._devices))]
-        return [self._graph.get_operation_by_name(name) for name in names]
-
     def _build(self) -> None:
         for name, planned in self.plan.ops.items():
             op = self._graph.get_operation_by_name(name)
@@ -88,7 +81,11 @@ class Towers:
             if any(c.name in self.plan.ops for c in before):
                 stands = op.type == 'NoOp' and op.name in self.plan.ops
                 waits = [op] if stands else before
-                private.set_control_inputs(op, [c for w in waits for c in self.copies(w) or [w]])
+                once = [w for w in waits if w.name not in self.plan.ops]
+                towers = range(len(self._devices))
+                copies = [self._copy(w.name, i) for w in waits if w not in once for i in towers]
+                found = [self._graph.get_operation_by_name(name) for name in copies]
+                private.set_control_inputs(op, [*once, *found])
 
     def _is_ours(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor of the user's has another whole value than that which its op makes."""
@@ -141,14 +138,12 @@ class Towers:
         placement = self.plan.placements[tensor.name]
         parts = [self._own(tensor, i) for i in range(len(self._devices))]
         home = self._homes.get(tensor.name, self._devices[0])
-        if isinstance(placement, Shard):
-            dims = sizes.dims(tensor) or []
-            sharding = self._sharding_of(placement.rows)
-            return gather(sharding, parts, dtype, dims, placement.axis, home)
+        if not isinstance(placement, (Shard, Partial)):
+            return parts[0]
+        sharding = self._sharding_of(placement.rows)
         if isinstance(placement, Partial):
-            sharding = self._sharding_of(placement.rows)
             return reduce(sharding, parts, dtype, placement.reduce, home)
-        return parts[0]
+        return gather(sharding, parts, dtype, sizes.dims(tensor) or [], placement.axis, home)
 
     def _sharding_of(self, rows: Rows) -> Sharding:
         """How rows are divided: the batch's, or those that a tensor has, which is made whole."""
@@ -156,8 +151,8 @@ class Towers:
             tensor = self._graph.get_tensor_by_name(rows.name)
             with tf.control_dependencies(None), tf.device(self._home(tensor)), tf.name_scope(None):
                 total = tf.shape(tensor, f'{self._nodes.scope}/rows/total')[0]
-            of = rows, total, self._devices, self._nodes, self._symbol
-            self._shardings[rows] = Sharding(*of)
+            own = Sharding(rows, total, self._devices, self._nodes, self._symbol)
+            self._shardings[rows] = own
         return self._shardings[rows]
 
     def _symbol(self, symbol: Any, tower: int | None) -> str:
