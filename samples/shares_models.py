@@ -1,12 +1,18 @@
-"""The models whose kernels shares.py counts: each a function of a batch's features.
+"""The models whose kernels shares.py counts, and how it counts them.
 
-What it returns is a loss, to be trained on, or a dict of predictions.
+Each model is a function of a batch's features, which returns a loss to be trained on, or a dict of
+predictions.
 """
 
 from __future__ import annotations
 
+import collections
+import re
+
 import numpy as np
 import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
 
 MODELS = {}
 
@@ -410,3 +416,54 @@ def detection(features):
     scores = tf.reshape(tf.layers.dense(hidden, 1, tf.sigmoid), [-1, 4, 1])
     found = tf.image.combined_non_max_suppression(boxes[:, :, None], scores, 3, 3)
     return {'boxes': found.nmsed_boxes, 'scores': found.nmsed_scores}
+
+
+HEAVY = re.compile(
+    'MatMul|Einsum|Conv|Softmax|Tanh|Sigmoid|ResourceGather|LookupTableFind|LSTM|CropAndResize|'
+    'NonMaxSuppression'
+)
+
+
+def spec_of(name, devices, static=False):
+    """Builds a model: its EstimatorSpec, and what feeds it."""
+    forward, batch = MODELS[name]
+    rows = ROWS if static else None
+    features, feed = {}, {}
+    for key, value in batch.items():
+        if isinstance(value, tf.SparseTensorValue):
+            shape = [rows, *value.dense_shape[1:]]
+            features[key] = tf.sparse_placeholder(value.values.dtype, shape)
+        elif isinstance(value, tf.ragged.RaggedTensorValue):
+            features[key] = tf.ragged.placeholder(value.dtype, 1, [])
+        else:
+            features[key] = tf.placeholder(tf.as_dtype(value.dtype), [rows, *value.shape[1:]])
+        feed[features[key]] = value
+
+    def model_fn(features):
+        found = forward(dict(features))
+        if isinstance(found, dict):
+            return estimator_mgpu.estimator.EstimatorSpec('infer', predictions=found)
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        train_op = optimizer.minimize(found, tf.train.get_or_create_global_step())
+        return estimator_mgpu.estimator.EstimatorSpec('train', loss=found, train_op=train_op)
+
+    return estimator_mgpu.replicate(model_fn, devices=devices)(features), feed
+
+
+def kernels_of(name, devices):
+    """Runs a step of a model; returns how many heavy kernels each device ran, and the graph."""
+    metadata = tf.RunMetadata()
+    options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+    config = tf.ConfigProto(device_count={'CPU': devices}, allow_soft_placement=False)
+    with tf.Graph().as_default() as graph:
+        spec, feed = spec_of(name, devices)
+        with tf.Session(config=config) as session:
+            session.run([tf.global_variables_initializer(), tf.tables_initializer()])
+            fetches = spec.predictions if spec.train_op is None else spec.train_op
+            session.run(fetches, feed, options, metadata)
+    kernels = collections.Counter()
+    for stats in metadata.step_stats.dev_stats:
+        for node in stats.node_stats:
+            kind = node.timeline_label.partition(' = ')[2].partition('(')[0]
+            kernels[stats.device] += bool(HEAVY.search(kind))
+    return kernels, graph

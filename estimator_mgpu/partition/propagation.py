@@ -95,7 +95,7 @@ class Pass:
         elif op.type in SIZE_OPS:
             self.whole(op, placements, 'it computes with sizes')
         elif private.in_control_flow(op):
-            self.whole(op, placements, 'it is in a v1 loop or branch')
+            self.whole(op, placements, 'a v1 loop: call tf.enable_control_flow_v2() before')
         elif any(isinstance(p, Partial) for p in placements):
             self.by_parts(op, placements)
         else:
