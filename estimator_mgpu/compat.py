@@ -1,16 +1,12 @@
 """tf.estimator on every TensorFlow.
 
-TensorFlow 2.15 is the last one that has it. On TensorFlow 2.16 and later, importing this module
-does what TensorFlow 2.15 did:
+TensorFlow 2.15 is the last one that has it. On later ones, importing this module sees to it that
 
-- `tf.estimator` and `tf.compat.v1.estimator` are there, from the package tensorflow-estimator. The
-  few TensorFlow modules that it imports and that are gone are replaced by stand-ins, which say what
-  is missing when they are used (TPU embeddings, the distribute coordinator).
+- `tf.estimator` and `tf.compat.v1.estimator` are there, from the package tensorflow-estimator. What
+  that imports and TensorFlow has no more (TPU embeddings, say) says so when it's used.
 - `tf.keras` and `tf.compat.v1.layers` are Keras 2 if tf-keras is installed: the environment
   variable TF_USE_LEGACY_KERAS is set to 1, which child processes inherit, unless it is set already
   (0 asks for Keras 3), or the program has used `tf.keras` before.
-
-What somebody else has put in these places stays.
 """
 
 from __future__ import annotations

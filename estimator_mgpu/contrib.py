@@ -28,19 +28,12 @@ def replicate_model_fn(
 
     Args:
       model_fn: as for `tf.estimator.Estimator`.
-      loss_reduction: one of `tf.losses.Reduction`'s constants but `NONE`. It changes nothing: the
-        loss is what the model_fn makes of the whole batch, be it a mean, a sum or anything else.
+      loss_reduction: it changes nothing, as the loss is what the model_fn makes of the whole batch.
       devices: device strings, one a tower; None for every GPU, or a CPU where there is none.
 
     Returns:
       A function (features, labels, mode, params=None, config=None), called by position or by name.
     """
-    reductions = tf.losses.Reduction
-    legal = dict.fromkeys(r for r in reductions.all() if r != reductions.NONE)
-    if loss_reduction not in legal:
-        raise ValueError(
-            f'loss_reduction={loss_reduction!r} is not known. Legal are {", ".join(legal)}.'
-        )
     if not callable(model_fn):
         raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
     inner: Any = replicate(model_fn, devices=devices)

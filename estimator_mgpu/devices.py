@@ -22,8 +22,7 @@ def resolve(devices: Devices = None) -> list[str]:
     >>> resolve(['/cpu:0', 'CPU:1'])
     ['/device:CPU:0', '/device:CPU:1']
 
-    A device listed twice gets two towers. GPUs are listed by `tf.config`, which neither initialises
-    nor reserves one.
+    A device listed twice gets two towers. No GPU is initialised.
     """
     listed = check(devices)
     gpus = len(tf.config.list_physical_devices('GPU'))

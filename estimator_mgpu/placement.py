@@ -17,7 +17,6 @@ def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]
 
     A variable under another's name goes with that: Adam's moments, say, be they slots or made by
     hand. What else has to be where a variable is follows by itself, as TensorFlow places it.
-    Ops named in `before` aren't the model's: the global step, say.
     """
     keys = (tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.LOCAL_VARIABLES)
     variables = [v for key in keys for v in graph.get_collection(key)]

@@ -54,20 +54,16 @@ def replicate(
       The replicated model_fn; without `model_fn`, a decorator.
     """
     for name in gone:
-        remedy = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
+        why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
         known = name in ('loss_reduction', 'loss_weight')
-        raise TypeError(
-            f'replicate() takes no {name}{": " + remedy if known else ""}. Leave it out.'
-        )
+        raise TypeError(f'replicate() takes no {name}{": " + why if known else ""}. Leave it out.')
     devices_lib.check(devices)
     options: dict[str, Any] = dict(
         devices=devices, broadcast=broadcast, variables=variables, batch_norm=batch_norm
     )
-    for name, legal in (('variables', placement.CHOICES), ('batch_norm', ('batch', 'device'))):
-        if options[name] not in legal:
-            raise ValueError(
-                f'{name}={options[name]!r} is not known. Legal are {", ".join(legal)}.'
-            )
+    for key, legal in (('variables', placement.CHOICES), ('batch_norm', ('batch', 'device'))):
+        if options[key] not in legal:
+            raise ValueError(f'{key}={options[key]!r} is not known. Legal are {", ".join(legal)}.')
     if model_fn is None:
         return functools.partial(replicate, **options)
     if not callable(model_fn):

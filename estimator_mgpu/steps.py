@@ -40,9 +40,7 @@ def of_graph(graph: tf.Graph) -> Step:
     return getattr(graph, _STEP, Step(None, losses[-1], []))
 
 
-def examples_of(
-    features: Any, labels: Any, broadcast: Sequence[str] = ()
-) -> int | tf.Tensor | None:
+def examples_of(features: Any, labels: Any, broadcast: Sequence[str]) -> int | tf.Tensor | None:
     """Returns how many rows a batch has that isn't divided."""
     if isinstance(features, Mapping):
         features = {name: value for name, value in features.items() if name not in broadcast}

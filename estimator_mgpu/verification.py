@@ -44,11 +44,6 @@ class Verification(NamedTuple):
         """Whether several devices gave the numbers of one, and anything was compared."""
         return bool(self.differences) and all(d.exact for d in self.differences)
 
-    @property
-    def exit_status(self) -> int:
-        """0 if `exact`, else 1: `sys.exit(verify(model_fn, input_fn).exit_status)`."""
-        return int(not self.exact)
-
     def __str__(self) -> str:
         width = max([len(d.what) for d in self.differences] + [0])
         lines = [
@@ -223,9 +218,7 @@ def _largest(values: np.ndarray) -> float:
     return float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
 
 
-def _compare(
-    found: np.ndarray | None, expected: np.ndarray, largest: float, tolerance: float
-) -> tuple[float, bool]:
+def _compare(found: Any, expected: np.ndarray, largest: float, rtol: float) -> tuple[float, bool]:
     """Returns the relative difference, and whether it's rounding, be it of the `largest` too."""
     if found is None or found.shape != expected.shape:
         return np.inf, False
@@ -237,5 +230,5 @@ def _compare(
     other = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
     with np.errstate(invalid='ignore'):
         gap = float(np.max(np.abs(found - expected), where=other, initial=0.0))
-    slack = max(tolerance, 16 * epsilon) * scale + 8 * epsilon * largest
+    slack = max(rtol, 16 * epsilon) * scale + 8 * epsilon * largest
     return gap / (scale or largest or 1.0), bool(gap <= slack)

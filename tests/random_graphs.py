@@ -466,6 +466,64 @@ def heads(x, c):
 
 
 @op
+def masked_dense(x, c):
+    """Layers of the rows that a mask leaves, which come back to the batch's."""
+    mask = x[:, 0] > 0
+    left = dense(tf.boolean_mask(x, mask), c)
+    return 0.3 * x + tf.scatter_nd(tf.where(mask), left, tf.shape(x, out_type=tf.int64))
+
+
+@op
+def masked_centered(x, c):
+    left = dense(tf.boolean_mask(x, c.ids[:, 0] > 1), c)
+    return x + tf.reduce_sum(left - tf.reduce_mean(tf.concat([left, x], 0), 0)) * 0.1
+
+
+@op
+def repeated_dense(x, c):
+    """As many rows as ids say, by their own layers, and added up again."""
+    rows = tf.repeat(tf.range(tf.shape(x)[0]), c.ids[:, 1] % 3)
+    wide = residual(dense(tf.gather(x, rows), c), c)
+    return x + 0.2 * tf.math.unsorted_segment_sum(wide, rows, tf.shape(x)[0])
+
+
+@op
+def unique_dense(x, c):
+    ids, index = tf.unique(c.ids[:, 0])
+    return x + tf.gather(dense(tf.gather(c.variable(IDS, WIDTH), ids), c), index)
+
+
+@op
+def ragged_dense(x, c):
+    rows = tf.gather(c.variable(IDS, WIDTH), tf.RaggedTensor.from_tensor(c.ids, padding=0))
+    w = c.variable(WIDTH, WIDTH)
+    return x + tf.reduce_sum(tf.ragged.map_flat_values(lambda v: tf.tanh(v @ w), rows), 1)
+
+
+def _of_python(function, x):
+    found = tf.py_function(function, [x], x.dtype)
+    found.set_shape([None, WIDTH])
+    return found
+
+
+@op
+def python_dense(x, c):
+    """As many rows as Python likes."""
+    return x + 0.1 * tf.reduce_mean(dense(_of_python(lambda v: v[::2], x), c), 0)
+
+
+@op
+def python_row(x, c):
+    """One row, which is repeated, though nobody could know."""
+    return x + dense(_of_python(lambda v: v[:1], x), c)
+
+
+@op
+def python_rows(x, c):
+    return x * dense(_of_python(lambda v: 2 * v, x), c)
+
+
+@op
 def labels_of_all(x, c):
     y = c.features['y']
     return x + tf.reduce_mean(y) - y

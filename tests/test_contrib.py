@@ -173,8 +173,6 @@ def test_params_that_a_model_fn_has_no_use_for(towers, tmp_path):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="loss_reduction='none' is not known"):
-        replicate_model_fn(with_loss(square), loss_reduction=REDUCTION.NONE)
     with pytest.raises(TypeError, match='not a function'):
         replicate_model_fn(None)
     with pytest.raises(TypeError, match='It takes a tf.train.Optimizer'):

@@ -692,6 +692,57 @@ def _segments(name, batch):
     ]
 
 
+@sample('BlockLSTM', 'BlockLSTMV2', 'BlockLSTMGrad', 'BlockLSTMGradV2')
+def _block_lstm(name, batch):
+    x = tf.transpose(batch.floats(5, 3), [1, 0, 2])
+    states, weights = [batch.floats(2), batch.floats(2)], [batch.whole(5, 8), *[batch.whole(2)] * 3]
+    given = [x, *states, *weights, batch.whole(8)]
+    names = ['x', 'cs_prev', 'h_prev', 'w', 'wci', 'wcf', 'wco', 'b']
+    more = {} if 'V2' in name else {'forget_bias': 1.0}
+    op = getattr(ops, name.replace('Grad', ''))
+    found = op(seq_len_max=np.int64(5), use_peephole=True, **dict(zip(names, given)), **more)
+    if 'Grad' not in name:
+        return list(found)
+    made = found._asdict()
+    pulled = {'cs_grad': made['cs'] * 2, 'h_grad': tf.sin(made['h'])}
+    return list(
+        getattr(ops, name)(
+            seq_len_max=np.int64(5), use_peephole=True, **dict(zip(names, given)), **made, **pulled
+        )
+    )
+
+
+@sample('LSTMBlockCell', 'LSTMBlockCellGrad')
+def _lstm_cell(name, batch):
+    names = ['x', 'cs_prev', 'h_prev', 'w', 'wci', 'wcf', 'wco', 'b']
+    states, peepholes = [batch.floats(2), batch.floats(2)], [batch.whole(2)] * 3
+    given = dict(zip(names, [batch.floats(3), *states, batch.whole(5, 8), *peepholes]))
+    given['b'] = batch.whole(8)
+    found = ops.LSTMBlockCell(use_peephole=True, **given)
+    if name == 'LSTMBlockCell':
+        return list(found)
+    pulled = {'cs_grad': found.cs * 2, 'h_grad': tf.sin(found.h)}
+    made = {key: value for key, value in found._asdict().items() if key != 'h'}
+    return list(ops.LSTMBlockCellGrad(use_peephole=True, **given, **made, **pulled))
+
+
+@sample('GRUBlockCell', 'GRUBlockCellGrad')
+def _gru_cell(name, batch):
+    weights = dict(w_ru=batch.whole(5, 4), w_c=batch.whole(5, 2), b_ru=batch.whole(4))
+    given = dict(x=batch.floats(3), h_prev=batch.floats(2), b_c=batch.whole(2), **weights)
+    found = ops.GRUBlockCell(**given)
+    if name == 'GRUBlockCell':
+        return list(found)
+    made = {key: value for key, value in found._asdict().items() if key != 'h'}
+    return list(ops.GRUBlockCellGrad(**given, **made, d_h=tf.sin(found.h)))
+
+
+@sample('CombinedNonMaxSuppression')
+def _non_max_suppression(name, batch):
+    boxes = batch.floats(6, 1, 4) + [0.0, 0.0, 0.5, 0.5]
+    return list(tf.image.combined_non_max_suppression(boxes, batch.floats(6, 2), 3, 4))
+
+
 UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
 
 

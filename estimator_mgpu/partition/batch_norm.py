@@ -1,8 +1,7 @@
 """Fused batch normalization in training, by sums that can be divided.
 
-A fused op normalizes by the statistics of all that it's given. Here it becomes the mean, the
-variance and what follows from them, as ordinary ops: their sums over rows are divided like any
-other's. The op itself stays, for whoever fetches it.
+A fused op normalizes by the statistics of all that it's given. Here it becomes ordinary ops, whose
+sums over rows are divided like any other's. The op itself stays, for whoever fetches it.
 
 The gradients are those of Ioffe & Szegedy (2015), section 3, with n entries a channel:
 

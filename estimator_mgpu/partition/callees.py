@@ -48,9 +48,7 @@ class Callees:
                 shape.Clear()
                 shape.unknown_rank = True
 
-    def _copy(
-        self, name: str, ops: dict[str, OpPlan], tower: int, values: dict[int, tf.DType]
-    ) -> str:
+    def _copy(self, name: str, ops: dict[str, OpPlan], tower: int, values: dict[int, Any]) -> str:
         """Adds a tower's copy of a function, given `values` of variables; returns its name."""
         original, graph = private.function_definition(self._nodes.graph, name)
         definition = copy.deepcopy(original)

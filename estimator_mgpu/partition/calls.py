@@ -17,7 +17,7 @@ def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """Lets whoever uses what a `tf.function` returns use the function's own ops instead.
 
     The calls stay, for whoever fetches them. Returns, by the names of their outputs, what is used
-    in their place. Ops that are named in `before` aren't the model's.
+    in their place.
     """
     replaced: dict[str, tf.Tensor] = {}
     done = set(before)

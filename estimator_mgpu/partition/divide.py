@@ -37,7 +37,7 @@ def divide(
       batch: what there is to divide.
       total: how many rows there are, an int32 scalar, if the graph doesn't know.
       devices: one device a tower.
-      before: names of ops that aren't the model's, and stay as they are.
+      before: names of ops that aren't the model's (the global step, say), and stay as they are.
       batch_norm: whether fused batch normalization takes statistics of the 'batch' or a 'device'.
 
     Returns:

@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from . import lists, plan
-from .placements import KEPT, REPLICATE, SUM, Partial, Placement, Shard, ShardList
+from .placements import KEPT, REPLICATE, Partial, Placement, Shard, ShardList
 from .plan import OWN, WHOLE, Division, OpPlan
 from .symbols import Size, per_row
 
@@ -46,13 +46,7 @@ def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) 
 
 @dataclass
 class _Call:
-    """What an op calls functions with.
-
-    Attributes:
-      first: how many inputs say which function is called, and aren't given to it.
-      placed: what arguments are to towers inside.
-      wanted: what rows are asked for of, inside.
-    """
+    """What an op calls functions with."""
 
     inside: Inside
     outer: Pass
@@ -62,19 +56,24 @@ class _Call:
     numbers: bool
 
     def __post_init__(self) -> None:
+        # So many inputs say which function is called, and aren't given to it.
         self.first = len(self.op.inputs) - len(self.graphs[0].inputs)
         self._arguments = list(self.op.inputs)[self.first :]
         self._placements = list(self.placements)[self.first :]
         self._factors: dict[int, Size] = {}
-        self.placed = list(self._placements)
-        self.wanted: dict[tf.Operation, plan.Slice] = {}
+        self.placed = list(self._placements)  # what arguments are to towers inside
+        self.wanted: dict[tf.Operation, plan.Slice] = {}  # what rows are asked for of, inside
+
+    def by_row(self, size: Size) -> bool:
+        """Whether a size is each tower's own."""
+        return self.outer.rows in size.symbols
 
     def size(self, i: int) -> list[Size]:
         """The entries of an argument, if it's a size that stays what it is."""
         body = self.graphs[-1]
         stays = self.op.type not in LOOPS or body.outputs[i] is body.inputs[i]
         entries = (self.outer.sizes.entries(self._arguments[i]) if stays else None) or []
-        return [] if self.numbers and any(entry.rows for entry in entries) else entries
+        return [] if self.numbers and any(map(self.by_row, entries)) else entries
 
     def run(self, graph: Any, like: Any, strict: bool) -> tuple[Any, list[Placement]]:
         """A pass over a function, and the placements of what it returns."""
@@ -128,15 +127,15 @@ class _Call:
         tensor, placed = self._arguments[i], self.placed[i]
         if placed != self._placements[i]:
             if isinstance(placed, Shard):
-                return plan.Slice(placed.axis, self.factor(i))
+                return plan.Slice(placed.axis, placed.rows, self.factor(i))
             return OWN if isinstance(placed, KEPT) else plan.FIRST
         if placed != REPLICATE:
             return OWN
         size = self.size(i)
-        rows = [position for position, entry in enumerate(size) if entry.rows]
+        rows = [position for position, entry in enumerate(size) if self.by_row(entry)]
         if len(rows) > 1 or any(per_row(size[at], self.outer.rows) is None for at in rows):
             raise Undivided(f'the sizes in {tensor.name}')
-        return plan.Local(tuple(size), rows[0]) if rows else WHOLE
+        return plan.Local(tuple(size), rows[0], self.outer.rows) if rows else WHOLE
 
 
 def _loop(call: _Call) -> Division | None:
@@ -222,7 +221,7 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
     placed = found.pop()
     for tensor, own in zip(tensors, placements):
         empty = isinstance(placed, KEPT) and tensor.op.type in lists.MAKERS
-        nothing = placed == SUM and _is_zero(tensor)
+        nothing = isinstance(placed, Partial) and placed.reduce == 'sum' and _is_zero(tensor)
         if own != placed and not (own == REPLICATE and (empty or nothing)):
             raise Undivided(f'{tensor.name} is {own} in one branch, and {placed} in another')
     return placed
@@ -240,7 +239,7 @@ def _meet(a: Placement, b: Placement) -> Placement:
     """What a loop's variable is, that starts as one and becomes another."""
     if a == b or b == REPLICATE:
         return a
-    if a == REPLICATE and (b == SUM or not isinstance(b, Partial)):
+    if a == REPLICATE and not (isinstance(b, Partial) and b.reduce != 'sum'):
         return b
     raise Undivided(f'{a} becomes {b}')
 

@@ -1,8 +1,4 @@
-"""Where ops that run once run: at the variable that they serve, else at their biggest input.
-
-If all of them ran on the first device, each gradient that is clipped, and each variable that is
-decayed, would be sent there and back.
-"""
+"""Where ops that run once run: at the variable that they serve, else at their biggest input."""
 
 from __future__ import annotations
 
@@ -66,9 +62,8 @@ def _fixed(op: tf.Operation, plan: Plan) -> str | None:
         if tensor.dtype == tf.resource or private.is_reference(tensor):
             return tensor.op.device
     tensors = [*op.inputs, *op.outputs]
-    if any(t.dtype.base_dtype in _ANYWHERE or private.is_reference(t) for t in tensors):
-        return ''
-    if not op.outputs or private.in_control_flow(op):
+    special = any(t.dtype.base_dtype in _ANYWHERE or private.is_reference(t) for t in tensors)
+    if special or not op.outputs or private.in_control_flow(op):
         return ''
     # It has to be with others, but for those that towers have copies of.
     return '' if any(name not in plan.ops for name in private.colocated_with(op)) else None

@@ -15,8 +15,8 @@ import tensorflow.compat.v1 as tf
 from . import plan
 from .calls import CALLS
 from .functions import LOOPS, Undivided, call
-from .placements import REPLICATE, SUM, Partial, Placement, Shard
-from .plan import OWN, WHOLE, Division, Need, OpPlan
+from .placements import REPLICATE, Partial, Placement, Shard
+from .plan import OWN, WHOLE, Division, Need, OpPlan, Slice
 from .propagation import Caller, Pass
 from .sizes import SIZE_OPS
 from .symbols import Entry, Size, per_row
@@ -32,9 +32,7 @@ class Inside(Pass):
       wanted: of which arguments, constants and fills rows are asked for; more are added.
     """
 
-    def __init__(
-        self, outer: Pass, graph: Any, strict: bool, wanted: dict[tf.Operation, plan.Slice]
-    ):
+    def __init__(self, outer: Pass, graph: Any, strict: bool, wanted: dict[tf.Operation, Slice]):
         super().__init__(outer.rows, outer.table, outer.callers, scope=f'{graph.name}/')
         self.graph = graph
         self.strict = strict
@@ -79,12 +77,13 @@ class Inside(Pass):
     def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
         made = super().linear(op, placements)
         if made is None and not self.strict:
-            made = super().linear(op, [SUM if p == REPLICATE else p for p in placements])
+            total = Partial('sum', self.rows)
+            made = super().linear(op, [total if p == REPLICATE else p for p in placements])
         return made
 
     def differs(self, tensor: tf.Tensor) -> bool:
         """Whether towers have their own versions of a size."""
-        return any(entry.rows for entry in self.sizes.entries(tensor) or [])
+        return any(self.rows in entry.symbols for entry in self.sizes.entries(tensor) or [])
 
     def _is_known(self, tensor: tf.Tensor) -> bool:
         sizes = self.sizes.entries(tensor)
@@ -97,15 +96,15 @@ class Inside(Pass):
         fill = tensor.op.type == 'Fill' and self.sizes.numbers(tensor.op.inputs[0]) is not None
         return bool(self.rows.static) and (fill or tensor.op.type == 'Const')
 
-    def _make(self, op: tf.Operation, need: plan.Slice) -> None:
+    def _make(self, op: tf.Operation, need: Slice) -> None:
         """Lets each tower make its rows of a constant or a fill."""
         dims = [Size(d) for d in op.outputs[0].shape.as_list()]
         own = per_row(dims[need.axis], self.rows)
         if own is None:
             raise Undivided(f'the size of {op.name}')
-        needs: tuple[Need, ...] = (plan.Slice(need.axis, own),)
+        needs: tuple[Need, ...] = (Slice(need.axis, self.rows, own),)
         if op.type == 'Fill':
-            needs = (plan.Local(tuple(dims), need.axis), WHOLE)
+            needs = (plan.Local(tuple(dims), need.axis, self.rows), WHOLE)
         dims[need.axis] = own * Size(1, (self.rows,))
         super().divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
 
@@ -119,7 +118,7 @@ class Inside(Pass):
         raise Undivided(f'{op.type} needs a sum')
 
     def divide(self, op: tf.Operation, found: Division) -> None:
-        if Partial('mean') in found.placements:
+        if Partial('mean', self.rows) in found.placements:
             raise Undivided(f'{op.type} needs a mean')
         given = zip(op.inputs, found.plan.needs)
         needs = tuple(self._possible(op, tensor, need) for tensor, need in given)
@@ -130,15 +129,15 @@ class Inside(Pass):
         differs = self.differs(tensor)
         if need == WHOLE and (differs or self.seen(tensor) != REPLICATE):
             raise Undivided(f'{op.type} needs all of {tensor.name}')
-        if isinstance(need, plan.Slice) and self._may_be_made(tensor):
+        if isinstance(need, Slice) and self._may_be_made(tensor):
             self.wanted[tensor.op] = need
-        elif (isinstance(need, plan.Slice) or need == plan.FIRST) and self.strict:
+        elif (isinstance(need, Slice) or need == plan.FIRST) and self.strict:
             raise Undivided(f'{op.type} needs rows of {tensor.name}')
         elif isinstance(need, plan.Numbers):
             return need
         elif isinstance(need, plan.Local):
-            unknown = [e for e in need.entries if (e.rows if differs else e.static is None)]
-            if len(unknown) > int(differs):  # The tower has its own rows.
+            more = [self.rows in e.symbols if differs else e.static is None for e in need.entries]
+            if sum(more) > int(differs):  # The tower has its own rows.
                 raise Undivided(f'{op.type} needs other sizes')
             return OWN if differs else need
         return OWN

@@ -87,12 +87,12 @@ def _put(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
             return None
         made = ShardList(item.axis, rows, factor, len(sizes.dims(element) or []))
     elif item == REPLICATE and isinstance(first, ShardList):
-        return Division(OpPlan((*own, plan.Slice(first.axis, first.factor))), [first])
+        return Division(OpPlan((*own, plan.Slice(first.axis, rows, first.factor))), [first])
     elif isinstance(item, KEPT):
         made = ListOf(item)
     else:
         entries = sizes.entries(element) if item == REPLICATE else None
-        if entries is None or not any(e.rows for e in entries):
+        if entries is None or not any(rows in e.symbols for e in entries):
             return None
         made = SizeList(tuple(entries))
     return Division(OpPlan((*own, OWN)), [made]) if first in (REPLICATE, made) else None
@@ -104,4 +104,4 @@ def _element_shape(tensor: tf.Tensor, of: ShardList, sizes: Sizes) -> plan.Need:
     if entries is None or len(entries) <= of.axis or entries[of.axis] == Size(-1):
         return any_shape(tensor)
     unknown = per_row(entries[of.axis], of.rows) is None
-    return any_shape(tensor) if unknown else plan.Local(tuple(entries), of.axis)
+    return any_shape(tensor) if unknown else plan.Local(tuple(entries), of.axis, of.rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from .symbols import Rows
 
 
+class Way(NamedTuple):
+    """How to divide an op: along the dimensions of a label, with `factor` entries a row."""
+
+    label: Label
+    rows: Rows
+    factor: Size
+
+
 @dataclass
 class Matching:
     """An op, its signature, the placements of its inputs, and what is known of others."""
@@ -27,88 +35,93 @@ class Matching:
     placements: Sequence[Placement]
     made: Container[str]  # names of the tensors that towers make
     again: Container[str]  # those that are made whole, and may be divided again along dimension 0
-    rows: Rows
+    begins: bool  # whether it's worth while to divide what isn't of the batch's rows
+    rows: Rows  # the batch's
     sizes: Sizes
 
     def __post_init__(self) -> None:
         self._inputs = list(zip(self.op.inputs, self.signature.inputs, self.placements))
 
     def division(self) -> Division | None:
-        """Along the first dimension that can be; None if there is none."""
-        return next(filter(None, (self._along(*way) for way in self._candidates())), None)
+        """In the first way that can be; None if there is none."""
+        return next(filter(None, map(self._divided, self._ways())), None)
 
-    def _candidates(self) -> Iterator[tuple[Label, Size]]:
-        """Yields labels to divide along, each with how many entries a row has there.
+    def _ways(self) -> Iterator[Way]:
+        """Yields ways to divide the op.
 
-        They are of what inputs have their rows along. If none has rows, they are of what has a size
-        by rows, as where tensors are made, or of what was made whole, of rows.
+        They are along what inputs have their rows along. If none has rows, they are along what has
+        a size by rows, as where tensors are made, or what was made whole, of rows.
         """
-        sharded = [(t, _labels(o), p.axis) for t, o, p in self._inputs if isinstance(p, Shard)]
-        for tensor, labelled, axis in sharded:
-            if labelled and labelled[axis] is not None:
-                factor = self.sizes.per_row(tensor, axis, self.rows)
+        sharded = [(t, _labels(o), p) for t, o, p in self._inputs if isinstance(p, Shard)]
+        for tensor, labelled, placement in sharded:
+            if labelled and labelled[placement.axis] is not None:
+                factor = self.sizes.per_row(tensor, placement.axis, placement.rows)
                 if factor is not None:
-                    yield labelled[axis], factor
+                    yield Way(labelled[placement.axis], placement.rows, factor)
         for tensor, operand, _ in self._inputs if not sharded else ():
             if isinstance(operand, Entries):
                 for label, size in zip(operand.labels, self.sizes.entries(tensor) or []):
                     factor = per_row(size, self.rows) if self.rows in size.symbols else None
                     if label is not None and factor is not None:
-                        yield label, factor
+                        yield Way(label, self.rows, factor)
             elif tensor.name in self.again:
                 first = next(iter(_labels(operand)), None)
-                factor = self.sizes.per_row(tensor, 0, self.rows) if first is not None else None
-                if factor is not None:
-                    yield first, factor
+                size = (self.sizes.dims(tensor) or [ONE])[0]
+                rows = size.rows or self.rows
+                factor = per_row(size, rows) if first is not None else None
+                if factor is not None and (self.begins or rows is self.rows):
+                    yield Way(first, rows, factor)
 
-    def _along(self, label: Label, factor: Size) -> Division | None:
-        """What the op comes to if it's divided along a dimension; None if it can't be."""
-        needs = [self._need(*given, label, factor) for given in self._inputs]
+    def _divided(self, way: Way) -> Division | None:
+        """What the op comes to if it's divided in a way; None if it can't be."""
+        needs = [self._need(*given, way) for given in self._inputs]
         outputs = list(enumerate(self.signature.outputs))
-        dims = [self._dims(i, label, factor) for i, _ in outputs]
-        if None in needs or any(label in own and dims[i] is None for i, own in outputs):
+        dims = [self._dims(i, way) for i, _ in outputs]
+        if None in needs or any(way.label in own and dims[i] is None for i, own in outputs):
             return None
         reduce = self.signature.reduce
-        other = Partial(reduce) if reduce else REPLICATE
+        other = Partial(reduce, way.rows) if reduce else REPLICATE
         placements = [
-            Shard(own.index(label), self.rows) if label in own else other for _, own in outputs
+            Shard(own.index(way.label), way.rows) if way.label in own else other
+            for _, own in outputs
         ]
         return Division(OpPlan(tuple(needs), self.signature.attrs), placements, dims)  # type: ignore
 
-    def _need(
-        self, tensor: tf.Tensor, operand: Operand, placement: Placement, label: Label, factor: Size
-    ) -> Need | None:
+    def _need(self, tensor: tf.Tensor, operand: Operand, has: Placement, way: Way) -> Need | None:
         """What towers are given for an operand; None if that can't be had."""
         if isinstance(operand, (Given, Numbers)):
             return operand if operand != OWN or tensor.name in self.made else None
         if isinstance(operand, Entries):
-            return self._size_need(tensor, operand, label)
-        if label not in operand:
+            return self._size_need(tensor, operand, way)
+        if way.label not in operand:
             return WHOLE
-        axis = operand.index(label)
-        if placement == Shard(axis, self.rows):
+        axis = operand.index(way.label)
+        if has == Shard(axis, way.rows):
             return OWN
         dims = self.sizes.dims(tensor)
         if dims is None:
             return None
         if dims[axis] == ONE:
             return WHOLE  # It's repeated for all rows.
-        return Slice(axis, per_row(dims[axis], self.rows) or factor)
+        factor = per_row(dims[axis], way.rows)
+        if factor is None and str(way.label)[0].isupper():
+            return None  # One of them may be 1, and repeated.
+        return Slice(axis, way.rows, factor or way.factor)
 
-    def _size_need(self, tensor: tf.Tensor, operand: Entries, label: Label) -> Need | None:
-        if label not in operand.labels:
+    def _size_need(self, tensor: tf.Tensor, operand: Entries, way: Way) -> Need | None:
+        if way.label not in operand.labels:
             return WHOLE
-        position = operand.labels.index(label)
+        position = operand.labels.index(way.label)
         entries = self.sizes.entries(tensor)
         if entries is None:
             return None
         if entries[position] == Size(-1):
             # What is left, for a tower as for the whole batch.
-            return WHOLE if not any(entry.rows for entry in entries) else None
-        unknown = per_row(entries[position], self.rows) is None
-        return None if unknown else Local(tuple(entries), position)
+            return WHOLE if not any(way.rows in entry.symbols for entry in entries) else None
+        unknown = per_row(entries[position], way.rows) is None
+        return None if unknown else Local(tuple(entries), position, way.rows)
 
-    def _dims(self, index: int, label: Label, factor: Size) -> list[Size] | None:
+    def _dims(self, index: int, way: Way) -> list[Size] | None:
         """The dimensions of an output, as far as they are known."""
         output, labels = self.op.outputs[index], self.signature.outputs[index]
         given = self.signature.dims[index] if self.signature.dims else None
@@ -118,11 +131,11 @@ class Matching:
         dims = []
         for i, (known, own) in enumerate(zip(static, labels)):
             size = given[i] if given else None
-            if own == label:
-                own_factor = factor if size is None else per_row(size, self.rows)
-                if own_factor is None:
+            if own == way.label:
+                factor = way.factor if size is None else per_row(size, way.rows)
+                if factor is None:
                     return None
-                dims.append(own_factor * Size(1, (self.rows,)))
+                dims.append(factor * Size(1, (way.rows,)))
             elif known is not None:
                 dims.append(Size(known))
             else:

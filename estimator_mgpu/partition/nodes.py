@@ -57,11 +57,9 @@ class Nodes:
         self._waits[name] = ops
         return f'^{name}'
 
-    def _once(
-        self, key: Hashable, define: Callable[[], Any], inputs: Sequence[str], device: str
-    ) -> str:
+    def _once(self, key: Any, make: Callable[[], Any], inputs: Sequence[str], device: str) -> str:
         if key not in self._made:
-            definition = define()
+            definition = make()
             self._made[key] = f'{self.scope}/{definition.op}_{len(self._made)}'
             self.copy(definition, self._made[key], inputs, device)
         return self._made[key]

@@ -28,6 +28,7 @@ class Partial(NamedTuple):
     """
 
     reduce: str
+    rows: Rows
 
 
 class ShardList(NamedTuple):
@@ -60,4 +61,3 @@ Placement = Union[Replicate, Shard, Partial, ShardList, SizeList, OwnSizes, List
 KEPT = (ShardList, SizeList, OwnSizes, ListOf)
 """What each tower keeps, and can't be made whole: who needs it so has its maker run once."""
 REPLICATE = Replicate()
-SUM = Partial('sum')

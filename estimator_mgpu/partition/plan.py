@@ -26,6 +26,7 @@ class Slice(NamedTuple):
     """The tower's rows of what is whole, with so many entries a row along an axis."""
 
     axis: int
+    rows: Rows
     factor: Size
 
 
@@ -34,6 +35,7 @@ class Local(NamedTuple):
 
     entries: tuple[Size, ...]
     position: int
+    rows: Rows
 
 
 class Numbers(NamedTuple):
@@ -56,8 +58,7 @@ OWN, WHOLE, FIRST = Given
 class OpPlan(NamedTuple):
     """An op that runs in towers, in the graph or in a function that they call.
 
-    In a function, what it's given there is its own; a constant that is given a slice has that of
-    its value.
+    In a function, a constant that is given a slice has that of its value.
     """
 
     needs: tuple[Need, ...] = ()  # what it's given for each of its inputs

@@ -13,6 +13,7 @@ from . import lists
 from .matching import Matching
 from .placements import KEPT, REPLICATE, Partial, Placement, Shard
 from .plan import OWN, WHOLE, Division, Need, OpPlan, Plan
+from .rules import PRODUCTS
 from .rules.linear import is_forwarding, linear
 from .rules.signature import Rule, UnknownRank
 from .sizes import SIZE_OPS, Sizes
@@ -94,7 +95,7 @@ class Pass:
         elif op.type in SIZE_OPS:
             self.whole(op, placements, 'it computes with sizes')
         elif private.in_control_flow(op):
-            self.whole(op, placements, 'it is in a v1 loop or branch')
+            self.whole(op, placements, 'a v1 loop: call tf.enable_control_flow_v2() before')
         elif any(isinstance(p, Partial) for p in placements):
             self.by_parts(op, placements)
         else:
@@ -130,18 +131,20 @@ class Pass:
             self.divide(op, found)
 
     def _division(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
-        if op.type in self.callers:
-            return self.callers[op.type](self, op, placements)
+        own = [p if getattr(p, 'rows', self.rows) == self.rows else REPLICATE for p in placements]
         kept = any(isinstance(p, KEPT) for p in placements)
+        if op.type in self.callers:
+            return self.callers[op.type](self, op, own)
         if kept or op.type.startswith(('TensorList', 'Optional')):
-            found = lists.rule(op, placements, self.rows, self.sizes)
+            found = lists.rule(op, own, self.rows, self.sizes)
             return found if found and self.own_lists(zip(op.inputs, found.plan.needs)) else None
         rule = self.table.get(op.type)
         signature = rule(op, self.sizes) if rule else None
         if signature is None:
             return None
         names = self.placements, self.again
-        matching = Matching(op, signature, placements, *names, self.rows, self.sizes)
+        begins = op.type in PRODUCTS
+        matching = Matching(op, signature, placements, *names, begins, self.rows, self.sizes)
         for output, dims in zip(op.outputs, signature.dims or ()):
             if dims is not None:
                 self.sizes.know(output, dims)
@@ -162,7 +165,7 @@ class Pass:
         for output, placement in zip(op.outputs, found.placements):
             if placement is not None:
                 self.placements[output.name] = placement
-            if placement == Partial('mean'):
+            if isinstance(placement, Partial) and placement.reduce == 'mean':
                 self.reduced.add(output.name)
         for output, dims in zip(op.outputs, found.dims):
             if dims is not None:
@@ -179,7 +182,9 @@ class Pass:
                     self.once.add(tensor.op.name)
         rows = any(isinstance(p, Shard) for p in placements)
         if rows or any(t.name in self.again for t in op.inputs):
-            self.again.update(t.name for t in op.outputs if op.type not in SIZE_OPS)
+            for tensor in op.outputs if op.type not in SIZE_OPS else ():
+                self.again.add(tensor.name)
+                self.sizes.begin(tensor)
 
     def reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
         """Notes that partial results are to be reduced: where they come from, once for all."""

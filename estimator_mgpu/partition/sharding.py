@@ -22,14 +22,13 @@ Extent = tuple[Number, Number]
 class Sharding:
     """How rows are divided: as evenly as can be, the larger shards first.
 
-    A tower that has no row, as there are fewer rows than towers, computes on the first row instead,
-    so that it has something to compute on, and is left out where towers meet. Of an empty batch,
-    all towers have none.
+    A tower that has no row computes on the first one instead, and is left out where towers meet. If
+    there are no rows at all, no tower has any.
 
     Args:
       total: how many rows there are, an int32 scalar; None if `rows` knows.
-      symbol: symbol(dimension or entry that isn't known, tower) -> reference to an int32 scalar
-        that is it, for a tower or for the whole (None).
+      symbol: symbol(what else isn't known of a size, tower) -> reference to an int32 scalar that is
+        it, for a tower or for the whole (None).
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Sharding:
         if size.static is not None:
             return size.static
         factors: list[Number] = [
-            self.total if isinstance(symbol, Rows) else self._symbol(symbol, tower)
+            self.total if symbol == self._rows else self._symbol(symbol, tower)
             for symbol in size.symbols
         ]
         return functools.reduce(self._times, [size.number, *factors])
@@ -86,7 +85,7 @@ class Sharding:
         if isinstance(need, Numbers):
             return need.numbers[0] if need.scalar else list(need.numbers)
         at = need.position
-        factor = per_row(need.entries[at], self._rows)
+        factor = per_row(need.entries[at], need.rows)
         assert factor is not None
         _, own = self.extent(factor, tower)
         if scalar:
@@ -101,24 +100,12 @@ class Sharding:
             value = self._add('Pack', value, T=tf.int32, N=len(value), axis=0)
         return self.nodes.cast(value, tf.int32, dtype, self.host)
 
-    def rows_of(self, dim: Size, factor: Size, tower: int) -> Extent:
-        """A tower's extent in a dimension of what is whole."""
-        start, size = self.extent(factor, tower)
-        if dim.static is None and dim.rows is None:
-            # It may be 1, which is as long as all rows by broadcasting.
-            one = self._add('Equal', [self.number(dim, tower), 1], T=tf.int32)
-            start = self._add('SelectV2', [one, 0, start], T=tf.int32)
-            size = self._add('SelectV2', [one, 1, size], T=tf.int32)
-        return start, size
-
-    def cut(
-        self, whole: str, dtype: tf.DType, rank: int, axis: int, extent: Extent, device: str
-    ) -> str:
+    def cut(self, whole: str, dtype: tf.DType, rank: int, axis: int, part: Extent, to: str) -> str:
         """A part of a tensor along an axis, taken on a device."""
-        start, size = extent
+        start, size = part
         begin = self.tensor([start if i == axis else 0 for i in range(rank)])
         sizes = self.tensor([size if i == axis else -1 for i in range(rank)])
-        return self.nodes.add('Slice', [whole, begin, sizes], device, T=dtype, Index=tf.int32)
+        return self.nodes.add('Slice', [whole, begin, sizes], to, T=dtype, Index=tf.int32)
 
     def _times(self, a: Number, b: Number) -> Number:
         if isinstance(a, int) and isinstance(b, int):

@@ -18,6 +18,10 @@ from .symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
 
 SIZE_OPS = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 """The ops that look at nothing but a tensor's dimensions."""
+_RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'TruncatedNormal')
+_STATELESS = ('StatelessRandomNormalV2', 'StatelessRandomUniformV2', 'StatelessTruncatedNormalV2')
+_SHAPES = {'ScatterNd': 2, 'SparseToDense': 1, **dict.fromkeys(_RANDOM + _STATELESS, 0)}
+"""By type of op, which input says the shape of what it makes."""
 _SMALL = 64  # entries of a tensor that may be sizes
 
 
@@ -43,7 +47,11 @@ class Sizes:
     def dims(self, tensor: tf.Tensor) -> list[Size] | None:
         """The dimensions of the whole tensor; None if its rank is unknown."""
         if tensor.name not in self._dims and tensor.shape.rank is not None:
-            self._dims[tensor.name] = self.static_dims(tensor)
+            dims, at = self.static_dims(tensor), _SHAPES.get(tensor.op.type)
+            told = None if at is None else self.entries(tensor.op.inputs[at])
+            if told is not None:
+                dims = [size if dim.symbols else dim for dim, size in zip(dims, told)]
+            self._dims[tensor.name] = dims
         return self._dims.get(tensor.name)
 
     def static_dims(self, tensor: tf.Tensor) -> list[Size]:
@@ -61,6 +69,12 @@ class Sizes:
             dims = [self.unknown(tensor, i) for i in range(len(like or []))]
         dims[axis] = factor * Size(1, (rows,))
         return dims
+
+    def begin(self, tensor: tf.Tensor) -> None:
+        """Begins a row space with a tensor, if it's of floats and nobody knows how many rows."""
+        dims = self.dims(tensor) if tensor.dtype.is_floating else None
+        if dims and dims[0] == self.unknown(tensor, 0):
+            self._dims[tensor.name] = [Size(1, (Rows(tensor.name, None),)), *dims[1:]]
 
     def unknown(self, tensor: tf.Tensor, axis: int) -> Size:
         """A dimension that is known only when the step runs."""

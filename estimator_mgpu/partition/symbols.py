@@ -1,13 +1,10 @@
-"""Symbolic sizes: products of numbers, rows and unknown dimensions, such as 4 * batch * T.
-
-So a tower can have its own version of a shape, and no decision ever rests on two numbers merely
-being equal.
-"""
+"""Symbolic sizes: products of numbers, rows and unknown dimensions, such as 4 * batch * T."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Union
 
@@ -104,16 +101,11 @@ class Size:
 
     def over(self, other: Size) -> Size | None:
         """The quotient, if it's known to be a whole number."""
-        symbols = list(self.symbols)
-        for symbol in other.symbols:
-            if symbol not in symbols:
-                return self._static_over(other)
-            symbols.remove(symbol)
-        if other.number == 0 or self.number % other.number:
-            return self._static_over(other)
-        return Size(self.number // other.number, tuple(symbols))
-
-    def _static_over(self, other: Size) -> Size | None:
+        left = Counter(self.symbols)
+        left.subtract(other.symbols)
+        whole = other.number and self.number % other.number == 0
+        if whole and min(left.values(), default=0) >= 0:
+            return Size(self.number // other.number, tuple(left.elements()))
         one, by = self.static, other.static
         return Size(one // by) if one and by and one % by == 0 else None
 

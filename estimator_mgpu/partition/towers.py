@@ -16,7 +16,7 @@ from .plan import FIRST, OWN, Local, Need, Numbers, OpPlan, Plan, Slice, Value
 from .reduction import gather, reduce
 from .sharding import Sharding
 from .sizes import SIZE_OPS
-from .symbols import ONE, Dim
+from .symbols import ONE, Dim, Rows
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
 
@@ -50,6 +50,7 @@ class Towers:
         self._sources = {t.name for t in plan.sources}
         self._nodes = Nodes(graph, graph.unique_name('replicate'))
         self._sharding = Sharding(plan.rows, total, devices, self._nodes, self._symbol)
+        self._shardings = {plan.rows: self._sharding}
         self._callees = Callees(self._sharding)
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
         self._constants: set[str] = set()  # that towers have copies of
@@ -61,13 +62,6 @@ class Towers:
             tensor = self._instead[tensor.name]
         name = self._wholes.get(tensor.name)
         return tensor if name is None else self._graph.get_tensor_by_name(name)
-
-    def copies(self, op: tf.Operation) -> list[tf.Operation]:
-        """Each tower's copy of an op; none if it runs once."""
-        if op.name not in self.plan.ops:
-            return []
-        names = [self._copy(op.name, i) for i in range(len(self._devices))]
-        return [self._graph.get_operation_by_name(name) for name in names]
 
     def _build(self) -> None:
         for name, planned in self.plan.ops.items():
@@ -87,7 +81,11 @@ class Towers:
             if any(c.name in self.plan.ops for c in before):
                 stands = op.type == 'NoOp' and op.name in self.plan.ops
                 waits = [op] if stands else before
-                private.set_control_inputs(op, [c for w in waits for c in self.copies(w) or [w]])
+                once = [w for w in waits if w.name not in self.plan.ops]
+                towers = range(len(self._devices))
+                copies = [self._copy(w.name, i) for w in waits if w not in once for i in towers]
+                found = [self._graph.get_operation_by_name(name) for name in copies]
+                private.set_control_inputs(op, [*once, *found])
 
     def _is_ours(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor of the user's has another whole value than that which its op makes."""
@@ -110,14 +108,15 @@ class Towers:
     def _own(self, tensor: tf.Tensor, tower: int) -> str:
         """What a tower has of a tensor."""
         if tensor.name in self._sources:
-            return self._slice(tensor, Slice(0, ONE), tower)
+            return self._slice(tensor, Slice(0, self.plan.rows, ONE), tower)
         return f'{self._copy(tensor.op.name, tower)}:{tensor.value_index}'
 
     def _slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
         dims = self.plan.sizes.dims(tensor) or []
-        extent = self._sharding.rows_of(dims[need.axis], need.factor, tower)
+        sharding = self._sharding_of(need.rows)
+        extent = sharding.extent(need.factor, tower)
         whole, dtype, home = self._whole(tensor), tensor.dtype.base_dtype, self._home(tensor)
-        return self._sharding.cut(whole, dtype, len(dims), need.axis, extent, home)
+        return sharding.cut(whole, dtype, len(dims), need.axis, extent, home)
 
     def _home(self, tensor: tf.Tensor) -> str:
         """Where a tensor of the user's is made."""
@@ -139,15 +138,27 @@ class Towers:
         placement = self.plan.placements[tensor.name]
         parts = [self._own(tensor, i) for i in range(len(self._devices))]
         home = self._homes.get(tensor.name, self._devices[0])
-        if isinstance(placement, Shard):
-            dims = sizes.dims(tensor) or []
-            return gather(self._sharding, parts, dtype, dims, placement.axis, home)
+        if not isinstance(placement, (Shard, Partial)):
+            return parts[0]
+        sharding = self._sharding_of(placement.rows)
         if isinstance(placement, Partial):
-            return reduce(self._sharding, parts, dtype, placement.reduce, home)
-        return parts[0]
+            return reduce(sharding, parts, dtype, placement.reduce, home)
+        return gather(sharding, parts, dtype, sizes.dims(tensor) or [], placement.axis, home)
+
+    def _sharding_of(self, rows: Rows) -> Sharding:
+        """How rows are divided: the batch's, or those that a tensor has, which is made whole."""
+        if rows not in self._shardings:
+            tensor = self._graph.get_tensor_by_name(rows.name)
+            with tf.control_dependencies(None), tf.device(self._home(tensor)), tf.name_scope(None):
+                total = tf.shape(tensor, f'{self._nodes.scope}/rows/total')[0]
+            own = Sharding(rows, total, self._devices, self._nodes, self._symbol)
+            self._shardings[rows] = own
+        return self._shardings[rows]
 
     def _symbol(self, symbol: Any, tower: int | None) -> str:
         """What isn't known of a size before the step runs: an int32 scalar."""
+        if isinstance(symbol, Rows):
+            return str(self._sharding_of(symbol).total)
         tensor = self._graph.get_tensor_by_name(symbol.tensor)
         own = tensor.name in self.plan.placements and tensor.name not in self._sources
         host, dtype, add = self._sharding.host, tensor.dtype.base_dtype, self._nodes.add
@@ -174,7 +185,8 @@ class Towers:
         if isinstance(need, Slice):
             return self._slice(tensor, need, tower)
         if isinstance(need, (Local, Numbers)):
-            numbers = self._sharding.integers(need, tower, tensor.shape.rank == 0)
+            sharding = self._sharding_of(need.rows) if isinstance(need, Local) else self._sharding
+            numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
             return self._sharding.tensor(numbers, dtype)
         if need == FIRST and tower:
             whole, device = self._whole(tensor), self._devices[tower]

@@ -18,11 +18,9 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     `tf.gradients` makes a tuple of each op's gradients, for the sake of variables: none is written
     before all have read it, which `read_first` sees to instead. Else no tower would begin with its
     gradients before all have their losses. Where an entry may wait for an effect by its tuple only,
-    or a graph has reference variables or v1 control flow, tuples stay as they are; and all do for
-    whoever fetches their entries.
+    or a graph has reference variables or v1 control flow, tuples stay as they are.
 
-    Returns, by the names of the entries, what is used in their place. Ops that are named in
-    `before` aren't the model's.
+    Returns, by the names of the entries, what is used in their place.
     """
     ops = [op for op in graph.get_operations() if op.name not in before]
     references = any(private.is_reference(t) for op in ops for t in op.outputs)
@@ -89,8 +87,7 @@ def read_first(ops: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> N
     """Lets ops that write a variable wait for those that read it for a step.
 
     A tuple saw to that where a gradient doesn't follow from the variable, as in a linear loss: what
-    was `untied` waited for them. What reads after it has been written, as it waits for that, still
-    does.
+    was `untied` waited for them. What reads after it has been written still does.
     """
     step = private.backward(untied)
     for op in ops:

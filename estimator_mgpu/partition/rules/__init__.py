@@ -9,4 +9,6 @@ from . import axes, elementwise, images, matrices, views
 from .signature import Rule
 
 _FAMILIES = (axes, elementwise, images, matrices, views)
+PRODUCTS = {**matrices.RULES, **images.RULES}
+"""Those that it's worth while to divide rows for that aren't the batch's."""
 RULES: dict[str, Rule] = {op: rule for own in _FAMILIES for op, rule in own.RULES.items()}

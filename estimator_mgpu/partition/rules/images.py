@@ -35,6 +35,7 @@ RULES = table(
         'CropAndResize': '* b_ b * -> b___',
         'CropAndResizeGradBoxes': 'b___ * b_ b -> b_',
         'CropAndResizeGradImage': 'b___ b_ b * -> * (sum)',
+        'CombinedNonMaxSuppression': 'b___ b__ * * * * -> b__ b_ b_ b',
         'DepthToSpace SpaceToDepth ExtractImagePatches': _ALONE,
         'AdjustHue AdjustSaturation': 'S_ * -> S_',
         'AdjustContrastv2': 'S___ * -> S___',

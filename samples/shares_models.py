@@ -1,0 +1,469 @@
+"""The models whose kernels shares.py counts, and how it counts them.
+
+Each model is a function of a batch's features, which returns a loss to be trained on, or a dict of
+predictions.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+
+MODELS = {}
+
+ROWS, STEPS, UNITS = 16, 6, 8
+_random = np.random.RandomState(0)
+
+
+def _floats(*shape):
+    return _random.randn(ROWS, *shape).astype(np.float32)
+
+
+def _ids(below, *shape):
+    return _random.randint(0, below, [ROWS, *shape]).astype(np.int32)
+
+
+def model(**features):
+    """Registers a model by its function's name, with a batch of its features."""
+
+    def register(forward):
+        MODELS[forward.__name__] = forward, features
+        return forward
+
+    return register
+
+
+SEQUENCES = {'x': _floats(STEPS, UNITS), 'length': _ids(STEPS) + 1}
+LABELS = {'y': _floats(1)}
+TOKENS = {'ids': _ids(50, STEPS)}
+
+
+def _loss(net, y):
+    return tf.losses.mean_squared_error(y, tf.layers.dense(net, 1))
+
+
+def _dynamic_rnn(cell, features):
+    outputs, _ = tf.nn.dynamic_rnn(cell, features['x'], features['length'], dtype=tf.float32)
+    return outputs
+
+
+@model(**SEQUENCES, **LABELS)
+def lstm(features):
+    outputs = _dynamic_rnn(tf.nn.rnn_cell.LSTMCell(UNITS), features)
+    return _loss(outputs[:, -1], features['y'])
+
+
+@model(**SEQUENCES, **LABELS)
+def gru(features):
+    outputs = _dynamic_rnn(tf.nn.rnn_cell.GRUCell(UNITS), features)
+    return _loss(outputs[:, -1], features['y'])
+
+
+@model(**SEQUENCES, **LABELS)
+def fused_block_cell(features):
+    outputs = _dynamic_rnn(tf.nn.rnn_cell.LSTMCell(UNITS), features)
+    weights = tf.get_variable('w', [2 * UNITS, 4 * UNITS])
+    zeros = tf.zeros([UNITS])
+    start = tf.zeros([tf.shape(outputs)[0], UNITS])
+    block = tf.raw_ops.BlockLSTM(
+        seq_len_max=tf.cast(tf.shape(outputs)[1], tf.int64),
+        x=tf.transpose(outputs, [1, 0, 2]),
+        cs_prev=start,
+        h_prev=start,
+        w=weights,
+        wci=zeros,
+        wcf=zeros,
+        wco=zeros,
+        b=tf.zeros([4 * UNITS]),
+        use_peephole=False,
+    )
+    return _loss(block.h[-1], features['y'])
+
+
+@model(**SEQUENCES, **LABELS)
+def keras_lstm(features):
+    return _loss(tf.keras.layers.LSTM(UNITS)(features['x']), features['y'])
+
+
+@model(**SEQUENCES, **LABELS)
+def keras_gru(features):
+    return _loss(tf.keras.layers.GRU(UNITS)(features['x']), features['y'])
+
+
+@model(**SEQUENCES, **LABELS)
+def scan(features):
+    weights = tf.get_variable('w', [UNITS, UNITS])
+    start = tf.zeros([tf.shape(features['x'])[0], UNITS])
+    sequence = tf.transpose(features['x'], [1, 0, 2])
+    states = tf.scan(lambda h, x: tf.tanh(tf.matmul(h, weights) + x), sequence, start)
+    return _loss(states[-1], features['y'])
+
+
+@model(**SEQUENCES, **LABELS)
+def while_loop(features):
+    weights = tf.get_variable('w', [UNITS, UNITS])
+    body = lambda i, h: (i + 1, tf.tanh(tf.matmul(h, weights) + features['x'][:, i]))  # noqa: E731
+    start = tf.zeros_like(features['x'][:, 0])
+    return _loss(tf.while_loop(lambda i, h: i < STEPS, body, (0, start))[1], features['y'])
+
+
+def _crf_scores(features, tags=5):
+    cells = [tf.nn.rnn_cell.LSTMCell(UNITS) for _ in range(2)]
+    outputs, _ = tf.nn.bidirectional_dynamic_rnn(
+        *cells, features['x'], features['length'], dtype=tf.float32
+    )
+    scores = tf.layers.dense(tf.concat(outputs, -1), tags)
+    return scores, tf.get_variable('transitions', [tags, tags])
+
+
+@model(**SEQUENCES, tags=_ids(5, STEPS))
+def bidirectional_crf(features):
+    scores, transitions = _crf_scores(features)
+    mask = tf.sequence_mask(features['length'], STEPS, tf.float32)
+    own = tf.reduce_sum(tf.one_hot(features['tags'], 5) * scores, -1)
+    pairs = tf.gather_nd(
+        transitions, tf.stack([features['tags'][:, :-1], features['tags'][:, 1:]], -1)
+    )
+    path = tf.reduce_sum(own * mask, 1) + tf.reduce_sum(pairs * mask[:, 1:], 1)
+
+    def body(i, alphas):
+        new = tf.reduce_logsumexp(alphas[:, :, None] + transitions, 1) + scores[:, i]
+        return i + 1, tf.where_v2(
+            (i < features['length'])[:, None] & tf.ones_like(new, tf.bool), new, alphas
+        )
+
+    _, alphas = tf.while_loop(lambda i, _: i < STEPS, body, (1, scores[:, 0]))
+    return tf.reduce_mean(tf.reduce_logsumexp(alphas, 1) - path)
+
+
+@model(**SEQUENCES)
+def viterbi(features):
+    scores, transitions = _crf_scores(features)
+    sequence = tf.transpose(scores[:, 1:], [1, 0, 2])
+
+    def forward(state, score):
+        best, _ = state
+        through = best[:, :, None] + transitions
+        return tf.reduce_max(through, 1) + score, tf.argmax(through, 1, output_type=tf.int32)
+
+    start = scores[:, 0], tf.zeros_like(scores[:, 0], tf.int32)
+    best, back = tf.scan(forward, sequence, start)
+    last = tf.argmax(best[-1], -1, output_type=tf.int32)
+
+    def backward(tag, pointers):
+        return tf.gather(pointers, tag, batch_dims=1)
+
+    tags = tf.scan(backward, back, last, reverse=True)
+    return {'tags': tf.transpose(tags), 'last': last}
+
+
+@model(**SEQUENCES, **LABELS)
+def last_step(features):
+    net = tf.layers.dense(tf.tanh(tf.layers.dense(features['x'], UNITS)), UNITS)
+    rows = tf.range(tf.shape(net)[0])
+    return _loss(tf.gather_nd(net, tf.stack([rows, features['length'] - 1], 1)), features['y'])
+
+
+@model(image=_floats(12, 12, 3), **LABELS)
+def convolutions(features):
+    net = features['image']
+    for filters in (4, 8, 8):
+        net = tf.layers.conv2d(net, filters, 3, padding='same', use_bias=False)
+        net = tf.nn.relu(tf.layers.batch_normalization(net, training=True))
+        net = tf.layers.max_pooling2d(net, 2, 2, padding='same')
+    return _loss(tf.layers.flatten(net), features['y'])
+
+
+def _attend(net, length, heads=2, relative=False):
+    """Self-attention whose rows see only what isn't padding."""
+    steps, each = net.shape[1], UNITS // heads
+    split = tf.reshape(tf.layers.dense(net, 3 * UNITS), [-1, steps, 3, heads, each])
+    queries, keys, values = tf.unstack(tf.transpose(split, [2, 0, 3, 1, 4]))
+    scores = tf.matmul(queries, keys, transpose_b=True)
+    if relative:
+        apart = tf.range(steps)[None] - tf.range(steps)[:, None] + steps - 1
+        table = tf.get_variable('relative', [2 * steps - 1, each])
+        scores += tf.einsum('bhqd,qkd->bhqk', queries, tf.gather(table, apart))
+    seen = tf.sequence_mask(length, steps)[:, None, None]
+    weights = tf.nn.softmax(tf.where_v2(seen & (scores == scores), scores, scores * 0 - 1e9))
+    weights = tf.nn.dropout(weights, rate=0.1)
+    joined = tf.reshape(tf.transpose(tf.matmul(weights, values), [0, 2, 1, 3]), [-1, steps, UNITS])
+    return tf.layers.dense(joined, UNITS)
+
+
+@model(**TOKENS, length=SEQUENCES['length'], **LABELS)
+def transformer(features):
+    table = tf.get_variable('table', [50, UNITS])
+    net = tf.nn.embedding_lookup(table, features['ids'])
+    for layer in range(2):
+        with tf.variable_scope(f'layer{layer}'):
+            net += _attend(net, features['length'], relative=True)
+            net += tf.layers.dense(tf.layers.dense(net, 4 * UNITS, tf.nn.relu), UNITS)
+    return _loss(tf.reduce_mean(net, 1), features['y'])
+
+
+@model(**TOKENS, length=SEQUENCES['length'], **LABELS)
+def padding_removed(features):
+    """Its feed-forward layers see only what isn't padding."""
+    net = tf.nn.embedding_lookup(tf.get_variable('table', [50, UNITS]), features['ids'])
+    for layer in range(2):
+        with tf.variable_scope(f'layer{layer}'):
+            net += _attend(net, features['length'])
+            places = tf.where(tf.sequence_mask(features['length'], STEPS))
+            dense = tf.gather_nd(net, places)
+            dense = tf.layers.dense(tf.layers.dense(dense, 4 * UNITS, tf.nn.relu), UNITS)
+            net += tf.scatter_nd(places, dense, tf.shape(net, out_type=tf.int64))
+    return _loss(tf.reduce_mean(net, 1), features['y'])
+
+
+@model(**TOKENS, length=SEQUENCES['length'])
+def masked_language_model(features):
+    """Its loss is that of what `boolean_mask` leaves."""
+    net = tf.nn.embedding_lookup(tf.get_variable('table', [50, UNITS]), features['ids'])
+    net += _attend(net, features['length'])
+    mask = tf.sequence_mask(features['length'], STEPS)
+    left, ids = tf.boolean_mask(net, mask), tf.boolean_mask(features['ids'], mask)
+    logits = tf.layers.dense(tf.layers.dense(left, 4 * UNITS, tf.nn.relu), 50)
+    return tf.losses.sparse_softmax_cross_entropy(ids, logits)
+
+
+def _decoder(features):
+    table = tf.get_variable('table', [50, UNITS])
+    cell = tf.nn.rnn_cell.GRUCell(UNITS)
+    embedded = tf.nn.embedding_lookup(table, features['ids'])
+    read, state = tf.nn.dynamic_rnn(cell, embedded, features['length'], dtype=tf.float32)
+
+    def project(output, beams=1):
+        """Scores of the next token, after a look at all that was read."""
+        output = tf.reshape(output, [-1, beams, UNITS])
+        weights = tf.nn.softmax(tf.matmul(output, read, transpose_b=True))
+        both = tf.concat([output, tf.matmul(weights, read)], -1)
+        with tf.variable_scope('project', reuse=tf.AUTO_REUSE):
+            hidden = tf.layers.dense(tf.reshape(both, [-1, 2 * UNITS]), UNITS, tf.tanh)
+            return tf.layers.dense(hidden, 50)
+
+    return table, tf.nn.rnn_cell.GRUCell(UNITS, name='decoder'), project, state
+
+
+@model(**TOKENS, length=SEQUENCES['length'])
+def greedy_decoder(features):
+    """It goes on until all rows are finished."""
+    table, cell, project, state = _decoder(features)
+
+    def body(i, state, token, finished, written):
+        output, state = cell(tf.nn.embedding_lookup(table, token), state)
+        token = tf.where_v2(
+            finished, tf.zeros_like(token), tf.argmax(project(output), -1, output_type=tf.int32)
+        )
+        return i + 1, state, token, finished | tf.equal(token, 1), written.write(i, token)
+
+    start = tf.zeros_like(features['length'])
+    written = tf.TensorArray(tf.int32, 0, dynamic_size=True, clear_after_read=False)
+    goes_on = lambda i, state, token, finished, written: (i < 10) & ~tf.reduce_all(finished)  # noqa: E731
+    loop = tf.while_loop(goes_on, body, (0, state, start, start > 0, written))
+    return {'tokens': tf.transpose(loop[-1].stack())}
+
+
+@model(**TOKENS, length=SEQUENCES['length'])
+def beam_search(features, beams=3):
+    table, cell, project, state = _decoder(features)
+    rows = tf.shape(features['ids'])[0]
+    state = tf.reshape(tf.tile(state[:, None], [1, beams, 1]), [-1, UNITS])
+    first = tf.tile([[0.0] + [-1e9] * (beams - 1)], [rows, 1])
+
+    def body(i, state, tokens, scores):
+        output, state = cell(tf.nn.embedding_lookup(table, tf.reshape(tokens, [-1])), state)
+        each = (
+            tf.reshape(tf.nn.log_softmax(project(output, beams)), [-1, beams, 50])
+            + scores[:, :, None]
+        )
+        scores, best = tf.math.top_k(tf.reshape(each, [-1, beams * 50]), beams)
+        parents = best // 50
+        state = tf.gather(tf.reshape(state, [-1, beams, UNITS]), parents, batch_dims=1)
+        return i + 1, tf.reshape(state, [-1, UNITS]), best % 50, scores
+
+    start = tf.zeros([rows, beams], tf.int32)
+    loop = tf.while_loop(lambda i, *_: i < 8, body, (0, state, start, first))
+    return {'tokens': loop[2], 'scores': loop[3]}
+
+
+@model(
+    number=_floats(1),
+    kind=np.array([b'ab'[i % 2 : i % 2 + 1] for i in range(ROWS)])[:, None],
+    id=_ids(10, 1),
+    word=np.array([b'word%d' % (i % 7) for i in range(ROWS)])[:, None],
+    other=np.array([b'word%d' % (i % 5) for i in range(ROWS)])[:, None],
+    **LABELS,
+)
+def wide_and_deep(features):
+    column = tf.feature_column
+    number = column.numeric_column('number')
+    kind = column.categorical_column_with_vocabulary_list('kind', ['a', 'b'])
+    identity = column.categorical_column_with_identity('id', 10)
+    word = column.categorical_column_with_hash_bucket('word', 20)
+    other = column.categorical_column_with_hash_bucket('other', 20)
+    buckets = column.bucketized_column(number, [-1.0, 0.0, 1.0])
+    crossed = column.crossed_column([buckets, 'kind'], 30)
+    deep = [number, column.embedding_column(identity, UNITS), column.indicator_column(kind)]
+    deep += column.shared_embedding_columns([word, other], UNITS)
+    labels = features.pop('y')
+    net = tf.layers.dense(column.input_layer(features, deep), 4 * UNITS, tf.nn.relu)
+    net = tf.layers.dense(tf.layers.dense(net, 2 * UNITS, tf.nn.relu), 1)
+    wide = column.linear_model(features, [kind, word, buckets, crossed])
+    return tf.losses.mean_squared_error(labels, net + wide)
+
+
+@model(ids=_ids(100, 5), **LABELS)
+def factorization_machine(features):
+    table = tf.get_variable('table', [100, UNITS])
+    linear = tf.nn.embedding_lookup(tf.get_variable('linear', [100, 1]), features['ids'])
+    own = tf.nn.embedding_lookup(table, features['ids'])
+    pairs = tf.square(tf.reduce_sum(own, 1)) - tf.reduce_sum(tf.square(own), 1)
+    both = tf.reduce_sum(linear, 1) + 0.5 * tf.reduce_sum(pairs, 1, keepdims=True)
+    return _loss(tf.concat([both, tf.layers.dense(pairs, UNITS, tf.nn.relu)], 1), features['y'])
+
+
+SPLITS = np.concatenate([[0], np.cumsum(_random.randint(0, 4, ROWS))])
+
+
+@model(
+    sparse=tf.SparseTensorValue(
+        np.array([[i, j] for i in range(ROWS) for j in range(i % 3)], np.int64),
+        np.array([7 * i % 50 for i in range(ROWS) for _ in range(i % 3)], np.int64),
+        np.array([ROWS, 3], np.int64),
+    ),
+    weights=tf.SparseTensorValue(
+        np.array([[i, j] for i in range(ROWS) for j in range(i % 3)], np.int64),
+        np.array([0.1 * i for i in range(ROWS) for _ in range(i % 3)], np.float32),
+        np.array([ROWS, 3], np.int64),
+    ),
+    ragged=tf.compat.v1.ragged.RaggedTensorValue(
+        _random.randint(0, 50, SPLITS[-1]).astype(np.int64), SPLITS.astype(np.int64)
+    ),
+    **LABELS,
+)
+def sparse_and_ragged(features):
+    table = tf.get_variable('table', [50, UNITS])
+    sparse = tf.nn.embedding_lookup_sparse(
+        table, features['sparse'], features['weights'], combiner='mean'
+    )
+    safe = tf.nn.safe_embedding_lookup_sparse(table, features['sparse'])
+    rows = tf.shape(features['y'])[0]
+    sparse = tf.pad(sparse, [[0, rows - tf.shape(sparse)[0]], [0, 0]])
+    ragged = tf.gather(table, features['ragged'])
+    hidden = tf.ragged.map_flat_values(lambda v: tf.nn.relu(v @ table[:UNITS]), ragged)
+    net = tf.concat([sparse, safe, tf.reduce_sum(hidden, 1)], 1)
+    return _loss(tf.layers.dense(net, UNITS, tf.nn.relu), features['y'])
+
+
+@model(x=_floats(UNITS), text=np.array([b'%d' % i for i in range(ROWS)]), **LABELS)
+def after_python(features):
+    def double(x):
+        return 2 * x
+
+    net = tf.py_function(double, [features['x']], tf.float32)
+    net.set_shape([None, UNITS])
+    numbers = tf.strings.to_number(tf.strings.join([features['text'], '.5']))
+    net = tf.layers.dense(tf.layers.dense(net, 2 * UNITS, tf.nn.relu), UNITS, tf.nn.relu)
+    return _loss(net, features['y'] + 0.01 * numbers[:, None])
+
+
+@model(image=_floats(8, 8, 1))
+def gan(features):
+    rows = tf.shape(features['image'])[0]
+
+    def judge(image):
+        with tf.variable_scope('judge', reuse=tf.AUTO_REUSE):
+            net = tf.layers.conv2d(image, 4, 3, 2, 'same', activation=tf.nn.leaky_relu)
+            return tf.layers.dense(tf.layers.flatten(net), 1)
+
+    noise = tf.random.normal([rows, UNITS])
+    made = tf.reshape(tf.layers.dense(noise, 64, tf.tanh), [-1, 8, 8, 1])
+    between = made + tf.random.uniform([rows, 1, 1, 1]) * (features['image'] - made)
+    slopes = tf.gradients(judge(between), between)[0]
+    norms = tf.sqrt(tf.reduce_sum(tf.square(slopes), [1, 2, 3]) + 1e-12)
+    penalty = tf.reduce_mean(tf.square(norms - 1))
+    return tf.reduce_mean(judge(made) - judge(features['image'])) + 10 * penalty
+
+
+@model(left=_floats(UNITS), right=_floats(UNITS))
+def siamese(features):
+    def tower(x):
+        with tf.variable_scope('tower', reuse=tf.AUTO_REUSE):
+            return tf.layers.dense(tf.layers.dense(x, 2 * UNITS, tf.nn.relu), UNITS)
+
+    left, right = (tf.nn.l2_normalize(tower(features[name]), 1) for name in ('left', 'right'))
+    logits = tf.matmul(left, right, transpose_b=True)
+    own = tf.range(tf.shape(logits)[0])
+    return tf.losses.sparse_softmax_cross_entropy(own, logits)
+
+
+@model(image=_floats(16, 16, 3), boxes=np.abs(_floats(4, 4)) % 0.5, scores=_floats(4))
+def detection(features):
+    images = tf.map_fn(tf.image.per_image_standardization, features['image'])
+    net = tf.layers.conv2d(images, 8, 3, 2, 'same', activation=tf.nn.relu)
+    boxes = features['boxes'] + [0.0, 0.0, 0.5, 0.5]
+    which = tf.tile(tf.range(tf.shape(net)[0])[:, None], [1, 4])
+    crops = tf.image.crop_and_resize(
+        net, tf.reshape(boxes, [-1, 4]), tf.reshape(which, [-1]), [3, 3]
+    )
+    hidden = tf.layers.dense(tf.layers.flatten(crops), 2 * UNITS, tf.nn.relu)
+    scores = tf.reshape(tf.layers.dense(hidden, 1, tf.sigmoid), [-1, 4, 1])
+    found = tf.image.combined_non_max_suppression(boxes[:, :, None], scores, 3, 3)
+    return {'boxes': found.nmsed_boxes, 'scores': found.nmsed_scores}
+
+
+HEAVY = re.compile(
+    'MatMul|Einsum|Conv|Softmax|Tanh|Sigmoid|ResourceGather|LookupTableFind|LSTM|CropAndResize|'
+    'NonMaxSuppression'
+)
+
+
+def spec_of(name, devices, static=False):
+    """Builds a model: its EstimatorSpec, and what feeds it."""
+    forward, batch = MODELS[name]
+    rows = ROWS if static else None
+    features, feed = {}, {}
+    for key, value in batch.items():
+        if isinstance(value, tf.SparseTensorValue):
+            shape = [rows, *value.dense_shape[1:]]
+            features[key] = tf.sparse_placeholder(value.values.dtype, shape)
+        elif isinstance(value, tf.ragged.RaggedTensorValue):
+            features[key] = tf.ragged.placeholder(value.dtype, 1, [])
+        else:
+            features[key] = tf.placeholder(tf.as_dtype(value.dtype), [rows, *value.shape[1:]])
+        feed[features[key]] = value
+
+    def model_fn(features):
+        found = forward(dict(features))
+        if isinstance(found, dict):
+            return estimator_mgpu.estimator.EstimatorSpec('infer', predictions=found)
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        train_op = optimizer.minimize(found, tf.train.get_or_create_global_step())
+        return estimator_mgpu.estimator.EstimatorSpec('train', loss=found, train_op=train_op)
+
+    return estimator_mgpu.replicate(model_fn, devices=devices)(features), feed
+
+
+def kernels_of(name, devices):
+    """Runs a step of a model; returns how many heavy kernels each device ran, and the graph."""
+    metadata = tf.RunMetadata()
+    options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+    config = tf.ConfigProto(device_count={'CPU': devices}, allow_soft_placement=False)
+    with tf.Graph().as_default() as graph:
+        spec, feed = spec_of(name, devices)
+        with tf.Session(config=config) as session:
+            session.run([tf.global_variables_initializer(), tf.tables_initializer()])
+            fetches = spec.predictions if spec.train_op is None else spec.train_op
+            session.run(fetches, feed, options, metadata)
+    kernels = collections.Counter()
+    for stats in metadata.step_stats.dev_stats:
+        for node in stats.node_stats:
+            kind = node.timeline_label.partition(' = ')[2].partition('(')[0]
+            kernels[stats.device] += bool(HEAVY.search(kind))
+    return kernels, graph
