@@ -16,7 +16,7 @@ class Rows:
     Tensors of different row spaces are never combined row by row.
     """
 
-    name: str  # `batch` of the batch's rows
+    name: str  # `batch`, or the tensor that has them along dimension 0
     static: int | None  # how many rows there are, if the graph knows
 
 

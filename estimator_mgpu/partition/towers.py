@@ -149,8 +149,9 @@ class Towers:
         """How rows are divided: the batch's, or those that a tensor has, which is made whole."""
         if rows not in self._shardings:
             tensor = self._graph.get_tensor_by_name(rows.name)
-            with tf.control_dependencies(None), tf.device(self._home(tensor)), tf.name_scope(None):
-                total = tf.shape(tensor, f'{self._nodes.scope}/rows/total')[0]
+            scope = tf.name_scope(f'{self._nodes.scope}/rows/')
+            with tf.control_dependencies(None), tf.device(self._home(tensor)), scope:
+                total = tf.shape(tensor)[0]
             own = Sharding(rows, total, self._devices, self._nodes, self._symbol)
             self._shardings[rows] = own
         return self._shardings[rows]
