@@ -112,6 +112,30 @@ def while_loop(features):
     return _loss(tf.while_loop(lambda i, h: i < STEPS, body, (0, start))[1], features['y'])
 
 
+@model(x=_floats(UNITS), **LABELS)
+def branches(features):
+    x, w = features['x'], tf.get_variable('w', [UNITS, UNITS])
+    shallow = lambda: tf.tanh(tf.matmul(x, w))  # noqa: E731
+    deep = lambda: tf.tanh(tf.matmul(tf.tanh(tf.matmul(x, w)), w))  # noqa: E731
+    return _loss(tf.cond(tf.reduce_sum(x) > 0, shallow, deep), features['y'])
+
+
+@model(x=_floats(UNITS), **LABELS)
+def functions(features):
+    """One calls another, in a loop."""
+    w = tf.get_variable('w', [UNITS, UNITS])
+
+    @tf.function
+    def inner(h):
+        return tf.tanh(tf.matmul(h, w))
+
+    @tf.function
+    def outer(h):
+        return tf.while_loop(lambda i, h: i < STEPS, lambda i, h: (i + 1, inner(h)), (0, inner(h)))
+
+    return _loss(outer(features['x'])[1], features['y'])
+
+
 def _crf_scores(features, tags=5):
     cells = [tf.nn.rnn_cell.LSTMCell(UNITS) for _ in range(2)]
     outputs, _ = tf.nn.bidirectional_dynamic_rnn(

@@ -122,11 +122,11 @@ def test_examples_are_rows_of_labels_or_features(broadcast):
         features = {'a': tf.zeros([7, 2]), 'b': tf.sparse.eye(5), 'scalar': tf.constant(1.0)}
         find = estimator_mgpu.steps.examples_of
         assert find(features, None, ['a'] if broadcast else []) == (5 if broadcast else 7)
-        assert find(features, tf.zeros([3])) == 3
+        assert find(features, tf.zeros([3]), []) == 3
         fed = tf.placeholder(tf.float32, [None, 1])
-        assert session.run(find(features, fed), {fed: [[1.0], [2.0]]}) == 2
-        assert find({'scalar': features['scalar']}, None) is None
-        assert find(object(), None) is None
+        assert session.run(find(features, fed, []), {fed: [[1.0], [2.0]]}) == 2
+        assert find({'scalar': features['scalar']}, None, []) is None
+        assert find(object(), None, []) is None
 
 
 def in_a_session(hook, batch_rows, devices=2, replicated=True):

@@ -1,10 +1,11 @@
-"""Decoders: loops that run until all rows are finished, or for as long as there are rows."""
+"""Loops until all rows are finished, for as long as there are rows, or with effects."""
 
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from models import floats, spec_of, step, weights
+import towers
+from models import floats, of_all_modes, spec_of, step, ten_rows, weights
 from towers import compare
 
 BOTH = pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
@@ -202,3 +203,50 @@ def scaled(outputs):
 @BOTH
 def test_loops_over_rows(static, behavior):
     compare(model_of(mean_loss(lambda x: scaled(as_many_as_rows(x)))), DATA, 4, static=static)
+
+
+def loops_of_towers(forward, static=True):
+    """How many copies of a loop there are, which does as on one device."""
+    ours, one = towers.compare(of_all_modes(forward), ten_rows()[:3], 3, static=static)
+    names = [op.name for op in ours.graph.get_operations() if op.type.endswith('While')]
+    return sum('tower_' in name for name in names), ours, one
+
+
+@BOTH
+def test_large_zeros(static):
+    """Of so many entries that TensorFlow makes no constant of them."""
+
+    def forward(x):
+        wide = tf.tile(x, [1, 100])
+        zeros = tf.zeros([x.shape[0] or tf.shape(x)[0], 300])
+        kept = lambda h: tf.where(wide > 0, h + wide, tf.zeros_like(h))  # noqa: E731
+        _, h = tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, 0.5 * kept(h)), (0, zeros))
+        return tf.layers.dense(h, 1)
+
+    copies, _, _ = loops_of_towers(forward, static)
+    assert copies == 3
+
+
+def test_a_loop_that_rows_end_runs_once():
+    def forward(x):
+        w = tf.get_variable('w', [3, 3])
+        ends = lambda i, h: (tf.reduce_max(tf.abs(h)) > 0.1) & (i < 20)  # noqa: E731
+        body = lambda i, h: (i + 1, tf.tanh(tf.matmul(h, w)) * 0.9)  # noqa: E731
+        return tf.layers.dense(tf.while_loop(ends, body, (0, x))[1], 1)
+
+    copies, _, _ = loops_of_towers(forward)
+    assert copies == 0
+
+
+def test_a_loop_with_effects_runs_once():
+    def forward(x):
+        count = tf.get_variable('count', [], trainable=False, initializer=tf.zeros_initializer())
+
+        def body(i, h):
+            with tf.control_dependencies([count.assign_add(1.0)]):
+                return i + 1, tf.tanh(h)
+
+        return tf.layers.dense(tf.while_loop(lambda i, h: i < 3, body, (0, x))[1], 1)
+
+    copies, ours, one = loops_of_towers(forward)
+    assert copies == 0 and ours.values['count'] == one.values['count'] == 9

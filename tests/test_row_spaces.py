@@ -31,7 +31,11 @@ def masked_twice(x, y, above):
     """Rows of two spaces, that are summed, and products of one space within the other."""
     one = net(tf.boolean_mask(x, x[:, 1] > above))
     two = net(tf.boolean_mask(x, x[:, 1] <= 0.5), 'two')
-    return tf.reduce_sum(tf.square(one)) + tf.reduce_mean(two) + tf.reduce_sum(one * two[:1])
+    return (
+        tf.reduce_sum(tf.square(one))
+        + tf.reduce_mean(tf.square(two))
+        + tf.reduce_sum(one * two[:1])
+    )
 
 
 def scattered(x, y, above):
@@ -55,14 +59,14 @@ def of_python(x, y, above):
 def convolved(x, y, above):
     images = tf.reshape(tf.boolean_mask(x, x[:, 1] > above), [-1, 2, 2, 1])
     made = tf.layers.conv2d(images, 3, 2, padding='same', activation=tf.tanh)
-    return tf.reduce_sum(tf.square(made)) + tf.reduce_mean(net(x) - y)
+    return tf.reduce_sum(tf.square(made)) + tf.reduce_mean(tf.square(net(x) - y))
 
 
 def clipped(x, y, above):
     """Its largest entry and its mean are of all rows that are left."""
     made = net(tf.boolean_mask(x, x[:, 1] > above))
     top = tf.reduce_max(tf.concat([made, tf.zeros([1, 1])], 0))
-    return tf.reduce_sum(tf.square(made)) * (1 + top) + tf.reduce_mean(net(x, 'own') - y)
+    return tf.reduce_sum(tf.square(made)) * (1 + top) + tf.reduce_mean(tf.square(net(x, 'own') - y))
 
 
 CASES = [
@@ -97,7 +101,7 @@ def test_rows_that_meet_the_batch_by_broadcasting_are_made_whole():
     def loss_of(x, y, above):
         made = tf.py_function(lambda x: tf.repeat(x, 5, 0), [x], tf.float32)
         made.set_shape([None, 4])
-        return tf.reduce_sum(tf.square(net(made) - y)) + tf.reduce_mean(net(x, 'own'))
+        return tf.reduce_sum(tf.square(net(made) - y)) + tf.reduce_mean(tf.square(net(x, 'own')))
 
     one_row = [tuple(part[:1] for part in rows()[0])]
     towers.compare(model_of(loss_of, 'most'), one_row, 3, static=False)

@@ -12,6 +12,7 @@ with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
     import shares_models
 
+pytestmark = pytest.mark.core
 WHOLE = {'greedy_decoder': 0.75}  # Its loop ends when all rows are finished.
 
 
