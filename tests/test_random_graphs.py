@@ -33,7 +33,11 @@ def check(case):
     model_fn = random_graphs.model_fn_of(case)
     batches = random_graphs.batches_of(case)
     values = towers.train(model_fn, batches, 0, steps=0, static=case.static).values
-    one = towers.train(model_fn, batches, 0, values=values, static=case.static)
+    try:
+        one = towers.train(model_fn, batches, 0, values=values, static=case.static)
+    except tf.errors.UnknownError as error:
+        assert 'pyfunc' in str(error)
+        return  # TensorFlow differentiates a Python function once, and this has two losses.
     if not all(np.isfinite(v).all() for v in one.values.values()):
         return  # One device diverges.
     ours = towers.train(model_fn, batches, case.towers, values=values, static=case.static)
