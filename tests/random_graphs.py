@@ -387,6 +387,10 @@ def function(x, c):
     return inner(x)
 
 
+def _halved(v, dy, variables):
+    return (dy * 0.5, [0.1 * tf.matmul(v, dy, transpose_a=True)]) if variables else dy * 0.5
+
+
 @op
 def checkpointed(x, c):
     w = c.variable(WIDTH, WIDTH)
@@ -395,9 +399,7 @@ def checkpointed(x, c):
     def inner(v):
         return (
             tf.tanh(tf.matmul(v, w)),
-            lambda dy, variables=None: (
-                (dy * 0.5, [0.1 * tf.matmul(v, dy, transpose_a=True)]) if variables else dy * 0.5
-            ),
+            lambda dy, variables=None: _halved(v, tf.convert_to_tensor(dy), variables),
         )
 
     return inner(x)
