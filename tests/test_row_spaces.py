@@ -69,10 +69,17 @@ def clipped(x, y, above):
     return tf.reduce_sum(tf.square(made)) * (1 + top) + tf.reduce_mean(tf.square(net(x, 'own') - y))
 
 
+def paired(x, y, above):
+    """Each row that is left with each of the batch's, as rows of their own."""
+    left = tf.gather_nd(x, tf.where(x[:, 1] > above))
+    pairs = tf.reshape(tf.matmul(left, tf.tanh(x), transpose_b=True), [-1, 1])
+    return tf.reduce_sum(tf.square(tf.layers.dense(pairs, 2, tf.tanh, name='net/dense')))
+
+
 CASES = [
     (loss_of, kept)
     for kept in KEPT
-    for loss_of in (masked, masked_twice, scattered, of_python, clipped)
+    for loss_of in (masked, masked_twice, scattered, of_python, clipped, paired)
 ]
 CASES += [(convolved, 'most'), (convolved, 'one')]  # TensorFlow's convolutions fail without rows.
 

@@ -27,8 +27,8 @@ class Sharding:
 
     Args:
       total: how many rows there are, an int32 scalar; None if `rows` knows.
-      symbol: symbol(what else isn't known of a size, tower) -> reference to an int32 scalar that is
-        it, for a tower or for the whole (None).
+      symbol: symbol(what else a size depends on, tower) -> what that is, for a tower or for the
+        whole (None).
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Sharding:
         total: tf.Tensor | None,
         devices: Sequence[str],
         nodes: Nodes,
-        symbol: Callable[[Any, Any], str],
+        symbol: Callable[[Any, Any], Number],
     ):
         self.devices = devices
         self.nodes = nodes

@@ -14,7 +14,7 @@ from .nodes import Nodes
 from .placements import KEPT, Partial, Shard
 from .plan import FIRST, OWN, Local, Need, Numbers, OpPlan, Plan, Slice, Value
 from .reduction import gather, reduce
-from .sharding import Sharding
+from .sharding import Number, Sharding
 from .sizes import SIZE_OPS
 from .symbols import ONE, Dim, Rows
 
@@ -156,10 +156,10 @@ class Towers:
             self._shardings[rows] = own
         return self._shardings[rows]
 
-    def _symbol(self, symbol: Any, tower: int | None) -> str:
-        """What isn't known of a size before the step runs: an int32 scalar."""
+    def _symbol(self, symbol: Any, tower: int | None) -> Number:
+        """What else a size depends on: a number, or an int32 scalar."""
         if isinstance(symbol, Rows):
-            return str(self._sharding_of(symbol).total)
+            return self._sharding_of(symbol).total
         tensor = self._graph.get_tensor_by_name(symbol.tensor)
         own = tensor.name in self.plan.placements and tensor.name not in self._sources
         host, dtype, add = self._sharding.host, tensor.dtype.base_dtype, self._nodes.add
