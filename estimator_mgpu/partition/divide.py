@@ -13,7 +13,7 @@ from .calls import inline
 from .homes import settle
 from .inside import CALLERS
 from .propagation import propagate
-from .rules import RULES, images
+from .rules import PRODUCTS, RULES, images
 from .symbols import Rows
 from .towers import Towers
 from .waits import dependents, fill, ordered, read_first, untie
@@ -61,5 +61,5 @@ def divide(
     unused = {name.partition(':')[0] for name in replaced}
     ops, rows = dependents([*sources, *itertools.chain(*sparse)], before), Rows('batch', static)
     read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
-    plan = propagate(sources, sparse, ordered(ops), rows, table, CALLERS, unused)
+    plan = propagate(sources, sparse, ordered(ops), rows, table, CALLERS, PRODUCTS, unused)
     return Towers(graph, plan, total, devices, settle(graph, plan), replaced)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from .placements import REPLICATE, Partial, Placement, Shard
-from .plan import OWN, WHOLE, Division, Given, Local, Need, Numbers, OpPlan, Slice
-from .rules.signature import Entries, Label, Operand, Signature
+from .plan import OWN, WHOLE, Division, Entries, Given, Label, Local, Need, Numbers, OpPlan, Slice
 from .symbols import ONE, Size, per_row
 
 if TYPE_CHECKING:
+    from .rules.signature import Operand, Signature
     from .sizes import Sizes
     from .symbols import Rows
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -49,6 +49,16 @@ class Value(NamedTuple):
     """The value of a variable, of a type, in place of the variable, which is only read."""
 
     dtype: tf.DType
+
+
+Label = Optional[Hashable]
+"""Of a dimension, in a rule; None is for one along which nothing can be divided."""
+
+
+class Entries(NamedTuple):
+    """What a rule says of an operand whose entries are sizes: of which dimensions, by label."""
+
+    labels: tuple[Label, ...]
 
 
 Need = Union[Given, Value, Slice, Local, Numbers]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -13,7 +13,6 @@ from . import lists
 from .matching import Matching
 from .placements import KEPT, REPLICATE, Partial, Placement, Shard
 from .plan import OWN, WHOLE, Division, Need, OpPlan, Plan
-from .rules import PRODUCTS
 from .rules.linear import is_forwarding, linear
 from .rules.signature import Rule, UnknownRank
 from .sizes import SIZE_OPS, Sizes
@@ -30,13 +29,15 @@ def propagate(
     rows: Rows,
     table: dict[str, Rule],
     callers: dict[str, Caller],
+    products: Container[str],
     unused: Set[str],
 ) -> Plan:
     """Finds out what may run in towers.
 
     Sources have the rows along dimension 0, and so do sparse tensors, which stay whole. `order` are
     the ops that depend on them. Rules, and what divides ops that call functions, are by the types
-    of ops; those named in `unused` run once.
+    of ops; `products` are the types that begin with rows that aren't the batch's. Those that are
+    named in `unused` run once.
 
     Raises:
       RuntimeError: if a rule fails, rather than says no.
@@ -45,7 +46,7 @@ def propagate(
     once: set[str] = set()
     while True:
         known = len(reduced), len(once)
-        found = Pass(rows, table, callers, reduced, once)
+        found = Pass(rows, table, callers, reduced, once, products)
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
@@ -74,6 +75,7 @@ class Pass:
     callers: dict[str, Caller]
     reduced: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
+    products: Container[str] = ()
     scope: str = ''
 
     def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ class Pass:
         if signature is None:
             return None
         names = self.placements, self.again
-        begins = op.type in PRODUCTS
+        begins = op.type in self.products
         matching = Matching(op, signature, placements, *names, begins, self.rows, self.sizes)
         for output, dims in zip(op.outputs, signature.dims or ()):
             if dims is not None:

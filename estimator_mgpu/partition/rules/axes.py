@@ -7,9 +7,9 @@ from functools import partial
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import WHOLE, Numbers
+from estimator_mgpu.partition.plan import WHOLE, Label, Numbers
 from estimator_mgpu.partition.sizes import Sizes
-from .signature import Label, Operand, Signature, by, labels, table, without
+from .signature import Operand, Signature, by, labels, table, without
 
 
 def axes(op: tf.Operation, named: int | str, sizes: Sizes, rank: int) -> list[int] | None:

@@ -21,27 +21,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import Given, Numbers
+from estimator_mgpu.partition.plan import Entries, Given, Label, Numbers
 from estimator_mgpu.partition.symbols import ONE
 
 if TYPE_CHECKING:
     from estimator_mgpu.partition.sizes import Sizes
     from estimator_mgpu.partition.symbols import Size
-
-Label = Optional[Hashable]
-"""None is for a dimension along which nothing can be divided."""
-
-
-class Entries(NamedTuple):
-    """An integer operand whose entries are sizes: of which dimensions, by label."""
-
-    labels: tuple[Label, ...]
-
 
 Operand = Union[tuple[Label, ...], Entries, Given, Numbers]
 """The labels of a tensor's dimensions, or what towers are given for it."""

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import WHOLE
+from estimator_mgpu.partition.plan import WHOLE, Entries, Label
 from estimator_mgpu.partition.sizes import Sizes
 from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
-from .signature import Entries, Label, Signature, labels, table, without
+from .signature import Signature, labels, table, without
 
 
 def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
