@@ -43,7 +43,7 @@ def found(name, devices, static, values=None):
         variables = {v.op.name: v for v in tf.global_variables()}
         with towers.session(devices) as session:
             session.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            towers._load(session, {variables[own]: value for own, value in (values or {}).items()})
+            towers.load(session, {variables[own]: value for own, value in (values or {}).items()})
             before = session.run(variables)
             if spec.train_op is None:
                 return before, session.run(spec.predictions, feed)

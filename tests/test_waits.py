@@ -6,8 +6,9 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu import private
 from models import floats, of_all_modes, spec_of, step
-from towers import compare, reached, session
+from towers import compare, session
 
 pytestmark = pytest.mark.core
 TRAIN = tf.estimator.ModeKeys.TRAIN
@@ -15,7 +16,7 @@ TRAIN = tf.estimator.ModeKeys.TRAIN
 
 def before(op):
     """The names of an op and all that it waits for."""
-    return {other.name for other in reached(op)}
+    return {other.name for other in private.backward([op])}
 
 
 def build(use_resource, effects=False):

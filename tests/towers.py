@@ -106,7 +106,7 @@ def train(
         variables = {v.op.name: v for v in tf.global_variables()}
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            _load(sess, {variables[name]: value for name, value in (values or {}).items()})
+            load(sess, {variables[name]: value for name, value in (values or {}).items()})
             losses = []
             for batch in batches[:steps]:
                 feed = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
@@ -115,7 +115,7 @@ def train(
             return Run(sess.run(variables), losses, graph, spec)
 
 
-def _load(sess: tf.Session, values: dict[tf.Variable, np.ndarray]) -> None:
+def load(sess: tf.Session, values: dict[tf.Variable, np.ndarray]) -> None:
     """Sets variables in one step, as each step of another kind takes its time to be prepared."""
     values = {v.initializer: value for v, value in values.items()}
     sess.run(list(values), {op.inputs[1]: value for op, value in values.items()})
@@ -156,7 +156,7 @@ def evaluate(
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
             sess.run(tf.local_variables_initializer())
             if values:
-                _load(sess, {v: values[name] for name, v in variables.items()})
+                load(sess, {v: values[name] for name, v in variables.items()})
             losses, predictions = [], []
             for batch in batches:
                 feed = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
@@ -275,15 +275,3 @@ def assert_close(ours: Any, one: Any, rtol: float) -> None:
             np.testing.assert_allclose(found, expected, rtol=own, atol=own * scale)
         else:
             np.testing.assert_array_equal(found, expected)
-
-
-def reached(*ops: tf.Operation) -> set[tf.Operation]:
-    """These ops, and all that they wait for, by data or control."""
-    found: set[tf.Operation] = set()
-    waiting = list(ops)
-    while waiting:
-        op = waiting.pop()
-        if op not in found:
-            found.add(op)
-            waiting += [t.op for t in op.inputs] + list(op.control_inputs)
-    return found

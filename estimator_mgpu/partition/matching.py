@@ -104,7 +104,7 @@ class Matching:
         if dims[axis] == ONE:
             return WHOLE  # It's repeated for all rows.
         factor = per_row(dims[axis], way.rows)
-        if factor is None and str(way.label)[0].isupper():
+        if factor is None and isinstance(way.label, str) and way.label[0].isupper():
             return None  # One of them may be 1, and repeated.
         return Slice(axis, way.rows, factor or way.factor)
 

@@ -52,7 +52,10 @@ class Value(NamedTuple):
 
 
 Label = Optional[Hashable]
-"""Of a dimension, in a rule; None is for one along which nothing can be divided."""
+"""Of a dimension, in a rule; None is for one along which nothing can be divided.
+
+One that is a str and begins with a capital is of dimensions of which those of size 1 are repeated.
+"""
 
 
 class Entries(NamedTuple):

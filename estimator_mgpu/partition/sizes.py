@@ -74,7 +74,7 @@ class Sizes:
         """Begins a row space with a tensor, if it's of floats and nobody knows how many rows."""
         dims = self.dims(tensor) if tensor.dtype.is_floating else None
         if dims and dims[0] == self.unknown(tensor, 0):
-            self._dims[tensor.name] = [Size(1, (Rows(tensor.name, None),)), *dims[1:]]
+            self.know(tensor, [Size(1, (Rows(tensor.name, None),)), *dims[1:]])
 
     def unknown(self, tensor: tf.Tensor, axis: int) -> Size:
         """A dimension that is known only when the step runs."""
