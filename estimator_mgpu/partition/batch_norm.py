@@ -1,11 +1,14 @@
 """Fused batch normalization in training, by sums that can be divided.
 
-A fused op normalizes by the statistics of all that it's given. Here it becomes ordinary ops, whose
-sums over rows are divided like any other's. The op itself stays, for whoever fetches it.
+A fused op normalizes by the statistics of all that it's given. Here these become ordinary sums,
+divided like any other's, and are given to an op that only applies them. The op itself stays, for
+whoever fetches it.
 
 The gradients are those of Ioffe & Szegedy (2015), section 3, with n entries a channel:
 
-    dx = scale * rsqrt(variance + epsilon) * (dy - mean(dy) - xhat * mean(dy * xhat))
+    dx = scale * rsqrt(variance + epsilon) * (dy - sum(dy) / n - xhat * sum(dy * xhat) / n)
+
+Its first term is the gradient by given statistics; the others are a normalization, of x.
 """
 
 from __future__ import annotations
@@ -38,38 +41,42 @@ class _Forward:
     """A normalization by sums."""
 
     def __init__(self, op: tf.Operation):
-        x, scale, offset, moving_mean, moving_variance = op.inputs
-        last = op.get_attr('data_format') in (b'NHWC', b'NDHWC')
-        self._rank = x.shape.rank
-        self._channels = self._rank - 1 if last else 1
-        self._axes = [i for i in range(self._rank) if i != self._channels]
-        self._type = x.dtype
+        x, scale, offset, *moving = op.inputs
+        self._attrs = {name: op.get_attr(name) for name in ('epsilon', 'data_format')}
+        last = self._attrs['data_format'] in (b'NHWC', b'NDHWC')
+        channels = x.shape.rank - 1 if last else 1
         x = tf.cast(x, tf.float32)
-        mean = tf.reduce_mean(x, self._axes)
-        centered = x - self._spread(mean)
-        variance = tf.reduce_mean(tf.square(centered), self._axes)
-        self._factor = tf.rsqrt(variance + op.get_attr('epsilon'))
-        self._normalized = centered * self._spread(self._factor)
-        y = self._normalized * self._spread(scale) + self._spread(offset)
-        n = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), self._axes)), tf.float32)
-        unbiased = variance * (n / tf.maximum(n - 1, 1))
+        self._n = tf.cast(tf.size(x) // tf.shape(x)[channels], tf.float32)
+        mean = _sum(x, last) / self._n
+        spread = tf.reshape(mean, [-1] + [1] * (x.shape.rank - 1 - channels))
+        variance = _sum(tf.squared_difference(x, spread), last) / self._n
+        self._statistics = mean, variance
+        # Identities: all that depends on what is differentiated by is looked at.
+        self._inputs = [tf.identity(t) for t in (x, scale, offset)]
+        self._y = self._apply(*self._inputs)
+        unbiased = variance * (self._n / tf.maximum(self._n - 1, 1))
         new = op.get_attr('exponential_avg_factor') if op.type == 'FusedBatchNormV3' else 1.0
         if new != 1:
-            mean = moving_mean * (1 - new) + mean * new
-            unbiased = moving_variance * (1 - new) + unbiased * new
-        self.outputs = {0: tf.cast(y, self._type), 1: mean, 2: unbiased}
+            mean = moving[0] * (1 - new) + mean * new
+            unbiased = moving[1] * (1 - new) + unbiased * new
+        self.outputs = {0: tf.cast(self._y, op.inputs[0].dtype), 1: mean, 2: unbiased}
 
-    def _spread(self, vector: tf.Tensor) -> tf.Tensor:
-        """A number for each channel, as something to be broadcast."""
-        return tf.reshape(vector, [-1 if i == self._channels else 1 for i in range(self._rank)])
+    def _apply(self, x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
+        """(x - mean) * rsqrt(variance + epsilon) * scale + offset."""
+        given = dict(zip(('x', 'scale', 'offset'), (x, scale, offset)))
+        given.update(zip(('mean', 'variance'), self._statistics))
+        return tf.raw_ops.FusedBatchNormV3(**given, **self._attrs, is_training=False).y
 
     def gradients(self, op: tf.Operation) -> dict[int, tf.Tensor]:
         """What a gradient op comes to."""
         with tf.device(op.device):
-            dy, scale = tf.cast(op.inputs[0], tf.float32), op.inputs[2]
-            along = dy * self._normalized
-            means = [self._spread(tf.reduce_mean(t, self._axes)) for t in (dy, along)]
-            dx = dy - means[0] - self._normalized * means[1]
-            dx *= self._spread(scale * self._factor)
-            sums = [tf.reduce_sum(t, self._axes) for t in (along, dy)]
-            return {0: tf.cast(dx, self._type), 1: sums[0], 2: sums[1]}
+            x, scale, _ = self._inputs
+            dx, *sums = tf.gradients(self._y, self._inputs, tf.cast(op.inputs[0], tf.float32))
+            factor = -scale * tf.rsqrt(self._statistics[1] + self._attrs['epsilon']) / self._n
+            dx += self._apply(x, *(factor * total for total in sums))
+            return {0: tf.cast(dx, op.inputs[0].dtype), 1: sums[0], 2: sums[1]}
+
+
+def _sum(x: tf.Tensor, last: bool) -> tf.Tensor:
+    """For each channel, by the op that is fastest at that."""
+    return tf.raw_ops.BiasAddGrad(out_backprop=x, data_format='NHWC' if last else 'NCHW')
