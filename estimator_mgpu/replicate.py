@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -146,6 +147,8 @@ def _divided(
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
         with tf.device(devices_lib.host_of(devices[0])):
             total = found.total() if found.static is None and found.leaves else None
+    collects = gc.isenabled()
+    gc.disable()  # It would look at each of the graph's ops over and over.
     try:
         towers = divide(graph, found, total, devices, before, options['batch_norm'])
     except Exception as error:
@@ -153,6 +156,9 @@ def _divided(
             f'Dividing the graph over the devices failed: {error}. Please report the model; '
             'meanwhile replicate(devices=1) trains it on one device.'
         ) from error
+    finally:
+        if collects:
+            gc.enable()
     examples = total if found.static is None else found.static
     if towers is None:
         return spec, examples, {}

@@ -46,7 +46,7 @@ class _Forward:
         last = self._attrs['data_format'] in (b'NHWC', b'NDHWC')
         channels = x.shape.rank - 1 if last else 1
         x = tf.cast(x, tf.float32)
-        self._n = tf.cast(tf.size(x) // tf.shape(x)[channels], tf.float32)
+        self._n = tf.cast(tf.size(x) // tf.size(scale), tf.float32)
         mean = _sum(x, last) / self._n
         spread = tf.reshape(mean, [-1] + [1] * (x.shape.rank - 1 - channels))
         variance = _sum(tf.squared_difference(x, spread), last) / self._n

@@ -45,6 +45,17 @@ class Nodes:
         key = (repr(value), dtype, device)
         return f'{self._once(key, lambda: const_def(value, dtype), [], device)}:0'
 
+    def copied(self, constant: tf.Operation, waits: Sequence[str], device: str) -> str:
+        """Adds a constant like one of the graph's, unless there is the same already."""
+        value = constant.get_attr('value')
+
+        def make() -> Any:
+            node = node_def('Const', dtype=constant.outputs[0].dtype)
+            node.attr['value'].tensor.CopyFrom(value)
+            return node
+
+        return f'{self._once((value.SerializeToString(), device, *waits), make, waits, device)}:0'
+
     def cast(self, value: str, source: tf.DType, target: tf.DType, device: str) -> str:
         """Adds a cast, if one is needed."""
         if source == target:

@@ -53,7 +53,6 @@ class Towers:
         self._shardings = {plan.rows: self._sharding}
         self._callees = Callees(self._sharding)
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
-        self._constants: set[str] = set()  # that towers have copies of
         self._build()
 
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -197,11 +196,8 @@ class Towers:
         if placement is not None:
             return self._own(tensor, tower)  # The same on all.
         if op.type == 'Const' and (tensor.shape.num_elements() or 0) <= _SMALL:
-            name = self._copy(op.name, tower)
-            if name not in self._constants:
-                self._constants.add(name)
-                self._add_copy(op, op.node_def, OpPlan(), tower)
-            return f'{name}:0'
+            device, waits = self._device(op, tower), self._waits(op, tower)
+            return self._nodes.copied(op, waits, device)
         return self._whole(tensor)
 
     def _device(self, op: tf.Operation, tower: int) -> str:

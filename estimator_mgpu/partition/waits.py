@@ -38,11 +38,12 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
         for entry in entries:
             waits = [*entry.control_inputs, *op.control_inputs]
             waits = [other for other in waits if other not in {op, *given}]
-            if waits:
-                private.set_control_inputs(entry, waits)
-            else:
+            private.set_control_inputs(entry, waits)
+            if not waits:
                 replaced[entry.outputs[0].name] = entry.inputs[0]
                 private.replace(entry, {0: entry.inputs[0]}, entry.inputs[0].op)
+        if entries:
+            private.set_control_inputs(op, [])
     return replaced
 
 
@@ -69,7 +70,7 @@ def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
         if op.name in before or value is None or private.in_control_flow(op):
             continue
         [x], [like] = op.inputs, op.outputs
-        if like.dtype in (tf.string, tf.resource, tf.variant):
+        if like.dtype in (tf.string, tf.resource, tf.variant) or not like.consumers():
             continue
         with tf.control_dependencies(op.control_inputs), tf.device(op.device), tf.name_scope(None):
             # tf.shape() would make a number of a batch's static size.

@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Label, Numbers
 from estimator_mgpu.partition.sizes import Sizes
-from .signature import Operand, Signature, by, labels, table, without
+from .signature import Operand, Signature, by, labels, parsed, table, without
 
 
 def axes(op: tf.Operation, named: int | str, sizes: Sizes, rank: int) -> list[int] | None:
@@ -103,6 +103,12 @@ def gather(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature([own, indices, WHOLE], [result])
 
 
+def segments(op: tf.Operation, sizes: Sizes, reduce: str) -> Signature | None:
+    """Where the rows themselves tell how many segments there are, these are as large as they."""
+    known = sizes.numbers(op.inputs[2]) is not None
+    return parsed(f'I... I * -> * ({reduce})')(op, sizes) if known else None
+
+
 RULES = table(
     {
         'All Any Max Mean Min Prod Sum': reduction,
@@ -125,9 +131,9 @@ RULES = table(
         'ResourceGather': by('batch_dims', {0: '* I -> I...'}),
         'GatherNd ResourceGatherNd': '* I_ -> I...',
         'LookupTableFind LookupTableFindV2': '* S * -> S...',
-        'UnsortedSegmentSum': 'I... I * -> * (sum)',
-        'UnsortedSegmentMax': 'I... I * -> * (max)',
-        'UnsortedSegmentMin': 'I... I * -> * (min)',
-        'UnsortedSegmentProd': 'I... I * -> * (prod)',
+        'UnsortedSegmentSum': partial(segments, reduce='sum'),
+        'UnsortedSegmentMax': partial(segments, reduce='max'),
+        'UnsortedSegmentMin': partial(segments, reduce='min'),
+        'UnsortedSegmentProd': partial(segments, reduce='prod'),
     }
 )
