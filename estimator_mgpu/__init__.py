@@ -26,9 +26,5 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == 'current_tower':
-        raise AttributeError(
-            'estimator_mgpu has no current_tower any more: a model_fn is called once, with the '
-            'whole batch, so there is no tower to ask for. Leave it out.'
-        )
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    why = ' any more: a model_fn is called once, with the whole batch. Leave it out'
+    raise AttributeError(f'estimator_mgpu has no {name}{why if name == "current_tower" else ""}.')

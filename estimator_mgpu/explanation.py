@@ -55,6 +55,9 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
         estimator.model_fn(features, labels, mode, estimator.config)
         known = steps.of_graph(graph)
+        variables: Counter[str] = Counter()
+        for variable in tf.global_variables():
+            variables[variable.device or _NOWHERE] += placement.bytes_of(variable)
         traffic = Counter(dict.fromkeys(known.devices, 0))
         gathered = {}  # In their order.
         for gradient, variable in optimizer.applied(graph):
@@ -68,31 +71,20 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         return Explanation(
             known.devices,
             known.rows_per_tower,
-            _bytes_by_device(),
+            dict(sorted(variables.items())),
             {device: size for device, size in traffic.items() if size},
             list(gathered),
         )
 
 
 def tell() -> None:
-    """Tells in the log how the batch is divided, and where the default graph's variables live."""
+    """Tells in the log how the default graph's batch is divided, and what isn't."""
     step = steps.of_graph(tf.get_default_graph())
     rows: Sequence[Any] = step.rows_per_tower or ['its share'] * len(step.devices)
     whole = [f'{name} ({reason})' for name, reason in step.whole.items()]
     more = [f'{len(whole) - 5} more'] if len(whole) > 5 else []
     tf.logging.info(
-        'The input_fn gives the global batch; its rows go to %s. Variables live on %s. '
-        'What runs once, with all rows: %s.',
+        'The input_fn gives the global batch; its rows go to %s. Run once, with all rows: %s.',
         ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows)),
-        ', '.join(f'{device} ({_size(n)})' for device, n in _bytes_by_device().items())
-        or 'no device',
         ', '.join(whole[:5] + more) or 'nothing',
     )
-
-
-def _bytes_by_device() -> dict[str, int]:
-    """Returns how many bytes of the default graph's variables live on each device."""
-    found: Counter[str] = Counter()
-    for variable in tf.global_variables():
-        found[variable.device or _NOWHERE] += placement.bytes_of(variable)
-    return dict(sorted(found.items()))

@@ -165,6 +165,35 @@ def test_averages_by_hand(fused):
     np.testing.assert_allclose(run.values['norm/moving_mean'], [3.0], rtol=1e-6)
 
 
+LAYOUTS = {'NHWC': [4, 5, 3], 'NCHW': [3, 4, 5], 'NDHWC': [2, 4, 5, 3], 'NCDHW': [3, 2, 4, 5]}
+
+
+@pytest.mark.parametrize('dtype', [tf.float32, tf.float16], ids=['float32', 'float16'])
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_layouts(layout, dtype):
+    """Second derivatives too; of images with a large mean, where differences of sums are off."""
+    shape, half = LAYOUTS[layout], dtype == tf.float16
+
+    def model_fn(features, labels, mode):
+        scale = tf.get_variable('scale', [3], initializer=tf.ones_initializer())
+        offset = tf.get_variable('offset', [3], initializer=tf.zeros_initializer())
+        x = tf.cast(features, dtype)
+        y, mean, variance = tf.nn.fused_batch_norm(x, scale, offset, data_format=layout)
+        net = tf.cast(y, tf.float32) * labels
+        loss = tf.reduce_mean(tf.nn.sigmoid(net)) + tf.reduce_sum(mean) / 1e3
+        [slope] = tf.gradients(loss, scale)
+        if layout[1] != 'C':  # TensorFlow has no second derivative of others on CPUs.
+            loss += tf.reduce_sum(tf.square(slope))
+        loss += tf.reduce_sum(variance)
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(1.0).minimize(loss, step()))
+
+    rows = [12, 10, 2]
+    labels = [floats(n, *shape, seed=9 + n) for n in rows]
+    mean = 0 if half else 100
+    batches = [(floats(n, *shape, seed=n) + mean, y) for n, y in zip(rows, labels)]
+    compare(model_fn, batches, 5, static=False, rtol=2e-3 if half else 1e-4)
+
+
 @pytest.mark.parametrize('norm', [fused, keras_layer], ids=lambda f: f.__name__)
 def test_statistics_of_each_device(norm):
     """For speed: other numbers, and a loss that falls all the same."""

@@ -141,8 +141,6 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     [found] = [r for r in caplog.records if 'The input_fn gives' in r.getMessage()]
     assert found.levelno == logging.INFO
     assert f'its rows go to {line}' in found.getMessage()
-    where = {1: '/device:CPU:0 (1.44kB)', 2: '/device:CPU:0 (720B), /device:CPU:1 (720B)'}[devices]
-    assert f'Variables live on (no device) (8.00B), {where}. ' in found.getMessage()
 
 
 def test_the_log_says_what_runs_once(caplog):

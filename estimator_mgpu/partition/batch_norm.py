@@ -1,17 +1,18 @@
 """Fused batch normalization in training, by sums that can be divided.
 
-A fused op normalizes by the statistics of all that it's given. Here these become ordinary sums,
-divided like any other's, and are given to an op that only applies them. The op itself stays, for
-whoever fetches it.
+A fused op normalizes by the statistics of all that it's given. Here they become ordinary sums, and
+are given to an op that only applies them. The op itself stays, for whoever fetches it.
 
 The gradients are those of Ioffe & Szegedy (2015), section 3, with n entries a channel:
 
     dx = scale * rsqrt(variance + epsilon) * (dy - sum(dy) / n - xhat * sum(dy * xhat) / n)
 
-Its first term is the gradient by given statistics; the others are a normalization, of x.
+The first term is the gradient where statistics are given; the others normalize x.
 """
 
 from __future__ import annotations
+
+import functools
 
 import tensorflow.compat.v1 as tf
 
@@ -47,9 +48,11 @@ class _Forward:
         channels = x.shape.rank - 1 if last else 1
         x = tf.cast(x, tf.float32)
         self._n = tf.cast(tf.size(x) // tf.size(scale), tf.float32)
-        mean = _sum(x, last) / self._n
+        layout = 'NHWC' if last else 'NCHW'
+        total = functools.partial(tf.raw_ops.BiasAddGrad, data_format=layout)  # the fastest sum
+        mean = total(out_backprop=x) / self._n
         spread = tf.reshape(mean, [-1] + [1] * (x.shape.rank - 1 - channels))
-        variance = _sum(tf.squared_difference(x, spread), last) / self._n
+        variance = total(out_backprop=tf.squared_difference(x, spread)) / self._n
         self._statistics = mean, variance
         # Identities: all that depends on what is differentiated by is looked at.
         self._inputs = [tf.identity(t) for t in (x, scale, offset)]
@@ -75,8 +78,3 @@ class _Forward:
             factor = -scale * tf.rsqrt(self._statistics[1] + self._attrs['epsilon']) / self._n
             dx += self._apply(x, *(factor * total for total in sums))
             return {0: tf.cast(dx, op.inputs[0].dtype), 1: sums[0], 2: sums[1]}
-
-
-def _sum(x: tf.Tensor, last: bool) -> tf.Tensor:
-    """For each channel, by the op that is fastest at that."""
-    return tf.raw_ops.BiasAddGrad(out_backprop=x, data_format='NHWC' if last else 'NCHW')

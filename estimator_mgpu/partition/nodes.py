@@ -45,17 +45,6 @@ class Nodes:
         key = (repr(value), dtype, device)
         return f'{self._once(key, lambda: const_def(value, dtype), [], device)}:0'
 
-    def copied(self, constant: tf.Operation, waits: Sequence[str], device: str) -> str:
-        """Adds a constant like one of the graph's, unless there is the same already."""
-        value = constant.get_attr('value')
-
-        def make() -> Any:
-            node = node_def('Const', dtype=constant.outputs[0].dtype)
-            node.attr['value'].tensor.CopyFrom(value)
-            return node
-
-        return f'{self._once((value.SerializeToString(), device, *waits), make, waits, device)}:0'
-
     def cast(self, value: str, source: tf.DType, target: tf.DType, device: str) -> str:
         """Adds a cast, if one is needed."""
         if source == target:
@@ -108,9 +97,11 @@ def const_def(value: Any, dtype: tf.DType) -> Any:
 
 
 def set_attr(attr: Any, value: Any) -> None:
-    """Sets an attribute of a NodeDef to a DType, an array, a number or a list of integers."""
+    """Sets an attribute of a NodeDef to a DType, a tensor, a number or a list of integers."""
     if isinstance(value, tf.DType):
         attr.type = value.as_datatype_enum
+    elif isinstance(value, bytes):
+        attr.tensor.ParseFromString(value)
     elif isinstance(value, np.ndarray):
         attr.tensor.CopyFrom(tf.make_tensor_proto(value))
     elif isinstance(value, int):

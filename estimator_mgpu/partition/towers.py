@@ -197,7 +197,8 @@ class Towers:
             return self._own(tensor, tower)  # The same on all.
         if op.type == 'Const' and (tensor.shape.num_elements() or 0) <= _SMALL:
             device, waits = self._device(op, tower), self._waits(op, tower)
-            return self._nodes.copied(op, waits, device)
+            value = op.get_attr('value').SerializeToString()
+            return self._nodes.add('Const', waits, device, dtype=dtype, value=value)
         return self._whole(tensor)
 
     def _device(self, op: tf.Operation, tower: int) -> str:

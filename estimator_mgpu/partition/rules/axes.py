@@ -103,10 +103,11 @@ def gather(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature([own, indices, WHOLE], [result])
 
 
-def segments(op: tf.Operation, sizes: Sizes, reduce: str) -> Signature | None:
+def segments(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Where the rows themselves tell how many segments there are, these are as large as they."""
+    how = op.type[len('UnsortedSegment') :].lower()
     known = sizes.numbers(op.inputs[2]) is not None
-    return parsed(f'I... I * -> * ({reduce})')(op, sizes) if known else None
+    return parsed(f'I... I * -> * ({how})')(op, sizes) if known else None
 
 
 RULES = table(
@@ -131,9 +132,6 @@ RULES = table(
         'ResourceGather': by('batch_dims', {0: '* I -> I...'}),
         'GatherNd ResourceGatherNd': '* I_ -> I...',
         'LookupTableFind LookupTableFindV2': '* S * -> S...',
-        'UnsortedSegmentSum': partial(segments, reduce='sum'),
-        'UnsortedSegmentMax': partial(segments, reduce='max'),
-        'UnsortedSegmentMin': partial(segments, reduce='min'),
-        'UnsortedSegmentProd': partial(segments, reduce='prod'),
+        'UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum': segments,
     }
 )
