@@ -27,4 +27,5 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     why = ' any more: a model_fn is called once, with the whole batch. Leave it out'
-    raise AttributeError(f'estimator_mgpu has no {name}{why if name == "current_tower" else ""}.')
+    text = f'module {__name__!r} has no attribute {name!r}'
+    raise AttributeError(text + why if name == 'current_tower' else text)

@@ -188,7 +188,7 @@ def test_where_nothing_is_replicated():
 
 def test_current_tower_is_gone():
     with pytest.raises(
-        AttributeError, match='no current_tower any more.*called once.*Leave it out'
+        AttributeError, match="no attribute 'current_tower' any more.*called once.*Leave it out"
     ):
         estimator_mgpu.current_tower  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

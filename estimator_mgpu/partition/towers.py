@@ -196,9 +196,10 @@ class Towers:
         if placement is not None:
             return self._own(tensor, tower)  # The same on all.
         if op.type == 'Const' and (tensor.shape.num_elements() or 0) <= _SMALL:
-            device, waits = self._device(op, tower), self._waits(op, tower)
-            value = op.get_attr('value').SerializeToString()
-            return self._nodes.add('Const', waits, device, dtype=dtype, value=value)
+            attrs = {'dtype': dtype, 'value': op.get_attr('value').SerializeToString()}
+            return self._nodes.add(
+                'Const', self._waits(op, tower), self._device(op, tower), **attrs
+            )
         return self._whole(tensor)
 
     def _device(self, op: tf.Operation, tower: int) -> str:
