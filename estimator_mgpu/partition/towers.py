@@ -196,10 +196,9 @@ class Towers:
         if placement is not None:
             return self._own(tensor, tower)  # The same on all.
         if op.type == 'Const' and (tensor.shape.num_elements() or 0) <= _SMALL:
-            attrs = {'dtype': dtype, 'value': op.get_attr('value').SerializeToString()}
-            return self._nodes.add(
-                'Const', self._waits(op, tower), self._device(op, tower), **attrs
-            )
+            value, waits = op.get_attr('value').SerializeToString(), self._waits(op, tower)
+            where = self._device(op, tower)
+            return self._nodes.add('Const', waits, where, dtype=dtype, value=value)
         return self._whole(tensor)
 
     def _device(self, op: tf.Operation, tower: int) -> str:

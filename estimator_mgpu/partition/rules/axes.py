@@ -105,9 +105,8 @@ def gather(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def segments(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Where the rows themselves tell how many segments there are, these are as large as they."""
-    how = op.type[len('UnsortedSegment') :].lower()
-    known = sizes.numbers(op.inputs[2]) is not None
-    return parsed(f'I... I * -> * ({how})')(op, sizes) if known else None
+    rule = parsed(f'I... I * -> * ({op.type[len("UnsortedSegment") :].lower()})')
+    return None if sizes.numbers(op.inputs[2]) is None else rule(op, sizes)
 
 
 RULES = table(
