@@ -194,6 +194,28 @@ def test_layouts(layout, dtype):
     compare(model_fn, batches, 5, static=False, rtol=2e-3 if half else 1e-4)
 
 
+@pytest.mark.parametrize('rows', [1024, None], ids='rows={}'.format)
+def test_more_entries_than_an_int32_counts(rows):
+    """Of the whole batch, all channels together; only the count is computed here."""
+
+    def model_fn(features, labels, mode):
+        wide = features * tf.get_variable('w', [224 * 224 * 64])
+        norm = fused(tf.reshape(wide, [-1, 224, 224, 64]))
+        return spec_of(mode, tf.reduce_mean(norm), tf.no_op())
+
+    with tf.Graph().as_default() as graph:
+        images = tf.placeholder(tf.float32, [rows, 1])
+        estimator_mgpu.replicate(model_fn, devices=8)(features=images, labels=None, mode='train')
+        [count] = [
+            op.outputs[0]
+            for op in graph.get_operations()
+            if op.type == 'Cast' and '/sums/' in op.name and op.outputs[0].shape.rank == 0
+        ]
+        with tf.Session(config=estimator_mgpu.session_config(8)) as session:
+            found = session.run(count, {images: floats(1024, 1)})
+    assert found == 1024 * 224 * 224
+
+
 @pytest.mark.parametrize('norm', [fused, keras_layer], ids=lambda f: f.__name__)
 def test_statistics_of_each_device(norm):
     """For speed: other numbers, and a loss that falls all the same."""

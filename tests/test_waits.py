@@ -160,6 +160,21 @@ def test_effects_that_a_tuple_waits_for():
     assert len(calls) == 2 * 2  # on one device and on three
 
 
+def test_a_group_that_an_entry_waits_for_does_its_work():
+    """It looks like a tuple, and is what is to be run; the entry isn't."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(tf.layers.dense(features, 1) - labels))
+        minimized = tf.train.GradientDescentOptimizer(0.1).minimize(loss, step())
+        train_op = tf.group(minimized, loss)
+        with tf.control_dependencies([train_op]):
+            tf.identity(loss, 'after')
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    ours, _ = compare(model_fn, [(floats(7, 3), floats(7, 1))] * 2, 3)
+    assert ours.values['global_step'] == 2
+
+
 def test_an_entry_that_is_fetched_is_the_batch_s():
     def forward(features):
         first, second = tf.tuple([tf.layers.dense(features, 2), tf.nn.tanh(features)])

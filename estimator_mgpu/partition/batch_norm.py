@@ -22,8 +22,9 @@ _FORWARD = ('FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3')
 _BACKWARD = tuple(f'{t[:14]}Grad{t[14:]}' for t in _FORWARD)
 
 
-def expand(graph: tf.Graph) -> None:
-    """Lets whoever uses a fused op's outputs use sums instead; not in loops or of unknown rank."""
+def expand(graph: tf.Graph) -> set[str]:
+    """Lets whoever uses a fused op's outputs use sums; names the ops that nobody needs then."""
+    unused = set()
     for op in graph.get_operations():
         if op.type not in _FORWARD or not op.get_attr('is_training'):
             continue
@@ -36,6 +37,9 @@ def expand(graph: tf.Graph) -> None:
                 gradients = [(user, forward.gradients(user)) for user in users]
         for fused, outputs in [(op, forward.outputs), *gradients]:
             private.replace(fused, outputs, outputs[0].op)
+            if all(user in users for t in fused.outputs for user in t.consumers()):
+                unused.add(fused.name)
+    return unused
 
 
 class _Forward:
@@ -47,9 +51,9 @@ class _Forward:
         last = self._attrs['data_format'] in (b'NHWC', b'NDHWC')
         channels = x.shape.rank - 1 if last else 1
         x = tf.cast(x, tf.float32)
-        self._n = tf.cast(tf.size(x) // tf.size(scale), tf.float32)
-        layout = 'NHWC' if last else 'NCHW'
-        total = functools.partial(tf.raw_ops.BiasAddGrad, data_format=layout)  # the fastest sum
+        axes = [i for i in range(x.shape.rank) if i != channels]
+        self._n = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), tf.float32)
+        total = functools.partial(tf.raw_ops.BiasAddGrad, data_format='NHWC' if last else 'NCHW')
         mean = total(out_backprop=x) / self._n
         spread = tf.reshape(mean, [-1] + [1] * (x.shape.rank - 1 - channels))
         variance = total(out_backprop=tf.squared_difference(x, spread)) / self._n
@@ -64,17 +68,16 @@ class _Forward:
             unbiased = moving[1] * (1 - new) + unbiased * new
         self.outputs = {0: tf.cast(self._y, op.inputs[0].dtype), 1: mean, 2: unbiased}
 
-    def _apply(self, x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
+    def _apply(self, *tensors: tf.Tensor) -> tf.Tensor:
         """(x - mean) * rsqrt(variance + epsilon) * scale + offset."""
-        given = dict(zip(('x', 'scale', 'offset'), (x, scale, offset)))
-        given.update(zip(('mean', 'variance'), self._statistics))
+        names = ('x', 'scale', 'offset', 'mean', 'variance')
+        given = dict(zip(names, (*tensors, *self._statistics)))
         return tf.raw_ops.FusedBatchNormV3(**given, **self._attrs, is_training=False).y
 
     def gradients(self, op: tf.Operation) -> dict[int, tf.Tensor]:
         """What a gradient op comes to."""
         with tf.device(op.device):
-            x, scale, _ = self._inputs
             dx, *sums = tf.gradients(self._y, self._inputs, tf.cast(op.inputs[0], tf.float32))
-            factor = -scale * tf.rsqrt(self._statistics[1] + self._attrs['epsilon']) / self._n
-            dx += self._apply(x, *(factor * total for total in sums))
+            by = self._inputs[1] * tf.rsqrt(self._statistics[1] + self._attrs['epsilon']) / self._n
+            dx -= self._apply(self._inputs[0], *(by * total for total in sums))
             return {0: tf.cast(dx, op.inputs[0].dtype), 1: sums[0], 2: sums[1]}

@@ -53,12 +53,11 @@ def divide(
         return None
     called, tied = inline(graph, before), untie(graph, before)
     replaced = {**called, **tied, **fill(graph, before)}
-    table = RULES
+    table, unused = RULES, {name.partition(':')[0] for name in replaced}
     if batch_norm == 'device':
         table = {**RULES, **images.OF_DEVICE}
     else:
-        expand(graph)
-    unused = {name.partition(':')[0] for name in replaced}
+        unused |= expand(graph)
     ops, rows = dependents([*sources, *itertools.chain(*sparse)], before), Rows('batch', static)
     read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
     plan = propagate(sources, sparse, ordered(ops), rows, table, CALLERS, PRODUCTS, unused)

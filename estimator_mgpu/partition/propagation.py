@@ -88,7 +88,7 @@ class Pass:
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
         if op.type == 'NoOp':  # Stands for the control edges into it, tower by tower.
-            if any(c.name in self.ops for c in op.control_inputs):
+            if private.waiting(op) and any(c.name in self.ops for c in op.control_inputs):
                 self.ops[op.name] = OpPlan()
             return
         placements = [self.seen(t) for t in op.inputs]

@@ -196,8 +196,8 @@ class Towers:
         if placement is not None:
             return self._own(tensor, tower)  # The same on all.
         if op.type == 'Const' and (tensor.shape.num_elements() or 0) <= _SMALL:
-            value, waits = op.get_attr('value').SerializeToString(), self._waits(op, tower)
-            where = self._device(op, tower)
+            waits, where = self._waits(op, tower), self._device(op, tower)
+            value = op.get_attr('value').SerializeToString()
             return self._nodes.add('Const', waits, where, dtype=dtype, value=value)
         return self._whole(tensor)
 

@@ -42,8 +42,6 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
             if not waits:
                 replaced[entry.outputs[0].name] = entry.inputs[0]
                 private.replace(entry, {0: entry.inputs[0]}, entry.inputs[0].op)
-        if entries:
-            private.set_control_inputs(op, [])
     return replaced
 
 
