@@ -22,9 +22,12 @@ _FORWARD = ('FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3')
 _BACKWARD = tuple(f'{t[:14]}Grad{t[14:]}' for t in _FORWARD)
 
 
-def expand(graph: tf.Graph) -> set[str]:
-    """Lets whoever uses a fused op's outputs use sums; names the ops that nobody needs then."""
-    unused = set()
+def expand(graph: tf.Graph) -> dict[str, tf.Tensor]:
+    """Lets whoever uses a fused op's outputs use sums; not in loops or of unknown rank.
+
+    Returns, by the names of outputs, what is used in place of ops that nothing else needs then.
+    """
+    replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
         if op.type not in _FORWARD or not op.get_attr('is_training'):
             continue
@@ -38,8 +41,8 @@ def expand(graph: tf.Graph) -> set[str]:
         for fused, outputs in [(op, forward.outputs), *gradients]:
             private.replace(fused, outputs, outputs[0].op)
             if all(user in users for t in fused.outputs for user in t.consumers()):
-                unused.add(fused.name)
-    return unused
+                replaced.update((fused.outputs[i].name, t) for i, t in outputs.items())
+    return replaced
 
 
 class _Forward:
@@ -68,10 +71,10 @@ class _Forward:
             unbiased = moving[1] * (1 - new) + unbiased * new
         self.outputs = {0: tf.cast(self._y, op.inputs[0].dtype), 1: mean, 2: unbiased}
 
-    def _apply(self, *tensors: tf.Tensor) -> tf.Tensor:
+    def _apply(self, x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
         """(x - mean) * rsqrt(variance + epsilon) * scale + offset."""
-        names = ('x', 'scale', 'offset', 'mean', 'variance')
-        given = dict(zip(names, (*tensors, *self._statistics)))
+        mean, variance = self._statistics
+        given = dict(x=x, scale=scale, offset=offset, mean=mean, variance=variance)
         return tf.raw_ops.FusedBatchNormV3(**given, **self._attrs, is_training=False).y
 
     def gradients(self, op: tf.Operation) -> dict[int, tf.Tensor]:

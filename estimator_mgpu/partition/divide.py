@@ -53,11 +53,12 @@ def divide(
         return None
     called, tied = inline(graph, before), untie(graph, before)
     replaced = {**called, **tied, **fill(graph, before)}
-    table, unused = RULES, {name.partition(':')[0] for name in replaced}
+    table = RULES
     if batch_norm == 'device':
         table = {**RULES, **images.OF_DEVICE}
     else:
-        unused |= expand(graph)
+        replaced.update(expand(graph))
+    unused = {name.partition(':')[0] for name in replaced}
     ops, rows = dependents([*sources, *itertools.chain(*sparse)], before), Rows('batch', static)
     read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
     plan = propagate(sources, sparse, ordered(ops), rows, table, CALLERS, PRODUCTS, unused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +13,8 @@ from .plan import OWN, WHOLE, Division, Entries, Given, Label, Local, Need, Numb
 from .symbols import ONE, Size, per_row
 
 if TYPE_CHECKING:
+    from .propagation import Pass
     from .rules.signature import Operand, Signature
-    from .sizes import Sizes
     from .symbols import Rows
 
 
@@ -28,18 +28,15 @@ class Way(NamedTuple):
 
 @dataclass
 class Matching:
-    """An op, its signature, the placements of its inputs, and what is known of others."""
+    """An op, its signature, the placements of its inputs, and what the pass knows of others."""
 
     op: tf.Operation
     signature: Signature
     placements: Sequence[Placement]
-    made: Container[str]  # names of the tensors that towers make
-    again: Container[str]  # those that are made whole, and may be divided again along dimension 0
-    begins: bool  # whether it's worth while to divide what isn't of the batch's rows
-    rows: Rows  # the batch's
-    sizes: Sizes
+    outer: Pass
 
     def __post_init__(self) -> None:
+        self.rows, self.sizes = self.outer.rows, self.outer.sizes
         self._inputs = list(zip(self.op.inputs, self.signature.inputs, self.placements))
 
     def division(self) -> Division | None:
@@ -64,12 +61,13 @@ class Matching:
                     factor = per_row(size, self.rows) if self.rows in size.symbols else None
                     if label is not None and factor is not None:
                         yield Way(label, self.rows, factor)
-            elif tensor.name in self.again:
+            elif tensor.name in self.outer.again:
                 first = next(iter(_labels(operand)), None)
                 size = (self.sizes.dims(tensor) or [ONE])[0]
                 rows = size.rows or self.rows
                 factor = per_row(size, rows) if first is not None else None
-                if factor is not None and (self.begins or rows is self.rows):
+                begins = self.op.type in self.outer.products
+                if factor is not None and (begins or rows is self.rows):
                     yield Way(first, rows, factor)
 
     def _divided(self, way: Way) -> Division | None:
@@ -90,7 +88,7 @@ class Matching:
     def _need(self, tensor: tf.Tensor, operand: Operand, has: Placement, way: Way) -> Need | None:
         """What towers are given for an operand; None if that can't be had."""
         if isinstance(operand, (Given, Numbers)):
-            return operand if operand != OWN or tensor.name in self.made else None
+            return operand if operand != OWN or tensor.name in self.outer.placements else None
         if isinstance(operand, Entries):
             return self._size_need(tensor, operand, way)
         if way.label not in operand:

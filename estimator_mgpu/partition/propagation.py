@@ -83,7 +83,7 @@ class Pass:
         self.ops: dict[str, OpPlan] = {}
         self.placements: dict[str, Placement] = {}
         self.reasons: dict[str, str] = {}
-        self.again: set[str] = set()  # what was made whole, and may be divided again
+        self.again: set[str] = set()  # made whole, and may be divided again along dimension 0
 
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
@@ -144,9 +144,7 @@ class Pass:
         signature = rule(op, self.sizes) if rule else None
         if signature is None:
             return None
-        names = self.placements, self.again
-        begins = op.type in self.products
-        matching = Matching(op, signature, placements, *names, begins, self.rows, self.sizes)
+        matching = Matching(op, signature, placements, self)
         for output, dims in zip(op.outputs, signature.dims or ()):
             if dims is not None:
                 self.sizes.know(output, dims)
