@@ -15,6 +15,7 @@ from estimator_mgpu import batch, compat, explanation, placement, private, steps
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.rules import kinds
 
 
 def replicate(
@@ -209,6 +210,5 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     graph = tf.get_default_graph()
     if mode == compat.estimator.ModeKeys.TRAIN and graph.get_collection(private.GLOBAL_STEP_READ):
         return False
-    fed = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
     given = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
-    return any(op.type in fed for op in private.backward(given))
+    return any(op.type in kinds.FED for op in private.backward(given))

@@ -15,7 +15,7 @@ from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.plan import OWN
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.signature import parsed
-from estimator_mgpu.partition.sizes import Sizes
+from estimator_mgpu.partition.rules.sizes import Sizes
 
 TOWERS = 3
 SAMPLES = {}
@@ -118,7 +118,7 @@ def _entries(name, batch, *shapes):
 
 
 for _name, _rule in RULES.items():
-    if _rule is parsed('S+ -> S'):
+    if _rule == 'S+ -> S':
         SAMPLES[_name] = [lambda batch, name=_name: _entries(name, batch)]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import Sizes
+from estimator_mgpu.partition.rules.sizes import Sizes
 from estimator_mgpu.partition.symbols import Rows, Size
 
 ROWS = Rows('batch', None)

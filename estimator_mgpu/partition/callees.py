@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from .nodes import const_def, set_attr
 from .plan import Local, Numbers, OpPlan, Slice, Value
+from .rules import kinds
 
 if TYPE_CHECKING:
     from .sharding import Sharding
@@ -65,9 +66,9 @@ class Callees:
         renamed: dict[str, str] = {}
         for node, op in zip(list(definition.node_def), private.function_ops(definition, graph)):
             given = node.input[0] if node.input else ''
-            if node.op == 'ReadVariableOp' and given in read:
+            if node.op == kinds.READ and given in read:
                 renamed[f'{node.name}:value:0'] = f'{node.name}:output:0'
-                node.op = 'Identity'
+                node.op = kinds.IDENTITY
                 node.attr.clear()
                 node.attr['T'].type = read[given]
             resources = any(t.dtype == tf.resource for t in op.inputs)

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from .rules import kinds
 
-CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 _AS_THEY_ARE = {'_noinline', '_XlaMustCompile'}  # attributes of functions and of calls
 
 
@@ -22,7 +22,9 @@ def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     replaced: dict[str, tf.Tensor] = {}
     done = set(before)
     # Functions may call others.
-    while calls := [o for o in graph.get_operations() if o.type in CALLS and o.name not in done]:
+    while calls := [
+        o for o in graph.get_operations() if o.type in kinds.CALLS and o.name not in done
+    ]:
         for op in calls:
             done.add(op.name)
             function = _function(op)

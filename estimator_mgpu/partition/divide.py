@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
-from .batch_norm import expand
 from .calls import inline
 from .homes import settle
 from .inside import CALLERS
 from .propagation import propagate
 from .rules import PRODUCTS, RULES, images
+from .rules.batch_norm import expand
 from .symbols import Rows
 from .towers import Towers
 from .waits import dependents, fill, ordered, read_first, untie

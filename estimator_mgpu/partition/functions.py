@@ -10,15 +10,14 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from . import lists, plan
-from .placements import KEPT, REPLICATE, Partial, Placement, Shard, ShardList
-from .plan import OWN, WHOLE, Division, OpPlan
+from . import plan
+from .plan import KEPT, OWN, REPLICATE, WHOLE, Division, OpPlan, Partial, Placement, Shard
+from .rules import kinds
 from .symbols import Size, per_row
 
 if TYPE_CHECKING:
     from .propagation import Pass
 
-LOOPS = ('While', 'StatelessWhile')
 Inside = Callable[..., Any]
 """Begins a pass over a function: (outer pass, graph, strict, wanted), as `Inside` does."""
 
@@ -35,7 +34,7 @@ def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) 
     graphs = private.function_graphs(op)
     if all(p == REPLICATE for p in given) or not graphs:
         return None
-    divide = _loop if op.type in LOOPS else _branch
+    divide = _loop if op.type in kinds.LOOPS else _branch
     for numbers in (False, True):
         try:
             return divide(_Call(inside, outer, op, given, graphs, numbers))
@@ -71,7 +70,7 @@ class _Call:
     def size(self, i: int) -> list[Size]:
         """The entries of an argument, if it's a size that stays what it is."""
         body = self.graphs[-1]
-        stays = self.op.type not in LOOPS or body.outputs[i] is body.inputs[i]
+        stays = self.op.type not in kinds.LOOPS or body.outputs[i] is body.inputs[i]
         entries = (self.outer.sizes.entries(self._arguments[i]) if stays else None) or []
         return [] if self.numbers and any(map(self.by_row, entries)) else entries
 
@@ -101,7 +100,7 @@ class _Call:
             before = list(self.placed), len(self.wanted)
             for graph in graphs:
                 _, returned = self.run(graph, graph.inputs, False)
-                if self.op.type in LOOPS:
+                if self.op.type in kinds.LOOPS:
                     self.placed = list(map(_meet, self.placed, returned))
                 for i, argument in enumerate(graph.inputs):
                     need = self.wanted.get(argument.op)
@@ -158,7 +157,7 @@ def _loop(call: _Call) -> Division | None:
                 raise Undivided(f'{body.outputs[i].name} has another size')
         if a == REPLICATE and inside.differs(body.outputs[i]) and not call.size(i):
             raise Undivided(f'{body.outputs[i].name} is a size')
-    if not any(isinstance(p, (Shard, ShardList)) for p in placed):
+    if not any(isinstance(p, (Shard, plan.ShardList)) for p in placed):
         return None
     known = len(call.wanted)
     asked, [decision] = call.run(condition, body.inputs, True)
@@ -220,7 +219,7 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
         return REPLICATE
     placed = found.pop()
     for tensor, own in zip(tensors, placements):
-        empty = isinstance(placed, KEPT) and tensor.op.type in lists.MAKERS
+        empty = isinstance(placed, KEPT) and tensor.op.type in kinds.EMPTY_LISTS
         nothing = isinstance(placed, Partial) and placed.reduce == 'sum' and _is_zero(tensor)
         if own != placed and not (own == REPLICATE and (empty or nothing)):
             raise Undivided(f'{tensor.name} is {own} in one branch, and {placed} in another')
@@ -229,9 +228,9 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
 
 def _is_zero(tensor: tf.Tensor) -> bool:
     """Whether it's nothing but zeros, which are a part of any sum."""
-    if tensor.op.type == 'ZerosLike':
+    if tensor.op.type in kinds.ALIKE:
         return True
-    value = private.constant_value(tensor.op.inputs[1] if tensor.op.type == 'Fill' else tensor)
+    value = private.constant_value(tensor.op.inputs[1] if tensor.op.type == kinds.FILL else tensor)
     return value is not None and not np.any(value)
 
 
@@ -248,6 +247,6 @@ def _value(position: int, *graphs: Any) -> plan.Value | None:
     """A variable's value, if that is all that is asked for of an argument."""
     arguments = [graph.inputs[position] for graph in graphs]
     users = [user for argument in arguments for user in argument.consumers()]
-    if any(user.type != 'ReadVariableOp' for user in users) or not users:
+    if any(user.type != kinds.READ for user in users) or not users:
         return None
     return plan.Value(users[0].get_attr('dtype'))

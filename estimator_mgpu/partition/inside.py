@@ -13,14 +13,11 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from . import plan
-from .calls import CALLS
-from .functions import LOOPS, Undivided, call
-from .placements import REPLICATE, Partial, Placement, Shard
-from .plan import OWN, WHOLE, Division, Need, OpPlan, Slice
+from .functions import Undivided, call
+from .plan import OWN, REPLICATE, WHOLE, Division, Need, OpPlan, Partial, Placement, Shard, Slice
 from .propagation import Caller, Pass
-from .sizes import SIZE_OPS
+from .rules import kinds
 from .symbols import Entry, Size, per_row
-from .waits import READS
 
 
 class Inside(Pass):
@@ -47,16 +44,16 @@ class Inside(Pass):
         return [self.seen(t) for t in self.graph.outputs]
 
     def visit(self, op: tf.Operation) -> None:
-        if op.type == 'NoOp':
+        if op.type == kinds.GROUP:
             return
         if op in self.wanted:
             self._make(op, self.wanted[op])
             return
         calls = op.type in self.callers
-        if op.op_def.is_stateful and op.type not in READS and not calls:
+        if op.op_def.is_stateful and op.type not in kinds.READS and not calls:
             raise Undivided(f'{op.type} has effects, or draws numbers')
         placements = [self.seen(t) for t in op.inputs]
-        if op.type in SIZE_OPS:
+        if op.type in kinds.SIZES:
             if any(p != REPLICATE for p in placements) and any(
                 self.sizes.entries(t) is None for t in op.outputs
             ):
@@ -67,7 +64,7 @@ class Inside(Pass):
                 if calls:
                     raise Undivided(f'a {op.type} that is the same on all towers')
                 return  # The same on all towers.
-            if op.type == 'BroadcastGradientArgs' or all(map(self._is_known, op.outputs)):
+            if op.type == kinds.BROADCAST_AXES or all(map(self._is_known, op.outputs)):
                 return  # Sizes, of which each tower computes its own.
         if any(isinstance(p, Partial) for p in placements):
             self.by_parts(op, placements)
@@ -93,8 +90,8 @@ class Inside(Pass):
         """Whether each tower can have its rows of a tensor: an argument, or of known size."""
         if any(tensor is argument for argument in self.graph.inputs):
             return True
-        fill = tensor.op.type == 'Fill' and self.sizes.numbers(tensor.op.inputs[0]) is not None
-        return bool(self.rows.static) and (fill or tensor.op.type == 'Const')
+        fill = tensor.op.type == kinds.FILL and self.sizes.numbers(tensor.op.inputs[0]) is not None
+        return bool(self.rows.static) and (fill or tensor.op.type == kinds.CONST)
 
     def _make(self, op: tf.Operation, need: Slice) -> None:
         """Lets each tower make its rows of a constant or a fill."""
@@ -103,12 +100,12 @@ class Inside(Pass):
         if own is None:
             raise Undivided(f'the size of {op.name}')
         needs: tuple[Need, ...] = (Slice(need.axis, self.rows, own),)
-        if op.type == 'Fill':
+        if op.type == kinds.FILL:
             needs = (plan.Local(tuple(dims), need.axis, self.rows), WHOLE)
         dims[need.axis] = own * Size(1, (self.rows,))
         super().divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
 
-    def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
+    def own_lists(self, given: Iterable[tuple[tf.Tensor, object]]) -> bool:
         return not self.strict or super().own_lists(given)
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
@@ -144,7 +141,6 @@ class Inside(Pass):
 
 
 CALLERS: dict[str, Caller] = {
-    name: partial(call, Inside)
-    for name in (*LOOPS, *CALLS, 'If', 'StatelessIf', 'Case', 'StatelessCase')
+    name: partial(call, Inside) for name in (*kinds.LOOPS, *kinds.BRANCHES, *kinds.CALLS)
 }
 """What divides ops that call functions, by their type."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from .placements import REPLICATE, Partial, Placement, Shard
-from .plan import OWN, WHOLE, Division, Entries, Given, Label, Local, Need, Numbers, OpPlan, Slice
+from . import plan
+from .plan import OWN, REPLICATE, WHOLE, Division, Entries, Label, Need, Numbers, Placement, Shard
 from .symbols import ONE, Size, per_row
 
 if TYPE_CHECKING:
@@ -78,16 +78,16 @@ class Matching:
         if None in needs or any(way.label in own and dims[i] is None for i, own in outputs):
             return None
         reduce = self.signature.reduce
-        other = Partial(reduce, way.rows) if reduce else REPLICATE
+        other = plan.Partial(reduce, way.rows) if reduce else REPLICATE
         placements = [
             Shard(own.index(way.label), way.rows) if way.label in own else other
             for _, own in outputs
         ]
-        return Division(OpPlan(tuple(needs), self.signature.attrs), placements, dims)  # type: ignore
+        return Division(plan.OpPlan(tuple(needs), self.signature.attrs), placements, dims)  # type: ignore
 
     def _need(self, tensor: tf.Tensor, operand: Operand, has: Placement, way: Way) -> Need | None:
         """What towers are given for an operand; None if that can't be had."""
-        if isinstance(operand, (Given, Numbers)):
+        if isinstance(operand, (plan.Given, Numbers)):
             return operand if operand != OWN or tensor.name in self.outer.placements else None
         if isinstance(operand, Entries):
             return self._size_need(tensor, operand, way)
@@ -104,7 +104,7 @@ class Matching:
         factor = per_row(dims[axis], way.rows)
         if factor is None and isinstance(way.label, str) and way.label[0].isupper():
             return None  # One of them may be 1, and repeated.
-        return Slice(axis, way.rows, factor or way.factor)
+        return plan.Slice(axis, way.rows, factor or way.factor)
 
     def _size_need(self, tensor: tf.Tensor, operand: Entries, way: Way) -> Need | None:
         if way.label not in operand.labels:
@@ -117,7 +117,7 @@ class Matching:
             # What is left, for a tower as for the whole batch.
             return WHOLE if not any(way.rows in entry.symbols for entry in entries) else None
         unknown = per_row(entries[position], way.rows) is None
-        return None if unknown else Local(tuple(entries), position, way.rows)
+        return None if unknown else plan.Local(tuple(entries), position, way.rows)
 
     def _dims(self, index: int, way: Way) -> list[Size] | None:
         """The dimensions of an output, as far as they are known."""
@@ -152,4 +152,4 @@ class Matching:
 
 def _labels(operand: Operand) -> tuple[Label, ...]:
     """Those of its dimensions."""
-    return () if isinstance(operand, (Entries, Given, Numbers)) else operand
+    return () if isinstance(operand, (Entries, plan.Given, Numbers)) else operand

@@ -9,13 +9,12 @@ from typing import Any, Optional
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from . import lists
 from .matching import Matching
-from .placements import KEPT, REPLICATE, Partial, Placement, Shard
-from .plan import OWN, WHOLE, Division, Need, OpPlan, Plan
+from .plan import KEPT, OWN, REPLICATE, WHOLE, Division, OpPlan, Partial, Placement, Plan, Shard
+from .rules import kinds, lists
 from .rules.linear import is_forwarding, linear
-from .rules.signature import Rule, UnknownRank
-from .sizes import SIZE_OPS, Sizes
+from .rules.signature import Rule, UnknownRank, signature_of
+from .rules.sizes import Sizes
 from .symbols import Rows, Size
 
 Caller = Callable[[Any, tf.Operation, list[Placement]], Optional[Division]]
@@ -87,14 +86,14 @@ class Pass:
 
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
-        if op.type == 'NoOp':  # Stands for the control edges into it, tower by tower.
+        if op.type == kinds.GROUP:  # Stands for the control edges into it, tower by tower.
             if private.waiting(op) and any(c.name in self.ops for c in op.control_inputs):
                 self.ops[op.name] = OpPlan()
             return
         placements = [self.seen(t) for t in op.inputs]
         if op.name in self.once:
             self.whole(op, placements, 'its lists are used whole')
-        elif op.type in SIZE_OPS:
+        elif op.type in kinds.SIZES:
             self.whole(op, placements, 'it computes with sizes')
         elif private.in_control_flow(op):
             self.whole(op, placements, 'a v1 loop: call tf.enable_control_flow_v2() before')
@@ -137,11 +136,11 @@ class Pass:
         kept = any(isinstance(p, KEPT) for p in placements)
         if op.type in self.callers:
             return self.callers[op.type](self, op, own)
-        if kept or op.type.startswith(('TensorList', 'Optional')):
+        if kept or op.type.startswith(kinds.LISTS):
             found = lists.rule(op, own, self.rows, self.sizes)
             return found if found and self.own_lists(zip(op.inputs, found.plan.needs)) else None
         rule = self.table.get(op.type)
-        signature = rule(op, self.sizes) if rule else None
+        signature = signature_of(rule, op, self.sizes) if rule else None
         if signature is None:
             return None
         matching = Matching(op, signature, placements, self)
@@ -150,11 +149,11 @@ class Pass:
                 self.sizes.know(output, dims)
         return matching.division()
 
-    def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
+    def own_lists(self, given: Iterable[tuple[tf.Tensor, object]]) -> bool:
         """Lets each tower make the empty lists that it's given as its own; False if it can't."""
         for tensor, need in given:
             if need == OWN and tensor.dtype == tf.variant and self.seen(tensor) == REPLICATE:
-                if tensor.op.type not in lists.MAKERS:
+                if tensor.op.type not in kinds.EMPTY_LISTS:
                     return False
                 self.ops[tensor.op.name] = lists.made_empty(tensor.op)
         return True
@@ -174,7 +173,7 @@ class Pass:
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         """Lets an op run once."""
         if any(p != REPLICATE for p in placements):
-            if op.type not in SIZE_OPS:
+            if op.type not in kinds.SIZES:
                 self.reasons[op.name] = reason
                 self.reduce(op, placements)
             for tensor, placement in zip(op.inputs, placements):
@@ -182,7 +181,7 @@ class Pass:
                     self.once.add(tensor.op.name)
         rows = any(isinstance(p, Shard) for p in placements)
         if rows or any(t.name in self.again for t in op.inputs):
-            for tensor in op.outputs if op.type not in SIZE_OPS else ():
+            for tensor in op.outputs if op.type not in kinds.SIZES else ():
                 self.again.add(tensor.name)
                 self.sizes.begin(tensor)
 

@@ -11,11 +11,10 @@ from estimator_mgpu import private
 from estimator_mgpu.devices import host_of, spec_of
 from .callees import Callees
 from .nodes import Nodes
-from .placements import KEPT, Partial, Shard
-from .plan import FIRST, OWN, Local, Need, Numbers, OpPlan, Plan, Slice, Value
+from .plan import FIRST, KEPT, OWN, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
 from .reduction import gather, reduce
+from .rules import kinds
 from .sharding import Number, Sharding
-from .sizes import SIZE_OPS
 from .symbols import ONE, Dim, Rows
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
@@ -78,7 +77,7 @@ class Towers:
                     private.set_input(op, index, self.whole(tensor))
             before = op.control_inputs
             if any(c.name in self.plan.ops for c in before):
-                stands = op.type == 'NoOp' and op.name in self.plan.ops
+                stands = op.type == kinds.GROUP and op.name in self.plan.ops
                 waits = [op] if stands else before
                 once = [w for w in waits if w.name not in self.plan.ops]
                 towers = range(len(self._devices))
@@ -95,7 +94,7 @@ class Towers:
 
     def _is_size(self, tensor: tf.Tensor) -> bool:
         """Whether it's the size of what towers have, which isn't gathered for that."""
-        if tensor.op.type not in SIZE_OPS:
+        if tensor.op.type not in kinds.SIZES:
             return False
         of = tensor.op.inputs[tensor.value_index]
         made = of.name in self.plan.placements and of.name not in self._sources
@@ -195,7 +194,7 @@ class Towers:
             return self._whole(tensor)
         if placement is not None:
             return self._own(tensor, tower)  # The same on all.
-        if op.type == 'Const' and (tensor.shape.num_elements() or 0) <= _SMALL:
+        if op.type == kinds.CONST and (tensor.shape.num_elements() or 0) <= _SMALL:
             waits, where = self._waits(op, tower), self._device(op, tower)
             value = op.get_attr('value').SerializeToString()
             return self._nodes.add('Const', waits, where, dtype=dtype, value=value)

@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from .rules import kinds
 
 
 def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
@@ -29,8 +30,8 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     replaced = {}
     effects = _effects(ops)
     for op in ops:
-        entries = private.waiting(op) if op.type == 'NoOp' else []
-        if not all(entry.type == 'Identity' for entry in entries):
+        entries = private.waiting(op) if op.type == kinds.GROUP else []
+        if not all(entry.type == kinds.IDENTITY for entry in entries):
             continue
         given = {entry.inputs[0].op for entry in entries}
         if not given <= set(op.control_inputs) or len({effects[g] for g in given}) > 1:
@@ -51,7 +52,7 @@ def _effects(ops: Sequence[tf.Operation]) -> dict[tf.Operation, int]:
     found: dict[tf.Operation, int] = {}
     for op in TopologicalSorter(given).static_order():
         makes = all(t.dtype == tf.resource for t in op.outputs)  # a variable or a table
-        state = op.op_def.is_stateful and op.type not in READS and not (makes and op.outputs)
+        state = op.op_def.is_stateful and op.type not in kinds.READS and not (makes and op.outputs)
         own = 1 << len(found) if state and op in given else 0
         found[op] = functools.reduce(operator.or_, (found[o] for o in given.get(op, ())), own)
     return found
@@ -64,7 +65,7 @@ def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """
     replaced = {}
     for op in graph.get_operations():
-        value = _ALIKE.get(op.type)
+        value = kinds.ALIKE.get(op.type)
         if op.name in before or value is None or private.in_control_flow(op):
             continue
         [x], [like] = op.inputs, op.outputs
@@ -79,9 +80,6 @@ def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     return replaced
 
 
-_ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
-
-
 def read_first(ops: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> None:
     """Lets ops that write a variable wait for those that read it for a step.
 
@@ -93,21 +91,16 @@ def read_first(ops: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> N
         for handle in (t for t in op.inputs if t.dtype == tf.resource):
             if op.op_def.is_stateful and not _looks(op, handle):
                 for user in (user for user in handle.consumers() if user in step):
-                    uses = {c.type for t in user.outputs for c in t.consumers()} - _KEEPS
+                    uses = {c.type for t in user.outputs for c in t.consumers()} - set(kinds.KEEPS)
                     if uses and _looks(user, handle) and op not in private.backward([user]):
                         private.add_control_inputs(op, [user])
 
 
-_KEEPS = {'AssignVariableOp', 'SaveV2'}
-READS = ('ReadVariableOp', 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
-"""What looks at a variable and leaves it as it is, though it counts as having state."""
-
-
 def _looks(op: tf.Operation, handle: tf.Tensor) -> bool:
     """Whether an op leaves a variable as it is, be it in functions that it calls."""
-    graphs = [] if op.type in READS else private.function_graphs(op)
+    graphs = [] if op.type in kinds.READS else private.function_graphs(op)
     if not graphs:
-        return op.type in READS
+        return op.type in kinds.READS
     first = len(op.inputs) - len(graphs[0].inputs)
     places = [i - first for i, tensor in enumerate(op.inputs) if tensor is handle]
     inner = [graph.inputs[i] for graph in graphs for i in places]
@@ -129,10 +122,7 @@ def dependents(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operat
 def ordered(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
     """The ops, each after those that it depends on."""
     given = {
-        op: [] if op.type in _BACK else [*(t.op for t in op.inputs), *op.control_inputs]
+        op: [] if op.type in kinds.NEXT else [*(t.op for t in op.inputs), *op.control_inputs]
         for op in ops
     }
     return [op for op in TopologicalSorter(given).static_order() if op in given]
-
-
-_BACK = ('NextIteration', 'RefNextIteration')  # A v1 loop's way back.

@@ -8,8 +8,8 @@ from functools import partial
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Label, Numbers
-from estimator_mgpu.partition.sizes import Sizes
-from .signature import Operand, Signature, by, labels, parsed, table, without
+from .signature import Operand, Signature, by, labels, table, without
+from .sizes import Sizes
 
 
 def axes(op: tf.Operation, named: int | str, sizes: Sizes, rank: int) -> list[int] | None:
@@ -103,10 +103,10 @@ def gather(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature([own, indices, WHOLE], [result])
 
 
-def segments(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def segments(op: tf.Operation, sizes: Sizes) -> str | None:
     """Where the rows themselves tell how many segments there are, these are as large as they."""
-    rule = parsed(f'I... I * -> * ({op.type[len("UnsortedSegment") :].lower()})')
-    return None if sizes.numbers(op.inputs[2]) is None else rule(op, sizes)
+    reduce = op.type[len('UnsortedSegment') :].lower()
+    return None if sizes.numbers(op.inputs[2]) is None else f'I... I * -> * ({reduce})'
 
 
 RULES = table(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import Sizes
-from .signature import Rule, Signature, parsed, rank, table
+from .signature import Rule, Signature, rank, table
+from .sizes import Sizes
 
 
-def select(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def select(op: tf.Operation, sizes: Sizes) -> str:
     """The older `Select`: its condition is a scalar, as large as the rest, or one for each row."""
     by_row = rank(op.inputs[0], sizes) == 1
-    return parsed('n nS nS -> nS' if by_row else 'S S S -> S')(op, sizes)
+    return 'n nS nS -> nS' if by_row else 'S S S -> S'
 
 
 def unseeded(text: str) -> Rule:
@@ -19,12 +19,7 @@ def unseeded(text: str) -> Rule:
 
     With a seed, all numbers are drawn once, in the order of one device.
     """
-
-    def rule(op: tf.Operation, sizes: Sizes) -> Signature | None:
-        seeded = op.get_attr('seed') or op.get_attr('seed2')
-        return None if seeded else parsed(text)(op, sizes)
-
-    return rule
+    return lambda op, sizes: None if op.get_attr('seed') or op.get_attr('seed2') else text
 
 
 def each(op: tf.Operation, sizes: Sizes) -> Signature | None:

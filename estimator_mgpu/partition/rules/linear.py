@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement
+from estimator_mgpu.partition.plan import REPLICATE, Partial, Placement
 
 _VIEWS = 'ExpandDims Identity PreventGradient Reshape Snapshot Squeeze StopGradient Transpose'
 _SUMS = 'Add AddN AddV2 Neg Pack Sub'

@@ -7,18 +7,18 @@ from functools import partial
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import Sizes
-from .signature import Signature, by, parsed, rank, table
+from .signature import by, rank, table
+from .sizes import Sizes
 
 
-def matmul(op: tf.Operation, sizes: Sizes, a: str, b: str, lead: str = '') -> Signature | None:
+def matmul(op: tf.Operation, sizes: Sizes, a: str, b: str, lead: str = '') -> str:
     """A product of matrices, which attributes transpose."""
     one = 'km' if op.get_attr(a) else 'mk'
     two = 'nk' if op.get_attr(b) else 'kn'
-    return parsed(f'{lead}{one} {lead}{two} -> {lead}mn (sum)')(op, sizes)
+    return f'{lead}{one} {lead}{two} -> {lead}mn (sum)'
 
 
-def einsum(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def einsum(op: tf.Operation, sizes: Sizes) -> str | None:
     """`Einsum`: by its equation, whose ellipsis is matched from the last too."""
     equation = op.get_attr('equation').decode().replace(' ', '').replace('...', '.')
     terms, result = equation.split('->')
@@ -29,14 +29,13 @@ def einsum(op: tf.Operation, sizes: Sizes) -> Signature | None:
         ''.join('S' if c == '.' else letters[c] for c in term) or '*'
         for term in [*terms.split(','), result]
     ]
-    return parsed(f'{" ".join(words[:-1])} -> {words[-1]} (sum)')(op, sizes)
+    return f'{" ".join(words[:-1])} -> {words[-1]} (sum)'
 
 
-def matrix_diag(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def matrix_diag(op: tf.Operation, sizes: Sizes) -> str | None:
     """A matrix for each vector, if vectors aren't diagonals of one matrix."""
-    if rank(op.outputs[0], sizes) != rank(op.inputs[0], sizes) + 1:
-        return None
-    return parsed('S_ *+ -> S__')(op, sizes)
+    more = rank(op.outputs[0], sizes) - rank(op.inputs[0], sizes)
+    return 'S_ *+ -> S__' if more == 1 else None
 
 
 RULES = table(

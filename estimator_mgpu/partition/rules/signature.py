@@ -13,8 +13,8 @@ has them along all.
     'n_ = -> n_'             = is what the tower's own op made, whatever that comes to as a whole
     'S+ -> S'                + is as many of the same as the op has
 
-Where dimensions have to be worked out, a rule is a function (op, sizes) -> `Signature`, or None
-where this op can't be divided.
+Where it takes more to tell, a rule is a function (op, sizes) that returns such a text, or where
+dimensions have to be worked out a `Signature`, or None where this op can't be divided.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -30,8 +30,8 @@ from estimator_mgpu.partition.plan import Entries, Given, Label, Numbers
 from estimator_mgpu.partition.symbols import ONE
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.sizes import Sizes
     from estimator_mgpu.partition.symbols import Size
+    from .sizes import Sizes
 
 Operand = Union[tuple[Label, ...], Entries, Given, Numbers]
 """The labels of a tensor's dimensions, or what towers are given for it."""
@@ -49,7 +49,7 @@ class Signature(NamedTuple):
     attrs: dict[str, Any] = {}  # attributes that towers' ops have otherwise
 
 
-Rule = Callable[[tf.Operation, 'Sizes'], Optional[Signature]]
+Rule = Union[str, Callable[[tf.Operation, 'Sizes'], Union[str, Signature, None]]]
 
 _DIMS = r'(?:[A-Za-z_]|\.\.\.)+'
 _INPUT, _OUTPUT = rf'(?:[*=]|#?{_DIMS})\+?', rf'(?:\*|{_DIMS})\+?'
@@ -58,27 +58,24 @@ _TEXT = re.compile(f'({_INPUT}(?: {_INPUT})*) -> ({_OUTPUT}(?: {_OUTPUT})*){_RED
 _PART = re.compile(r'[A-Za-z_]|\.\.\.')
 
 
-def table(rows: Mapping[str, str | Rule]) -> dict[str, Rule]:
+def table(rows: Mapping[str, Rule]) -> dict[str, Rule]:
     """The rules by types of ops, of rows such as 'Softmax LogSoftmax': 'S_ -> S_'."""
-    return {
-        name: parsed(rule) if isinstance(rule, str) else rule
-        for names, rule in rows.items()
-        for name in names.split()
-    }
+    return {name: rule for names, rule in rows.items() for name in names.split()}
 
 
 def by(attribute: str, texts: Mapping[Any, str]) -> Rule:
     """A rule for each value of an attribute; with other values an op isn't divided."""
+    return lambda op, sizes: texts.get(op.get_attr(attribute))
 
-    def rule(op: tf.Operation, sizes: Sizes) -> Signature | None:
-        text = texts.get(op.get_attr(attribute))
-        return parsed(text)(op, sizes) if text else None
 
-    return rule
+def signature_of(rule: Rule, op: tf.Operation, sizes: Sizes) -> Signature | None:
+    """What a rule says of an op; None if it says that it can't be divided."""
+    found = rule if isinstance(rule, str) else rule(op, sizes)
+    return parsed(found)(op, sizes) if isinstance(found, str) else found
 
 
 @functools.cache
-def parsed(text: str) -> Rule:
+def parsed(text: str) -> Callable[[tf.Operation, Sizes], Signature | None]:
     """The rule that a text says.
 
     Raises:

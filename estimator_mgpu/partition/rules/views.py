@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label
-from estimator_mgpu.partition.sizes import Sizes
 from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
 from .signature import Signature, labels, table, without
+from .sizes import Sizes
 
 
 def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:

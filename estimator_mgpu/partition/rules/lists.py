@@ -6,19 +6,20 @@ from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
-from . import plan
-from .placements import KEPT, REPLICATE, ListOf, OwnSizes, Placement, Shard, ShardList, SizeList
-from .plan import OWN, WHOLE, Division, OpPlan
-from .symbols import Rows, Size, per_row
+from estimator_mgpu.partition import plan
+from estimator_mgpu.partition.plan import OWN, REPLICATE, WHOLE, Division, OpPlan, Placement, Shard
+from estimator_mgpu.partition.symbols import Rows, Size, per_row
+from .kinds import EMPTY_LISTS
 
 if TYPE_CHECKING:
     from .sizes import Sizes
 
-MAKERS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
-"""What makes one without elements."""
 _PUT = ('TensorListSetItem', 'TensorListPushBack', 'OptionalFromValue')
 _GET = ('TensorListGetItem', 'TensorListPopBack', 'TensorListStack', 'OptionalGetValue')
-_SAID: dict[str, Placement] = {'TensorListLength': REPLICATE, 'TensorListElementShape': OwnSizes()}
+_SAID: dict[str, Placement] = {
+    'TensorListLength': REPLICATE,
+    'TensorListElementShape': plan.OwnSizes(),
+}
 
 
 def made_empty(op: tf.Operation) -> OpPlan:
@@ -43,20 +44,23 @@ def rule(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
         factor = sizes.per_row(op.inputs[0], first.axis, rows)
         if factor is None or factor.static is None:
             return None
-        made = ShardList(first.axis - 1, rows, factor, len(sizes.dims(op.inputs[0]) or []) - 1)
+        made = plan.ShardList(first.axis - 1, rows, factor, len(sizes.dims(op.inputs[0]) or []) - 1)
         return Division(OpPlan((OWN, any_shape(op.inputs[1]))), [made])
     if op.type in _PUT:
         return _put(op, given, rows, sizes)
-    if op.type in MAKERS and isinstance(first, OwnSizes):
+    if op.type in EMPTY_LISTS and isinstance(first, plan.OwnSizes):
         return Division(OpPlan((OWN, WHOLE)), [None])
     gives = [first] if op.type == 'TensorListPopBack' else []  # The list that is left.
-    if isinstance(first, (ListOf, SizeList)) and op.type in ('TensorListPopBack', _GET[-1]):
+    if isinstance(first, (plan.ListOf, plan.SizeList)) and op.type in (
+        'TensorListPopBack',
+        _GET[-1],
+    ):
         needs = (OWN, WHOLE)[:n]
-        if isinstance(first, ListOf):
+        if isinstance(first, plan.ListOf):
             return Division(OpPlan(needs), [*gives, first.element])
         sizes.know_values(op.outputs[-1], first.entries)
         return Division(OpPlan(needs), [*gives, REPLICATE])
-    if not isinstance(first, ShardList):
+    if not isinstance(first, plan.ShardList):
         return None
     if op.type in _SAID:
         return Division(OpPlan((OWN,)), [_SAID[op.type]])
@@ -85,20 +89,20 @@ def _put(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
         factor = sizes.per_row(element, item.axis, rows)
         if factor is None or factor.static is None:
             return None
-        made = ShardList(item.axis, rows, factor, len(sizes.dims(element) or []))
-    elif item == REPLICATE and isinstance(first, ShardList):
+        made = plan.ShardList(item.axis, rows, factor, len(sizes.dims(element) or []))
+    elif item == REPLICATE and isinstance(first, plan.ShardList):
         return Division(OpPlan((*own, plan.Slice(first.axis, rows, first.factor))), [first])
-    elif isinstance(item, KEPT):
-        made = ListOf(item)
+    elif isinstance(item, plan.KEPT):
+        made = plan.ListOf(item)
     else:
         entries = sizes.entries(element) if item == REPLICATE else None
         if entries is None or not any(rows in e.symbols for e in entries):
             return None
-        made = SizeList(tuple(entries))
+        made = plan.SizeList(tuple(entries))
     return Division(OpPlan((*own, OWN)), [made]) if first in (REPLICATE, made) else None
 
 
-def _element_shape(tensor: tf.Tensor, of: ShardList, sizes: Sizes) -> plan.Need:
+def _element_shape(tensor: tf.Tensor, of: plan.ShardList, sizes: Sizes) -> plan.Need:
     """A tower's shape of elements, if that can be told; otherwise elements say their own."""
     entries = sizes.entries(tensor)
     if entries is None or len(entries) <= of.axis or entries[of.axis] == Size(-1):

@@ -14,10 +14,9 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 from numpy import ndarray
 
-from .symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
+from estimator_mgpu.partition.symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
+from . import kinds
 
-SIZE_OPS = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
-"""The ops that look at nothing but a tensor's dimensions."""
 _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'TruncatedNormal')
 _STATELESS = ('StatelessRandomNormalV2', 'StatelessRandomUniformV2', 'StatelessTruncatedNormalV2')
 _SHAPES = {'ScatterNd': 2, 'SparseToDense': 1, **dict.fromkeys(_RANDOM + _STATELESS, 0)}
@@ -92,7 +91,7 @@ class Sizes:
 
     def numbers(self, tensor: tf.Tensor) -> list[int] | None:
         """The entries of an integer tensor, if all are known numbers."""
-        if tensor.op.type == 'BroadcastGradientArgs':
+        if tensor.op.type == kinds.BROADCAST_AXES:
             return self._gradient_axes(tensor)
         entries = self.entries(tensor)
         if entries is None or any(entry.symbols for entry in entries):
@@ -109,13 +108,13 @@ class Sizes:
     def _found(self, tensor: tf.Tensor) -> ndarray | None:
         op = tensor.op
         count = tensor.shape.num_elements()
-        if op.type == 'Const':
+        if op.type == kinds.CONST:
             if count is None or count > _SMALL:
                 return None
             values = tf.make_ndarray(op.get_attr('value'))
             return _array([Size(int(value)) for value in values.flat], values.shape)
         try:
-            if op.type in SIZE_OPS:
+            if op.type in kinds.SIZES:
                 return self._of_dims(op, tensor.value_index)
             if op.type in _VALUES:
                 given = [self._value(t) for t in op.inputs]
