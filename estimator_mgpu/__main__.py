@@ -1,10 +1,15 @@
-"""`python -m estimator_mgpu`: a report on the environment, to paste into a bug."""
+"""A report on the environment, to paste into a bug.
+
+`python -m estimator_mgpu explain` says how a model_fn would be divided instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
+import pkgutil
 import platform
 import sys
 from typing import Any
@@ -86,6 +91,36 @@ def _input_fn() -> Any:
     return tf.data.Dataset.from_tensors((numbers[:, :3], numbers[:, 3:]))
 
 
+def explain(options: argparse.Namespace) -> int:
+    """Prints how a model_fn would be divided."""
+    estimator = estimator_mgpu.Estimator(
+        options.model_fn, params=options.params, devices=options.devices
+    )
+    found = estimator.explain(options.input_fn)
+    if options.draw:
+        found.draw(options.draw)
+    return 0
+
+
+def _named(name: str) -> Any:
+    """Imports what a command names: `module:function`."""
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f'{name!r}: {error}. Give module:function') from error
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser('python -m estimator_mgpu', description=__doc__)
+    command = parser.add_subparsers(dest='command').add_parser('explain')
+    command.add_argument('model_fn', type=_named, help='module:function')
+    command.add_argument('--input_fn', type=_named, required=True, help='module:function')
+    command.add_argument('--params', type=json.loads, help="the model_fn's, as JSON")
+    command.add_argument('--devices', help='how many, or their names with commas; by default GPUs')
+    command.add_argument('--draw', metavar='plan.svg', help='a file to draw it to, by Matplotlib')
+    return parser.parse_args()
+
+
 if __name__ == '__main__':
-    argparse.ArgumentParser('python -m estimator_mgpu', description=__doc__).parse_args()
-    sys.exit(main())
+    arguments = _arguments()
+    sys.exit(explain(arguments) if arguments.command else main())

@@ -1,8 +1,11 @@
-"""What a model costs on several devices: where its variables live, and what each step moves."""
+"""What a model costs on several devices: what is divided, what isn't, and what each step moves."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+import site
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,37 +13,105 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
-from estimator_mgpu import compat, optimizer, placement, private, steps
+from estimator_mgpu import compat, optimizer, private, steps
 from estimator_mgpu.devices import spec_of
+from estimator_mgpu.partition.homes import bytes_of
+from estimator_mgpu.partition.plan import Partial, Plan
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
+_WORTH_IT = 0.05  # of all output: the log is silent on what has less
+_PACKAGES = (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(__file__))
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
+class Once(NamedTuple):
+    """An op that runs once, though it's given rows, or what another such op made of rows."""
+
+    name: str
+    why: str  # where it's given no rows itself, why that other op runs once
+    gathered: int  # bytes that are gathered, or summed up, for it in a step
+    share: float  # its part of the bytes that all ops put out that depend on the batch, up to 1
+    line: str  # of the model_fn, or of what it calls: 'model.py:12'; '' if that isn't known
+
+
+class Gradient(NamedTuple):
+    """A gradient that a `TowerOptimizer` applies."""
+
+    variable: str
+    bytes: int | None  # None: it's sparse, of the rows that a step gathers from the variable
+    device: str  # the variable's, where towers' gradients are summed
+
+
 class Explanation(NamedTuple):
-    """How a model trains on several devices. As a str it's a table."""
+    """How a model trains on several devices. As a str it's a table.
+
+    Bytes that ops put out count 64 for a dimension that only a step knows.
+    """
 
     towers: list[str]  # one device string a tower
     rows_per_tower: list[int] | None  # None if the batch size isn't static
     variables: dict[str, int]  # bytes of variables, slots and the like included, by device
-    gradients: dict[str, int]  # bytes of gradients in and out of each device in a step
-    # Names of variables that rows are gathered from. Only these rows' gradients go between devices,
-    # as many as a batch has; they aren't counted.
-    gathered: list[str]
+    gradients: list[Gradient]
+    divided: int  # how many ops run in towers
+    once: list[Once]  # the costliest first
+    scopes: dict[str, dict[str, int]]  # bytes that ops put out: 'shard', 'partial' and 'once'
 
     @property
-    def reduced_bytes(self) -> int:
-        """Bytes of gradients that go from one device to another in a step."""
-        return sum(self.gradients.values()) // 2
+    def traffic(self) -> dict[str, int]:
+        """Bytes of dense gradients that go in and out of each device in a step."""
+        found = Counter(dict.fromkeys(self.towers, 0))
+        for gradient in self.gradients:
+            for tower in self.towers if gradient.bytes else ():
+                if spec_of(tower) != spec_of(gradient.device):
+                    found.update({tower: gradient.bytes, gradient.device: gradient.bytes})
+        return {device: size for device, size in found.items() if size}
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, as JSON knows it."""
+        lists = {name: [e._asdict() for e in getattr(self, name)] for name in ('gradients', 'once')}
+        return {**self._asdict(), **lists, 'traffic': self.traffic}
+
+    def draw(self, path: str) -> None:
+        """Draws what each scope puts out, by placement, with Matplotlib: to 'plan.svg', say."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 1.5 + len(self.scopes) / 4), layout='constrained')
+        axes, left = figure.subplots(), [0.0] * len(self.scopes)
+        for kind, color in ('shard', 'tab:blue'), ('partial', 'tab:green'), ('once', 'tab:red'):
+            widths = [sizes.get(kind, 0) / 1e6 for sizes in self.scopes.values()]
+            axes.barh(list(self.scopes), widths, left=left, label=kind, color=color)
+            left = [end + width for end, width in zip(left, widths)]
+        axes.invert_yaxis()
+        axes.set_xlabel('output of its ops, MB a step')
+        axes.legend()
+        figure.savefig(path)
 
     def __str__(self) -> str:
         rows: Sequence[Any] = self.rows_per_tower or ['its share of the'] * len(self.towers)
-        lines = ['towers', *(f'  {where}: {n} rows' for where, n in zip(self.towers, rows))]
-        lines += ['variables', *(f'  {where}: {_size(n)}' for where, n in self.variables.items())]
-        lines += [f'gradients between devices, each step: {_size(self.reduced_bytes)}']
-        lines += [f'  in and out of {where}: {_size(n)}' for where, n in self.gradients.items()]
-        if self.gathered:
-            lines.append(f'  and of rows that are gathered from {", ".join(self.gathered)}')
+        sizes = [_size(g.bytes) if g.bytes is not None else 'gathered rows' for g in self.gradients]
+        parts = {
+            'towers': [f'{where}: {n} rows' for where, n in zip(self.towers, rows)],
+            'variables': [f'{where}: {_size(n)}' for where, n in self.variables.items()],
+            'gradients': [
+                f'{g.variable}: {size}, summed on {g.device}'
+                for g, size in zip(self.gradients, sizes)
+            ],
+            'gradients between devices, each step': [
+                f'in and out of {where}: {_size(n)}' for where, n in self.traffic.items()
+            ],
+            'ops': [
+                f'{self.divided} run in towers',
+                f'{len(self.once)} run once, on all rows',
+            ],
+            'run once: share of all output, name, bytes gathered, line, why': [
+                f'{op.share:.1%} {op.name}, {_size(op.gathered)}, {op.line or "no line"}, {op.why}'
+                for op in self.once
+            ],
+        }
+        lines = []
+        for title, entries in parts.items():
+            more = [f'and {len(entries) - 10} more'] if len(entries) > 10 else []
+            lines += [title, *(f'  {entry}' for entry in [*entries[:10], *more])] if entries else []
         return '\n'.join(lines)
 
 
@@ -54,37 +125,71 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))
         features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
         estimator.model_fn(features, labels, mode, estimator.config)
-        known = steps.of_graph(graph)
         variables: Counter[str] = Counter()
         for variable in tf.global_variables():
-            variables[variable.device or _NOWHERE] += placement.bytes_of(variable)
-        traffic = Counter(dict.fromkeys(known.devices, 0))
-        gathered = {}  # In their order.
+            variables[variable.device or _NOWHERE] += bytes_of(variable)
+        gradients = []
         for gradient, variable in optimizer.applied(graph):
-            if isinstance(gradient, tf.IndexedSlices):
-                gathered[variable.op.name] = True
-                continue
-            size = placement.bytes_of(variable)
-            for device in known.devices:
-                if spec_of(device) != spec_of(variable.device):
-                    traffic.update({device: size, variable.device or _NOWHERE: size})
-        return Explanation(
-            known.devices,
-            known.rows_per_tower,
-            dict(sorted(variables.items())),
-            {device: size for device, size in traffic.items() if size},
-            list(gathered),
-        )
+            size = None if isinstance(gradient, tf.IndexedSlices) else bytes_of(variable)
+            gradients.append(Gradient(variable.op.name, size, variable.device or _NOWHERE))
+        known = steps.of_graph(graph)
+        plan = known.plan
+        divided = (len(plan.ops), _once(plan, _line), _scopes(plan)) if plan else (0, [], {})
+        owned = dict(sorted(variables.items()))
+        return Explanation(known.devices, known.rows_per_tower, owned, gradients, *divided)
 
 
 def tell() -> None:
-    """Tells in the log how the default graph's batch is divided, and what isn't."""
+    """Tells in the log how the default graph's batch is divided, and what costs most that isn't."""
     step = steps.of_graph(tf.get_default_graph())
     rows: Sequence[Any] = step.rows_per_tower or ['its share'] * len(step.devices)
-    whole = [f'{name} ({reason})' for name, reason in step.whole.items()]
-    more = [f'{len(whole) - 5} more'] if len(whole) > 5 else []
-    tf.logging.info(
-        'The input_fn gives the global batch; its rows go to %s. Run once, with all rows: %s.',
-        ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows)),
-        ', '.join(whole[:5] + more) or 'nothing',
+    to = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows))
+    text = f'The input_fn gives the global batch; its rows go to {to}.'
+    if step.plan is not None:
+        text += f' {len(step.plan.ops)} ops run in towers.'
+        once = _once(step.plan, lambda op: '')
+        shares: Counter[str] = Counter()
+        for op in once:
+            shares[op.why] += op.share  # type: ignore[assignment]  # A Counter adds up floats, too.
+        [(why, share)] = shares.most_common(1) or [('', 0)]
+        if share > _WORTH_IT:
+            name = next(op.name for op in once if op.why == why)
+            text += f' {share:.0%} of their output is of {name} and others that run once: {why}.'
+    tf.logging.info('%s', text)
+
+
+def _output(op: tf.Operation) -> int:
+    return sum(map(bytes_of, op.outputs))
+
+
+def _once(plan: Plan, line: Callable[[tf.Operation], str]) -> list[Once]:
+    """The ops that run once, the costliest first."""
+    total = (
+        sum(_output(op) for op in plan.order if op.name in plan.ops or op.name in plan.once) or 1
     )
+    ops = [op for op in plan.order if op.name in plan.once]
+    found = [Once(op.name, *plan.once[op.name], _output(op) / total, line(op)) for op in ops]
+    return sorted(found, key=lambda once: (-once.share, -once.gathered))
+
+
+def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
+    """By the outermost scope, in the model's order; gradients are in that of what they're of."""
+    found: dict[str, Counter[str]] = {}
+    for op in sorted(plan.order, key=private.number):
+        scope = op.name.removeprefix('gradients/').partition('/')[0]
+        for tensor in op.outputs if op.name in plan.ops or op.name in plan.once else ():
+            partial = isinstance(plan.placements.get(tensor.name), Partial)
+            kind = 'once' if op.name in plan.once else 'partial' if partial else 'shard'
+            found.setdefault(scope, Counter())[kind] += bytes_of(tensor)
+    return {scope: dict(sizes) for scope, sizes in found.items()}
+
+
+def _line(op: tf.Operation) -> str:
+    """Where a model_fn made an op: in a file that isn't an installed package's, if there is one."""
+    frames = itertools.takewhile(
+        lambda frame: os.path.dirname(frame.filename) != _PACKAGES[-1], reversed(list(op.traceback))
+    )
+    library = tf.sysconfig.get_lib()
+    found = [frame for frame in frames if not frame.filename.startswith(library)]
+    own = [frame for frame in found if not frame.filename.startswith(_PACKAGES)]
+    return next((f'{os.path.basename(f.filename)}:{f.lineno}' for f in [*own, *found[-1:]]), '')

@@ -11,10 +11,12 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, compat, explanation, placement, private, steps
+from estimator_mgpu import batch, compat, explanation, private, steps
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
+from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rules import kinds
 
 
@@ -23,7 +25,7 @@ def replicate(
     *,
     devices: devices_lib.Devices = None,
     broadcast: Sequence[str] = (),
-    variables: str = placement.SPREAD,
+    variables: str = SPREAD,
     batch_norm: str = 'batch',
     **gone: Any,
 ) -> Callable[..., Any]:
@@ -63,7 +65,7 @@ def replicate(
     options: dict[str, Any] = dict(
         devices=devices, broadcast=broadcast, variables=variables, batch_norm=batch_norm
     )
-    for key, legal in (('variables', placement.CHOICES), ('batch_norm', ('batch', 'device'))):
+    for key, legal in (('variables', CHOICES), ('batch_norm', ('batch', 'device'))):
         if options[key] not in legal:
             raise ValueError(f'{key}={options[key]!r} is not known. Legal are {", ".join(legal)}.')
     if model_fn is None:
@@ -118,7 +120,7 @@ def replicate(
         bound = inspect.BoundArguments(signature, arguments)
         if config is not None and _is_export((features, labels), mode):
             return _build(model_fn, bound, None)  # A SavedModel goes anywhere: it names no device.
-        whole: dict[str, str] = {}
+        plan = None
         if len(towers) == 1:
             spec = _build(model_fn, bound, None if devices is None else towers[0])
             examples = steps.examples_of(features, labels, broadcast)
@@ -126,8 +128,8 @@ def replicate(
             found = batch.look_at(features, labels, broadcast)
             before = {op.name for op in tf.get_default_graph().get_operations()}
             spec = _build(model_fn, bound, None)
-            spec, examples, whole = _divided(spec, found, towers, before, options)
-        steps.record(steps.Step(examples, spec.loss, towers, whole))
+            spec, examples, plan = _divided(spec, found, towers, before, options)
+        steps.record(steps.Step(examples, spec.loss, towers, plan))
         explanation.tell()
         return spec
 
@@ -141,10 +143,10 @@ _building: list[tf.Graph] = []
 
 def _divided(
     spec: Any, found: batch.Batch, devices: Sequence[str], before: set[str], options: dict[str, Any]
-) -> tuple[Any, int | tf.Tensor | None, dict[str, str]]:
-    """Returns the EstimatorSpec of the divided graph, a batch's rows, and why ops run whole."""
+) -> tuple[Any, int | tf.Tensor | None, Plan | None]:
+    """Returns the EstimatorSpec of the divided graph, a batch's rows, and how it was divided."""
     graph = tf.get_default_graph()
-    placement.place(graph, options['variables'], devices, before)
+    place(graph, options['variables'], devices, before)
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
         with tf.device(devices_lib.host_of(devices[0])):
             total = found.total() if found.static is None and found.leaves else None
@@ -162,8 +164,8 @@ def _divided(
             gc.enable()
     examples = total if found.static is None else found.static
     if towers is None:
-        return spec, examples, {}
-    return _whole(spec, towers.whole), examples, towers.plan.reasons
+        return spec, examples, None
+    return _whole(spec, towers.whole), examples, towers.plan
 
 
 def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str | None) -> Any:

@@ -70,9 +70,9 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
           towers
             /device:CPU:0: 5 rows
             ...
-          gradients between devices, each step: 8.00B
-            in and out of /device:CPU:0: 8.00B
-            in and out of /device:CPU:1: 8.00B
+          ops
+            ... run in towers
+            0 run once, on all rows
 
         The `Explanation` is printed, too. A variable that the model_fn puts on no device, as
         Estimator does the global step, has none in it.

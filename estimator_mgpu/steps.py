@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch
+
+if TYPE_CHECKING:
+    from estimator_mgpu.partition.plan import Plan
 
 _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
 
@@ -18,7 +21,7 @@ class Step(NamedTuple):
     examples: int | tf.Tensor | None  # The rows of the whole batch: an int if they're static.
     loss: tf.Tensor | None
     devices: list[str]  # One a tower; none if the model_fn isn't replicated.
-    whole: dict[str, str] = {}  # Ops that run once, though they're given rows, and why.
+    plan: Plan | None = None  # How its graph was divided; None if it wasn't.
 
     @property
     def rows_per_tower(self) -> list[int] | None:

@@ -32,7 +32,7 @@ def main(argv):
         kernels, graph = shares_models.kernels_of(name, FLAGS.devices)
         count = sum(kernels.values())
         print(f'{name:22} {count:13}  {max(kernels.values()) / count:4.0%}', flush=True)
-        for op, why in steps.of_graph(graph).whole.items() if FLAGS.whole else ():
+        for op, (why, _) in steps.of_graph(graph).plan.once.items() if FLAGS.whole else ():
             print(f'  {op}: {why}')
 
 

@@ -1,10 +1,14 @@
 """`Estimator.explain()`, and what the log says as training starts."""
 
+import json
 import logging
+import re
+from collections import Counter
 
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
+import tf_slim
 
 import estimator_mgpu
 from models import floats, spec_of, step
@@ -40,9 +44,11 @@ def test_spread(capsys):
     assert found.variables == {'(no device)': 8, **dict(zip(CPUS, (720, 480, 240)))}
     # Into a variable's device from the 2 others, and out of each device to those of the others:
     # 2 * 360 + 240 + 120, 2 * 240 + 360 + 120 and 2 * 120 + 360 + 240.
-    assert found.gradients == dict(zip(CPUS, (1080, 960, 840)))
-    assert found.reduced_bytes == 2 * (360 + 240 + 120)
-    assert found.gathered == []
+    assert found.traffic == dict(zip(CPUS, (1080, 960, 840)))
+    assert found.gradients == [('a', 360, CPUS[0]), ('b', 240, CPUS[1]), ('c', 120, CPUS[2])]
+    assert '  b: 240B, summed on /device:CPU:1\n' in str(found)
+    assert found.once == [] and found.divided > 5
+    assert '  0 run once, on all rows' in str(found)
     assert capsys.readouterr().out == f'{found}\n'
 
 
@@ -60,7 +66,7 @@ def test_the_readme_gives_these_bytes(variables):
     found = explain(even, devices=towers, variables=variables)
     v, n = 4 * 100, 4
     busiest = {'spread': 4 * (n - 1) * v / n, 'first': 2 * (n - 1) * v, 'cpu': 2 * n * v}
-    assert 2 * max(found.gradients.values()) == busiest[variables]
+    assert 2 * max(found.traffic.values()) == busiest[variables]
 
 
 def test_batches_that_do_not_divide():
@@ -80,7 +86,7 @@ def test_a_batch_of_unknown_size():
 def test_one_device():
     found = explain(devices=1)
     assert found.towers == CPUS[:1] and found.rows_per_tower == [12]
-    assert found.gradients == {} and found.reduced_bytes == 0
+    assert found.traffic == {} and found.divided == 0 and found.once == []
     assert sum(found.variables.values()) == 2 * 4 * 180 + 8
 
 
@@ -92,9 +98,9 @@ def test_gathered_rows_are_not_counted():
         return spec_of(mode, loss, tf.train.AdagradOptimizer(0.1).minimize(loss, step()))
 
     found = explain(model_fn, devices=2)
-    assert found.gathered == ['table']
-    assert found.reduced_bytes == 8
-    assert str(found).endswith('and of rows that are gathered from table')
+    assert found.gradients[0] == ('table', None, CPUS[0])
+    assert found.traffic == {CPUS[0]: 8, CPUS[1]: 8}
+    assert '  table: gathered rows, summed on /device:CPU:0\n' in str(found)
 
 
 def test_two_optimizers_reduce_twice():
@@ -104,7 +110,7 @@ def test_two_optimizers_reduce_twice():
         updates = [tf.train.GradientDescentOptimizer(0.1).minimize(loss) for _ in range(2)]
         return spec_of(mode, loss, *updates, step().assign_add(1))
 
-    assert explain(model_fn, devices=2).reduced_bytes == 2 * 12
+    assert explain(model_fn, devices=2).traffic == {CPUS[0]: 24, CPUS[1]: 24}
 
 
 def test_nothing_is_written_and_training_goes_on(tmp_path):
@@ -124,7 +130,7 @@ def test_batches_that_are_fed():
         return model_fn(features['x'], labels, mode)
 
     found = explain(of_dict, input_fn=input_fn, devices=2)
-    assert found.towers == CPUS[:2] and found.reduced_bytes == 720
+    assert found.towers == CPUS[:2] and sum(found.traffic.values()) == 2 * 720
 
 
 @pytest.mark.parametrize(
@@ -143,18 +149,102 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     assert f'its rows go to {line}' in found.getMessage()
 
 
-def test_the_log_says_what_runs_once(caplog):
-    """Who runs out of memory finds there what has all rows on one device."""
-
-    def ranked(features, labels, mode):
-        order = tf.sort(features, 0, name='order')
+def ranked(features, labels, mode):
+    """Sorts a batch's rows, by each feature: that takes all of them."""
+    order = tf.sort(features, 0, name='order')
+    with tf.variable_scope('net'):
         net = tf.matmul(order, tf.get_variable('w', [3, 1]))
-        loss = tf.reduce_mean(tf.square(net - labels))
+    loss = tf.reduce_mean(tf.square(net - labels))
+    return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+
+FLOATS = 12 * 3 * 4  # bytes of a batch's features
+
+
+@pytest.mark.core
+def test_what_runs_once():
+    """`tf.sort` sorts what was transposed, by `TopKV2`, and transposes that: values and indices."""
+    found = explain(ranked, devices=2)
+    all_bytes = sum(sum(sizes.values()) for sizes in found.scopes.values())
+    top, transposed = found.once
+    assert (top.name, top.why) == ('order/TopKV2', 'this TopKV2 needs all rows')
+    assert top.gathered == FLOATS and top.share == pytest.approx(2 * FLOATS / all_bytes)
+    assert top.line.startswith('test_explanation.py:')
+    # It isn't given rows, but what was made of them.
+    assert (transposed.name, transposed.why) == ('order/transpose_1', top.why)
+    assert transposed.gathered == 0
+    assert f'{top.share:.1%} order/TopKV2, 144B, {top.line}, {top.why}\n' in str(found)
+    # Negated, transposed; and negated again, where it's divided again.
+    assert found.scopes['order'] == {'shard': 3 * FLOATS, 'once': 3 * FLOATS}
+    # The product, and its gradients by the features and, as sums, by w.
+    assert found.scopes['net'] == {'shard': 12 * 4 + FLOATS, 'partial': 3 * 4}
+
+
+def test_lines_are_those_of_the_program():
+    """Of the deepest of its own functions; not of an installed library."""
+
+    def layer(net):
+        return tf.layers.dense(tf.sort(net, 0, name='own'), 3, name='net')  # here
+
+    def model_fn(features, labels, mode):
+        net = tf.sort(tf_slim.fully_connected(layer(features), 3), 0, name='direct')
+        loss = tf.reduce_mean(tf_slim.flatten(tf.sort(net, 0)) - labels)
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    lines = {op.name: op.line for op in explain(model_fn, devices=2).once}
+    first = layer.__code__.co_firstlineno
+    assert lines['own/TopKV2'] == f'test_explanation.py:{first + 1}'
+    assert lines['direct/TopKV2'] == f'test_explanation.py:{first + 4}'
+
+
+def test_more_than_ten():
+    def model_fn(features, labels, mode):
+        net = tf.add_n([tf.sort(features * i, 0, name=f'order{i}') for i in range(12)])
+        loss = tf.reduce_mean(net * tf.get_variable('w', [3]))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    found = explain(model_fn, devices=2)
+    assert len(found.once) > 12
+    assert str(found).endswith(f'\n  and {len(found.once) - 10} more')
+
+
+def test_as_a_dict():
+    found = json.loads(json.dumps(explain(ranked, devices=2).as_dict()))
+    assert found['towers'] == CPUS[:2] and found['traffic'] == {CPUS[0]: 12, CPUS[1]: 12}
+    assert found['once'][0]['name'] == 'order/TopKV2' and found['once'][0]['gathered'] == FLOATS
+    assert found['gradients'] == [{'variable': 'net/w', 'bytes': 12, 'device': CPUS[0]}]
+    assert found['scopes']['order'] == {'shard': 3 * FLOATS, 'once': 3 * FLOATS}
+
+
+def test_a_drawing(tmp_path):
+    """A bar for each scope, with a box for each placement that there is in the model."""
+    path = tmp_path / 'plan.svg'
+    explain(ranked, devices=2).draw(str(path))
+    svg = path.read_text()
+    texts = re.findall(r'<!-- (.*?) -->', svg)
+    assert {'order', 'net', 'Mean', 'shard', 'partial', 'once'} <= set(texts)
+    boxes = Counter(re.findall(r'style="fill: (#\w+)"/>', svg.partition('legend_1')[0]))
+    assert boxes['#1f77b4'] == boxes['#2ca02c'] == boxes['#d62728'] == 7  # scopes
+
+
+def test_the_log_says_what_costs_most(caplog):
+    """Who runs out of memory finds there what has all rows on one device."""
+    caplog.set_level(logging.INFO)
+    found = explain(ranked, devices=2)
+    [line] = [r.getMessage() for r in caplog.records if 'its rows go to' in r.getMessage()]
+    share = sum(op.share for op in found.once)
+    assert f' {found.divided} ops run in towers. {share:.0%} of their output' in line
+    assert line.endswith('order/TopKV2 and others that run once: this TopKV2 needs all rows.')
+
+
+def test_the_log_is_silent_on_what_costs_little(caplog):
+    def model_fn(features, labels, mode):
+        net = tf.layers.dense(features, 1000)
+        loss = tf.reduce_mean(net) + tf.reduce_mean(tf.sort(features[:, 0]) * 1.0)
         return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
 
     caplog.set_level(logging.INFO)
-    explain(ranked, devices=2)
-    assert 'with all rows: order/' in caplog.text
-    caplog.clear()
-    explain(devices=2)
-    assert 'with all rows: nothing.' in caplog.text
+    found = explain(model_fn, devices=2)
+    assert 0 < sum(op.share for op in found.once) < 0.05
+    [line] = [r.getMessage() for r in caplog.records if 'its rows go to' in r.getMessage()]
+    assert line.endswith(f' {found.divided} ops run in towers.')

@@ -30,18 +30,11 @@ def divide(
     before: Set[str] = frozenset(),
     batch_norm: str = 'batch',
 ) -> Towers | None:
-    """Divides a finished graph over devices.
+    """Divides a finished graph over devices, one a tower.
 
-    Args:
-      graph: the graph.
-      batch: what there is to divide.
-      total: how many rows there are, an int32 scalar, if the graph doesn't know.
-      devices: one device a tower.
-      before: names of ops that aren't the model's (the global step, say), and stay as they are.
-      batch_norm: whether fused batch normalization takes statistics of the 'batch' or a 'device'.
-
-    Returns:
-      The towers; None if the graph stays as it is, as there are fewer rows than devices.
+    `total` is how many rows there are, an int32 scalar, if the graph doesn't know; `before` names
+    ops that aren't the model's (the global step, say), which stay as they are. Returns None if the
+    whole graph does, as there are fewer rows than devices.
     """
     sources, static, leaves = batch
     sparse = [

@@ -13,6 +13,7 @@ from estimator_mgpu import private
 from . import plan
 from .plan import KEPT, OWN, REPLICATE, WHOLE, Division, OpPlan, Partial, Placement, Shard
 from .rules import kinds
+from .rules.signature import Undivided
 from .symbols import Size, per_row
 
 if TYPE_CHECKING:
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
 
 Inside = Callable[..., Any]
 """Begins a pass over a function: (outer pass, graph, strict, wanted), as `Inside` does."""
-
-
-class Undivided(Exception):
-    """A function asks for something that towers can't do by themselves."""
 
 
 def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) -> Division | None:
@@ -35,12 +32,10 @@ def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) 
     if all(p == REPLICATE for p in given) or not graphs:
         return None
     divide = _loop if op.type in kinds.LOOPS else _branch
-    for numbers in (False, True):
-        try:
-            return divide(_Call(inside, outer, op, given, graphs, numbers))
-        except Undivided:
-            continue
-    return None
+    try:
+        return divide(_Call(inside, outer, op, given, graphs, False))
+    except Undivided:
+        return divide(_Call(inside, outer, op, given, graphs, True))
 
 
 @dataclass
@@ -82,7 +77,7 @@ class _Call:
             dims = inside.sizes.dims(like[i])  # A loop's condition has no shapes.
             if isinstance(placement, Shard):
                 if dims is None:
-                    raise Undivided(f'the size of {given.name}')
+                    raise Undivided(f'the size of {given.name} is unknown')
                 dims = list(dims)
                 dims[placement.axis] = self.factor(i) * Size(1, (self.outer.rows,))
             if placement != REPLICATE:
@@ -118,7 +113,7 @@ class _Call:
         found = self.outer.sizes.per_row(tensor, placed.axis, self.outer.rows)
         found = found or self._factors.get(i)
         if found is None:
-            raise Undivided(f'the size of {tensor.name}')
+            raise Undivided(f'the size of {tensor.name} is unknown')
         return found
 
     def need(self, i: int) -> plan.Need:
@@ -133,7 +128,7 @@ class _Call:
         size = self.size(i)
         rows = [position for position, entry in enumerate(size) if self.by_row(entry)]
         if len(rows) > 1 or any(per_row(size[at], self.outer.rows) is None for at in rows):
-            raise Undivided(f'the sizes in {tensor.name}')
+            raise Undivided(f'the sizes in {tensor.name} are unknown')
         return plan.Local(tuple(size), rows[0], self.outer.rows) if rows else WHOLE
 
 
@@ -156,13 +151,13 @@ def _loop(call: _Call) -> Division | None:
             if before[a.axis] != after[a.axis]:
                 raise Undivided(f'{body.outputs[i].name} has another size')
         if a == REPLICATE and inside.differs(body.outputs[i]) and not call.size(i):
-            raise Undivided(f'{body.outputs[i].name} is a size')
+            raise Undivided(f'{body.outputs[i].name} is a size that goes by rows')
     if not any(isinstance(p, (Shard, plan.ShardList)) for p in placed):
         return None
     known = len(call.wanted)
     asked, [decision] = call.run(condition, body.inputs, True)
     if len(call.wanted) > known or decision != REPLICATE or asked.differs(condition.outputs[0]):
-        raise Undivided('it ends by rows')
+        raise Undivided('rows say when it ends')
     needs = tuple(map(call.need, range(len(placed))))
     if not outer.own_lists(zip(op.inputs, needs)):
         return None
@@ -193,7 +188,7 @@ def _branch(call: _Call) -> Division | None:
         tensors = [graph.outputs[i] for graph in graphs]
         placed = _joined(tensors, [returned[i] for _, returned in runs])
         if placed == REPLICATE and any(inside.differs(t) for (inside, _), t in zip(runs, tensors)):
-            raise Undivided(f'{output.name} is a size')
+            raise Undivided(f'{output.name} is a size that goes by rows')
         if isinstance(placed, Shard):
             found = [
                 inside.sizes.per_row(t, placed.axis, outer.rows)
@@ -201,7 +196,7 @@ def _branch(call: _Call) -> Division | None:
             ]
             factor = found[0]
             if factor is None or factor.static is None or any(f != factor for f in found):
-                raise Undivided(f'the size of {output.name}')
+                raise Undivided(f'the size of {output.name} is unknown')
             like = runs[0][0].sizes.dims(tensors[0])
             dims[i] = outer.sizes.dims_of_rows(output, placed.axis, factor, outer.rows, like)
         made.append(placed)
@@ -222,7 +217,7 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
         empty = isinstance(placed, KEPT) and tensor.op.type in kinds.EMPTY_LISTS
         nothing = isinstance(placed, Partial) and placed.reduce == 'sum' and _is_zero(tensor)
         if own != placed and not (own == REPLICATE and (empty or nothing)):
-            raise Undivided(f'{tensor.name} is {own} in one branch, and {placed} in another')
+            raise Undivided(f'{tensor.name} has rows, or sums, in some branches only')
     return placed
 
 
@@ -240,7 +235,7 @@ def _meet(a: Placement, b: Placement) -> Placement:
         return a
     if a == REPLICATE and not (isinstance(b, Partial) and b.reduce != 'sum'):
         return b
-    raise Undivided(f'{a} becomes {b}')
+    raise Undivided(f'a {a} becomes a {b}')
 
 
 def _value(position: int, *graphs: Any) -> plan.Value | None:

@@ -1,17 +1,56 @@
-"""Where ops that run once run: at the variable that they serve, else at their biggest input."""
+"""Where variables live; and ops that run once: at the variable that they serve, if any."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from .plan import Plan
 
+CPU, FIRST, SPREAD = CHOICES = ('cpu', 'first', 'spread')
 _ROWS = 64  # stands for a dimension that isn't known
 _ANYWHERE = (tf.string, tf.resource, tf.variant)  # These types' kernels aren't on every device.
+
+
+def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]) -> None:
+    """Puts a model's variables on devices, but for those that have one already.
+
+    A variable under another's name goes with that: Adam's moments, say, be they slots or made by
+    hand. What else has to be where a variable is follows by itself, as TensorFlow places it.
+    """
+    keys = (tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.LOCAL_VARIABLES)
+    variables = [v for key in keys for v in graph.get_collection(key)]
+    variables = [v for v in variables if not v.device and v.op.name not in before]
+    names = {v.op.name for v in variables}
+    groups: dict[str, list[Any]] = {}
+    for variable in variables:
+        groups.setdefault(_leader(variable, names), []).append(variable)
+    sizes = {leader: sum(map(bytes_of, group)) for leader, group in groups.items()}
+    load = dict.fromkeys(devices, 0)  # bytes
+    for leader in sorted(sizes, key=lambda leader: -sizes[leader]):
+        group = groups[leader]
+        if choice == CPU:
+            device = '/device:CPU:0'
+        elif choice == FIRST or not any(variable.trainable for variable in group):
+            device = devices[0]  # Counters, metrics, moving averages: towers don't need them.
+        else:
+            device = min(load, key=lambda device: load[device])
+        load[device] = load.get(device, 0) + sizes[leader]
+        for variable in group:
+            private.set_device(variable.op, device)
+
+
+def _leader(variable: Any, names: set[str]) -> str:
+    """Returns the name of the variable that another goes with: its own, if there is none."""
+    own = variable.op.name
+    groups = private.colocated_with(variable.op)
+    parts = own.split('/')
+    above = ['/'.join(parts[:i]) for i in range(1, len(parts))]
+    return next((name for name in [*groups, *above] if name in names - {own}), own)
 
 
 def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
@@ -37,14 +76,14 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
             put(name, map(home, graph.get_tensor_by_name(name).consumers()))
 
     for op in reversed(free):  # What becomes of a gradient is where its variable is.
-        given = max(map(_bytes, op.inputs), default=0)
+        given = max(map(bytes_of, op.inputs), default=0)
         for tensor in op.outputs:
-            if _bytes(tensor) >= given:
+            if bytes_of(tensor) >= given:
                 put(op.name, map(home, tensor.consumers()))
     put_wholes()
     for op in free:
         if op.name not in found and len(op.inputs):
-            biggest = max(op.inputs, key=_bytes)
+            biggest = max(op.inputs, key=bytes_of)
             put(op.name, [found.get(biggest.name) or home(biggest.op)])
     put_wholes()
     for op in free:
@@ -69,8 +108,7 @@ def _fixed(op: tf.Operation, plan: Plan) -> str | None:
     return '' if any(name not in plan.ops for name in private.colocated_with(op)) else None
 
 
-def _bytes(tensor: tf.Tensor) -> int:
-    if tensor.shape.rank is None:
-        return _ROWS
-    dims = [_ROWS if dim is None else dim for dim in tensor.shape.as_list()]
-    return math.prod(dims) * (tensor.dtype.size or 1)
+def bytes_of(tensor: Any) -> int:
+    """The bytes of a tensor, or of a variable's value; an unknown dimension counts as 64."""
+    dims = [None] if tensor.shape.rank is None else tensor.shape.as_list()
+    return math.prod(_ROWS if d is None else d for d in dims) * (tensor.dtype.base_dtype.size or 1)

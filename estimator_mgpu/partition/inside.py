@@ -13,10 +13,11 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from . import plan
-from .functions import Undivided, call
+from .functions import call
 from .plan import OWN, REPLICATE, WHOLE, Division, Need, OpPlan, Partial, Placement, Shard, Slice
 from .propagation import Caller, Pass
 from .rules import kinds
+from .rules.signature import Undivided
 from .symbols import Entry, Size, per_row
 
 
@@ -57,7 +58,7 @@ class Inside(Pass):
             if any(p != REPLICATE for p in placements) and any(
                 self.sizes.entries(t) is None for t in op.outputs
             ):
-                raise Undivided(f'sizes of {op.name}')
+                raise Undivided(f'the sizes of {op.name} are unknown')
             return
         if all(p == REPLICATE for p in placements):
             if not any(map(self.differs, op.inputs)):
@@ -73,10 +74,10 @@ class Inside(Pass):
 
     def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
         made = super().linear(op, placements)
-        if made is None and not self.strict:
-            total = Partial('sum', self.rows)
-            made = super().linear(op, [total if p == REPLICATE else p for p in placements])
-        return made
+        if made or self.strict:
+            return made
+        total = Partial('sum', self.rows)
+        return super().linear(op, [total if p == REPLICATE else p for p in placements])
 
     def differs(self, tensor: tf.Tensor) -> bool:
         """Whether towers have their own versions of a size."""
@@ -98,7 +99,7 @@ class Inside(Pass):
         dims = [Size(d) for d in op.outputs[0].shape.as_list()]
         own = per_row(dims[need.axis], self.rows)
         if own is None:
-            raise Undivided(f'the size of {op.name}')
+            raise Undivided(f'the size of {op.name} is unknown')
         needs: tuple[Need, ...] = (Slice(need.axis, self.rows, own),)
         if op.type == kinds.FILL:
             needs = (plan.Local(tuple(dims), need.axis, self.rows), WHOLE)
@@ -109,7 +110,7 @@ class Inside(Pass):
         return not self.strict or super().own_lists(given)
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
-        raise Undivided(f'{op.name}: {reason} ({placements})')
+        raise Undivided(f'{op.name}: {reason}')
 
     def reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
         raise Undivided(f'{op.type} needs a sum')

@@ -153,5 +153,6 @@ class Plan(NamedTuple):
     order: Sequence[tf.Operation]  # the ops that depend on these, each after those it depends on
     ops: dict[str, OpPlan]  # those that run in towers, by name
     placements: dict[str, Placement]  # by name, what towers have of the tensors that they make
-    reasons: dict[str, str]  # of the others in `order` that are given rows: why they run once
+    # The others in `order` that are given rows: why they run once, and bytes gathered for that.
+    once: dict[str, tuple[str, int]]
     sizes: Sizes

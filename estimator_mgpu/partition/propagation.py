@@ -9,11 +9,11 @@ from typing import Any, Optional
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from .homes import bytes_of
 from .matching import Matching
 from .plan import KEPT, OWN, REPLICATE, WHOLE, Division, OpPlan, Partial, Placement, Plan, Shard
 from .rules import kinds, lists
-from .rules.linear import is_forwarding, linear
-from .rules.signature import Rule, UnknownRank, signature_of
+from .rules.signature import Rule, Undivided, signature_of
 from .rules.sizes import Sizes
 from .symbols import Rows, Size
 
@@ -81,7 +81,7 @@ class Pass:
         self.sizes = Sizes(self.scope)
         self.ops: dict[str, OpPlan] = {}
         self.placements: dict[str, Placement] = {}
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, tuple[str, int]] = {}
         self.again: set[str] = set()  # made whole, and may be divided again along dimension 0
 
     def visit(self, op: tf.Operation) -> None:
@@ -112,17 +112,33 @@ class Pass:
             self.divide(op, Division(OpPlan(needs), [made]))
 
     def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
-        """What an op makes of partial results; None if it needs the reduced one."""
-        return linear(op, placements)
+        """What an op makes of partial results; None if it needs the reduced one.
+
+        A product with what is whole isn't made of these: an infinite factor gives inf for the sum,
+        but nan where a tower's part is 0. Nor is a quotient.
+        """
+        padding = op.type in kinds.PADDINGS
+        first, *others = reversed(placements) if padding else placements
+        if not isinstance(first, Partial):
+            return None
+        if op.type in kinds.JOINS:
+            *others, along = others
+            return first if along == REPLICATE and all(p == first for p in others) else None
+        sums = op.type in kinds.SUMS and first.reduce == 'sum' and all(p == first for p in others)
+        views = op.type in kinds.VIEWS or (padding and first.reduce == 'sum')
+        return first if sums or (views and all(p == REPLICATE for p in others)) else None
 
     def by_rule(self, op: tf.Operation, placements: list[Placement]) -> None:
         """Divides an op by the rule for its type, or lets it run once."""
-        ruled = op.type in self.table or op.type in self.callers
-        reason = f'this {op.type} is not row by row' if ruled else f'no rule for {op.type}'
+        reason = f'no rule for {op.type}'
+        if op.type in self.table or op.type in self.callers:
+            before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
+            given = any(p != REPLICATE for p in placements) or not before
+            reason = f'this {op.type} needs all rows' if given else before[0]
         try:
             found = self._division(op, placements)
-        except UnknownRank as error:
-            found, reason = None, f'the rank of {error} is unknown'
+        except Undivided as error:
+            found, reason = None, str(error)
         except Exception as error:
             what = f'{op.name!r} (a {op.type}): {type(error).__name__}'
             raise RuntimeError(f'{what}: {error}') from error
@@ -172,23 +188,25 @@ class Pass:
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         """Lets an op run once."""
-        if any(p != REPLICATE for p in placements):
-            if op.type not in kinds.SIZES:
-                self.reasons[op.name] = reason
-                self.reduce(op, placements)
-            for tensor, placement in zip(op.inputs, placements):
-                if isinstance(placement, KEPT):
-                    self.once.add(tensor.op.name)
-        rows = any(isinstance(p, Shard) for p in placements)
-        if rows or any(t.name in self.again for t in op.inputs):
-            for tensor in op.outputs if op.type not in kinds.SIZES else ():
+        for tensor, placement in zip(op.inputs, placements):
+            if isinstance(placement, KEPT):
+                self.once.add(tensor.op.name)
+        behind = [t.op.name for t in op.inputs if t.name in self.again]
+        if op.type in kinds.SIZES or (not behind and all(p == REPLICATE for p in placements)):
+            return
+        joined = {t: isinstance(p, (Shard, Partial)) for t, p in zip(op.inputs, placements)}
+        self.reasons[op.name] = reason, sum(map(bytes_of, filter(joined.get, joined)))
+        self.reduce(op, placements)
+        if behind or any(isinstance(p, Shard) for p in placements):
+            for tensor in op.outputs:
                 self.again.add(tensor.name)
                 self.sizes.begin(tensor)
 
     def reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
         """Notes that partial results are to be reduced: where they come from, once for all."""
         for tensor in (t for t, p in zip(op.inputs, placements) if isinstance(p, Partial)):
-            while is_forwarding(tensor.op) and self.seen(tensor.op.inputs[0]) != REPLICATE:
+            # Reducing before an op that only passes on what it's given first is as good.
+            while tensor.op.type in kinds.VIEWS and self.seen(tensor.op.inputs[0]) != REPLICATE:
                 tensor = tensor.op.inputs[0]
             self.reduced.add(tensor.name)
         return [REPLICATE if isinstance(p, Partial) else p for p in placements]

@@ -171,9 +171,8 @@ class Towers:
             vector = add('Reshape', flat, host, T=dtype, Tshape=tf.int32)
             vector = self._nodes.cast(vector, dtype, tf.int32, host)
             index = symbol.position
-        ends = [self._sharding.tensor([end]) for end in (index, index + 1, 1)]
-        attrs = {'T': tf.int32, 'Index': tf.int32, 'shrink_axis_mask': 1}
-        return add('StridedSlice', [vector, *ends], host, **attrs)
+        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
+        return add('Gather', [vector, self._sharding.tensor(index)], host, **types)
 
     def _given(self, tensor: tf.Tensor, need: Need, tower: int) -> str:
         """What a tower's op is given."""

@@ -3,6 +3,22 @@
 CONST, FILL, GROUP, IDENTITY, READ = 'Const', 'Fill', 'NoOp', 'Identity', 'ReadVariableOp'
 ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
 """What makes a tensor like another, with the value of its entries."""
+VIEWS = frozenset(
+    [
+        'ExpandDims',
+        'Identity',
+        'PreventGradient',
+        'Reshape',
+        'Snapshot',
+        'Squeeze',
+        'StopGradient',
+        'Transpose',
+    ]
+)
+"""What can be taken of towers' partial results, be they reduced before or after."""
+SUMS = ('Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub')
+"""What can be taken of partial sums."""
+JOINS, PADDINGS = ('ConcatV2',), ('StridedSliceGrad',)  # The last input comes out between zeros.
 SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 """What looks at nothing but a tensor's dimensions."""
 BROADCAST_AXES = 'BroadcastGradientArgs'

@@ -118,7 +118,7 @@ def _signature(
     for word, tensor in zip(given, op.inputs):
         found = sizes.entries(tensor) if '#' in word else sizes.dims(tensor)
         if found is None and word not in ('*', '='):
-            raise UnknownRank(tensor.name)
+            raise Undivided(f'the rank of {tensor.name} is unknown')
         shapes.append(found if found is not None and word not in ('*', '=') else [])
     lengths: dict[str, int] = {}
     for word, shape in zip(given, shapes):
@@ -168,7 +168,7 @@ def _result(word: str, tensor: tf.Tensor, lengths: Mapping[str, int]) -> tuple[L
     if word == '*':
         return (None,) * (known or 0)
     if known is None and '...' in word:
-        raise UnknownRank(tensor.name)
+        raise Undivided(f'the rank of {tensor.name} is unknown')
     count = known if '...' in word else sum(lengths.get(part, 1) for part in word)
     return _labels(word, count, lengths)
 
@@ -177,20 +177,20 @@ def _capitals(words: str) -> str:
     return ''.join(filter(str.isupper, words))
 
 
-class UnknownRank(Exception):
-    """A tensor has dimensions that a rule would have to know."""
+class Undivided(Exception):
+    """An op can't be divided, and why."""
 
 
 def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
-    """The number of dimensions; raises UnknownRank if it's unknown."""
+    """The number of dimensions; raises Undivided if it's unknown."""
     dims = sizes.dims(tensor)
     if dims is None:
-        raise UnknownRank(tensor.name)
+        raise Undivided(f'the rank of {tensor.name} is unknown')
     return len(dims)
 
 
 def labels(tensor: tf.Tensor, sizes: Sizes, prefix: str = '') -> tuple[Label, ...]:
-    """One label for each dimension, from the first; raises UnknownRank if it's unknown."""
+    """One label for each dimension, from the first; raises Undivided if it's unknown."""
     return tuple(f'{prefix}{i}' for i in range(rank(tensor, sizes)))
 
 

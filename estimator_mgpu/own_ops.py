@@ -1,0 +1,118 @@
+"""Rules for ops that the table doesn't know: how they're divided, and whether that holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import batch, private
+from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.rules import RULES
+from estimator_mgpu.partition.rules.signature import Rule, parsed
+
+FAMILIES = {
+    'elementwise': 'S+ -> S',
+    'row by row': 'n... -> n...',
+    'last dimension': 'S_ -> S_',
+    'sum': 'n... -> * (sum)',
+    'matmul': 'mk kn -> mn (sum)',
+}
+_KNOWN = frozenset(RULES)
+
+
+def register_rule(op_type: str, rule: Rule) -> None:
+    """Says how ops of a type are divided, which otherwise run once, on the whole batch.
+
+    Examples:
+      >>> register_rule('MyGelu', 'elementwise')
+      >>> register_rule('MyLayerNorm', 'S_ * * -> S_')
+      >>> register_rule('MySort', lambda op, sizes: 'n_ -> n_' if op.get_attr('axis') else None)
+
+    Args:
+      op_type: as in `op.type`, and in C++ in `REGISTER_OP`.
+      rule: the name of a family: 'elementwise' (of any number of inputs, with broadcasting),
+        'row by row' (of one input, rows first), 'last dimension' (each vector by itself), 'sum'
+        (over rows) or 'matmul'. Or what these stand for, a text with a word for each input and each
+        output, and in it a letter for each dimension; `*` is whole on each device. Or a function
+        (op, sizes) -> such a text, or None where the op can't be divided. `check_rule` runs it.
+
+    Raises:
+      ValueError: for a text that isn't a rule, or a type that has a rule already.
+    """
+    if op_type in _KNOWN:
+        raise ValueError(f'{op_type} has a rule already. Register one for a type that has none.')
+    found = FAMILIES.get(rule, rule) if isinstance(rule, str) else rule
+    if isinstance(found, str):
+        parsed(found)
+    RULES[op_type] = found
+
+
+def check_rule(function: Callable[..., Any], *rows: Any, towers: int = 3) -> set[str]:
+    """Runs ops on a batch and on uneven shards of it, one of them empty, and compares.
+
+    Examples:
+      >>> check_rule(tf.nn.softmax, np.random.randn(7, 3).astype('float32'))
+      {'Softmax'}
+
+    Args:
+      function: makes a tensor, or a nest of tensors, of tensors.
+      *rows: what it's called with: arrays with a row an example, as many rows in each.
+      towers: how many shards there are, at least 2, and fewer than rows.
+
+    Returns:
+      The types of the ops that ran in towers. Others ran once: they have no rule, or one that says
+      that they can't be divided.
+
+    Raises:
+      AssertionError: if numbers differ by more than rounding, or in shape or dtype.
+    """
+    arrays = [np.asarray(given) for given in rows]
+    if len({len(given) for given in arrays}) != 1 or not 1 < towers < len(arrays[0]):
+        shapes = ', '.join(str(given.shape) for given in arrays) or 'none'
+        raise ValueError(
+            f'Give arrays of more than {towers} rows, as many in each. Given: {shapes}.'
+        )
+    divided: set[str] = set()
+    for count in (len(arrays[0]), towers - 1):
+        given = [array[:count] for array in arrays]
+        expected, _ = _results(function, given, 1)
+        found, types = _results(function, given, towers)
+        divided |= types
+        for one, other in zip(expected, found):
+            np.testing.assert_equal((other.dtype, other.shape), (one.dtype, one.shape))
+            if one.dtype.kind in 'fc':
+                eps = 4 * np.finfo(one.dtype).eps * max(np.abs(one).max(initial=0), 1)
+                np.testing.assert_allclose(other, one, rtol=1e-5, atol=eps)
+            else:
+                np.testing.assert_array_equal(other, one)
+    return divided
+
+
+def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], set[str]]:
+    """What a function's tensors come to, and the types of the ops that are divided."""
+    with tf.Graph().as_default() as graph:
+        tensors = [tf.placeholder(given.dtype, [None, *given.shape[1:]]) for given in rows]
+        made = [tf.identity(t) for t in tf.nest.flatten(function(*tensors))]
+        types: set[str] = set()
+        if towers > 1:
+            found = batch.look_at(tensors, None)
+            names = [f'/device:CPU:{i}' for i in range(towers)]
+            divided = divide(graph, found, found.total(), names)
+            assert divided is not None  # Rows are dynamic.
+            types = {*_types(graph, divided.plan.ops)}
+            made = [divided.whole(t) for t in made]
+        with tf.Session(config=tf.ConfigProto(device_count={'CPU': towers})) as session:
+            session.run([tf.global_variables_initializer(), tf.tables_initializer()])
+            return session.run(made, dict(zip(tensors, rows))), types
+
+
+def _types(graph: tf.Graph, plans: dict[str, Any]) -> Iterator[str]:
+    """Those of ops that run in towers, in functions that they call, too."""
+    for name, plan in plans.items():
+        op = graph.get_operation_by_name(name)
+        yield op.type
+        for function, own in zip(private.function_graphs(op), plan.functions):
+            yield from _types(function, own)
