@@ -5,6 +5,7 @@ from estimator_mgpu.contrib import replicate_model_fn
 from estimator_mgpu.devices import session_config
 from estimator_mgpu.hooks import ProgressHook, ThroughputHook
 from estimator_mgpu.optimizer import TowerOptimizer
+from estimator_mgpu.own_ops import check_rule, register_rule
 from estimator_mgpu.replicate import replicate
 from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
 from estimator_mgpu.verification import verify
@@ -16,7 +17,9 @@ __all__ = [
     'ProgressHook',
     'ThroughputHook',
     'TowerOptimizer',
+    'check_rule',
     'estimator',
+    'register_rule',
     'replicate',
     'replicate_estimator',
     'replicate_model_fn',

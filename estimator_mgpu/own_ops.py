@@ -95,7 +95,7 @@ def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], se
     """What a function's tensors come to, and the types of the ops that are divided."""
     with tf.Graph().as_default() as graph:
         tensors = [tf.placeholder(given.dtype, [None, *given.shape[1:]]) for given in rows]
-        made = [tf.identity(t) for t in tf.nest.flatten(function(*tensors))]
+        made = tf.nest.flatten(function(*tensors))
         types: set[str] = set()
         if towers > 1:
             found = batch.look_at(tensors, None)
@@ -104,7 +104,10 @@ def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], se
             assert divided is not None  # Rows are dynamic.
             types = {*_types(graph, divided.plan.ops)}
             made = [divided.whole(t) for t in made]
-        with tf.Session(config=tf.ConfigProto(device_count={'CPU': towers})) as session:
+        config = tf.ConfigProto(device_count={'CPU': towers})
+        # Of fused batch normalization it loses outputs that are fetched.
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        with tf.Session(config=config) as session:
             session.run([tf.global_variables_initializer(), tf.tables_initializer()])
             return session.run(made, dict(zip(tensors, rows))), types
 
