@@ -93,9 +93,9 @@ def _input_fn() -> Any:
 
 def explain(options: argparse.Namespace) -> int:
     """Prints how a model_fn would be divided."""
-    estimator = estimator_mgpu.Estimator(
-        options.model_fn, params=options.params, devices=options.devices
-    )
+    devices = options.devices
+    devices = int(devices) if devices and devices.isdigit() else devices and devices.split(',')
+    estimator = estimator_mgpu.Estimator(options.model_fn, params=options.params, devices=devices)
     found = estimator.explain(options.input_fn)
     if options.draw:
         found.draw(options.draw)
@@ -106,21 +106,23 @@ def _named(name: str) -> Any:
     """Imports what a command names: `module:function`."""
     try:
         return pkgutil.resolve_name(name)
-    except (ImportError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(f'{name!r}: {error}. Give module:function') from error
+    except (ImportError, AttributeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f'{error}. Give module:function') from error
 
 
-def _arguments() -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser('python -m estimator_mgpu', description=__doc__)
-    command = parser.add_subparsers(dest='command').add_parser('explain')
+    command = parser.add_subparsers(dest='command').add_parser('explain', help=explain.__doc__)
     command.add_argument('model_fn', type=_named, help='module:function')
     command.add_argument('--input_fn', type=_named, required=True, help='module:function')
     command.add_argument('--params', type=json.loads, help="the model_fn's, as JSON")
-    command.add_argument('--devices', help='how many, or their names with commas; by default GPUs')
-    command.add_argument('--draw', metavar='plan.svg', help='a file to draw it to, by Matplotlib')
+    command.add_argument(
+        '--devices', help='how many, or their names with commas; default: all GPUs'
+    )
+    command.add_argument('--draw', metavar='plan.svg', help='also draws it, with Matplotlib')
     return parser.parse_args()
 
 
 if __name__ == '__main__':
-    arguments = _arguments()
-    sys.exit(explain(arguments) if arguments.command else main())
+    options = _options()
+    sys.exit(explain(options) if options.command else main())

@@ -14,11 +14,12 @@ import estimator_mgpu
 from estimator_mgpu import __main__ as environment
 
 
-def command(*arguments):
+def command(*arguments, cwd=None):
     """As a user calls it, from the sources or installed."""
     source = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
     return subprocess.run(
         [sys.executable, '-m', 'estimator_mgpu', *arguments],
+        cwd=cwd,
         env={**os.environ, 'CUDA_VISIBLE_DEVICES': '-1', 'PYTHONPATH': source},
         capture_output=True,
         text=True,
@@ -46,6 +47,56 @@ def test_its_help():
     assert done.returncode == 0, done.stderr
     assert 'to paste into a bug' in done.stdout
     assert 'tensorflow-estimator' not in done.stdout  # It's no report.
+
+
+PROGRAM = """
+import tensorflow.compat.v1 as tf
+
+
+def model_fn(features, labels, mode, params):
+    net = tf.layers.dense(tf.sort(features, 0, name='order'), params['units'], name='net')
+    loss = tf.reduce_mean(tf.square(net - labels))
+    train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss, tf.train.get_global_step())
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+def input_fn():
+    return tf.ones([8, 3]), tf.ones([8, 1])
+"""
+
+
+@pytest.fixture
+def explained(tmp_path):
+    (tmp_path / 'program.py').write_text(PROGRAM)
+    return lambda *arguments: command('explain', *arguments, cwd=tmp_path)
+
+
+@pytest.mark.parametrize('devices', ['2', '/cpu:0,/cpu:1'])
+def test_explain(explained, tmp_path, devices):
+    options = ['--devices', devices, '--params', '{"units": 5}', '--draw', 'plan.svg']
+    done = explained('program:model_fn', '--input_fn=program:input_fn', *options)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ['towers', '  /device:CPU:0: 4 rows', '  /device:CPU:1: 4 rows']
+    assert '  net/kernel: 60.0B, summed on /device:CPU:0' in lines  # 3 * 5 * 4 bytes
+    assert any('order/TopKV2' in line and 'program.py:6' in line for line in lines)
+    assert '<!-- order -->' in (tmp_path / 'plan.svg').read_text()
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['program:model_fn'], 'required: --input_fn'),
+        (['program:model', '--input_fn=program:input_fn'], "no attribute 'model'. Give module:"),
+        (['programs:model_fn', '--input_fn=program:input_fn'], "No module named 'programs'"),
+        (['program:model_fn', '--input_fn=0'], 'Give module:function'),
+        (['program:model_fn', '--input_fn=program:input_fn', '--params={'], '--params'),
+    ],
+)
+def test_explain_what_is_not_there(explained, arguments, message):
+    done = explained(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and 'Traceback' not in done.stderr
 
 
 @pytest.fixture
