@@ -24,18 +24,12 @@ Inside = Callable[..., Any]
 
 
 def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) -> Division | None:
-    """What an op that calls functions comes to; None if it has to run once.
-
-    Sizes that go by rows are each tower's own, if that can be, or numbers.
-    """
+    """What an op that calls functions comes to; None if it has to run once."""
     graphs = private.function_graphs(op)
     if all(p == REPLICATE for p in given) or not graphs:
         return None
     divide = _loop if op.type in kinds.LOOPS else _branch
-    try:
-        return divide(_Call(inside, outer, op, given, graphs, False))
-    except Undivided:
-        return divide(_Call(inside, outer, op, given, graphs, True))
+    return divide(_Call(inside, outer, op, given, graphs))
 
 
 @dataclass
@@ -47,7 +41,6 @@ class _Call:
     op: tf.Operation
     placements: Sequence[Placement]
     graphs: Sequence[Any]
-    numbers: bool
 
     def __post_init__(self) -> None:
         # So many inputs say which function is called, and aren't given to it.
@@ -58,16 +51,11 @@ class _Call:
         self.placed = list(self._placements)  # what arguments are to towers inside
         self.wanted: dict[tf.Operation, plan.Slice] = {}  # what rows are asked for of, inside
 
-    def by_row(self, size: Size) -> bool:
-        """Whether a size is each tower's own."""
-        return self.outer.rows in size.symbols
-
     def size(self, i: int) -> list[Size]:
         """The entries of an argument, if it's a size that stays what it is."""
         body = self.graphs[-1]
         stays = self.op.type not in kinds.LOOPS or body.outputs[i] is body.inputs[i]
-        entries = (self.outer.sizes.entries(self._arguments[i]) if stays else None) or []
-        return [] if self.numbers and any(map(self.by_row, entries)) else entries
+        return (self.outer.sizes.entries(self._arguments[i]) if stays else None) or []
 
     def run(self, graph: Any, like: Any, strict: bool) -> tuple[Any, list[Placement]]:
         """A pass over a function, and the placements of what it returns."""
@@ -126,7 +114,7 @@ class _Call:
         if placed != REPLICATE:
             return OWN
         size = self.size(i)
-        rows = [position for position, entry in enumerate(size) if self.by_row(entry)]
+        rows = [position for position, entry in enumerate(size) if self.outer.rows in entry.symbols]
         if len(rows) > 1 or any(per_row(size[at], self.outer.rows) is None for at in rows):
             raise Undivided(f'the sizes in {tensor.name} are unknown')
         return plan.Local(tuple(size), rows[0], self.outer.rows) if rows else WHOLE
