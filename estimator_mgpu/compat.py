@@ -1,12 +1,7 @@
-"""tf.estimator on every TensorFlow.
+"""tf.estimator, and Keras 2 if tf-keras is installed, on every TensorFlow.
 
-TensorFlow 2.15 is the last one that has it. On later ones, importing this module sees to it that
-
-- `tf.estimator` and `tf.compat.v1.estimator` are there, from the package tensorflow-estimator. What
-  that imports and TensorFlow has no more (TPU embeddings, say) says so when it's used.
-- `tf.keras` and `tf.compat.v1.layers` are Keras 2 if tf-keras is installed: the environment
-  variable TF_USE_LEGACY_KERAS is set to 1, which child processes inherit, unless it is set already
-  (0 asks for Keras 3), or the program has used `tf.keras` before.
+TensorFlow 2.15 is the last one that has them. docs/tensorflow-2.16.md says what importing this
+module does on later ones.
 """
 
 from __future__ import annotations
@@ -24,8 +19,6 @@ import tensorflow as tf
 from tensorflow.python.tools import module_util
 from tensorflow.python.util import lazy_loader, tf_export
 
-SUPPORTED = (2, 15), (2, 21)  # the oldest and the newest TensorFlow
-
 _COORDINATOR = 'tensorflow.python.distribute.estimator_training'
 _REMOVED = {
     _COORDINATOR: 'For the devices of one machine use estimator_mgpu.replicate.',
@@ -42,8 +35,8 @@ _KERAS_ERRORS = (
 
 
 def check_tensorflow(version: str) -> None:
-    """Raises ImportError if this version of TensorFlow is not one of `SUPPORTED`."""
-    if not SUPPORTED[0] <= _minor(version) <= SUPPORTED[1]:
+    """Raises ImportError if this version of TensorFlow is not supported."""
+    if not (2, 15) <= _minor(version) <= (2, 21):
         raise ImportError(
             'estimator_mgpu runs on TensorFlow 2.15 to 2.21, and this is TensorFlow '
             f'{version}. Install a supported one: pip install "tensorflow>=2.15,<2.22"'
@@ -73,10 +66,9 @@ def legacy_keras_remedy(error: Exception) -> str | None:
     )
 
 
-def _minor(version: str) -> tuple[int, int]:
-    """(2, 15) of '2.15.1'; (0, 0) of what is no version."""
-    found = re.match(r'(\d+)\.(\d+)', version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def _minor(version: str) -> tuple[int, ...]:
+    """(2, 15) of '2.15.1'; () of what is no version."""
+    return tuple(map(int, re.findall(r'\d+', version)[:2]))
 
 
 def _namespaces() -> Iterator[tuple[Any, str]]:
@@ -142,15 +134,13 @@ class _RemovedModule(types.ModuleType):
             )
 
         # A class, as isinstance() is asked about some of these names.
-        setattr(self, name, type(name, (), {'__new__': fail, '__module__': self.__name__}))
-        return vars(self)[name]
+        return type(name, (), {'__new__': fail, '__module__': self.__name__})
 
 
 def _init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     """Prepares a RunConfig that has distribution strategies, for one machine."""
     if config._experimental_distribute or 'master' not in (tf_config.get('cluster') or ['master']):
         sys.modules[_COORDINATOR].estimator_train()  # Says that it was removed.
-    config._distribute_coordinator_mode = None
     config._init_distributed_setting_from_environment_var(tf_config)
     config._maybe_overwrite_session_config_for_distributed_training()
 

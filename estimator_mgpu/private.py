@@ -1,8 +1,4 @@
-"""Every private name of TensorFlow that this package leans on.
-
-They are looked up when the package is imported, so that a TensorFlow that has dropped one says so
-at once, by name.
-"""
+"""Every private name of TensorFlow that is needed: importing this says which one has gone."""
 
 from __future__ import annotations
 
@@ -43,7 +39,6 @@ _remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_i
 
 _constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
 _get_function = _find('framework.ops', 'Graph._get_function')
-_is_reference = _find('framework.dtypes', 'DType._is_ref_dtype').fget
 
 
 def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
@@ -128,7 +123,7 @@ def replace(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation)
 
 def is_reference(tensor: tf.Tensor) -> bool:
     """Whether a tensor is a variable of TensorFlow 1's kind, rather than a value."""
-    return _is_reference(tensor.dtype)
+    return tensor.dtype is not tensor.dtype.base_dtype
 
 
 def colocated_with(op: tf.Operation) -> list[str]:
