@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Union
 
 import tensorflow.compat.v1 as tf
+from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
 Devices = Union[None, int, str, Sequence[str]]
 
@@ -100,19 +101,17 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
       base: the config to start from; it's left as it is. By default the one that Estimator
         starts from: soft placement and one pass of the graph optimizers.
     """
-    config = copy.deepcopy(base)
-    if config is None:
-        config = tf.ConfigProto(allow_soft_placement=True)
-        config.graph_options.rewrite_options.meta_optimizer_iterations = 1  # RewriterConfig.ONE
-    needed, found = _cpus(resolve(devices), config)
-    config.device_count['CPU'] = max(needed, found)
+    config = copy.deepcopy(base or get_default_session_config())
+    count = config.device_count
+    count['CPU'] = max(_cpus(resolve(devices)), count.get('CPU', 1))
     return config
 
 
 def warn_of_missing(devices: Sequence[str], config: Any) -> None:
     """Warns where a session of a RunConfig lacks some of `devices`, and says what to write."""
-    needed, found = _cpus(devices, getattr(config, 'session_config', None) or tf.ConfigProto())
-    if config is not None and found < needed:
+    session = getattr(config, 'session_config', None) or tf.ConfigProto()
+    found = session.device_count.get('CPU', 1)
+    if config is not None and found < _cpus(devices):
         tf.logging.warning(
             'The towers are for %s, but the session has %d CPU device(s): they will share them, or '
             'fail without soft placement. Write '
@@ -123,8 +122,7 @@ def warn_of_missing(devices: Sequence[str], config: Any) -> None:
         )
 
 
-def _cpus(devices: Sequence[str], config: tf.ConfigProto) -> tuple[int, int]:
-    """Returns how many logical CPU devices `devices` need, and how many a session has."""
-    specs = [spec_of(device) for device in devices]
-    needed = [spec.device_index + 1 for spec in specs if spec.device_type == 'CPU']
-    return max(needed, default=1), config.device_count.get('CPU', 1)
+def _cpus(devices: Sequence[str]) -> int:
+    """Returns how many logical CPU devices a session needs."""
+    specs = map(spec_of, devices)
+    return max((spec.device_index + 1 for spec in specs if spec.device_type == 'CPU'), default=1)
