@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -108,12 +106,12 @@ def _has_rows(path: Path, leaf: Any) -> bool:
 
 def _broadcast_paths(leaves: dict[Path, Any], broadcast: Sequence[str]) -> set[Path]:
     """Returns the paths of the features that are named."""
-    names = defaultdict(set)
+    names: dict[str, set[Path]] = {}
     for path in leaves:
         if path[0] == 'features':
             keys = [str(key) for key in path[1:]]
-            for name in [*keys[-1:], *itertools.accumulate(keys, '{}/{}'.format)]:
-                names[name].add(path)
+            for name in [*keys[-1:], *('/'.join(keys[: i + 1]) for i in range(len(keys)))]:
+                names.setdefault(name, set()).add(path)
     for name in broadcast:
         if name not in names:
             raise ValueError(
