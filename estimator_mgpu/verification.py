@@ -14,7 +14,7 @@ from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import compat, optimizer
 from estimator_mgpu import devices as devices_lib
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.replicated_estimator import Estimator
 from estimator_mgpu.steps import of_graph
 
 MODES = compat.estimator.ModeKeys
@@ -104,17 +104,15 @@ def verify(
         raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')
     options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
     plain = model_fn.__wrapped__ if len(options) > 1 else model_fn  # type: ignore[attr-defined]
-    session_config = devices_lib.session_config(towers)
-    config = compat.estimator.RunConfig(tf_random_seed=1, session_config=session_config)
+    config = compat.estimator.RunConfig(tf_random_seed=1)
     result = Verification([])
     with contextlib.ExitStack() as stack:
         logger = tf.get_logger()
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel('ERROR')
-        one, several = (
-            EstimatorV2(fn, stack.enter_context(tempfile.TemporaryDirectory()), config, params)
-            for fn in (plain, replicate(plain, **options))
-        )
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
+        one = EstimatorV2(plain, folders[0], config, params)
+        several = Estimator(plain, folders[1], config, params, **options)
         for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
             replay = _replay(one, input_fn, mode, steps)
             try:
@@ -198,7 +196,7 @@ def _run(estimator: Any, input_fn: Any, mode: str) -> dict[str, np.ndarray]:
         with optimizer.tower_optimizers():
             estimator.train(input_fn, [recorder])
         steps = recorder.steps
-    parts = defaultdict(list)
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
     for what, value in (item for step in steps for item in step.items()):
         parts[what] += map(np.ravel, tf.nest.flatten(value))
     return {what: np.concatenate(own) for what, own in parts.items()}
