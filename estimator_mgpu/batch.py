@@ -71,8 +71,6 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
 
 def rows_of(leaf: Any) -> tf.Tensor:
     """Returns how many rows a dense, sparse or ragged tensor has: an int64 scalar."""
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
     return tf.shape(leaf, out_type=tf.int64)[0]

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.tools import module_util
-from tensorflow.python.util import lazy_loader, tf_export
+from tensorflow.python.util import tf_export
 
 _COORDINATOR = 'tensorflow.python.distribute.estimator_training'
 _REMOVED = {
@@ -89,9 +89,9 @@ def _choose_keras() -> None:
         return
     names = {'v1': 'keras layers', 'v2': 'keras initializers losses metrics optimizers'}
     found = [getattr(module, name) for module, api in _namespaces() for name in names[api].split()]
-    kind = lazy_loader.KerasLazyLoader
-    unused = all(isinstance(one, kind) and not one._tfll_initialized for one in found)
-    if 'tensorflow.keras' in sys.modules or not unused:
+    # Those of KerasLazyLoader say whether they were used; others were loaded.
+    used = any(vars(loader).get('_tfll_initialized', True) for loader in found)
+    if used or 'tensorflow.keras' in sys.modules:
         return
     os.environ['TF_USE_LEGACY_KERAS'] = '1'
     # Lazy attributes follow the variable from here on. `from tensorflow.keras import layers` goes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import operator
 from collections.abc import Sequence
@@ -31,9 +32,10 @@ leaves = _find('util.nest', 'flatten_with_tuple_paths')
 add_control_inputs = _find('framework.ops', 'Operation._add_control_inputs')  # of other ops
 set_input = _find('framework.ops', 'Operation._update_input')  # (op, index, tensor)
 set_device = _find('framework.ops', 'Operation._set_device')
+# Lets it be elsewhere than the ops that it had to be with.
+free = functools.partial(_find('framework.ops', 'Operation._clear_attr'), attr_name='_class')
 number = _find('framework.ops', 'Operation._id').fget  # in the order in which ops were made
 waiting = _find('framework.ops', 'Operation._control_outputs').fget  # the ops that wait for it
-_clear_attr = _find('framework.ops', 'Operation._clear_attr')
 _context = _find('framework.ops', 'Operation._get_control_flow_context')
 _remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
 
@@ -60,8 +62,7 @@ def function_graphs(op: tf.Operation) -> list[tf.Graph]:
 
     None where the graph doesn't keep them, as one that was imported.
     """
-    names = [function.name for function in called(op.node_def)]
-    found = [getattr(_get_function(op.graph, name), 'graph', None) for name in names]
+    found = [getattr(_get_function(op.graph, f.name), 'graph', None) for f in called(op.node_def)]
     return [] if None in found else found
 
 
@@ -129,11 +130,6 @@ def is_reference(tensor: tf.Tensor) -> bool:
 def colocated_with(op: tf.Operation) -> list[str]:
     """Names the ops that an op has to be with."""
     return [name.decode()[len('loc:@') :] for name in op.node_def.attr['_class'].list.s]
-
-
-def free(op: tf.Operation) -> None:
-    """Lets an op be elsewhere than those that it had to be with."""
-    _clear_attr(op, '_class')
 
 
 def in_control_flow(op: tf.Operation) -> bool:
