@@ -98,8 +98,7 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
 
     Args:
       devices: as for `replicate()`.
-      base: the config to start from; it's left as it is. By default the one that Estimator
-        starts from: soft placement and one pass of the graph optimizers.
+      base: the config to start from, which is left as it is; by default Estimator's own.
     """
     config = copy.deepcopy(base or get_default_session_config())
     count = config.device_count

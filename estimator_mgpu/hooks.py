@@ -54,8 +54,7 @@ class ProgressHook(_StepHook):
     def __init__(self, *, steps: Count = None, max_steps: Count = None, batch_size: Count = None):
         if steps is not None and max_steps is not None:
             raise ValueError(
-                f'steps={steps} and max_steps={max_steps} are two ends of training. Give the one '
-                'that train() is called with.'
+                f'steps={steps} and max_steps={max_steps} are two ends of training. Give only one.'
             )
         super().__init__(batch_size)
         self._steps = _check('steps', steps)

@@ -14,10 +14,9 @@ _RECORD = '_estimator_mgpu_applied'
 class TowerOptimizer:
     """A `tf.train.Optimizer`, or a function without arguments that makes one, as contrib had it.
 
-    In a replicated model_fn every `tf.train.Optimizer` is one, and stays an instance of its own
-    class, too; so nobody has to wrap one, and who does, as for contrib, changes nothing. Gradients
-    are of the whole batch before any optimizer sees them. A tower optimizer keeps a record of which
-    are applied to which variables, for `Estimator.explain()` and `verify()`.
+    In a replicated model_fn every `tf.train.Optimizer` is one, of its own class still: nobody has
+    to wrap one, and who does changes nothing. Gradients are of the whole batch before an optimizer
+    sees them. Which are applied is recorded, for `Estimator.explain()` and `verify()`.
 
     Examples:
       >>> optimizer = TowerOptimizer(tf.train.AdamOptimizer(0.01))

@@ -41,7 +41,7 @@ def replicate(
 
     Args:
       model_fn: as for `tf.estimator.Estimator`. Its features and labels are nests of tensors with
-        one row an example along dimension 0.
+        one row an example along dimension 0. Without it, a decorator is returned.
       devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
         (logical CPU devices where there is none); or a list of device strings, one a tower.
       broadcast: names of features that go whole to every tower. Scalars do so by themselves.
@@ -49,9 +49,6 @@ def replicate(
         on the 'cpu'. Those that the model_fn itself puts on a device stay there.
       batch_norm: whether batch normalization takes the statistics of the whole 'batch', as on one
         device, or of each 'device', which is faster and gives other numbers.
-
-    Returns:
-      The replicated model_fn; without `model_fn`, a decorator.
     """
     for name in gone:
         why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
