@@ -18,27 +18,23 @@ _LEGAL = (
 
 
 def resolve(devices: Devices = None) -> list[str]:
-    """Returns the devices meant by `devices`, one a tower, in canonical form.
+    """Returns the devices meant by `devices`, one a tower, in canonical form; initialises no GPU.
 
     >>> resolve(['/cpu:0', 'CPU:1'])
     ['/device:CPU:0', '/device:CPU:1']
-
-    A device listed twice gets two towers. No GPU is initialised.
     """
     listed = check(devices)
     gpus = len(tf.config.list_physical_devices('GPU'))
-    if devices is None:
-        return [f'/device:GPU:{i}' for i in range(gpus)] or ['/device:CPU:0']
-    if isinstance(devices, int):
-        listed = [f'/device:{"GPU" if gpus else "CPU"}:{i}' for i in range(devices)]
+    if devices is None or isinstance(devices, int):
+        kind = 'GPU' if gpus else 'CPU'
+        listed = [f'/device:{kind}:{i}' for i in range(devices or gpus or 1)]
     for device in listed:
         spec = spec_of(device)
         if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus:
             has = {0: 'no GPU', 1: '1 GPU'}.get(gpus, f'{gpus} GPUs')
             raise ValueError(
                 f'devices={devices!r} asks for {device!r}, but this machine has {has}. Ask for '
-                "what `nvidia-smi -L` and `tf.config.list_physical_devices('GPU')` list; one may "
-                "stand twice: ['/device:GPU:0', '/device:GPU:0']."
+                "those of `nvidia-smi -L`; one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
             )
     return listed
 
@@ -112,12 +108,9 @@ def warn_of_missing(devices: Sequence[str], config: Any) -> None:
     found = session.device_count.get('CPU', 1)
     if config is not None and found < _cpus(devices):
         tf.logging.warning(
-            'The towers are for %s, but the session has %d CPU device(s): they will share them, or '
-            'fail without soft placement. Write '
-            'RunConfig(session_config=estimator_mgpu.session_config(%r)).',
-            ', '.join(devices),
-            found,
-            list(devices),
+            f'The towers are for {", ".join(devices)}, but the session has {found} CPU device(s): '
+            'they will share them, or fail without soft placement. Write '
+            f'RunConfig(session_config=estimator_mgpu.session_config({list(devices)})).'
         )
 
 
