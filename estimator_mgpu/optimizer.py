@@ -35,15 +35,14 @@ class TowerOptimizer:
         """As the optimizer's own."""
         pairs = list(grads_and_vars)
         graph = tf.get_default_graph()
-        used = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         # An attribute, as a MetaGraph can't hold a collection of these.
-        setattr(graph, _RECORD, applied(graph) + used)
+        setattr(graph, _RECORD, getattr(graph, _RECORD, []) + pairs)
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
 
 def applied(graph: tf.Graph) -> list[tuple[Any, Any]]:
     """Lists the gradients that tower optimizers applied in a graph, each with its variable."""
-    return getattr(graph, _RECORD, [])
+    return [(g, v) for g, v in getattr(graph, _RECORD, []) if g is not None]
 
 
 @contextlib.contextmanager
