@@ -28,10 +28,7 @@ _REMOVED = {
 }
 # What model code for Keras 2 runs into: tf.layers and tf.nn.rnn_cell, tf-keras asked for but not
 # installed, attributes and modules of tf.keras, and `from tensorflow.compat.v1.layers import`.
-_KERAS_ERRORS = (
-    r"Keras 3|Keras cannot be imported|keras\._tf_keras|'DenseFeatures'|"
-    r"'tensorflow\.compat\.v1\.keras'|compat.v1.layers.__init__"
-)
+_KERAS_ERRORS = r"Keras (3|cannot be)|_tf_keras|'DenseFeatures'|compat.v1.(keras'|layers.__init__)"
 
 
 def check_tensorflow(version: str) -> None:
@@ -72,10 +69,8 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def _namespaces() -> Iterator[tuple[Any, str]]:
-    """TensorFlow's public namespaces, each with the version of its API.
-
-    `import tensorflow.compat.v1` makes a second `tf.compat.v1`; callers may hold either.
-    """
+    """TensorFlow's public namespaces, each with the version of its API."""
+    # These imports make a second `tf.compat.v1` and v2; callers may hold either.
     importlib.import_module('tensorflow.compat.v1')
     importlib.import_module('tensorflow.compat.v2')
     for name, module in list(sys.modules.items()):
@@ -169,4 +164,3 @@ if _minor(tf.__version__) > (2, 15):
     _restore_removed()
     _publish_estimator()
 estimator: Any = tf.compat.v1.estimator
-"""The namespace `tf.compat.v1.estimator`."""

@@ -58,10 +58,7 @@ def called(node: Any) -> list[Any]:
 
 
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:
-    """Returns the graphs of the functions that an op calls, in the order of `called`.
-
-    None where the graph doesn't keep them, as one that was imported.
-    """
+    """Returns the graphs of `called` functions; none where op.graph, an imported one, has none."""
     found = [getattr(_get_function(op.graph, f.name), 'graph', None) for f in called(op.node_def)]
     return [] if None in found else found
 
@@ -74,10 +71,7 @@ def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
 
 
 def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
-    """Returns the ops of a function's graph that its FunctionDef's nodes are, in their order.
-
-    Some have other names there.
-    """
+    """Returns the ops that a FunctionDef's nodes are in its graph, some of them by other names."""
     arguments = {t.op.name for t in graph.inputs}
     found = [op for op in graph.get_operations() if op.name not in arguments]
     found = found[: len(definition.node_def)]  # Gradients of the function may have come since.

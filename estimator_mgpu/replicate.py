@@ -187,11 +187,8 @@ def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: 
 
 
 def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
-    """Whether Estimator builds a graph to export, rather than one to run.
-
-    Its batch is fed. One that is to train may be, too, but has read the global step before.
-    """
+    """Whether Estimator builds a graph to export: the batch is fed, and no step is trained."""
     if mode == compat.estimator.ModeKeys.TRAIN and tf.get_collection(private.GLOBAL_STEP_READ):
-        return False
+        return False  # Estimator has read the global step before it trains; a batch may be fed.
     given = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     return any(op.type.startswith('Placeholder') for op in private.backward(given))
