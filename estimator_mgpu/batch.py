@@ -59,10 +59,9 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     if len(set(known.values())) > 1:
         sizes = ', '.join(f'{_title(path)} has {rows}' for path, rows in known.items())
         raise ValueError(
-            f'The rows along dimension 0 differ in number: {sizes}. Every feature and label needs '
-            'one row an example: let the input_fn give batches, by dataset.batch() say. What '
-            "isn't per example (a vocabulary) is either a scalar or named in "
-            'replicate(broadcast=[...]), to go whole to every tower.'
+            f'The rows along dimension 0 differ in number: {sizes}. Each needs one row an example: '
+            "let the input_fn give batches, by dataset.batch() say. What isn't per example (a "
+            'vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to every tower.'
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
     static = {static_rows(t) for t in sources.values()}
@@ -92,13 +91,13 @@ def _has_rows(path: Path, leaf: Any) -> bool:
             )
         return leaf.shape.rank > 0
     # NumPy arrays and scalars a model_fn makes constants.
-    plain = (type(None), str, bytes, bool, int, float, tf.DType)
+    plain = (type(None), str, bytes, int, float, tf.DType)
     if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
         return False
     raise TypeError(
-        f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Legal '
-        'are dense, sparse and ragged tensors, in any nest of dicts, tuples and lists. Let the '
-        'input_fn give one of these, or name it in replicate(broadcast=[...]).'
+        f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Let the '
+        'input_fn give dense, sparse and ragged tensors, in any nest of dicts, tuples and lists, '
+        'or name it in replicate(broadcast=[...]).'
     )
 
 
