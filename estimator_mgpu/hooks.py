@@ -33,8 +33,7 @@ class _StepHook(tf.train.SessionRunHook):
             self._known['examples'] = self._batch_size
 
     def before_run(self, run_context: Any) -> Any:
-        fetches = {what: value for what, value in self._known.items() if tf.is_tensor(value)}
-        return tf.train.SessionRunArgs(fetches)
+        return tf.train.SessionRunArgs({k: v for k, v in self._known.items() if tf.is_tensor(v)})
 
 
 class ProgressHook(_StepHook):
@@ -56,9 +55,7 @@ class ProgressHook(_StepHook):
 
     def __init__(self, *, steps: Count = None, max_steps: Count = None, batch_size: Count = None):
         if steps is not None and max_steps is not None:
-            raise ValueError(
-                f'steps={steps} and max_steps={max_steps} are two ends of training. Give only one.'
-            )
+            raise ValueError(f'steps={steps} and max_steps={max_steps} are two ends. Give one.')
         super().__init__(steps=steps, max_steps=max_steps, batch_size=batch_size)
         self._steps, self._max_steps = steps, max_steps
         self._bar = tqdm(disable=True)
