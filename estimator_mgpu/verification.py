@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
-from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import compat, optimizer
 from estimator_mgpu import devices as devices_lib
@@ -111,7 +110,7 @@ def verify(
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel('ERROR')
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
-        one = EstimatorV2(plain, folders[0], config, params)
+        one = compat.estimator.Estimator(plain, folders[0], config, params)
         several = Estimator(plain, folders[1], config, params, **options)
         for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
             replay = _replay(one, input_fn, mode, steps)
