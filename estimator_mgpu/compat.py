@@ -1,8 +1,4 @@
-"""tf.estimator, and Keras 2 if tf-keras is installed, on every TensorFlow.
-
-TensorFlow 2.15 is the last one that has them. docs/tensorflow-2.16.md says what importing this
-module does on later ones.
-"""
+"""tf.estimator, and Keras 2 where tf-keras is installed: see docs/tensorflow-2.16.md."""
 
 from __future__ import annotations
 

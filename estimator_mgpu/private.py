@@ -35,8 +35,9 @@ set_device = _find('framework.ops', 'Operation._set_device')
 # Lets it be elsewhere than the ops that it had to be with.
 free = functools.partial(_find('framework.ops', 'Operation._clear_attr'), attr_name='_class')
 number = _find('framework.ops', 'Operation._id').fget  # in the order in which ops were made
+# The v1 `while_loop` or `cond` that it is in; None outside of these.
+in_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')
 waiting = _find('framework.ops', 'Operation._control_outputs').fget  # the ops that wait for it
-_context = _find('framework.ops', 'Operation._get_control_flow_context')
 _remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
 
 _constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
@@ -124,11 +125,6 @@ def is_reference(tensor: tf.Tensor) -> bool:
 def colocated_with(op: tf.Operation) -> list[str]:
     """Names the ops that an op has to be with."""
     return [name.decode()[len('loc:@') :] for name in op.node_def.attr['_class'].list.s]
-
-
-def in_control_flow(op: tf.Operation) -> bool:
-    """Whether an op is inside a v1 `while_loop` or `cond`."""
-    return _context(op) is not None
 
 
 def outermost(graph: tf.Graph) -> tf.Graph:

@@ -81,8 +81,7 @@ def replicate(
     # Estimator passes a model_fn just what it asks for.
     kind, own = inspect.Parameter.POSITIONAL_OR_KEYWORD, signature.parameters
     added = [inspect.Parameter(n, kind, default=None) for n in ('mode', 'config') if n not in own]
-    ordered = sorted([*own.values(), *added], key=lambda parameter: parameter.kind)
-    wider_signature = signature.replace(parameters=ordered)
+    wider = signature.replace(parameters=sorted([*own.values(), *added], key=lambda p: p.kind))
 
     @functools.wraps(model_fn, updated=())
     def replicated(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +90,7 @@ def replicate(
                 'A replicated model_fn builds a graph. Let an Estimator call it, or call it within '
                 '`with tf.Graph().as_default():`.'
             )
-        arguments = wider_signature.bind(*args, **kwargs).arguments
+        arguments = wider.bind(*args, **kwargs).arguments
         mode, config = arguments.get('mode'), arguments.get('config')
         if private.outermost(tf.get_default_graph()) in _building:
             raise ValueError(
@@ -121,7 +120,7 @@ def replicate(
         explanation.tell()
         return spec
 
-    replicated.__signature__ = wider_signature  # type: ignore[attr-defined]
+    replicated.__signature__ = wider  # type: ignore[attr-defined]
     replicated.replicate_options = options  # type: ignore[attr-defined]
     return replicated
 
