@@ -80,8 +80,8 @@ def _choose_keras() -> None:
         return
     names = {'v1': 'keras layers', 'v2': 'keras initializers losses metrics optimizers'}
     found = [getattr(module, name) for module, api in _namespaces() for name in names[api].split()]
-    # Those of KerasLazyLoader say whether they were used; others were loaded.
-    used = any(vars(loader).get('_tfll_initialized', True) for loader in found)
+    # A KerasLazyLoader says whether it was used; anything else is no lazy loader any more.
+    used = any(getattr(one, '_tfll_initialized', True) for one in found)
     if used or 'tensorflow.keras' in sys.modules:
         return
     os.environ['TF_USE_LEGACY_KERAS'] = '1'

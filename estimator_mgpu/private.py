@@ -72,7 +72,7 @@ def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
 
 
 def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
-    """Returns the ops that a FunctionDef's nodes are in its graph, some of them by other names."""
+    """Lists the ops that a FunctionDef's nodes, in order, are in its graph, some by other names."""
     arguments = {t.op.name for t in graph.inputs}
     found = [op for op in graph.get_operations() if op.name not in arguments]
     found = found[: len(definition.node_def)]  # Gradients of the function may have come since.
