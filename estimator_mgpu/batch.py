@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,10 +59,9 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     if len(set(known.values())) > 1:
         sizes = ', '.join(f'{_title(path)} has {rows}' for path, rows in known.items())
         raise ValueError(
-            f'The rows along dimension 0 differ in number: {sizes}. Every feature and label needs '
-            'one row an example: let the input_fn give batches, by dataset.batch() say. What '
-            "isn't per example (a vocabulary) is either a scalar or named in "
-            'replicate(broadcast=[...]), to go whole to every tower.'
+            f'The rows along dimension 0 differ in number: {sizes}. Each needs one row an example: '
+            "let the input_fn give batches, by dataset.batch() say. What isn't per example (a "
+            'vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to every tower.'
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
     static = {static_rows(t) for t in sources.values()}
@@ -73,8 +70,6 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
 
 def rows_of(leaf: Any) -> tf.Tensor:
     """Returns how many rows a dense, sparse or ragged tensor has: an int64 scalar."""
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
     return tf.shape(leaf, out_type=tf.int64)[0]
@@ -96,24 +91,24 @@ def _has_rows(path: Path, leaf: Any) -> bool:
             )
         return leaf.shape.rank > 0
     # NumPy arrays and scalars a model_fn makes constants.
-    plain = (type(None), str, bytes, bool, int, float, tf.DType)
+    plain = (type(None), str, bytes, int, float, tf.DType)
     if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
         return False
     raise TypeError(
-        f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Legal '
-        'are dense, sparse and ragged tensors, in any nest of dicts, tuples and lists. Let the '
-        'input_fn give one of these, or name it in replicate(broadcast=[...]).'
+        f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Let the '
+        'input_fn give dense, sparse and ragged tensors, in any nest of dicts, tuples and lists, '
+        'or name it in replicate(broadcast=[...]).'
     )
 
 
 def _broadcast_paths(leaves: dict[Path, Any], broadcast: Sequence[str]) -> set[Path]:
     """Returns the paths of the features that are named."""
-    names = defaultdict(set)
+    names: dict[str, set[Path]] = {}
     for path in leaves:
         if path[0] == 'features':
             keys = [str(key) for key in path[1:]]
-            for name in [*keys[-1:], *itertools.accumulate(keys, '{}/{}'.format)]:
-                names[name].add(path)
+            for name in [*keys[-1:], *('/'.join(keys[: i + 1]) for i in range(len(keys)))]:
+                names.setdefault(name, set()).add(path)
     for name in broadcast:
         if name not in names:
             raise ValueError(

@@ -1,13 +1,4 @@
-"""tf.estimator on every TensorFlow.
-
-TensorFlow 2.15 is the last one that has it. On later ones, importing this module sees to it that
-
-- `tf.estimator` and `tf.compat.v1.estimator` are there, from the package tensorflow-estimator. What
-  that imports and TensorFlow has no more (TPU embeddings, say) says so when it's used.
-- `tf.keras` and `tf.compat.v1.layers` are Keras 2 if tf-keras is installed: the environment
-  variable TF_USE_LEGACY_KERAS is set to 1, which child processes inherit, unless it is set already
-  (0 asks for Keras 3), or the program has used `tf.keras` before.
-"""
+"""tf.estimator, and Keras 2 where tf-keras is installed: see docs/tensorflow-2.16.md."""
 
 from __future__ import annotations
 
@@ -22,9 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.tools import module_util
-from tensorflow.python.util import lazy_loader, tf_export
-
-SUPPORTED = (2, 15), (2, 21)  # the oldest and the newest TensorFlow
+from tensorflow.python.util import tf_export
 
 _COORDINATOR = 'tensorflow.python.distribute.estimator_training'
 _REMOVED = {
@@ -35,15 +24,12 @@ _REMOVED = {
 }
 # What model code for Keras 2 runs into: tf.layers and tf.nn.rnn_cell, tf-keras asked for but not
 # installed, attributes and modules of tf.keras, and `from tensorflow.compat.v1.layers import`.
-_KERAS_ERRORS = (
-    r"Keras 3|Keras cannot be imported|keras\._tf_keras|'DenseFeatures'|"
-    r"'tensorflow\.compat\.v1\.keras'|compat.v1.layers.__init__"
-)
+_KERAS_ERRORS = r"Keras (3|cannot be)|_tf_keras|'DenseFeatures'|compat.v1.(keras'|layers.__init__)"
 
 
 def check_tensorflow(version: str) -> None:
-    """Raises ImportError if this version of TensorFlow is not one of `SUPPORTED`."""
-    if not SUPPORTED[0] <= _minor(version) <= SUPPORTED[1]:
+    """Raises ImportError if this version of TensorFlow is not supported."""
+    if not (2, 15) <= _minor(version) <= (2, 21):
         raise ImportError(
             'estimator_mgpu runs on TensorFlow 2.15 to 2.21, and this is TensorFlow '
             f'{version}. Install a supported one: pip install "tensorflow>=2.15,<2.22"'
@@ -73,17 +59,14 @@ def legacy_keras_remedy(error: Exception) -> str | None:
     )
 
 
-def _minor(version: str) -> tuple[int, int]:
-    """(2, 15) of '2.15.1'; (0, 0) of what is no version."""
-    found = re.match(r'(\d+)\.(\d+)', version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def _minor(version: str) -> tuple[int, ...]:
+    """(2, 15) of '2.15.1'; () of what is no version."""
+    return tuple(map(int, re.findall(r'\d+', version)[:2]))
 
 
 def _namespaces() -> Iterator[tuple[Any, str]]:
-    """TensorFlow's public namespaces, each with the version of its API.
-
-    `import tensorflow.compat.v1` makes a second `tf.compat.v1`; callers may hold either.
-    """
+    """TensorFlow's public namespaces, each with the version of its API."""
+    # These imports make a second `tf.compat.v1` and v2; callers may hold either.
     importlib.import_module('tensorflow.compat.v1')
     importlib.import_module('tensorflow.compat.v2')
     for name, module in list(sys.modules.items()):
@@ -97,9 +80,9 @@ def _choose_keras() -> None:
         return
     names = {'v1': 'keras layers', 'v2': 'keras initializers losses metrics optimizers'}
     found = [getattr(module, name) for module, api in _namespaces() for name in names[api].split()]
-    kind = lazy_loader.KerasLazyLoader
-    unused = all(isinstance(one, kind) and not one._tfll_initialized for one in found)
-    if 'tensorflow.keras' in sys.modules or not unused:
+    # A KerasLazyLoader says whether it was used; anything else is no lazy loader any more.
+    used = any(getattr(one, '_tfll_initialized', True) for one in found)
+    if used or 'tensorflow.keras' in sys.modules:
         return
     os.environ['TF_USE_LEGACY_KERAS'] = '1'
     # Lazy attributes follow the variable from here on. `from tensorflow.keras import layers` goes
@@ -142,15 +125,13 @@ class _RemovedModule(types.ModuleType):
             )
 
         # A class, as isinstance() is asked about some of these names.
-        setattr(self, name, type(name, (), {'__new__': fail, '__module__': self.__name__}))
-        return vars(self)[name]
+        return type(name, (), {'__new__': fail, '__module__': self.__name__})
 
 
 def _init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
     """Prepares a RunConfig that has distribution strategies, for one machine."""
     if config._experimental_distribute or 'master' not in (tf_config.get('cluster') or ['master']):
         sys.modules[_COORDINATOR].estimator_train()  # Says that it was removed.
-    config._distribute_coordinator_mode = None
     config._init_distributed_setting_from_environment_var(tf_config)
     config._maybe_overwrite_session_config_for_distributed_training()
 
@@ -179,4 +160,3 @@ if _minor(tf.__version__) > (2, 15):
     _restore_removed()
     _publish_estimator()
 estimator: Any = tf.compat.v1.estimator
-"""The namespace `tf.compat.v1.estimator`."""

@@ -46,7 +46,5 @@ def replicate_model_fn(
         return inner(**{name: value for name, value in given.items() if name in takes})
 
     signature = inspect.signature(replicated_model_fn)
-    vars(replicated_model_fn).update(
-        replicate_options=inner.replicate_options, __wrapped__=model_fn, __signature__=signature
-    )
+    vars(replicated_model_fn).update({**vars(inner), '__signature__': signature})
     return replicated_model_fn

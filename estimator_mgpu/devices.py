@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Union
 
 import tensorflow.compat.v1 as tf
+from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
 Devices = Union[None, int, str, Sequence[str]]
 
@@ -17,27 +18,23 @@ _LEGAL = (
 
 
 def resolve(devices: Devices = None) -> list[str]:
-    """Returns the devices meant by `devices`, one a tower, in canonical form.
+    """Returns the devices meant by `devices`, one a tower, in canonical form; initialises no GPU.
 
     >>> resolve(['/cpu:0', 'CPU:1'])
     ['/device:CPU:0', '/device:CPU:1']
-
-    A device listed twice gets two towers. No GPU is initialised.
     """
     listed = check(devices)
     gpus = len(tf.config.list_physical_devices('GPU'))
-    if devices is None:
-        return [f'/device:GPU:{i}' for i in range(gpus)] or ['/device:CPU:0']
-    if isinstance(devices, int):
-        listed = [f'/device:{"GPU" if gpus else "CPU"}:{i}' for i in range(devices)]
+    if devices is None or isinstance(devices, int):
+        kind = 'GPU' if gpus else 'CPU'
+        listed = [f'/device:{kind}:{i}' for i in range(devices or gpus or 1)]
     for device in listed:
         spec = spec_of(device)
         if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus:
             has = {0: 'no GPU', 1: '1 GPU'}.get(gpus, f'{gpus} GPUs')
             raise ValueError(
                 f'devices={devices!r} asks for {device!r}, but this machine has {has}. Ask for '
-                "what `nvidia-smi -L` and `tf.config.list_physical_devices('GPU')` list; one may "
-                "stand twice: ['/device:GPU:0', '/device:GPU:0']."
+                "those of `nvidia-smi -L`; one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
             )
     return listed
 
@@ -97,34 +94,27 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
 
     Args:
       devices: as for `replicate()`.
-      base: the config to start from; it's left as it is. By default the one that Estimator
-        starts from: soft placement and one pass of the graph optimizers.
+      base: the config to start from, which is left as it is; by default Estimator's own.
     """
-    config = copy.deepcopy(base)
-    if config is None:
-        config = tf.ConfigProto(allow_soft_placement=True)
-        config.graph_options.rewrite_options.meta_optimizer_iterations = 1  # RewriterConfig.ONE
-    needed, found = _cpus(resolve(devices), config)
-    config.device_count['CPU'] = max(needed, found)
+    config = copy.deepcopy(base or get_default_session_config())
+    count = config.device_count
+    count['CPU'] = max(_cpus(resolve(devices)), count.get('CPU', 1))
     return config
 
 
 def warn_of_missing(devices: Sequence[str], config: Any) -> None:
     """Warns where a session of a RunConfig lacks some of `devices`, and says what to write."""
-    needed, found = _cpus(devices, getattr(config, 'session_config', None) or tf.ConfigProto())
-    if config is not None and found < needed:
+    session = getattr(config, 'session_config', None) or tf.ConfigProto()
+    found = session.device_count.get('CPU', 1)
+    if config is not None and found < _cpus(devices):
         tf.logging.warning(
-            'The towers are for %s, but the session has %d CPU device(s): they will share them, or '
-            'fail without soft placement. Write '
-            'RunConfig(session_config=estimator_mgpu.session_config(%r)).',
-            ', '.join(devices),
-            found,
-            list(devices),
+            f'The towers are for {", ".join(devices)}, but the session has {found} CPU device(s): '
+            'they will share them, or fail without soft placement. Write '
+            f'RunConfig(session_config=estimator_mgpu.session_config({list(devices)})).'
         )
 
 
-def _cpus(devices: Sequence[str], config: tf.ConfigProto) -> tuple[int, int]:
-    """Returns how many logical CPU devices `devices` need, and how many a session has."""
-    specs = [spec_of(device) for device in devices]
-    needed = [spec.device_index + 1 for spec in specs if spec.device_type == 'CPU']
-    return max(needed, default=1), config.device_count.get('CPU', 1)
+def _cpus(devices: Sequence[str]) -> int:
+    """Returns how many logical CPU devices a session needs."""
+    specs = map(spec_of, devices)
+    return max((spec.device_index + 1 for spec in specs if spec.device_type == 'CPU'), default=1)

@@ -15,8 +15,11 @@ Count = Optional[int]
 class _StepHook(tf.train.SessionRunHook):
     """What both hooks have: the global step, and what is known of a step."""
 
-    def __init__(self, batch_size: Count):
-        self._batch_size = _check('batch_size', batch_size)
+    def __init__(self, **counts: Count):
+        for name, value in counts.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f'{name}={value!r} is no count of these. Give a positive int.')
+        self._batch_size = counts['batch_size']
 
     def begin(self) -> None:
         self._global_step = tf.train.get_global_step()
@@ -30,8 +33,7 @@ class _StepHook(tf.train.SessionRunHook):
             self._known['examples'] = self._batch_size
 
     def before_run(self, run_context: Any) -> Any:
-        fetches = {what: value for what, value in self._known.items() if tf.is_tensor(value)}
-        return tf.train.SessionRunArgs(fetches)
+        return tf.train.SessionRunArgs({k: v for k, v in self._known.items() if tf.is_tensor(v)})
 
 
 class ProgressHook(_StepHook):
@@ -53,13 +55,9 @@ class ProgressHook(_StepHook):
 
     def __init__(self, *, steps: Count = None, max_steps: Count = None, batch_size: Count = None):
         if steps is not None and max_steps is not None:
-            raise ValueError(
-                f'steps={steps} and max_steps={max_steps} are two ends of training. Give the one '
-                'that train() is called with.'
-            )
-        super().__init__(batch_size)
-        self._steps = _check('steps', steps)
-        self._max_steps = _check('max_steps', max_steps)
+            raise ValueError(f'steps={steps} and max_steps={max_steps} are two ends. Give one.')
+        super().__init__(steps=steps, max_steps=max_steps, batch_size=batch_size)
+        self._steps, self._max_steps = steps, max_steps
         self._bar = tqdm(disable=True)
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
@@ -113,8 +111,8 @@ class ThroughputHook(_StepHook):
     def __init__(
         self, every_n_steps: int = 100, output_dir: str | None = None, *, batch_size: Count = None
     ):
-        super().__init__(batch_size)
-        self._timer = tf.train.SecondOrStepTimer(every_steps=_check('every_n_steps', every_n_steps))
+        super().__init__(every_n_steps=every_n_steps, batch_size=batch_size)
+        self._timer = tf.train.SecondOrStepTimer(every_steps=every_n_steps)
         self._output_dir = output_dir
 
     def begin(self) -> None:
@@ -152,10 +150,3 @@ class ThroughputHook(_StepHook):
             values = [tf.Summary.Value(tag=tag, simple_value=value) for tag, value in told.items()]
             writer = tf.summary.FileWriterCache.get(self._output_dir)
             writer.add_summary(tf.Summary(value=values), step)
-
-
-def _check(name: str, value: Count) -> Count:
-    """Returns the value of an argument, if it's None or a positive int."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f'{name}={value!r} is no count of these. Give a positive int.')
-    return value

@@ -14,10 +14,9 @@ _RECORD = '_estimator_mgpu_applied'
 class TowerOptimizer:
     """A `tf.train.Optimizer`, or a function without arguments that makes one, as contrib had it.
 
-    In a replicated model_fn every `tf.train.Optimizer` is one, and stays an instance of its own
-    class, too; so nobody has to wrap one, and who does, as for contrib, changes nothing. Gradients
-    are of the whole batch before any optimizer sees them. A tower optimizer keeps a record of which
-    are applied to which variables, for `Estimator.explain()` and `verify()`.
+    In a replicated model_fn every `tf.train.Optimizer` is one, of its own class still: nobody has
+    to wrap one, and who does changes nothing. Gradients are of the whole batch before an optimizer
+    sees them. Which are applied is recorded, for `Estimator.explain()` and `verify()`.
 
     Examples:
       >>> optimizer = TowerOptimizer(tf.train.AdamOptimizer(0.01))
@@ -36,15 +35,14 @@ class TowerOptimizer:
         """As the optimizer's own."""
         pairs = list(grads_and_vars)
         graph = tf.get_default_graph()
-        used = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         # An attribute, as a MetaGraph can't hold a collection of these.
-        setattr(graph, _RECORD, applied(graph) + used)
+        setattr(graph, _RECORD, getattr(graph, _RECORD, []) + pairs)
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
 
 def applied(graph: tf.Graph) -> list[tuple[Any, Any]]:
     """Lists the gradients that tower optimizers applied in a graph, each with its variable."""
-    return getattr(graph, _RECORD, [])
+    return [(g, v) for g, v in getattr(graph, _RECORD, []) if g is not None]
 
 
 @contextlib.contextmanager

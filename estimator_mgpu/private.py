@@ -1,11 +1,8 @@
-"""Every private name of TensorFlow that this package leans on.
-
-They are looked up when the package is imported, so that a TensorFlow that has dropped one says so
-at once, by name.
-"""
+"""Every private name of TensorFlow that is needed: importing this says which one has gone."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import operator
 from collections.abc import Sequence
@@ -35,15 +32,16 @@ leaves = _find('util.nest', 'flatten_with_tuple_paths')
 add_control_inputs = _find('framework.ops', 'Operation._add_control_inputs')  # of other ops
 set_input = _find('framework.ops', 'Operation._update_input')  # (op, index, tensor)
 set_device = _find('framework.ops', 'Operation._set_device')
+# Lets it be elsewhere than the ops that it had to be with.
+free = functools.partial(_find('framework.ops', 'Operation._clear_attr'), attr_name='_class')
 number = _find('framework.ops', 'Operation._id').fget  # in the order in which ops were made
+# The v1 `while_loop` or `cond` that it is in; None outside of these.
+in_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')
 waiting = _find('framework.ops', 'Operation._control_outputs').fget  # the ops that wait for it
-_clear_attr = _find('framework.ops', 'Operation._clear_attr')
-_context = _find('framework.ops', 'Operation._get_control_flow_context')
 _remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
 
 _constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
 _get_function = _find('framework.ops', 'Graph._get_function')
-_is_reference = _find('framework.dtypes', 'DType._is_ref_dtype').fget
 
 
 def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
@@ -61,12 +59,8 @@ def called(node: Any) -> list[Any]:
 
 
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:
-    """Returns the graphs of the functions that an op calls, in the order of `called`.
-
-    None where the graph doesn't keep them, as one that was imported.
-    """
-    names = [function.name for function in called(op.node_def)]
-    found = [getattr(_get_function(op.graph, name), 'graph', None) for name in names]
+    """Returns the graphs of `called` functions; none where op.graph, an imported one, has none."""
+    found = [getattr(_get_function(op.graph, f.name), 'graph', None) for f in called(op.node_def)]
     return [] if None in found else found
 
 
@@ -78,10 +72,7 @@ def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
 
 
 def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
-    """Returns the ops of a function's graph that its FunctionDef's nodes are, in their order.
-
-    Some have other names there.
-    """
+    """Lists the ops that a FunctionDef's nodes, in order, are in its graph, some by other names."""
     arguments = {t.op.name for t in graph.inputs}
     found = [op for op in graph.get_operations() if op.name not in arguments]
     found = found[: len(definition.node_def)]  # Gradients of the function may have come since.
@@ -128,22 +119,12 @@ def replace(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation)
 
 def is_reference(tensor: tf.Tensor) -> bool:
     """Whether a tensor is a variable of TensorFlow 1's kind, rather than a value."""
-    return _is_reference(tensor.dtype)
+    return tensor.dtype is not tensor.dtype.base_dtype
 
 
 def colocated_with(op: tf.Operation) -> list[str]:
     """Names the ops that an op has to be with."""
     return [name.decode()[len('loc:@') :] for name in op.node_def.attr['_class'].list.s]
-
-
-def free(op: tf.Operation) -> None:
-    """Lets an op be elsewhere than those that it had to be with."""
-    _clear_attr(op, '_class')
-
-
-def in_control_flow(op: tf.Operation) -> bool:
-    """Whether an op is inside a v1 `while_loop` or `cond`."""
-    return _context(op) is not None
 
 
 def outermost(graph: tf.Graph) -> tf.Graph:

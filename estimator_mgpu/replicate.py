@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import inspect
@@ -16,7 +15,6 @@ from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
-from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rules import kinds
 
 
@@ -45,7 +43,7 @@ def replicate(
 
     Args:
       model_fn: as for `tf.estimator.Estimator`. Its features and labels are nests of tensors with
-        one row an example along dimension 0.
+        one row an example along dimension 0. Without it, a decorator is returned.
       devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
         (logical CPU devices where there is none); or a list of device strings, one a tower.
       broadcast: names of features that go whole to every tower. Scalars do so by themselves.
@@ -53,9 +51,6 @@ def replicate(
         on the 'cpu'. Those that the model_fn itself puts on a device stay there.
       batch_norm: whether batch normalization takes the statistics of the whole 'batch', as on one
         device, or of each 'device', which is faster and gives other numbers.
-
-    Returns:
-      The replicated model_fn; without `model_fn`, a decorator.
     """
     for name in gone:
         why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
@@ -88,8 +83,7 @@ def replicate(
     # Estimator passes a model_fn just what it asks for.
     kind, own = inspect.Parameter.POSITIONAL_OR_KEYWORD, signature.parameters
     added = [inspect.Parameter(n, kind, default=None) for n in ('mode', 'config') if n not in own]
-    ordered = sorted([*own.values(), *added], key=lambda parameter: parameter.kind)
-    wider_signature = signature.replace(parameters=ordered)
+    wider = signature.replace(parameters=sorted([*own.values(), *added], key=lambda p: p.kind))
 
     @functools.wraps(model_fn, updated=())
     def replicated(*args: Any, **kwargs: Any) -> Any:
@@ -98,16 +92,15 @@ def replicate(
                 'A replicated model_fn builds a graph. Let an Estimator call it, or call it within '
                 '`with tf.Graph().as_default():`.'
             )
-        arguments = wider_signature.bind(*args, **kwargs).arguments
+        arguments = wider.bind(*args, **kwargs).arguments
         mode, config = arguments.get('mode'), arguments.get('config')
         if private.outermost(tf.get_default_graph()) in _building:
             raise ValueError(
                 'A replicated model_fn is called by another one, that of replicate_estimator() or '
                 'contrib say. Replicate it once.'
             )
-        strategy = getattr(config, 'train_distribute', None)
-        if strategy is not None or tf.distribute.has_strategy():
-            strategy = strategy or tf.distribute.get_strategy()
+        current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+        if strategy := getattr(config, 'train_distribute', None) or current:
             raise ValueError(
                 f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
                 'model_fn on several devices itself. Leave out train_distribute, or replicate().'
@@ -115,25 +108,21 @@ def replicate(
         towers = devices_lib.resolve(devices)
         devices_lib.warn_of_missing(towers, config)
         features, labels = arguments['features'], arguments.get('labels')
-        for parameter in added:
-            arguments.pop(parameter.name, None)
-        bound = inspect.BoundArguments(signature, arguments)
+        bound = inspect.BoundArguments(signature, arguments)  # Leaves out what it doesn't take.
         if config is not None and _is_export((features, labels), mode):
-            return _build(model_fn, bound, None)  # A SavedModel goes anywhere: it names no device.
-        plan = None
+            return _build(model_fn, bound)  # A SavedModel goes anywhere: it names no device.
         if len(towers) == 1:
-            spec = _build(model_fn, bound, None if devices is None else towers[0])
-            examples = steps.examples_of(features, labels, broadcast)
+            spec = _build(model_fn, bound, '' if devices is None else towers[0])
+            step = steps.Step(steps.examples_of(features, labels, broadcast), spec.loss, towers)
         else:
             found = batch.look_at(features, labels, broadcast)
             before = {op.name for op in tf.get_default_graph().get_operations()}
-            spec = _build(model_fn, bound, None)
-            spec, examples, plan = _divided(spec, found, towers, before, options)
-        steps.record(steps.Step(examples, spec.loss, towers, plan))
+            spec, step = _divided(_build(model_fn, bound), found, towers, before, options)
+        steps.record(step)
         explanation.tell()
         return spec
 
-    replicated.__signature__ = wider_signature  # type: ignore[attr-defined]
+    replicated.__signature__ = wider  # type: ignore[attr-defined]
     replicated.replicate_options = options  # type: ignore[attr-defined]
     return replicated
 
@@ -142,9 +131,9 @@ _building: list[tf.Graph] = []
 
 
 def _divided(
-    spec: Any, found: batch.Batch, devices: Sequence[str], before: set[str], options: dict[str, Any]
-) -> tuple[Any, int | tf.Tensor | None, Plan | None]:
-    """Returns the EstimatorSpec of the divided graph, a batch's rows, and how it was divided."""
+    spec: Any, found: batch.Batch, devices: list[str], before: set[str], options: dict[str, Any]
+) -> tuple[Any, steps.Step]:
+    """Divides a graph, and returns its EstimatorSpec and what is known of its steps."""
     graph = tf.get_default_graph()
     place(graph, options['variables'], devices, before)
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
@@ -162,19 +151,24 @@ def _divided(
     finally:
         if collects:
             gc.enable()
-    examples = total if found.static is None else found.static
+    step = steps.Step(total if found.static is None else found.static, spec.loss, devices)
     if towers is None:
-        return spec, examples, None
-    return _whole(spec, towers.whole), examples, towers.plan
+        return spec, step
+    names = ('loss', 'predictions', 'train_op', 'eval_metric_ops')
+    results = tf.nest.map_structure(
+        lambda leaf: towers.whole(leaf) if isinstance(leaf, tf.Tensor) else leaf,
+        {name: getattr(spec, name) for name in names},
+        expand_composites=True,
+    )
+    return spec._replace(**results), step._replace(loss=results['loss'], plan=towers.plan)
 
 
-def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str | None) -> Any:
+def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:
     """Calls a model_fn, and returns its EstimatorSpec, also where that is of a TPUEstimator."""
-    # A device string, unlike a function, stays out of the bodies of loops and branches.
-    place = tf.device(device) if device else contextlib.nullcontext()
     outer = tf.get_variable_scope()
     scope = tf.variable_scope(outer, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False)
-    with scope, place, tower_optimizers():
+    # A device string, unlike a function, stays out of the bodies of loops and branches.
+    with scope, tf.device(device), tower_optimizers():
         _building.append(private.outermost(tf.get_default_graph()))
         try:
             spec = model_fn(*bound.args, **bound.kwargs)
@@ -193,24 +187,9 @@ def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: 
     return spec
 
 
-def _whole(spec: Any, replace: Callable[[tf.Tensor], tf.Tensor]) -> Any:
-    """Returns a spec with whole values in place of what was divided."""
-    names = ('loss', 'predictions', 'train_op', 'eval_metric_ops')
-    results = tf.nest.map_structure(
-        lambda leaf: replace(leaf) if isinstance(leaf, tf.Tensor) else leaf,
-        {name: getattr(spec, name) for name in names},
-        expand_composites=True,
-    )
-    return spec._replace(**results)
-
-
 def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
-    """Whether Estimator builds a graph to export, rather than one to run.
-
-    Its batch is fed. One that is to train may be, too, but has read the global step before.
-    """
-    graph = tf.get_default_graph()
-    if mode == compat.estimator.ModeKeys.TRAIN and graph.get_collection(private.GLOBAL_STEP_READ):
-        return False
+    """Whether Estimator builds a graph to export: the batch is fed, and no step is trained."""
+    if mode == compat.estimator.ModeKeys.TRAIN and tf.get_collection(private.GLOBAL_STEP_READ):
+        return False  # Estimator has read the global step before it trains; a batch may be fed.
     given = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
     return any(op.type in kinds.FED for op in private.backward(given))

@@ -9,12 +9,12 @@ import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import compat, explanation
-from estimator_mgpu import devices as devices_lib
+from estimator_mgpu.devices import Devices, session_config
 from estimator_mgpu.replicate import replicate
 
 
 class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
-    """A drop-in `tf.estimator.Estimator` for several devices.
+    """A drop-in `tf.estimator.Estimator`, with its arguments, for several devices.
 
     Examples:
       >>> estimator = Estimator(lambda features, labels, mode: None, devices=2)
@@ -23,10 +23,7 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
 
     Args:
       model_fn: as for `tf.estimator.Estimator`; one that is replicated already stays as it is.
-      model_dir: as for `tf.estimator.Estimator`.
       config: as for `tf.estimator.Estimator`. Its session config gets the devices.
-      params: as for `tf.estimator.Estimator`.
-      warm_start_from: as for `tf.estimator.Estimator`.
       devices: as for `replicate()`; not for a model_fn that is replicated already.
       **options: the further options of `replicate()`.
     """
@@ -39,24 +36,22 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
         params: dict[str, Any] | None = None,
         warm_start_from: Any = None,
         *,
-        devices: devices_lib.Devices = None,
+        devices: Devices = None,
         **options: Any,
     ):
         if not callable(model_fn):
             raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, no function.')
-        given = getattr(model_fn, 'replicate_options', None)
-        if given is None:
+        if not hasattr(model_fn, 'replicate_options'):
             model_fn = replicate(model_fn, devices=devices, **options)
         elif devices is not None or options:
             raise ValueError(
-                f'This model_fn is replicated already, on devices={given["devices"]!r}. Give '
-                'devices and options to replicate() or to Estimator(), but not to both.'
+                'This model_fn is replicated already, on '
+                f'devices={model_fn.replicate_options["devices"]!r}. Give devices and options to '
+                'replicate() or to Estimator(), but not to both.'
             )
-        else:
-            devices = given['devices']
         config = config or compat.estimator.RunConfig()
-        session_config = devices_lib.session_config(devices, config.session_config)
-        config = config.replace(session_config=session_config)
+        devices = model_fn.replicate_options['devices']  # type: ignore[attr-defined]
+        config = config.replace(session_config=session_config(devices, config.session_config))
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
 
     def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:
@@ -82,9 +77,7 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
         return found
 
 
-def replicate_estimator(
-    estimator: Any, *, devices: devices_lib.Devices = None, **options: Any
-) -> Estimator:
+def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: Any) -> Estimator:
     """Returns an estimator that does on several devices what another does on one.
 
     It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,

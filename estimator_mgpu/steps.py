@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch
-
-if TYPE_CHECKING:
-    from estimator_mgpu.partition.plan import Plan
 
 _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
 
@@ -21,7 +18,7 @@ class Step(NamedTuple):
     examples: int | tf.Tensor | None  # The rows of the whole batch: an int if they're static.
     loss: tf.Tensor | None
     devices: list[str]  # One a tower; none if the model_fn isn't replicated.
-    plan: Plan | None = None  # How its graph was divided; None if it wasn't.
+    plan: Any = None  # How its graph was divided, a `Plan`; None if it wasn't.
 
     @property
     def rows_per_tower(self) -> list[int] | None:

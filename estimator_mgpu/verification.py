@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
-from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import compat, optimizer
 from estimator_mgpu import devices as devices_lib
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.replicated_estimator import Estimator
 from estimator_mgpu.steps import of_graph
 
 MODES = compat.estimator.ModeKeys
@@ -103,17 +103,15 @@ def verify(
         raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')
     options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
     plain = model_fn.__wrapped__ if len(options) > 1 else model_fn  # type: ignore[attr-defined]
-    session_config = devices_lib.session_config(towers)
-    config = compat.estimator.RunConfig(tf_random_seed=1, session_config=session_config)
+    config = compat.estimator.RunConfig(tf_random_seed=1)
     result = Verification([])
     with contextlib.ExitStack() as stack:
         logger = tf.get_logger()
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel('ERROR')
-        one, several = (
-            EstimatorV2(fn, stack.enter_context(tempfile.TemporaryDirectory()), config, params)
-            for fn in (plain, replicate(plain, **options))
-        )
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
+        one = compat.estimator.Estimator(plain, folders[0], config, params)
+        several = Estimator(plain, folders[1], config, params, **options)
         for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
             replay = _replay(one, input_fn, mode, steps)
             try:
@@ -146,10 +144,9 @@ def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> Callable[[]
         leaves = [tf.constant(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         tensors = [t for t in leaves if isinstance(t, tf.Tensor)]
         batches = []
-        with tf.train.SingularMonitoredSession(hooks) as session:
-            with contextlib.suppress(tf.errors.OutOfRangeError):
-                for _ in range(steps):
-                    batches.append(tuple(session.run(tensors)))
+        with tf.train.SingularMonitoredSession(hooks) as session:  # It ends where the data does.
+            for _ in range(steps):
+                batches.append(tuple(session.run(tensors)))
     if not batches and mode == MODES.TRAIN:
         raise ValueError('The input_fn gives no batch to train on, so nothing can be compared.')
 
@@ -164,7 +161,7 @@ def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> Callable[[]
 
 
 class _Recorder(tf.train.SessionRunHook):
-    """Keeps what each step of training gives, and the variables in the end."""
+    """Keeps what each step of training gives, and last the variables."""
 
     def begin(self) -> None:
         graph = tf.get_default_graph()
@@ -183,26 +180,25 @@ class _Recorder(tf.train.SessionRunHook):
         self.steps.append(run_values.results)
 
     def end(self, session: tf.Session) -> None:
-        self.variables = session.run(self._variables)
+        self.steps.append(session.run(self._variables))
 
 
 def _run(estimator: Any, input_fn: Any, mode: str) -> dict[str, np.ndarray]:
-    """Returns what a run gives, by what it is."""
+    """Returns what a run gives, by what it is: that of all steps one after another, flat."""
     if mode == MODES.EVAL:
-        return _joined([estimator.evaluate(input_fn)])
-    if mode == MODES.PREDICT:
+        steps = [estimator.evaluate(input_fn)]
+    elif mode == MODES.PREDICT:
         found = estimator.predict(input_fn, yield_single_examples=False)
-        return _joined([s if isinstance(s, dict) else {'predictions': s} for s in found])
-    recorder = _Recorder()
-    with optimizer.tower_optimizers():
-        estimator.train(input_fn, [recorder])
-    return {**_joined(recorder.steps), **_joined([recorder.variables])}
-
-
-def _joined(steps: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Puts what each step gives one after another, flat."""
-    parts = {what: tf.nest.flatten([step[what] for step in steps]) for what in steps[0]}
-    return {what: np.concatenate([np.ravel(part) for part in own]) for what, own in parts.items()}
+        steps = [s if isinstance(s, dict) else {'predictions': s} for s in found]
+    else:
+        recorder = _Recorder()
+        with optimizer.tower_optimizers():
+            estimator.train(input_fn, [recorder])
+        steps = recorder.steps
+    parts: dict[str, list[np.ndarray]] = defaultdict(list)
+    for what, value in (item for step in steps for item in step.items()):
+        parts[what] += map(np.ravel, tf.nest.flatten(value))
+    return {what: np.concatenate(own) for what, own in parts.items()}
 
 
 def _epsilon(values: np.ndarray) -> float:
@@ -220,11 +216,9 @@ def _largest(values: np.ndarray) -> float:
 
 def _compare(found: Any, expected: np.ndarray, largest: float, rtol: float) -> tuple[float, bool]:
     """Returns the relative difference, and whether it's rounding, be it of the `largest` too."""
-    if found is None or found.shape != expected.shape:
-        return np.inf, False
     epsilon, scale = _epsilon(expected), _largest(expected)
-    if not epsilon:
-        same = bool((found == expected).all())
+    if not epsilon or found is None or found.shape != expected.shape:
+        same = np.array_equal(found, expected)
         return 0.0 if same else np.inf, same
     found, expected = found.astype(np.complex128), expected.astype(np.complex128)
     other = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
