@@ -163,10 +163,7 @@ def _loop(call: _Call) -> Division | None:
 
 
 def _branch(call: _Call) -> Division | None:
-    """`If`, `Case`: which branch it is is the same on all towers, and what all return is alike.
-
-    A call in a loop is as a branch without an alternative.
-    """
+    """`If`, `Case`, a call in a loop: all towers take one branch, and all branches return alike."""
     outer, op, graphs = call.outer, call.op, call.graphs
     call.settle(graphs)
     runs = [call.run(graph, graph.inputs, True) for graph in graphs]

@@ -54,10 +54,7 @@ def _leader(variable: Any, names: set[str]) -> str:
 
 
 def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
-    """Moves ops that run once, but those that have a device, or have to be where another op is.
-
-    Returns, by the names of tensors, where what towers have of them is made whole.
-    """
+    """Moves ops that run once, if they may be moved; returns where tensors are made whole."""
     once = [op for op in graph.get_operations() if op.name not in plan.ops]
     fixed = {op.name: _fixed(op, plan) for op in once}
     free = [op for op in once if fixed[op.name] is None]

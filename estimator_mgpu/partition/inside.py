@@ -24,10 +24,8 @@ from .symbols import Entry, Size, per_row
 class Inside(Pass):
     """A pass over a function's ops, within the pass over its caller's.
 
-    Args:
-      strict: whether nothing may be asked for any more that the function hasn't; while it isn't
-        known yet what a loop's variables are, that's taken to be there.
-      wanted: of which arguments, constants and fills rows are asked for; more are added.
+    While it isn't known yet what a loop's variables are, it isn't `strict`: what is asked for is
+    taken to be there. `wanted` is of which arguments, constants and fills rows are asked for.
     """
 
     def __init__(self, outer: Pass, graph: Any, strict: bool, wanted: dict[tf.Operation, Slice]):

@@ -12,12 +12,7 @@ from estimator_mgpu import private
 
 
 class Nodes:
-    """Collects NodeDefs under one scope. Tensors are referred to by name, the graph's own, too.
-
-    Args:
-      graph: where they'll go.
-      scope: what all their names begin with.
-    """
+    """Collects NodeDefs under one scope. Tensors are referred to by name, the graph's own, too."""
 
     def __init__(self, graph: tf.Graph, scope: str):
         self.graph = graph

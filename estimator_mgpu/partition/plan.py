@@ -27,12 +27,9 @@ class Shard(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """Each tower has what its rows come to: together, by a reduction, that is the value.
+    """Each tower has what its rows come to: together, by a reduction, that is the value."""
 
-    It's 'sum', 'mean' (weighted by rows), 'max', 'min', 'prod', 'all' or 'any'.
-    """
-
-    reduce: str
+    reduce: str  # 'sum', 'mean' (weighted by rows), 'max', 'min', 'prod', 'all' or 'any'
     rows: Rows
 
 
@@ -123,26 +120,21 @@ OWN, WHOLE, FIRST = Given
 
 
 class OpPlan(NamedTuple):
-    """An op that runs in towers, in the graph or in a function that they call.
+    """An op that runs in towers, in the graph or in a function that they call."""
 
-    In a function, a constant that is given a slice has that of its value.
-    """
-
-    needs: tuple[Need, ...] = ()  # what it's given for each of its inputs
+    # What it's given for each of its inputs; in a function, for a constant's own value.
+    needs: tuple[Need, ...] = ()
     attrs: dict[str, Any] = {}  # attributes that it has otherwise there
     # Of the functions that it calls, in the order of `private.called`, the ops' plans by name.
     functions: Sequence[dict[str, OpPlan]] = ()
 
 
 class Division(NamedTuple):
-    """How an op runs in towers, what these have of its outputs, and the outputs' dimensions.
-
-    None is for an output that nobody is given, and for dimensions that aren't known.
-    """
+    """How an op runs in towers, what these have of its outputs, and the outputs' dimensions."""
 
     plan: OpPlan
-    placements: Sequence[Placement | None]
-    dims: Sequence[list[Size] | None] = ()
+    placements: Sequence[Placement | None]  # None: nobody is given it
+    dims: Sequence[list[Size] | None] = ()  # None: they aren't known
 
 
 class Plan(NamedTuple):

@@ -34,12 +34,9 @@ def propagate(
     """Finds out what may run in towers.
 
     Sources have the rows along dimension 0, and so do sparse tensors, which stay whole. `order` are
-    the ops that depend on them. Rules, and what divides ops that call functions, are by the types
-    of ops; `products` are the types that begin with rows that aren't the batch's. Those that are
-    named in `unused` run once.
-
-    Raises:
-      RuntimeError: if a rule fails, rather than says no.
+    the ops that depend on them, but for the `unused` ones. Rules, and what divides ops that call
+    functions, are by types of ops; `products` are those that begin with rows that aren't the
+    batch's. A rule that fails, rather than says no, is a RuntimeError.
     """
     reduced: set[str] = set()
     once: set[str] = set()

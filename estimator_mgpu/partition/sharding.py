@@ -23,12 +23,8 @@ class Sharding:
     """How rows are divided: as evenly as can be, the larger shards first.
 
     A tower that has no row computes on the first one instead, and is left out where towers meet. If
-    there are no rows at all, no tower has any.
-
-    Args:
-      total: how many rows there are, an int32 scalar; None if `rows` knows.
-      symbol: symbol(what else a size depends on, tower) -> what that is, for a tower or for the
-        whole (None).
+    there are no rows at all, no tower has any. `total` is how many there are, an int32 scalar, if
+    `rows` doesn't know; symbol(what else a size depends on, tower, or None) says what that is.
     """
 
     def __init__(

@@ -24,12 +24,8 @@ class Towers:
     """Divides a graph by a plan.
 
     The ops that the user made stay: those that run once, and the others, too, for whoever fetches
-    them. They take whole values: what towers have, gathered or reduced.
-
-    Args:
-      total: how many rows there are, an int32 scalar; None if the plan's rows know.
-      homes: by name, where what towers' tensors come to is made.
-      instead: by name, what is used in place of tensors.
+    them. They take whole values: what towers have, gathered or reduced. By names of tensors,
+    `homes` says where that is made, and `instead` what is used in their place.
     """
 
     def __init__(

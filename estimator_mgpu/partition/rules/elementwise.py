@@ -15,10 +15,7 @@ def select(op: tf.Operation, sizes: Sizes) -> str:
 
 
 def unseeded(text: str) -> Rule:
-    """Random numbers without a seed: each tower draws those of its rows.
-
-    With a seed, all numbers are drawn once, in the order of one device.
-    """
+    """Random numbers without a seed: others are drawn once, all in the order of one device."""
     return lambda op, sizes: None if op.get_attr('seed') or op.get_attr('seed2') else text
 
 

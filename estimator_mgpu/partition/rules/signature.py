@@ -76,11 +76,7 @@ def signature_of(rule: Rule, op: tf.Operation, sizes: Sizes) -> Signature | None
 
 @functools.cache
 def parsed(text: str) -> Callable[[tf.Operation, Sizes], Signature | None]:
-    """The rule that a text says.
-
-    Raises:
-      ValueError: if the text is malformed.
-    """
+    """The rule that a text says; raises ValueError if it's malformed."""
     found = _TEXT.fullmatch(text)
     problem = _problem(*found.groups()) if found else 'it has another form'
     if not found or problem:
