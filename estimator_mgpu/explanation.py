@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import site
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         rows: Sequence[Any] = self.rows_per_tower or ['its share of the'] * len(self.towers)
-        sizes = [_size(g.bytes) if g.bytes is not None else 'gathered rows' for g in self.gradients]
+        sizes = ['gathered rows' if g.bytes is None else _size(g.bytes) for g in self.gradients]
         parts = {
             'towers': [f'{where}: {n} rows' for where, n in zip(self.towers, rows)],
             'variables': [f'{where}: {_size(n)}' for where, n in self.variables.items()],
@@ -99,10 +99,7 @@ class Explanation(NamedTuple):
             'gradients between devices, each step': [
                 f'in and out of {where}: {_size(n)}' for where, n in self.traffic.items()
             ],
-            'ops': [
-                f'{self.divided} run in towers',
-                f'{len(self.once)} run once, on all rows',
-            ],
+            'ops': [f'{self.divided} run in towers', f'{len(self.once)} run once, on all rows'],
             'run once: share of all output, name, bytes gathered, line, why': [
                 f'{op.share:.1%} {op.name}, {_size(op.gathered)}, {op.line or "no line"}, {op.why}'
                 for op in self.once
@@ -148,27 +145,26 @@ def tell() -> None:
     if step.plan is not None:
         text += f' {len(step.plan.ops)} ops run in towers.'
         once = _once(step.plan, lambda op: '')
-        shares: Counter[str] = Counter()
+        shares: dict[str, float] = defaultdict(float)
         for op in once:
-            shares[op.why] += op.share  # type: ignore[assignment]  # A Counter adds up floats, too.
-        [(why, share)] = shares.most_common(1) or [('', 0)]
-        if share > _WORTH_IT:
+            shares[op.why] += op.share
+        why = max(shares, key=lambda why: shares[why], default='')
+        if shares[why] > _WORTH_IT:
             name = next(op.name for op in once if op.why == why)
-            text += f' {share:.0%} of their output is of {name} and others that run once: {why}.'
+            text += (
+                f' {shares[why]:.0%} of all output is of {name} and others that run once: {why}.'
+            )
     tf.logging.info('%s', text)
-
-
-def _output(op: tf.Operation) -> int:
-    return sum(map(bytes_of, op.outputs))
 
 
 def _once(plan: Plan, line: Callable[[tf.Operation], str]) -> list[Once]:
     """The ops that run once, the costliest first."""
-    total = (
-        sum(_output(op) for op in plan.order if op.name in plan.ops or op.name in plan.once) or 1
-    )
-    ops = [op for op in plan.order if op.name in plan.once]
-    found = [Once(op.name, *plan.once[op.name], _output(op) / total, line(op)) for op in ops]
+    total = sum(sum(sizes.values()) for sizes in _scopes(plan).values()) or 1
+    found = [
+        Once(op.name, *plan.once[op.name], sum(map(bytes_of, op.outputs)) / total, line(op))
+        for op in plan.order
+        if op.name in plan.once
+    ]
     return sorted(found, key=lambda once: (-once.share, -once.gathered))
 
 

@@ -233,7 +233,7 @@ def test_the_log_says_what_costs_most(caplog):
     found = explain(ranked, devices=2)
     [line] = [r.getMessage() for r in caplog.records if 'its rows go to' in r.getMessage()]
     share = sum(op.share for op in found.once)
-    assert f' {found.divided} ops run in towers. {share:.0%} of their output' in line
+    assert f' {found.divided} ops run in towers. {share:.0%} of all output' in line
     assert line.endswith('order/TopKV2 and others that run once: this TopKV2 needs all rows.')
 
 

@@ -3,18 +3,8 @@
 CONST, FILL, GROUP, IDENTITY, READ = 'Const', 'Fill', 'NoOp', 'Identity', 'ReadVariableOp'
 ALIKE = {'ZerosLike': 0, 'OnesLike': 1}
 """What makes a tensor like another, with the value of its entries."""
-VIEWS = frozenset(
-    [
-        'ExpandDims',
-        'Identity',
-        'PreventGradient',
-        'Reshape',
-        'Snapshot',
-        'Squeeze',
-        'StopGradient',
-        'Transpose',
-    ]
-)
+_SAME = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
+VIEWS = (*_SAME, 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose')
 """What can be taken of towers' partial results, be they reduced before or after."""
 SUMS = ('Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub')
 """What can be taken of partial sums."""
