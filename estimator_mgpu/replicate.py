@@ -1,4 +1,4 @@
-"""`replicate()`: one model_fn on several devices."""
+"""`replicate()`, and as contrib had it `replicate_model_fn()`: one model_fn on several devices."""
 
 from __future__ import annotations
 
@@ -125,6 +125,45 @@ def replicate(
     replicated.__signature__ = wider  # type: ignore[attr-defined]
     replicated.replicate_options = options  # type: ignore[attr-defined]
     return replicated
+
+
+def replicate_model_fn(
+    model_fn: Callable[..., Any],
+    loss_reduction: str = tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS,
+    devices: Sequence[str] | None = None,
+) -> Callable[..., Any]:
+    """`replicate()` with the arguments of `tf.contrib.estimator.replicate_model_fn`.
+
+    Examples:
+      >>> def model_fn(features, labels, mode):
+      ...     loss = tf.losses.mean_squared_error(labels, tf.layers.dense(features, 1))
+      ...     optimizer = TowerOptimizer(tf.train.GradientDescentOptimizer(0.1))
+      ...     train_op = optimizer.minimize(loss, tf.train.get_global_step())
+      ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+      >>> replicated = replicate_model_fn(model_fn, devices=['/cpu:0', '/cpu:1'])
+
+    Args:
+      model_fn: as for `tf.estimator.Estimator`.
+      loss_reduction: it changes nothing, as the loss is what the model_fn makes of the whole batch.
+      devices: device strings, one a tower; None for every GPU, or a CPU where there is none.
+
+    Returns:
+      A function (features, labels, mode, params=None, config=None), called by position or by name.
+    """
+    if not callable(model_fn):
+        raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
+    inner: Any = replicate(model_fn, devices=devices)
+    takes = inspect.signature(inner).parameters
+
+    def replicated_model_fn(
+        features: Any, labels: Any, mode: str, params: Any = None, config: Any = None
+    ) -> Any:
+        given = dict(features=features, labels=labels, mode=mode, params=params, config=config)
+        return inner(**{name: value for name, value in given.items() if name in takes})
+
+    signature = inspect.signature(replicated_model_fn)
+    vars(replicated_model_fn).update({**vars(inner), '__signature__': signature})
+    return replicated_model_fn
 
 
 _building: list[tf.Graph] = []
