@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
+from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import compat, optimizer
 from estimator_mgpu import devices as devices_lib
-from estimator_mgpu.replicated_estimator import Estimator
+from estimator_mgpu.replicate import replicate
 from estimator_mgpu.steps import of_graph
 
 MODES = compat.estimator.ModeKeys
@@ -103,15 +104,17 @@ def verify(
         raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')
     options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
     plain = model_fn.__wrapped__ if len(options) > 1 else model_fn  # type: ignore[attr-defined]
-    config = compat.estimator.RunConfig(tf_random_seed=1)
+    session_config = devices_lib.session_config(towers)
+    config = compat.estimator.RunConfig(tf_random_seed=1, session_config=session_config)
     result = Verification([])
     with contextlib.ExitStack() as stack:
         logger = tf.get_logger()
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel('ERROR')
-        folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
-        one = compat.estimator.Estimator(plain, folders[0], config, params)
-        several = Estimator(plain, folders[1], config, params, **options)
+        one, several = (
+            EstimatorV2(fn, stack.enter_context(tempfile.TemporaryDirectory()), config, params)
+            for fn in (plain, replicate(plain, **options))
+        )
         for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
             replay = _replay(one, input_fn, mode, steps)
             try:

@@ -30,7 +30,6 @@ class Callees:
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
         self._nodes = sharding.nodes
-        self._count = 0
 
     def adapt(self, node: Any, planned: OpPlan, tower: int) -> None:
         """Makes the copy of a node, in the graph or in a function, that of a tower."""
@@ -53,9 +52,9 @@ class Callees:
         """Adds a tower's copy of a function, given `values` of variables; returns its name."""
         original, graph = private.function_definition(self._nodes.graph, name)
         definition = copy.deepcopy(original)
-        self._count += 1
         signature, device = definition.signature, self._sharding.devices[tower]
-        signature.name = f'{name}_{self._nodes.scope.replace("/", "_")}_{self._count}'
+        made = self._nodes.graph_def.library.function
+        signature.name = f'{name}_{self._nodes.scope.replace("/", "_")}_{len(made)}'
         definition.arg_attr.clear()
         definition.resource_arg_unique_id.clear()
         read = {signature.input_arg[i].name: t.as_datatype_enum for i, t in values.items()}
@@ -94,5 +93,5 @@ class Callees:
             node.input[:] = [renamed.get(name, name) for name in node.input]
         for output, name in definition.ret.items():
             definition.ret[output] = renamed.get(name, name)
-        self._nodes.graph_def.library.function.append(definition)
+        made.append(definition)
         return signature.name

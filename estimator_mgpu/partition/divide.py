@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.batch import Batch
 from .calls import inline
 from .homes import settle
 from .inside import CALLERS
@@ -17,9 +17,6 @@ from .rules.batch_norm import expand
 from .symbols import Rows
 from .towers import Towers
 from .waits import dependents, fill, ordered, read_first, untie
-
-if TYPE_CHECKING:
-    from estimator_mgpu.batch import Batch
 
 
 def divide(

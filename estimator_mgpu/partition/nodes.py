@@ -102,5 +102,4 @@ def set_attr(attr: Any, value: Any) -> None:
     elif isinstance(value, int):
         attr.i = value
     else:
-        attr.list.SetInParent()
-        attr.list.i[:] = value
+        attr.list.CopyFrom(tf.AttrValue.ListValue(i=value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Union
 
 import tensorflow.compat.v1 as tf
@@ -19,38 +20,34 @@ Extent = tuple[Number, Number]
 """Where entries along a dimension start, and how many they are."""
 
 
+@dataclass
 class Sharding:
     """How rows are divided: as evenly as can be, the larger shards first.
 
     A tower that has no row computes on the first one instead, and is left out where towers meet. If
-    there are no rows at all, no tower has any. `total` is how many there are, an int32 scalar, if
+    there are no rows at all, no tower has any. `given` is how many there are, an int32 scalar, if
     `rows` doesn't know; symbol(what else a size depends on, tower, or None) says what that is.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        total: tf.Tensor | None,
-        devices: Sequence[str],
-        nodes: Nodes,
-        symbol: Callable[[Any, Any], Number],
-    ):
-        self.devices = devices
-        self.nodes = nodes
-        self.host = host_of(devices[0])  # where sizes are
-        self._rows = rows
-        self._symbol = symbol
+    rows: Rows
+    given: tf.Tensor | None
+    devices: Sequence[str]
+    nodes: Nodes
+    symbol: Callable[[Any, Any], Number]
+
+    def __post_init__(self) -> None:
+        self.host = host_of(self.devices[0])  # where sizes are
+        total, n = self.given, len(self.devices)
         self.total: Number
         self.counts: Sequence[Number]  # how many rows each tower has
         self.active: Sequence[str] | None = None  # whether it has any; None: all have, always
-        n = len(devices)
         if total is None:
-            self.total = rows.static or 0
+            self.total = self.rows.static or 0
             each, more = divmod(self.total, n)
             self.counts = self._sizes = [each + (i < more) for i in range(n)]
             self._starts: Sequence[Number] = [each * i + min(i, more) for i in range(n)]
             return
-        scope = tf.name_scope(f'{nodes.scope}/rows/')
+        scope = tf.name_scope(f'{self.nodes.scope}/rows/')
         with tf.control_dependencies(None), tf.device(self.host), scope:
             counts = total // n + tf.cast(tf.range(n) < total % n, tf.int32)
             active = counts > 0
@@ -71,7 +68,7 @@ class Sharding:
         if size.static is not None:
             return size.static
         factors: list[Number] = [
-            self.total if symbol == self._rows else self._symbol(symbol, tower)
+            self.total if symbol == self.rows else self.symbol(symbol, tower)
             for symbol in size.symbols
         ]
         return functools.reduce(self._times, [size.number, *factors])

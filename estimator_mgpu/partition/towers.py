@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -20,6 +21,7 @@ from .symbols import ONE, Dim, Rows
 _SMALL = 1024  # entries of a constant that each tower has a copy of
 
 
+@dataclass
 class Towers:
     """Divides a graph by a plan.
 
@@ -28,40 +30,36 @@ class Towers:
     `homes` says where that is made, and `instead` what is used in their place.
     """
 
-    def __init__(
-        self,
-        graph: tf.Graph,
-        plan: Plan,
-        total: tf.Tensor | None,
-        devices: Sequence[str],
-        homes: dict[str, str],
-        instead: dict[str, tf.Tensor],
-    ):
-        self._graph = graph
-        self.plan = plan
-        self._devices = list(devices)
-        self._homes = homes
-        self._instead = instead
-        self._sources = {t.name for t in plan.sources}
-        self._nodes = Nodes(graph, graph.unique_name('replicate'))
-        self._sharding = Sharding(plan.rows, total, devices, self._nodes, self._symbol)
-        self._shardings = {plan.rows: self._sharding}
+    graph: tf.Graph
+    plan: Plan
+    total: tf.Tensor | None  # how many rows there are, an int32 scalar, if the plan doesn't know
+    devices: Sequence[str]
+    homes: dict[str, str]
+    instead: dict[str, tf.Tensor]
+
+    def __post_init__(self) -> None:
+        self._sources = {t.name for t in self.plan.sources}
+        self._nodes = Nodes(self.graph, self.graph.unique_name('replicate'))
+        self._sharding = Sharding(
+            self.plan.rows, self.total, self.devices, self._nodes, self._symbol
+        )
+        self._shardings = {self.plan.rows: self._sharding}
         self._callees = Callees(self._sharding)
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
         self._build()
 
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
         """The whole value of one of the user's tensors."""
-        while tensor.name in self._instead:
-            tensor = self._instead[tensor.name]
+        while tensor.name in self.instead:
+            tensor = self.instead[tensor.name]
         name = self._wholes.get(tensor.name)
-        return tensor if name is None else self._graph.get_tensor_by_name(name)
+        return tensor if name is None else self.graph.get_tensor_by_name(name)
 
     def _build(self) -> None:
         for name, planned in self.plan.ops.items():
-            op = self._graph.get_operation_by_name(name)
+            op = self.graph.get_operation_by_name(name)
             definition = op.node_def
-            for i in range(len(self._devices)):
+            for i in range(len(self.devices)):
                 self._add_copy(op, definition, planned, i)
         for op in self.plan.order:
             for tensor in op.outputs:
@@ -76,9 +74,9 @@ class Towers:
                 stands = op.type == kinds.GROUP and op.name in self.plan.ops
                 waits = [op] if stands else before
                 once = [w for w in waits if w.name not in self.plan.ops]
-                towers = range(len(self._devices))
+                towers = range(len(self.devices))
                 copies = [self._copy(w.name, i) for w in waits if w not in once for i in towers]
-                found = [self._graph.get_operation_by_name(name) for name in copies]
+                found = [self.graph.get_operation_by_name(name) for name in copies]
                 private.set_control_inputs(op, [*once, *found])
 
     def _is_ours(self, tensor: tf.Tensor) -> bool:
@@ -130,8 +128,8 @@ class Towers:
             numbers = [self._sharding.number(size) for size in sizes.entries(tensor) or []]
             return self._sharding.tensor(numbers if tensor.shape.rank else numbers[0], dtype)
         placement = self.plan.placements[tensor.name]
-        parts = [self._own(tensor, i) for i in range(len(self._devices))]
-        home = self._homes.get(tensor.name, self._devices[0])
+        parts = [self._own(tensor, i) for i in range(len(self.devices))]
+        home = self.homes.get(tensor.name, self.devices[0])
         if not isinstance(placement, (Shard, Partial)):
             return parts[0]
         sharding = self._sharding_of(placement.rows)
@@ -142,11 +140,11 @@ class Towers:
     def _sharding_of(self, rows: Rows) -> Sharding:
         """How rows are divided: the batch's, or those that a tensor has, which is made whole."""
         if rows not in self._shardings:
-            tensor = self._graph.get_tensor_by_name(rows.name)
+            tensor = self.graph.get_tensor_by_name(rows.name)
             scope = tf.name_scope(f'{self._nodes.scope}/rows/')
             with tf.control_dependencies(None), tf.device(self._home(tensor)), scope:
                 total = tf.shape(tensor)[0]
-            own = Sharding(rows, total, self._devices, self._nodes, self._symbol)
+            own = Sharding(rows, total, self.devices, self._nodes, self._symbol)
             self._shardings[rows] = own
         return self._shardings[rows]
 
@@ -154,12 +152,12 @@ class Towers:
         """What else a size depends on: a number, or an int32 scalar."""
         if isinstance(symbol, Rows):
             return self._sharding_of(symbol).total
-        tensor = self._graph.get_tensor_by_name(symbol.tensor)
+        tensor = self.graph.get_tensor_by_name(symbol.tensor)
         own = tensor.name in self.plan.placements and tensor.name not in self._sources
         host, dtype, add = self._sharding.host, tensor.dtype.base_dtype, self._nodes.add
         if isinstance(symbol, Dim):
             given = self._own(tensor, tower or 0) if own else self._whole(tensor)
-            where = self._devices[tower or 0] if own else self._home(tensor)
+            where = self.devices[tower or 0] if own else self._home(tensor)
             vector = add('Shape', [given], where, T=dtype, out_type=tf.int32)
             index = symbol.axis
         else:
@@ -183,7 +181,7 @@ class Towers:
             numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
             return self._sharding.tensor(numbers, dtype)
         if need == FIRST and tower:
-            whole, device = self._whole(tensor), self._devices[tower]
+            whole, device = self._whole(tensor), self.devices[tower]
             return self._nodes.add('ZerosLike', [whole], device, T=dtype)
         if need == FIRST or isinstance(placement, (Shard, Partial)):
             return self._whole(tensor)
@@ -200,7 +198,7 @@ class Towers:
         resource = next((t for t in op.inputs if t.dtype == tf.resource), None)
         if resource is not None:  # What uses a variable or a table runs where that is.
             return self._home(resource)
-        device = self._devices[tower]
+        device = self.devices[tower]
         pinned = spec_of(op.device) if op.device else None
         if pinned and pinned.device_type not in (None, spec_of(device).device_type):
             return op.device
@@ -215,7 +213,7 @@ class Towers:
                 home, read = self._home(tensor), [given[i], *waits]
                 given[i] = self._nodes.add('ReadVariableOp', read, home, dtype=need.dtype)
             elif dtype != tf.resource:  # Where a loop begins is where its inputs come from.
-                given[i] = self._nodes.add('Identity', [given[i]], self._devices[tower], T=dtype)
+                given[i] = self._nodes.add('Identity', [given[i]], self.devices[tower], T=dtype)
         node = self._nodes.copy(definition, self._copy(op.name, tower), [*given, *waits], device)
         self._callees.adapt(node, planned, tower)
 
@@ -225,5 +223,5 @@ class Towers:
         once = [c for c in before if c.name not in self.plan.ops]
         waits = [f'^{self._copy(c.name, tower)}' for c in before if c.name in self.plan.ops]
         if once:
-            waits.append(self._nodes.after(once, host_of(self._devices[tower])))
+            waits.append(self._nodes.after(once, host_of(self.devices[tower])))
         return waits

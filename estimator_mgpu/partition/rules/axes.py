@@ -14,11 +14,8 @@ from .sizes import Sizes
 
 def axes(op: tf.Operation, named: int | str, sizes: Sizes, rank: int) -> list[int] | None:
     """The dimensions that an input or an attribute names, from 0; None if the graph can't tell."""
-    if isinstance(named, int):
-        numbers = sizes.numbers(op.inputs[named])
-    else:
-        value = op.get_attr(named)
-        numbers = value if isinstance(value, list) else [value]
+    numbers = sizes.numbers(op.inputs[named]) if isinstance(named, int) else op.get_attr(named)
+    numbers = [numbers] if isinstance(numbers, int) else numbers
     return None if numbers is None else sorted({n % rank for n in numbers if rank})
 
 

@@ -131,9 +131,8 @@ class Sizes:
         dims = self.dims(op.inputs[index])
         if dims is None:
             raise Unknown
-        if op.type == 'Rank':
-            return _array([Size(len(dims))], [])
-        return _array([product(dims)], []) if op.type == 'Size' else _array(dims)
+        scalar = {'Rank': [Size(len(dims))], 'Size': [product(dims)]}.get(op.type)
+        return _array(dims) if scalar is None else _array(scalar, [])
 
     def _gradient_axes(self, tensor: tf.Tensor) -> list[int] | None:
         """The dimensions of one operand that a gradient is summed over, after broadcasting."""
