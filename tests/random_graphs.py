@@ -291,6 +291,33 @@ def gather_nd(x, c):
 
 
 @op
+def last_step(x, c):
+    steps = tf.math.cumsum(tf.reshape(x, [-1, 2, WIDTH // 2]), 1)
+    rows = tf.range(tf.shape(x)[0])
+    last = tf.gather_nd(steps, tf.stack([rows, tf.cast(c.ids[:, 0] % 2, tf.int32)], 1))
+    return x + tf.tile(last, [1, 2])
+
+
+@op
+def beams(x, c):
+    best = tf.nn.top_k(tf.matmul(x, c.variable(WIDTH, WIDTH)), 2).indices
+    return x + tf.reduce_mean(tf.gather(x, best, batch_dims=1), 1, keepdims=True)
+
+
+@op
+def without_padding(x, c):
+    kept = tf.where(c.ids[:, 0] > 1)
+    dense = tf.tanh(tf.matmul(tf.gather_nd(x, kept), c.variable(WIDTH, WIDTH)))
+    return x + tf.scatter_nd(kept, dense, tf.shape(x, out_type=tf.int64))
+
+
+@op
+def registered(x, c):
+    """Its type has no rule but that which `check` in test_random_graphs.py registers."""
+    return x + tf.math.special.dawsn(x)
+
+
+@op
 def segments(x, c):
     return tf.gather(tf.math.unsorted_segment_sum(x, c.ids[:, 0], IDS), c.ids[:, 0]) * 0.3
 
