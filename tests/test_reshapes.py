@@ -37,6 +37,14 @@ def variables(x):
     return tf.layers.dense(tf.reshape(table, [tf.shape(x)[0], -1])[:, :3] + x, 1)
 
 
+def numbers_known_late(x):
+    """Each row is cut into as many pieces as a variable says."""
+    pieces = tf.get_variable('pieces', initializer=3, trainable=False)
+    shape = tf.stack([tf.shape(x)[0], tf.identity(pieces), 2])
+    cut = tf.reshape(tf.matmul(x, tf.get_variable('wide', [3, 6])), shape)
+    return tf.reduce_sum(tf.square(cut), [1, 2])[:, None] + tf.layers.dense(x, 1)
+
+
 def diagonals(x):
     matrices = tf.reshape(tf.tile(tf.matmul(x, square()), [1, 3]), [-1, 3, 3])
     return tf.layers.dense(tf.einsum('bii->b', matrices)[:, None] + x, 1)
@@ -65,7 +73,16 @@ def loops_in_loops(x):
     return tf.layers.dense(tf.cond(step < 2, lambda: inner(x), lambda: inner(2.0 * x)), 1)
 
 
-MODELS = [views, groups, constants, variables, diagonals, third_derivatives, loops_in_loops]
+MODELS = [
+    views,
+    groups,
+    constants,
+    variables,
+    numbers_known_late,
+    diagonals,
+    third_derivatives,
+    loops_in_loops,
+]
 
 
 @pytest.mark.core
