@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from .sizes import Sizes
 
 _PUT = ('TensorListSetItem', 'TensorListPushBack', 'OptionalFromValue')
-_GET = ('TensorListGetItem', 'TensorListPopBack', 'TensorListStack', 'OptionalGetValue')
-_SAID: dict[str, Placement] = {
-    'TensorListLength': REPLICATE,
-    'TensorListElementShape': plan.OwnSizes(),
-}
+_POP = ('TensorListPopBack', 'OptionalGetValue')
+_GET = ('TensorListGetItem', 'TensorListStack', *_POP)
 
 
 def made_empty(op: tf.Operation) -> OpPlan:
@@ -48,24 +45,24 @@ def rule(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
         return Division(OpPlan((OWN, any_shape(op.inputs[1]))), [made])
     if op.type in _PUT:
         return _put(op, given, rows, sizes)
+    planned = OpPlan((OWN, WHOLE)[:n])
     if op.type in EMPTY_LISTS and isinstance(first, plan.OwnSizes):
-        return Division(OpPlan((OWN, WHOLE)), [None])
+        return Division(planned, [None])
     gives = [first] if op.type == 'TensorListPopBack' else []  # The list that is left.
-    if isinstance(first, (plan.ListOf, plan.SizeList)) and op.type in (
-        'TensorListPopBack',
-        _GET[-1],
-    ):
-        needs = (OWN, WHOLE)[:n]
-        if isinstance(first, plan.ListOf):
-            return Division(OpPlan(needs), [*gives, first.element])
+    if op.type in _POP and isinstance(first, plan.ListOf):
+        return Division(planned, [*gives, first.element])
+    if op.type in _POP and isinstance(first, plan.SizeList):
         sizes.know_values(op.outputs[-1], first.entries)
-        return Division(OpPlan(needs), [*gives, REPLICATE])
+        return Division(planned, [*gives, REPLICATE])
     if not isinstance(first, plan.ShardList):
         return None
-    if op.type in _SAID:
-        return Division(OpPlan((OWN,)), [_SAID[op.type]])
-    if op.type == 'TensorListResize':
-        return Division(OpPlan((OWN, WHOLE)), [first])
+    said: dict[str, Placement] = {
+        'TensorListLength': REPLICATE,
+        'TensorListElementShape': plan.OwnSizes(),
+        'TensorListResize': first,
+    }
+    if op.type in said:
+        return Division(planned, [said[op.type]])
     if op.type in _GET:
         own = Shard(first.axis + (op.type == 'TensorListStack'), rows)
         # A tower's shape of elements, if that can be told; otherwise elements say their own.
