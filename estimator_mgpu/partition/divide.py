@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
@@ -34,11 +33,7 @@ def divide(
     whole graph does, as there are fewer rows than devices.
     """
     sources, static, leaves = batch
-    sparse = [
-        (leaf.indices, leaf.values, leaf.dense_shape)
-        for leaf in leaves.values()
-        if isinstance(leaf, tf.SparseTensor)
-    ]
+    sparse = [leaf for leaf in leaves.values() if isinstance(leaf, tf.SparseTensor)]
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
     called, tied = inline(graph, before), untie(graph, before)
@@ -49,7 +44,8 @@ def divide(
     else:
         replaced.update(expand(graph))
     unused = {name.partition(':')[0] for name in replaced}
-    ops, rows = dependents([*sources, *itertools.chain(*sparse)], before), Rows('batch', static)
+    given = tf.nest.flatten([sources, sparse], expand_composites=True)
+    ops, rows = dependents(given, before), Rows('batch', static)
     read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
     plan = propagate(sources, sparse, ordered(ops), rows, table, CALLERS, PRODUCTS, unused)
     return Towers(graph, plan, total, devices, settle(graph, plan), replaced)

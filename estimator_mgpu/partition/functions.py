@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ from .rules.signature import Undivided
 from .symbols import Size, per_row
 
 if TYPE_CHECKING:
+    from .inside import Inside
     from .propagation import Pass
 
-Inside = Callable[..., Any]
-"""Begins a pass over a function: (outer pass, graph, strict, wanted), as `Inside` does."""
 
-
-def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) -> Division | None:
+def call(
+    inside: type[Inside], outer: Pass, op: tf.Operation, given: list[Placement]
+) -> Division | None:
     """What an op that calls functions comes to; None if it has to run once."""
     graphs = private.function_graphs(op)
     if all(p == REPLICATE for p in given) or not graphs:
@@ -36,7 +36,7 @@ def call(inside: Inside, outer: Pass, op: tf.Operation, given: list[Placement]) 
 class _Call:
     """What an op calls functions with."""
 
-    inside: Inside
+    inside: type[Inside]
     outer: Pass
     op: tf.Operation
     placements: Sequence[Placement]
@@ -57,7 +57,7 @@ class _Call:
         stays = self.op.type not in kinds.LOOPS or body.outputs[i] is body.inputs[i]
         return (self.outer.sizes.entries(self._arguments[i]) if stays else None) or []
 
-    def run(self, graph: Any, like: Any, strict: bool) -> tuple[Any, list[Placement]]:
+    def run(self, graph: Any, like: Any, strict: bool) -> tuple[Inside, list[Placement]]:
         """A pass over a function, and the placements of what it returns."""
         inside = self.inside(self.outer, graph, strict, self.wanted)
         for i, (given, argument) in enumerate(zip(self._arguments, graph.inputs)):
@@ -131,6 +131,7 @@ def _loop(call: _Call) -> Division | None:
     call.settle([body])
     placed = call.placed
     inside, returned = call.run(body, body.inputs, True)
+    dims: list[list[Size] | None] = [None] * len(placed)
     for i, (a, b) in enumerate(zip(placed, returned)):
         if a != b:
             raise Undivided(f'{body.outputs[i].name} is not what it was')
@@ -138,6 +139,7 @@ def _loop(call: _Call) -> Division | None:
             before, after = (inside.sizes.dims(t[i]) or [] for t in (body.inputs, body.outputs))
             if before[a.axis] != after[a.axis]:
                 raise Undivided(f'{body.outputs[i].name} has another size')
+            dims[i] = outer.sizes.dims_of_rows(op.outputs[i], a, call.factor(i), len(after))
         if a == REPLICATE and inside.differs(body.outputs[i]) and not call.size(i):
             raise Undivided(f'{body.outputs[i].name} is a size that goes by rows')
     if not any(isinstance(p, (Shard, plan.ShardList)) for p in placed):
@@ -151,12 +153,6 @@ def _loop(call: _Call) -> Division | None:
         return None
     if not outer.scope:  # Else it's the caller of the outer function that would have to do it.
         needs = tuple(_value(i, body, condition) or need for i, need in enumerate(needs))
-    dims = [
-        outer.sizes.dims_of_rows(t, p.axis, call.factor(i), outer.rows, inside.sizes.dims(own))
-        if isinstance(p, Shard)
-        else None
-        for i, (t, p, own) in enumerate(zip(op.outputs, placed, body.outputs))
-    ]
     # Nobody is given a variable by a loop, which has its value.
     made = [None if isinstance(need, plan.Value) else p for p, need in zip(placed, needs)]
     return Division(OpPlan(needs, {}, [asked.ops, inside.ops]), made, dims)
@@ -166,28 +162,25 @@ def _branch(call: _Call) -> Division | None:
     """`If`, `Case`, a call in a loop: all towers take one branch, and all branches return alike."""
     outer, op, graphs = call.outer, call.op, call.graphs
     call.settle(graphs)
-    runs = [call.run(graph, graph.inputs, True) for graph in graphs]
+    insides, returned = zip(*(call.run(graph, graph.inputs, True) for graph in graphs))
     made = []
     dims: list[list[Size] | None] = [None] * len(op.outputs)
     for i, output in enumerate(op.outputs):
         tensors = [graph.outputs[i] for graph in graphs]
-        placed = _joined(tensors, [returned[i] for _, returned in runs])
-        if placed == REPLICATE and any(inside.differs(t) for (inside, _), t in zip(runs, tensors)):
+        placed = _joined(tensors, [placements[i] for placements in returned])
+        if placed == REPLICATE and any(map(call.inside.differs, insides, tensors)):
             raise Undivided(f'{output.name} is a size that goes by rows')
         if isinstance(placed, Shard):
-            found = [
-                inside.sizes.per_row(t, placed.axis, outer.rows)
-                for (inside, _), t in zip(runs, tensors)
-            ]
-            factor = found[0]
-            if factor is None or factor.static is None or any(f != factor for f in found):
+            each = zip(insides, tensors)
+            factor, *others = (own.sizes.per_row(t, placed.axis, outer.rows) for own, t in each)
+            if factor is None or factor.static is None or any(f != factor for f in others):
                 raise Undivided(f'the size of {output.name} is unknown')
-            like = runs[0][0].sizes.dims(tensors[0])
-            dims[i] = outer.sizes.dims_of_rows(output, placed.axis, factor, outer.rows, like)
+            rank = len(insides[0].sizes.dims(tensors[0]) or [])
+            dims[i] = outer.sizes.dims_of_rows(output, placed, factor, rank)
         made.append(placed)
     if all(p == REPLICATE for p in made):
         return None
-    functions = [inside.ops for inside, _ in runs]
+    functions = [inside.ops for inside in insides]
     needs = [*[WHOLE] * call.first, *map(call.need, range(len(call.placed)))]
     return Division(OpPlan(tuple(needs), {}, functions), made, dims)
 

@@ -52,23 +52,18 @@ class Inside(Pass):
         if op.op_def.is_stateful and op.type not in kinds.READS and not calls:
             raise Undivided(f'{op.type} has effects, or draws numbers')
         placements = [self.seen(t) for t in op.inputs]
+        whole = all(p == REPLICATE for p in placements)
         if op.type in kinds.SIZES:
-            if any(p != REPLICATE for p in placements) and any(
-                self.sizes.entries(t) is None for t in op.outputs
-            ):
+            if not whole and any(self.sizes.entries(t) is None for t in op.outputs):
                 raise Undivided(f'the sizes of {op.name} are unknown')
             return
-        if all(p == REPLICATE for p in placements):
-            if not any(map(self.differs, op.inputs)):
-                if calls:
-                    raise Undivided(f'a {op.type} that is the same on all towers')
-                return  # The same on all towers.
-            if op.type == kinds.BROADCAST_AXES or all(map(self._is_known, op.outputs)):
-                return  # Sizes, of which each tower computes its own.
-        if any(isinstance(p, Partial) for p in placements):
-            self.by_parts(op, placements)
-        else:
-            self.by_rule(op, placements)
+        if whole and not any(map(self.differs, op.inputs)):
+            if calls:
+                raise Undivided(f'a {op.type} that is the same on all towers')
+            return  # The same on all towers.
+        if whole and (op.type == kinds.BROADCAST_AXES or all(map(self._is_known, op.outputs))):
+            return  # Sizes, of which each tower computes its own.
+        self.decide(op, placements)
 
     def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
         made = super().linear(op, placements)

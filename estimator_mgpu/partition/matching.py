@@ -116,8 +116,7 @@ class Matching:
         if entries[position] == Size(-1):
             # What is left, for a tower as for the whole batch.
             return WHOLE if not any(way.rows in entry.symbols for entry in entries) else None
-        unknown = per_row(entries[position], way.rows) is None
-        return None if unknown else plan.Local(tuple(entries), position, way.rows)
+        return self.sizes.local(tensor, position, way.rows)
 
     def _dims(self, index: int, way: Way) -> list[Size] | None:
         """The dimensions of an output, as far as they are known."""
@@ -125,7 +124,7 @@ class Matching:
         given = self.signature.dims[index] if self.signature.dims else None
         if output.shape.rank is None and given is None and not labels:
             return None
-        static = output.shape.as_list() if output.shape.rank is not None else [None] * len(labels)
+        static = self.sizes.static_dims(output, len(labels))
         dims = []
         for i, (known, own) in enumerate(zip(static, labels)):
             size = given[i] if given else None
@@ -134,10 +133,10 @@ class Matching:
                 if factor is None:
                     return None
                 dims.append(factor * Size(1, (way.rows,)))
-            elif known is not None:
-                dims.append(Size(known))
+            elif known.symbols:
+                dims.append(size or self._size_of(own) or known)
             else:
-                dims.append(size or self._size_of(own) or self.sizes.unknown(output, i))
+                dims.append(known)
         return dims
 
     def _size_of(self, label: Label) -> Size | None:

@@ -23,7 +23,7 @@ Caller = Callable[[Any, tf.Operation, list[Placement]], Optional[Division]]
 
 def propagate(
     sources: Sequence[tf.Tensor],
-    sparse: Sequence[Sequence[tf.Tensor]],
+    sparse: Sequence[tf.SparseTensor],
     order: Sequence[tf.Operation],
     rows: Rows,
     table: dict[str, Rule],
@@ -46,10 +46,10 @@ def propagate(
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
-        for indices, values, shape in sparse:
-            found.again |= {indices.name, values.name, shape.name}
-            if entries := found.sizes.entries(shape):
-                found.sizes.know_values(shape, [Size(1, (rows,)), *entries[1:]])
+        for leaf in sparse:
+            found.again |= {leaf.indices.name, leaf.values.name, leaf.dense_shape.name}
+            if entries := found.sizes.entries(leaf.dense_shape):
+                found.sizes.know_values(leaf.dense_shape, [Size(1, (rows,)), *entries[1:]])
         for op in order:
             if op.name not in unused:
                 found.visit(op)
@@ -94,19 +94,19 @@ class Pass:
             self.whole(op, placements, 'it computes with sizes')
         elif private.in_control_flow(op):
             self.whole(op, placements, 'a v1 loop: call tf.enable_control_flow_v2() before')
-        elif any(isinstance(p, Partial) for p in placements):
-            self.by_parts(op, placements)
         else:
-            self.by_rule(op, placements)
+            self.decide(op, placements)
 
-    def by_parts(self, op: tf.Operation, placements: list[Placement]) -> None:
-        """Puts a reduction off, or lets an op have what was reduced."""
-        made = self.linear(op, placements)
-        if made is None:
-            self.by_rule(op, self.reduce(op, placements))
-        else:
-            needs = tuple(OWN if p == made else WHOLE for p in placements)
-            self.divide(op, Division(OpPlan(needs), [made]))
+    def decide(self, op: tf.Operation, placements: list[Placement]) -> None:
+        """Puts a reduction off, or divides an op by its rule, given what was reduced."""
+        if any(isinstance(p, Partial) for p in placements):
+            made = self.linear(op, placements)
+            if made is not None:
+                needs = tuple(OWN if p == made else WHOLE for p in placements)
+                self.divide(op, Division(OpPlan(needs), [made]))
+                return
+            placements = self.reduce(op, placements)
+        self.by_rule(op, placements)
 
     def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
         """What an op makes of partial results; None if it needs the reduced one.
@@ -191,8 +191,8 @@ class Pass:
         behind = [t.op.name for t in op.inputs if t.name in self.again]
         if op.type in kinds.SIZES or (not behind and all(p == REPLICATE for p in placements)):
             return
-        joined = {t: isinstance(p, (Shard, Partial)) for t, p in zip(op.inputs, placements)}
-        self.reasons[op.name] = reason, sum(map(bytes_of, filter(joined.get, joined)))
+        joined = {t for t, p in zip(op.inputs, placements) if isinstance(p, (Shard, Partial))}
+        self.reasons[op.name] = reason, sum(map(bytes_of, joined))
         self.reduce(op, placements)
         if behind or any(isinstance(p, Shard) for p in placements):
             for tensor in op.outputs:

@@ -64,13 +64,9 @@ class Size:
 
     def __floordiv__(self, other: Size) -> Size:
         found = self.over(other)
-        if found is None and other.number == 0:
-            raise Unknown
         return Size(self.known // other.known) if found is None else found
 
     def __mod__(self, other: Size) -> Size:
-        if other.number == 0:
-            raise Unknown
         return Size(self.known % other.known)
 
     def larger(self, other: Size) -> Size:

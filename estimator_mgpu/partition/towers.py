@@ -152,19 +152,18 @@ class Towers:
         """What else a size depends on: a number, or an int32 scalar."""
         if isinstance(symbol, Rows):
             return self._sharding_of(symbol).total
-        tensor = self.graph.get_tensor_by_name(symbol.tensor)
+        name, index = symbol
+        tensor = self.graph.get_tensor_by_name(name)
         own = tensor.name in self.plan.placements and tensor.name not in self._sources
         host, dtype, add = self._sharding.host, tensor.dtype.base_dtype, self._nodes.add
         if isinstance(symbol, Dim):
             given = self._own(tensor, tower or 0) if own else self._whole(tensor)
             where = self.devices[tower or 0] if own else self._home(tensor)
             vector = add('Shape', [given], where, T=dtype, out_type=tf.int32)
-            index = symbol.axis
         else:
             flat = [self._whole(tensor), self._sharding.tensor([-1])]
             vector = add('Reshape', flat, host, T=dtype, Tshape=tf.int32)
             vector = self._nodes.cast(vector, dtype, tf.int32, host)
-            index = symbol.position
         types = {'Tparams': tf.int32, 'Tindices': tf.int32}
         return add('Gather', [vector, self._sharding.tensor(index)], host, **types)
 

@@ -8,18 +8,15 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.plan import OWN, REPLICATE, WHOLE, Division, OpPlan, Placement, Shard
-from estimator_mgpu.partition.symbols import Rows, Size, per_row
+from estimator_mgpu.partition.symbols import Rows
 from .kinds import EMPTY_LISTS
 
 if TYPE_CHECKING:
     from .sizes import Sizes
 
 _PUT = ('TensorListSetItem', 'TensorListPushBack', 'OptionalFromValue')
-_GET = ('TensorListGetItem', 'TensorListPopBack', 'TensorListStack', 'OptionalGetValue')
-_SAID: dict[str, Placement] = {
-    'TensorListLength': REPLICATE,
-    'TensorListElementShape': plan.OwnSizes(),
-}
+_POP = ('TensorListPopBack', 'OptionalGetValue')
+_GET = ('TensorListGetItem', 'TensorListStack', *_POP)
 
 
 def made_empty(op: tf.Operation) -> OpPlan:
@@ -48,29 +45,33 @@ def rule(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
         return Division(OpPlan((OWN, any_shape(op.inputs[1]))), [made])
     if op.type in _PUT:
         return _put(op, given, rows, sizes)
+    planned = OpPlan((OWN, WHOLE)[:n])
     if op.type in EMPTY_LISTS and isinstance(first, plan.OwnSizes):
-        return Division(OpPlan((OWN, WHOLE)), [None])
+        return Division(planned, [None])
     gives = [first] if op.type == 'TensorListPopBack' else []  # The list that is left.
-    if isinstance(first, (plan.ListOf, plan.SizeList)) and op.type in (
-        'TensorListPopBack',
-        _GET[-1],
-    ):
-        needs = (OWN, WHOLE)[:n]
-        if isinstance(first, plan.ListOf):
-            return Division(OpPlan(needs), [*gives, first.element])
+    if op.type in _POP and isinstance(first, plan.ListOf):
+        return Division(planned, [*gives, first.element])
+    if op.type in _POP and isinstance(first, plan.SizeList):
         sizes.know_values(op.outputs[-1], first.entries)
-        return Division(OpPlan(needs), [*gives, REPLICATE])
+        return Division(planned, [*gives, REPLICATE])
     if not isinstance(first, plan.ShardList):
         return None
-    if op.type in _SAID:
-        return Division(OpPlan((OWN,)), [_SAID[op.type]])
-    if op.type == 'TensorListResize':
-        return Division(OpPlan((OWN, WHOLE)), [first])
+    said: dict[str, Placement] = {
+        'TensorListLength': REPLICATE,
+        'TensorListElementShape': plan.OwnSizes(),
+        'TensorListResize': first,
+    }
+    if op.type in said:
+        return Division(planned, [said[op.type]])
     if op.type in _GET:
         own = Shard(first.axis + (op.type == 'TensorListStack'), rows)
-        shape = [_element_shape(t, first, sizes) for t in list(op.inputs)[max(1, n - 1) :]]
-        like = [Size(-1)] * (first.rank + own.axis - first.axis)
-        whole = sizes.dims_of_rows(op.outputs[-1], own.axis, first.factor, rows, like)
+        # A tower's shape of elements, if that can be told; otherwise elements say their own.
+        shape = [
+            sizes.local(t, first.axis, first.rows) or any_shape(t)
+            for t in list(op.inputs)[max(1, n - 1) :]
+        ]
+        rank = first.rank + own.axis - first.axis
+        whole = sizes.dims_of_rows(op.outputs[-1], own, first.factor, rank)
         dims = [*[None] * len(gives), whole]
         return Division(OpPlan((OWN, *[WHOLE] * (n - 2), *shape)), [*gives, own], dims)
     return None
@@ -100,12 +101,3 @@ def _put(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
             return None
         made = plan.SizeList(tuple(entries))
     return Division(OpPlan((*own, OWN)), [made]) if first in (REPLICATE, made) else None
-
-
-def _element_shape(tensor: tf.Tensor, of: plan.ShardList, sizes: Sizes) -> plan.Need:
-    """A tower's shape of elements, if that can be told; otherwise elements say their own."""
-    entries = sizes.entries(tensor)
-    if entries is None or len(entries) <= of.axis or entries[of.axis] == Size(-1):
-        return any_shape(tensor)
-    unknown = per_row(entries[of.axis], of.rows) is None
-    return any_shape(tensor) if unknown else plan.Local(tuple(entries), of.axis, of.rows)

@@ -21,15 +21,13 @@ def matmul(op: tf.Operation, sizes: Sizes, a: str, b: str, lead: str = '') -> st
 def einsum(op: tf.Operation, sizes: Sizes) -> str | None:
     """`Einsum`: by its equation, whose ellipsis is matched from the last too."""
     equation = op.get_attr('equation').decode().replace(' ', '').replace('...', '.')
-    terms, result = equation.split('->')
-    if any(term.count(c) > 1 for term in [*terms.split(','), result] for c in term):
+    terms = equation.replace('->', ',').split(',')
+    if any(term.count(c) > 1 for term in terms for c in term):
         return None  # A diagonal.
-    letters = dict(zip(sorted(set(equation) - set('.,->')), string.ascii_lowercase))
-    words = [
-        ''.join('S' if c == '.' else letters[c] for c in term) or '*'
-        for term in [*terms.split(','), result]
-    ]
-    return f'{" ".join(words[:-1])} -> {words[-1]} (sum)'
+    named = zip(sorted(set(equation) - set('.,->')), string.ascii_lowercase)
+    letters = {'.': 'S', **dict(named)}
+    *given, made = (''.join(letters[c] for c in term) or '*' for term in terms)
+    return f'{" ".join(given)} -> {made} (sum)'
 
 
 def matrix_diag(op: tf.Operation, sizes: Sizes) -> str | None:

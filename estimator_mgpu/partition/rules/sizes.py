@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 from numpy import ndarray
 
+from estimator_mgpu.partition.plan import Local, Shard
 from estimator_mgpu.partition.symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
 from . import kinds
 
@@ -53,20 +54,15 @@ class Sizes:
             self._dims[tensor.name] = dims
         return self._dims.get(tensor.name)
 
-    def static_dims(self, tensor: tf.Tensor) -> list[Size]:
-        """Its dimensions as the graph itself has them; its rank has to be known."""
-        dims = enumerate(tensor.shape.as_list())
-        return [self.unknown(tensor, i) if d is None else Size(d) for i, d in dims]
+    def static_dims(self, tensor: tf.Tensor, rank: int = 0) -> list[Size]:
+        """Its dimensions as the graph itself has them; so many if even their number is unknown."""
+        dims = [None] * rank if tensor.shape.rank is None else tensor.shape.as_list()
+        return [self.unknown(tensor, i) if d is None else Size(d) for i, d in enumerate(dims)]
 
-    def dims_of_rows(
-        self, tensor: tf.Tensor, axis: int, factor: Size, rows: Rows, like: Sequence[Size] | None
-    ) -> list[Size]:
-        """Its dimensions, with rows along an axis; as many as others, if the graph can't tell."""
-        if tensor.shape.rank is not None:
-            dims = self.static_dims(tensor)
-        else:
-            dims = [self.unknown(tensor, i) for i in range(len(like or []))]
-        dims[axis] = factor * Size(1, (rows,))
+    def dims_of_rows(self, tensor: tf.Tensor, own: Shard, factor: Size, rank: int) -> list[Size]:
+        """Its dimensions, with rows along one; so many if even their number is unknown."""
+        dims = self.static_dims(tensor, rank)
+        dims[own.axis] = factor * Size(1, (own.rows,))
         return dims
 
     def begin(self, tensor: tf.Tensor) -> None:
@@ -89,6 +85,13 @@ class Sizes:
         values = self._value(tensor)
         return None if values is None else list(values.flat)
 
+    def local(self, tensor: tf.Tensor, position: int, rows: Rows) -> Local | None:
+        """A shape whose entry at a position goes by rows; None if it isn't known to."""
+        entries = self.entries(tensor) or []
+        size = entries[position] if position < len(entries) else Size(-1)
+        unknown = size == Size(-1) or per_row(size, rows) is None
+        return None if unknown else Local(tuple(entries), position, rows)
+
     def numbers(self, tensor: tf.Tensor) -> list[int] | None:
         """The entries of an integer tensor, if all are known numbers."""
         if tensor.op.type == kinds.BROADCAST_AXES:
@@ -106,33 +109,25 @@ class Sizes:
         return self._values[tensor.name]
 
     def _found(self, tensor: tf.Tensor) -> ndarray | None:
-        op = tensor.op
-        count = tensor.shape.num_elements()
-        if op.type == kinds.CONST:
-            if count is None or count > _SMALL:
-                return None
-            values = tf.make_ndarray(op.get_attr('value'))
-            return _array([Size(int(value)) for value in values.flat], values.shape)
+        op, index = tensor.op, tensor.value_index
+        given: list[Any] = []
+        if op.type in kinds.SIZES:
+            given = [self.dims(op.inputs[index])]
+        elif op.type in _VALUES:
+            given = [self._value(t) for t in op.inputs]
         try:
-            if op.type in kinds.SIZES:
-                return self._of_dims(op, tensor.value_index)
-            if op.type in _VALUES:
-                given = [self._value(t) for t in op.inputs]
-                if not any(value is None for value in given):
-                    return np.asarray(_VALUES[op.type](op, tensor.value_index, *given), object)
-        except Unknown:
+            if given and not any(value is None for value in given):
+                return np.asarray(_VALUES[op.type](op, index, *given), object)
+        except (Unknown, ZeroDivisionError):
             pass
+        count = tensor.shape.num_elements()
         if count is None or count > _SMALL:
             return None
+        if op.type == kinds.CONST:
+            values = tf.make_ndarray(op.get_attr('value'))
+            return _array([Size(int(value)) for value in values.flat], values.shape)
         name = f'{self._scope}{tensor.name}'
         return _array([Size(1, (Entry(name, i),)) for i in range(count)], tensor.shape)
-
-    def _of_dims(self, op: tf.Operation, index: int) -> ndarray:
-        dims = self.dims(op.inputs[index])
-        if dims is None:
-            raise Unknown
-        scalar = {'Rank': [Size(len(dims))], 'Size': [product(dims)]}.get(op.type)
-        return _array(dims) if scalar is None else _array(scalar, [])
 
     def _gradient_axes(self, tensor: tf.Tensor) -> list[int] | None:
         """The dimensions of one operand that a gradient is summed over, after broadcasting."""
@@ -169,9 +164,8 @@ def _vector(values: ndarray) -> ndarray:
 
 
 def _strided_slice(op: tf.Operation, _: int, x: ndarray, *ends: ndarray) -> ndarray:
-    if any(end.size != 1 for end in ends) or any(
-        op.get_attr(f'{mask}_mask') for mask in ('new_axis', 'ellipsis')
-    ):
+    new = op.get_attr('new_axis_mask') or op.get_attr('ellipsis_mask')
+    if new or any(end.size != 1 for end in ends):
         raise Unknown
     (begin,), (end,), (stride,) = map(_numbers, ends)
     if op.get_attr('shrink_axis_mask'):
@@ -234,6 +228,9 @@ def _range(op: tf.Operation, _: int, *ends: ndarray) -> ndarray:
 
 
 _VALUES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(['Shape', 'ShapeN'], lambda op, _, dims: dims),
+    'Rank': lambda op, _, dims: Size(len(dims)),
+    'Size': lambda op, _, dims: product(dims),
     **dict.fromkeys(['Identity', 'StopGradient', 'Cast'], lambda op, _, x: x),
     'StridedSlice': _strided_slice,
     'Slice': _slice,
@@ -259,4 +256,4 @@ _VALUES: dict[str, Callable[..., Any]] = {
     'Range': _range,
     'InvertPermutation': lambda op, _, x: _array([Size(int(i)) for i in np.argsort(_numbers(x))]),
 }
-"""By type of op: (op, index of the output, the inputs' values) -> the output's value."""
+"""By type of op: (op, index of the output, the inputs' values, or the dimensions) -> its value."""

@@ -21,10 +21,10 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
     dimensions are a multiple of the rows, each row is the same contiguous block in both. Where it's
     only known when the step runs whether they are, nothing is divided along them.
     """
-    before = sizes.dims(op.inputs[0])
-    after = _reshaped(op, sizes, before) if before is not None else None
-    if before is None or after is None:
+    before, told = sizes.dims(op.inputs[0]), sizes.entries(op.inputs[1])
+    if before is None or told is None:
         return None
+    after = _reshaped(op, sizes, before, told)
     own: list[Label] = [None] * len(before)
     new: list[Label] = [None] * len(after)
     for i, size in enumerate(before):
@@ -43,20 +43,16 @@ def _go_together(a: Size, b: Size) -> bool:
     return per_row(a, rows) is not None and per_row(b, rows) is not None
 
 
-def _reshaped(op: tf.Operation, sizes: Sizes, before: Sequence[Size]) -> list[Size] | None:
-    """The dimensions after a reshape; -1 is what is left."""
-    after = sizes.entries(op.inputs[1])
-    if after is None:
-        return None
-    free = [i for i, size in enumerate(after) if size == Size(-1)]
-    for i in free:
-        left = product(before).over(product([size for k, size in enumerate(after) if k != i]))
-        after[i] = left or sizes.unknown(op.outputs[0], i)
-    known = op.outputs[0].shape.as_list() if op.outputs[0].shape.rank is not None else after
-    return [
-        Size(d) if isinstance(d, int) and size.rows is None else size
-        for d, size in zip(known, after)
-    ]
+def _reshaped(
+    op: tf.Operation, sizes: Sizes, before: Sequence[Size], after: list[Size]
+) -> list[Size]:
+    """The dimensions after a reshape, of what it's told; -1 is what is left."""
+    for i, size in enumerate(after):
+        if size == Size(-1):
+            left = product(before).over(product(after[:i] + after[i + 1 :]))
+            after[i] = left or sizes.unknown(op.outputs[0], i)
+    known = sizes.static_dims(op.outputs[0], len(after))
+    return [size if d.symbols or size.rows else d for d, size in zip(known, after)]
 
 
 def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature | None:
