@@ -37,8 +37,7 @@ class Callees:
             del node.attr[attr]
         for key, value in planned.attrs.items():
             set_attr(node.attr[key], value)
-        needs = enumerate(planned.needs)
-        values = {i: need.dtype for i, need in needs if isinstance(need, Value)}
+        values = {i: n.dtype for i, n in enumerate(planned.needs) if isinstance(n, Value)}
         for called, ops in zip(private.called(node), planned.functions):
             called.name = self._copy(called.name, ops, tower, values)
         for i, dtype in values.items():

@@ -66,12 +66,10 @@ class _Call:
             if isinstance(placement, Shard):
                 if dims is None:
                     raise Undivided(f'the size of {given.name} is unknown')
-                dims = list(dims)
-                dims[placement.axis] = self.factor(i) * Size(1, (self.outer.rows,))
+                dims = inside.sizes.dims_of_rows(like[i], placement, self.factor(i), len(dims))
             if placement != REPLICATE:
                 inside.placements[argument.name] = placement
-            if dims is not None:
-                inside.sizes.know(argument, dims)
+            inside.sizes.know(argument, dims)
             size = self.size(i)
             if size and argument.shape.rank in (0, 1):
                 inside.sizes.know_values(argument, size)

@@ -29,17 +29,16 @@ def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]
     groups: dict[str, list[Any]] = {}
     for variable in variables:
         groups.setdefault(_leader(variable, names), []).append(variable)
-    sizes = {leader: sum(map(bytes_of, group)) for leader, group in groups.items()}
+    sized = [(sum(map(bytes_of, group)), group) for group in groups.values()]
     load = dict.fromkeys(devices, 0)  # bytes
-    for leader in sorted(sizes, key=lambda leader: -sizes[leader]):
-        group = groups[leader]
+    for size, group in sorted(sized, key=lambda pair: -pair[0]):
         if choice == CPU:
             device = '/device:CPU:0'
         elif choice == FIRST or not any(variable.trainable for variable in group):
             device = devices[0]  # Counters, metrics, moving averages: towers don't need them.
         else:
             device = min(load, key=lambda device: load[device])
-        load[device] = load.get(device, 0) + sizes[leader]
+        load[device] = load.get(device, 0) + size
         for variable in group:
             private.set_device(variable.op, device)
 

@@ -73,15 +73,14 @@ class Matching:
     def _divided(self, way: Way) -> Division | None:
         """What the op comes to if it's divided in a way; None if it can't be."""
         needs = [self._need(*given, way) for given in self._inputs]
-        outputs = list(enumerate(self.signature.outputs))
-        dims = [self._dims(i, way) for i, _ in outputs]
-        if None in needs or any(way.label in own and dims[i] is None for i, own in outputs):
+        outputs = self.signature.outputs
+        dims = [self._dims(i, way) for i in range(len(outputs))]
+        if None in needs or any(way.label in o and d is None for o, d in zip(outputs, dims)):
             return None
         reduce = self.signature.reduce
         other = plan.Partial(reduce, way.rows) if reduce else REPLICATE
         placements = [
-            Shard(own.index(way.label), way.rows) if way.label in own else other
-            for _, own in outputs
+            Shard(own.index(way.label), way.rows) if way.label in own else other for own in outputs
         ]
         return Division(plan.OpPlan(tuple(needs), self.signature.attrs), placements, dims)  # type: ignore
 
@@ -89,11 +88,16 @@ class Matching:
         """What towers are given for an operand; None if that can't be had."""
         if isinstance(operand, (plan.Given, Numbers)):
             return operand if operand != OWN or tensor.name in self.outer.placements else None
-        if isinstance(operand, Entries):
-            return self._size_need(tensor, operand, way)
-        if way.label not in operand:
+        labelled = operand.labels if isinstance(operand, Entries) else operand
+        if way.label not in labelled:
             return WHOLE
-        axis = operand.index(way.label)
+        axis = labelled.index(way.label)
+        if isinstance(operand, Entries):
+            entries = self.sizes.entries(tensor) or []
+            if entries and entries[axis] == Size(-1):
+                # What is left, for a tower as for the whole batch.
+                return None if any(way.rows in entry.symbols for entry in entries) else WHOLE
+            return self.sizes.local(tensor, axis, way.rows)
         if has == Shard(axis, way.rows):
             return OWN
         dims = self.sizes.dims(tensor)
@@ -105,18 +109,6 @@ class Matching:
         if factor is None and isinstance(way.label, str) and way.label[0].isupper():
             return None  # One of them may be 1, and repeated.
         return plan.Slice(axis, way.rows, factor or way.factor)
-
-    def _size_need(self, tensor: tf.Tensor, operand: Entries, way: Way) -> Need | None:
-        if way.label not in operand.labels:
-            return WHOLE
-        position = operand.labels.index(way.label)
-        entries = self.sizes.entries(tensor)
-        if entries is None:
-            return None
-        if entries[position] == Size(-1):
-            # What is left, for a tower as for the whole batch.
-            return WHOLE if not any(way.rows in entry.symbols for entry in entries) else None
-        return self.sizes.local(tensor, position, way.rows)
 
     def _dims(self, index: int, way: Way) -> list[Size] | None:
         """The dimensions of an output, as far as they are known."""

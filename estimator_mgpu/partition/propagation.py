@@ -158,8 +158,7 @@ class Pass:
             return None
         matching = Matching(op, signature, placements, self)
         for output, dims in zip(op.outputs, signature.dims or ()):
-            if dims is not None:
-                self.sizes.know(output, dims)
+            self.sizes.know(output, dims)
         return matching.division()
 
     def own_lists(self, given: Iterable[tuple[tf.Tensor, object]]) -> bool:
@@ -180,8 +179,7 @@ class Pass:
             if isinstance(placement, Partial) and placement.reduce == 'mean':
                 self.reduced.add(output.name)
         for output, dims in zip(op.outputs, found.dims):
-            if dims is not None:
-                self.sizes.know(output, dims)
+            self.sizes.know(output, dims)
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         """Lets an op run once."""

@@ -26,7 +26,7 @@ class Sharding:
 
     A tower that has no row computes on the first one instead, and is left out where towers meet. If
     there are no rows at all, no tower has any. `given` is how many there are, an int32 scalar, if
-    `rows` doesn't know; symbol(what else a size depends on, tower, or None) says what that is.
+    `rows` doesn't know; symbol(what a size depends on, tower, or None) says what that is.
     """
 
     rows: Rows
@@ -67,10 +67,7 @@ class Sharding:
         """A size: of the whole, or with a tower's own dimensions, but all rows."""
         if size.static is not None:
             return size.static
-        factors: list[Number] = [
-            self.total if symbol == self.rows else self.symbol(symbol, tower)
-            for symbol in size.symbols
-        ]
+        factors = [self.symbol(symbol, tower) for symbol in size.symbols]
         return functools.reduce(self._times, [size.number, *factors])
 
     def integers(self, need: Numbers | Local, tower: int, scalar: bool) -> Number | list[Number]:

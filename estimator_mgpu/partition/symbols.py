@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,12 +88,8 @@ class Size:
     @property
     def static(self) -> int | None:
         """The number that it is, if the graph knows."""
-        number = self.number
-        for symbol in self.symbols:
-            if not isinstance(symbol, Rows) or symbol.static is None:
-                return None
-            number *= symbol.static
-        return number
+        known: list[Any] = [getattr(symbol, 'static', None) for symbol in self.symbols]
+        return None if None in known else math.prod(known, start=self.number)
 
     def over(self, other: Size) -> Size | None:
         """The quotient, if it's known to be a whole number."""

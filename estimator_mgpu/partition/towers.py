@@ -40,10 +40,9 @@ class Towers:
     def __post_init__(self) -> None:
         self._sources = {t.name for t in self.plan.sources}
         self._nodes = Nodes(self.graph, self.graph.unique_name('replicate'))
-        self._sharding = Sharding(
-            self.plan.rows, self.total, self.devices, self._nodes, self._symbol
-        )
-        self._shardings = {self.plan.rows: self._sharding}
+        rows = self.plan.rows
+        self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
+        self._shardings = {rows: self._sharding}
         self._callees = Callees(self._sharding)
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
         self._build()
@@ -144,12 +143,11 @@ class Towers:
             scope = tf.name_scope(f'{self._nodes.scope}/rows/')
             with tf.control_dependencies(None), tf.device(self._home(tensor)), scope:
                 total = tf.shape(tensor)[0]
-            own = Sharding(rows, total, self.devices, self._nodes, self._symbol)
-            self._shardings[rows] = own
+            self._shardings[rows] = Sharding(rows, total, self.devices, self._nodes, self._symbol)
         return self._shardings[rows]
 
     def _symbol(self, symbol: Any, tower: int | None) -> Number:
-        """What else a size depends on: a number, or an int32 scalar."""
+        """What a size depends on: a number, or an int32 scalar."""
         if isinstance(symbol, Rows):
             return self._sharding_of(symbol).total
         name, index = symbol
@@ -180,8 +178,7 @@ class Towers:
             numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
             return self._sharding.tensor(numbers, dtype)
         if need == FIRST and tower:
-            whole, device = self._whole(tensor), self.devices[tower]
-            return self._nodes.add('ZerosLike', [whole], device, T=dtype)
+            return self._nodes.add('ZerosLike', [self._whole(tensor)], self.devices[tower], T=dtype)
         if need == FIRST or isinstance(placement, (Shard, Partial)):
             return self._whole(tensor)
         if placement is not None:
@@ -197,11 +194,9 @@ class Towers:
         resource = next((t for t in op.inputs if t.dtype == tf.resource), None)
         if resource is not None:  # What uses a variable or a table runs where that is.
             return self._home(resource)
-        device = self.devices[tower]
-        pinned = spec_of(op.device) if op.device else None
-        if pinned and pinned.device_type not in (None, spec_of(device).device_type):
-            return op.device
-        return device
+        device, pinned = self.devices[tower], op.device
+        same = not pinned or spec_of(pinned).device_type in (None, spec_of(device).device_type)
+        return device if same else pinned
 
     def _add_copy(self, op: tf.Operation, definition: Any, planned: OpPlan, tower: int) -> None:
         device, waits = self._device(op, tower), self._waits(op, tower)

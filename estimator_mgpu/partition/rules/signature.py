@@ -122,7 +122,7 @@ def _signature(
             own = len(shape) - len(word.strip('#')) + 1
             lengths[capital] = max(own, lengths.get(capital, 0))
     inputs = [_labels(word, len(shape), lengths) for word, shape in zip(given, shapes)]
-    outputs = [_result(word, tensor, lengths) for word, tensor in zip(made, op.outputs)]
+    outputs = [_result(word, tensor, lengths, sizes) for word, tensor in zip(made, op.outputs)]
     fits = [len(i) == len(shape) for i, shape in zip(inputs, shapes)]
     fits += [t.shape.rank in (None, len(o)) for o, t in zip(outputs, op.outputs)]
     if not all(fits):
@@ -158,14 +158,13 @@ def _labels(word: str, count: int, lengths: Mapping[str, int]) -> tuple[Label, .
     return tuple(result)
 
 
-def _result(word: str, tensor: tf.Tensor, lengths: Mapping[str, int]) -> tuple[Label, ...]:
+def _result(
+    word: str, tensor: tf.Tensor, lengths: Mapping[str, int], sizes: Sizes
+) -> tuple[Label, ...]:
     """A label for each dimension of an output."""
-    known = tensor.shape.rank
     if word == '*':
-        return (None,) * (known or 0)
-    if known is None and '...' in word:
-        raise Undivided(f'the rank of {tensor.name} is unknown')
-    count = known if '...' in word else sum(lengths.get(part, 1) for part in word)
+        return (None,) * (tensor.shape.rank or 0)
+    count = rank(tensor, sizes) if '...' in word else sum(lengths.get(part, 1) for part in word)
     return _labels(word, count, lengths)
 
 

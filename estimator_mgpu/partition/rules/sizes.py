@@ -36,9 +36,10 @@ class Sizes:
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}
 
-    def know(self, tensor: tf.Tensor, dims: Sequence[Size]) -> None:
-        """Says what the dimensions of a tensor are."""
-        self._dims[tensor.name] = list(dims)
+    def know(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
+        """Says what the dimensions of a tensor are, if they are known."""
+        if dims is not None:
+            self._dims[tensor.name] = list(dims)
 
     def know_values(self, tensor: tf.Tensor, values: Sequence[Size]) -> None:
         """Says what the entries of an integer scalar or vector are."""
@@ -146,10 +147,8 @@ class Sizes:
         return axes
 
 
-def _array(sizes: Sequence[Size], shape: Any = None) -> ndarray:
-    result = np.empty(len(sizes), object)
-    result[:] = sizes
-    return result if shape is None else result.reshape(shape)
+def _array(sizes: Sequence[Size], shape: Any = -1) -> ndarray:
+    return np.array(sizes, object).reshape(shape)
 
 
 def _numbers(values: ndarray) -> Any:
