@@ -1,7 +1,4 @@
-"""A report on the environment, to paste into a bug.
-
-`python -m estimator_mgpu explain` says how a model_fn would be divided instead.
-"""
+"""A report on the environment, to paste into a bug; or `explain`: how a model_fn is divided."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import site
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -17,10 +18,12 @@ from estimator_mgpu import compat, optimizer, private, steps
 from estimator_mgpu.devices import spec_of
 from estimator_mgpu.partition.homes import bytes_of
 from estimator_mgpu.partition.plan import Partial, Plan
+from estimator_mgpu.partition.rules import kinds
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
 _WORTH_IT = 0.05  # of all output: the log is silent on what has less
 _PACKAGES = (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(__file__))
+_REPLICATE = os.path.join(_PACKAGES[-1], 'replicate.py')  # calls the model_fn
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
@@ -29,7 +32,7 @@ class Once(NamedTuple):
 
     name: str
     why: str  # where it's given no rows itself, why that other op runs once
-    gathered: int  # bytes that are gathered, or summed up, for it in a step
+    gathered: int  # bytes gathered for it in a step; ops that need the same tensor share them
     share: float  # its part of the bytes that all ops put out that depend on the batch, up to 1
     line: str  # of the model_fn, or of what it calls: 'model.py:12'; '' if that isn't known
 
@@ -38,14 +41,15 @@ class Gradient(NamedTuple):
     """A gradient that a `TowerOptimizer` applies."""
 
     variable: str
-    bytes: int | None  # None: it's sparse, of the rows that a step gathers from the variable
+    bytes: int | None  # that each tower sends: 0 if it's made once; None: of the rows it gathers
     device: str  # the variable's, where towers' gradients are summed
 
 
 class Explanation(NamedTuple):
     """How a model trains on several devices. As a str it's a table.
 
-    Bytes that ops put out count 64 for a dimension that only a step knows.
+    Bytes that ops put out are those of 64 rows, where only a step knows how many there are, and
+    any other dimension that isn't known counts as 1.
     """
 
     towers: list[str]  # one device string a tower
@@ -125,15 +129,19 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         variables: Counter[str] = Counter()
         for variable in tf.global_variables():
             variables[variable.device or _NOWHERE] += bytes_of(variable)
-        gradients = []
+        known, gradients = steps.of_graph(graph), []
+        plan = known.plan
         for gradient, variable in optimizer.applied(graph):
             size = None if isinstance(gradient, tf.IndexedSlices) else bytes_of(variable)
+            source = gradient
+            while size and source.op.type in kinds.VIEWS:
+                source = source.op.inputs[0]
+            if plan is None or (size and source.op.name in plan.once):
+                size = 0
             gradients.append(Gradient(variable.op.name, size, variable.device or _NOWHERE))
-        known = steps.of_graph(graph)
-        plan = known.plan
         divided = (len(plan.ops), _once(plan, _line), _scopes(plan)) if plan else (0, [], {})
-        owned = dict(sorted(variables.items()))
-        return Explanation(known.devices, known.rows_per_tower, owned, gradients, *divided)
+        parts = dict(sorted(variables.items())), gradients, *divided
+        return Explanation(known.devices, known.rows_per_tower, *parts)
 
 
 def tell() -> None:
@@ -142,6 +150,8 @@ def tell() -> None:
     rows: Sequence[Any] = step.rows_per_tower or ['its share'] * len(step.devices)
     to = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows))
     text = f'The input_fn gives the global batch; its rows go to {to}.'
+    if step.plan is None and len(step.devices) > 1:
+        text += ' Nothing is divided: there are fewer rows than devices, or only constants.'
     if step.plan is not None:
         text += f' {len(step.plan.ops)} ops run in towers.'
         once = _once(step.plan, lambda op: '')
@@ -151,9 +161,7 @@ def tell() -> None:
         why = max(shares, key=lambda why: shares[why], default='')
         if shares[why] > _WORTH_IT:
             name = next(op.name for op in once if op.why == why)
-            text += (
-                f' {shares[why]:.0%} of all output is of {name} and others that run once: {why}.'
-            )
+            text += f' {shares[why]:.0%} of all output is of {name} and more that run once: {why}.'
     tf.logging.info('%s', text)
 
 
@@ -172,7 +180,7 @@ def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
     """By the outermost scope, in the model's order; gradients are in that of what they're of."""
     found: dict[str, Counter[str]] = {}
     for op in sorted(plan.order, key=private.number):
-        scope = op.name.removeprefix('gradients/').partition('/')[0]
+        scope = re.sub(r'^gradients(_\d+)?/', '', op.name).partition('/')[0].removesuffix('_grad')
         for tensor in op.outputs if op.name in plan.ops or op.name in plan.once else ():
             partial = isinstance(plan.placements.get(tensor.name), Partial)
             kind = 'once' if op.name in plan.once else 'partial' if partial else 'shard'
@@ -181,11 +189,8 @@ def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def _line(op: tf.Operation) -> str:
-    """Where a model_fn made an op: in a file that isn't an installed package's, if there is one."""
-    frames = itertools.takewhile(
-        lambda frame: os.path.dirname(frame.filename) != _PACKAGES[-1], reversed(list(op.traceback))
-    )
-    library = tf.sysconfig.get_lib()
-    found = [frame for frame in frames if not frame.filename.startswith(library)]
-    own = [frame for frame in found if not frame.filename.startswith(_PACKAGES)]
-    return next((f'{os.path.basename(f.filename)}:{f.lineno}' for f in [*own, *found[-1:]]), '')
+    """Where the program made an op: what a model_fn calls, but for installed packages."""
+    frames = reversed(list(op.traceback or ()))  # What tf.function made may have none.
+    inside = itertools.takewhile(lambda frame: frame.filename != _REPLICATE, frames)
+    own = (frame for frame in inside if not frame.filename.startswith(_PACKAGES))
+    return next((f'{os.path.basename(frame.filename)}:{frame.lineno}' for frame in own), '')

@@ -184,8 +184,8 @@ def _divided(
         towers = divide(graph, found, total, devices, before, options['batch_norm'])
     except Exception as error:
         raise RuntimeError(
-            f'Dividing the graph over the devices failed: {error}. Please report the model; '
-            'meanwhile replicate(devices=1) trains it on one device.'
+            f'Dividing the graph over the devices failed: {error}. Please report the model, or '
+            'mend your own rule; meanwhile replicate(devices=1) trains it on one device.'
         ) from error
     finally:
         if collects:

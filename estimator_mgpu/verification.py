@@ -116,9 +116,9 @@ def verify(
             for fn in (plain, replicate(plain, **options))
         )
         for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
-            replay = _replay(one, input_fn, mode, steps)
+            replay, count = _replay(one, input_fn, mode, steps)
             try:
-                expected = _run(one, replay, mode)
+                expected = _run(one, replay, mode, count)
             except Exception:  # A model_fn needn't have all modes.
                 if mode == MODES.TRAIN:
                     raise
@@ -126,7 +126,7 @@ def verify(
             checkpoints = tf.train.get_checkpoint_state(one.model_dir).all_model_checkpoint_paths
             start = checkpoints[0 if mode == MODES.TRAIN else -1]
             tf.train.update_checkpoint_state(several.model_dir, start)
-            found = _run(several, replay, mode)
+            found = _run(several, replay, mode, count)
             if mode == MODES.TRAIN:  # Metrics of a float16 loss are float32 of what was rounded.
                 tolerance = max(tolerance, 16 * _epsilon(expected['loss']))
             for what, value in expected.items():
@@ -138,8 +138,8 @@ def verify(
     return result
 
 
-def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> Callable[[], Any]:
-    """Returns an input_fn that gives another one's first batches, each time the same."""
+def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> tuple[Any, int]:
+    """Returns an input_fn that gives another one's first batches, and how many these are."""
     with tf.Graph().as_default():
         tf.set_random_seed(1)
         *batch, hooks = compat.features_and_labels(estimator, input_fn, mode)
@@ -160,7 +160,7 @@ def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> Callable[[]
         own = [next(parts) if isinstance(t, tf.Tensor) else t for t in leaves]
         return tuple(tf.nest.pack_sequence_as(batch, own, expand_composites=True))
 
-    return replay
+    return replay, len(batches)
 
 
 class _Recorder(tf.train.SessionRunHook):
@@ -186,7 +186,7 @@ class _Recorder(tf.train.SessionRunHook):
         self.steps.append(session.run(self._variables))
 
 
-def _run(estimator: Any, input_fn: Any, mode: str) -> dict[str, np.ndarray]:
+def _run(estimator: Any, input_fn: Any, mode: str, count: int) -> dict[str, np.ndarray]:
     """Returns what a run gives, by what it is: that of all steps one after another, flat."""
     if mode == MODES.EVAL:
         steps = [estimator.evaluate(input_fn)]
@@ -196,7 +196,8 @@ def _run(estimator: Any, input_fn: Any, mode: str) -> dict[str, np.ndarray]:
     else:
         recorder = _Recorder()
         with optimizer.tower_optimizers():
-            estimator.train(input_fn, [recorder])
+            # Where the data ends, TensorFlow may have run a part of another step.
+            estimator.train(input_fn, [recorder], count)
         steps = recorder.steps
     parts: dict[str, list[np.ndarray]] = defaultdict(list)
     for what, value in (item for step in steps for item in step.items()):

@@ -197,6 +197,61 @@ def test_lines_are_those_of_the_program():
     assert lines['direct/TopKV2'] == f'test_explanation.py:{first + 4}'
 
 
+def test_what_a_function_does():
+    """Its ops have no line of their own once they are part of the graph."""
+
+    @tf.function
+    def ordered(net):
+        return tf.sort(net, 0)
+
+    found = explain(
+        lambda features, labels, mode: ranked(ordered(features), labels, mode), devices=2
+    )
+    lines = [op.line for op in found.once if op.name.endswith('TopKV2')]
+    assert len(lines) == 2 and '' in lines
+    assert ', no line, this TopKV2 needs all rows' in str(found)
+
+
+def whole(features, labels, mode):
+    """Nothing of it can be divided; the decomposition is given the feature itself."""
+    net = tf.matmul(tf.linalg.qr(features)[1], tf.get_variable('w', [3, 1]))
+    loss = tf.reduce_sum(tf.square(net)) + 0 * tf.reduce_sum(labels)
+    return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+
+def test_gradients_that_are_made_once_go_nowhere():
+    found = explain(whole, devices=2)
+    assert found.gradients == [('w', 0, CPUS[0])] and found.traffic == {}
+    [decomposed] = [op for op in found.once if op.name == 'Qr']
+    assert decomposed.why == 'no rule for Qr'
+    assert decomposed.gathered == 0  # It is whole already.
+
+
+@pytest.mark.parametrize('rows', [lambda: (floats(12, 3), floats(12, 1)), batch_of(1)])
+def test_nothing_is_divided(rows, caplog):
+    """Constants, and fewer rows than devices where their number is known."""
+    caplog.set_level(logging.INFO)
+    found = explain(input_fn=rows, devices=2)
+    assert found.divided == 0 and found.once == [] and found.traffic == {}
+    assert (
+        'Nothing is divided: there are fewer rows than devices, or only constants.' in caplog.text
+    )
+
+
+def test_rows_that_may_not_be_the_batchs():
+    """After a Python function, nobody knows how many rows there are."""
+
+    def model_fn(features, labels, mode):
+        net = tf.numpy_function(lambda x: x, [features], tf.float32)
+        net.set_shape([None, 3])
+        loss = tf.reduce_mean(tf.square(tf.matmul(net, tf.get_variable('w', [3, 1])) - labels))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    whys = {op.name: op.why for op in explain(model_fn, devices=2).once}
+    assert whys['sub'] == "this Sub is given rows that may not be the batch's"
+    assert 'MatMul' not in whys  # It's divided by itself.
+
+
 def test_more_than_ten():
     def model_fn(features, labels, mode):
         net = tf.add_n([tf.sort(features * i, 0, name=f'order{i}') for i in range(12)])
@@ -224,7 +279,7 @@ def test_a_drawing(tmp_path):
     texts = re.findall(r'<!-- (.*?) -->', svg)
     assert {'order', 'net', 'Mean', 'shard', 'partial', 'once'} <= set(texts)
     boxes = Counter(re.findall(r'style="fill: (#\w+)"/>', svg.partition('legend_1')[0]))
-    assert boxes['#1f77b4'] == boxes['#2ca02c'] == boxes['#d62728'] == 7  # scopes
+    assert boxes['#1f77b4'] == boxes['#2ca02c'] == boxes['#d62728'] == 5  # scopes
 
 
 def test_the_log_says_what_costs_most(caplog):
@@ -234,7 +289,7 @@ def test_the_log_says_what_costs_most(caplog):
     [line] = [r.getMessage() for r in caplog.records if 'its rows go to' in r.getMessage()]
     share = sum(op.share for op in found.once)
     assert f' {found.divided} ops run in towers. {share:.0%} of all output' in line
-    assert line.endswith('order/TopKV2 and others that run once: this TopKV2 needs all rows.')
+    assert line.endswith('order/TopKV2 and more that run once: this TopKV2 needs all rows.')
 
 
 def test_the_log_is_silent_on_what_costs_little(caplog):

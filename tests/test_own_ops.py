@@ -19,7 +19,7 @@ ROWS = floats(7, 3)
 
 @pytest.fixture(autouse=True)
 def no_rules_are_left(monkeypatch):
-    for name in ('Dawsn', 'Centered'):
+    for name in ('Dawsn', 'Centered', 'EuclideanNorm'):
         monkeypatch.setitem(RULES, name, None)
         del RULES[name]
 
@@ -103,6 +103,27 @@ def test_malformed_rules():
     assert 'Dawsn' not in RULES
 
 
+@pytest.mark.parametrize('value', [1.0, 1e8, np.inf])
+def test_a_rule_that_does_not_hold_beside_large_numbers(value):
+    register_rule('EuclideanNorm', 'n_ * -> _ (sum)')
+    rows = ROWS.copy()
+    rows[0, 0] = value
+    with pytest.raises(AssertionError, match='Mismatched elements'):
+        check_rule(lambda x: tf.raw_ops.EuclideanNorm(input=x, axis=0), rows)
+
+
+def test_numbers_that_are_none():
+    assert check_rule(tf.sqrt, ROWS) == {'Sqrt'}  # nan of those below 0
+    assert 'NotEqual' in check_rule(tf.sparse.from_dense, ROWS)
+    assert 'Sum' in check_rule(lambda x: tf.metrics.mean(x)[1], ROWS)
+
+
+@pytest.mark.parametrize(('name', 'rule'), [('Dawsn', None), (3, 'S -> S'), ('Dawsn', ['S -> S'])])
+def test_what_is_no_rule(name, rule):
+    with pytest.raises(TypeError, match='give a type by name, and a text or a function'):
+        register_rule(name, rule)
+
+
 def test_ops_that_have_a_rule():
     with pytest.raises(ValueError, match='Softmax has a rule already'):
         register_rule('Softmax', 'elementwise')
@@ -112,7 +133,7 @@ def test_ops_that_have_a_rule():
     ('rows', 'count'), [([], 3), ([ROWS[:3]], 3), ([ROWS, ROWS[:5]], 3), ([ROWS], 1)]
 )
 def test_rows_that_do_not_do(rows, count):
-    with pytest.raises(ValueError, match=f'Give arrays of more than {count} rows'):
+    with pytest.raises(ValueError, match=f'Give arrays with as many rows each.*towers={count}'):
         check_rule(tf.math.special.dawsn, *rows, towers=count)
 
 

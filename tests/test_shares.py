@@ -29,7 +29,7 @@ def test_old_programs_that_enable_new_loops(name, caplog):
         caplog.set_level('INFO')
         kernels, _ = shares_models.kernels_of(name, 4)
         assert max(kernels.values()) > 0.7 * sum(kernels.values())
-        assert 'a v1 loop: call tf.enable_control_flow_v2() before.' in caplog.text
+        assert 'v1 control flow: call tf.enable_control_flow_v2() before.' in caplog.text
         tf.enable_control_flow_v2()
         kernels, _ = shares_models.kernels_of(name, 4)
         assert max(kernels.values()) <= 0.35 * sum(kernels.values())

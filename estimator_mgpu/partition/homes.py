@@ -105,6 +105,7 @@ def _fixed(op: tf.Operation, plan: Plan) -> str | None:
 
 
 def bytes_of(tensor: Any) -> int:
-    """The bytes of a tensor, or of a variable's value; an unknown dimension counts as 64."""
-    dims = [None] if tensor.shape.rank is None else tensor.shape.as_list()
-    return math.prod(_ROWS if d is None else d for d in dims) * (tensor.dtype.base_dtype.size or 1)
+    """The bytes of a tensor, or of a variable's value; as if there were 64 rows, where unknown."""
+    first, *others = [None] if tensor.shape.rank is None else [*tensor.shape.as_list(), 1]
+    known = [_ROWS if first is None else first, *(1 if d is None else d for d in others)]
+    return math.prod(known) * (tensor.dtype.base_dtype.size or 1)

@@ -50,7 +50,7 @@ class Inside(Pass):
             return
         calls = op.type in self.callers
         if op.op_def.is_stateful and op.type not in kinds.READS and not calls:
-            raise Undivided(f'{op.type} has effects, or draws numbers')
+            raise Undivided(f'in it, a {op.type} has effects, or draws numbers')
         placements = [self.seen(t) for t in op.inputs]
         whole = all(p == REPLICATE for p in placements)
         if op.type in kinds.SIZES:
@@ -103,14 +103,14 @@ class Inside(Pass):
         return not self.strict or super().own_lists(given)
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
-        raise Undivided(f'{op.name}: {reason}')
+        raise Undivided(f'in it, {op.name}: {reason}')
 
     def reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
-        raise Undivided(f'{op.type} needs a sum')
+        raise Undivided(f'in it, {op.name} needs a sum over all rows')
 
     def divide(self, op: tf.Operation, found: Division) -> None:
         if Partial('mean', self.rows) in found.placements:
-            raise Undivided(f'{op.type} needs a mean')
+            raise Undivided(f'in it, {op.name} needs a mean over all rows')
         given = zip(op.inputs, found.plan.needs)
         needs = tuple(self._possible(op, tensor, need) for tensor, need in given)
         super().divide(op, found._replace(plan=found.plan._replace(needs=needs)))
@@ -119,7 +119,7 @@ class Inside(Pass):
         """What an op is given inside for what it needs, if it can be."""
         differs = self.differs(tensor)
         if need == WHOLE and (differs or self.seen(tensor) != REPLICATE):
-            raise Undivided(f'{op.type} needs all of {tensor.name}')
+            raise Undivided(f'in it, {op.name} needs all rows')
         if isinstance(need, Slice) and self._may_be_made(tensor):
             self.wanted[tensor.op] = need
         elif (isinstance(need, Slice) or need == plan.FIRST) and self.strict:

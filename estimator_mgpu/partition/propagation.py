@@ -93,7 +93,7 @@ class Pass:
         elif op.type in kinds.SIZES:
             self.whole(op, placements, 'it computes with sizes')
         elif private.in_control_flow(op):
-            self.whole(op, placements, 'a v1 loop: call tf.enable_control_flow_v2() before')
+            self.whole(op, placements, 'v1 control flow: call tf.enable_control_flow_v2() before')
         else:
             self.decide(op, placements)
 
@@ -127,11 +127,13 @@ class Pass:
 
     def by_rule(self, op: tf.Operation, placements: list[Placement]) -> None:
         """Divides an op by the rule for its type, or lets it run once."""
-        reason = f'no rule for {op.type}'
-        if op.type in self.table or op.type in self.callers:
-            before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
-            given = any(p != REPLICATE for p in placements) or not before
-            reason = f'this {op.type} needs all rows' if given else before[0]
+        before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
+        ruled = op.type in self.table or op.type in self.callers or op.type.startswith(kinds.LISTS)
+        alike = all(getattr(p, 'rows', self.rows) == self.rows for p in placements)
+        needs = 'needs all rows' if alike else "is given rows that may not be the batch's"
+        reason = f'this {op.type} {needs}' if ruled else f'no rule for {op.type}'
+        if before and (ruled or all(p == REPLICATE for p in placements)):
+            reason = before[0]
         try:
             found = self._division(op, placements)
         except Undivided as error:
@@ -189,8 +191,10 @@ class Pass:
         behind = [t.op.name for t in op.inputs if t.name in self.again]
         if op.type in kinds.SIZES or (not behind and all(p == REPLICATE for p in placements)):
             return
-        joined = {t for t, p in zip(op.inputs, placements) if isinstance(p, (Shard, Partial))}
-        self.reasons[op.name] = reason, sum(map(bytes_of, joined))
+        made = {
+            t for t, p in zip(op.inputs, placements) if p != REPLICATE and t.op.name in self.ops
+        }
+        self.reasons[op.name] = reason, sum(map(bytes_of, made))
         self.reduce(op, placements)
         if behind or any(isinstance(p, Shard) for p in placements):
             for tensor in op.outputs:

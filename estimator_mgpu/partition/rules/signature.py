@@ -51,6 +51,14 @@ class Signature(NamedTuple):
 
 Rule = Union[str, Callable[[tf.Operation, 'Sizes'], Union[str, Signature, None]]]
 
+FAMILIES = {
+    'elementwise': 'S+ -> S',
+    'row by row': 'n... -> n...',
+    'last dimension': 'S_ -> S_',
+    'sum': 'n... -> * (sum)',
+    'matmul': 'mk kn -> mn (sum)',
+}
+"""Rules that have a name."""
 _DIMS = r'(?:[A-Za-z_]|\.\.\.)+'
 _INPUT, _OUTPUT = rf'(?:[*=]|#?{_DIMS})\+?', rf'(?:\*|{_DIMS})\+?'
 _REDUCE = r'(?: \((sum|mean|max|min|prod|all|any)\))?'
@@ -77,14 +85,14 @@ def signature_of(rule: Rule, op: tf.Operation, sizes: Sizes) -> Signature | None
 @functools.cache
 def parsed(text: str) -> Callable[[tf.Operation, Sizes], Signature | None]:
     """The rule that a text says; raises ValueError if it's malformed."""
-    found = _TEXT.fullmatch(text)
+    found = _TEXT.fullmatch(FAMILIES.get(text, text))
     problem = _problem(*found.groups()) if found else 'it has another form'
     if not found or problem:
         raise ValueError(
-            f"{text!r} isn't a rule: {problem}. Rules are such as 'n... * -> n...' or "
-            "'mk kn -> mn (sum)': a word for each input, '->', a word for each output, and the "
-            "reduction, if any: sum, mean, max, min, prod, all or any. A word is '*', or has a "
-            "letter, '_' or '...' for each dimension."
+            f"{text!r} isn't a rule: {problem}. Rules are {', '.join(FAMILIES)}, or such as "
+            "'n... * -> n...' or 'mk kn -> mn (sum)': a word for each input, '->', a word for each "
+            'output, and the reduction, if any: sum, mean, max, min, prod, all or any. A word is '
+            "'*', or has a letter, '_' or '...' for each dimension."
         )
     return functools.partial(_signature, found[1].split(), found[2].split(), found[3])
 
