@@ -1,6 +1,8 @@
 """The table of rules, walked: what each says of an op holds for it, on uneven shards."""
 
+import ast
 import functools
+import pathlib
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ import tensorflow.compat.v1 as tf
 from tensorflow import raw_ops as ops
 from tensorflow.python.framework import op_def_registry
 
+import estimator_mgpu
 from estimator_mgpu.own_ops import check_rule
+from estimator_mgpu.partition import reduction
 from estimator_mgpu.partition.plan import OWN
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.signature import parsed
@@ -766,6 +770,21 @@ def test_rule(name):
             sampled(batch)
         reached |= check_rule(functools.partial(again, sampled), *batch.rows)
     assert name in reached, f'No sample reaches the rule for {name}.'
+
+
+def test_types_of_ops_are_told_apart_in_rules_only():
+    """Elsewhere the code names only those that it makes itself."""
+    package = pathlib.Path(estimator_mgpu.__file__).parent
+    named = set()
+    for path in package.rglob('*.py'):
+        tree = ast.parse(path.read_text())
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+        called = [getattr(call.func, 'attr', getattr(call.func, 'id', '')) for call in calls]
+        made = [call.args[0] for call, f in zip(calls, called) if f in ('add', '_add', 'node_def')]
+        for node in ast.walk(tree) if 'rules' not in path.parts else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in made:
+                named |= {node.value} if op_def_registry.get(node.value) else set()
+    assert named - {'B'} == set(reduction._PAIRWISE.values())  # B is a unit in explain, too.
 
 
 def test_no_sample_is_without_rule():
