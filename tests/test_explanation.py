@@ -212,6 +212,21 @@ def test_what_a_function_does():
     assert ', no line, this TopKV2 needs all rows' in str(found)
 
 
+def test_fused_ops_that_nobody_runs():
+    """Sums take the place of the batch normalization that a layer made, and of its gradient."""
+
+    def model_fn(features, labels, mode):
+        image = tf.reshape(features, [-1, 3, 1, 1])
+        for _ in range(2):
+            image = tf.layers.batch_normalization(tf.layers.conv2d(image, 2, 1), training=True)
+        loss = tf.losses.mean_squared_error(labels, tf.reduce_mean(image, [1, 2, 3])[:, None])
+        with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+            train = tf.train.GradientDescentOptimizer(0.1).minimize(loss, step())
+        return spec_of(mode, loss, train)
+
+    assert explain(model_fn, devices=2).once == []
+
+
 def whole(features, labels, mode):
     """Nothing of it can be divided; the decomposition is given the feature itself."""
     net = tf.matmul(tf.linalg.qr(features)[1], tf.get_variable('w', [3, 1]))

@@ -40,7 +40,8 @@ def expand(graph: tf.Graph) -> dict[str, tf.Tensor]:
                 gradients = [(user, forward.gradients(user)) for user in users]
         for fused, outputs in [(op, forward.outputs), *gradients]:
             private.replace(fused, outputs, outputs[0].op)
-            if all(user in users for t in fused.outputs for user in t.consumers()):
+            others = {u for t in fused.outputs for u in t.consumers()} - {*users}
+            if not any(map(private.followers, others)):
                 replaced.update((fused.outputs[i].name, t) for i, t in outputs.items())
     return replaced
 
