@@ -113,9 +113,7 @@ def _options() -> argparse.Namespace:
     command.add_argument('model_fn', type=_named, help='module:function')
     command.add_argument('--input_fn', type=_named, required=True, help='module:function')
     command.add_argument('--params', type=json.loads, help="the model_fn's, as JSON")
-    command.add_argument(
-        '--devices', help='how many, or their names with commas; default: all GPUs'
-    )
+    command.add_argument('--devices', help='how many, or names with commas; default: all GPUs')
     command.add_argument('--draw', metavar='plan.svg', help='also draws it, with Matplotlib')
     return parser.parse_args()
 

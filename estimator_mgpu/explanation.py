@@ -92,14 +92,11 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         rows: Sequence[Any] = self.rows_per_tower or ['its share of the'] * len(self.towers)
-        sizes = ['gathered rows' if g.bytes is None else _size(g.bytes) for g in self.gradients]
+        sent = [(g, 'gathered rows' if g.bytes is None else _size(g.bytes)) for g in self.gradients]
         parts = {
             'towers': [f'{where}: {n} rows' for where, n in zip(self.towers, rows)],
             'variables': [f'{where}: {_size(n)}' for where, n in self.variables.items()],
-            'gradients': [
-                f'{g.variable}: {size}, summed on {g.device}'
-                for g, size in zip(self.gradients, sizes)
-            ],
+            'gradients': [f'{g.variable}: {n}, summed on {g.device}' for g, n in sent],
             'gradients between devices, each step': [
                 f'in and out of {where}: {_size(n)}' for where, n in self.traffic.items()
             ],
@@ -154,7 +151,7 @@ def tell() -> None:
         text += ' Nothing is divided: there are fewer rows than devices, or only constants.'
     if step.plan is not None:
         text += f' {len(step.plan.ops)} ops run in towers.'
-        once = _once(step.plan, lambda op: '')
+        once = _once(step.plan, lambda op: '') if step.plan.once else []
         shares: dict[str, float] = defaultdict(float)
         for op in once:
             shares[op.why] += op.share
@@ -167,7 +164,7 @@ def tell() -> None:
 
 def _once(plan: Plan, line: Callable[[tf.Operation], str]) -> list[Once]:
     """The ops that run once, the costliest first."""
-    total = sum(sum(sizes.values()) for sizes in _scopes(plan).values()) or 1
+    total = sum(bytes_of(t) for op in _counted(plan) for t in op.outputs) or 1
     found = [
         Once(op.name, *plan.once[op.name], sum(map(bytes_of, op.outputs)) / total, line(op))
         for op in plan.order
@@ -176,12 +173,17 @@ def _once(plan: Plan, line: Callable[[tf.Operation], str]) -> list[Once]:
     return sorted(found, key=lambda once: (-once.share, -once.gathered))
 
 
+def _counted(plan: Plan) -> list[tf.Operation]:
+    """The ops that run in towers, or once though they follow from rows."""
+    return [op for op in plan.order if op.name in plan.ops or op.name in plan.once]
+
+
 def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
     """By the outermost scope, in the model's order; gradients are in that of what they're of."""
     found: dict[str, Counter[str]] = {}
-    for op in sorted(plan.order, key=private.number):
+    for op in sorted(_counted(plan), key=private.number):
         scope = re.sub(r'^gradients(_\d+)?/', '', op.name).partition('/')[0].removesuffix('_grad')
-        for tensor in op.outputs if op.name in plan.ops or op.name in plan.once else ():
+        for tensor in op.outputs:
             partial = isinstance(plan.placements.get(tensor.name), Partial)
             kind = 'once' if op.name in plan.once else 'partial' if partial else 'shard'
             found.setdefault(scope, Counter())[kind] += bytes_of(tensor)

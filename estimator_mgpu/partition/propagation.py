@@ -88,10 +88,8 @@ class Pass:
                 self.ops[op.name] = OpPlan()
             return
         placements = [self.seen(t) for t in op.inputs]
-        if op.name in self.once:
+        if op.name in self.once or op.type in kinds.SIZES:
             self.whole(op, placements, 'its lists are used whole')
-        elif op.type in kinds.SIZES:
-            self.whole(op, placements, 'it computes with sizes')
         elif private.in_control_flow(op):
             self.whole(op, placements, 'v1 control flow: call tf.enable_control_flow_v2() before')
         else:
@@ -127,24 +125,27 @@ class Pass:
 
     def by_rule(self, op: tf.Operation, placements: list[Placement]) -> None:
         """Divides an op by the rule for its type, or lets it run once."""
-        before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
-        ruled = op.type in self.table or op.type in self.callers or op.type.startswith(kinds.LISTS)
-        alike = all(getattr(p, 'rows', self.rows) == self.rows for p in placements)
-        needs = 'needs all rows' if alike else "is given rows that may not be the batch's"
-        reason = f'this {op.type} {needs}' if ruled else f'no rule for {op.type}'
-        if before and (ruled or all(p == REPLICATE for p in placements)):
-            reason = before[0]
         try:
-            found = self._division(op, placements)
+            found, reason = self._division(op, placements), ''
         except Undivided as error:
             found, reason = None, str(error)
         except Exception as error:
             what = f'{op.name!r} (a {op.type}): {type(error).__name__}'
             raise RuntimeError(f'{what}: {error}') from error
         if found is None:
-            self.whole(op, placements, reason)
+            self.whole(op, placements, reason or self._reason(op, placements))
         else:
             self.divide(op, found)
+
+    def _reason(self, op: tf.Operation, placements: list[Placement]) -> str:
+        """Why an op runs once that no rule divides; what it follows from says so first."""
+        before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
+        ruled = op.type in self.table or op.type in self.callers or op.type.startswith(kinds.LISTS)
+        if before and (ruled or all(p == REPLICATE for p in placements)):
+            return before[0]
+        alike = all(getattr(p, 'rows', self.rows) == self.rows for p in placements)
+        needs = 'needs all rows' if alike else "is given rows that may not be the batch's"
+        return f'this {op.type} {needs}' if ruled else f'no rule for {op.type}'
 
     def _division(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
         own = [p if getattr(p, 'rows', self.rows) == self.rows else REPLICATE for p in placements]
@@ -188,13 +189,11 @@ class Pass:
         for tensor, placement in zip(op.inputs, placements):
             if isinstance(placement, KEPT):
                 self.once.add(tensor.op.name)
-        behind = [t.op.name for t in op.inputs if t.name in self.again]
+        behind = any(t.name in self.again for t in op.inputs)
         if op.type in kinds.SIZES or (not behind and all(p == REPLICATE for p in placements)):
             return
-        made = {
-            t for t, p in zip(op.inputs, placements) if p != REPLICATE and t.op.name in self.ops
-        }
-        self.reasons[op.name] = reason, sum(map(bytes_of, made))
+        own = {t for t, p in zip(op.inputs, placements) if p != REPLICATE and t.op.name in self.ops}
+        self.reasons[op.name] = reason, sum(map(bytes_of, own))
         self.reduce(op, placements)
         if behind or any(isinstance(p, Shard) for p in placements):
             for tensor in op.outputs:
