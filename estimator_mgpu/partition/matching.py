@@ -74,7 +74,7 @@ class Matching:
         """What the op comes to if it's divided in a way; None if it can't be."""
         needs = [self._need(*given, way) for given in self._inputs]
         outputs = self.signature.outputs
-        dims = [self._dims(i, way) for i in range(len(outputs))]
+        dims = self.dims(way)
         if None in needs or any(way.label in o and d is None for o, d in zip(outputs, dims)):
             return None
         reduce = self.signature.reduce
@@ -110,8 +110,11 @@ class Matching:
             return None  # One of them may be 1, and repeated.
         return plan.Slice(axis, way.rows, factor or way.factor)
 
-    def _dims(self, index: int, way: Way) -> list[Size] | None:
-        """The dimensions of an output, as far as they are known."""
+    def dims(self, way: Way | None = None) -> list[list[Size] | None]:
+        """The dimensions of the outputs, as far as they are known."""
+        return [self._dims(i, way) for i in range(len(self.signature.outputs))]
+
+    def _dims(self, index: int, way: Way | None) -> list[Size] | None:
         output, labels = self.op.outputs[index], self.signature.outputs[index]
         given = self.signature.dims[index] if self.signature.dims else None
         if output.shape.rank is None and given is None and not labels:
@@ -120,7 +123,7 @@ class Matching:
         dims = []
         for i, (known, own) in enumerate(zip(static, labels)):
             size = given[i] if given else None
-            if own == way.label:
+            if way and own == way.label:
                 factor = way.factor if size is None else per_row(size, way.rows)
                 if factor is None:
                     return None

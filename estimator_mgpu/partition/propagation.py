@@ -160,7 +160,9 @@ class Pass:
         if signature is None:
             return None
         matching = Matching(op, signature, placements, self)
-        for output, dims in zip(op.outputs, signature.dims or ()):
+        of_sizes = all(p == REPLICATE for p in placements) and not self._behind(op)
+        known = matching.dims() if of_sizes else signature.dims or ()
+        for output, dims in zip(op.outputs, known):
             self.sizes.know(output, dims)
         return matching.division()
 
@@ -189,7 +191,7 @@ class Pass:
         for tensor, placement in zip(op.inputs, placements):
             if isinstance(placement, KEPT):
                 self.once.add(tensor.op.name)
-        behind = any(t.name in self.again for t in op.inputs)
+        behind = self._behind(op)
         if op.type in kinds.SIZES or (not behind and all(p == REPLICATE for p in placements)):
             return
         own = {t for t, p in zip(op.inputs, placements) if p != REPLICATE and t.op.name in self.ops}
@@ -199,6 +201,10 @@ class Pass:
             for tensor in op.outputs:
                 self.again.add(tensor.name)
                 self.sizes.begin(tensor)
+
+    def _behind(self, op: tf.Operation) -> bool:
+        """Whether it follows from what was made whole of rows."""
+        return any(t.name in self.again for t in op.inputs)
 
     def reduce(self, op: tf.Operation, placements: list[Placement]) -> list[Placement]:
         """Notes that partial results are to be reduced: where they come from, once for all."""
