@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -36,6 +38,21 @@ def check_tensorflow(version: str) -> None:
         )
 
 
+def check_tf_config(text: str) -> None:
+    """Raises ValueError if a TF_CONFIG can't be read, or has several machines without a chief."""
+    try:
+        cluster = json.loads(text).get('cluster', {})
+        lacks = 'a chief' if cluster and 'chief' not in cluster else ''
+    except (AttributeError, ValueError) as error:
+        lacks = f'a JSON object: {error}'
+    if lacks:
+        raise ValueError(
+            f'The environment variable TF_CONFIG is {text!r}, which lacks {lacks}. On each machine '
+            'it has the same cluster and its own task, as in {"cluster": {"chief": ["host0:2222"], '
+            '"worker": ["host1:2222"]}, "task": {"type": "worker", "index": 0}}.'
+        )
+
+
 def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list[Any]]:
     """Returns the features and labels of an input_fn, and the hooks of a session that has them."""
     if not callable(input_fn):
@@ -44,6 +61,13 @@ def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, 
             'the batches: lambda: dataset.'
         )
     return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
+
+
+def of_cluster(config: Any, tf_config: dict[str, Any]) -> Any:
+    """Returns a RunConfig as it would be if TF_CONFIG had been another."""
+    made = copy.deepcopy(config)
+    made._init_distributed_setting_from_environment_var(tf_config)
+    return made
 
 
 def legacy_keras_remedy(error: Exception) -> str | None:
@@ -155,6 +179,7 @@ def _publish_estimator() -> None:
 
 
 check_tensorflow(tf.__version__)
+check_tf_config(os.environ.get('TF_CONFIG', '{}'))
 if _minor(tf.__version__) > (2, 15):
     _choose_keras()
     _restore_removed()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
 import tensorflow.compat.v1 as tf
 from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
 Devices = Union[None, int, str, Sequence[str]]
+CHIEF = '/job:chief/task:0'  # the machine of what names none
 
 _LEGAL = (
     'devices is None (every GPU), a positive int (that many GPUs, or logical CPU devices where '
@@ -17,13 +19,17 @@ _LEGAL = (
 )
 
 
-def resolve(devices: Devices = None) -> list[str]:
+def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) -> list[str]:
     """Returns the devices meant by `devices`, one a tower, in canonical form; initialises no GPU.
+
+    `machines` are the devices of each of several, on which `devices` are those of each.
 
     >>> resolve(['/cpu:0', 'CPU:1'])
     ['/device:CPU:0', '/device:CPU:1']
     """
     listed = check(devices)
+    if machines:
+        return _of_machines(devices, listed, machines)
     gpus = len(tf.config.list_physical_devices('GPU'))
     if devices is None or isinstance(devices, int):
         kind = 'GPU' if gpus else 'CPU'
@@ -37,6 +43,27 @@ def resolve(devices: Devices = None) -> list[str]:
                 "those of `nvidia-smi -L`; one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
             )
     return listed
+
+
+def _of_machines(devices: Any, listed: list[str], machines: Mapping[str, list[str]]) -> list[str]:
+    """Returns the devices on each machine; where no machine has a GPU, those are CPUs."""
+    gpus = {name: sum('GPU' in device for device in has) for name, has in machines.items()}
+    kind = 'GPU' if any(gpus.values()) else 'CPU'
+    meant = [device for device in listed if spec_of(device).job]
+    for machine in machines:
+        if spec_of(machine).job != 'ps':  # Those have variables, and no tower.
+            count = devices or (gpus[machine] if kind == 'GPU' else 1)
+            own = listed or [f'/device:{kind}:{i}' for i in range(count)]
+            meant += [machine + device for device in own if not spec_of(device).job]
+    for device in meant:
+        if not any(device in has for has in machines.values()):
+            machine = machine_of(device)
+            raise ValueError(
+                f'devices={devices!r} asks for {device!r}, but {machine} has '
+                f'{", ".join(machines.get(machine, [])) or "no place in the cluster"}. devices= '
+                'are those of each machine; None stands for every GPU there is.'
+            )
+    return meant
 
 
 def check(devices: Devices) -> list[str]:
@@ -56,6 +83,20 @@ def check(devices: Devices) -> list[str]:
 def spec_of(device: str) -> tf.DeviceSpec:
     """Parses a device string; `/gpu:0`, `GPU:0` and `/device:GPU:0` are the same device."""
     return tf.DeviceSpec.from_string(device if device.startswith('/') else f'/{device}')
+
+
+@functools.cache
+def machine_of(device: str) -> str:
+    """The task whose machine has a device: the chief, if it names none."""
+    spec = spec_of(device)
+    return f'/job:{spec.job}/task:{spec.task or 0}' if spec.job else CHIEF
+
+
+def relay(devices: Sequence[str], device: str, home: str) -> str:
+    """The one of a device's machine that sends to, or gets from, another device's for all of it."""
+    there = [one for one in devices if machine_of(one) == machine_of(device)]
+    like = machine_of(device) + spec_of(home).replace(job=None, task=None).to_string()
+    return like if like in there else there[0]
 
 
 def host_of(device: str) -> str:

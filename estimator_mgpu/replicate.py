@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, compat, explanation, private, steps
+from estimator_mgpu import batch, cluster, compat, explanation, private, steps
 from estimator_mgpu import devices as devices_lib
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
@@ -105,7 +105,13 @@ def replicate(
                 f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
                 'model_fn on several devices itself. Leave out train_distribute, or replicate().'
             )
-        towers = devices_lib.resolve(devices)
+        machines = getattr(config, 'machines', None)  # set by our Estimator while it trains
+        if machines is None and getattr(config, 'master', None):
+            raise ValueError(
+                'TF_CONFIG has several machines, and a plain Estimator would train on each by '
+                'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
+            )
+        towers = devices_lib.resolve(devices, machines)
         devices_lib.warn_of_missing(towers, config)
         features, labels = arguments['features'], arguments.get('labels')
         bound = inspect.BoundArguments(signature, arguments)  # Leaves out what it doesn't take.
@@ -117,7 +123,12 @@ def replicate(
         else:
             found = batch.look_at(features, labels, broadcast)
             before = {op.name for op in tf.get_default_graph().get_operations()}
-            spec, step = _divided(_build(model_fn, bound), found, towers, before, options)
+            ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
+            built = _build(model_fn, bound)
+            place(tf.get_default_graph(), variables, ps or towers, before)
+            spec, step = _divided(built, found, towers, before, batch_norm)
+        if machines:
+            spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))
         steps.record(step)
         explanation.tell()
         return spec
@@ -170,18 +181,17 @@ _building: list[tf.Graph] = []
 
 
 def _divided(
-    spec: Any, found: batch.Batch, devices: list[str], before: set[str], options: dict[str, Any]
+    spec: Any, found: batch.Batch, devices: list[str], before: set[str], batch_norm: str
 ) -> tuple[Any, steps.Step]:
     """Divides a graph, and returns its EstimatorSpec and what is known of its steps."""
     graph = tf.get_default_graph()
-    place(graph, options['variables'], devices, before)
     with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
         with tf.device(devices_lib.host_of(devices[0])):
             total = found.total() if found.static is None and found.leaves else None
     collects = gc.isenabled()
     gc.disable()  # It would look at each of the graph's ops over and over.
     try:
-        towers = divide(graph, found, total, devices, before, options['batch_norm'])
+        towers = divide(graph, found, total, devices, before, batch_norm)
     except Exception as error:
         raise RuntimeError(
             f'Dividing the graph over the devices failed: {error}. Please report the model, or '

@@ -8,12 +8,49 @@ from typing import Any
 import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
-from estimator_mgpu import compat, explanation
-from estimator_mgpu.devices import Devices, session_config
+from estimator_mgpu import cluster, compat, explanation
+from estimator_mgpu.devices import CHIEF, Devices, session_config
 from estimator_mgpu.replicate import replicate
 
 
-class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
+class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
+    """Trains on several machines, if TF_CONFIG has them."""
+
+    _config: Any  # Estimator's own
+    _joins: Any  # the RunConfig of a task of a cluster; None on one machine
+
+    # An Estimator's own class must override no method of it; this one isn't looked at.
+    def train(
+        self,
+        input_fn: Any,
+        hooks: Any = None,
+        steps: Any = None,
+        max_steps: Any = None,
+        saving_listeners: Any = None,
+    ) -> Any:
+        """As Estimator's; on a task other than the chief it serves that, and never returns."""
+        if self.config.task_type == 'evaluator':
+            raise ValueError(
+                "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
+                'call tf.estimator.train_and_evaluate().'
+            )
+        if self._joins is None:
+            return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+        task = cluster.join(self._joins, self.config.session_config)
+        if task.name != CHIEF:
+            task.serve()
+        config = self._config
+        self._config = cluster.alone(config, task.server.target)
+        self._config.machines = task.devices(self.model_dir)
+        try:
+            with task.training():
+                hooks = [*(hooks or []), task.stop_hook()]
+                return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+        finally:
+            self._config = config
+
+
+class Estimator(_OnMachines):
     """A drop-in `tf.estimator.Estimator`, with its arguments, for several devices.
 
     Examples:
@@ -52,6 +89,10 @@ class Estimator(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in
         config = config or compat.estimator.RunConfig()
         devices = model_fn.replicate_options['devices']  # type: ignore[attr-defined]
         config = config.replace(session_config=session_config(devices, config.session_config))
+        self._joins = config if config.master else None
+        if self._joins:
+            del config.session_config.device_filters[:]  # They hide machines from each other.
+            config = cluster.alone(config)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
 
     def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:

@@ -1,0 +1,250 @@
+"""Several machines: a task on each, of which the chief trains on the devices of all."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import compat, private
+from estimator_mgpu.devices import CHIEF, spec_of
+
+_JOBS = ('chief', 'worker', 'ps')  # An evaluator is in no cluster.
+_EVERY = 30  # seconds from one message to the next on what is waited for
+_TERMINATED = 128 + signal.SIGTERM
+_joined: list[Task] = []  # A process has one server, for as long as it lives.
+
+
+class Task:
+    """This process, as a task of TF_CONFIG's cluster; it has TensorFlow's server.
+
+    The chief and each other task tell each other by variables on the latter: what that takes the
+    cluster to be, and how the chief has ended. What waits for the other tasks also ends when
+    SIGTERM comes.
+    """
+
+    def __init__(self, config: Any, session_config: tf.ConfigProto):
+        spec = config.cluster_spec
+        self.addresses = addresses(config)
+        self.name = f'/job:{config.task_type}/task:{config.task_id}'
+        self._limit: float = config.session_creation_timeout_secs
+        self._trains = self._terminated = False
+        jobs = {job: spec.job_tasks(job) for job in _JOBS if job in spec.jobs}
+        given = dict(protocol=config.protocol, config=session_config)
+        try:
+            self.server = tf.train.Server(jobs, config.task_type, config.task_id, **given)
+        except tf.errors.OpError as error:
+            raise RuntimeError(
+                f"{self.name} can't listen at {self.addresses[self.name]} ({error.message}). If "
+                'another process has that port, end it, or give another one in TF_CONFIG on every '
+                'machine.'
+            ) from error
+        tf.logging.warning(
+            f'{self.name} listens on all addresses of its machine, and nothing that machines send '
+            'each other is encrypted or authenticated: run it in a private network.'
+        )
+        if self.name == CHIEF:
+            atexit.register(self._end)
+            in_main = threading.current_thread() is threading.main_thread()
+            if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._terminate)
+
+    def wait(self, tasks: Iterable[str] = (), ended: Callable[[], bool] = lambda: False) -> None:
+        """Waits for tasks, by default all, to be reached, and says which ones can't, or until."""
+        start = time.monotonic()
+        told = start - _EVERY
+        wanted = {task: self.addresses[task] for task in tasks or self.addresses}
+        while missing := [f'{t} at {a}' for t, a in wanted.items() if not _listens(a)]:
+            now, text = time.monotonic(), ', '.join(missing)
+            if ended():
+                return
+            if self._terminated:
+                raise SystemExit(_TERMINATED)
+            if now - start > self._limit:
+                raise TimeoutError(
+                    f"{text}: not reached in {self._limit} seconds, the RunConfig's "
+                    'session_creation_timeout_secs. Start the script there, with the same cluster '
+                    'in TF_CONFIG, and let its port through.'
+                )
+            if now - told >= _EVERY:
+                tf.logging.warning(f'Waiting for {text}: the script has to be started there, too.')
+                told = now
+            time.sleep(1)
+
+    def devices(self, model_dir: str) -> dict[str, list[str]]:
+        """Waits for all tasks, and returns the devices of each; fails if they don't fit."""
+        self.wait()
+        for task in self._others():
+            with self._session_with(task) as (session, known, _):
+                initialized = tf.is_variable_initialized(known)
+                while not session.run(initialized):  # It has only just begun to listen.
+                    time.sleep(0.1)
+                theirs = json.loads(session.run(known.value()))
+            if theirs != self.addresses:
+                raise ValueError(
+                    f'TF_CONFIG differs between machines: {task} has the cluster {theirs}, and '
+                    f'{self.name} has {self.addresses}. Give every machine the same.'
+                )
+        self._check_shared(model_dir)
+        found: dict[str, list[str]] = {task: [] for task in self.addresses}
+        with tf.Session(self.server.target) as session:
+            for device in session.list_devices():
+                spec = spec_of(device.name).replace(replica=None)
+                if spec.device_type in ('CPU', 'GPU'):
+                    found[f'/job:{spec.job}/task:{spec.task}'].append(spec.to_string())
+        return found
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Here SIGTERM lets a step and the last checkpoint be finished first."""
+        self._trains = True
+        try:
+            yield
+        finally:
+            self._trains = False
+        if self._terminated:
+            raise SystemExit(_TERMINATED)
+
+    def serve(self) -> NoReturn:
+        """Serves until the chief's process ends, and ends as that does."""
+        with self._session_with(self.name) as (session, known, said):
+            session.run([known.assign(json.dumps(self.addresses)), said.assign('')])
+            word = said.value()
+            while not session.run(word):
+                self.wait([CHIEF], lambda: bool(session.run(word)))
+                time.sleep(1)
+            end = json.loads(session.run(word))
+        if end['error']:
+            raise RuntimeError(f'The chief has failed: {end["error"]}')
+        raise SystemExit(end['status'])
+
+    def stop_hook(self) -> tf.train.SessionRunHook:
+        """A hook that ends training after the step in which SIGTERM came."""
+        hook = tf.train.SessionRunHook()
+        hook.after_run = lambda context, values: self._terminated and context.request_stop()
+        return hook
+
+    def _others(self) -> list[str]:
+        return [task for task in self.addresses if task != self.name]
+
+    @contextlib.contextmanager
+    def _session_with(self, task: str) -> Iterator[Any]:
+        """A session of two tasks, and the variables on one of them."""
+        # Timeouts are of each call.
+        config = tf.ConfigProto(device_filters=[self.name, task], operation_timeout_in_ms=60_000)
+        with tf.Graph().as_default(), tf.device(f'{task}/device:CPU:0'):
+            names = ('estimator_mgpu_cluster', 'estimator_mgpu_end')
+            strings = [tf.get_variable(name, [], tf.string, use_resource=True) for name in names]
+            with tf.Session(self.server.target, config=config) as session:
+                yield session, *strings
+
+    def _check_shared(self, model_dir: str) -> None:
+        """Fails if a task doesn't see the model_dir: each writes a part of a checkpoint there."""
+        path = os.path.join(model_dir, f'.{uuid.uuid4().hex}')
+        tf.io.gfile.makedirs(model_dir)
+        with tf.io.gfile.GFile(path, 'w') as file:
+            file.write('')
+        try:
+            for task in self._others():
+                with self._session_with(task) as (session, *_):
+                    if not session.run(tf.io.matching_files(path)).size:
+                        raise ValueError(
+                            f'{task} does not see model_dir={model_dir!r} of {self.name}. Each '
+                            'machine writes and reads a part of a checkpoint: give a directory '
+                            'of a file system that all of them have.'
+                        )
+        finally:
+            tf.io.gfile.remove(path)
+
+    def _end(self) -> None:
+        """Tells the other tasks how this process ends."""
+        error = getattr(sys, 'last_value', None)  # which nobody has caught
+        text = error and f'{type(error).__name__}: {error}'
+        word = json.dumps({'error': text, 'status': _TERMINATED if self._terminated else 0})
+        for task in self._others():
+            if _listens(self.addresses[task]):
+                with self._session_with(task) as (session, _, said):
+                    session.run(said.assign(word))
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        self._terminated = True
+        if not self._trains:
+            raise SystemExit(_TERMINATED)
+
+
+def join(config: Any, session_config: tf.ConfigProto) -> Task:
+    """Makes this process a task of its RunConfig's cluster, unless it is already."""
+    if not _joined:
+        _joined.append(Task(config, session_config))
+    if _joined[0].addresses != addresses(config):
+        raise RuntimeError(
+            f'This process is in the cluster {_joined[0].addresses} already, and TF_CONFIG has '
+            f'{addresses(config)} now. Start another process for another cluster.'
+        )
+    return _joined[0]
+
+
+def addresses(config: Any) -> dict[str, str]:
+    """Returns a RunConfig's tasks, the chief first, each with its address."""
+    spec = config.cluster_spec
+    if unknown := sorted({*spec.jobs} - {*_JOBS, 'evaluator'}):
+        raise ValueError(
+            f'TF_CONFIG has the job {unknown[0]!r} in its cluster. Legal are {", ".join(_JOBS)}.'
+        )
+    return {
+        f'/job:{job}/task:{index}': spec.task_address(job, index)
+        for job in _JOBS
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    }
+
+
+def alone(config: Any, target: str = '') -> Any:
+    """Returns a task's RunConfig without the others; sessions for training are on `target`."""
+    own = addresses(config).get(f'/job:{config.task_type}/task:{config.task_id}')
+    tf_config = {'cluster': {'chief': [own]}, 'task': {'type': 'chief', 'index': 0}}
+    return compat.of_cluster(config, {**tf_config, 'session_master': target})
+
+
+def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
+    """Lets a scaffold's session, also one after a fault, wait for all tasks."""
+    finalize = scaffold.finalize
+
+    def finalize_and_wait() -> Any:
+        result = finalize()
+        _pin(tf.get_default_graph())
+        _joined[0].wait()
+        return result
+
+    scaffold.finalize = finalize_and_wait
+    return scaffold
+
+
+def _pin(graph: tf.Graph) -> None:
+    """Puts on the chief what has been put on no task, but for what has to be with others."""
+    for op in graph.get_operations():
+        spec = spec_of(op.device)
+        held = any(t.dtype == tf.resource or private.is_reference(t) for t in op.inputs)
+        if spec.job is None and not held and not private.colocated_with(op):
+            job, task = spec_of(CHIEF).job, spec_of(CHIEF).task
+            private.set_device(op, spec.replace(job=job, task=task).to_string())
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(':')
+    try:
+        socket.create_connection((host.strip('[]'), int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
