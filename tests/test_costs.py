@@ -32,7 +32,8 @@ def network(features, labels, mode):
 
 
 def perceptron(features, labels, mode):
-    net = tf.layers.dense(tf.layers.dense(features, 5, tf.nn.tanh), 7, tf.nn.tanh)
+    net = tf.nn.dropout(tf.layers.dense(features, 5, tf.nn.tanh), rate=0.2, seed=3)
+    net = tf.layers.dense(net, 7, tf.nn.tanh)
     loss = tf.reduce_mean(tf.square(tf.layers.dense(net, 1) - labels))
     return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
 
@@ -75,6 +76,7 @@ def test_towers_run_what_one_device_runs(model_fn, rows):
     unused = {'MatMul': 1}
     assert own['MatMul'] + 1 == one['MatMul'] == 3 + 2 * 3
     heavy = ('MatMul', 'BiasAdd', 'BiasAddGrad', 'Tanh', 'TanhGrad', 'Relu', 'ReluGrad', 'Rsqrt')
+    assert own['SelectV2'] == (2 if model_fn is perceptron else 0)  # Dropout's, and its gradient's.
     for kind in heavy:
         whole = sum(op.type == kind and tower_of(op) is None for op in ops)
         assert own[kind] + whole == one[kind] - unused.get(kind, 0), kind
