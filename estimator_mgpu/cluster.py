@@ -223,7 +223,7 @@ def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
 
     def finalize_and_wait() -> Any:
         result = finalize()
-        _pin(tf.get_default_graph())
+        pin(tf.get_default_graph())
         _joined[0].wait()
         return result
 
@@ -231,12 +231,13 @@ def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
     return scaffold
 
 
-def _pin(graph: tf.Graph) -> None:
+def pin(graph: tf.Graph) -> None:
     """Puts on the chief what has been put on no task, but for what has to be with others."""
     for op in graph.get_operations():
         spec = spec_of(op.device)
         held = any(t.dtype == tf.resource or private.is_reference(t) for t in op.inputs)
-        if spec.job is None and not held and not private.colocated_with(op):
+        held = held or any(name != op.name for name in private.colocated_with(op))
+        if spec.job is None and not held:
             job, task = spec_of(CHIEF).job, spec_of(CHIEF).task
             private.set_device(op, spec.replace(job=job, task=task).to_string())
 

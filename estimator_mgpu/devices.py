@@ -92,11 +92,16 @@ def machine_of(device: str) -> str:
     return f'/job:{spec.job}/task:{spec.task or 0}' if spec.job else CHIEF
 
 
-def relay(devices: Sequence[str], device: str, home: str) -> str:
-    """The one of a device's machine that sends to, or gets from, another device's for all of it."""
-    there = [one for one in devices if machine_of(one) == machine_of(device)]
-    like = machine_of(device) + spec_of(home).replace(job=None, task=None).to_string()
-    return like if like in there else there[0]
+def relay(devices: Sequence[str], device: str, home: str) -> str | None:
+    """The one of a device's machine that sends to another machine, or gets from it, for all there.
+
+    None if both devices are of one machine.
+    """
+    machine = machine_of(device)
+    if machine == machine_of(home):
+        return None
+    like = machine + spec_of(home).replace(job=None, task=None).to_string()
+    return like if like in devices else next(d for d in devices if machine_of(d) == machine)
 
 
 def host_of(device: str) -> str:

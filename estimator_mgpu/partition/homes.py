@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.devices import machine_of
 from .plan import Plan
 
 CPU, FIRST, SPREAD = CHOICES = ('cpu', 'first', 'spread')
@@ -31,14 +33,16 @@ def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]
         groups.setdefault(_leader(variable, names), []).append(variable)
     sized = [(sum(map(bytes_of, group)), group) for group in groups.values()]
     load = dict.fromkeys(devices, 0)  # bytes
+    on_machine: Counter[str] = Counter()
     for size, group in sorted(sized, key=lambda pair: -pair[0]):
         if choice == CPU:
             device = '/device:CPU:0'
         elif choice == FIRST or not any(variable.trainable for variable in group):
             device = devices[0]  # Counters, metrics, moving averages: towers don't need them.
         else:
-            device = min(load, key=lambda device: load[device])
+            device = min(load, key=lambda d: (load[d], on_machine[machine_of(d)]))
         load[device] = load.get(device, 0) + size
+        on_machine[machine_of(device)] += size
         for variable in group:
             private.set_device(variable.op, device)
 
@@ -89,13 +93,19 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     return found
 
 
-def _fixed(op: tf.Operation, plan: Plan) -> str | None:
-    """The device of an op that can't be moved, '' if it isn't known; None if it can be."""
-    if op.device:
-        return op.device
-    for tensor in op.inputs:
+def home_of(op: tf.Operation) -> str:
+    """Where an op runs: with the variable that it uses, if it's nowhere; '' if that isn't known."""
+    for tensor in () if op.device else op.inputs:
         if tensor.dtype == tf.resource or private.is_reference(tensor):
             return tensor.op.device
+    return op.device
+
+
+def _fixed(op: tf.Operation, plan: Plan) -> str | None:
+    """The device of an op that can't be moved, '' if it isn't known; None if it can be."""
+    with_variable = any(t.dtype == tf.resource or private.is_reference(t) for t in op.inputs)
+    if op.device or with_variable:
+        return home_of(op)
     tensors = [*op.inputs, *op.outputs]
     special = any(t.dtype.base_dtype in _ANYWHERE or private.is_reference(t) for t in tensors)
     if special or not op.outputs or private.in_control_flow(op):

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.devices import host_of, machine_of
 
 
 class Nodes:
@@ -20,6 +21,7 @@ class Nodes:
         self.graph_def = tf.GraphDef()
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
         self._made: dict[Hashable, str] = {}
+        self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
         self._waits: dict[str, Sequence[tf.Operation]] = {}
 
     def copy(self, definition: Any, name: str, inputs: Sequence[str], device: str) -> Any:
@@ -38,7 +40,9 @@ class Nodes:
     def const(self, value: Any, dtype: tf.DType, device: str) -> str:
         """Adds a constant: a number or a list."""
         key = (repr(value), dtype, device)
-        return f'{self._once(key, lambda: const_def(value, dtype), [], device)}:0'
+        name = f'{self._once(key, lambda: const_def(value, dtype), [], device)}:0'
+        self._consts[name] = value, dtype, device
+        return name
 
     def cast(self, value: str, source: tf.DType, target: tf.DType, device: str) -> str:
         """Adds a cast, if one is needed."""
@@ -62,6 +66,11 @@ class Nodes:
     def build(self) -> None:
         """Adds all nodes to the graph."""
         nodes = self.graph_def.node
+        for node in list(nodes):  # A constant is made on another machine rather than sent there.
+            for i, name in enumerate(node.input):
+                value, dtype, device = self._consts.get(name, (None, None, node.device))
+                if machine_of(device) != machine_of(node.device):
+                    node.input[i] = self.const(value, dtype, host_of(node.device))
         used = {name for node in nodes for name in node.input if name[0] != '^'}
         made = {node.name for node in nodes}
         outside = {name for name in used if name.partition(':')[0] not in made}

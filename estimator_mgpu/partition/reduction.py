@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.devices import relay
+
 if TYPE_CHECKING:
+    from .nodes import Nodes
     from .sharding import Sharding
     from .symbols import Size
 
@@ -40,7 +43,17 @@ def reduce(sharding: Sharding, parts: Sequence[str], dtype: tf.DType, how: str, 
         for part, some, tower in zip(others, sharding.active[1:], sharding.devices[1:]):
             nothing = nodes.const(_neutral(how, dtype), dtype, tower)
             parts.append(nodes.add('SelectV2', [some, part, nothing], tower, T=dtype))
-    if how == 'sum':
+    # What another machine's towers have is combined there first, and sent once.
+    groups: dict[str | int, list[str]] = {}
+    for i, (part, tower) in enumerate(zip(parts, sharding.devices)):
+        groups.setdefault(relay(sharding.devices, tower, to) or i, []).append(part)
+    sent = [_combined(nodes, group, dtype, how, str(at)) for at, group in groups.items()]
+    return _combined(nodes, sent, dtype, how, to)
+
+
+def _combined(nodes: Nodes, parts: Sequence[str], dtype: tf.DType, how: str, to: str) -> str:
+    """What some parts come to, on a device; one alone stays where it is."""
+    if how == 'sum' and len(parts) > 1:
         return nodes.add('AddN', parts, to, T=dtype, N=len(parts))
     attrs = {} if dtype == tf.bool else {'T': dtype}
     result, *others = parts

@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.devices import host_of, spec_of
+from estimator_mgpu.devices import host_of, relay, spec_of
 from .callees import Callees
+from .homes import home_of
 from .nodes import Nodes
 from .plan import FIRST, KEPT, OWN, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
 from .reduction import gather, reduce
@@ -111,7 +112,12 @@ class Towers:
 
     def _home(self, tensor: tf.Tensor) -> str:
         """Where a tensor of the user's is made."""
-        return tensor.op.device or (self._sharding.host if tensor.name in self._sources else '')
+        return home_of(tensor.op) or (self._sharding.host if tensor.name in self._sources else '')
+
+    def _made_at(self, tensor: tf.Tensor) -> str:
+        """Where the whole value is made."""
+        made = self._is_ours(tensor)
+        return self.homes.get(tensor.name, self.devices[0]) if made else self._home(tensor)
 
     def _whole(self, tensor: tf.Tensor) -> str:
         """The whole value, which may be made of towers'."""
@@ -123,12 +129,12 @@ class Towers:
 
     def _made_whole(self, tensor: tf.Tensor) -> str:
         dtype, sizes = tensor.dtype.base_dtype, self.plan.sizes
+        home = self._made_at(tensor)
         if self._is_size(tensor):
             numbers = [self._sharding.number(size) for size in sizes.entries(tensor) or []]
             return self._sharding.tensor(numbers if tensor.shape.rank else numbers[0], dtype)
         placement = self.plan.placements[tensor.name]
         parts = [self._own(tensor, i) for i in range(len(self.devices))]
-        home = self.homes.get(tensor.name, self.devices[0])
         if not isinstance(placement, (Shard, Partial)):
             return parts[0]
         sharding = self._sharding_of(placement.rows)
@@ -165,8 +171,8 @@ class Towers:
         types = {'Tparams': tf.int32, 'Tindices': tf.int32}
         return add('Gather', [vector, self._sharding.tensor(index)], host, **types)
 
-    def _given(self, tensor: tf.Tensor, need: Need, tower: int) -> str:
-        """What a tower's op is given."""
+    def _given(self, tensor: tf.Tensor, need: Need, tower: int, device: str) -> str:
+        """What a tower's op on a device is given."""
         dtype, op = tensor.dtype.base_dtype, tensor.op
         placement = self.plan.placements.get(tensor.name)
         if need == OWN:
@@ -178,16 +184,27 @@ class Towers:
             numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
             return self._sharding.tensor(numbers, dtype)
         if need == FIRST and tower:
-            return self._nodes.add('ZerosLike', [self._whole(tensor)], self.devices[tower], T=dtype)
-        if need == FIRST or isinstance(placement, (Shard, Partial)):
-            return self._whole(tensor)
-        if placement is not None:
+            whole = self._sent(self._whole(tensor), dtype, self._made_at(tensor), device)
+            return self._nodes.add('ZerosLike', [whole], device, T=dtype)
+        made = isinstance(placement, (Shard, Partial))
+        if placement is not None and not made and need != FIRST:
             return self._own(tensor, tower)  # The same on all.
-        if op.type == kinds.CONST and (tensor.shape.num_elements() or 0) <= _SMALL:
+        if (
+            placement is None
+            and op.type == kinds.CONST
+            and (tensor.shape.num_elements() or 0) <= _SMALL
+        ):
             waits, where = self._waits(op, tower), self._device(op, tower)
             value = op.get_attr('value').SerializeToString()
             return self._nodes.add('Const', waits, where, dtype=dtype, value=value)
-        return self._whole(tensor)
+        if dtype in (tf.resource, tf.variant) or private.is_reference(tensor):
+            return self._whole(tensor)
+        return self._sent(self._whole(tensor), dtype, self._made_at(tensor), device)
+
+    def _sent(self, value: str, dtype: tf.DType, source: str, device: str) -> str:
+        """A value that is made on a device, sent to another one's machine once for all there."""
+        to = relay(self.devices, device, source)
+        return self._nodes.add('Identity', [value], to, T=dtype) if to else value
 
     def _device(self, op: tf.Operation, tower: int) -> str:
         """Where a tower's copy runs: on its device, unless the user wants another kind."""
@@ -200,12 +217,13 @@ class Towers:
 
     def _add_copy(self, op: tf.Operation, definition: Any, planned: OpPlan, tower: int) -> None:
         device, waits = self._device(op, tower), self._waits(op, tower)
-        given = [self._given(t, need, tower) for t, need in zip(op.inputs, planned.needs)]
+        given = [self._given(t, n, tower, device) for t, n in zip(op.inputs, planned.needs)]
         for i, tensor in enumerate(op.inputs if planned.functions else []):
             need, dtype = planned.needs[i], tensor.dtype.base_dtype
             if isinstance(need, Value):
                 home, read = self._home(tensor), [given[i], *waits]
-                given[i] = self._nodes.add('ReadVariableOp', read, home, dtype=need.dtype)
+                value = self._nodes.add('ReadVariableOp', read, home, dtype=need.dtype)
+                given[i] = self._sent(value, need.dtype, home, device)
             elif dtype != tf.resource:  # Where a loop begins is where its inputs come from.
                 given[i] = self._nodes.add('Identity', [given[i]], self.devices[tower], T=dtype)
         node = self._nodes.copy(definition, self._copy(op.name, tower), [*given, *waits], device)

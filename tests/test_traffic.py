@@ -1,0 +1,89 @@
+"""What machines send each other in a step."""
+
+import collections
+import re
+import socket
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import cluster
+from estimator_mgpu.devices import machine_of
+from models import floats
+from test_samples import SAMPLES
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(SAMPLES))
+    import traffic
+
+PLAIN = tf.ConfigProto(device_count={'CPU': 2})
+PLAIN.graph_options.rewrite_options.disable_meta_optimizer = True
+RING = {2: 1.0, 3: 4 / 3}  # 2 (M - 1) / M of the variables' bytes, each way
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('machines', RING)
+def test_dense_gradients_as_in_a_ring(machines):
+    sent, received, variables = traffic.count(traffic.dense, machines)
+    assert variables == 4 * (4 * 128 + 11 * 128 * 128 + 12 * 128 + 128 + 1)
+    assert len(sent) == len(received) == machines
+    assert max(*sent.values(), *received.values()) <= 1.1 * RING[machines] * variables
+    # Variables alone are half of that.
+    assert min(*sent.values(), *received.values()) > RING[machines] / 2 * variables
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('machines', RING)
+def test_of_tables_only_the_rows_used(machines):
+    sent, received, variables = traffic.count(traffic.embedding, machines)
+    rows = traffic.ROWS * 4 * 6 * (16 * 4 + 8)  # of six tables, each with the id and its gradient
+    network = 4 * (4 * 6 * 16 * 8 + 8 + 8 + 1)
+    assert max(*sent.values(), *received.values()) <= 2 * rows + 1.1 * RING[machines] * network
+    assert variables > 50_000 * 16 * 4 * 6
+
+
+@pytest.fixture(scope='module')
+def target():
+    """A session's target, in a cluster of three servers with two devices each."""
+    sockets = [socket.socket() for _ in range(3)]
+    for one in sockets:
+        one.bind(('127.0.0.1', 0))
+    chief, *workers = [f'127.0.0.1:{one.getsockname()[1]}' for one in sockets]
+    for one in sockets:
+        one.close()
+    jobs = {'chief': [chief], 'worker': workers}
+    tasks = [('chief', 0), ('worker', 0), ('worker', 1)]
+    return [tf.train.Server(jobs, *task, config=PLAIN) for task in tasks][0].target
+
+
+@pytest.mark.parametrize('model_fn', [traffic.dense, traffic.embedding])
+def test_edges_are_what_tensorflow_sends(model_fn, target):
+    """The same count by what the parts of a real step's graph receive from each other."""
+    features, labels = floats(traffic.ROWS, 4), floats(traffic.ROWS, 1)
+    with tf.Graph().as_default() as graph:
+        spec, batch = traffic.build(model_fn, 3)
+        initializer = tf.global_variables_initializer()
+        cluster.pin(graph)
+        found = tf.RunMetadata()
+        with tf.Session(target, config=PLAIN) as session:
+            session.run(initializer)
+            fed, options = (
+                zip(batch, [features, labels]),
+                tf.RunOptions(output_partition_graphs=True),
+            )
+            session.run(spec.train_op, dict(fed), options, found)
+        ops = {op.name: op for op in graph.get_operations() if op.outputs}
+        received = collections.Counter()
+        for node in (node for part in found.partition_graphs for node in part.node):
+            if node.op == '_Recv' and not node.attr['tensor_name'].s.startswith(b'_'):
+                ends = [node.attr[f'{end}_device'].s.decode() for end in ('send', 'recv')]
+                source, target = (machine_of(device.replace('/replica:0', '')) for device in ends)
+                name = re.sub(r'edge_\d+_', '', node.attr['tensor_name'].s.decode())
+                op, _, index = name.partition(':')
+                if source != target and op in ops:  # Others stand for control edges.
+                    received[target] += traffic.size_of(ops[op].outputs[int(index or 0)])
+    _, expected, _ = traffic.count(model_fn, 3)
+    assert set(received) == set(expected)
+    for task, size in received.items():
+        # The loss isn't asked for here, nor are constants sent that are made anew.
+        assert size == pytest.approx(expected[task], rel=0.01)
