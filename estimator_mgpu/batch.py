@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have rows
+_PARTS = '_estimator_mgpu_parts'  # An attribute of the graph.
 Path = tuple[Any, ...]  # the keys that lead to a leaf of a nest, 'features' or 'labels' first
 
 
@@ -20,11 +21,12 @@ class Batch(NamedTuple):
     sources: list[tf.Tensor]  # Those that are dense, each once.
     static: int | None  # How many rows there are, if the graph knows.
     leaves: dict[Path, Any]  # All that has rows, sparse and ragged tensors too.
+    parts: dict[str, Sequence[tf.Tensor]]  # By name, of what sources are joined, by machine.
 
     def total(self) -> tf.Tensor:
         """How many rows there are, an int32 scalar; fails in a step in which they differ."""
-        counts = {path: rows_of(leaf) for path, leaf in self.leaves.items()}
-        first = rows_of(self.sources[0]) if self.sources else next(iter(counts.values()))
+        counts = {path: self._rows_of(leaf) for path, leaf in self.leaves.items()}
+        first = self._rows_of(self.sources[0]) if self.sources else next(iter(counts.values()))
         if len(counts) > 1 and None in map(static_rows, self.leaves.values()):
             rows = tf.stack(list(counts.values()))
             message = (
@@ -36,6 +38,15 @@ class Batch(NamedTuple):
             with tf.control_dependencies([tf.Assert(same, [message, rows], summarize=100)]):
                 first = tf.identity(first)
         return tf.cast(first, tf.int32)
+
+    def _rows_of(self, leaf: Any) -> tf.Tensor:
+        parts = self.parts.get(leaf.name, [leaf]) if isinstance(leaf, tf.Tensor) else [leaf]
+        return tf.add_n([rows_of(part) for part in parts])
+
+
+def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:
+    """Notes that a tensor has the rows of others, one after another, which machines have read."""
+    setattr(tensor.graph, _PARTS, {**getattr(tensor.graph, _PARTS, {}), tensor.name: parts})
 
 
 def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
@@ -65,14 +76,16 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
     static = {static_rows(t) for t in sources.values()}
-    return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found)
+    parts = getattr(tf.get_default_graph(), _PARTS, {})
+    return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found, parts)
 
 
 def rows_of(leaf: Any) -> tf.Tensor:
     """Returns how many rows a dense, sparse or ragged tensor has: an int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
-    return tf.shape(leaf, out_type=tf.int64)[0]
+    with tf.device(leaf.device if isinstance(leaf, tf.Tensor) else ''):
+        return tf.shape(leaf, out_type=tf.int64)[0]
 
 
 def static_rows(leaf: Any) -> int | None:

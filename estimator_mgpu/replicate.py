@@ -17,6 +17,8 @@ from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
 from estimator_mgpu.partition.rules import kinds
 
+INPUTS = ('chief', 'machine')
+
 
 def replicate(
     model_fn: Callable[..., Any] | None = None,
@@ -25,6 +27,7 @@ def replicate(
     broadcast: Sequence[str] = (),
     variables: str = SPREAD,
     batch_norm: str = 'batch',
+    input: str = 'chief',
     **gone: Any,
 ) -> Callable[..., Any]:
     """Makes a model_fn train on several devices, with the numbers of one.
@@ -51,6 +54,8 @@ def replicate(
         on the 'cpu'. Those that the model_fn itself puts on a device stay there.
       batch_norm: whether batch normalization takes the statistics of the whole 'batch', as on one
         device, or of each 'device', which is faster and gives other numbers.
+      input: on several machines, with `Estimator`, whether the 'chief' reads the batches, or each
+        'machine' reads a part of each, by the `input_context` that its input_fn is given.
     """
     for name in gone:
         why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
@@ -58,9 +63,14 @@ def replicate(
         raise TypeError(f'replicate() takes no {name}{": " + why if known else ""}. Leave it out.')
     devices_lib.check(devices)
     options: dict[str, Any] = dict(
-        devices=devices, broadcast=broadcast, variables=variables, batch_norm=batch_norm
+        devices=devices,
+        broadcast=broadcast,
+        variables=variables,
+        batch_norm=batch_norm,
+        input=input,
     )
-    for key, legal in (('variables', CHOICES), ('batch_norm', ('batch', 'device'))):
+    choices = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': INPUTS}
+    for key, legal in choices.items():
         if options[key] not in legal:
             raise ValueError(f'{key}={options[key]!r} is not known. Legal are {", ".join(legal)}.')
     if model_fn is None:
@@ -74,6 +84,8 @@ def replicate(
         raise ValueError('This model_fn is replicated already. Apply replicate() once.')
     if isinstance(broadcast, str):
         raise TypeError(f'broadcast={broadcast!r} is a str. Give a list of names: [{broadcast!r}].')
+    if broadcast and input != 'chief':
+        raise ValueError("broadcast goes with input='chief': a machine's part of a batch has rows.")
     signature = inspect.signature(model_fn)
     if 'features' not in signature.parameters:
         raise ValueError(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
-from estimator_mgpu import cluster, compat, explanation
-from estimator_mgpu.devices import CHIEF, Devices, session_config
+from estimator_mgpu import cluster, compat, explanation, machine_input
+from estimator_mgpu.devices import CHIEF, Devices, machine_of, resolve, session_config
 from estimator_mgpu.replicate import replicate
 
 
@@ -34,14 +35,23 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
                 "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
                 'call tf.estimator.train_and_evaluate().'
             )
+        options = self._model_fn.replicate_options
+        by_machine = options['input'] == 'machine'
         if self._joins is None:
+            input_fn = machine_input.in_context(input_fn) if by_machine else input_fn
             return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
         task = cluster.join(self._joins, self.config.session_config)
         if task.name != CHIEF:
             task.serve()
         config = self._config
         self._config = cluster.alone(config, task.server.target)
-        self._config.machines = task.devices(self.model_dir)
+        self._config.machines = machines = task.devices(self.model_dir)
+        if by_machine:
+            call = functools.partial(self._call_input_fn, mode=compat.estimator.ModeKeys.TRAIN)
+            towers = resolve(options['devices'], machines)
+            input_fn = machine_input.read(
+                call, input_fn, list(dict.fromkeys(map(machine_of, towers)))
+            )
         try:
             with task.training():
                 hooks = [*(hooks or []), task.stop_hook()]

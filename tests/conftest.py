@@ -2,6 +2,7 @@
 
 import os
 import random
+import socket
 
 import hypothesis
 import pytest
@@ -35,3 +36,17 @@ def seeded():
 def logged():
     """TensorFlow's log down to INFO, for caplog."""
     tf.logging.set_verbosity(tf.logging.INFO)
+
+
+@pytest.fixture(scope='session')
+def three_machines():
+    """The target of a session whose chief and two workers have two devices each."""
+    sockets = [socket.socket() for _ in range(3)]
+    for one in sockets:
+        one.bind(('127.0.0.1', 0))
+    chief, *workers = [f'127.0.0.1:{one.getsockname()[1]}' for one in sockets]
+    for one in sockets:
+        one.close()
+    jobs, config = {'chief': [chief], 'worker': workers}, tf.ConfigProto(device_count={'CPU': 2})
+    tasks = [('chief', 0), ('worker', 0), ('worker', 1)]
+    return [tf.train.Server(jobs, *task, config=config) for task in tasks][0].target

@@ -2,7 +2,6 @@
 
 import collections
 import re
-import socket
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -16,8 +15,6 @@ with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
     import traffic
 
-PLAIN = tf.ConfigProto(device_count={'CPU': 2})
-PLAIN.graph_options.rewrite_options.disable_meta_optimizer = True
 RING = {2: 1.0, 3: 4 / 3}  # 2 (M - 1) / M of the variables' bytes, each way
 
 
@@ -42,30 +39,18 @@ def test_of_tables_only_the_rows_used(machines):
     assert variables > 50_000 * 16 * 4 * 6
 
 
-@pytest.fixture(scope='module')
-def target():
-    """A session's target, in a cluster of three servers with two devices each."""
-    sockets = [socket.socket() for _ in range(3)]
-    for one in sockets:
-        one.bind(('127.0.0.1', 0))
-    chief, *workers = [f'127.0.0.1:{one.getsockname()[1]}' for one in sockets]
-    for one in sockets:
-        one.close()
-    jobs = {'chief': [chief], 'worker': workers}
-    tasks = [('chief', 0), ('worker', 0), ('worker', 1)]
-    return [tf.train.Server(jobs, *task, config=PLAIN) for task in tasks][0].target
-
-
 @pytest.mark.parametrize('model_fn', [traffic.dense, traffic.embedding])
-def test_edges_are_what_tensorflow_sends(model_fn, target):
+def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
     """The same count by what the parts of a real step's graph receive from each other."""
     features, labels = floats(traffic.ROWS, 4), floats(traffic.ROWS, 1)
     with tf.Graph().as_default() as graph:
         spec, batch = traffic.build(model_fn, 3)
+        config = tf.ConfigProto()
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
         initializer = tf.global_variables_initializer()
         cluster.pin(graph)
         found = tf.RunMetadata()
-        with tf.Session(target, config=PLAIN) as session:
+        with tf.Session(three_machines, config=config) as session:
             session.run(initializer)
             fed, options = (
                 zip(batch, [features, labels]),

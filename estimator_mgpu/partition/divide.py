@@ -32,7 +32,7 @@ def divide(
     ops that aren't the model's (the global step, say), which stay as they are. Returns None if the
     whole graph does, as there are fewer rows than devices.
     """
-    sources, static, leaves = batch
+    sources, static, leaves, parts = batch
     sparse = [leaf for leaf in leaves.values() if isinstance(leaf, tf.SparseTensor)]
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
@@ -48,4 +48,4 @@ def divide(
     ops, rows = dependents(given, before), Rows('batch', static)
     read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
     plan = propagate(sources, sparse, ordered(ops), rows, table, CALLERS, PRODUCTS, unused)
-    return Towers(graph, plan, total, devices, settle(graph, plan), replaced)
+    return Towers(graph, plan, total, devices, settle(graph, plan), replaced, parts)

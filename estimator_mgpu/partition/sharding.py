@@ -40,6 +40,7 @@ class Sharding:
         total, n = self.given, len(self.devices)
         self.total: Number
         self.counts: Sequence[Number]  # how many rows each tower has
+        self._spans: list[list[Extent]] = []
         self.active: Sequence[str] | None = None  # whether it has any; None: all have, always
         if total is None:
             self.total = self.rows.static or 0
@@ -96,6 +97,35 @@ class Sharding:
         begin = self.tensor([start if i == axis else 0 for i in range(rank)])
         sizes = self.tensor([size if i == axis else -1 for i in range(rank)])
         return self.nodes.add('Slice', [whole, begin, sizes], to, T=dtype, Index=tf.int32)
+
+    def join(self, parts: Sequence[tf.Tensor], tower: int) -> str:
+        """A tower's rows of what machines have parts of, in order, each cut where it is."""
+        self._spans = self._spans or self._spans_of(parts)
+        pieces, dtype, rank = [], parts[0].dtype, parts[0].shape.rank
+        for part, span in zip(parts, self._spans[tower]):
+            pieces.append(self.cut(part.name, dtype, rank, 0, span, part.device))
+        attrs = {'T': dtype, 'N': len(pieces), 'Tidx': tf.int32}
+        return self.nodes.add('ConcatV2', [*pieces, self.tensor(0)], self.devices[tower], **attrs)
+
+    def _spans_of(self, parts: Sequence[tf.Tensor]) -> list[list[Extent]]:
+        """By tower and part, where the tower's rows start in that part, and how many they are."""
+        named, rows = self.nodes.graph.get_tensor_by_name, []
+        for part in parts:
+            with tf.control_dependencies(None), tf.device(part.device), tf.name_scope(None):
+                rows.append(tf.shape(part, name=f'{self.nodes.scope}/rows/Shape')[0])
+        scope = tf.name_scope(f'{self.nodes.scope}/rows/')
+        with tf.control_dependencies(None), tf.device(self.host), scope:
+            counts, ends = tf.stack(rows), tf.cumsum(rows)
+            starts, sizes = (
+                tf.stack([named(n) for n in own])[:, None] for own in (self._starts, self._sizes)
+            )
+            first = tf.maximum(starts - (ends - counts), 0)
+            sizes = tf.maximum(tf.minimum(starts + sizes, ends) - (ends - counts) - first, 0)
+            table = tf.stack([tf.minimum(first, counts), sizes], 2)
+            return [
+                [(first.name, size.name) for first, size in map(tf.unstack, tf.unstack(row))]
+                for row in tf.unstack(table)
+            ]
 
     def _times(self, a: Number, b: Number) -> Number:
         if isinstance(a, int) and isinstance(b, int):

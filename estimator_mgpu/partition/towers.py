@@ -28,7 +28,8 @@ class Towers:
 
     The ops that the user made stay: those that run once, and the others, too, for whoever fetches
     them. They take whole values: what towers have, gathered or reduced. By names of tensors,
-    `homes` says where that is made, and `instead` what is used in their place.
+    `homes` says where that is made, `instead` what is used in their place, and `parts` of what
+    machines' rows they are joined.
     """
 
     graph: tf.Graph
@@ -37,6 +38,7 @@ class Towers:
     devices: Sequence[str]
     homes: dict[str, str]
     instead: dict[str, tf.Tensor]
+    parts: dict[str, Sequence[tf.Tensor]]
 
     def __post_init__(self) -> None:
         self._sources = {t.name for t in self.plan.sources}
@@ -91,7 +93,7 @@ class Towers:
         if tensor.op.type not in kinds.SIZES:
             return False
         of = tensor.op.inputs[tensor.value_index]
-        made = of.name in self.plan.placements and of.name not in self._sources
+        made = of.name in self.plan.placements and of.name not in self._sources - {*self.parts}
         return made and self.plan.sizes.dims(of) is not None
 
     def _copy(self, name: str, tower: int) -> str:
@@ -99,6 +101,8 @@ class Towers:
 
     def _own(self, tensor: tf.Tensor, tower: int) -> str:
         """What a tower has of a tensor."""
+        if tensor.name in self.parts:
+            return self._sharding.join(self.parts[tensor.name], tower)
         if tensor.name in self._sources:
             return self._slice(tensor, Slice(0, self.plan.rows, ONE), tower)
         return f'{self._copy(tensor.op.name, tower)}:{tensor.value_index}'

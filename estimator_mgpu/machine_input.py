@@ -1,0 +1,96 @@
+"""`replicate(input='machine')`: each machine reads its own part of a batch."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import batch
+from estimator_mgpu.devices import CHIEF, host_of
+
+
+def read(call: Callable[..., Any], input_fn: Any, machines: Sequence[str]) -> Callable[[], Any]:
+    """An input_fn that joins what `input_fn` gives on each machine, in order, to a batch.
+
+    `call` calls an input_fn as Estimator does. A machine that has no rows left gives none; where no
+    machine has any, input ends.
+    """
+
+    def joined() -> Any:
+        given = []
+        for number, machine in enumerate(machines):
+            context = tf.distribute.InputContext(len(machines), number, len(machines))
+            with tf.device(host_of(machine)):
+                given.append(_endless(call(in_context(input_fn, context))))
+        with tf.device(host_of(CHIEF)):
+            ended = tf.data.make_one_shot_iterator(tf.data.Dataset.range(0))
+            rows = tf.add_n([batch.rows_of(tf.nest.flatten(part)[0]) for part in given])
+            some = tf.cond(rows > 0, lambda: rows, ended.get_next)  # That raises OutOfRangeError.
+            with tf.control_dependencies([some]):
+                parts = [tf.nest.map_structure(_held, part) for part in given]
+            return tf.nest.map_structure(lambda *leaves: _join(leaves), *parts)
+
+    return joined
+
+
+def in_context(input_fn: Any, context: tf.distribute.InputContext | None = None) -> Any:
+    """An input_fn that is given its machine's context, by default that of the only one."""
+    if 'input_context' not in inspect.signature(input_fn).parameters:
+        raise ValueError(
+            "input='machine' needs an input_fn with an argument input_context=None, by which each "
+            'machine reads its own part: dataset.shard(input_context.num_input_pipelines, '
+            "input_context.input_pipeline_id). With input='chief' the chief reads all."
+        )
+    return functools.partial(input_fn, input_context=context or tf.distribute.InputContext())
+
+
+def _endless(dataset: Any) -> Any:
+    """The next element of a dataset, and after its end one without rows, again and again."""
+    if not isinstance(dataset, tf.compat.v2.data.Dataset):
+        raise TypeError(
+            "input='machine' needs an input_fn that returns a tf.data.Dataset, and this one gives "
+            f"{dataset!r}. With input='chief' any tensors will do."
+        )
+    nothing = tf.nest.map_structure(_no_rows, dataset.element_spec)
+    endless = dataset.concatenate(tf.data.Dataset.from_tensors(nothing).repeat())
+    iterator = tf.data.make_initializable_iterator(endless)
+    tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
+    return iterator.get_next()
+
+
+def _no_rows(spec: Any) -> Any:
+    """What a spec describes, without rows."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = tuple(spec.shape.as_list()[spec.ragged_rank + 1 :])
+        return tf.ragged.constant([], spec.dtype, spec.ragged_rank, inner)
+    if isinstance(spec, tf.SparseTensorSpec):
+        sizes = [0, *(size or 0 for size in spec.shape.as_list()[1:])]
+        return tf.SparseTensor(
+            tf.zeros([0, len(sizes)], tf.int64), tf.zeros([0], spec.dtype), sizes
+        )
+    if not spec.shape.rank or None in spec.shape.as_list()[1:]:
+        raise ValueError(
+            f"input='machine' needs tensors whose dimensions are known but for the rows, and the "
+            f"dataset gives {spec}. Use padded_batch(padded_shapes=...), or input='chief'."
+        )
+    return tf.zeros([0, *spec.shape.as_list()[1:]], spec.dtype)
+
+
+def _held(leaf: Any) -> Any:
+    """A machine's leaf, there, after what is waited for here."""
+    with tf.device(tf.nest.flatten(leaf, expand_composites=True)[0].device):
+        return tf.nest.map_structure(tf.identity, leaf, expand_composites=True)
+
+
+def _join(leaves: Sequence[Any]) -> Any:
+    """The machines' rows one after another."""
+    if isinstance(leaves[0], tf.SparseTensor):
+        return tf.compat.v2.sparse.concat(0, list(leaves), True)
+    joined = tf.concat(leaves, 0)
+    if isinstance(joined, tf.Tensor):
+        batch.record_parts(joined, leaves)
+    return joined

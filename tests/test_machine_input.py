@@ -1,0 +1,198 @@
+"""Each machine reads its own part of a batch: three servers, of two devices each."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from estimator_mgpu import cluster, machine_input, private
+from models import floats, spec_of, step, weights
+from towers import assert_close
+
+TASKS = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
+DEVICES = [f'{task}/device:CPU:{i}' for task in TASKS for i in range(2)]
+TRAIN = tf.estimator.ModeKeys.TRAIN
+# How many rows each machine reads in each step.
+PARTS = {
+    'even': [[4, 4], [4, 4], [4, 4]],
+    'uneven': [[5, 1, 2], [3, 7], [4]],
+    'of one machine': [[], [5, 3], []],
+    'few': [[1], [], [1]],
+    'more steps on the last': [[2], [3, 3], [1, 4, 6, 1]],
+}
+
+
+def steps(sizes):
+    """One machine's features and labels, step by step."""
+    return [
+        ({'x': floats(n, 3, seed=10 * i), 'name': np.full([n], f'row{n}')}, floats(n, 1, seed=i))
+        for i, n in enumerate(sizes)
+    ]
+
+
+def dataset_of(elements):
+    """A dataset of batches of several sizes."""
+    found = tf.data.Dataset.from_tensors(steps([2])[0]).take(0)
+    for element in elements:
+        found = found.concatenate(tf.data.Dataset.from_tensors(element))
+    return found
+
+
+def joined(parts):
+    """What one device reads: in each step all machines' rows."""
+    count = max(map(len, parts))
+    padded = [steps(sizes + [0] * (count - len(sizes))) for sizes in parts]
+    return [
+        tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *each)
+        for each in zip(*padded)
+    ]
+
+
+def model_fn(features, labels, mode):
+    """A loss over pairs of rows, batch normalization, dropout, and strings."""
+    known = tf.strings.length(features['name'])
+    net = tf.matmul(features['x'], weights('w', 3, 8)) + tf.cast(known, tf.float32)[:, None] / 10
+    net = tf.nn.dropout(net - tf.reduce_mean(net, 0), rate=0.3, seed=4)
+    out = tf.matmul(tf.nn.tanh(net), weights('v', 8, 1))
+    loss = tf.reduce_mean(tf.square(out - labels)) + tf.reduce_mean(tf.abs(out - tf.transpose(out)))
+    loss += 0.1 * tf.reduce_sum(out) / tf.cast(tf.shape(features['x'])[0], tf.float32)
+    return spec_of(mode, loss, tf.train.AdamOptimizer(0.01).minimize(loss, step()))
+
+
+def train(read, model_fn, target='', config=None):
+    """Trains until input ends; returns each step's loss, and the variables."""
+    with tf.Graph().as_default() as graph:
+        tf.train.get_or_create_global_step()
+        features, labels = read()
+        spec = model_fn(features, labels, TRAIN)
+        variables = {v.op.name: v for v in tf.global_variables()}
+        initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
+        if target:
+            cluster.pin(graph)
+        losses = []
+        with tf.Session(target, config=config) as session:
+            session.run(initializers)
+            with pytest.raises(tf.errors.OutOfRangeError):
+                while True:
+                    losses.append(session.run([spec.loss, spec.train_op])[0])
+            return losses, session.run(variables)
+
+
+def read_by_machine(parts, input_fn=None):
+    def of_parts(input_context=None):
+        return dataset_of(steps(parts[input_context.input_pipeline_id]))
+
+    return machine_input.read(lambda fn: fn(), input_fn or of_parts, TASKS)
+
+
+def replicated(**options):
+    return estimator_mgpu.replicate(model_fn, devices=DEVICES, **options)
+
+
+@pytest.mark.parametrize('name', PARTS)
+def test_as_one_device_that_reads_the_same_rows(name, three_machines):
+    read = read_by_machine(PARTS[name])
+    losses, ours = train(read, replicated(input='machine'), three_machines)
+    whole = tf.data.make_one_shot_iterator
+    one = train(lambda: whole(dataset_of(joined(PARTS[name]))).get_next(), model_fn)
+    assert len(losses) == max(map(len, PARTS[name]))
+    assert_close([losses, ours], list(one), 1e-5)
+
+
+def test_no_machine_reads_for_others():
+    """Nothing but rows of its own, or none, goes to the devices of a machine."""
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        features, labels = read_by_machine(PARTS['even'])()
+
+        def per_row(features, labels, mode):
+            out = tf.matmul(features['x'], weights('w', 3, 1))
+            loss = tf.losses.mean_squared_error(labels, out)
+            return spec_of(
+                mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step())
+            )
+
+        spec = estimator_mgpu.replicate(per_row, devices=DEVICES)(features, labels, TRAIN)
+        needed = private.backward([spec.train_op, spec.loss.op])
+        assert not {features['x'].op, labels.op} & needed
+        read = [
+            op for op in needed if op.type == 'IteratorGetNext' and '/device:CPU:0' in op.device
+        ]
+        assert sorted(op.device for op in read) == sorted(f'{task}/device:CPU:0' for task in TASKS)
+
+
+def test_sparse_and_ragged(three_machines):
+    """They are joined on the chief, and one of the machines ends before the others."""
+    rows = [[[1, 2], [], [3]], [[4]], []]
+
+    def input_fn(input_context=None):
+        own = rows[input_context.input_pipeline_id]
+        ragged = tf.ragged.constant(own, tf.int32, ragged_rank=1)
+        dataset = tf.data.Dataset.from_tensor_slices((ragged, np.ones([len(own), 1], np.float32)))
+        return dataset.batch(2).map(lambda r, y: ({'r': r, 's': r.to_sparse()}, y))
+
+    seen = []
+    with tf.Graph().as_default() as graph:
+        features, labels = read_by_machine(None, input_fn)()
+        ids, counts = features['r'].to_tensor(-1), tf.sparse.to_dense(features['s'])
+        initializer = tf.tables_initializer()
+        cluster.pin(graph)
+        with tf.Session(three_machines) as session:
+            session.run(initializer)
+            with pytest.raises(tf.errors.OutOfRangeError):
+                while True:
+                    seen.append([found.tolist() for found in session.run([ids, counts, labels])])
+    assert seen == [
+        [[[1, 2], [-1, -1], [4, -1]], [[1, 2], [0, 0], [4, 0]], [[1.0], [1.0], [1.0]]],
+        [[[3]], [[3]], [[1.0]]],
+    ]
+
+
+def test_each_machine_is_told_which_it_is():
+    told = []
+
+    def input_fn(input_context=None):
+        told.append((input_context.input_pipeline_id, input_context.num_input_pipelines))
+        assert input_context.get_per_replica_batch_size(12) == 4
+        return dataset_of(steps([1]))
+
+    with tf.Graph().as_default():
+        read_by_machine(None, input_fn)()
+    assert told == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_one_machine_is_told_so(tmp_path):
+    def input_fn(input_context=None):
+        assert (input_context.input_pipeline_id, input_context.num_input_pipelines) == (0, 1)
+        return dataset_of(steps([4, 3]))
+
+    estimator = estimator_mgpu.Estimator(model_fn, tmp_path, devices=2, input='machine')
+    assert estimator.train(input_fn).get_variable_value('global_step') == 2
+
+
+WRONG = {
+    'no argument': (lambda: None, 'needs an input_fn with an argument input_context=None'),
+    'no dataset': (lambda input_context: (1, 2), r'returns a tf.data.Dataset, and this one gives'),
+    'a scalar': (
+        lambda input_context: tf.data.Dataset.from_tensors(({'x': [[1.0]], 's': 2.0}, [1])),
+        'are known but for the rows',
+    ),
+    'unknown width': (
+        lambda input_context: dataset_of(steps([1, 2])).map(lambda x, y: tf.transpose(y)),
+        r'gives TensorSpec\(shape=\(1, None\).*padded_batch',
+    ),
+}
+
+
+@pytest.mark.parametrize('name', WRONG)
+def test_what_cannot_be_joined(name):
+    input_fn, message = WRONG[name]
+    with tf.Graph().as_default(), pytest.raises((TypeError, ValueError), match=message):
+        read_by_machine(None, input_fn)()
+
+
+def test_options():
+    with pytest.raises(ValueError, match="input='all' is not known. Legal are chief, machine."):
+        estimator_mgpu.replicate(model_fn, input='all')
+    with pytest.raises(ValueError, match="broadcast goes with input='chief'"):
+        estimator_mgpu.replicate(model_fn, input='machine', broadcast=['x'])
