@@ -42,6 +42,8 @@ class Task:
         self._trains = self._terminated = False
         jobs = {job: spec.job_tasks(job) for job in _JOBS if job in spec.jobs}
         given = dict(protocol=config.protocol, config=session_config)
+        # Else to close a session would wait, in silence, for a task that has gone.
+        os.environ.setdefault('GRPC_FAIL_FAST', 'true')
         try:
             self.server = tf.train.Server(jobs, config.task_type, config.task_id, **given)
         except tf.errors.OpError as error:
