@@ -3,13 +3,13 @@
 `python cluster_script.py MODEL_DIR OPTIONS`, where OPTIONS is a JSON object of:
 
   devices: how many on this machine, by default 2.
-  stops: the steps up to which each call of train() goes; with `evaluates` the last one counts.
-  evaluates: whether it's tf.estimator.train_and_evaluate() that is called.
+  stops: up to which step each call of train() goes, by default one up to STEPS.
+  and_evaluate: whether tf.estimator.train_and_evaluate() is called instead.
   sleep: seconds after each step.
   limit: session_creation_timeout_secs.
-  fails: what the model_fn raises.
+  error: what the model_fn raises.
 
-What the test looks at are lines `NAME JSON`, see `tell()`.
+What a test looks at are lines `NAME JSON`, see `tell()`.
 """
 
 import json
@@ -28,8 +28,6 @@ STEPS = 20
 
 def dropped(features):
     """A small network with dropout, whose randomness comes from the step."""
-    if options.get('fails'):
-        raise ValueError(options['fails'])
     hidden = tf.nn.tanh(tf.matmul(features, weights('first', 4, 8)))
     seed = tf.stack([7, tf.cast(tf.train.get_global_step(), tf.int32)])
     kept = tf.random.stateless_uniform(tf.shape(hidden), seed) < 0.7
@@ -42,24 +40,34 @@ def input_fn():
     return data.shuffle(50, seed=3).batch(15).repeat()
 
 
-class Slow(tf.train.SessionRunHook):
-    """Takes its time after each step, and tells where matrices were multiplied in a session."""
+def remaining():
+    """The batches that are left at a session's first step."""
+    return input_fn().skip(tf.train.get_global_step())
+
+
+class Watch(tf.train.SessionRunHook):
+    """Tells each step, and where a session multiplied matrices; takes its time for a step."""
+
+    def __init__(self, sleep):
+        self.sleep = sleep
 
     def after_create_session(self, session, coord):
         self.devices = set()
 
     def before_run(self, context):
         traced = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
-        return tf.train.SessionRunArgs(tf.train.get_global_step(), options=traced)
+        return tf.train.SessionRunArgs(None, options=traced)
 
     def after_run(self, context, values):
         for device in values.run_metadata.step_stats.dev_stats:
-            if any(node.node_name.endswith('MatMul') for node in device.node_stats):
+            if any(node.node_name.endswith('/MatMul') for node in device.node_stats):
                 self.devices.add(device.device.replace('/replica:0', ''))
-        time.sleep(options.get('sleep', 0))
+        tell('STEP', int(context.session.run(tf.train.get_global_step())))
+        time.sleep(self.sleep)
 
     def end(self, session):
         tell('DEVICES', sorted(self.devices))
+        tell('VARIABLES', {variable.op.name: variable.device for variable in tf.global_variables()})
 
 
 def tell(name, value):
@@ -67,31 +75,28 @@ def tell(name, value):
 
 
 def told(text, name):
-    """What `tell()` has written, of all times."""
+    """Returns all that has been told by a name."""
     return [json.loads(line) for line in re.findall(rf'^{name} (.*)$', text, re.MULTILINE)]
 
 
-def main(model_dir):
+def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=100, error=None):
+    def model_fn(features, labels, mode):
+        if error:
+            raise ValueError(error)
+        return of_all_modes(dropped, adam)(features, labels, mode)
+
     tf.logging.set_verbosity(tf.logging.INFO)
     config = tf.estimator.RunConfig(
-        model_dir,
-        save_checkpoints_steps=5,
-        session_creation_timeout_secs=options.get('limit', 100),
+        model_dir, save_checkpoints_steps=5, session_creation_timeout_secs=limit
     )
-    devices = options.get('devices', 2)
-    estimator = estimator_mgpu.Estimator(of_all_modes(dropped, adam), config=config, devices=devices)
-
-    def hooks():
-        return [Slow(), tf.data.experimental.CheckpointInputPipelineHook(estimator)]
-
-    stops = options.get('stops', [STEPS])
-    if options.get('evaluates'):
-        train = tf.estimator.TrainSpec(input_fn, stops[-1], hooks())
+    estimator = estimator_mgpu.Estimator(model_fn, config=config, devices=devices)
+    if and_evaluate:
+        train = tf.estimator.TrainSpec(remaining, stops[-1], [Watch(sleep)])
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
         tf.estimator.train_and_evaluate(estimator, train, evaluation)
         return
     for stop in stops:
-        estimator.train(input_fn, hooks(), max_steps=stop)
+        estimator.train(remaining, [Watch(sleep)], max_steps=stop)
         result = estimator.evaluate(input_fn, steps=4)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
     found = estimator.predict(lambda: input_fn().take(2))
@@ -99,5 +104,4 @@ def main(model_dir):
 
 
 if __name__ == '__main__':
-    options = json.loads(sys.argv[2])
-    main(sys.argv[1])
+    main(sys.argv[1], **json.loads(sys.argv[2]))

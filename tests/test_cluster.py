@@ -17,20 +17,21 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from cluster_script import STEPS, told
+from estimator_mgpu import cluster as cluster_lib
+from estimator_mgpu import compat, devices
 
-LIMIT = 90  # seconds for whatever a test waits for
+LIMIT = 60  # seconds for whatever a test waits for
 
 
 class Machine:
     """A process that runs the script."""
 
-    def __init__(self, tf_config, model_dir, log, cwd=None, **options):
-        tests = os.path.dirname(__file__)
+    def __init__(self, tf_config, model_dir, log, cwd, **options):
         sources = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
         given = {'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '2', 'PYTHONPATH': sources}
         if tf_config:
             given['TF_CONFIG'] = json.dumps(tf_config)
-        script = os.path.join(tests, 'cluster_script.py')
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'cluster_script.py')
         self.log = log
         with open(log, 'w') as file:
             self.process = subprocess.Popen(
@@ -50,13 +51,23 @@ class Machine:
     def told(self, name):
         return told(self.text(), name)
 
+    def says(self, text, times=1):
+        """Waits for a text in the log."""
+        end = time.monotonic() + LIMIT
+        while self.text().count(text) < times:
+            assert self.process.poll() is None and time.monotonic() < end, self.text()
+            time.sleep(0.05)
+
     def kill(self):
         """As it is when a machine breaks down."""
         self.process.kill()
         self.process.wait()
 
     def ends(self, status=0):
-        found = self.process.wait(LIMIT)
+        try:
+            found = self.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            found = 'no end'
         assert found == status, self.text()
 
 
@@ -77,53 +88,47 @@ class Cluster:
         self.model_dir = folder / 'model'
         self.machines = []
 
-    def start(self, job=None, index=0, model_dir=None, jobs=None, **options):
+    def start(self, job=None, index=0, *, jobs=None, model_dir=None, cwd=None, **options):
         """Starts the script as a task, or without a cluster."""
         task = {'type': job, 'index': index}
         tf_config = job and {'cluster': jobs or self.jobs, 'task': task}
         log = self.folder / f'{len(self.machines)}_{job}_{index}.log'
-        self.machines.append(Machine(tf_config, model_dir or self.model_dir, log, **options))
-        return self.machines[-1]
+        machine = Machine(
+            tf_config, model_dir or self.model_dir, log, cwd or self.folder, **options
+        )
+        self.machines.append(machine)
+        return machine
+
+    def at(self, job, index=0):
+        """A task as messages name it."""
+        return f'/job:{job}/task:{index} at {self.jobs[job][index]}'
 
     def values(self):
         """The variables of the last checkpoint."""
         reader = tf.train.load_checkpoint(str(self.model_dir))
         return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
-    def reaches(self, step):
-        """Waits for a checkpoint at a step, or a later one."""
-        wait_for(lambda: self.step() >= step, self)
-
-    def step(self):
-        path = tf.train.latest_checkpoint(str(self.model_dir))
-        return int(path.rpartition('-')[2]) if path else -1
-
-
-def wait_for(condition, cluster):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end, '\n'.join(one.text() for one in cluster.machines)
-        time.sleep(0.05)
-
 
 @pytest.fixture
-def cluster(tmp_path):
-    """Returns a function that makes a cluster; whatever still runs at the end is killed."""
+def make(tmp_path):
+    """Makes clusters; whatever of them still runs at the end is killed."""
     made = []
 
-    def make(**jobs):
-        made.append(Cluster(tmp_path / str(len(made)), **jobs))
-        made[-1].folder.mkdir()
+    def one(**jobs):
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Cluster(folder, **jobs))
         return made[-1]
 
-    yield make
-    for machine in sum((one.machines for one in made), []):
-        machine.kill()
+    yield one
+    for cluster in made:
+        for machine in cluster.machines:
+            machine.kill()
 
 
 @pytest.fixture(scope='module')
 def one_device(tmp_path_factory):
-    """What one device comes to: the variables, and what the script tells."""
+    """What one device comes to: the variables, and the process."""
     alone = Cluster(tmp_path_factory.mktemp('one'))
     machine = alone.start(devices=1)
     try:
@@ -150,14 +155,13 @@ def devices_of(*tasks):
 THREE = devices_of('chief/task:0', 'worker/task:0', 'worker/task:1')
 
 
-def test_training_equals_that_of_one_device(cluster, one_device):
+def test_training_equals_that_of_one_device(make, one_device):
     """The script trains twice, and one machine starts late."""
-    three = cluster(chief=1, worker=2)
-    chief, *workers = three.start('chief', stops=[10, STEPS]), three.start('worker', 0)
-    late = f'/job:worker/task:1 at {three.jobs["worker"][1]}'
-    wait_for(lambda: f'Waiting for {late}' in chief.text(), three)
-    workers.append(three.start('worker', 1))
-    for machine in [chief, *workers]:
+    three = make(chief=1, worker=2)
+    chief, worker = three.start('chief', stops=[10, STEPS]), three.start('worker', 0)
+    chief.says(f'Waiting for {three.at("worker", 1)}: the script has to be started there, too.')
+    late = three.start('worker', 1)
+    for machine in (chief, worker, late):
         machine.ends()
     values, one = one_device
     assert_same(three.values(), values)
@@ -166,55 +170,137 @@ def test_training_equals_that_of_one_device(cluster, one_device):
     first, last = chief.told('EVALUATED')
     assert first['global_step'] == 10
     assert last == pytest.approx(*one.told('EVALUATED'), rel=1e-5)
-    np.testing.assert_allclose(*chief.told('PREDICTED'), *one.told('PREDICTED'), 1e-5, 1e-5)
-    for worker in workers:
-        assert not worker.told('EVALUATED') and not worker.told('PREDICTED')
+    np.testing.assert_allclose(chief.told('PREDICTED'), one.told('PREDICTED'), 1e-5, 1e-5)
+    for other in (worker, late):
+        assert not other.told('EVALUATED') and not other.told('PREDICTED')
 
 
-def test_variables_on_a_ps_and_an_evaluator(cluster, one_device):
+def test_variables_on_a_ps_and_an_evaluator(make, one_device):
     """train_and_evaluate() with each kind of task there is."""
-    four = cluster(chief=1, worker=1, ps=1)
-    machines = [four.start(job, evaluates=True) for job in ('chief', 'worker', 'ps', 'evaluator')]
-    for machine in machines:
+    four = make(chief=1, worker=1, ps=1)
+    jobs = ('chief', 'worker', 'ps', 'evaluator')
+    chief, *others = [four.start(job, and_evaluate=True) for job in jobs]
+    for machine in (chief, *others):
         machine.ends()
     values, one = one_device
     assert_same(four.values(), values)
-    assert machines[0].told('DEVICES') == [devices_of('chief/task:0', 'worker/task:0')]
-    graph = tf.GraphDef()
-    with open(four.model_dir / 'graph.pbtxt') as file:
-        tf.io.gfile  # noqa: B018
-        from google.protobuf import text_format
-
-        text_format.Parse(file.read(), graph)
-    on = {node.name: node.device for node in graph.node if node.op == 'VarHandleOp'}
-    assert on['first'] == on['second/Adam'] == '/job:ps/task:0/device:CPU:0'
-    found = [
-        {value.tag: value.simple_value for value in event.summary.value}
-        for path in (four.model_dir / 'eval').iterdir()
-        for event in tf.train.summary_iterator(str(path))
-    ]
-    expected = one.told('EVALUATED')[0]
-    assert found[-1]['loss'] == pytest.approx(expected['loss'], rel=1e-5)
+    assert chief.told('DEVICES') == [devices_of('chief/task:0', 'worker/task:0')]
+    assert set(chief.told('VARIABLES')[0].values()) == {'/job:ps/task:0/device:CPU:0'}
+    events = sorted((four.model_dir / 'eval').iterdir())
+    summaries = [e.summary.value for path in events for e in tf.train.summary_iterator(str(path))]
+    found = {value.tag: value.simple_value for value in summaries[-2]}
+    assert found['loss'] == pytest.approx(one.told('EVALUATED')[0]['loss'], rel=1e-5)
 
 
-def test_killed_machines_that_start_again(cluster, one_device):
+def test_killed_machines_that_start_again(make, one_device):
     """No step is lost beyond the last checkpoint, and none is applied twice."""
-    three = cluster(chief=1, worker=2)
+    three = make(chief=1, worker=2)
     chief = three.start('chief', sleep=0.3)
     workers = [three.start('worker', index) for index in range(2)]
-    three.reaches(5)
-    workers[1].kill()
-    waiting = f'Waiting for /job:worker/task:1 at {three.jobs["worker"][1]}'
+    chief.says('STEP 7\n')
+    waiting = f'Waiting for {three.at("worker", 1)}:'
     before = chief.text().count(waiting)
-    wait_for(lambda: chief.text().count(waiting) > before, three)
+    workers[1].kill()
+    chief.says(waiting, before + 1)
     workers[1] = three.start('worker', 1)
-    three.reaches(10)
+    chief.says('STEP 7\n', 2)  # From the checkpoint at 5 on.
+    chief.says('STEP 12\n')
     chief.kill()
-    assert three.step() < STEPS
+    assert chief.told('STEP')[-1] < STEPS
     chief = three.start('chief')
-    for machine in [chief, *workers]:
+    for machine in (chief, *workers):
         machine.ends()
     values, one = one_device
     assert_same(three.values(), values)
+    assert chief.told('STEP') == list(range(11, STEPS + 1))
     assert chief.told('DEVICES') == [THREE]
     assert chief.told('EVALUATED')[0] == pytest.approx(one.told('EVALUATED')[0], rel=1e-5)
+
+
+def test_machines_that_never_start(make):
+    """Each ends by its own limit, or with the chief's error, and names what it lacks."""
+    three, orphan = make(chief=1, worker=2), make(chief=1, worker=1)
+    lonely = orphan.start('worker', limit=1)
+    worker = three.start('worker', 0)
+    worker.says('Waiting for /job:chief/task:0')
+    chief = three.start('chief', limit=1)
+    chief.ends(1)
+    error = f'TimeoutError: {three.at("worker", 1)}: not reached in 1 seconds'
+    assert chief.last_line().startswith(error)
+    assert f'Waiting for {three.at("worker", 1)}:' in chief.text()
+    worker.ends(1)
+    assert worker.last_line().startswith(f'RuntimeError: The chief has failed: {error}')
+    lonely.ends(1)
+    error = f'TimeoutError: {orphan.at("chief")}: not reached in 1 seconds'
+    assert lonely.last_line().startswith(error)
+
+
+def test_a_lost_machine_that_never_comes_back(make):
+    """The limit holds in the middle of training, too."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', sleep=0.3, limit=20), two.start('worker')
+    chief.says('STEP 2\n')
+    worker.kill()
+    chief.ends(1)
+    assert chief.last_line().startswith(f'TimeoutError: {two.at("worker")}: not reached in 20 sec')
+
+
+def test_a_port_that_is_taken(make):
+    two = make(chief=1, worker=1)
+    with socket.socket() as other:
+        host, port = two.jobs['worker'][0].split(':')
+        other.bind((host, int(port)))
+        other.listen()
+        worker = two.start('worker')
+        worker.ends(1)
+    address = two.jobs['worker'][0]
+    error = f"RuntimeError: /job:worker/task:0 can't listen at {address} ("
+    assert worker.last_line().startswith(error)
+    assert 'If another process has that port, end it' in worker.last_line()
+
+
+@pytest.mark.parametrize('case', ['model_fn', 'devices', 'model_dir', 'cluster'])
+def test_errors_of_the_chief_end_all(make, case):
+    two = make(chief=1, worker=1)
+    given, of_worker = {}, {}
+    if case == 'model_fn':
+        given, error = {'error': 'No such layer.'}, 'ValueError: No such layer.'
+    elif case == 'devices':
+        of_worker = {'devices': 1}
+        error = (
+            "ValueError: devices=2 asks for '/job:worker/task:0/device:CPU:1', but "
+            '/job:worker/task:0 has /job:worker/task:0/device:CPU:0.'
+        )
+    elif case == 'model_dir':
+        given = of_worker = {'model_dir': 'model'}
+        of_worker = {**of_worker, 'cwd': two.model_dir}
+        two.model_dir.mkdir()
+        error = "ValueError: /job:worker/task:0 does not see model_dir='model' of /job:chief/task:0"
+    else:
+        of_worker = {'jobs': {**two.jobs, 'ps': ['other:1']}}
+        error = 'ValueError: TF_CONFIG differs between machines: /job:worker/task:0 has the cluster'
+    chief, worker = two.start('chief', **given), two.start('worker', **of_worker)
+    chief.ends(1)
+    assert chief.last_line().startswith(error), chief.text()
+    worker.ends(1)
+    assert worker.last_line().startswith(f'RuntimeError: The chief has failed: {error}')
+    assert not chief.told('STEP')
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_signals(make, number):
+    """SIGTERM lets a step and a last checkpoint be finished; the other machines end, too."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', sleep=0.3), two.start('worker')
+    chief.says('STEP 7\n')
+    chief.process.send_signal(number)
+    if number == signal.SIGTERM:
+        chief.ends(128 + number)
+        worker.ends(128 + number)
+        reached = chief.told('STEP')[-1]
+        assert 7 <= reached < STEPS and two.values()['global_step'] == reached
+    else:
+        chief.ends(-number)
+        worker.ends(1)
+        assert 'The chief has failed: KeyboardInterrupt' in worker.last_line()
+    assert not chief.told('EVALUATED')
