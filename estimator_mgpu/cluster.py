@@ -238,7 +238,8 @@ def _pin(graph: tf.Graph) -> None:
     for op in graph.get_operations():
         spec = spec_of(op.device)
         held = any(t.dtype == tf.resource or private.is_reference(t) for t in op.inputs)
-        if spec.job is None and not held and not private.colocated_with(op):
+        others = {*private.colocated_with(op)} - {op.name}  # A variable is colocated with itself.
+        if spec.job is None and not held and not others:
             job, task = spec_of(CHIEF).job, spec_of(CHIEF).task
             private.set_device(op, spec.replace(job=job, task=task).to_string())
 
