@@ -17,10 +17,15 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from cluster_script import STEPS, told
-from estimator_mgpu import cluster as cluster_lib
-from estimator_mgpu import compat, devices
+from estimator_mgpu import cluster, compat, devices
+from models import weights
 
 LIMIT = 60  # seconds for whatever a test waits for
+TASKS = {
+    'worker': ['w0:1', 'w1:1'],
+    'ps': ['p0:1'],
+    'chief': ['c0:1'],
+}
 
 
 class Machine:
@@ -121,8 +126,8 @@ def make(tmp_path):
         return made[-1]
 
     yield one
-    for cluster in made:
-        for machine in cluster.machines:
+    for each in made:
+        for machine in each.machines:
             machine.kill()
 
 
@@ -148,11 +153,11 @@ def assert_same(ours, one):
         np.testing.assert_allclose(ours[name], expected, 1e-5, 1e-5 * scale, err_msg=name)
 
 
-def devices_of(*tasks):
+def two_each(*tasks):
     return [f'/job:{task}/device:CPU:{i}' for task in tasks for i in range(2)]
 
 
-THREE = devices_of('chief/task:0', 'worker/task:0', 'worker/task:1')
+THREE = two_each('chief/task:0', 'worker/task:0', 'worker/task:1')
 
 
 def test_training_equals_that_of_one_device(make, one_device):
@@ -184,7 +189,7 @@ def test_variables_on_a_ps_and_an_evaluator(make, one_device):
         machine.ends()
     values, one = one_device
     assert_same(four.values(), values)
-    assert chief.told('DEVICES') == [devices_of('chief/task:0', 'worker/task:0')]
+    assert chief.told('DEVICES') == [two_each('chief/task:0', 'worker/task:0')]
     (on,) = chief.told('VARIABLES')
     assert on.pop('global_step') == '/job:chief/task:0'  # The model_fn doesn't make it.
     assert set(on.values()) == {'/job:ps/task:0/device:CPU:0'}
@@ -240,11 +245,13 @@ def test_machines_that_never_start(make):
 def test_a_lost_machine_that_never_comes_back(make):
     """The limit holds in the middle of training, too."""
     two = make(chief=1, worker=1)
-    chief, worker = two.start('chief', sleep=0.3, limit=20), two.start('worker')
+    worker = two.start('worker')
+    worker.says('Waiting for /job:chief/task:0')
+    chief = two.start('chief', sleep=0.3, limit=2)
     chief.says('STEP 2\n')
     worker.kill()
     chief.ends(1)
-    assert chief.last_line().startswith(f'TimeoutError: {two.at("worker")}: not reached in 20 sec')
+    assert chief.last_line().startswith(f'TimeoutError: {two.at("worker")}: not reached in 2 sec')
 
 
 def test_a_port_that_is_taken(make):
@@ -306,3 +313,207 @@ def test_signals(make, number):
         worker.ends(1)
         assert 'The chief has failed: KeyboardInterrupt' in worker.last_line()
     assert not chief.told('EVALUATED')
+
+
+# From here on everything is in this process.
+
+
+@pytest.fixture
+def config_of(monkeypatch):
+    """Makes the RunConfig of a task, by default in the cluster TASKS."""
+
+    def make(job='chief', index=0, cluster=TASKS):
+        tf_config = {'cluster': cluster, 'task': {'type': job, 'index': index}}
+        monkeypatch.setenv('TF_CONFIG', json.dumps(tf_config))
+        return tf.estimator.RunConfig()
+
+    return make
+
+
+def linear(features, labels, mode):
+    loss = tf.reduce_mean(features * weights('w', 1) - labels)
+    train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss, tf.train.get_global_step())
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+def batch():
+    return tf.ones([4, 1]), tf.ones([4, 1])
+
+
+@pytest.mark.core
+def test_addresses(config_of):
+    """The chief is the first, and an evaluator is none of them."""
+    config = config_of('worker', 1, {**TASKS, 'evaluator': ['e0:1']})
+    assert list(cluster.addresses(config).items()) == [
+        ('/job:chief/task:0', 'c0:1'),
+        ('/job:worker/task:0', 'w0:1'),
+        ('/job:worker/task:1', 'w1:1'),
+        ('/job:ps/task:0', 'p0:1'),
+    ]
+    with pytest.raises(ValueError, match="the job 'other' in .* Legal are chief, worker, ps"):
+        estimator_mgpu.Estimator(linear, config=config_of(cluster={**TASKS, 'other': ['o0:1']}))
+
+
+@pytest.mark.core
+def test_the_config_of_a_task(config_of):
+    """What evaluates, predicts and exports does so by itself, on any machine."""
+    config = estimator_mgpu.Estimator(linear, config=config_of('worker', 1), devices=2).config
+    assert config.cluster_spec.as_dict() == {'chief': ['w1:1']}
+    assert config.is_chief and not config.master and not config.evaluation_master
+    assert not config.session_config.device_filters
+    assert config.session_config.device_count['CPU'] == 2
+    one = estimator_mgpu.Estimator(linear, config=config_of(cluster={'chief': ['c0:1']}))
+    assert one._joins is None  # One machine is no cluster.
+
+
+@pytest.mark.core
+def test_what_tf_config_lacks(config_of):
+    for text, lacks in [('{"cluster": ', 'a JSON object: '), ('[]', 'a JSON object: ')]:
+        with pytest.raises(ValueError, match=f'lacks {lacks}'):
+            compat.check_tf_config(text)
+    with pytest.raises(ValueError, match='which lacks a chief. On each machine it has the same'):
+        compat.check_tf_config(json.dumps({'cluster': {'worker': ['w0:1']}}))
+    compat.check_tf_config(json.dumps({'cluster': TASKS}))
+    compat.check_tf_config('{}')
+    with pytest.raises(ValueError, match='2 is not a valid task_id for task_type worker'):
+        config_of('worker', 2)
+    with pytest.raises(ValueError, match='(?s)ps is not a valid task_type'):
+        config_of('ps', 0, {'chief': ['c0:1'], 'worker': ['w0:1']})
+
+
+@pytest.mark.core
+def test_estimators_that_train_on_no_cluster(config_of, tmp_path):
+    replicated = estimator_mgpu.replicate(linear, devices=2)
+    plain = tf.estimator.Estimator(replicated, str(tmp_path), config_of())
+    with pytest.raises(ValueError, match='Use estimator_mgpu.Estimator'):
+        plain.train(batch)
+    cluster_and_evaluator = {**TASKS, 'evaluator': ['e0:1']}
+    config = config_of('evaluator', 0, cluster_and_evaluator)
+    evaluator = estimator_mgpu.Estimator(linear, config=config)
+    with pytest.raises(ValueError, match='the evaluator, which'):
+        evaluator.train(batch)
+
+
+class Clock:
+    """Stands for the module time: sleeping takes no time."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def task(config_of, monkeypatch):
+    """A worker that has no server, and to which no other task listens."""
+    monkeypatch.setattr(tf.train, 'Server', lambda *args, **kwargs: None)
+    monkeypatch.setattr(cluster, '_listens', lambda address: False)
+    monkeypatch.setattr(cluster, 'time', Clock())
+    return cluster.Task(config_of('worker', 0).replace(session_creation_timeout_secs=100), None)
+
+
+@pytest.mark.core
+def test_waiting(task, caplog, monkeypatch):
+    """What is waited for is said each half a minute, up to the limit."""
+    caplog.clear()
+    with pytest.raises(TimeoutError, match='^/job:ps/task:0 at p0:1: not reached in 100 seconds'):
+        task.wait(['/job:ps/task:0'])
+    line = 'Waiting for /job:ps/task:0 at p0:1: the script has to be started there, too.'
+    assert [record.message for record in caplog.records] == [line] * 4
+    assert cluster.time.now == 1101
+    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'w1:1')
+    caplog.clear()
+    task.wait(ended=lambda: cluster.time.now > 1110)
+    assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
+    task._terminated = True
+    with pytest.raises(SystemExit) as ended:
+        task.wait()
+    assert ended.value.code == 143
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    task.wait()
+
+
+@pytest.mark.core
+def test_a_process_is_in_one_cluster(task, config_of, monkeypatch):
+    monkeypatch.setattr(cluster, '_joined', [task])
+    assert cluster.join(config_of('worker', 0), None) is task
+    with pytest.raises(RuntimeError, match='Start another process for another cluster'):
+        cluster.join(config_of('worker', 0, {**TASKS, 'ps': ['p1:1']}), None)
+
+
+@pytest.mark.core
+def test_what_is_on_no_machine_goes_to_the_chief():
+    with tf.Graph().as_default() as graph:
+        variable = tf.get_variable('v', [], use_resource=True)
+        free = tf.constant(1.0)
+        with tf.device('/device:CPU:1'):
+            second = tf.constant(1.0)
+        with tf.device('/job:worker/task:1/device:CPU:1'):
+            far = tf.get_variable('far', [], use_resource=True)
+        with tf.device(None):
+            reads = tf.raw_ops.ReadVariableOp(resource=far.handle, dtype=tf.float32)
+        with tf.colocate_with(far.handle.op):
+            near = tf.constant(1.0)
+        cluster._pin(graph)
+        assert variable.device == free.device == '/job:chief/task:0'
+        assert second.device == '/job:chief/task:0/device:CPU:1'
+        assert far.device == '/job:worker/task:1/device:CPU:1'
+        assert reads.device == ''
+        assert near.device in ('', far.device)
+
+
+CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
+
+
+def has(*names):
+    return {task: [f'{task}/device:{name}' for name in some.split()] for task, some in names}
+
+
+GPUS = has((CHIEF, 'CPU:0 GPU:0'), (WORKER, 'CPU:0 GPU:0 GPU:1'), (PS, 'CPU:0 GPU:0'))
+CPUS = has((CHIEF, 'CPU:0 CPU:1'), (WORKER, 'CPU:0 CPU:1'), (PS, 'CPU:0'))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    'given, machines, expected',
+    [
+        (None, GPUS, [f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0', f'{WORKER}/device:GPU:1']),
+        (1, GPUS, [f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0']),
+        ('cpu:0', GPUS, [f'{CHIEF}/device:CPU:0', f'{WORKER}/device:CPU:0']),
+        (
+            [f'{WORKER}/gpu:1', '/gpu:0'],
+            GPUS,
+            [f'{WORKER}/device:GPU:1', f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0'],
+        ),
+        (None, CPUS, [f'{CHIEF}/device:CPU:0', f'{WORKER}/device:CPU:0']),
+        (2, CPUS, CPUS[CHIEF] + CPUS[WORKER]),
+    ],
+)
+def test_devices_of_machines(given, machines, expected):
+    """Those of each machine, in the order of tasks, and none of a ps."""
+    assert devices.resolve(given, machines) == expected
+
+
+@pytest.mark.core
+def test_devices_that_a_machine_lacks():
+    with pytest.raises(ValueError, match=f"'{CHIEF}/device:GPU:1', but {CHIEF} has {CHIEF}/device"):
+        devices.resolve(2, GPUS)
+    with pytest.raises(ValueError, match='but /job:worker/task:7 has no place in the cluster'):
+        devices.resolve('/job:worker/task:7/cpu:0', CPUS)
+
+
+@pytest.mark.core
+def test_machines_of_devices():
+    assert devices.machine_of('/device:GPU:1') == CHIEF
+    assert devices.machine_of('/job:worker/task:3/device:CPU:0') == '/job:worker/task:3'
+    assert devices.host_of(f'{WORKER}/device:GPU:1') == f'{WORKER}/device:CPU:0'
+    assert devices.host_of('/device:GPU:1') == '/device:CPU:0'
+    both = CPUS[CHIEF] + CPUS[WORKER]
+    # As on the home's machine, if there is such a device, and else the first.
+    assert devices.relay(both, both[2], both[1]) == both[3]
+    assert devices.relay(both, both[0], both[3]) == both[1]
+    assert devices.relay(both[:3], both[2], both[1]) == both[2]
