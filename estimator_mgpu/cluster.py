@@ -42,6 +42,8 @@ class Task:
         self._trains = self._terminated = False
         jobs = {job: spec.job_tasks(job) for job in _JOBS if job in spec.jobs}
         given = dict(protocol=config.protocol, config=session_config)
+        # Else to close a session would wait, in silence, for a task that has gone.
+        os.environ.setdefault('GRPC_FAIL_FAST', 'true')
         try:
             self.server = tf.train.Server(jobs, config.task_type, config.task_id, **given)
         except tf.errors.OpError as error:
@@ -236,8 +238,8 @@ def pin(graph: tf.Graph) -> None:
     for op in graph.get_operations():
         spec = spec_of(op.device)
         held = any(t.dtype == tf.resource or private.is_reference(t) for t in op.inputs)
-        held = held or any(name != op.name for name in private.colocated_with(op))
-        if spec.job is None and not held:
+        others = {*private.colocated_with(op)} - {op.name}  # A variable is colocated with itself.
+        if spec.job is None and not held and not others:
             job, task = spec_of(CHIEF).job, spec_of(CHIEF).task
             private.set_device(op, spec.replace(job=job, task=task).to_string())
 

@@ -1,0 +1,107 @@
+"""A user's script, which every machine of a cluster starts: it trains, evaluates and predicts.
+
+`python cluster_script.py MODEL_DIR OPTIONS`, where OPTIONS is a JSON object of:
+
+  devices: how many on this machine, by default 2.
+  stops: up to which step each call of train() goes, by default one up to STEPS.
+  and_evaluate: whether tf.estimator.train_and_evaluate() is called instead.
+  sleep: seconds after each step.
+  limit: session_creation_timeout_secs.
+  error: what the model_fn raises.
+
+What a test looks at are lines `NAME JSON`, see `tell()`.
+"""
+
+import json
+import re
+import sys
+import time
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from models import adam, floats, of_all_modes, weights
+
+STEPS = 20
+
+
+def dropped(features):
+    """A small network with dropout, whose randomness comes from the step."""
+    hidden = tf.nn.tanh(tf.matmul(features, weights('first', 4, 8)))
+    seed = tf.stack([7, tf.cast(tf.train.get_global_step(), tf.int32)])
+    kept = tf.random.stateless_uniform(tf.shape(hidden), seed) < 0.7
+    return tf.matmul(tf.where(kept, hidden, tf.zeros_like(hidden)), weights('second', 8, 1))
+
+
+def input_fn():
+    """Batches of 15, 15, 15 and 5 rows, in another order each time."""
+    data = tf.data.Dataset.from_tensor_slices((floats(50, 4), floats(50, 1)))
+    return data.shuffle(50, seed=3).batch(15).repeat()
+
+
+def remaining():
+    """The batches that are left at a session's first step."""
+    return input_fn().skip(tf.train.get_global_step())
+
+
+class Watch(tf.train.SessionRunHook):
+    """Tells each step, and where a session multiplied matrices; takes its time for a step."""
+
+    def __init__(self, sleep):
+        self.sleep = sleep
+
+    def after_create_session(self, session, coord):
+        self.devices = set()
+
+    def before_run(self, context):
+        traced = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+        return tf.train.SessionRunArgs(None, options=traced)
+
+    def after_run(self, context, values):
+        for device in values.run_metadata.step_stats.dev_stats:
+            if any(node.node_name.endswith('/MatMul') for node in device.node_stats):
+                self.devices.add(device.device.replace('/replica:0', ''))
+        tell('STEP', int(context.session.run(tf.train.get_global_step())))
+        time.sleep(self.sleep)
+
+    def end(self, session):
+        tell('DEVICES', sorted(self.devices))
+        tell('VARIABLES', {variable.op.name: variable.device for variable in tf.global_variables()})
+
+
+def tell(name, value):
+    print(name, json.dumps(value), flush=True)
+
+
+def told(text, name):
+    """Returns all that has been told by a name."""
+    return [json.loads(line) for line in re.findall(rf'^{name} (.*)$', text, re.MULTILINE)]
+
+
+def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=100, error=None):
+    def model_fn(features, labels, mode):
+        if error:
+            raise ValueError(error)
+        return of_all_modes(dropped, adam)(features, labels, mode)
+
+    tf.logging.set_verbosity(tf.logging.INFO)
+    config = tf.estimator.RunConfig(
+        model_dir, save_checkpoints_steps=5, session_creation_timeout_secs=limit
+    )
+    estimator = estimator_mgpu.Estimator(model_fn, config=config, devices=devices)
+    if and_evaluate:
+        train = tf.estimator.TrainSpec(remaining, stops[-1], [Watch(sleep)])
+        evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
+        tf.estimator.train_and_evaluate(estimator, train, evaluation)
+        return
+    for stop in stops:
+        estimator.train(remaining, [Watch(sleep)], max_steps=stop)
+        result = estimator.evaluate(input_fn, steps=4)
+        tell('EVALUATED', {name: float(value) for name, value in result.items()})
+    found = estimator.predict(lambda: input_fn().take(2))
+    tell('PREDICTED', np.stack([one['output'] for one in found]).tolist())
+
+
+if __name__ == '__main__':
+    main(sys.argv[1], **json.loads(sys.argv[2]))
