@@ -20,7 +20,7 @@ from cluster_script import STEPS, told
 from estimator_mgpu import cluster, compat, devices
 from models import weights
 
-LIMIT = 60  # seconds for whatever a test waits for
+LIMIT = 120  # seconds for whatever a test waits for
 TASKS = {
     'worker': ['w0:1', 'w1:1'],
     'ps': ['p0:1'],
