@@ -176,8 +176,9 @@ class Task:
         word = json.dumps({'error': text, 'status': _TERMINATED if self._terminated else 0})
         for task in self._others():
             if _listens(self.addresses[task]):
-                with self._session_with(task) as (session, _, said):
-                    session.run(said.assign(word))
+                with contextlib.suppress(tf.errors.OpError):  # The next ones are told all the same.
+                    with self._session_with(task) as (session, _, said):
+                        session.run(said.assign(word))
 
     def _terminate(self, number: int, frame: Any) -> None:
         self._terminated = True

@@ -438,6 +438,21 @@ def test_waiting(task, caplog, monkeypatch):
 
 
 @pytest.mark.core
+def test_all_are_told_of_the_end(task, monkeypatch):
+    """Also if one doesn't answer, as it's frozen say."""
+    asked = []
+
+    def session_with(task):
+        asked.append(task)
+        raise tf.errors.DeadlineExceededError(None, None, 'No answer.')
+
+    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
+    monkeypatch.setattr(task, '_session_with', session_with)
+    task._end()
+    assert asked == ['/job:worker/task:1', '/job:ps/task:0']
+
+
+@pytest.mark.core
 def test_a_process_is_in_one_cluster(task, config_of, monkeypatch):
     monkeypatch.setattr(cluster, '_joined', [task])
     assert cluster.join(config_of('worker', 0), None) is task
