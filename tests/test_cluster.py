@@ -146,7 +146,7 @@ def one_device(tmp_path_factory):
 def assert_same(ours, one):
     """Asserts equal variables: within 1e-5 of the largest entry of each."""
     assert ours.keys() == one.keys()
-    assert {'first', 'first/Adam', 'second/Adam_1', 'global_step', 'beta2_power'} <= ours.keys()
+    assert {'first', 'hidden3/Adam', 'last/Adam_1', 'global_step', 'beta2_power'} <= ours.keys()
     assert ours['global_step'] == STEPS
     for name, expected in one.items():
         scale = np.abs(expected).max()
@@ -171,6 +171,7 @@ def test_training_equals_that_of_one_device(make, one_device):
     values, one = one_device
     assert_same(three.values(), values)
     assert chief.told('DEVICES') == [THREE, THREE]
+    assert {*THREE} <= {*chief.told('VARIABLES')[0].values()}
     # What comes after train() happens on the chief only, and there as on one device.
     first, last = chief.told('EVALUATED')
     assert first['global_step'] == 10
