@@ -163,7 +163,9 @@ THREE = two_each('chief/task:0', 'worker/task:0', 'worker/task:1')
 def test_training_equals_that_of_one_device(make, one_device):
     """The script trains twice, and one machine starts late."""
     three = make(chief=1, worker=2)
-    chief, worker = three.start('chief', stops=[10, STEPS]), three.start('worker', 0)
+    worker = three.start('worker', 0)
+    worker.says(f'Waiting for {three.at("chief")}: the script has to be started there, too.')
+    chief = three.start('chief', stops=[10, STEPS])
     chief.says(f'Waiting for {three.at("worker", 1)}: the script has to be started there, too.')
     late = three.start('worker', 1)
     for machine in (chief, worker, late):
