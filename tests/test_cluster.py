@@ -3,6 +3,7 @@
 Each process is a machine with two logical CPU devices that runs cluster_script.py.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -301,10 +304,12 @@ def test_errors_of_the_chief_end_all(make, case):
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_signals(make, number):
-    """SIGTERM lets a step and a last checkpoint be finished; the other machines end, too."""
+    """SIGTERM, sent to all, lets a step and a last checkpoint be finished; all end."""
     two = make(chief=1, worker=1)
     chief, worker = two.start('chief', sleep=0.3), two.start('worker')
     chief.says('STEP 7\n')
+    if number == signal.SIGTERM:
+        worker.process.send_signal(number)
     chief.process.send_signal(number)
     if number == signal.SIGTERM:
         chief.ends(128 + number)
@@ -414,6 +419,7 @@ class Clock:
 def task(config_of, monkeypatch):
     """A worker that has no server, and to which no other task listens."""
     monkeypatch.setattr(tf.train, 'Server', lambda *args, **kwargs: None)
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)
     monkeypatch.setattr(cluster, '_listens', lambda address: False)
     monkeypatch.setattr(cluster, 'time', Clock())
     return cluster.Task(config_of('worker', 0).replace(session_creation_timeout_secs=100), None)
@@ -432,12 +438,32 @@ def test_waiting(task, caplog, monkeypatch):
     caplog.clear()
     task.wait(ended=lambda: cluster.time.now > 1110)
     assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
-    task._terminated = True
+    task._terminated = cluster.time.now
     with pytest.raises(SystemExit) as ended:
         task.wait()
     assert ended.value.code == 143
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
     task.wait()
+
+
+@pytest.mark.core
+def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
+    session = types.SimpleNamespace(run=lambda fetches: b'')  # The chief has said nothing.
+    strings = [mock.Mock(), mock.Mock()]
+    with_session = contextlib.nullcontext([session, *strings])
+    monkeypatch.setattr(task, '_session_with', lambda name: with_session)
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    sleep = cluster.time.sleep
+
+    def sleep_and_terminate(seconds):
+        sleep(seconds)
+        if cluster.time.now == 1050:
+            task._terminate(signal.SIGTERM, None)
+
+    cluster.time.sleep = sleep_and_terminate
+    with pytest.raises(SystemExit) as ended:
+        task.serve()
+    assert ended.value.code == 143 and cluster.time.now == 1071
 
 
 @pytest.mark.core
