@@ -22,6 +22,7 @@ from estimator_mgpu.devices import CHIEF, spec_of
 
 _JOBS = ('chief', 'worker', 'ps')  # An evaluator is in no cluster.
 _EVERY = 30  # seconds from one message to the next on what is waited for
+_GRACE = 20  # seconds after SIGTERM in which a task still serves; schedulers kill after 30, say
 _TERMINATED = 128 + signal.SIGTERM
 _joined: list[Task] = []  # A process has one server, for as long as it lives.
 
@@ -39,7 +40,8 @@ class Task:
         self.addresses = addresses(config)
         self.name = f'/job:{config.task_type}/task:{config.task_id}'
         self._limit: float = config.session_creation_timeout_secs
-        self._trains = self._terminated = False
+        self._trains = False
+        self._terminated = 0.0  # when SIGTERM came
         jobs = {job: spec.job_tasks(job) for job in _JOBS if job in spec.jobs}
         given = dict(protocol=config.protocol, config=session_config)
         # Else to close a session would wait, in silence, for a task that has gone.
@@ -58,9 +60,9 @@ class Task:
         )
         if self.name == CHIEF:
             atexit.register(self._end)
-            in_main = threading.current_thread() is threading.main_thread()
-            if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._terminate)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminate)
 
     def wait(self, tasks: Iterable[str] = (), ended: Callable[[], bool] = lambda: False) -> None:
         """Waits for tasks, by default all, to be reached, and says which ones can't, or until."""
@@ -119,12 +121,18 @@ class Task:
             raise SystemExit(_TERMINATED)
 
     def serve(self) -> NoReturn:
-        """Serves until the chief's process ends, and ends as that does."""
+        """Serves until the chief's process ends, and ends as that does.
+
+        Where all tasks get SIGTERM at once, the chief's last checkpoint still needs the others.
+        """
+        self._trains = True
         with self._session_with(self.name) as (session, known, said):
             session.run([known.assign(json.dumps(self.addresses)), said.assign('')])
             word = said.value()
             while not session.run(word):
                 self.wait([CHIEF], lambda: bool(session.run(word)))
+                if self._terminated and time.monotonic() > self._terminated + _GRACE:
+                    raise SystemExit(_TERMINATED)
                 time.sleep(1)
             end = json.loads(session.run(word))
         if end['error']:
@@ -134,7 +142,9 @@ class Task:
     def stop_hook(self) -> tf.train.SessionRunHook:
         """A hook that ends training after the step in which SIGTERM came."""
         hook = tf.train.SessionRunHook()
-        hook.after_run = lambda context, values: self._terminated and context.request_stop()
+        hook.after_run = lambda context, values: (
+            context.request_stop() if self._terminated else None
+        )
         return hook
 
     def _others(self) -> list[str]:
@@ -176,11 +186,12 @@ class Task:
         word = json.dumps({'error': text, 'status': _TERMINATED if self._terminated else 0})
         for task in self._others():
             if _listens(self.addresses[task]):
-                with self._session_with(task) as (session, _, said):
-                    session.run(said.assign(word))
+                with contextlib.suppress(tf.errors.OpError):  # The next ones are told all the same.
+                    with self._session_with(task) as (session, _, said):
+                        session.run(said.assign(word))
 
     def _terminate(self, number: int, frame: Any) -> None:
-        self._terminated = True
+        self._terminated = time.monotonic()
         if not self._trains:
             raise SystemExit(_TERMINATED)
 

@@ -27,11 +27,13 @@ STEPS = 20
 
 
 def dropped(features):
-    """A small network with dropout, whose randomness comes from the step."""
+    """A network with a variable for each device, and dropout by the step's random numbers."""
     hidden = tf.nn.tanh(tf.matmul(features, weights('first', 4, 8)))
+    for layer in range(4):
+        hidden += tf.nn.tanh(tf.matmul(hidden, weights(f'hidden{layer}', 8, 8)))
     seed = tf.stack([7, tf.cast(tf.train.get_global_step(), tf.int32)])
     kept = tf.random.stateless_uniform(tf.shape(hidden), seed) < 0.7
-    return tf.matmul(tf.where(kept, hidden, tf.zeros_like(hidden)), weights('second', 8, 1))
+    return tf.matmul(tf.where(kept, hidden, tf.zeros_like(hidden)), weights('last', 8, 1))
 
 
 def input_fn():

@@ -3,6 +3,7 @@
 Each process is a machine with two logical CPU devices that runs cluster_script.py.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from cluster_script import STEPS, told
 from estimator_mgpu import cluster, compat, devices
 from models import weights
 
-LIMIT = 60  # seconds for whatever a test waits for
+LIMIT = 120  # seconds for whatever a test waits for
 TASKS = {
     'worker': ['w0:1', 'w1:1'],
     'ps': ['p0:1'],
@@ -146,7 +149,7 @@ def one_device(tmp_path_factory):
 def assert_same(ours, one):
     """Asserts equal variables: within 1e-5 of the largest entry of each."""
     assert ours.keys() == one.keys()
-    assert {'first', 'first/Adam', 'second/Adam_1', 'global_step', 'beta2_power'} <= ours.keys()
+    assert {'first', 'hidden3/Adam', 'last/Adam_1', 'global_step', 'beta2_power'} <= ours.keys()
     assert ours['global_step'] == STEPS
     for name, expected in one.items():
         scale = np.abs(expected).max()
@@ -163,7 +166,9 @@ THREE = two_each('chief/task:0', 'worker/task:0', 'worker/task:1')
 def test_training_equals_that_of_one_device(make, one_device):
     """The script trains twice, and one machine starts late."""
     three = make(chief=1, worker=2)
-    chief, worker = three.start('chief', stops=[10, STEPS]), three.start('worker', 0)
+    worker = three.start('worker', 0)
+    worker.says(f'Waiting for {three.at("chief")}: the script has to be started there, too.')
+    chief = three.start('chief', stops=[10, STEPS])
     chief.says(f'Waiting for {three.at("worker", 1)}: the script has to be started there, too.')
     late = three.start('worker', 1)
     for machine in (chief, worker, late):
@@ -171,6 +176,7 @@ def test_training_equals_that_of_one_device(make, one_device):
     values, one = one_device
     assert_same(three.values(), values)
     assert chief.told('DEVICES') == [THREE, THREE]
+    assert {*THREE} <= {*chief.told('VARIABLES')[0].values()}
     # What comes after train() happens on the chief only, and there as on one device.
     first, last = chief.told('EVALUATED')
     assert first['global_step'] == 10
@@ -298,10 +304,12 @@ def test_errors_of_the_chief_end_all(make, case):
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 def test_signals(make, number):
-    """SIGTERM lets a step and a last checkpoint be finished; the other machines end, too."""
+    """SIGTERM, sent to all, lets a step and a last checkpoint be finished; all end."""
     two = make(chief=1, worker=1)
     chief, worker = two.start('chief', sleep=0.3), two.start('worker')
     chief.says('STEP 7\n')
+    if number == signal.SIGTERM:
+        worker.process.send_signal(number)
     chief.process.send_signal(number)
     if number == signal.SIGTERM:
         chief.ends(128 + number)
@@ -411,6 +419,7 @@ class Clock:
 def task(config_of, monkeypatch):
     """A worker that has no server, and to which no other task listens."""
     monkeypatch.setattr(tf.train, 'Server', lambda *args, **kwargs: None)
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)
     monkeypatch.setattr(cluster, '_listens', lambda address: False)
     monkeypatch.setattr(cluster, 'time', Clock())
     return cluster.Task(config_of('worker', 0).replace(session_creation_timeout_secs=100), None)
@@ -429,12 +438,47 @@ def test_waiting(task, caplog, monkeypatch):
     caplog.clear()
     task.wait(ended=lambda: cluster.time.now > 1110)
     assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
-    task._terminated = True
+    task._terminated = cluster.time.now
     with pytest.raises(SystemExit) as ended:
         task.wait()
     assert ended.value.code == 143
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
     task.wait()
+
+
+@pytest.mark.core
+def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
+    session = types.SimpleNamespace(run=lambda fetches: b'')  # The chief has said nothing.
+    strings = [mock.Mock(), mock.Mock()]
+    with_session = contextlib.nullcontext([session, *strings])
+    monkeypatch.setattr(task, '_session_with', lambda name: with_session)
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    sleep = cluster.time.sleep
+
+    def sleep_and_terminate(seconds):
+        sleep(seconds)
+        if cluster.time.now == 1050:
+            task._terminate(signal.SIGTERM, None)
+
+    cluster.time.sleep = sleep_and_terminate
+    with pytest.raises(SystemExit) as ended:
+        task.serve()
+    assert ended.value.code == 143 and cluster.time.now == 1071
+
+
+@pytest.mark.core
+def test_all_are_told_of_the_end(task, monkeypatch):
+    """Also if one doesn't answer, as it's frozen say."""
+    asked = []
+
+    def session_with(task):
+        asked.append(task)
+        raise tf.errors.DeadlineExceededError(None, None, 'No answer.')
+
+    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
+    monkeypatch.setattr(task, '_session_with', session_with)
+    task._end()
+    assert asked == ['/job:worker/task:1', '/job:ps/task:0']
 
 
 @pytest.mark.core
