@@ -147,7 +147,7 @@ def tf_configs_by_hand():
     block = next(block for block in blocks('sh') if 'CLUSTER=' in block)
     printed = re.sub(r'(export TF_CONFIG=.*)', r'\1\nprintf "%s\\n" "$TF_CONFIG"', block)
     script = printed.replace('python train.py', '')
-    found = subprocess.run(['bash', '-c', script], capture_output=True, text=True, check=True)
+    found = subprocess.run(['sh', '-c', script], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in found.stdout.splitlines()]
 
 
