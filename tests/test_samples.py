@@ -148,6 +148,35 @@ def test_separate_trains_two_models_at_a_time(tmp_path):
         assert tf.train.latest_checkpoint(str(tmp_path / rate)).endswith('model.ckpt-50')
 
 
+@pytest.mark.core
+def test_machines_train_as_one_device_though_a_worker_is_killed(tmp_path):
+    flags = '--devices=1', '--train_steps=60', f'--model_dir={tmp_path}'
+    lines = run_python('machines.py', *flags)
+    killed = lines.index('worker1 was killed (-9), and is started again')
+    assert lines[killed - 1].startswith('chief: step 40 of 60')
+    assert lines[killed + 1] == 'chief: starts at step 30'
+    assert 'ended: chief0 with 0, worker0 with 0, worker1 with 0' in lines[killed:]
+    variables, difference = lines[-1].split(' variables from one device: ')
+    assert variables == 'largest difference of 11'  # the step; 5 variables, each with a momentum
+    assert float(difference) < 1e-5
+    assert len(lines) <= 25
+    logs = {'chief0.log', 'worker0.log', 'worker1.log', 'alone.log'}
+    assert {path.name for path in tmp_path.glob('*.log')} == logs
+
+
+def test_machines_fails_if_the_chief_does(tmp_path):
+    (tmp_path / 'machines').write_text('')  # in the place of the directory for checkpoints
+    done = subprocess.run(
+        [sys.executable, SAMPLES / 'machines.py', f'--model_dir={tmp_path}'],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert 'chief has failed (1): see its log.' in done.stderr
+    assert 'Error' in (tmp_path / 'chief0.log').read_text()
+
+
 @pytest.mark.parametrize(
     ('devices', 'expected'),
     [('', ['5', '7']), ('1', ['5']), ('/gpu:1,CPU:0', ['7', ''])],
