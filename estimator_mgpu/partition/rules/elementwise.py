@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from .signature import Rule, Signature, rank, table
+from .signature import Rule, Signature, rank
 from .sizes import Sizes
 
 
@@ -46,15 +46,13 @@ _ENTRIES = """
     StringToHashBucketStrong StringToNumber StringUpper Sub Substr Tan Tanh TanhGrad TruncateDiv
     TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta
 """
-RULES = table(
-    {
-        _ENTRIES: 'S+ -> S',
-        'Select': select,
-        'IdentityN': each,
-        'FakeQuantWithMinMaxVars': 'S * * -> S',
-        'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',
-        'Fill': '#S * -> S',
-        'BroadcastTo': 'S #S -> S',
-        'RandomStandardNormal RandomUniform TruncatedNormal': unseeded('#S -> S'),
-    }
-)
+RULES: dict[str, Rule] = {
+    _ENTRIES: 'S+ -> S',
+    'Select': select,
+    'IdentityN': each,
+    'FakeQuantWithMinMaxVars': 'S * * -> S',
+    'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',
+    'Fill': '#S * -> S',
+    'BroadcastTo': 'S #S -> S',
+    'RandomStandardNormal RandomUniform TruncatedNormal': unseeded('#S -> S'),
+}

@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label
 from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
-from .signature import Signature, labels, table, without
+from .signature import Rule, Signature, labels, without
 from .sizes import Sizes
 
 
@@ -132,12 +132,10 @@ def tile(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature([kept, Entries(made)], [new], dims=[after])
 
 
-RULES = table(
-    {
-        'Reshape': reshape,
-        'StridedSlice StridedSliceGrad': strided_slice,
-        'Slice': slice_,
-        'Pad PadV2 MirrorPad MirrorPadGrad': pad,
-        'Tile': tile,
-    }
-)
+RULES: dict[str, Rule] = {
+    'Reshape': reshape,
+    'StridedSlice StridedSliceGrad': strided_slice,
+    'Slice': slice_,
+    'Pad PadV2 MirrorPad MirrorPadGrad': pad,
+    'Tile': tile,
+}
