@@ -96,8 +96,7 @@ def gather(op: tf.Operation, sizes: Sizes) -> Signature | None:
     [at], batch = named, op.get_attr('batch_dims')
     indices = params[:batch] + labels(op.inputs[1], sizes, 'i')[batch:]
     own = without(params, [at])
-    result = own[:at] + indices[batch:] + own[at + 1 :]
-    return Signature([own, indices, WHOLE], [result])
+    return Signature([own, indices, WHOLE], [own[:at] + indices[batch:] + own[at + 1 :]])
 
 
 def segments(op: tf.Operation, sizes: Sizes) -> str | None:

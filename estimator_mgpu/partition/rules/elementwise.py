@@ -10,8 +10,7 @@ from .sizes import Sizes
 
 def select(op: tf.Operation, sizes: Sizes) -> str:
     """The older `Select`: its condition is a scalar, as large as the rest, or one for each row."""
-    by_row = rank(op.inputs[0], sizes) == 1
-    return 'n nS nS -> nS' if by_row else 'S S S -> S'
+    return 'n nS nS -> nS' if rank(op.inputs[0], sizes) == 1 else 'S S S -> S'
 
 
 def unseeded(text: str) -> Rule:

@@ -32,8 +32,7 @@ def einsum(op: tf.Operation, sizes: Sizes) -> str | None:
 
 def matrix_diag(op: tf.Operation, sizes: Sizes) -> str | None:
     """A matrix for each vector, if vectors aren't diagonals of one matrix."""
-    more = rank(op.outputs[0], sizes) - rank(op.inputs[0], sizes)
-    return 'S_ *+ -> S__' if more == 1 else None
+    return 'S_ *+ -> S__' if rank(op.outputs[0], sizes) > rank(op.inputs[0], sizes) else None
 
 
 RULES: dict[str, Rule] = {

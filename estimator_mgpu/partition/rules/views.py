@@ -113,8 +113,7 @@ def pad(op: tf.Operation, sizes: Sizes) -> Signature | None:
     numbers = sizes.numbers(op.inputs[1])
     if numbers is None:
         return None
-    padded = [i // 2 for i, n in enumerate(numbers) if n]
-    own = without(labels(op.inputs[0], sizes), padded)
+    own = without(labels(op.inputs[0], sizes), [i // 2 for i, n in enumerate(numbers) if n])
     return Signature([own] + [WHOLE] * (len(op.inputs) - 1), [own])
 
 
@@ -125,8 +124,7 @@ def tile(op: tf.Operation, sizes: Sizes) -> Signature | None:
     if dims is None or multiples is None:
         return None
     kept = tuple(f'{i}' if n == ONE else None for i, n in enumerate(multiples))
-    pairs = enumerate(zip(dims, multiples))
-    made = tuple(f'{i}' if d == ONE and n != ONE else None for i, (d, n) in pairs)
+    made = tuple(f'{i}' if d == ONE != n else None for i, (d, n) in enumerate(zip(dims, multiples)))
     new = tuple(one or other for one, other in zip(kept, made))
     after = [d * n for d, n in zip(dims, multiples)]
     return Signature([kept, Entries(made)], [new], dims=[after])
