@@ -1,7 +1,6 @@
 """Each tower's own copies of the functions that its ops call, with its device on every node.
 
-TensorFlow takes loops apart before it places their nodes, and nodes without a device would all go
-to the session's first one.
+TensorFlow takes loops apart, and then places all nodes without a device on the session's first one.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from .rules import kinds
 if TYPE_CHECKING:
     from .sharding import Sharding
 
+# Attributes that say where the user's op is, and what it makes.
 _OF_THE_WHOLE = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
-"""Attributes that say where the user's op is, and what it makes."""
 
 
 class Callees:
@@ -76,7 +75,6 @@ class Callees:
                 if isinstance(need, Slice):
                     start, size = map(int, self._sharding.extent(need.factor, tower))
                     value = private.constant_value(op.outputs[0])
-                    assert value is not None
                     own = np.take(value, range(start, start + size), need.axis)
                     set_attr(node.attr['value'], own)
                 elif isinstance(need, (Local, Numbers)):

@@ -16,8 +16,7 @@ _AS_THEY_ARE = {'_noinline', '_XlaMustCompile'}  # attributes of functions and o
 def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """Lets whoever uses what a `tf.function` returns use the function's own ops instead.
 
-    The calls stay, for whoever fetches them. Returns, by the names of their outputs, what is used
-    in their place.
+    The calls stay, to be fetched. Returns, by names of their outputs, what is used in their place.
     """
     replaced: dict[str, tf.Tensor] = {}
     done = set(before)
@@ -27,8 +26,7 @@ def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     ]:
         for op in calls:
             done.add(op.name)
-            function = _function(op)
-            if function is not None:
+            if (function := _function(op)) is not None:
                 tensors, last = _body(op, function)
                 made = list(zip(op.outputs, tensors))  # A function may have got more since.
                 private.replace(op, {t.value_index: own for t, own in made}, last)
@@ -38,8 +36,7 @@ def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
 
 def _function(op: tf.Operation) -> Any:
     """The graph of what an op calls; None if it has to be called."""
-    graphs = private.function_graphs(op)
-    if not graphs or private.in_control_flow(op):
+    if private.in_control_flow(op) or not private.function_graphs(op):
         return None
     definition, graph = private.function_definition(op.graph, private.called(op.node_def)[0].name)
     kept = _AS_THEY_ARE.intersection([*definition.attr, *op.node_def.attr])
@@ -49,22 +46,20 @@ def _function(op: tf.Operation) -> Any:
 def _body(op: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operation]:
     """Adds a function's ops; returns its outputs, and an op that waits for all it does."""
     given = {t.name: own for t, own in zip(function.inputs, op.inputs)}
-    arguments = {t.op.name for t in function.inputs}
+    waited = {f'^{t.op.name}': own for t, own in zip(function.inputs, op.inputs)}
     definition = function.as_graph_def()
-    nodes = [node for node in definition.node if node.name not in arguments]
+    nodes = [node for node in definition.node if f'^{node.name}' not in waited]
     for node in nodes:
         node.attr.pop('_class', None)
     used = {name for node in nodes for name in node.input}
     used |= {f'{name}:0' for name in used}
-    waited = {f'^{t.op.name}': own for t, own in zip(function.inputs, op.inputs)}
     made = [t.name for t in function.outputs if t.name not in given]
-    effects = [effect.name for effect in function.control_outputs]
     scope = f'{op.name}/inlined'
     with tf.control_dependencies(None), tf.device(op.device), tf.name_scope(None):
         found = tf.import_graph_def(
             tf.GraphDef(node=nodes, versions=definition.versions),  # The graph has its library.
             {name: tensor for name, tensor in {**given, **waited}.items() if name in used},
-            return_elements=made + effects,
+            return_elements=made + [effect.name for effect in function.control_outputs],
             name=scope,
         )
         given.update(zip(made, found))
@@ -72,9 +67,8 @@ def _body(op: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operatio
         waits = [*found[len(made) :], *op.control_inputs, *(t.op for t in outputs)]
         with tf.control_dependencies(waits):
             last = tf.no_op(f'{op.name}/done')
-    if op.control_inputs:
-        for node in nodes:
-            own = op.graph.get_operation_by_name(f'{scope}/{node.name}')
-            if own.op_def.is_stateful:
-                private.add_control_inputs(own, op.control_inputs)
+    for node in nodes if op.control_inputs else ():
+        own = op.graph.get_operation_by_name(f'{scope}/{node.name}')
+        if own.op_def.is_stateful:
+            private.add_control_inputs(own, op.control_inputs)
     return outputs, last

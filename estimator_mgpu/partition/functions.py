@@ -28,8 +28,7 @@ def call(
     graphs = private.function_graphs(op)
     if all(p == REPLICATE for p in given) or not graphs:
         return None
-    divide = _loop if op.type in kinds.LOOPS else _branch
-    return divide(_Call(inside, outer, op, given, graphs))
+    return (_loop if op.type in kinds.LOOPS else _branch)(_Call(inside, outer, op, given, graphs))
 
 
 @dataclass
@@ -60,18 +59,17 @@ class _Call:
     def run(self, graph: Any, like: Any, strict: bool) -> tuple[Inside, list[Placement]]:
         """A pass over a function, and the placements of what it returns."""
         inside = self.inside(self.outer, graph, strict, self.wanted)
-        for i, (given, argument) in enumerate(zip(self._arguments, graph.inputs)):
-            placement = self.placed[i]
+        for i, (argument, placement) in enumerate(zip(graph.inputs, self.placed)):
             dims = inside.sizes.dims(like[i])  # A loop's condition has no shapes.
             if isinstance(placement, Shard):
                 if dims is None:
-                    raise Undivided(f'the size of {given.name} is unknown')
-                dims = inside.sizes.dims_of_rows(like[i], placement, self.factor(i), len(dims))
+                    raise Undivided(f'the size of {self._arguments[i].name} is unknown')
+                factor = self.factor(i, placement.axis)
+                dims = inside.sizes.dims_of_rows(like[i], placement, factor, len(dims))
             if placement != REPLICATE:
                 inside.placements[argument.name] = placement
             inside.sizes.know(argument, dims)
-            size = self.size(i)
-            if size and argument.shape.rank in (0, 1):
+            if (size := self.size(i)) and argument.shape.rank in (0, 1):
                 inside.sizes.know_values(argument, size)
         return inside, inside.run()
 
@@ -84,33 +82,28 @@ class _Call:
                 if self.op.type in kinds.LOOPS:
                     self.placed = list(map(_meet, self.placed, returned))
                 for i, argument in enumerate(graph.inputs):
-                    need = self.wanted.get(argument.op)
-                    if need is not None and self._placements[i] == REPLICATE:
+                    if (need := self.wanted.get(argument.op)) and self._placements[i] == REPLICATE:
                         self._factors[i] = need.factor
                         if self.placed[i] == REPLICATE:
                             self.placed[i] = Shard(need.axis, self.outer.rows)
             if before == (self.placed, len(self.wanted)):
                 return
 
-    def factor(self, i: int) -> Size:
+    def factor(self, i: int, axis: int) -> Size:
         """How many entries a row has in an argument."""
-        placed, tensor = self.placed[i], self._arguments[i]
-        assert isinstance(placed, Shard)
-        found = self.outer.sizes.per_row(tensor, placed.axis, self.outer.rows)
-        found = found or self._factors.get(i)
+        tensor = self._arguments[i]
+        found = self.outer.sizes.per_row(tensor, axis, self.outer.rows) or self._factors.get(i)
         if found is None:
             raise Undivided(f'the size of {tensor.name} is unknown')
         return found
 
     def need(self, i: int) -> plan.Need:
         """What towers' ops are given for an argument."""
-        tensor, placed = self._arguments[i], self.placed[i]
-        if placed != self._placements[i]:
-            if isinstance(placed, Shard):
-                return plan.Slice(placed.axis, placed.rows, self.factor(i))
-            return OWN if isinstance(placed, KEPT) else plan.FIRST
+        tensor, placed, given = self._arguments[i], self.placed[i], self._placements[i]
+        if isinstance(placed, Shard) and placed != given:
+            return plan.Slice(placed.axis, placed.rows, self.factor(i, placed.axis))
         if placed != REPLICATE:
-            return OWN
+            return OWN if placed == given or isinstance(placed, KEPT) else plan.FIRST
         size = self.size(i)
         rows = [position for position, entry in enumerate(size) if self.outer.rows in entry.symbols]
         if len(rows) > 1 or any(per_row(size[at], self.outer.rows) is None for at in rows):
@@ -122,8 +115,7 @@ def _loop(call: _Call) -> Division | None:
     """`While`: what each variable is to towers is a fixed point; the condition is the same on all.
 
     A variable that starts whole and becomes rows is sliced before the loop. One that adds up what
-    rows come to starts at zero on all towers but the first. One that the body leaves as it is keeps
-    its size.
+    rows come to starts at zero on all towers but the first.
     """
     outer, op, (condition, body) = call.outer, call.op, call.graphs
     call.settle([body])
@@ -137,7 +129,8 @@ def _loop(call: _Call) -> Division | None:
             before, after = (inside.sizes.dims(t[i]) or [] for t in (body.inputs, body.outputs))
             if before[a.axis] != after[a.axis]:
                 raise Undivided(f'{body.outputs[i].name} has another size')
-            dims[i] = outer.sizes.dims_of_rows(op.outputs[i], a, call.factor(i), len(after))
+            factor = call.factor(i, a.axis)
+            dims[i] = outer.sizes.dims_of_rows(op.outputs[i], a, factor, len(after))
         if a == REPLICATE and inside.differs(body.outputs[i]) and not call.size(i):
             raise Undivided(f'{body.outputs[i].name} is a size that goes by rows')
     if not any(isinstance(p, (Shard, plan.ShardList)) for p in placed):
@@ -178,9 +171,8 @@ def _branch(call: _Call) -> Division | None:
         made.append(placed)
     if all(p == REPLICATE for p in made):
         return None
-    functions = [inside.ops for inside in insides]
-    needs = [*[WHOLE] * call.first, *map(call.need, range(len(call.placed)))]
-    return Division(OpPlan(tuple(needs), {}, functions), made, dims)
+    needs = (*[WHOLE] * call.first, *map(call.need, range(len(call.placed))))
+    return Division(OpPlan(needs, {}, [inside.ops for inside in insides]), made, dims)
 
 
 def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
@@ -216,8 +208,6 @@ def _meet(a: Placement, b: Placement) -> Placement:
 
 def _value(position: int, *graphs: Any) -> plan.Value | None:
     """A variable's value, if that is all that is asked for of an argument."""
-    arguments = [graph.inputs[position] for graph in graphs]
-    users = [user for argument in arguments for user in argument.consumers()]
-    if any(user.type != kinds.READ for user in users) or not users:
-        return None
-    return plan.Value(users[0].get_attr('dtype'))
+    users = [user for graph in graphs for user in graph.inputs[position].consumers()]
+    read = users and all(user.type == kinds.READ for user in users)
+    return plan.Value(users[0].get_attr('dtype')) if read else None

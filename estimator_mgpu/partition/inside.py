@@ -111,8 +111,7 @@ class Inside(Pass):
     def divide(self, op: tf.Operation, found: Division) -> None:
         if Partial('mean', self.rows) in found.placements:
             raise Undivided(f'in it, {op.name} needs a mean over all rows')
-        given = zip(op.inputs, found.plan.needs)
-        needs = tuple(self._possible(op, tensor, need) for tensor, need in given)
+        needs = tuple(self._possible(op, *given) for given in zip(op.inputs, found.plan.needs))
         super().divide(op, found._replace(plan=found.plan._replace(needs=needs)))
 
     def _possible(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> Need:
@@ -134,7 +133,6 @@ class Inside(Pass):
         return OWN
 
 
-CALLERS: dict[str, Caller] = {
+CALLERS: dict[str, Caller] = {  # what divides ops that call functions, by their type
     name: partial(call, Inside) for name in (*kinds.LOOPS, *kinds.BRANCHES, *kinds.CALLS)
 }
-"""What divides ops that call functions, by their type."""

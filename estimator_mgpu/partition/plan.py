@@ -102,11 +102,9 @@ class Value(NamedTuple):
     dtype: tf.DType
 
 
+# Of a dimension, in a rule; None is for one along which nothing can be divided. One that is a str
+# and begins with a capital is of dimensions of which those of size 1 are repeated.
 Label = Optional[Hashable]
-"""Of a dimension, in a rule; None is for one along which nothing can be divided.
-
-One that is a str and begins with a capital is of dimensions of which those of size 1 are repeated.
-"""
 
 
 class Entries(NamedTuple):
@@ -122,11 +120,9 @@ OWN, WHOLE, FIRST = Given
 class OpPlan(NamedTuple):
     """An op that runs in towers, in the graph or in a function that they call."""
 
-    # What it's given for each of its inputs; in a function, for a constant's own value.
-    needs: tuple[Need, ...] = ()
+    needs: tuple[Need, ...] = ()  # for its inputs; in a function, for a constant's own value
     attrs: dict[str, Any] = {}  # attributes that it has otherwise there
-    # Of the functions that it calls, in the order of `private.called`, the ops' plans by name.
-    functions: Sequence[dict[str, OpPlan]] = ()
+    functions: Sequence[dict[str, OpPlan]] = ()  # by name, for each that `private.called` has
 
 
 class Division(NamedTuple):
@@ -145,6 +141,5 @@ class Plan(NamedTuple):
     order: Sequence[tf.Operation]  # the ops that depend on these, each after those it depends on
     ops: dict[str, OpPlan]  # those that run in towers, by name
     placements: dict[str, Placement]  # by name, what towers have of the tensors that they make
-    # The others in `order` that are given rows: why they run once, and bytes gathered for that.
-    once: dict[str, tuple[str, int]]
+    once: dict[str, tuple[str, int]]  # others given rows: why they run once, bytes gathered
     sizes: Sizes

@@ -98,8 +98,7 @@ class Pass:
     def decide(self, op: tf.Operation, placements: list[Placement]) -> None:
         """Puts a reduction off, or divides an op by its rule, given what was reduced."""
         if any(isinstance(p, Partial) for p in placements):
-            made = self.linear(op, placements)
-            if made is not None:
+            if made := self.linear(op, placements):
                 needs = tuple(OWN if p == made else WHOLE for p in placements)
                 self.divide(op, Division(OpPlan(needs), [made]))
                 return
@@ -188,9 +187,7 @@ class Pass:
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         """Lets an op run once."""
-        for tensor, placement in zip(op.inputs, placements):
-            if isinstance(placement, KEPT):
-                self.once.add(tensor.op.name)
+        self.once |= {t.op.name for t, p in zip(op.inputs, placements) if isinstance(p, KEPT)}
         behind = self._behind(op)
         if op.type in kinds.SIZES or (not behind and all(p == REPLICATE for p in placements)):
             return
@@ -217,6 +214,5 @@ class Pass:
 
     def seen(self, tensor: tf.Tensor) -> Placement:
         """What those who use a tensor are given."""
-        if tensor.name in self.reduced:
-            return REPLICATE
-        return self.placements.get(tensor.name, REPLICATE)
+        reduced = tensor.name in self.reduced
+        return REPLICATE if reduced else self.placements.get(tensor.name, REPLICATE)

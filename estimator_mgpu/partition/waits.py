@@ -19,9 +19,8 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     `tf.gradients` makes a tuple of each op's gradients, for the sake of variables: none is written
     before all have read it, which `read_first` sees to instead. Else no tower would begin with its
     gradients before all have their losses. Where an entry may wait for an effect by its tuple only,
-    or a graph has reference variables or v1 control flow, tuples stay as they are.
-
-    Returns, by the names of the entries, what is used in their place.
+    or a graph has reference variables or v1 control flow, tuples stay as they are. Returns, by the
+    names of the entries, what is used in their place.
     """
     ops = [op for op in graph.get_operations() if op.name not in before]
     references = any(private.is_reference(t) for op in ops for t in op.outputs)

@@ -6,9 +6,8 @@ An op whose type isn't here runs once, on the whole batch, which is exact.
 from __future__ import annotations
 
 from . import axes, elementwise, images, matrices, views
-from .signature import Rule
+from .signature import table
 
-_FAMILIES = (axes, elementwise, images, matrices, views)
-PRODUCTS = {**matrices.RULES, **images.RULES}
+PRODUCTS = table({**matrices.RULES, **images.RULES})
 """Those that it's worth while to divide rows for that aren't the batch's."""
-RULES: dict[str, Rule] = {op: rule for own in _FAMILIES for op, rule in own.RULES.items()}
+RULES = table({**axes.RULES, **elementwise.RULES, **views.RULES}) | PRODUCTS

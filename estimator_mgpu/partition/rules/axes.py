@@ -8,7 +8,7 @@ from functools import partial
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Label, Numbers
-from .signature import Operand, Signature, by, labels, table, without
+from .signature import Operand, Rule, Signature, by, labels, without
 from .sizes import Sizes
 
 
@@ -96,8 +96,7 @@ def gather(op: tf.Operation, sizes: Sizes) -> Signature | None:
     [at], batch = named, op.get_attr('batch_dims')
     indices = params[:batch] + labels(op.inputs[1], sizes, 'i')[batch:]
     own = without(params, [at])
-    result = own[:at] + indices[batch:] + own[at + 1 :]
-    return Signature([own, indices, WHOLE], [result])
+    return Signature([own, indices, WHOLE], [own[:at] + indices[batch:] + own[at + 1 :]])
 
 
 def segments(op: tf.Operation, sizes: Sizes) -> str | None:
@@ -106,28 +105,26 @@ def segments(op: tf.Operation, sizes: Sizes) -> str | None:
     return None if sizes.numbers(op.inputs[2]) is None else f'I... I * -> * ({reduce})'
 
 
-RULES = table(
-    {
-        'All Any Max Mean Min Prod Sum': reduction,
-        'L2Loss': 'S -> * (sum)',
-        'Cumsum Cumprod CumulativeLogsumexp ReverseV2': partial(along, named=1),
-        'Roll': partial(along, named=2),
-        'ReverseSequence': reverse_sequence,
-        'ConcatV2': partial(along, named=-1, tensors=slice(-1)),
-        'Split': partial(along, named=0, tensors=slice(1, 2)),
-        'SplitV': partial(along, named=2),
-        'ArgMax ArgMin': partial(along, named=1, then='go'),
-        'Unpack': partial(along, named='axis', then='go'),
-        'Pack': partial(along, named='axis', tensors=slice(None), then='come'),
-        'ExpandDims': partial(along, named=1, then='come'),
-        'OneHot': partial(along, named='axis', then='come'),
-        'Squeeze': squeeze,
-        'Transpose ConjugateTranspose': transpose,
-        'Gather': '_P I -> IP',
-        'GatherV2': gather,
-        'ResourceGather': by('batch_dims', {0: '* I -> I...'}),
-        'GatherNd ResourceGatherNd': '* I_ -> I...',
-        'LookupTableFind LookupTableFindV2': '* S * -> S...',
-        'UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum': segments,
-    }
-)
+RULES: dict[str, Rule] = {
+    'All Any Max Mean Min Prod Sum': reduction,
+    'L2Loss': 'S -> * (sum)',
+    'Cumsum Cumprod CumulativeLogsumexp ReverseV2': partial(along, named=1),
+    'Roll': partial(along, named=2),
+    'ReverseSequence': reverse_sequence,
+    'ConcatV2': partial(along, named=-1, tensors=slice(-1)),
+    'Split': partial(along, named=0, tensors=slice(1, 2)),
+    'SplitV': partial(along, named=2),
+    'ArgMax ArgMin': partial(along, named=1, then='go'),
+    'Unpack': partial(along, named='axis', then='go'),
+    'Pack': partial(along, named='axis', tensors=slice(None), then='come'),
+    'ExpandDims': partial(along, named=1, then='come'),
+    'OneHot': partial(along, named='axis', then='come'),
+    'Squeeze': squeeze,
+    'Transpose ConjugateTranspose': transpose,
+    'Gather': '_P I -> IP',
+    'GatherV2': gather,
+    'ResourceGather': by('batch_dims', {0: '* I -> I...'}),
+    'GatherNd ResourceGatherNd': '* I_ -> I...',
+    'LookupTableFind LookupTableFindV2': '* S * -> S...',
+    'UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum': segments,
+}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from .signature import Rule, Signature, rank, table
+from .signature import Rule, Signature, rank
 from .sizes import Sizes
 
 
 def select(op: tf.Operation, sizes: Sizes) -> str:
     """The older `Select`: its condition is a scalar, as large as the rest, or one for each row."""
-    by_row = rank(op.inputs[0], sizes) == 1
-    return 'n nS nS -> nS' if by_row else 'S S S -> S'
+    return 'n nS nS -> nS' if rank(op.inputs[0], sizes) == 1 else 'S S S -> S'
 
 
 def unseeded(text: str) -> Rule:
@@ -46,15 +45,13 @@ _ENTRIES = """
     StringToHashBucketStrong StringToNumber StringUpper Sub Substr Tan Tanh TanhGrad TruncateDiv
     TruncateMod Xdivy Xlog1py Xlogy ZerosLike Zeta
 """
-RULES = table(
-    {
-        _ENTRIES: 'S+ -> S',
-        'Select': select,
-        'IdentityN': each,
-        'FakeQuantWithMinMaxVars': 'S * * -> S',
-        'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',
-        'Fill': '#S * -> S',
-        'BroadcastTo': 'S #S -> S',
-        'RandomStandardNormal RandomUniform TruncatedNormal': unseeded('#S -> S'),
-    }
-)
+RULES: dict[str, Rule] = {
+    _ENTRIES: 'S+ -> S',
+    'Select': select,
+    'IdentityN': each,
+    'FakeQuantWithMinMaxVars': 'S * * -> S',
+    'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',
+    'Fill': '#S * -> S',
+    'BroadcastTo': 'S #S -> S',
+    'RandomStandardNormal RandomUniform TruncatedNormal': unseeded('#S -> S'),
+}

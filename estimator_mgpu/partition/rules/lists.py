@@ -35,8 +35,7 @@ def rule(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
     first = given[0] if given else REPLICATE
     n = len(given)
     if op.type in ('Identity', 'ZerosLike', 'AddN', 'AddV2', 'Add'):
-        alike = all(p == first for p in given)
-        return Division(OpPlan((OWN,) * n), [first]) if alike else None
+        return Division(OpPlan((OWN,) * n), [first]) if {*given} == {first} else None
     if op.type == 'TensorListFromTensor' and isinstance(first, Shard) and first.axis > 0:
         factor = sizes.per_row(op.inputs[0], first.axis, rows)
         if factor is None or factor.static is None:
@@ -71,8 +70,7 @@ def rule(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
             for t in list(op.inputs)[max(1, n - 1) :]
         ]
         rank = first.rank + own.axis - first.axis
-        whole = sizes.dims_of_rows(op.outputs[-1], own, first.factor, rank)
-        dims = [*[None] * len(gives), whole]
+        dims = [*[None] * len(gives), sizes.dims_of_rows(op.outputs[-1], own, first.factor, rank)]
         return Division(OpPlan((OWN, *[WHOLE] * (n - 2), *shape)), [*gives, own], dims)
     return None
 

@@ -51,14 +51,13 @@ class Signature(NamedTuple):
 
 Rule = Union[str, Callable[[tf.Operation, 'Sizes'], Union[str, Signature, None]]]
 
-FAMILIES = {
+FAMILIES = {  # rules that have a name
     'elementwise': 'S+ -> S',
     'row by row': 'n... -> n...',
     'last dimension': 'S_ -> S_',
     'sum': 'n... -> * (sum)',
     'matmul': 'mk kn -> mn (sum)',
 }
-"""Rules that have a name."""
 _DIMS = r'(?:[A-Za-z_]|\.\.\.)+'
 _INPUT, _OUTPUT = rf'(?:[*=]|#?{_DIMS})\+?', rf'(?:\*|{_DIMS})\+?'
 _REDUCE = r'(?: \((sum|mean|max|min|prod|all|any)\))?'
@@ -127,8 +126,7 @@ def _signature(
     lengths: dict[str, int] = {}
     for word, shape in zip(given, shapes):
         for capital in _capitals(word) if '...' not in word else '':
-            own = len(shape) - len(word.strip('#')) + 1
-            lengths[capital] = max(own, lengths.get(capital, 0))
+            lengths[capital] = max(len(shape) - len(word.strip('#')) + 1, lengths.get(capital, 0))
     inputs = [_labels(word, len(shape), lengths) for word, shape in zip(given, shapes)]
     outputs = [_result(word, tensor, lengths, sizes) for word, tensor in zip(made, op.outputs)]
     fits = [len(i) == len(shape) for i, shape in zip(inputs, shapes)]

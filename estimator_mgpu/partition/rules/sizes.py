@@ -1,12 +1,12 @@
 """Symbolic sizes: dimensions and integers as products of numbers, rows and unknown dimensions.
 
-Where a graph computes with sizes (`Shape`, `StridedSlice`, `Pack`, `Prod`, ...), what comes out is
-known as a product such as 4 * batch * T. So a tower can have its own version of a shape, and no
-decision ever rests on two numbers merely being equal.
+What a graph computes of sizes (`Shape`, `StridedSlice`, `Prod`, ...) is such as 4 * batch * T. So a
+tower can have its own version of a shape, and no decision rests on numbers merely being equal.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,10 +26,7 @@ _SMALL = 64  # entries of a tensor that may be sizes
 
 
 class Sizes:
-    """Knows the dimensions of tensors and the values of integer tensors, as far as a graph tells.
-
-    What divides the graph says the dimensions of what it divides, by `know`.
-    """
+    """Knows tensors' dimensions and integer tensors' values: from the graph, or told by `know`."""
 
     def __init__(self, scope: str = '') -> None:
         self._scope = scope  # Tells a function's tensors from others of the same name.
@@ -116,11 +113,9 @@ class Sizes:
             given = [self.dims(op.inputs[index])]
         elif op.type in _VALUES:
             given = [self._value(t) for t in op.inputs]
-        try:
+        with contextlib.suppress(Unknown, ZeroDivisionError):
             if given and not any(value is None for value in given):
                 return np.asarray(_VALUES[op.type](op, index, *given), object)
-        except (Unknown, ZeroDivisionError):
-            pass
         count = tensor.shape.num_elements()
         if count is None or count > _SMALL:
             return None
@@ -135,16 +130,11 @@ class Sizes:
         shapes = [entries for t in tensor.op.inputs if (entries := self.entries(t)) is not None]
         if len(shapes) < 2:
             return None
-        rank = max(map(len, shapes))
-        padded = [[ONE] * (rank - len(shape)) + shape for shape in shapes]
+        padded = [[ONE] * (max(map(len, shapes)) - len(shape)) + shape for shape in shapes]
         own, other = padded[tensor.value_index], padded[1 - tensor.value_index]
-        axes = []
-        for axis, (a, b) in enumerate(zip(own, other)):
-            if a == ONE:
-                axes.append(axis)
-            elif b != ONE and a.same_as(b) is None:
-                return None  # One of them may be 1.
-        return axes
+        if any(ONE not in (a, b) and a.same_as(b) is None for a, b in zip(own, other)):
+            return None  # One of them may be 1.
+        return [axis for axis, size in enumerate(own) if size == ONE]
 
 
 def _array(sizes: Sequence[Size], shape: Any = -1) -> ndarray:

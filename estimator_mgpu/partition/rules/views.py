@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label
 from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
-from .signature import Signature, labels, table, without
+from .signature import Rule, Signature, labels, without
 from .sizes import Sizes
 
 
@@ -113,8 +113,7 @@ def pad(op: tf.Operation, sizes: Sizes) -> Signature | None:
     numbers = sizes.numbers(op.inputs[1])
     if numbers is None:
         return None
-    padded = [i // 2 for i, n in enumerate(numbers) if n]
-    own = without(labels(op.inputs[0], sizes), padded)
+    own = without(labels(op.inputs[0], sizes), [i // 2 for i, n in enumerate(numbers) if n])
     return Signature([own] + [WHOLE] * (len(op.inputs) - 1), [own])
 
 
@@ -125,19 +124,16 @@ def tile(op: tf.Operation, sizes: Sizes) -> Signature | None:
     if dims is None or multiples is None:
         return None
     kept = tuple(f'{i}' if n == ONE else None for i, n in enumerate(multiples))
-    pairs = enumerate(zip(dims, multiples))
-    made = tuple(f'{i}' if d == ONE and n != ONE else None for i, (d, n) in pairs)
+    made = tuple(f'{i}' if d == ONE != n else None for i, (d, n) in enumerate(zip(dims, multiples)))
     new = tuple(one or other for one, other in zip(kept, made))
     after = [d * n for d, n in zip(dims, multiples)]
     return Signature([kept, Entries(made)], [new], dims=[after])
 
 
-RULES = table(
-    {
-        'Reshape': reshape,
-        'StridedSlice StridedSliceGrad': strided_slice,
-        'Slice': slice_,
-        'Pad PadV2 MirrorPad MirrorPadGrad': pad,
-        'Tile': tile,
-    }
-)
+RULES: dict[str, Rule] = {
+    'Reshape': reshape,
+    'StridedSlice StridedSliceGrad': strided_slice,
+    'Slice': slice_,
+    'Pad PadV2 MirrorPad MirrorPadGrad': pad,
+    'Tile': tile,
+}
