@@ -119,8 +119,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
     with tf.Graph().as_default() as graph:
         tf.set_random_seed(estimator.config.tf_random_seed)
         step = tf.train.get_or_create_global_step()
-        # As Estimator does to train.
-        graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))
+        graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))  # As Estimator does.
         features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
         estimator.model_fn(features, labels, mode, estimator.config)
         variables: Counter[str] = Counter()

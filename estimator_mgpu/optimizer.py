@@ -33,8 +33,7 @@ class TowerOptimizer:
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's own."""
-        pairs = list(grads_and_vars)
-        graph = tf.get_default_graph()
+        pairs, graph = list(grads_and_vars), tf.get_default_graph()
         # An attribute, as a MetaGraph can't hold a collection of these.
         setattr(graph, _RECORD, getattr(graph, _RECORD, []) + pairs)
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]

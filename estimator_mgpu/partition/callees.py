@@ -28,7 +28,6 @@ class Callees:
 
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
-        self._nodes = sharding.nodes
 
     def adapt(self, node: Any, planned: OpPlan, tower: int) -> None:
         """Makes the copy of a node, in the graph or in a function, that of a tower."""
@@ -48,11 +47,11 @@ class Callees:
 
     def _copy(self, name: str, ops: dict[str, OpPlan], tower: int, values: dict[int, Any]) -> str:
         """Adds a tower's copy of a function, given `values` of variables; returns its name."""
-        original, graph = private.function_definition(self._nodes.graph, name)
+        original, graph = private.function_definition(self._sharding.nodes.graph, name)
         definition = copy.deepcopy(original)
         signature, device = definition.signature, self._sharding.devices[tower]
-        made = self._nodes.graph_def.library.function
-        signature.name = f'{name}_{self._nodes.scope.replace("/", "_")}_{len(made)}'
+        made = self._sharding.nodes.graph_def.library.function
+        signature.name = f'{name}_{self._sharding.nodes.scope.replace("/", "_")}_{len(made)}'
         definition.arg_attr.clear()
         definition.resource_arg_unique_id.clear()
         read = {signature.input_arg[i].name: t.as_datatype_enum for i, t in values.items()}

@@ -30,9 +30,7 @@ class Inside(Pass):
 
     def __init__(self, outer: Pass, graph: Any, strict: bool, wanted: dict[tf.Operation, Slice]):
         super().__init__(outer.rows, outer.table, outer.callers, scope=f'{graph.name}/')
-        self.graph = graph
-        self.strict = strict
-        self.wanted = wanted
+        self.graph, self.strict, self.wanted = graph, strict, wanted
 
     def run(self) -> list[Placement]:
         """Visits all ops; returns the placements of what the function returns."""

@@ -63,7 +63,6 @@ class Pass:
     """One pass over the ops.
 
     It notes for the next, by name, which tensors have to be reduced and which ops have to run once.
-    A scope tells a function's tensors from others of the same name.
     """
 
     rows: Rows
@@ -72,7 +71,7 @@ class Pass:
     reduced: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
     products: Container[str] = ()
-    scope: str = ''
+    scope: str = ''  # tells a function's tensors from others of the same name
 
     def __post_init__(self) -> None:
         self.sizes = Sizes(self.scope)

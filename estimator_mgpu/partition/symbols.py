@@ -63,8 +63,7 @@ class Size:
         return self + other * Size(-1)
 
     def __floordiv__(self, other: Size) -> Size:
-        found = self.over(other)
-        return Size(self.known // other.known) if found is None else found
+        return self.over(other) or Size(self.known // other.known)
 
     def __mod__(self, other: Size) -> Size:
         return Size(self.known % other.known)
@@ -103,10 +102,8 @@ class Size:
 
     def same_as(self, other: Size) -> bool | None:
         """Whether both are one number; None if that can't be known before the step runs."""
-        if self == other:
-            return True
         one, two = self.static, other.static
-        return None if one is None or two is None else one == two
+        return True if self == other else None if None in (one, two) else one == two
 
 
 ONE = Size(1)

@@ -29,9 +29,8 @@ def expand(graph: tf.Graph) -> dict[str, tf.Tensor]:
     """
     replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
-        if op.type not in _FORWARD or not op.get_attr('is_training'):
-            continue
-        if op.inputs[0].shape.rank is None or private.in_control_flow(op):
+        trains = op.type in _FORWARD and op.get_attr('is_training')
+        if not trains or op.inputs[0].shape.rank is None or private.in_control_flow(op):
             continue
         users = [u for u in op.outputs[3].consumers() if u.type in _BACKWARD]
         with tf.control_dependencies(None), tf.device(op.device):

@@ -38,10 +38,9 @@ RULES: dict[str, Rule] = {
     _NORM: by('is_training', _GIVEN),
     _NORM_GRAD: by('is_training', _GIVEN_GRAD),
 }
-OF_DEVICE = table(
+OF_DEVICE = table(  # in place of these rules, where each device takes its own statistics
     {
         _NORM: by('is_training', _GIVEN | {True: 'n... *+ -> n... *+ (mean)'}),
         _NORM_GRAD: by('is_training', _GIVEN_GRAD | {True: 'n... n... * =+ -> n... *+ (sum)'}),
     }
 )
-"""In place of the rules of these ops, where each device takes its own statistics."""

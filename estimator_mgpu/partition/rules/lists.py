@@ -32,8 +32,7 @@ def any_shape(tensor: tf.Tensor) -> plan.Numbers:
 
 def rule(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> Division | None:
     """What an op with lists comes to; None if it has to run once."""
-    first = given[0] if given else REPLICATE
-    n = len(given)
+    first, n = given[0] if given else REPLICATE, len(given)
     if op.type in ('Identity', 'ZerosLike', 'AddN', 'AddV2', 'Add'):
         return Division(OpPlan((OWN,) * n), [first]) if {*given} == {first} else None
     if op.type == 'TensorListFromTensor' and isinstance(first, Shard) and first.axis > 0:
@@ -60,19 +59,15 @@ def rule(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
         'TensorListElementShape': plan.OwnSizes(),
         'TensorListResize': first,
     }
-    if op.type in said:
-        return Division(planned, [said[op.type]])
-    if op.type in _GET:
-        own = Shard(first.axis + (op.type == 'TensorListStack'), rows)
-        # A tower's shape of elements, if that can be told; otherwise elements say their own.
-        shape = [
-            sizes.local(t, first.axis, first.rows) or any_shape(t)
-            for t in list(op.inputs)[max(1, n - 1) :]
-        ]
-        rank = first.rank + own.axis - first.axis
-        dims = [*[None] * len(gives), sizes.dims_of_rows(op.outputs[-1], own, first.factor, rank)]
-        return Division(OpPlan((OWN, *[WHOLE] * (n - 2), *shape)), [*gives, own], dims)
-    return None
+    if op.type not in _GET:
+        return Division(planned, [said[op.type]]) if op.type in said else None
+    own = Shard(first.axis + (op.type == 'TensorListStack'), rows)
+    # A tower's shape of elements, if that can be told; otherwise elements say their own.
+    shapes = list(op.inputs)[max(1, n - 1) :]
+    told = [sizes.local(t, first.axis, first.rows) or any_shape(t) for t in shapes]
+    rank = first.rank + own.axis - first.axis
+    dims = [*[None] * len(gives), sizes.dims_of_rows(op.outputs[-1], own, first.factor, rank)]
+    return Division(OpPlan((OWN, *[WHOLE] * (n - 2), *told)), [*gives, own], dims)
 
 
 def _put(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> Division | None:

@@ -13,8 +13,7 @@ from .sizes import Sizes
 
 def matmul(op: tf.Operation, sizes: Sizes, a: str, b: str, lead: str = '') -> str:
     """A product of matrices, which attributes transpose."""
-    one = 'km' if op.get_attr(a) else 'mk'
-    two = 'nk' if op.get_attr(b) else 'kn'
+    one, two = 'km' if op.get_attr(a) else 'mk', 'nk' if op.get_attr(b) else 'kn'
     return f'{lead}{one} {lead}{two} -> {lead}mn (sum)'
 
 

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import Entries, Given, Label, Numbers
-from estimator_mgpu.partition.symbols import ONE
+from estimator_mgpu.partition.symbols import ONE, Size
 
 if TYPE_CHECKING:
-    from estimator_mgpu.partition.symbols import Size
     from .sizes import Sizes
 
 Operand = Union[tuple[Label, ...], Entries, Given, Numbers]
@@ -42,10 +41,8 @@ class Signature(NamedTuple):
 
     inputs: Sequence[Operand]  # one for each of the op's inputs
     outputs: Sequence[tuple[Label, ...]]  # the labels of each output's dimensions
-    # How towers' outputs without the label are reduced (as `Partial.reduce`); None: all are alike.
-    reduce: str | None = None
-    # Outputs' dimensions where they aren't those of the inputs with the same label.
-    dims: Sequence[list[Size] | None] | None = None
+    reduce: str | None = None  # outputs without the label, as `Partial.reduce`; None: all are alike
+    dims: Sequence[list[Size] | None] | None = None  # outputs', where labels don't tell them
     attrs: dict[str, Any] = {}  # attributes that towers' ops have otherwise
 
 

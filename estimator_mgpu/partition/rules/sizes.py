@@ -146,28 +146,22 @@ def _numbers(values: ndarray) -> Any:
     return np.vectorize(lambda size: size.known, [int])(values).tolist()
 
 
-def _vector(values: ndarray) -> ndarray:
-    if values.ndim != 1:
-        raise Unknown
-    return values
-
-
 def _strided_slice(op: tf.Operation, _: int, x: ndarray, *ends: ndarray) -> ndarray:
     new = op.get_attr('new_axis_mask') or op.get_attr('ellipsis_mask')
-    if new or any(end.size != 1 for end in ends):
+    if new or x.ndim != 1 or any(end.size != 1 for end in ends):
         raise Unknown
     (begin,), (end,), (stride,) = map(_numbers, ends)
     if op.get_attr('shrink_axis_mask'):
-        return _vector(x)[begin : begin + 1 or None].reshape(())
+        return x[begin : begin + 1 or None].reshape(())
     first = None if op.get_attr('begin_mask') else begin
-    return _vector(x)[first : None if op.get_attr('end_mask') else end : stride]
+    return x[first : None if op.get_attr('end_mask') else end : stride]
 
 
 def _slice(op: tf.Operation, _: int, x: ndarray, begin: ndarray, size: ndarray) -> ndarray:
-    if begin.size != 1:
+    if x.ndim != 1:
         raise Unknown
     (first,), (count,) = _numbers(begin), _numbers(size)
-    return _vector(x)[first : None if count < 0 else first + count]
+    return x[first : None if count < 0 else first + count]
 
 
 def _prod(op: tf.Operation, _: int, x: ndarray, axes: ndarray) -> ndarray:
@@ -178,9 +172,9 @@ def _prod(op: tf.Operation, _: int, x: ndarray, axes: ndarray) -> ndarray:
 
 def _gather(op: tf.Operation, _: int, x: ndarray, indices: ndarray, *axis: ndarray) -> ndarray:
     numbers = np.asarray(_numbers(indices), int)
-    if (numbers >= x.size).any() or (numbers < 0).any():
+    if x.ndim != 1 or (numbers >= x.size).any() or (numbers < 0).any():
         raise Unknown
-    return _vector(x)[numbers]
+    return x[numbers]
 
 
 def _dynamic_stitch(op: tf.Operation, _: int, *given: ndarray) -> ndarray:
@@ -216,7 +210,7 @@ def _range(op: tf.Operation, _: int, *ends: ndarray) -> ndarray:
     return _array([Size(value) for value in values])
 
 
-_VALUES: dict[str, Callable[..., Any]] = {
+_VALUES: dict[str, Callable[..., Any]] = {  # (op, output's index, *inputs' values or dims) -> value
     **dict.fromkeys(['Shape', 'ShapeN'], lambda op, _, dims: dims),
     'Rank': lambda op, _, dims: Size(len(dims)),
     'Size': lambda op, _, dims: product(dims),
@@ -245,4 +239,3 @@ _VALUES: dict[str, Callable[..., Any]] = {
     'Range': _range,
     'InvertPermutation': lambda op, _, x: _array([Size(int(i)) for i in np.argsort(_numbers(x))]),
 }
-"""By type of op: (op, index of the output, the inputs' values, or the dimensions) -> its value."""

@@ -119,8 +119,7 @@ def pad(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def tile(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Along the dimensions that aren't repeated; and rows made of what is there once."""
-    dims = sizes.dims(op.inputs[0])
-    multiples = sizes.entries(op.inputs[1])
+    dims, multiples = sizes.dims(op.inputs[0]), sizes.entries(op.inputs[1])
     if dims is None or multiples is None:
         return None
     kept = tuple(f'{i}' if n == ONE else None for i, n in enumerate(multiples))
