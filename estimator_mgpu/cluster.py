@@ -43,11 +43,16 @@ class Task:
         self._trains = False
         self._terminated = 0.0  # when SIGTERM came
         jobs = {job: spec.job_tasks(job) for job in _JOBS if job in spec.jobs}
-        given = dict(protocol=config.protocol, config=session_config)
         # Else to close a session would wait, in silence, for a task that has gone.
         os.environ.setdefault('GRPC_FAIL_FAST', 'true')
         try:
-            self.server = tf.train.Server(jobs, config.task_type, config.task_id, **given)
+            self.server = tf.train.Server(
+                jobs,
+                config.task_type,
+                config.task_id,
+                protocol=config.protocol,
+                config=session_config,
+            )
         except tf.errors.OpError as error:
             raise RuntimeError(
                 f"{self.name} can't listen at {self.addresses[self.name]} ({error.message}). If "
@@ -89,18 +94,15 @@ class Task:
     def devices(self, model_dir: str) -> dict[str, list[str]]:
         """Waits for all tasks, and returns the devices of each; fails if they don't fit."""
         self.wait()
-        for task in self._others():
-            with self._session_with(task) as (session, known, _):
-                initialized = tf.is_variable_initialized(known)
-                while not session.run(initialized):  # It has only just begun to listen.
-                    time.sleep(0.1)
-                theirs = json.loads(session.run(known.value()))
-            if theirs != self.addresses:
-                raise ValueError(
-                    f'TF_CONFIG differs between machines: {task} has the cluster {theirs}, and '
-                    f'{self.name} has {self.addresses}. Give every machine the same.'
-                )
-        self._check_shared(model_dir)
+        tf.io.gfile.makedirs(model_dir)
+        path = os.path.join(model_dir, f'.{uuid.uuid4().hex}')
+        with tf.io.gfile.GFile(path, 'w') as file:
+            file.write('')
+        try:
+            for task in self._others():
+                self._check(task, path)
+        finally:
+            tf.io.gfile.remove(path)
         found: dict[str, list[str]] = {task: [] for task in self.addresses}
         with tf.Session(self.server.target) as session:
             for device in session.list_devices():
@@ -110,11 +112,12 @@ class Task:
         return found
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
-        """Here SIGTERM lets a step and the last checkpoint be finished first."""
-        self._trains = True
+    def training(self) -> Iterator[tf.train.SessionRunHook]:
+        """Training with this hook ends after the step in which SIGTERM came, and a checkpoint."""
+        hook, self._trains = tf.train.SessionRunHook(), True
+        hook.after_run = lambda context, _: context.request_stop() if self._terminated else None
         try:
-            yield
+            yield hook
         finally:
             self._trains = False
         if self._terminated:
@@ -139,14 +142,6 @@ class Task:
             raise RuntimeError(f'The chief has failed: {end["error"]}')
         raise SystemExit(end['status'])
 
-    def stop_hook(self) -> tf.train.SessionRunHook:
-        """A hook that ends training after the step in which SIGTERM came."""
-        hook = tf.train.SessionRunHook()
-        hook.after_run = lambda context, values: (
-            context.request_stop() if self._terminated else None
-        )
-        return hook
-
     def _others(self) -> list[str]:
         return [task for task in self.addresses if task != self.name]
 
@@ -161,23 +156,25 @@ class Task:
             with tf.Session(self.server.target, config=config) as session:
                 yield session, *strings
 
-    def _check_shared(self, model_dir: str) -> None:
-        """Fails if a task doesn't see the model_dir: each writes a part of a checkpoint there."""
-        path = os.path.join(model_dir, f'.{uuid.uuid4().hex}')
-        tf.io.gfile.makedirs(model_dir)
-        with tf.io.gfile.GFile(path, 'w') as file:
-            file.write('')
-        try:
-            for task in self._others():
-                with self._session_with(task) as (session, *_):
-                    if not session.run(tf.io.matching_files(path)).size:
-                        raise ValueError(
-                            f'{task} does not see model_dir={model_dir!r} of {self.name}. Each '
-                            'machine writes and reads a part of a checkpoint: give a directory '
-                            'of a file system that all of them have.'
-                        )
-        finally:
-            tf.io.gfile.remove(path)
+    def _check(self, task: str, path: str) -> None:
+        """Fails if another task has another cluster, or doesn't see a file in the model_dir."""
+        with self._session_with(task) as (session, known, _):
+            initialized = tf.is_variable_initialized(known)
+            while not session.run(initialized):  # It has only just begun to listen.
+                time.sleep(0.1)
+            theirs = json.loads(session.run(known.value()))
+            seen = session.run(tf.io.matching_files(path))
+        if theirs != self.addresses:
+            raise ValueError(
+                f'TF_CONFIG differs between machines: {task} has the cluster {theirs}, and '
+                f'{self.name} has {self.addresses}. Give every machine the same.'
+            )
+        if not seen.size:
+            raise ValueError(
+                f'{task} does not see model_dir={os.path.dirname(path)!r} of {self.name}. Each '
+                'machine writes and reads a part of a checkpoint: give a directory of a file '
+                'system that all of them have.'
+            )
 
     def _end(self) -> None:
         """Tells the other tasks how this process ends."""
@@ -215,12 +212,8 @@ def addresses(config: Any) -> dict[str, str]:
         raise ValueError(
             f'TF_CONFIG has the job {unknown[0]!r} in its cluster. Legal are {", ".join(_JOBS)}.'
         )
-    return {
-        f'/job:{job}/task:{index}': spec.task_address(job, index)
-        for job in _JOBS
-        if job in spec.jobs
-        for index in spec.task_indices(job)
-    }
+    tasks = [(job, i) for job in _JOBS if job in spec.jobs for i in spec.task_indices(job)]
+    return {f'/job:{job}/task:{i}': spec.task_address(job, i) for job, i in tasks}
 
 
 def alone(config: Any, target: str = '') -> Any:

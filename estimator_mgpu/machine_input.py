@@ -10,18 +10,18 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch
-from estimator_mgpu.devices import CHIEF, host_of
+from estimator_mgpu.devices import CHIEF, host_of, machine_of
 
 
-def read(call: Callable[..., Any], input_fn: Any, machines: Sequence[str]) -> Callable[[], Any]:
-    """An input_fn that joins what `input_fn` gives on each machine, in order, to a batch.
+def read(call: Callable[..., Any], input_fn: Any, devices: Sequence[str]) -> Callable[[], Any]:
+    """An input_fn that joins what `input_fn` gives on each machine of some devices to a batch.
 
     `call` calls an input_fn as Estimator does. A machine that has no rows left gives none; where no
     machine has any, input ends.
     """
 
     def joined() -> Any:
-        given = []
+        given, machines = [], list(dict.fromkeys(map(machine_of, devices)))
         for number, machine in enumerate(machines):
             context = tf.distribute.InputContext(len(machines), number, len(machines))
             with tf.device(host_of(machine)):

@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import cluster, compat, explanation, machine_input
-from estimator_mgpu.devices import CHIEF, Devices, machine_of, resolve, session_config
+from estimator_mgpu.devices import CHIEF, Devices, resolve, session_config
 from estimator_mgpu.replicate import replicate
 
 
@@ -21,14 +21,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     _joins: Any  # the RunConfig of a task of a cluster; None on one machine
 
     # An Estimator's own class must override no method of it; this one isn't looked at.
-    def train(
-        self,
-        input_fn: Any,
-        hooks: Any = None,
-        steps: Any = None,
-        max_steps: Any = None,
-        saving_listeners: Any = None,
-    ) -> Any:
+    def train(self, input_fn: Any, hooks: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As Estimator's; on a task other than the chief it serves that, and never returns."""
         if self.config.task_type == 'evaluator':
             raise ValueError(
@@ -39,23 +32,19 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         by_machine = options['input'] == 'machine'
         if self._joins is None:
             input_fn = machine_input.in_context(input_fn) if by_machine else input_fn
-            return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+            return super().train(input_fn, hooks, *args, **kwargs)
         task = cluster.join(self._joins, self.config.session_config)
         if task.name != CHIEF:
             task.serve()
-        config = self._config
-        self._config = cluster.alone(config, task.server.target)
-        self._config.machines = machines = task.devices(self.model_dir)
+        config, machines = self._config, task.devices(self.model_dir)
         if by_machine:
             call = functools.partial(self._call_input_fn, mode=compat.estimator.ModeKeys.TRAIN)
-            towers = resolve(options['devices'], machines)
-            input_fn = machine_input.read(
-                call, input_fn, list(dict.fromkeys(map(machine_of, towers)))
-            )
+            input_fn = machine_input.read(call, input_fn, resolve(options['devices'], machines))
+        self._config = cluster.alone(config, task.server.target)
+        self._config.machines = machines
         try:
-            with task.training():
-                hooks = [*(hooks or []), task.stop_hook()]
-                return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+            with task.training() as hook:
+                return super().train(input_fn, [*(hooks or []), hook], *args, **kwargs)
         finally:
             self._config = config
 
