@@ -22,6 +22,7 @@ import estimator_mgpu
 from cluster_script import STEPS, told
 from estimator_mgpu import cluster, compat, devices
 from models import weights
+from towers import assert_close
 
 LIMIT = 120  # seconds for whatever a test waits for
 TASKS = {
@@ -181,7 +182,8 @@ def test_training_equals_that_of_one_device(make, one_device):
     first, last = chief.told('EVALUATED')
     assert first['global_step'] == 10
     assert last == pytest.approx(*one.told('EVALUATED'), rel=1e-5)
-    np.testing.assert_allclose(chief.told('PREDICTED'), one.told('PREDICTED'), 1e-5, 1e-5)
+    predicted = [np.array(machine.told('PREDICTED')) for machine in (chief, one)]
+    assert_close(*predicted, 1e-5)
     for other in (worker, late):
         assert not other.told('EVALUATED') and not other.told('PREDICTED')
 
@@ -502,7 +504,7 @@ def test_what_is_on_no_machine_goes_to_the_chief():
             reads = tf.raw_ops.ReadVariableOp(resource=far.handle, dtype=tf.float32)
         with tf.colocate_with(far.handle.op):
             near = tf.constant(1.0)
-        cluster._pin(graph)
+        cluster.pin(graph)
         assert variable.device == free.device == '/job:chief/task:0'
         assert second.device == '/job:chief/task:0/device:CPU:1'
         assert far.device == '/job:worker/task:1/device:CPU:1'
