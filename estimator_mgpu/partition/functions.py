@@ -177,8 +177,7 @@ def _branch(call: _Call) -> Division | None:
 
 def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
     """What branches return, each a tensor."""
-    found = set(placements) - {REPLICATE}
-    if not found:
+    if not (found := set(placements) - {REPLICATE}):
         return REPLICATE
     placed = found.pop()
     for tensor, own in zip(tensors, placements):
