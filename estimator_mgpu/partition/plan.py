@@ -60,7 +60,7 @@ class ListOf(NamedTuple):
 
 
 Placement = Union[Replicate, Shard, Partial, ShardList, SizeList, OwnSizes, ListOf]
-KEPT = (ShardList, SizeList, OwnSizes, ListOf)  # can't be made whole: else their makers run once
+KEPT = (ShardList, SizeList, OwnSizes, ListOf)  # can't become whole: if needed, its maker runs once
 REPLICATE = Replicate()
 
 
