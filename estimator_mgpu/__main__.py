@@ -67,8 +67,7 @@ def training_step() -> str:
 
 def towers() -> list[str]:
     """Returns the devices to train a step on: all GPUs, but two towers at least."""
-    found = devices.resolve(None)
-    if len(found) > 1:
+    if len(found := devices.resolve(None)) > 1:
         return found
     return found * 2 if devices.spec_of(found[0]).device_type == 'GPU' else devices.resolve(2)
 

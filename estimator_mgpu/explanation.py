@@ -164,11 +164,9 @@ def tell() -> None:
 def _once(plan: Plan, line: Callable[[tf.Operation], str]) -> list[Once]:
     """The ops that run once, the costliest first."""
     total = sum(bytes_of(t) for op in _counted(plan) for t in op.outputs) or 1
-    found = [
-        Once(op.name, *plan.once[op.name], sum(map(bytes_of, op.outputs)) / total, line(op))
-        for op in plan.order
-        if op.name in plan.once
-    ]
+    ops = [op for op in plan.order if op.name in plan.once]
+    shares = [sum(map(bytes_of, op.outputs)) / total for op in ops]
+    found = [Once(op.name, *plan.once[op.name], n, line(op)) for op, n in zip(ops, shares)]
     return sorted(found, key=lambda once: (-once.share, -once.gathered))
 
 

@@ -100,9 +100,8 @@ def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], se
         made = tf.nest.flatten(function(*tensors), expand_composites=True)
         types: set[str] = set()
         if towers > 1:
-            found = batch.look_at(tensors, None)
-            names = [f'/device:CPU:{i}' for i in range(towers)]
-            divided = divide(graph, found, found.total(), names)
+            seen = batch.look_at(tensors, None)
+            divided = divide(graph, seen, seen.total(), [f'/device:CPU:{i}' for i in range(towers)])
             assert divided is not None  # Rows are dynamic.
             types = {*_types(graph, divided.plan.ops)}
             made = [divided.whole(t) for t in made]

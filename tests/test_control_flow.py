@@ -3,7 +3,8 @@
 import pytest
 import tensorflow.compat.v1 as tf
 
-from models import away_from_0, of_all_modes, step, ten_rows
+from estimator_mgpu import check_rule
+from models import away_from_0, floats, of_all_modes, step, ten_rows
 from towers import compare_modes
 
 
@@ -196,3 +197,18 @@ UNEVEN = [of_all_modes(f) for f in (grows_by_rows, until_all_are_done)]
 @pytest.mark.parametrize('model_fn', UNEVEN, ids=lambda f: f.__name__)
 def test_rows_that_do_not_divide(model_fn, behavior):
     compare_modes(model_fn, ten_rows, 4, static=False)
+
+
+@pytest.mark.parametrize(('made', 'divided'), [('ZerosLike', True), ('OnesLike', False)])
+def test_what_a_branch_has_in_place_of_a_sum(made, divided):
+    """Zeros are a part of any sum, and ones aren't."""
+
+    def branches(x):
+        like, no = (
+            tf.placeholder_with_default(tf.ones([3]), [3]),
+            tf.placeholder_with_default(0, []),
+        )
+        other = getattr(tf.raw_ops, made)
+        return tf.cond(no > 0, lambda: tf.reduce_sum(x, 0), lambda: other(x=like))
+
+    assert ('StatelessIf' in check_rule(branches, floats(7, 3))) == divided

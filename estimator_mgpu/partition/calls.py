@@ -20,11 +20,10 @@ def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """
     replaced: dict[str, tf.Tensor] = {}
     done = set(before)
-    # Functions may call others.
     while calls := [
         o for o in graph.get_operations() if o.type in kinds.CALLS and o.name not in done
     ]:
-        for op in calls:
+        for op in calls:  # of functions that may call others
             done.add(op.name)
             if (function := _function(op)) is not None:
                 tensors, last = _body(op, function)

@@ -177,8 +177,7 @@ def _branch(call: _Call) -> Division | None:
 
 def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
     """What branches return, each a tensor."""
-    found = set(placements) - {REPLICATE}
-    if not found:
+    if not (found := set(placements) - {REPLICATE}):
         return REPLICATE
     placed = found.pop()
     for tensor, own in zip(tensors, placements):
@@ -192,7 +191,7 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
 def _is_zero(tensor: tf.Tensor) -> bool:
     """Whether it's nothing but zeros, which are a part of any sum."""
     if tensor.op.type in kinds.ALIKE:
-        return True
+        return not kinds.ALIKE[tensor.op.type]
     value = private.constant_value(tensor.op.inputs[1] if tensor.op.type == kinds.FILL else tensor)
     return value is not None and not np.any(value)
 

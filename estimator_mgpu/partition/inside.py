@@ -88,8 +88,7 @@ class Inside(Pass):
     def _make(self, op: tf.Operation, need: Slice) -> None:
         """Lets each tower make its rows of a constant or a fill."""
         dims = [Size(d) for d in op.outputs[0].shape.as_list()]
-        own = per_row(dims[need.axis], self.rows)
-        if own is None:
+        if (own := per_row(dims[need.axis], self.rows)) is None:
             raise Undivided(f'the size of {op.name} is unknown')
         needs: tuple[Need, ...] = (Slice(need.axis, self.rows, own),)
         if op.type == kinds.FILL:

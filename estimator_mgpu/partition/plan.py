@@ -60,8 +60,7 @@ class ListOf(NamedTuple):
 
 
 Placement = Union[Replicate, Shard, Partial, ShardList, SizeList, OwnSizes, ListOf]
-KEPT = (ShardList, SizeList, OwnSizes, ListOf)
-"""What each tower keeps, and can't be made whole: who needs it so has its maker run once."""
+KEPT = (ShardList, SizeList, OwnSizes, ListOf)  # can't become whole: if needed, its maker runs once
 REPLICATE = Replicate()
 
 

@@ -147,10 +147,9 @@ class Pass:
 
     def _division(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
         own = [p if getattr(p, 'rows', self.rows) == self.rows else REPLICATE for p in placements]
-        kept = any(isinstance(p, KEPT) for p in placements)
         if op.type in self.callers:
             return self.callers[op.type](self, op, own)
-        if kept or op.type.startswith(kinds.LISTS):
+        if any(isinstance(p, KEPT) for p in placements) or op.type.startswith(kinds.LISTS):
             found = lists.rule(op, own, self.rows, self.sizes)
             return found if found and self.own_lists(zip(op.inputs, found.plan.needs)) else None
         rule = self.table.get(op.type)

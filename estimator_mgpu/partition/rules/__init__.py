@@ -8,6 +8,5 @@ from __future__ import annotations
 from . import axes, elementwise, images, matrices, views
 from .signature import table
 
-PRODUCTS = table({**matrices.RULES, **images.RULES})
-"""Those that it's worth while to divide rows for that aren't the batch's."""
+PRODUCTS = table({**matrices.RULES, **images.RULES})  # worth dividing rows that aren't the batch's
 RULES = table({**axes.RULES, **elementwise.RULES, **views.RULES}) | PRODUCTS

@@ -74,8 +74,7 @@ def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def transpose(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Dimensions change places."""
-    order = sizes.numbers(op.inputs[1])
-    if order is None:
+    if (order := sizes.numbers(op.inputs[1])) is None:
         return None
     own = labels(op.inputs[0], sizes)
     return Signature([own, _known(op.inputs[1], order)], [tuple(own[i] for i in order)])
@@ -90,8 +89,7 @@ def reverse_sequence(op: tf.Operation, sizes: Sizes) -> Signature | None:
 def gather(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`GatherV2`: each index by itself; leading batch dimensions go together."""
     params = labels(op.inputs[0], sizes, 'p')
-    named = axes(op, 2, sizes, len(params))
-    if named is None:
+    if (named := axes(op, 2, sizes, len(params))) is None:
         return None
     [at], batch = named, op.get_attr('batch_dims')
     indices = params[:batch] + labels(op.inputs[1], sizes, 'i')[batch:]

@@ -8,8 +8,7 @@ _ALONE, _EACH, _GRADIENT = 'n... -> n...', 'n... * -> n...', 'n... n... n... -> 
 _FILTER = 'n... * n... -> * (sum)'
 _NORM = 'FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3'
 _NORM_GRAD = 'FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3'
-_GIVEN = {False: 'n... *+ -> n... *+'}
-_GIVEN_GRAD = {False: 'n... n... *+ -> n... *+ (sum)'}
+_GIVEN, _GIVEN_GRAD = {False: 'n... *+ -> n... *+'}, {False: 'n... n... *+ -> n... *+ (sum)'}
 
 RULES: dict[str, Rule] = {
     'Conv2D Conv3D DepthwiseConv2dNative Dilation2D ResizeArea': _EACH,

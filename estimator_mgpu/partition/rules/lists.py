@@ -75,8 +75,7 @@ def _put(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
     *before, item = given
     if before and op.type == 'OptionalFromValue':
         return None  # Several in one.
-    first = before[0] if before else REPLICATE
-    element = op.inputs[len(before)]
+    first, element = before[0] if before else REPLICATE, op.inputs[len(before)]
     own: tuple[plan.Need, ...] = (OWN, *[WHOLE] * (len(before) - 1)) if before else ()
     made: Placement
     if isinstance(item, Shard):

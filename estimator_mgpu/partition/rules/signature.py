@@ -32,8 +32,7 @@ from estimator_mgpu.partition.symbols import ONE, Size
 if TYPE_CHECKING:
     from .sizes import Sizes
 
-Operand = Union[tuple[Label, ...], Entries, Given, Numbers]
-"""The labels of a tensor's dimensions, or what towers are given for it."""
+Operand = Union[tuple[Label, ...], Entries, Given, Numbers]  # labels, or what towers are given
 
 
 class Signature(NamedTuple):
@@ -181,8 +180,7 @@ class Undivided(Exception):
 
 def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
     """The number of dimensions; raises Undivided if it's unknown."""
-    dims = sizes.dims(tensor)
-    if dims is None:
+    if (dims := sizes.dims(tensor)) is None:
         raise Undivided(f'the rank of {tensor.name} is unknown')
     return len(dims)
 
