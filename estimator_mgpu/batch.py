@@ -52,9 +52,8 @@ def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:
 def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     """Finds what has rows in a batch, and adds no op to the graph.
 
-    Features and labels are any nests of dense, sparse and ragged tensors, with rows along dimension
-    0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor the features that
-    `broadcast` names: by their key, or by keys joined by `/`, all or the first.
+    Rows are along dimension 0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor
+    the features that `broadcast` names: by their key, or by keys joined by `/`, all or the first.
     """
     leaves = dict(private.leaves({'features': features, 'labels': labels}))
     whole = _broadcast_paths(leaves, broadcast)

@@ -48,8 +48,7 @@ class Gradient(NamedTuple):
 class Explanation(NamedTuple):
     """How a model trains on several devices. As a str it's a table.
 
-    Bytes that ops put out are those of 64 rows, where only a step knows how many there are, and
-    any other dimension that isn't known counts as 1.
+    Where only a step knows their number, bytes are of 64 rows; of 1 along unknown dimensions.
     """
 
     towers: list[str]  # one device string a tower
@@ -93,13 +92,12 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         rows: Sequence[Any] = self.rows_per_tower or ['its share of the'] * len(self.towers)
         sent = [(g, 'gathered rows' if g.bytes is None else _size(g.bytes)) for g in self.gradients]
+        moved = [f'in and out of {where}: {_size(n)}' for where, n in self.traffic.items()]
         parts = {
             'towers': [f'{where}: {n} rows' for where, n in zip(self.towers, rows)],
             'variables': [f'{where}: {_size(n)}' for where, n in self.variables.items()],
             'gradients': [f'{g.variable}: {n}, summed on {g.device}' for g, n in sent],
-            'gradients between devices, each step': [
-                f'in and out of {where}: {_size(n)}' for where, n in self.traffic.items()
-            ],
+            'gradients between devices, each step': moved,
             'ops': [f'{self.divided} run in towers', f'{len(self.once)} run once, on all rows'],
             'run once: share of all output, name, bytes gathered, line, why': [
                 f'{op.share:.1%} {op.name}, {_size(op.gathered)}, {op.line or "no line"}, {op.why}'
@@ -119,8 +117,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
     with tf.Graph().as_default() as graph:
         tf.set_random_seed(estimator.config.tf_random_seed)
         step = tf.train.get_or_create_global_step()
-        # As Estimator does to train.
-        graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))
+        graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))  # As Estimator does.
         features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
         estimator.model_fn(features, labels, mode, estimator.config)
         variables: Counter[str] = Counter()

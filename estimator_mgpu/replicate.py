@@ -17,7 +17,7 @@ from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
 from estimator_mgpu.partition.rules import kinds
 
-INPUTS = ('chief', 'machine')
+_LEGAL = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': ('chief', 'machine')}
 
 
 def replicate(
@@ -32,9 +32,8 @@ def replicate(
 ) -> Callable[..., Any]:
     """Makes a model_fn train on several devices, with the numbers of one.
 
-    The model_fn is called once, with the whole batch. The graph that it built is then divided:
-    what goes row by row runs on each device for its rows, what is a sum over rows is added up, and
-    what needs the whole batch runs once.
+    The model_fn is called once, with the whole batch. Of the graph that it built, what goes row by
+    row then runs on each device for its rows, sums over rows are added up, and the rest runs once.
 
     Examples:
       >>> @replicate(devices=2)
@@ -62,17 +61,11 @@ def replicate(
         known = name in ('loss_reduction', 'loss_weight')
         raise TypeError(f'replicate() takes no {name}{": " + why if known else ""}. Leave it out.')
     devices_lib.check(devices)
-    options: dict[str, Any] = dict(
-        devices=devices,
-        broadcast=broadcast,
-        variables=variables,
-        batch_norm=batch_norm,
-        input=input,
-    )
-    choices = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': INPUTS}
-    for key, legal in choices.items():
-        if options[key] not in legal:
-            raise ValueError(f'{key}={options[key]!r} is not known. Legal are {", ".join(legal)}.')
+    chosen = dict(variables=variables, batch_norm=batch_norm, input=input)
+    for key, value in chosen.items():
+        if value not in _LEGAL[key]:
+            raise ValueError(f'{key}={value!r} is not known. Legal are {", ".join(_LEGAL[key])}.')
+    options: dict[str, Any] = dict(devices=devices, broadcast=broadcast, **chosen)
     if model_fn is None:
         return functools.partial(replicate, **options)
     if not callable(model_fn):
@@ -145,8 +138,7 @@ def replicate(
         explanation.tell()
         return spec
 
-    replicated.__signature__ = wider  # type: ignore[attr-defined]
-    replicated.replicate_options = options  # type: ignore[attr-defined]
+    vars(replicated).update(__signature__=wider, replicate_options=options)
     return replicated
 
 
@@ -197,9 +189,9 @@ def _divided(
 ) -> tuple[Any, steps.Step]:
     """Divides a graph, and returns its EstimatorSpec and what is known of its steps."""
     graph = tf.get_default_graph()
-    with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
-        with tf.device(devices_lib.host_of(devices[0])):
-            total = found.total() if found.static is None and found.leaves else None
+    host = devices_lib.host_of(devices[0])
+    with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device(host):
+        total = found.total() if found.static is None and found.leaves else None
     collects = gc.isenabled()
     gc.disable()  # It would look at each of the graph's ops over and over.
     try:

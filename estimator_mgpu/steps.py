@@ -48,7 +48,6 @@ def examples_of(features: Any, labels: Any, broadcast: Sequence[str]) -> int | t
         if isinstance(leaf, batch.TENSORS) and leaf.shape.rank:
             if (static := batch.static_rows(leaf)) is not None:
                 return static
-            with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
-                with tf.device('/device:CPU:0'):
-                    return batch.rows_of(leaf)
+            with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device('/device:CPU:0'):
+                return batch.rows_of(leaf)
     return None

@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import compat, optimizer
-from estimator_mgpu import devices as devices_lib
+from estimator_mgpu.devices import Devices, resolve, session_config
 from estimator_mgpu.replicate import replicate
 from estimator_mgpu.steps import of_graph
 
@@ -60,7 +60,7 @@ def verify(
     model_fn: Callable[..., Any],
     input_fn: Callable[..., Any],
     params: dict[str, Any] | None = None,
-    devices: devices_lib.Devices = 2,
+    devices: Devices = 2,
     *,
     steps: int = 3,
     tolerance: float = 1e-4,
@@ -92,7 +92,7 @@ def verify(
       tolerance: the largest relative difference that may be rounding. Some units in the last place
         may always be: 2e-6 of float32, more of float16 and bfloat16.
     """
-    towers = devices_lib.resolve(devices)
+    towers = resolve(devices)
     if len(towers) < 2:
         raise ValueError(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
@@ -104,8 +104,7 @@ def verify(
         raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')
     options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
     plain = model_fn.__wrapped__ if len(options) > 1 else model_fn  # type: ignore[attr-defined]
-    session_config = devices_lib.session_config(towers)
-    config = compat.estimator.RunConfig(tf_random_seed=1, session_config=session_config)
+    config = compat.estimator.RunConfig(tf_random_seed=1, session_config=session_config(towers))
     result = Verification([])
     with contextlib.ExitStack() as stack:
         logger = tf.get_logger()
