@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,19 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     static = {static_rows(t) for t in sources.values()}
     parts = getattr(tf.get_default_graph(), _PARTS, {})
     return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found, parts)
+
+
+def examples_of(features: Any, labels: Any, broadcast: Sequence[str]) -> int | tf.Tensor | None:
+    """Returns how many rows a batch has that isn't divided."""
+    if isinstance(features, Mapping):
+        features = {name: value for name, value in features.items() if name not in broadcast}
+    for leaf in tf.nest.flatten((labels, features)):
+        if isinstance(leaf, TENSORS) and leaf.shape.rank:
+            if (static := static_rows(leaf)) is not None:
+                return static
+            with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device('/device:CPU:0'):
+                return rows_of(leaf)
+    return None
 
 
 def rows_of(leaf: Any) -> tf.Tensor:

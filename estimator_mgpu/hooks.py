@@ -40,7 +40,7 @@ class ProgressHook(_StepHook):
     """Shows a progress bar: the global step, the loss, examples/s and the time that is left.
 
     It goes to stderr. Where that isn't a terminal (a log file, say), nothing is shown or fetched.
-    The loss is that of the whole batch. What is left takes `steps` or `max_steps` to tell.
+    The loss is the whole batch's. Without `steps` and `max_steps` no time that is left is shown.
 
     Examples:
       >>> bar = ProgressHook(max_steps=900)  # then: estimator.train(input_fn, [bar], max_steps=900)

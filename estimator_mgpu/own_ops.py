@@ -49,7 +49,7 @@ def register_rule(op_type: str, rule: Rule) -> None:
 def check_rule(function: Callable[..., Any], *rows: Any, towers: int = 3) -> set[str]:
     """Runs ops on a batch and on uneven shards of it, one of them empty, and compares.
 
-    Rows are along dimension 0: for a rule that speaks of others, as 'S_ -> S_', transpose them, too.
+    Rows are along dimension 0; to check others, as 'S_ -> S_' has, let `function` transpose, too.
 
     Examples:
       >>> check_rule(tf.nn.softmax, np.random.randn(7, 3).astype('float32'))
