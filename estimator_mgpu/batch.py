@@ -115,10 +115,9 @@ def _has_rows(path: Path, leaf: Any) -> bool:
                 'replicate(broadcast=[...]) if it goes whole to every tower.'
             )
         return leaf.shape.rank > 0
-    # NumPy arrays and scalars a model_fn makes constants.
     plain = (type(None), str, bytes, int, float, tf.DType)
     if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
-        return False
+        return False  # NumPy arrays and scalars a model_fn makes constants.
     raise TypeError(
         f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Let the '
         'input_fn give dense, sparse and ragged tensors, in any nest of dicts, tuples and lists, '

@@ -151,8 +151,7 @@ class _RemovedModule(types.ModuleType):
         def fail(*args: Any, **kwargs: Any) -> None:
             raise NotImplementedError(told)
 
-        # A class, as isinstance() is asked about some of these names.
-        return type(name, (), {'__new__': fail, '__module__': self.__name__})
+        return type(name, (), {'__new__': fail, '__module__': self.__name__})  # for isinstance()
 
 
 def _publish_estimator() -> None:

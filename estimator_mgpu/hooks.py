@@ -130,8 +130,7 @@ class ThroughputHook(_StepHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         found = {**self._known, **run_values.results}
         self._count += int(found['examples'])
-        # What was read may be the step before this run.
-        if self._timer.should_trigger_for_step(found['step'] + 1):
+        if self._timer.should_trigger_for_step(found['step'] + 1):  # Read before the run, maybe.
             step = int(run_context.session.run(self._global_step))
             if self._timer.should_trigger_for_step(step):
                 seconds, _ = self._timer.update_last_triggered_step(step)
