@@ -126,12 +126,11 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         known, gradients = steps.of_graph(graph), []
         plan = known.plan
         for gradient, variable in optimizer.applied(graph):
-            size = None if isinstance(gradient, tf.IndexedSlices) else bytes_of(variable)
-            source = gradient
-            while size and source.op.type in kinds.VIEWS:
-                source = source.op.inputs[0]
-            if plan is None or (size and source.op.name in plan.once):
-                size = 0
+            sparse = isinstance(gradient, tf.IndexedSlices)
+            while not sparse and gradient.op.type in kinds.VIEWS:
+                gradient = gradient.op.inputs[0]
+            once = plan is None or (not sparse and gradient.op.name in plan.once)
+            size = 0 if once else None if sparse else bytes_of(variable)
             gradients.append(Gradient(variable.op.name, size, variable.device or _NOWHERE))
         divided = (len(plan.ops), _once(plan, _line), _scopes(plan)) if plan else (0, [], {})
         parts = dict(sorted(variables.items())), gradients, *divided
