@@ -38,10 +38,16 @@ def main() -> int:
     }
     for what, found in report.items():
         print(f'{what:20}  {found}', flush=True)
-    wrong = training_step()
-    print(f'{"one step":20}  on {", ".join(towers())}: {wrong or "equals that of one device"}')
-    print('WRONG: report this, with all that is printed.' if wrong else 'Nothing is wrong.')
-    return int(bool(wrong))
+    try:
+        # It rounds what is multiplied, by other amounts on other numbers of devices.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        exact = estimator_mgpu.verify(_model_fn, _input_fn, devices=towers(), steps=1).exact
+        told = 'equals that of one device' if exact else 'differs from one device'
+    except Exception as error:
+        exact, told = False, f'fails: {type(error).__name__}: {error}'
+    print(f'{"one step":20}  on {", ".join(towers())}: {told}')
+    print('Nothing is wrong.' if exact else 'WRONG: report this, with all that is printed.')
+    return int(not exact)
 
 
 def tf_layers() -> str:
@@ -52,17 +58,6 @@ def tf_layers() -> str:
     except Exception as error:
         return f'fail: {compat.legacy_keras_remedy(error) or error}'
     return ''
-
-
-def training_step() -> str:
-    """Says what is wrong with a training step on several devices, after a table of it."""
-    try:
-        # It rounds what is multiplied, by other amounts on other numbers of devices.
-        tf.config.experimental.enable_tensor_float_32_execution(False)
-        result = estimator_mgpu.verify(_model_fn, _input_fn, devices=towers(), steps=1)
-    except Exception as error:
-        return f'fails: {type(error).__name__}: {error}'
-    return '' if result.exact else 'differs from one device'
 
 
 def towers() -> list[str]:
@@ -104,7 +99,7 @@ def _named(name: str) -> Any:
         raise argparse.ArgumentTypeError(f'{error}. Give module:function') from error
 
 
-def _options() -> argparse.Namespace:
+if __name__ == '__main__':
     parser = argparse.ArgumentParser('python -m estimator_mgpu', description=__doc__)
     command = parser.add_subparsers(dest='command').add_parser('explain', help=explain.__doc__)
     command.add_argument('model_fn', type=_named, help='module:function')
@@ -112,9 +107,5 @@ def _options() -> argparse.Namespace:
     command.add_argument('--params', type=json.loads, help="the model_fn's, as JSON")
     command.add_argument('--devices', help='how many, or names with commas; default: all GPUs')
     command.add_argument('--draw', metavar='plan.svg', help='also draws it, with Matplotlib')
-    return parser.parse_args()
-
-
-if __name__ == '__main__':
-    options = _options()
+    options = parser.parse_args()
     sys.exit(explain(options) if options.command else main())

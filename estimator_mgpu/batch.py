@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +52,8 @@ def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:
 def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     """Finds what has rows in a batch, and adds no op to the graph.
 
-    Features and labels are any nests of dense, sparse and ragged tensors, with rows along dimension
-    0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor the features that
-    `broadcast` names: by their key, or by keys joined by `/`, all or the first.
+    Rows are along dimension 0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor
+    the features that `broadcast` names: by their key, or by keys joined by `/`, all or the first.
     """
     leaves = dict(private.leaves({'features': features, 'labels': labels}))
     whole = _broadcast_paths(leaves, broadcast)
@@ -80,6 +79,19 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found, parts)
 
 
+def examples_of(features: Any, labels: Any, broadcast: Sequence[str]) -> int | tf.Tensor | None:
+    """Returns how many rows a batch has that isn't divided."""
+    if isinstance(features, Mapping):
+        features = {name: value for name, value in features.items() if name not in broadcast}
+    for leaf in tf.nest.flatten((labels, features)):
+        if isinstance(leaf, TENSORS) and leaf.shape.rank:
+            if (static := static_rows(leaf)) is not None:
+                return static
+            with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device('/device:CPU:0'):
+                return rows_of(leaf)
+    return None
+
+
 def rows_of(leaf: Any) -> tf.Tensor:
     """Returns how many rows a dense, sparse or ragged tensor has: an int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
@@ -103,10 +115,9 @@ def _has_rows(path: Path, leaf: Any) -> bool:
                 'replicate(broadcast=[...]) if it goes whole to every tower.'
             )
         return leaf.shape.rank > 0
-    # NumPy arrays and scalars a model_fn makes constants.
     plain = (type(None), str, bytes, int, float, tf.DType)
     if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
-        return False
+        return False  # NumPy arrays and scalars a model_fn makes constants.
     raise TypeError(
         f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Let the '
         'input_fn give dense, sparse and ragged tensors, in any nest of dicts, tuples and lists, '

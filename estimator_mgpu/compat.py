@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import importlib.util
 import json
 import os
@@ -17,12 +16,11 @@ import tensorflow as tf
 from tensorflow.python.tools import module_util
 from tensorflow.python.util import tf_export
 
-_COORDINATOR = 'tensorflow.python.distribute.estimator_training'
 _REMOVED = {
-    _COORDINATOR: 'For the devices of one machine use estimator_mgpu.replicate.',
-    'tensorflow.python.tpu.session_support': 'Estimators on TPUs need TensorFlow 2.15.',
-    'tensorflow.python.tpu.tpu_embedding': 'TPU embeddings need TensorFlow 2.15.',
-    'tensorflow.python.tpu.tpu_embedding_gradient': 'TPU embeddings need TensorFlow 2.15.',
+    'distribute.estimator_training': 'For the devices of one machine use estimator_mgpu.replicate.',
+    'tpu.session_support': 'Estimators on TPUs need TensorFlow 2.15.',
+    'tpu.tpu_embedding': 'TPU embeddings need TensorFlow 2.15.',
+    'tpu.tpu_embedding_gradient': 'TPU embeddings need TensorFlow 2.15.',
 }
 # What model code for Keras 2 runs into: tf.layers and tf.nn.rnn_cell, tf-keras asked for but not
 # installed, attributes and modules of tf.keras, and `from tensorflow.compat.v1.layers import`.
@@ -109,8 +107,7 @@ def _choose_keras() -> None:
     if used or 'tensorflow.keras' in sys.modules:
         return
     os.environ['TF_USE_LEGACY_KERAS'] = '1'
-    # Lazy attributes follow the variable from here on. `from tensorflow.keras import layers` goes
-    # by paths that TensorFlow set earlier.
+    # Lazy attributes follow the variable; `from tensorflow.keras import` goes by older paths.
     for module, api in _namespaces():
         keras = f'tf_keras.api._{api}.keras'
         layers = f'{keras}.__internal__.legacy.layers'
@@ -120,44 +117,41 @@ def _choose_keras() -> None:
 
 def _restore_removed() -> None:
     """Adds what tensorflow-estimator imports from TensorFlow, where it is missing."""
-    for name, advice in _REMOVED.items():
+    for module, advice in _REMOVED.items():
+        name = f'tensorflow.python.{module}'
         if name not in sys.modules and not importlib.util.find_spec(name):
-            module: Any = _RemovedModule(name, advice)
-            if name == _COORDINATOR:
-                module.init_run_config = _init_run_config
-                module.should_run_distribute_coordinator = lambda config: False
-            sys.modules[name] = module
+            sys.modules[name] = _RemovedModule(name, advice)
     if not hasattr(tf_export, 'ESTIMATOR_API_NAME'):
         tf_export.ESTIMATOR_API_NAME = 'estimator'
         tf_export.SUBPACKAGE_NAMESPACES.append('estimator')
         for attributes, suffix in (tf_export.API_ATTRS, ''), (tf_export.API_ATTRS_V1, '_v1'):
-            attributes['estimator'] = tf_export._Attributes(
-                f'_estimator_api_names{suffix}', f'_estimator_api_constants{suffix}'
-            )
+            names = (f'_estimator_api_{kind}{suffix}' for kind in ('names', 'constants'))
+            attributes['estimator'] = tf_export._Attributes(*names)
 
 
 class _RemovedModule(types.ModuleType):
-    """Any name can be imported from it, and none can be called."""
+    """Any name can be imported from it, and none can be called but what RunConfig needs."""
+
+    def should_run_distribute_coordinator(self, config: Any) -> bool:
+        return False
+
+    def init_run_config(self, config: Any, tf_config: dict[str, Any]) -> None:
+        """Prepares a RunConfig that has distribution strategies, for one machine."""
+        cluster = tf_config.get('cluster') or ['master']
+        if config._experimental_distribute or 'master' not in cluster:
+            self.estimator_train()  # Says that it was removed.
+        config._init_distributed_setting_from_environment_var(tf_config)
+        config._maybe_overwrite_session_config_for_distributed_training()
 
     def __getattr__(self, name: str) -> type:
         if name.startswith('__'):
             raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
+        told = f'{self.__name__}.{name} was removed from TensorFlow 2.16. {self.__doc__}'
 
         def fail(*args: Any, **kwargs: Any) -> None:
-            raise NotImplementedError(
-                f'{self.__name__}.{name} was removed from TensorFlow 2.16. {self.__doc__}'
-            )
+            raise NotImplementedError(told)
 
-        # A class, as isinstance() is asked about some of these names.
-        return type(name, (), {'__new__': fail, '__module__': self.__name__})
-
-
-def _init_run_config(config: Any, tf_config: dict[str, Any]) -> None:
-    """Prepares a RunConfig that has distribution strategies, for one machine."""
-    if config._experimental_distribute or 'master' not in (tf_config.get('cluster') or ['master']):
-        sys.modules[_COORDINATOR].estimator_train()  # Says that it was removed.
-    config._init_distributed_setting_from_environment_var(tf_config)
-    config._maybe_overwrite_session_config_for_distributed_training()
+        return type(name, (), {'__new__': fail, '__module__': self.__name__})  # for isinstance()
 
 
 def _publish_estimator() -> None:
@@ -174,8 +168,7 @@ def _publish_estimator() -> None:
         if not hasattr(module, 'estimator'):
             name = f'tensorflow_estimator.python.estimator.api._{api}.estimator'
             module.estimator = importlib.import_module(name)
-            # For `from tensorflow.estimator import Estimator`.
-            sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)
+            sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)  # to import
 
 
 check_tensorflow(tf.__version__)

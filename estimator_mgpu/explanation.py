@@ -48,8 +48,7 @@ class Gradient(NamedTuple):
 class Explanation(NamedTuple):
     """How a model trains on several devices. As a str it's a table.
 
-    Bytes that ops put out are those of 64 rows, where only a step knows how many there are, and
-    any other dimension that isn't known counts as 1.
+    Where only a step knows their number, bytes are of 64 rows; of 1 along unknown dimensions.
     """
 
     towers: list[str]  # one device string a tower
@@ -93,13 +92,12 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         rows: Sequence[Any] = self.rows_per_tower or ['its share of the'] * len(self.towers)
         sent = [(g, 'gathered rows' if g.bytes is None else _size(g.bytes)) for g in self.gradients]
+        moved = [f'in and out of {where}: {_size(n)}' for where, n in self.traffic.items()]
         parts = {
             'towers': [f'{where}: {n} rows' for where, n in zip(self.towers, rows)],
             'variables': [f'{where}: {_size(n)}' for where, n in self.variables.items()],
             'gradients': [f'{g.variable}: {n}, summed on {g.device}' for g, n in sent],
-            'gradients between devices, each step': [
-                f'in and out of {where}: {_size(n)}' for where, n in self.traffic.items()
-            ],
+            'gradients between devices, each step': moved,
             'ops': [f'{self.divided} run in towers', f'{len(self.once)} run once, on all rows'],
             'run once: share of all output, name, bytes gathered, line, why': [
                 f'{op.share:.1%} {op.name}, {_size(op.gathered)}, {op.line or "no line"}, {op.why}'
@@ -128,12 +126,11 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         known, gradients = steps.of_graph(graph), []
         plan = known.plan
         for gradient, variable in optimizer.applied(graph):
-            size = None if isinstance(gradient, tf.IndexedSlices) else bytes_of(variable)
-            source = gradient
-            while size and source.op.type in kinds.VIEWS:
-                source = source.op.inputs[0]
-            if plan is None or (size and source.op.name in plan.once):
-                size = 0
+            sparse = isinstance(gradient, tf.IndexedSlices)
+            while not sparse and gradient.op.type in kinds.VIEWS:
+                gradient = gradient.op.inputs[0]
+            once = plan is None or (not sparse and gradient.op.name in plan.once)
+            size = 0 if once else None if sparse else bytes_of(variable)
             gradients.append(Gradient(variable.op.name, size, variable.device or _NOWHERE))
         divided = (len(plan.ops), _once(plan, _line), _scopes(plan)) if plan else (0, [], {})
         parts = dict(sorted(variables.items())), gradients, *divided

@@ -39,9 +39,8 @@ class _StepHook(tf.train.SessionRunHook):
 class ProgressHook(_StepHook):
     """Shows a progress bar: the global step, the loss, examples/s and the time that is left.
 
-    It goes to stderr. Where that isn't a terminal (a log file, say), there's no bar, and nothing is
-    fetched for it. The loss is that of the whole batch. A hook isn't told how long `train` will go
-    on: without `steps` and `max_steps` there's no estimate of the time that is left.
+    It goes to stderr. Where that isn't a terminal (a log file, say), nothing is shown or fetched.
+    The loss is the whole batch's. Without `steps` and `max_steps` no time that is left is shown.
 
     Examples:
       >>> bar = ProgressHook(max_steps=900)  # then: estimator.train(input_fn, [bar], max_steps=900)
@@ -73,23 +72,22 @@ class ProgressHook(_StepHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         if run_values.results is not None:
             self._found = {**self._known, **run_values.results}
-            self._show(self._bar.format_dict['rate'])
             # Whether the step that was read is that before or after this run is up to the session.
-            self._bar.update(int(self._found['step']) - self._bar.n)
+            self._show(int(self._found['step']), self._bar.format_dict['rate'])
 
     def end(self, session: tf.Session) -> None:
         if self._found:
-            self._bar.update(int(session.run(self._global_step)) - self._bar.n)
-            told = self._bar.format_dict  # tqdm closes with the mean rate, too.
-            self._show((told['n'] - told['initial']) / told['elapsed'])
+            step, told = int(session.run(self._global_step)), self._bar.format_dict
+            self._show(step, (step - told['initial']) / told['elapsed'])  # tqdm closes with means.
         self._bar.close()
 
-    def _show(self, steps_per_second: float | None) -> None:
+    def _show(self, step: int, steps_per_second: float | None) -> None:
         loss, examples = self._found['loss'], self._found['examples']
         told = [] if loss is None else [f'loss={float(loss):.4g}']
         if steps_per_second and examples is not None:
             told.append(f'{steps_per_second * int(examples):.1f} examples/s')
         self._bar.set_postfix_str(', '.join(told), refresh=False)
+        self._bar.update(step - self._bar.n)
 
 
 class ThroughputHook(_StepHook):
@@ -132,8 +130,7 @@ class ThroughputHook(_StepHook):
     def after_run(self, run_context: Any, run_values: Any) -> None:
         found = {**self._known, **run_values.results}
         self._count += int(found['examples'])
-        # What was read may be the step before this run.
-        if self._timer.should_trigger_for_step(found['step'] + 1):
+        if self._timer.should_trigger_for_step(found['step'] + 1):  # Read before the run, maybe.
             step = int(run_context.session.run(self._global_step))
             if self._timer.should_trigger_for_step(step):
                 seconds, _ = self._timer.update_last_triggered_step(step)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-_RECORD = '_estimator_mgpu_applied'
+_RECORD = '_estimator_mgpu_applied'  # An attribute of the graph: no MetaGraph could hold these.
 
 
 class TowerOptimizer:
@@ -33,8 +33,8 @@ class TowerOptimizer:
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's own."""
-        pairs, graph = list(grads_and_vars), tf.get_default_graph()
-        # An attribute, as a MetaGraph can't hold a collection of these.
+        pairs = list(grads_and_vars)
+        graph = tf.get_default_graph()
         setattr(graph, _RECORD, getattr(graph, _RECORD, []) + pairs)
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 

@@ -49,8 +49,7 @@ def register_rule(op_type: str, rule: Rule) -> None:
 def check_rule(function: Callable[..., Any], *rows: Any, towers: int = 3) -> set[str]:
     """Runs ops on a batch and on uneven shards of it, one of them empty, and compares.
 
-    Rows are along dimension 0. For a rule that speaks of others, too, as 'S_ -> S_' does, call an
-    op with what is transposed as well.
+    Rows are along dimension 0; to check others, as 'S_ -> S_' has, let `function` transpose, too.
 
     Examples:
       >>> check_rule(tf.nn.softmax, np.random.randn(7, 3).astype('float32'))
@@ -62,8 +61,7 @@ def check_rule(function: Callable[..., Any], *rows: Any, towers: int = 3) -> set
       towers: how many shards there are, at least 2, and fewer than rows.
 
     Returns:
-      The types of the ops that ran in towers. Others ran once: they have no rule, or one that says
-      that they can't be divided.
+      The types of the ops that ran in towers. Others ran once: by their rule, or for lack of one.
 
     Raises:
       AssertionError: if numbers differ by more than rounding, or in shape or dtype. TensorFlow's

@@ -35,8 +35,7 @@ set_device = _find('framework.ops', 'Operation._set_device')
 # Lets it be elsewhere than the ops that it had to be with.
 free = functools.partial(_find('framework.ops', 'Operation._clear_attr'), attr_name='_class')
 number = _find('framework.ops', 'Operation._id').fget  # in the order in which ops were made
-# The v1 `while_loop` or `cond` that it is in; None outside of these.
-in_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')
+in_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')  # v1's, or None
 waiting = _find('framework.ops', 'Operation._control_outputs').fget  # the ops that wait for it
 _remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
 

@@ -11,19 +11,19 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, cluster, compat, explanation, private, steps
-from estimator_mgpu import devices as devices_lib
+from estimator_mgpu.devices import Devices, check, host_of, resolve, warn_of_missing
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
 from estimator_mgpu.partition.rules import kinds
 
-INPUTS = ('chief', 'machine')
+_LEGAL = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': ('chief', 'machine')}
 
 
 def replicate(
     model_fn: Callable[..., Any] | None = None,
     *,
-    devices: devices_lib.Devices = None,
+    devices: Devices = None,
     broadcast: Sequence[str] = (),
     variables: str = SPREAD,
     batch_norm: str = 'batch',
@@ -32,9 +32,8 @@ def replicate(
 ) -> Callable[..., Any]:
     """Makes a model_fn train on several devices, with the numbers of one.
 
-    The model_fn is called once, with the whole batch. The graph that it built is then divided:
-    what goes row by row runs on each device for its rows, what is a sum over rows is added up, and
-    what needs the whole batch runs once.
+    The model_fn is called once, with the whole batch. Of the graph that it built, what goes row by
+    row then runs on each device for its rows, sums over rows are added up, and the rest runs once.
 
     Examples:
       >>> @replicate(devices=2)
@@ -61,18 +60,12 @@ def replicate(
         why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
         known = name in ('loss_reduction', 'loss_weight')
         raise TypeError(f'replicate() takes no {name}{": " + why if known else ""}. Leave it out.')
-    devices_lib.check(devices)
-    options: dict[str, Any] = dict(
-        devices=devices,
-        broadcast=broadcast,
-        variables=variables,
-        batch_norm=batch_norm,
-        input=input,
-    )
-    choices = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': INPUTS}
-    for key, legal in choices.items():
-        if options[key] not in legal:
-            raise ValueError(f'{key}={options[key]!r} is not known. Legal are {", ".join(legal)}.')
+    check(devices)
+    chosen = dict(variables=variables, batch_norm=batch_norm, input=input)
+    for key, value in chosen.items():
+        if value not in _LEGAL[key]:
+            raise ValueError(f'{key}={value!r} is not known. Legal are {", ".join(_LEGAL[key])}.')
+    options: dict[str, Any] = dict(devices=devices, broadcast=broadcast, **chosen)
     if model_fn is None:
         return functools.partial(replicate, **options)
     if not callable(model_fn):
@@ -123,15 +116,15 @@ def replicate(
                 'TF_CONFIG has several machines, and a plain Estimator would train on each by '
                 'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
             )
-        towers = devices_lib.resolve(devices, machines)
-        devices_lib.warn_of_missing(towers, config)
+        towers = resolve(devices, machines)
+        warn_of_missing(towers, config)
         features, labels = arguments['features'], arguments.get('labels')
         bound = inspect.BoundArguments(signature, arguments)  # Leaves out what it doesn't take.
         if config is not None and _is_export((features, labels), mode):
             return _build(model_fn, bound)  # A SavedModel goes anywhere: it names no device.
         if len(towers) == 1:
             spec = _build(model_fn, bound, '' if devices is None else towers[0])
-            step = steps.Step(steps.examples_of(features, labels, broadcast), spec.loss, towers)
+            step = steps.Step(batch.examples_of(features, labels, broadcast), spec.loss, towers)
         else:
             found = batch.look_at(features, labels, broadcast)
             before = {op.name for op in tf.get_default_graph().get_operations()}
@@ -145,8 +138,7 @@ def replicate(
         explanation.tell()
         return spec
 
-    replicated.__signature__ = wider  # type: ignore[attr-defined]
-    replicated.replicate_options = options  # type: ignore[attr-defined]
+    vars(replicated).update(__signature__=wider, replicate_options=options)
     return replicated
 
 
@@ -197,9 +189,8 @@ def _divided(
 ) -> tuple[Any, steps.Step]:
     """Divides a graph, and returns its EstimatorSpec and what is known of its steps."""
     graph = tf.get_default_graph()
-    with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
-        with tf.device(devices_lib.host_of(devices[0])):
-            total = found.total() if found.static is None and found.leaves else None
+    with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device(host_of(devices[0])):
+        total = found.total() if found.static is None and found.leaves else None
     collects = gc.isenabled()
     gc.disable()  # It would look at each of the graph's ops over and over.
     try:

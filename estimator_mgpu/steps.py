@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
-
-from estimator_mgpu import batch
 
 _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
 
@@ -38,17 +35,3 @@ def of_graph(graph: tf.Graph) -> Step:
     """Returns what is known of a graph's steps; where none is replicated, an Estimator's loss."""
     losses = graph.get_collection(tf.GraphKeys.LOSSES) or [None]  # A spec's is the last.
     return getattr(graph, _STEP, Step(None, losses[-1], []))
-
-
-def examples_of(features: Any, labels: Any, broadcast: Sequence[str]) -> int | tf.Tensor | None:
-    """Returns how many rows a batch has that isn't divided."""
-    if isinstance(features, Mapping):
-        features = {name: value for name, value in features.items() if name not in broadcast}
-    for leaf in tf.nest.flatten((labels, features)):
-        if isinstance(leaf, batch.TENSORS) and leaf.shape.rank:
-            if (static := batch.static_rows(leaf)) is not None:
-                return static
-            with tf.control_dependencies(None), tf.name_scope(None), tf.name_scope('batch'):
-                with tf.device('/device:CPU:0'):
-                    return batch.rows_of(leaf)
-    return None

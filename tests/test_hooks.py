@@ -120,7 +120,7 @@ def test_examples_are_rows_of_labels_or_features(broadcast):
     """What goes whole to every tower has other rows."""
     with tf.Graph().as_default(), tf.Session() as session:
         features = {'a': tf.zeros([7, 2]), 'b': tf.sparse.eye(5), 'scalar': tf.constant(1.0)}
-        find = estimator_mgpu.steps.examples_of
+        find = estimator_mgpu.batch.examples_of
         assert find(features, None, ['a'] if broadcast else []) == (5 if broadcast else 7)
         assert find(features, tf.zeros([3]), []) == 3
         fed = tf.placeholder(tf.float32, [None, 1])
