@@ -177,10 +177,7 @@ def _branch(call: _Call) -> Division | None:
 
 def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
     """What branches return, each a tensor."""
-    found = set(placements) - {REPLICATE}
-    if not found:
-        return REPLICATE
-    placed = found.pop()
+    placed = next((p for p in placements if p != REPLICATE), REPLICATE)
     for tensor, own in zip(tensors, placements):
         empty = isinstance(placed, KEPT) and tensor.op.type in kinds.EMPTY_LISTS
         nothing = isinstance(placed, Partial) and placed.reduce == 'sum' and _is_zero(tensor)
@@ -191,9 +188,8 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
 
 def _is_zero(tensor: tf.Tensor) -> bool:
     """Whether it's nothing but zeros, which are a part of any sum."""
-    if tensor.op.type in kinds.ALIKE:
-        return True
-    value = private.constant_value(tensor.op.inputs[1] if tensor.op.type == kinds.FILL else tensor)
+    entry = tensor.op.inputs[1] if tensor.op.type == kinds.FILL else tensor
+    value = kinds.ALIKE.get(tensor.op.type, private.constant_value(entry))
     return value is not None and not np.any(value)
 
 

@@ -115,17 +115,14 @@ class Sharding:
                 rows.append(tf.shape(part, name=f'{self.nodes.scope}/rows/Shape')[0])
         scope = tf.name_scope(f'{self.nodes.scope}/rows/')
         with tf.control_dependencies(None), tf.device(self.host), scope:
-            counts, ends = tf.stack(rows), tf.cumsum(rows)
+            counts, before = tf.stack(rows), tf.cumsum(rows, exclusive=True)
             starts, sizes = (
                 tf.stack([named(n) for n in own])[:, None] for own in (self._starts, self._sizes)
             )
-            first = tf.maximum(starts - (ends - counts), 0)
-            sizes = tf.maximum(tf.minimum(starts + sizes, ends) - (ends - counts) - first, 0)
-            table = tf.stack([tf.minimum(first, counts), sizes], 2)
-            return [
-                [(first.name, size.name) for first, size in map(tf.unstack, tf.unstack(row))]
-                for row in tf.unstack(table)
-            ]
+            ends = (starts, starts + sizes)
+            first, end = (tf.clip_by_value(at - before, 0, counts) for at in ends)
+            table = map(tf.unstack, tf.unstack(tf.stack([first, end - first], 2)))
+            return [[(a.name, n.name) for a, n in map(tf.unstack, row)] for row in table]
 
     def _times(self, a: Number, b: Number) -> Number:
         if isinstance(a, int) and isinstance(b, int):
