@@ -67,8 +67,7 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
         return fixed.get(op.name) or found.get(op.name, '')
 
     def put(name: str, devices: Iterable[str]) -> None:
-        device = next(filter(None, devices), None)
-        if device:
+        if device := next(filter(None, devices), None):
             found.setdefault(name, device)
 
     def put_wholes() -> None:

@@ -38,12 +38,11 @@ class Sharding:
     def __post_init__(self) -> None:
         self.host = host_of(self.devices[0])  # where sizes are
         total, n = self.given, len(self.devices)
-        self.total: Number
         self.counts: Sequence[Number]  # how many rows each tower has
         self._spans: list[list[Extent]] = []
         self.active: Sequence[str] | None = None  # whether it has any; None: all have, always
         if total is None:
-            self.total = self.rows.static or 0
+            self.total: Number = self.rows.static or 0
             each, more = divmod(self.total, n)
             self.counts = self._sizes = [each + (i < more) for i in range(n)]
             self._starts: Sequence[Number] = [each * i + min(i, more) for i in range(n)]

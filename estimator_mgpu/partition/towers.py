@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.devices import host_of, relay, spec_of
-from .callees import Callees
+from .callees import adapt
 from .homes import home_of
 from .nodes import Nodes
 from .plan import FIRST, KEPT, OWN, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
@@ -46,7 +46,6 @@ class Towers:
         rows = self.plan.rows
         self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
         self._shardings = {rows: self._sharding}
-        self._callees = Callees(self._sharding)
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
         self._build()
 
@@ -221,7 +220,7 @@ class Towers:
             elif dtype != tf.resource:  # Where a loop begins is where its inputs come from.
                 given[i] = self._nodes.add('Identity', [given[i]], self.devices[tower], T=dtype)
         node = self._nodes.copy(definition, self._copy(op.name, tower), [*given, *waits], device)
-        self._callees.adapt(node, planned, tower)
+        adapt(self._sharding, node, planned, tower)
 
     def _waits(self, op: tf.Operation, tower: int) -> list[str]:
         """What a tower's copy waits for, as the op does: the tower's own, or what runs once."""

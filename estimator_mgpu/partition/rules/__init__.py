@@ -11,3 +11,4 @@ from .signature import table
 PRODUCTS = table({**matrices.RULES, **images.RULES})
 """Those that it's worth while to divide rows for that aren't the batch's."""
 RULES = table({**axes.RULES, **elementwise.RULES, **views.RULES}) | PRODUCTS
+OF_DEVICE = table(images.OF_DEVICE)

@@ -74,8 +74,7 @@ def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def transpose(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Dimensions change places."""
-    order = sizes.numbers(op.inputs[1])
-    if order is None:
+    if (order := sizes.numbers(op.inputs[1])) is None:
         return None
     own = labels(op.inputs[0], sizes)
     return Signature([own, _known(op.inputs[1], order)], [tuple(own[i] for i in order)])

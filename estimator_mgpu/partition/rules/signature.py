@@ -181,8 +181,7 @@ class Undivided(Exception):
 
 def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
     """The number of dimensions; raises Undivided if it's unknown."""
-    dims = sizes.dims(tensor)
-    if dims is None:
+    if (dims := sizes.dims(tensor)) is None:
         raise Undivided(f'the rank of {tensor.name} is unknown')
     return len(dims)
 

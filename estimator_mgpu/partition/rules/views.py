@@ -110,8 +110,7 @@ def slice_(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def pad(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """`Pad` and `MirrorPad`: along the dimensions that nothing is added to."""
-    numbers = sizes.numbers(op.inputs[1])
-    if numbers is None:
+    if (numbers := sizes.numbers(op.inputs[1])) is None:
         return None
     own = without(labels(op.inputs[0], sizes), [i // 2 for i, n in enumerate(numbers) if n])
     return Signature([own] + [WHOLE] * (len(op.inputs) - 1), [own])
