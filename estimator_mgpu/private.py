@@ -94,12 +94,16 @@ def followers(op: tf.Operation) -> list[tf.Operation]:
     return [user for t in op.outputs for user in t.consumers()] + waiting(op)
 
 
+def waited(op: tf.Operation) -> list[tf.Operation]:
+    """Returns the ops that an op directly waits for."""
+    return [*(t.op for t in op.inputs), *op.control_inputs]
+
+
 def backward(ops: Sequence[tf.Operation]) -> set[tf.Operation]:
     """Returns these ops, and all that they wait for, by data or control."""
     seen, stack = set(ops), list(ops)
     while stack:
-        last = stack.pop()
-        before = {t.op for t in last.inputs} | set(last.control_inputs)
+        before = set(waited(stack.pop()))
         stack += before - seen
         seen |= before
     return seen

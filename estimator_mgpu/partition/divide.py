@@ -8,10 +8,10 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import Batch
 from .calls import inline
+from .functions import CALLERS
 from .homes import settle
-from .inside import CALLERS
 from .propagation import propagate
-from .rules import PRODUCTS, RULES, images
+from .rules import OF_DEVICE, PRODUCTS, RULES
 from .rules.batch_norm import expand
 from .symbols import Rows
 from .towers import Towers
@@ -38,14 +38,12 @@ def divide(
         return None
     called, tied = inline(graph, before), untie(graph, before)
     replaced = {**called, **tied, **fill(graph, before)}
-    table = RULES
-    if batch_norm == 'device':
-        table = {**RULES, **images.OF_DEVICE}
-    else:
+    own = OF_DEVICE if batch_norm == 'device' else {}
+    if not own:
         replaced.update(expand(graph))
     unused = {name.partition(':')[0] for name in replaced}
     given = tf.nest.flatten([sources, sparse], expand_composites=True)
     ops, rows = dependents(given, before), Rows('batch', static)
     read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
-    plan = propagate(sources, sparse, ordered(ops), rows, table, CALLERS, PRODUCTS, unused)
+    plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, CALLERS, PRODUCTS, unused)
     return Towers(graph, plan, total, devices, settle(graph, plan), replaced, parts)

@@ -67,8 +67,7 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
         return fixed.get(op.name) or found.get(op.name, '')
 
     def put(name: str, devices: Iterable[str]) -> None:
-        device = next(filter(None, devices), None)
-        if device:
+        if device := next(filter(None, devices), None):
             found.setdefault(name, device)
 
     def put_wholes() -> None:
@@ -93,25 +92,21 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     return found
 
 
-def home_of(op: tf.Operation) -> str:
-    """Where an op runs: with the variable that it uses, if it's nowhere; '' if that isn't known."""
-    for tensor in () if op.device else op.inputs:
-        if tensor.dtype == tf.resource or private.is_reference(tensor):
-            return tensor.op.device
-    return op.device
+def home_of(op: tf.Operation) -> str | None:
+    """An op's device, else that of the variable it uses, which may be ''; None if it uses none."""
+    used = (t.op for t in op.inputs if t.dtype == tf.resource or private.is_reference(t))
+    return op.device or next((variable.device for variable in used), None)
 
 
 def _fixed(op: tf.Operation, plan: Plan) -> str | None:
     """The device of an op that can't be moved, '' if it isn't known; None if it can be."""
-    with_variable = any(t.dtype == tf.resource or private.is_reference(t) for t in op.inputs)
-    if op.device or with_variable:
-        return home_of(op)
+    if (home := home_of(op)) is not None:
+        return home
     tensors = [*op.inputs, *op.outputs]
     special = any(t.dtype.base_dtype in _ANYWHERE or private.is_reference(t) for t in tensors)
-    if special or not op.outputs or private.in_control_flow(op):
-        return ''
+    fixed = special or not op.outputs or private.in_control_flow(op)
     # It has to be with others, but for those that towers have copies of.
-    return '' if any(name not in plan.ops for name in private.colocated_with(op)) else None
+    return '' if fixed or any(name not in plan.ops for name in private.colocated_with(op)) else None
 
 
 def bytes_of(tensor: Any) -> int:

@@ -79,10 +79,8 @@ class Matching:
             return None
         reduce = self.signature.reduce
         other = plan.Partial(reduce, way.rows) if reduce else REPLICATE
-        placements = [
-            Shard(own.index(way.label), way.rows) if way.label in own else other for own in outputs
-        ]
-        return Division(plan.OpPlan(tuple(needs), self.signature.attrs), placements, dims)  # type: ignore
+        made = [Shard(o.index(way.label), way.rows) if way.label in o else other for o in outputs]
+        return Division(plan.OpPlan(tuple(needs), self.signature.attrs), made, dims)  # type: ignore
 
     def _need(self, tensor: tf.Tensor, operand: Operand, has: Placement, way: Way) -> Need | None:
         """What towers are given for an operand; None if that can't be had."""

@@ -24,8 +24,7 @@ def gather(
 ) -> str:
     """All rows, in the batch's order, on a device: of towers' parts, and the whole's dimensions."""
     inputs = [*parts, sharding.tensor(axis)]
-    attrs = {'T': dtype, 'N': len(parts), 'Tidx': tf.int32}
-    joined = sharding.nodes.add('ConcatV2', inputs, to, **attrs)
+    joined = sharding.nodes.add('ConcatV2', inputs, to, T=dtype, N=len(parts), Tidx=tf.int32)
     if sharding.active is None:
         return joined
     # Towers without rows are the last.

@@ -38,12 +38,11 @@ class Sharding:
     def __post_init__(self) -> None:
         self.host = host_of(self.devices[0])  # where sizes are
         total, n = self.given, len(self.devices)
-        self.total: Number
         self.counts: Sequence[Number]  # how many rows each tower has
         self._spans: list[list[Extent]] = []
         self.active: Sequence[str] | None = None  # whether it has any; None: all have, always
         if total is None:
-            self.total = self.rows.static or 0
+            self.total: Number = self.rows.static or 0
             each, more = divmod(self.total, n)
             self.counts = self._sizes = [each + (i < more) for i in range(n)]
             self._starts: Sequence[Number] = [each * i + min(i, more) for i in range(n)]
@@ -115,17 +114,14 @@ class Sharding:
                 rows.append(tf.shape(part, name=f'{self.nodes.scope}/rows/Shape')[0])
         scope = tf.name_scope(f'{self.nodes.scope}/rows/')
         with tf.control_dependencies(None), tf.device(self.host), scope:
-            counts, ends = tf.stack(rows), tf.cumsum(rows)
+            counts, before = tf.stack(rows), tf.cumsum(rows, exclusive=True)
             starts, sizes = (
                 tf.stack([named(n) for n in own])[:, None] for own in (self._starts, self._sizes)
             )
-            first = tf.maximum(starts - (ends - counts), 0)
-            sizes = tf.maximum(tf.minimum(starts + sizes, ends) - (ends - counts) - first, 0)
-            table = tf.stack([tf.minimum(first, counts), sizes], 2)
-            return [
-                [(first.name, size.name) for first, size in map(tf.unstack, tf.unstack(row))]
-                for row in tf.unstack(table)
-            ]
+            ends = (starts, starts + sizes)
+            first, end = (tf.clip_by_value(at - before, 0, counts) for at in ends)
+            table = map(tf.unstack, tf.unstack(tf.stack([first, end - first], 2)))
+            return [[(a.name, n.name) for a, n in map(tf.unstack, row)] for row in table]
 
     def _times(self, a: Number, b: Number) -> Number:
         if isinstance(a, int) and isinstance(b, int):

@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from estimator_mgpu.devices import host_of, relay, spec_of
-from .callees import Callees
+from .callees import adapt
 from .homes import home_of
 from .nodes import Nodes
 from .plan import FIRST, KEPT, OWN, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
@@ -46,7 +46,6 @@ class Towers:
         rows = self.plan.rows
         self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
         self._shardings = {rows: self._sharding}
-        self._callees = Callees(self._sharding)
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
         self._build()
 
@@ -73,8 +72,7 @@ class Towers:
                     private.set_input(op, index, self.whole(tensor))
             before = op.control_inputs
             if any(c.name in self.plan.ops for c in before):
-                stands = op.type == kinds.GROUP and op.name in self.plan.ops
-                waits = [op] if stands else before
+                waits = [op] if op.type == kinds.GROUP and op.name in self.plan.ops else before
                 once = [w for w in waits if w.name not in self.plan.ops]
                 towers = range(len(self.devices))
                 copies = [self._copy(w.name, i) for w in waits if w not in once for i in towers]
@@ -118,22 +116,15 @@ class Towers:
         """Where a tensor of the user's is made."""
         return home_of(tensor.op) or (self._sharding.host if tensor.name in self._sources else '')
 
-    def _made_at(self, tensor: tf.Tensor) -> str:
-        """Where the whole value is made."""
-        made = self._is_ours(tensor)
-        return self.homes.get(tensor.name, self.devices[0]) if made else self._home(tensor)
-
     def _whole(self, tensor: tf.Tensor) -> str:
         """The whole value, which may be made of towers'."""
-        if not self._is_ours(tensor):
-            return tensor.name
-        if tensor.name not in self._wholes:
+        if self._is_ours(tensor) and tensor.name not in self._wholes:
             self._wholes[tensor.name] = self._made_whole(tensor)
-        return self._wholes[tensor.name]
+        return self._wholes.get(tensor.name, tensor.name)
 
     def _made_whole(self, tensor: tf.Tensor) -> str:
         dtype, sizes = tensor.dtype.base_dtype, self.plan.sizes
-        home = self._made_at(tensor)
+        home = self.homes.get(tensor.name, self.devices[0])
         if self._is_size(tensor):
             numbers = [self._sharding.number(size) for size in sizes.entries(tensor) or []]
             return self._sharding.tensor(numbers if tensor.shape.rank else numbers[0], dtype)
@@ -179,6 +170,7 @@ class Towers:
         """What a tower's op on a device is given."""
         dtype, op = tensor.dtype.base_dtype, tensor.op
         placement = self.plan.placements.get(tensor.name)
+        zeros = need == FIRST and tower > 0
         if need == OWN:
             return self._own(tensor, tower)
         if isinstance(need, Slice):
@@ -187,23 +179,20 @@ class Towers:
             sharding = self._sharding_of(need.rows) if isinstance(need, Local) else self._sharding
             numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
             return self._sharding.tensor(numbers, dtype)
-        if need == FIRST and tower:
-            whole = self._sent(self._whole(tensor), dtype, self._made_at(tensor), device)
-            return self._nodes.add('ZerosLike', [whole], device, T=dtype)
         made = isinstance(placement, (Shard, Partial))
         if placement is not None and not made and need != FIRST:
             return self._own(tensor, tower)  # The same on all.
-        if (
-            placement is None
-            and op.type == kinds.CONST
-            and (tensor.shape.num_elements() or 0) <= _SMALL
-        ):
+        copied = placement is None and op.type == kinds.CONST and not zeros
+        if copied and tensor.shape.num_elements() <= _SMALL:
             waits, where = self._waits(op, tower), self._device(op, tower)
             value = op.get_attr('value').SerializeToString()
             return self._nodes.add('Const', waits, where, dtype=dtype, value=value)
-        if dtype in (tf.resource, tf.variant) or private.is_reference(tensor):
-            return self._whole(tensor)
-        return self._sent(self._whole(tensor), dtype, self._made_at(tensor), device)
+        whole = self._whole(tensor)
+        if dtype not in (tf.resource, tf.variant) and not private.is_reference(tensor):
+            ours = self.homes.get(tensor.name, self.devices[0])
+            source = ours if tensor.name in self._wholes else self._home(tensor)
+            whole = self._sent(whole, dtype, source, device)
+        return self._nodes.add('ZerosLike', [whole], device, T=dtype) if zeros else whole
 
     def _sent(self, value: str, dtype: tf.DType, source: str, device: str) -> str:
         """A value that is made on a device, sent to another one's machine once for all there."""
@@ -231,7 +220,7 @@ class Towers:
             elif dtype != tf.resource:  # Where a loop begins is where its inputs come from.
                 given[i] = self._nodes.add('Identity', [given[i]], self.devices[tower], T=dtype)
         node = self._nodes.copy(definition, self._copy(op.name, tower), [*given, *waits], device)
-        self._callees.adapt(node, planned, tower)
+        adapt(self._sharding, node, planned, tower)
 
     def _waits(self, op: tf.Operation, tower: int) -> list[str]:
         """What a tower's copy waits for, as the op does: the tower's own, or what runs once."""

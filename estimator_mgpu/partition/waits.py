@@ -47,7 +47,7 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
 
 def _effects(ops: Sequence[tf.Operation]) -> dict[tf.Operation, int]:
     """The ops with effects that each waits for, and itself: one bit each."""
-    given = {op: {*(t.op for t in op.inputs), *op.control_inputs} for op in ops}
+    given = {op: set(private.waited(op)) for op in ops}
     found: dict[tf.Operation, int] = {}
     for op in TopologicalSorter(given).static_order():
         makes = all(t.dtype == tf.resource for t in op.outputs)  # a variable or a table
@@ -120,8 +120,5 @@ def dependents(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operat
 
 def ordered(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
     """The ops, each after those that it depends on."""
-    given = {
-        op: [] if op.type in kinds.NEXT else [*(t.op for t in op.inputs), *op.control_inputs]
-        for op in ops
-    }
+    given = {op: [] if op.type in kinds.NEXT else private.waited(op) for op in ops}
     return [op for op in TopologicalSorter(given).static_order() if op in given]

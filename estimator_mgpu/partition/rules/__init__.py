@@ -10,3 +10,4 @@ from .signature import table
 
 PRODUCTS = table({**matrices.RULES, **images.RULES})  # worth dividing rows that aren't the batch's
 RULES = table({**axes.RULES, **elementwise.RULES, **views.RULES}) | PRODUCTS
+OF_DEVICE = table(images.OF_DEVICE)

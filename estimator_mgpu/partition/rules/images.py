@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .signature import Rule, by, table
+from .signature import Rule, by
 
 _ALONE, _EACH, _GRADIENT = 'n... -> n...', 'n... * -> n...', 'n... n... n... -> n...'
 _FILTER = 'n... * n... -> * (sum)'
@@ -37,9 +37,7 @@ RULES: dict[str, Rule] = {
     _NORM: by('is_training', _GIVEN),
     _NORM_GRAD: by('is_training', _GIVEN_GRAD),
 }
-OF_DEVICE = table(  # in place of these rules, where each device takes its own statistics
-    {
-        _NORM: by('is_training', _GIVEN | {True: 'n... *+ -> n... *+ (mean)'}),
-        _NORM_GRAD: by('is_training', _GIVEN_GRAD | {True: 'n... n... * =+ -> n... *+ (sum)'}),
-    }
-)
+OF_DEVICE = {  # in place of these rules, where each device takes its own statistics
+    _NORM: by('is_training', _GIVEN | {True: 'n... *+ -> n... *+ (mean)'}),
+    _NORM_GRAD: by('is_training', _GIVEN_GRAD | {True: 'n... n... * =+ -> n... *+ (sum)'}),
+}

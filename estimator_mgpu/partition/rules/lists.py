@@ -77,19 +77,15 @@ def _put(op: tf.Operation, given: list[Placement], rows: Rows, sizes: Sizes) -> 
         return None  # Several in one.
     first, element = before[0] if before else REPLICATE, op.inputs[len(before)]
     own: tuple[plan.Need, ...] = (OWN, *[WHOLE] * (len(before) - 1)) if before else ()
-    made: Placement
+    made: Placement | None = None
     if isinstance(item, Shard):
         factor = sizes.per_row(element, item.axis, rows)
-        if factor is None or factor.static is None:
-            return None
-        made = plan.ShardList(item.axis, rows, factor, len(sizes.dims(element) or []))
+        if factor is not None and factor.static is not None:
+            made = plan.ShardList(item.axis, rows, factor, len(sizes.dims(element) or []))
     elif item == REPLICATE and isinstance(first, plan.ShardList):
         return Division(OpPlan((*own, plan.Slice(first.axis, rows, first.factor))), [first])
     elif isinstance(item, plan.KEPT):
         made = plan.ListOf(item)
-    else:
-        entries = sizes.entries(element) if item == REPLICATE else None
-        if entries is None or not any(rows in e.symbols for e in entries):
-            return None
-        made = plan.SizeList(tuple(entries))
-    return Division(OpPlan((*own, OWN)), [made]) if first in (REPLICATE, made) else None
+    elif item == REPLICATE and any(rows in e.symbols for e in sizes.entries(element) or []):
+        made = plan.SizeList(tuple(sizes.entries(element) or []))
+    return Division(OpPlan((*own, OWN)), [made]) if made and first in (REPLICATE, made) else None
