@@ -8,8 +8,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import Batch
 from .calls import inline
-from .functions import CALLERS
 from .homes import settle
+from .inside import CALLERS
 from .propagation import propagate
 from .rules import OF_DEVICE, PRODUCTS, RULES
 from .rules.batch_norm import expand
