@@ -103,6 +103,8 @@ class Task:
                 self._check(task, path)
         finally:
             tf.io.gfile.remove(path)
+        # Servers keep tables, say, from one session to the next, in a container of the job's name.
+        tf.Session.reset(self.server.target, [*_JOBS])
         found: dict[str, list[str]] = {task: [] for task in self.addresses}
         with tf.Session(self.server.target) as session:
             for device in session.list_devices():
@@ -150,7 +152,8 @@ class Task:
         """A session of two tasks, and the variables on one of them."""
         # Timeouts are of each call.
         config = tf.ConfigProto(device_filters=[self.name, task], operation_timeout_in_ms=60_000)
-        with tf.Graph().as_default(), tf.device(f'{task}/device:CPU:0'):
+        cpu, own = f'{task}/device:CPU:0', 'estimator_mgpu'
+        with tf.Graph().as_default(), tf.device(cpu), tf.container(own):
             names = ('estimator_mgpu_cluster', 'estimator_mgpu_end')
             strings = [tf.get_variable(name, [], tf.string, use_resource=True) for name in names]
             with tf.Session(self.server.target, config=config) as session:
@@ -159,8 +162,13 @@ class Task:
     def _check(self, task: str, path: str) -> None:
         """Fails if another task has another cluster, or doesn't see a file in the model_dir."""
         with self._session_with(task) as (session, known, _):
-            initialized = tf.is_variable_initialized(known)
+            initialized, start = tf.is_variable_initialized(known), time.monotonic()
             while not session.run(initialized):  # It has only just begun to listen.
+                if time.monotonic() > start + _EVERY:
+                    raise RuntimeError(
+                        f'{task} listens at {self.addresses[task]}, but the script that has that '
+                        "port doesn't call train() of estimator_mgpu.Estimator. End it there."
+                    )
                 time.sleep(0.1)
             theirs = json.loads(session.run(known.value()))
             seen = session.run(tf.io.matching_files(path))
@@ -208,10 +216,6 @@ def join(config: Any, session_config: tf.ConfigProto) -> Task:
 def addresses(config: Any) -> dict[str, str]:
     """Returns a RunConfig's tasks, the chief first, each with its address."""
     spec = config.cluster_spec
-    if unknown := sorted({*spec.jobs} - {*_JOBS, 'evaluator'}):
-        raise ValueError(
-            f'TF_CONFIG has the job {unknown[0]!r} in its cluster. Legal are {", ".join(_JOBS)}.'
-        )
     tasks = [(job, i) for job in _JOBS if job in spec.jobs for i in spec.task_indices(job)]
     return {f'/job:{job}/task:{i}': spec.task_address(job, i) for job, i in tasks}
 

@@ -37,15 +37,25 @@ def check_tensorflow(version: str) -> None:
 
 
 def check_tf_config(text: str) -> None:
-    """Raises ValueError if a TF_CONFIG can't be read, or has several machines without a chief."""
+    """Raises ValueError if a TF_CONFIG isn't a cluster with a chief, and a task; or has neither."""
     try:
-        cluster = json.loads(text).get('cluster', {})
-        lacks = 'a chief' if cluster and 'chief' not in cluster else ''
-    except (AttributeError, ValueError) as error:
-        lacks = f'a JSON object: {error}'
-    if lacks:
+        given = json.loads(text)
+        cluster, task = dict(given.get('cluster', {})), dict(given.get('task', {}))
+        found = [address for job in cluster.values() for address in job]
+        own = [a for a in found if re.fullmatch(r'[^/]+:[1-9][0-9]{0,4}', a)]
+        has = {
+            'no job but chief, worker and ps': {*cluster} <= {'chief', 'worker', 'ps', 'evaluator'},
+            'one chief': len(cluster.get('chief', ())) == 1,
+            'tasks of each job': all(cluster.values()),
+            'an address host:port of its own for each task': len({*own}) == len(found),
+            "the task's type and index": {'type', 'index'} <= {*task},
+        }
+        needs = next((what for what, there in has.items() if cluster and not there), '')
+    except (AttributeError, TypeError, ValueError) as error:
+        needs = f'to be a JSON object of objects ({error})'
+    if needs:
         raise ValueError(
-            f'The environment variable TF_CONFIG is {text!r}, which lacks {lacks}. On each machine '
+            f'The environment variable TF_CONFIG is {text!r}. It needs {needs}: on each machine '
             'it has the same cluster and its own task, as in {"cluster": {"chief": ["host0:2222"], '
             '"worker": ["host1:2222"]}, "task": {"type": "worker", "index": 0}}.'
         )

@@ -49,19 +49,18 @@ def _of_machines(devices: Any, listed: list[str], machines: Mapping[str, list[st
     """Returns the devices on each machine; where no machine has a GPU, those are CPUs."""
     gpus = {name: sum('GPU' in device for device in has) for name, has in machines.items()}
     kind = 'GPU' if any(gpus.values()) else 'CPU'
-    meant = [device for device in listed if spec_of(device).job]
+    meant: list[str] = []
     for machine in machines:
         if spec_of(machine).job != 'ps':  # Those have variables, and no tower.
             count = devices or (gpus[machine] if kind == 'GPU' else 1)
             own = listed or [f'/device:{kind}:{i}' for i in range(count)]
-            meant += [machine + device for device in own if not spec_of(device).job]
+            meant += [machine + device for device in own]
     for device in meant:
         if not any(device in has for has in machines.values()):
-            machine = machine_of(device)
             raise ValueError(
-                f'devices={devices!r} asks for {device!r}, but {machine} has '
-                f'{", ".join(machines.get(machine, [])) or "no place in the cluster"}. devices= '
-                'are those of each machine; None stands for every GPU there is.'
+                f'devices={devices!r} asks for {device!r}, but that machine has '
+                f'{", ".join(machines[machine_of(device)])}. devices= are those of each machine; '
+                'None stands for every GPU there is.'
             )
     return meant
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch
 from estimator_mgpu.devices import CHIEF, host_of, machine_of
+
+_SCOPE = 'machine_input'
 
 
 def read(call: Callable[..., Any], input_fn: Any, devices: Sequence[str]) -> Callable[[], Any]:
@@ -24,15 +27,20 @@ def read(call: Callable[..., Any], input_fn: Any, devices: Sequence[str]) -> Cal
         given, machines = [], list(dict.fromkeys(map(machine_of, devices)))
         for number, machine in enumerate(machines):
             context = tf.distribute.InputContext(len(machines), number, len(machines))
-            with tf.device(host_of(machine)):
-                given.append(_endless(call(in_context(input_fn, context))))
-        with tf.device(host_of(CHIEF)):
-            ended = tf.data.make_one_shot_iterator(tf.data.Dataset.range(0))
-            rows = tf.add_n([batch.rows_of(tf.nest.flatten(part)[0]) for part in given])
-            some = tf.cond(rows > 0, lambda: rows, ended.get_next)  # That raises OutOfRangeError.
+            # The first one's ops have the names that they have on one device.
+            scope = tf.name_scope(_SCOPE) if number else contextlib.nullcontext()
+            with tf.device(host_of(machine)), scope:
+                dataset = call(in_context(input_fn, context))
+            with tf.device(host_of(machine)), tf.name_scope(_SCOPE):
+                given.append(_iterator(_endless(dataset)).get_next())
+        with tf.device(host_of(CHIEF)), tf.name_scope(_SCOPE):
+            ended = _iterator(tf.data.Dataset.range(0))
+            more = tf.reduce_any(tf.stack([has_more for _, has_more in given]))
+            # Where there is no more, OutOfRangeError is raised.
+            some = tf.cond(more, lambda: tf.constant(0, tf.int64), ended.get_next)
             with tf.control_dependencies([some]):
-                parts = [tf.nest.map_structure(_held, part) for part in given]
-            return tf.nest.map_structure(lambda *leaves: _join(leaves), *parts)
+                parts = [tf.nest.map_structure(_held, part) for part, _ in given]
+            return tf.nest.map_structure(_join, *parts)
 
     return joined
 
@@ -49,17 +57,23 @@ def in_context(input_fn: Any, context: tf.distribute.InputContext | None = None)
 
 
 def _endless(dataset: Any) -> Any:
-    """The next element of a dataset, and after its end one without rows, again and again."""
+    """A dataset's elements, and then those without rows, each with whether it's the dataset's."""
     if not isinstance(dataset, tf.compat.v2.data.Dataset):
         raise TypeError(
             "input='machine' needs an input_fn that returns a tf.data.Dataset, and this one gives "
             f"{dataset!r}. With input='chief' any tensors will do."
         )
     nothing = tf.nest.map_structure(_no_rows, dataset.element_spec)
-    endless = dataset.concatenate(tf.data.Dataset.from_tensors(nothing).repeat())
-    iterator = tf.data.make_initializable_iterator(endless)
+    all_of, pair = tf.data.Dataset.from_tensors, tf.data.Dataset.zip
+    after = pair((all_of(nothing), all_of(False))).repeat()
+    return pair((dataset, all_of(True).repeat())).concatenate(after)
+
+
+def _iterator(dataset: Any) -> Any:
+    """An iterator that begins with each session, and takes no seed, as a one-shot iterator does."""
+    iterator = tf.data.make_initializable_iterator(dataset)
     tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
-    return iterator.get_next()
+    return iterator
 
 
 def _no_rows(spec: Any) -> Any:
@@ -72,10 +86,11 @@ def _no_rows(spec: Any) -> Any:
         return tf.SparseTensor(
             tf.zeros([0, len(sizes)], tf.int64), tf.zeros([0], spec.dtype), sizes
         )
-    if not spec.shape.rank or None in spec.shape.as_list()[1:]:
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank or None in spec.shape[1:]:
         raise ValueError(
-            f"input='machine' needs tensors whose dimensions are known but for the rows, and the "
-            f"dataset gives {spec}. Use padded_batch(padded_shapes=...), or input='chief'."
+            "input='machine' needs batches of tensors whose dimensions are known but for the rows, "
+            f'and the dataset gives {spec}. Use batch(), or padded_batch(padded_shapes=...), or '
+            "input='chief'."
         )
     return tf.zeros([0, *spec.shape.as_list()[1:]], spec.dtype)
 
@@ -86,8 +101,10 @@ def _held(leaf: Any) -> Any:
         return tf.nest.map_structure(tf.identity, leaf, expand_composites=True)
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def _join(*leaves: Any) -> Any:
     """The machines' rows one after another."""
+    if len(leaves) == 1:
+        return leaves[0]
     if isinstance(leaves[0], tf.SparseTensor):
         return tf.compat.v2.sparse.concat(0, list(leaves), True)
     joined = tf.concat(leaves, 0)

@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 
 from estimator_mgpu import cluster, compat, explanation, machine_input
-from estimator_mgpu.devices import CHIEF, Devices, resolve, session_config
+from estimator_mgpu.devices import CHIEF, Devices, check, resolve, session_config, spec_of
 from estimator_mgpu.replicate import replicate
 
 
@@ -85,8 +85,13 @@ class Estimator(_OnMachines):
                 f'devices={model_fn.replicate_options["devices"]!r}. Give devices and options to '
                 'replicate() or to Estimator(), but not to both.'
             )
-        config = config or compat.estimator.RunConfig()
         devices = model_fn.replicate_options['devices']  # type: ignore[attr-defined]
+        if jobs := [device for device in check(devices) if spec_of(device).job]:
+            raise ValueError(
+                f"devices={devices!r} has {jobs[0]!r}. An Estimator's devices are those of each "
+                "machine, without its job: ['/device:GPU:0', '/device:GPU:1']."
+            )
+        config = config or compat.estimator.RunConfig()
         config = config.replace(session_config=session_config(devices, config.session_config))
         self._joins = config if config.master else None
         if self._joins:

@@ -360,8 +360,6 @@ def test_addresses(config_of):
         ('/job:worker/task:1', 'w1:1'),
         ('/job:ps/task:0', 'p0:1'),
     ]
-    with pytest.raises(ValueError, match="the job 'other' in .* Legal are chief, worker, ps"):
-        estimator_mgpu.Estimator(linear, config=config_of(cluster={**TASKS, 'other': ['o0:1']}))
 
 
 @pytest.mark.core
@@ -376,14 +374,34 @@ def test_the_config_of_a_task(config_of):
     assert one._joins is None  # One machine is no cluster.
 
 
+TASK = {'type': 'worker', 'index': 0}
+WRONG = {
+    'one chief': {'cluster': {'worker': ['w0:1']}},
+    'no job but chief, worker and ps': {'cluster': {**TASKS, 'master': ['m0:1']}},
+    'tasks of each job': {'cluster': {**TASKS, 'worker': []}},
+    'an address host:port of its own for each task': {'cluster': {**TASKS, 'worker': ['c0:1']}},
+    "the task's type and index": {'task': {'type': 'worker'}},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('address', ['w0', 'http://w0:1', 'w0:0', 'w0:port', ':1'])
+def test_what_is_no_address(address):
+    with pytest.raises(ValueError, match='needs an address host:port of its own for each task'):
+        compat.check_tf_config(
+            json.dumps({'cluster': {**TASKS, 'worker': [address]}, 'task': TASK})
+        )
+
+
 @pytest.mark.core
 def test_what_tf_config_lacks(config_of):
-    for text, lacks in [('{"cluster": ', 'a JSON object: '), ('[]', 'a JSON object: ')]:
-        with pytest.raises(ValueError, match=f'lacks {lacks}'):
+    for text in ('{"cluster": ', '[]', '', '{"cluster": {"chief": 1}}', '{"task": [1]}'):
+        with pytest.raises(ValueError, match='It needs to be a JSON object of objects'):
             compat.check_tf_config(text)
-    with pytest.raises(ValueError, match='which lacks a chief. On each machine it has the same'):
-        compat.check_tf_config(json.dumps({'cluster': {'worker': ['w0:1']}}))
-    compat.check_tf_config(json.dumps({'cluster': TASKS}))
+    for needs, changed in WRONG.items():
+        with pytest.raises(ValueError, match=f'needs {needs}: on each machine it has the same'):
+            compat.check_tf_config(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
+    compat.check_tf_config(json.dumps({'cluster': TASKS, 'task': TASK}))
     compat.check_tf_config('{}')
     with pytest.raises(ValueError, match='2 is not a valid task_id for task_type worker'):
         config_of('worker', 2)
@@ -530,11 +548,6 @@ CPUS = has((CHIEF, 'CPU:0 CPU:1'), (WORKER, 'CPU:0 CPU:1'), (PS, 'CPU:0'))
         (None, GPUS, [f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0', f'{WORKER}/device:GPU:1']),
         (1, GPUS, [f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0']),
         ('cpu:0', GPUS, [f'{CHIEF}/device:CPU:0', f'{WORKER}/device:CPU:0']),
-        (
-            [f'{WORKER}/gpu:1', '/gpu:0'],
-            GPUS,
-            [f'{WORKER}/device:GPU:1', f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0'],
-        ),
         (None, CPUS, [f'{CHIEF}/device:CPU:0', f'{WORKER}/device:CPU:0']),
         (2, CPUS, CPUS[CHIEF] + CPUS[WORKER]),
     ],
@@ -546,10 +559,14 @@ def test_devices_of_machines(given, machines, expected):
 
 @pytest.mark.core
 def test_devices_that_a_machine_lacks():
-    with pytest.raises(ValueError, match=f"'{CHIEF}/device:GPU:1', but {CHIEF} has {CHIEF}/device"):
+    with pytest.raises(
+        ValueError, match=f"'{CHIEF}/device:GPU:1', but that machine has {CHIEF}/device"
+    ):
         devices.resolve(2, GPUS)
-    with pytest.raises(ValueError, match='but /job:worker/task:7 has no place in the cluster'):
-        devices.resolve('/job:worker/task:7/cpu:0', CPUS)
+    with pytest.raises(
+        ValueError, match="are those of each machine, without its job: .'/device:GPU"
+    ):
+        estimator_mgpu.Estimator(linear, devices='/job:worker/task:7/cpu:0')
 
 
 @pytest.mark.core
@@ -563,3 +580,26 @@ def test_machines_of_devices():
     assert devices.relay(both, both[2], both[1]) == both[3]
     assert devices.relay(both, both[0], both[3]) == both[1]
     assert devices.relay(both[:3], both[2], both[1]) == both[2]
+
+
+def test_each_training_begins_without_the_tables_of_the_last(three_machines, tmp_path, task):
+    """Servers keep what a session has made, and a session of one machine begins with nothing."""
+    task.server = types.SimpleNamespace(target=three_machines)
+    task._check, task.wait = (lambda *args: None), (lambda: None)
+    devices = CPUS[CHIEF][0], CPUS[WORKER][0]
+    with tf.Graph().as_default():
+        variables = []
+        for i, device in enumerate(devices):
+            with tf.device(device):
+                variables.append(tf.get_variable(f'kept{i}', [], use_resource=True))
+        known = [tf.is_variable_initialized(variable) for variable in variables]
+        initializer = tf.global_variables_initializer()
+        with tf.Session(three_machines) as session:
+            session.run(initializer)
+        with tf.Session(three_machines) as session:
+            assert session.run(known) == [True, True]
+        found = task.devices(str(tmp_path))
+        assert found[CHIEF] == CPUS[CHIEF] and found[WORKER] == CPUS[WORKER]
+        with tf.Session(three_machines) as session:
+            assert session.run(known) == [False, False]
+    assert not [*tmp_path.iterdir()]

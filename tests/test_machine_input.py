@@ -161,6 +161,56 @@ def test_each_machine_is_told_which_it_is():
     assert told == [(0, 3), (1, 3), (2, 3)]
 
 
+def test_names_and_seeds_are_those_of_one_device():
+    """The chief's part is read by ops of the names that one device has for all."""
+
+    def input_fn(input_context=None):
+        return dataset_of(steps([1])).repeat(2)
+
+    def found(read):
+        with tf.Graph().as_default() as graph:
+            tf.set_random_seed(3)
+            read()
+            own = [op.name for op in graph.get_operations()]
+            assert all(name.startswith('machine_input') for name in {*own} - {*names})
+            return tf.random.uniform([]).op.get_attr('seed2')
+
+    names = ()
+    with tf.Graph().as_default() as graph:
+        tf.data.make_initializable_iterator(input_fn()).get_next()
+        names = [op.name for op in graph.get_operations()]
+    assert found(read_by_machine(None, input_fn)) == 0
+
+
+def test_only_features_and_an_empty_batch_in_between(three_machines):
+    """Input ends where all datasets do, not where all give no rows."""
+
+    def input_fn(input_context=None):
+        dataset = tf.data.Dataset.from_tensor_slices(np.arange(6.0)).batch(2)
+        return dataset.map(lambda x: tf.boolean_mask(x, x < 2)).concatenate(dataset.take(1))
+
+    with tf.Graph().as_default() as graph:
+        features = read_by_machine(None, input_fn)()
+        initializer, seen = tf.tables_initializer(), []
+        cluster.pin(graph)
+        with tf.Session(three_machines) as session:
+            session.run(initializer)
+            with pytest.raises(tf.errors.OutOfRangeError):
+                while True:
+                    seen.append(session.run(features).tolist())
+    assert seen == [[0.0, 1.0] * 3, [], [], [0.0, 1.0] * 3]
+
+
+def test_one_machine_among_others():
+    """Where only one has towers, it reads all."""
+    with tf.Graph().as_default():
+        read = machine_input.read(
+            lambda fn: fn(), lambda input_context: dataset_of(steps([2])), TASKS[1:2]
+        )
+        features, labels = read()
+        assert features['x'].device == labels.device == f'{TASKS[1]}/device:CPU:0'
+
+
 def test_one_machine_is_told_so(tmp_path):
     def input_fn(input_context=None):
         assert (input_context.input_pipeline_id, input_context.num_input_pipelines) == (0, 1)
@@ -175,7 +225,11 @@ WRONG = {
     'no dataset': (lambda input_context: (1, 2), r'returns a tf.data.Dataset, and this one gives'),
     'a scalar': (
         lambda input_context: tf.data.Dataset.from_tensors(({'x': [[1.0]], 's': 2.0}, [1])),
-        'are known but for the rows',
+        r'gives TensorSpec\(shape=\(\), .*Use batch\(\)',
+    ),
+    'no labels': (
+        lambda input_context: dataset_of(steps([1])).map(lambda x, y: (x, None)),
+        r'dataset gives NoneTensorSpec\(\)',
     ),
     'unknown width': (
         lambda input_context: dataset_of(steps([1, 2])).map(lambda x, y: tf.transpose(y)),
