@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import compat, private
+from estimator_mgpu import private
 from estimator_mgpu.devices import CHIEF, spec_of
 
 _JOBS = ('chief', 'worker', 'ps')  # An evaluator is in no cluster.
@@ -46,13 +46,8 @@ class Task:
         # Else to close a session would wait, in silence, for a task that has gone.
         os.environ.setdefault('GRPC_FAIL_FAST', 'true')
         try:
-            self.server = tf.train.Server(
-                jobs,
-                config.task_type,
-                config.task_id,
-                protocol=config.protocol,
-                config=session_config,
-            )
+            own = config.task_type, config.task_id, config.protocol
+            self.server = tf.train.Server(jobs, *own, session_config)
         except tf.errors.OpError as error:
             raise RuntimeError(
                 f"{self.name} can't listen at {self.addresses[self.name]} ({error.message}). If "
@@ -94,15 +89,13 @@ class Task:
     def devices(self, model_dir: str) -> dict[str, list[str]]:
         """Waits for all tasks, and returns the devices of each; fails if they don't fit."""
         self.wait()
-        tf.io.gfile.makedirs(model_dir)
         path = os.path.join(model_dir, f'.{uuid.uuid4().hex}')
-        with tf.io.gfile.GFile(path, 'w') as file:
-            file.write('')
+        tf.io.gfile.makedirs(path)
         try:
             for task in self._others():
                 self._check(task, path)
         finally:
-            tf.io.gfile.remove(path)
+            tf.io.gfile.rmtree(path)
         # Servers keep tables, say, from one session to the next, in a container of the job's name.
         tf.Session.reset(self.server.target, [*_JOBS])
         found: dict[str, list[str]] = {task: [] for task in self.addresses}
@@ -160,7 +153,7 @@ class Task:
                 yield session, *strings
 
     def _check(self, task: str, path: str) -> None:
-        """Fails if another task has another cluster, or doesn't see a file in the model_dir."""
+        """Fails if another task has another cluster, or doesn't see what is in the model_dir."""
         with self._session_with(task) as (session, known, _):
             initialized, start = tf.is_variable_initialized(known), time.monotonic()
             while not session.run(initialized):  # It has only just begun to listen.
@@ -220,13 +213,6 @@ def addresses(config: Any) -> dict[str, str]:
     return {f'/job:{job}/task:{i}': spec.task_address(job, i) for job, i in tasks}
 
 
-def alone(config: Any, target: str = '') -> Any:
-    """Returns a task's RunConfig without the others; sessions for training are on `target`."""
-    own = addresses(config).get(f'/job:{config.task_type}/task:{config.task_id}')
-    tf_config = {'cluster': {'chief': [own]}, 'task': {'type': 'chief', 'index': 0}}
-    return compat.of_cluster(config, {**tf_config, 'session_master': target})
-
-
 def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
     """Lets a scaffold's session, also one after a fault, wait for all tasks."""
     finalize = scaffold.finalize
@@ -244,12 +230,10 @@ def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
 def pin(graph: tf.Graph) -> None:
     """Puts on the chief what has been put on no task, but for what has to be with others."""
     for op in graph.get_operations():
-        spec = spec_of(op.device)
         held = any(t.dtype == tf.resource or private.is_reference(t) for t in op.inputs)
         others = {*private.colocated_with(op)} - {op.name}  # A variable is colocated with itself.
-        if spec.job is None and not held and not others:
-            job, task = spec_of(CHIEF).job, spec_of(CHIEF).task
-            private.set_device(op, spec.replace(job=job, task=task).to_string())
+        if spec_of(op.device).job is None and not held and not others:
+            private.set_device(op, CHIEF + op.device)
 
 
 def _listens(address: str) -> bool:

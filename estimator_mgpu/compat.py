@@ -71,10 +71,12 @@ def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, 
     return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
 
 
-def of_cluster(config: Any, tf_config: dict[str, Any]) -> Any:
-    """Returns a RunConfig as it would be if TF_CONFIG had been another."""
+def alone(config: Any, target: str = '') -> Any:
+    """Returns a task's RunConfig without the others; sessions for training are on `target`."""
     made = copy.deepcopy(config)
-    made._init_distributed_setting_from_environment_var(tf_config)
+    own = config.cluster_spec.task_address(config.task_type, config.task_id)
+    chief = {'cluster': {'chief': [own]}, 'task': {'type': 'chief', 'index': 0}}
+    made._init_distributed_setting_from_environment_var({**chief, 'session_master': target})
     return made
 
 

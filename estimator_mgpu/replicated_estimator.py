@@ -40,7 +40,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         if by_machine:
             call = functools.partial(self._call_input_fn, mode=compat.estimator.ModeKeys.TRAIN)
             input_fn = machine_input.read(call, input_fn, resolve(options['devices'], machines))
-        self._config = cluster.alone(config, task.server.target)
+        self._config = compat.alone(config, task.server.target)
         self._config.machines = machines
         try:
             with task.training() as hook:
@@ -96,7 +96,7 @@ class Estimator(_OnMachines):
         self._joins = config if config.master else None
         if self._joins:
             del config.session_config.device_filters[:]  # They hide machines from each other.
-            config = cluster.alone(config)
+            config = compat.alone(config)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
 
     def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:
