@@ -286,7 +286,7 @@ def test_errors_of_the_chief_end_all(make, case):
         of_worker = {'devices': 1}
         error = (
             "ValueError: devices=2 asks for '/job:worker/task:0/device:CPU:1', but "
-            '/job:worker/task:0 has /job:worker/task:0/device:CPU:0.'
+            'that machine has /job:worker/task:0/device:CPU:0.'
         )
     elif case == 'model_dir':
         given = of_worker = {'model_dir': 'model'}

@@ -223,7 +223,7 @@ def test_the_picture_is_of_a_graph_as_it_is_now():
         ('sh', 'python samples/none.py'),
         ('sh', "pip install '.[none]'"),
         ('sh', 'rm -rf build'),
-        ('yaml', 'a: b'),
+        ('yaml', '- a: b'),
         ('', 'a: b'),
     ],
     ids=lambda blocks: ' '.join(blocks).split('\n')[0],
