@@ -13,6 +13,15 @@ from tensorflow_estimator.python.estimator.run_config import get_default_session
 Devices = Union[None, int, str, Sequence[str]]
 CHIEF = '/job:chief/task:0'  # the machine of what names none
 
+# Grappler's passes that go over the ops of all towers; on GPUs, layout and remapping are worth it.
+_NO_FASTER = (
+    'arithmetic_optimization',
+    'common_subgraph_elimination',
+    'constant_folding',
+    'dependency_optimization',
+    'loop_optimization',
+    'shape_optimization',
+)
 _LEGAL = (
     'devices is None (every GPU), a positive int (that many GPUs, or logical CPU devices where '
     "there is no GPU), or a list of device strings such as ['/device:GPU:0', '/device:GPU:1']"
@@ -139,11 +148,18 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
 
     Args:
       devices: as for `replicate()`.
-      base: the config to start from, which is left as it is; by default Estimator's own.
+      base: the config to start from, which is left as it is but for the devices. By default it's
+        Estimator's own; for several towers without those of TensorFlow's graph optimizers that take
+        long to start and make no step shorter.
     """
-    config = copy.deepcopy(base or get_default_session_config())
+    config, towers = copy.deepcopy(base or get_default_session_config()), resolve(devices)
     count = config.device_count
-    count['CPU'] = max(_cpus(resolve(devices)), count.get('CPU', 1))
+    count['CPU'] = max(_cpus(towers), count.get('CPU', 1))
+    if base is None and len(towers) > 1:
+        rewriting = config.graph_options.rewrite_options
+        rewriting.disable_meta_optimizer = all(spec_of(t).device_type == 'CPU' for t in towers)
+        for name in _NO_FASTER:
+            setattr(rewriting, name, rewriting.OFF)
     return config
 
 

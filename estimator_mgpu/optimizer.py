@@ -16,7 +16,8 @@ class TowerOptimizer:
 
     In a replicated model_fn every `tf.train.Optimizer` is one, of its own class still: nobody has
     to wrap one, and who does changes nothing. Gradients are of the whole batch before an optimizer
-    sees them. Which are applied is recorded, for `Estimator.explain()` and `verify()`.
+    sees them. Which are applied is recorded: the small ones of a call share
+    messages; `Estimator.explain()` and `verify()` show them.
 
     Examples:
       >>> optimizer = TowerOptimizer(tf.train.AdamOptimizer(0.01))
@@ -35,13 +36,19 @@ class TowerOptimizer:
         """As the optimizer's own."""
         pairs = list(grads_and_vars)
         graph = tf.get_default_graph()
-        setattr(graph, _RECORD, getattr(graph, _RECORD, []) + pairs)
+        setattr(graph, _RECORD, [*getattr(graph, _RECORD, []), pairs])
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
 
 def applied(graph: tf.Graph) -> list[tuple[Any, Any]]:
     """Lists the gradients that tower optimizers applied in a graph, each with its variable."""
-    return [(g, v) for g, v in getattr(graph, _RECORD, []) if g is not None]
+    return [(g, v) for pairs in getattr(graph, _RECORD, []) for g, v in pairs if g is not None]
+
+
+def calls(graph: tf.Graph) -> list[list[tf.Operation]]:
+    """Lists the ops that make the gradients of each call of a tower optimizer."""
+    found = [[g for g, _ in pairs if g is not None] for pairs in getattr(graph, _RECORD, [])]
+    return [[t.op for t in tf.nest.flatten(grads, expand_composites=True)] for grads in found]
 
 
 @contextlib.contextmanager

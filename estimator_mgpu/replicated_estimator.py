@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
+from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
 from estimator_mgpu import cluster, compat, explanation, machine_input
 from estimator_mgpu.devices import CHIEF, Devices, check, resolve, session_config, spec_of
@@ -92,11 +94,13 @@ class Estimator(_OnMachines):
                 "machine, without its job: ['/device:GPU:0', '/device:GPU:1']."
             )
         config = config or compat.estimator.RunConfig()
-        config = config.replace(session_config=session_config(devices, config.session_config))
+        session = copy.deepcopy(config.session_config)
+        if config.master and session:
+            del session.device_filters[:]  # They hide machines from each other.
+        base = None if session == get_default_session_config() else session
+        config = config.replace(session_config=session_config(devices, base))
         self._joins = config if config.master else None
-        if self._joins:
-            del config.session_config.device_filters[:]  # They hide machines from each other.
-            config = compat.alone(config)
+        config = compat.alone(config) if self._joins else config
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
 
     def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:

@@ -2,15 +2,16 @@
 
     python samples/benchmark.py --models=mlp,deep --towers=2,8 --rounds=3
     python samples/benchmark.py --devices=GPU --towers=2,4
-    python samples/benchmark.py --setups=replicate,unoptimized --models=deep
+    python samples/benchmark.py --setups=replicate,optimized --models=deep
     python samples/benchmark.py --setups=replicate,other --other=../estimator_mgpu-0.1
 
 Each set-up runs in a process of its own, and every round has each of them once. As machines are
 noisy, what counts are ratios of runs of one round: the tables give their medians, and in brackets
 their least and greatest. Start-up is all from the call of train() to the end of the first step,
-with the checkpoint that Estimator writes before it. The set-up `unoptimized` is replicate() without
-TensorFlow's own graph optimizer, which is where most of a large model's first step goes. The set-up
-`other` is replicate() of another version of the package, with those of the options that it knows.
+with the checkpoint that Estimator writes before it. One device and MirroredStrategy have
+Estimator's own session config. The set-up `optimized` is replicate() with that, rather than with
+session_config()'s, which leaves out optimizers of the graph. The set-up `other` is replicate() of
+another version of the package, with those of the options that it knows.
 
 The model `cnn` has batch normalization: replicate() takes the statistics of the whole batch, unless
 --batch_norm=device says that it's those of each device, as MirroredStrategy's are.
@@ -41,8 +42,8 @@ FLAGS = flags.FLAGS
 
 LIMIT = 900  # Seconds for one run: MirroredStrategy on 16 CPU devices was seen to hang.
 ONE, REPLICATE, MIRRORED = 'one device', 'replicate', 'MirroredStrategy'
-UNOPTIMIZED, OTHER = 'unoptimized', 'other'
-SETUPS = REPLICATE, MIRRORED, UNOPTIMIZED, OTHER
+OPTIMIZED, OTHER = 'optimized', 'other'
+SETUPS = REPLICATE, MIRRORED, OPTIMIZED, OTHER
 MEASURES = {  # What a run gives, and the unit it's printed in.
     'build': 's',
     'session': 's',
@@ -163,14 +164,14 @@ def run_once(model, setup, towers):
     chosen = benchmark_models.MODELS[model]
     model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
     devices = tower_devices(FLAGS.devices, towers)
-    session_config = estimator_mgpu.session_config(devices)
-    if setup in (REPLICATE, UNOPTIMIZED, OTHER):
+    own = setup in (REPLICATE, OTHER)
+    base = None if own else estimator.Estimator(model_fn).config.session_config
+    session_config = estimator_mgpu.session_config(devices, base)
+    if setup in (REPLICATE, OPTIMIZED, OTHER):
         options = {**chosen_variables(FLAGS.variables), 'batch_norm': FLAGS.batch_norm}
         known = inspect.signature(estimator_mgpu.replicate).parameters
         options = {name: value for name, value in options.items() if name in known}
         model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
-        off = setup == UNOPTIMIZED
-        session_config.graph_options.rewrite_options.disable_meta_optimizer = off
     elif setup == MIRRORED:
         if FLAGS.devices == 'CPU':
             [cpu] = tf.config.list_physical_devices('CPU')

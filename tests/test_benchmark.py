@@ -101,7 +101,7 @@ def test_another_version_that_is_not_the_one_imported_is_told(older):
 def test_a_wrong_flag_is_told_before_anything_runs():
     wrong = {
         '--models=mlp,none': 'give some of mlp, cnn, deep, embed, wide, lstm, transformer',
-        '--setups=horovod': 'give some of replicate, MirroredStrategy, unoptimized, other',
+        '--setups=horovod': 'give some of replicate, MirroredStrategy, optimized, other',
         '--setups=other': 'the set-up other needs --other=DIR',
         '--other=nowhere': '--other=nowhere has no directory estimator_mgpu',
         '--towers=1': 'give numbers of 2 or more',

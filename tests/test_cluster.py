@@ -370,6 +370,7 @@ def test_the_config_of_a_task(config_of):
     assert config.is_chief and not config.master and not config.evaluation_master
     assert not config.session_config.device_filters
     assert config.session_config.device_count['CPU'] == 2
+    assert config.session_config.graph_options.rewrite_options.disable_meta_optimizer
     one = estimator_mgpu.Estimator(linear, config=config_of(cluster={'chief': ['c0:1']}))
     assert one._joins is None  # One machine is no cluster.
 

@@ -124,6 +124,10 @@ PLACES = {
 }
 
 
+# What lies between a gradient's sum and its use.
+KEPT = 'Identity', 'Mul', 'Reshape', 'SplitV', 'Unique', 'UnsortedSegmentSum'
+
+
 @pytest.mark.parametrize('variables', PLACES)
 @pytest.mark.parametrize('devices', [None, 4, [f'/gpu:{i}' for i in range(4)]], ids=repr)
 def test_placement_on_gpus(devices, variables, four_gpus):
@@ -162,7 +166,7 @@ def test_placement_on_gpus(devices, variables, four_gpus):
                 before = waiting.pop()
                 if before.name.startswith('replicate/') and before.type in ('AddN', 'ConcatV2'):
                     sums[variable[0]].add(before.device)
-                elif before.type in ('Identity', 'UnsortedSegmentSum', 'Unique', 'Mul', 'Reshape'):
+                elif before.type in KEPT:
                     waiting += [t.op for t in before.inputs]
     assert found == {'ResourceGather': 4, 'VarHandleOp': 9, 'ResourceApplyAdam': 2}
     assert sums['kernel'] == {places['kernel']} and sums['bias'] == {places['bias']}
@@ -307,6 +311,30 @@ def test_session_config_keeps_what_it_is_given():
     config = estimator_mgpu.session_config(['/cpu:0', '/cpu:4'])
     assert config.device_count['CPU'] == 5
     assert config.allow_soft_placement
+
+
+def rewriting(config):
+    return config.graph_options.rewrite_options
+
+
+def test_graph_optimizers(tmp_path, monkeypatch):
+    """Several towers' default leaves out what takes long, but on GPUs layout and remapping."""
+    default = tf.estimator.Estimator(regression(adam), str(tmp_path)).config.session_config
+    assert rewriting(estimator_mgpu.session_config(1)) == rewriting(default)
+    assert rewriting(estimator_mgpu.session_config(2)).disable_meta_optimizer
+    gpus = rewriting(estimator_mgpu.session_config(['/job:a/device:GPU:0', '/job:a/device:GPU:1']))
+    assert not gpus.disable_meta_optimizer
+    assert gpus.constant_folding == gpus.OFF
+    assert gpus.layout_optimizer == gpus.remapping == gpus.DEFAULT
+    own = tf.ConfigProto(allow_soft_placement=True)
+    assert rewriting(estimator_mgpu.session_config(2, own)) == rewriting(own)
+    for config, disabled in (
+        (None, True),
+        (tf.estimator.RunConfig(), True),
+        (tf.estimator.RunConfig(session_config=own), False),
+    ):
+        estimator = estimator_mgpu.Estimator(regression(adam), str(tmp_path), config, devices=2)
+        assert rewriting(estimator.config.session_config).disable_meta_optimizer == disabled
 
 
 def test_gpus_are_not_initialised():

@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import optimizer, private
 from estimator_mgpu.batch import Batch
 from .calls import inline
 from .homes import settle
@@ -15,7 +16,7 @@ from .rules import OF_DEVICE, PRODUCTS, RULES
 from .rules.batch_norm import expand
 from .symbols import Rows
 from .towers import Towers
-from .waits import dependents, fill, ordered, read_first, untie
+from .waits import dependents, fill, join, ordered, read_first, untie
 
 
 def divide(
@@ -46,4 +47,7 @@ def divide(
     ops, rows = dependents(given, before), Rows('batch', static)
     read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
     plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, CALLERS, PRODUCTS, unused)
-    return Towers(graph, plan, total, devices, settle(graph, plan), replaced, parts)
+    calls = [private.backward(made) for made in optimizer.calls(graph)]
+    homes = settle(graph, plan)
+    join(plan)
+    return Towers(graph, plan, total, devices, homes, replaced, parts, calls)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.devices import host_of, machine_of
+from estimator_mgpu.devices import host_of
 
 
 class Nodes:
@@ -66,11 +66,13 @@ class Nodes:
     def build(self) -> None:
         """Adds all nodes to the graph."""
         nodes = self.graph_def.node
-        for node in list(nodes):  # A constant is made on another machine rather than sent there.
+        for node in list(nodes):  # A constant is made where it's used, rather than sent there.
             for i, name in enumerate(node.input):
                 value, dtype, device = self._consts.get(name, (None, None, node.device))
-                if machine_of(device) != machine_of(node.device):
-                    node.input[i] = self.const(value, dtype, host_of(node.device))
+                # On a GPU, int32 is in the host's memory; whatever else is a size is not.
+                at = node.device if dtype == tf.int32 else host_of(node.device)
+                if device not in (node.device, at):
+                    node.input[i] = self.const(value, dtype, at)
         used = {name for node in nodes for name in node.input if name[0] != '^'}
         made = {node.name for node in nodes}
         outside = {name for name in used if name.partition(':')[0] not in made}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from estimator_mgpu.devices import host_of, relay, spec_of
 from .callees import adapt
 from .homes import home_of
 from .nodes import Nodes
+from .packing import packs
 from .plan import FIRST, KEPT, OWN, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
-from .reduction import gather, reduce
+from .reduction import gather, joined, reduce, split
 from .rules import kinds
 from .sharding import Number, Sharding
 from .symbols import ONE, Dim, Rows
@@ -29,7 +30,7 @@ class Towers:
     The ops that the user made stay: those that run once, and the others, too, for whoever fetches
     them. They take whole values: what towers have, gathered or reduced. By names of tensors,
     `homes` says where that is made, `instead` what is used in their place, and `parts` of what
-    machines' rows they are joined.
+    machines' rows they are joined. `calls` has the ops that each optimizer's call needs.
     """
 
     graph: tf.Graph
@@ -39,6 +40,7 @@ class Towers:
     homes: dict[str, str]
     instead: dict[str, tf.Tensor]
     parts: dict[str, Sequence[tf.Tensor]]
+    calls: Sequence[Set[tf.Operation]] = ()
 
     def __post_init__(self) -> None:
         self._sources = {t.name for t in self.plan.sources}
@@ -47,6 +49,8 @@ class Towers:
         self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
         self._shardings = {rows: self._sharding}
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
+        self._packs = packs(self.plan, self.calls, self._place)
+        self._unpacked: dict[tuple[str, str], str] = {}  # by name, and device
         self._build()
 
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -65,11 +69,21 @@ class Towers:
         for op in self.plan.order:
             for tensor in op.outputs:
                 self._whole(tensor)
+        given = {
+            (op, i): self._const(t.op, [], home)
+            for op in self.plan.order
+            if (home := home_of(op))
+            for i, t in enumerate(op.inputs)
+            if self._is_small(t) and not t.op.control_inputs
+        }
         self._nodes.build()
         for op in self.plan.order:
             for index, tensor in enumerate(list(op.inputs)):
                 if tensor.name in self._wholes:
                     private.set_input(op, index, self.whole(tensor))
+                elif (op, index) in given:
+                    constant = self.graph.get_tensor_by_name(given[op, index])
+                    private.set_input(op, index, constant)
             before = op.control_inputs
             if any(c.name in self.plan.ops for c in before):
                 waits = [op] if op.type == kinds.GROUP and op.name in self.plan.ops else before
@@ -116,15 +130,23 @@ class Towers:
         """Where a tensor of the user's is made."""
         return home_of(tensor.op) or (self._sharding.host if tensor.name in self._sources else '')
 
+    def _place(self, tensor: tf.Tensor) -> str:
+        """Where a tensor's whole value is made, which may be made of towers'."""
+        ours = self._is_ours(tensor)
+        return self.homes.get(tensor.name, self.devices[0]) if ours else self._home(tensor)
+
     def _whole(self, tensor: tf.Tensor) -> str:
         """The whole value, which may be made of towers'."""
         if self._is_ours(tensor) and tensor.name not in self._wholes:
-            self._wholes[tensor.name] = self._made_whole(tensor)
+            if tensor.name in self._packs:
+                self._wholes.update(self._summed(self._packs[tensor.name]))
+            else:
+                self._wholes[tensor.name] = self._made_whole(tensor)
         return self._wholes.get(tensor.name, tensor.name)
 
     def _made_whole(self, tensor: tf.Tensor) -> str:
         dtype, sizes = tensor.dtype.base_dtype, self.plan.sizes
-        home = self.homes.get(tensor.name, self.devices[0])
+        home = self._place(tensor)
         if self._is_size(tensor):
             numbers = [self._sharding.number(size) for size in sizes.entries(tensor) or []]
             return self._sharding.tensor(numbers if tensor.shape.rank else numbers[0], dtype)
@@ -136,6 +158,29 @@ class Towers:
         if isinstance(placement, Partial):
             return reduce(sharding, parts, dtype, placement.reduce, home)
         return gather(sharding, parts, dtype, sizes.dims(tensor) or [], placement.axis, home)
+
+    def _summed(self, pack: Sequence[tf.Tensor]) -> dict[str, str]:
+        """The sums of what towers have of a pack's tensors, by their names."""
+        placement, home = self.plan.placements[pack[0].name], self._place(pack[0])
+        assert isinstance(placement, Partial)
+        sharding, dtype = self._sharding_of(placement.rows), pack[0].dtype.base_dtype
+        parts = [
+            joined(sharding, [self._own(tensor, i) for tensor in pack], pack, device)
+            for i, device in enumerate(self.devices)
+        ]
+        return split(sharding, reduce(sharding, parts, dtype, 'sum', home), pack, home)
+
+    def _read(self, tensor: tf.Tensor, device: str) -> str:
+        """A variable's value on a device, where its pack is sent."""
+        pack, home = self._packs[tensor.name], self._place(tensor)
+        if (tensor.name, device) not in self._unpacked:
+            sharding, dtype = self._sharding, tensor.dtype.base_dtype
+            sent = self._sent(
+                joined(sharding, [t.name for t in pack], pack, home), dtype, home, device
+            )
+            found = split(sharding, sent, pack, device)
+            self._unpacked.update({(name, device): value for name, value in found.items()})
+        return self._unpacked[tensor.name, device]
 
     def _sharding_of(self, rows: Rows) -> Sharding:
         """How rows are divided: the batch's, or those that a tensor has, which is made whole."""
@@ -182,17 +227,23 @@ class Towers:
         made = isinstance(placement, (Shard, Partial))
         if placement is not None and not made and need != FIRST:
             return self._own(tensor, tower)  # The same on all.
-        copied = placement is None and op.type == kinds.CONST and not zeros
-        if copied and tensor.shape.num_elements() <= _SMALL:
-            waits, where = self._waits(op, tower), self._device(op, tower)
-            value = op.get_attr('value').SerializeToString()
-            return self._nodes.add('Const', waits, where, dtype=dtype, value=value)
+        if placement is None and self._is_small(tensor) and not zeros:
+            return self._const(op, self._waits(op, tower), self._device(op, tower))
+        home = self._place(tensor)
+        if tensor.name in self._packs and placement is None and device != home and not zeros:
+            return self._read(tensor, device)
         whole = self._whole(tensor)
         if dtype not in (tf.resource, tf.variant) and not private.is_reference(tensor):
-            ours = self.homes.get(tensor.name, self.devices[0])
-            source = ours if tensor.name in self._wholes else self._home(tensor)
-            whole = self._sent(whole, dtype, source, device)
+            whole = self._sent(whole, dtype, home, device)
         return self._nodes.add('ZerosLike', [whole], device, T=dtype) if zeros else whole
+
+    def _is_small(self, tensor: tf.Tensor) -> bool:
+        """Whether it's a constant that each tower has a copy of."""
+        return tensor.op.type == kinds.CONST and tensor.shape.num_elements() <= _SMALL
+
+    def _const(self, op: tf.Operation, waits: Sequence[str], device: str) -> str:
+        dtype, value = op.outputs[0].dtype, op.get_attr('value').SerializeToString()
+        return self._nodes.add('Const', waits, device, dtype=dtype, value=value)
 
     def _sent(self, value: str, dtype: tf.DType, source: str, device: str) -> str:
         """A value that is made on a device, sent to another one's machine once for all there."""

@@ -10,6 +10,8 @@ from graphlib import TopologicalSorter
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from .homes import home_of
+from .plan import Plan
 from .rules import kinds
 
 
@@ -27,7 +29,7 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     if references or any(map(private.in_control_flow, ops)):
         return {}
     replaced = {}
-    effects = _effects(ops)
+    effects = effects_of(ops)
     for op in ops:
         entries = private.waiting(op) if op.type == kinds.GROUP else []
         if not all(entry.type == kinds.IDENTITY for entry in entries):
@@ -45,7 +47,7 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     return replaced
 
 
-def _effects(ops: Sequence[tf.Operation]) -> dict[tf.Operation, int]:
+def effects_of(ops: Sequence[tf.Operation]) -> dict[tf.Operation, int]:
     """The ops with effects that each waits for, and itself: one bit each."""
     given = {op: set(private.waited(op)) for op in ops}
     found: dict[tf.Operation, int] = {}
@@ -93,6 +95,22 @@ def read_first(ops: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> N
                     uses = {c.type for t in user.outputs for c in t.consumers()} - set(kinds.KEEPS)
                     if uses and _looks(user, handle) and op not in private.backward([user]):
                         private.add_control_inputs(op, [user])
+
+
+def join(plan: Plan) -> None:
+    """Lets a group of what runs once wait for one op of each device, which waits for the others."""
+    groups = [op for op in plan.order if op.type == kinds.GROUP and op.name not in plan.ops]
+    for op in groups if not any(map(private.in_control_flow, groups)) else ():
+        found: dict[str, list[tf.Operation]] = {}
+        for before in op.control_inputs:
+            home = '' if before.name in plan.ops else home_of(before) or ''
+            found.setdefault(home, []).append(before)
+        for device, waited in found.items():
+            if device and len(waited) > 1:
+                with tf.control_dependencies(None), tf.control_dependencies(waited):
+                    with tf.device(device), tf.name_scope('replicate/'):
+                        found[device] = [tf.no_op()]
+        private.set_control_inputs(op, sum(found.values(), []))
 
 
 def _looks(op: tf.Operation, handle: tf.Tensor) -> bool:
