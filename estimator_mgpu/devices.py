@@ -112,6 +112,7 @@ def relay(devices: Sequence[str], device: str, home: str) -> str | None:
     return like if like in devices else next(d for d in devices if machine_of(d) == machine)
 
 
+@functools.cache
 def host_of(device: str) -> str:
     """The CPU of a device's machine."""
     return spec_of(device).replace(device_type='CPU', device_index=0).to_string()

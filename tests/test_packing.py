@@ -66,8 +66,8 @@ def test_messages_of_a_step(towers):
     sends = [node for part in found.partition_graphs for node in part.node if node.op == '_Send']
     others = towers - 1
     # Of the packs, each from each device to each other one and back; of the variables in none, as
-    # one is large and two are float64; features, labels, and the end of train_op.
-    assert len(sends) <= (2 * towers + 2 * 3 + 3) * others
+    # one is large, one a scalar and two are float64; features, labels, and the end of train_op.
+    assert len(sends) <= (2 * towers + 2 * 4 + 3) * others
 
 
 def rivals(features, labels, mode):

@@ -50,42 +50,6 @@ def reduce(sharding: Sharding, parts: Sequence[str], dtype: tf.DType, how: str, 
     return _combined(nodes, sent, dtype, how, to)
 
 
-def joined(
-    sharding: Sharding, values: Sequence[str], tensors: Sequence[tf.Tensor], device: str
-) -> str:
-    """The entries of several values, of the shapes of tensors, as one vector."""
-    dtype = tensors[0].dtype.base_dtype
-    inputs = [
-        value if tensor.shape.rank == 1 else _shaped(sharding, value, dtype, [-1], device)
-        for value, tensor in zip(values, tensors)
-    ]
-    inputs.append(sharding.tensor(0))
-    return sharding.nodes.add('ConcatV2', inputs, device, T=dtype, N=len(values), Tidx=tf.int32)
-
-
-def split(
-    sharding: Sharding, vector: str, tensors: Sequence[tf.Tensor], device: str
-) -> dict[str, str]:
-    """Of a vector of several tensors' entries, those of each in its shape, by its name."""
-    dtype, count = tensors[0].dtype.base_dtype, len(tensors)
-    sizes = sharding.tensor([tensor.shape.num_elements() for tensor in tensors])
-    given = [vector, sizes, sharding.tensor(0)]
-    parts = sharding.nodes.add(
-        'SplitV', given, device, T=dtype, Tlen=tf.int32, num_split=count
-    ).removesuffix(':0')
-    found = {}
-    for i, tensor in enumerate(tensors):
-        part, shape = f'{parts}:{i}', tensor.shape.as_list()
-        one = len(shape) == 1
-        found[tensor.name] = part if one else _shaped(sharding, part, dtype, shape, device)
-    return found
-
-
-def _shaped(sharding: Sharding, value: str, dtype: tf.DType, shape: list[int], device: str) -> str:
-    given = [value, sharding.tensor(shape)]
-    return sharding.nodes.add('Reshape', given, device, T=dtype, Tshape=tf.int32)
-
-
 def _combined(nodes: Nodes, parts: Sequence[str], dtype: tf.DType, how: str, to: str) -> str:
     """What some parts come to, on a device; one alone stays where it is."""
     if how == 'sum' and len(parts) > 1:

@@ -13,9 +13,9 @@ from estimator_mgpu.devices import host_of, relay, spec_of
 from .callees import adapt
 from .homes import home_of
 from .nodes import Nodes
-from .packing import packs
+from .packing import joined, packs, split
 from .plan import FIRST, KEPT, OWN, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
-from .reduction import gather, joined, reduce, split
+from .reduction import gather, reduce
 from .rules import kinds
 from .sharding import Number, Sharding
 from .symbols import ONE, Dim, Rows
