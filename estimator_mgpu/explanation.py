@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from estimator_mgpu import compat, optimizer, private, steps
 from estimator_mgpu.devices import spec_of
-from estimator_mgpu.partition.homes import bytes_of
+from estimator_mgpu.partition.homes import bytes_of, home_of
 from estimator_mgpu.partition.plan import Partial, Plan
 from estimator_mgpu.partition.rules import kinds
 
@@ -45,6 +45,14 @@ class Gradient(NamedTuple):
     device: str  # the variable's, where towers' gradients are summed
 
 
+class Traffic(NamedTuple):
+    """What a device sends to others in a step, and gets from them."""
+
+    sent: int  # bytes
+    received: int  # bytes
+    messages: int  # that it sends: a tensor is one for each device that needs it
+
+
 class Explanation(NamedTuple):
     """How a model trains on several devices. As a str it's a table.
 
@@ -55,24 +63,16 @@ class Explanation(NamedTuple):
     rows_per_tower: list[int] | None  # None if the batch size isn't static
     variables: dict[str, int]  # bytes of variables, slots and the like included, by device
     gradients: list[Gradient]
+    traffic: dict[str, Traffic]  # by device, of a step: the batch, variables, gradients and all
     divided: int  # how many ops run in towers
     once: list[Once]  # the costliest first
     scopes: dict[str, dict[str, int]]  # bytes that ops put out: 'shard', 'partial' and 'once'
 
-    @property
-    def traffic(self) -> dict[str, int]:
-        """Bytes of dense gradients that go in and out of each device in a step."""
-        found = Counter(dict.fromkeys(self.towers, 0))
-        for gradient in self.gradients:
-            for tower in self.towers if gradient.bytes else ():
-                if spec_of(tower) != spec_of(gradient.device):
-                    found.update({tower: gradient.bytes, gradient.device: gradient.bytes})
-        return {device: size for device, size in found.items() if size}
-
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON knows it."""
         lists = {name: [e._asdict() for e in getattr(self, name)] for name in ('gradients', 'once')}
-        return {**self._asdict(), **lists, 'traffic': self.traffic}
+        traffic = {device: moved._asdict() for device, moved in self.traffic.items()}
+        return {**self._asdict(), **lists, 'traffic': traffic}
 
     def draw(self, path: str) -> None:
         """Draws what each scope puts out, by placement, with Matplotlib: to 'plan.svg', say."""
@@ -92,12 +92,15 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         rows: Sequence[Any] = self.rows_per_tower or ['its share of the'] * len(self.towers)
         sent = [(g, 'gathered rows' if g.bytes is None else _size(g.bytes)) for g in self.gradients]
-        moved = [f'in and out of {where}: {_size(n)}' for where, n in self.traffic.items()]
+        moved = [
+            f'{where}: {_size(t.sent)} out in {t.messages} messages, {_size(t.received)} in'
+            for where, t in self.traffic.items()
+        ]
         parts = {
             'towers': [f'{where}: {n} rows' for where, n in zip(self.towers, rows)],
             'variables': [f'{where}: {_size(n)}' for where, n in self.variables.items()],
             'gradients': [f'{g.variable}: {n}, summed on {g.device}' for g, n in sent],
-            'gradients between devices, each step': moved,
+            'between devices, each step': moved,
             'ops': [f'{self.divided} run in towers', f'{len(self.once)} run once, on all rows'],
             'run once: share of all output, name, bytes gathered, line, why': [
                 f'{op.share:.1%} {op.name}, {_size(op.gathered)}, {op.line or "no line"}, {op.why}'
@@ -119,7 +122,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         step = tf.train.get_or_create_global_step()
         graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))  # As Estimator does.
         features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
-        estimator.model_fn(features, labels, mode, estimator.config)
+        spec = estimator.model_fn(features, labels, mode, estimator.config)
         variables: Counter[str] = Counter()
         for variable in tf.global_variables():
             variables[variable.device or _NOWHERE] += bytes_of(variable)
@@ -133,8 +136,40 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
             size = 0 if once else None if sparse else bytes_of(variable)
             gradients.append(Gradient(variable.op.name, size, variable.device or _NOWHERE))
         divided = (len(plan.ops), _once(plan, _line), _scopes(plan)) if plan else (0, [], {})
-        parts = dict(sorted(variables.items())), gradients, *divided
+        step_ops = [op for op in (spec.train_op, spec.loss) if op is not None]
+        moved = _traffic([getattr(op, 'op', op) for op in step_ops], known.devices[0])
+        parts = dict(sorted(variables.items())), gradients, moved, *divided
         return Explanation(known.devices, known.rows_per_tower, *parts)
+
+
+def messages(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, int]]:
+    """What devices send each other where ops run: from, to and bytes of each message.
+
+    TensorFlow sends a tensor once to each device. What is on none is taken to be on the first.
+    """
+
+    def place(op: tf.Operation) -> str:
+        groups = [op.graph.get_operation_by_name(name) for name in private.colocated_with(op)]
+        found = home_of(op) or next((home_of(other) for other in groups if home_of(other)), None)
+        return spec_of(found or first).to_string()
+
+    needed = {op: place(op) for op in private.backward(ops)}
+    sent = {(t.name, to): (t.op, t) for op, to in needed.items() for t in op.inputs}
+    waits = {(o.name, to): (o, None) for op, to in needed.items() for o in op.control_inputs}
+    return [
+        (needed[op], to, bytes_of(tensor) if tensor is not None else 0)
+        for (_, to), (op, tensor) in {**sent, **waits}.items()
+        if needed[op] != to
+    ]
+
+
+def _traffic(ops: Sequence[tf.Operation], first: str) -> dict[str, Traffic]:
+    sent, received, count = Counter[str](), Counter[str](), Counter[str]()
+    for source, target, size in messages(ops, first):
+        sent[source] += size
+        received[target] += size
+        count[source] += 1
+    return {to: Traffic(sent[to], received[to], count[to]) for to in sorted({*count, *received})}
 
 
 def tell() -> None:

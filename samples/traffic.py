@@ -10,14 +10,14 @@ that adds up gradients moves 2 (M - 1) / M of them each way. Nothing is run: tas
 from __future__ import annotations
 
 import collections
-import math
 
 import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 import estimator_mgpu
-from estimator_mgpu import cluster, private
+from estimator_mgpu import cluster, explanation
 from estimator_mgpu.devices import machine_of
+from estimator_mgpu.partition.homes import bytes_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('machines', ['2', '3', '4'], 'Numbers of machines.')
@@ -67,28 +67,12 @@ def count(model_fn, machines):
         spec, _ = build(model_fn, machines)
         cluster.pin(graph)
         sent, received = collections.Counter(), collections.Counter()
-        ops = private.backward([spec.train_op, spec.loss.op])
-        edges = {(tensor, placed(op)) for op in ops for tensor in op.inputs}
-        for tensor, device in edges:  # TensorFlow sends a tensor once to each device.
-            source, target = machine_of(placed(tensor.op)), machine_of(device)
+        for *ends, size in explanation.messages([spec.train_op, spec.loss.op], cluster.CHIEF):
+            source, target = map(machine_of, ends)
             if source != target:
-                sent[source] += size_of(tensor)
-                received[target] += size_of(tensor)
-        return sent, received, sum(size_of(v.value()) for v in tf.trainable_variables())
-
-
-def size_of(tensor):
-    """The bytes of a tensor of a known shape."""
-    return math.prod(tensor.shape.as_list()) * tensor.dtype.base_dtype.size
-
-
-def placed(op):
-    """The device of an op; of one that has none, that of what it has to be with."""
-    while not op.device:
-        held = [t.op for t in op.inputs if t.dtype == tf.resource]
-        held += [op.graph.get_operation_by_name(name) for name in private.colocated_with(op)]
-        op = held[0]
-    return op.device
+                sent[source] += size
+                received[target] += size
+        return sent, received, sum(map(bytes_of, tf.trainable_variables()))
 
 
 def main(_):

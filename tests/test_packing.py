@@ -1,16 +1,21 @@
 """Small variables and gradients share messages: which do, and how few those are."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu import explanation
 from models import adam, batches, floats, spec_of, step, weights
 from towers import compare, session, train
 
 pytestmark = pytest.mark.core
 TRAIN = tf.estimator.ModeKeys.TRAIN
 LAYERS = 10
+ENDS = 'send', 'recv'
+PLAIN = {'graph_options': estimator_mgpu.session_config(2).graph_options}
 
 
 def layers(features):
@@ -52,18 +57,22 @@ def test_packs_of_one_device(variables):
     compare(momentum, batches(steps=3), 3, variables=variables)
 
 
+def sends_of(train_op, towers):
+    """The sends of a step, as TensorFlow made them."""
+    with session(towers, **PLAIN) as run:
+        run.run(tf.global_variables_initializer())
+        found = tf.RunMetadata()
+        run.run(train_op, None, tf.RunOptions(output_partition_graphs=True), found)
+    return [node for part in found.partition_graphs for node in part.node if node.op == '_Send']
+
+
 @pytest.mark.parametrize('towers', [2, 4, 8])
 def test_messages_of_a_step(towers):
-    """What a step's parts send each other, as TensorFlow made them."""
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
         inputs = tf.constant(floats(16, 3)), tf.constant(floats(16, 1))
         spec = estimator_mgpu.replicate(momentum, devices=towers)(*inputs, TRAIN)
-        with session(towers) as run:
-            run.run(tf.global_variables_initializer())
-            found = tf.RunMetadata()
-            run.run(spec.train_op, None, tf.RunOptions(output_partition_graphs=True), found)
-    sends = [node for part in found.partition_graphs for node in part.node if node.op == '_Send']
+        sends = sends_of(spec.train_op, towers)
     others = towers - 1
     # Of the packs, each from each device to each other one and back; of the variables in none, as
     # one is large, one a scalar and two are float64; features, labels, and the end of train_op.
@@ -164,3 +173,19 @@ def test_a_loss_alone_needs_no_gradient():
         stack += before
     assert not [op.name for op in seen if 'gradients/' in op.name]
     assert np.isfinite(run.losses).all()
+
+
+def test_messages_are_those_that_explain_counts():
+    """From each device to each other one, of a model of all kinds of packs."""
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        inputs = tf.constant(floats(16, 3)), tf.constant(floats(16, 1))
+        spec = estimator_mgpu.replicate(momentum, devices=4)(*inputs, TRAIN)
+        ends = [e[:2] for e in explanation.messages([spec.train_op], '/device:CPU:0')]
+        real = [
+            tuple(node.attr[f'{end}_device'].s.decode()[-len('/device:CPU:0') :] for end in ENDS)
+            for node in sends_of(spec.train_op, 4)
+        ]
+    # A constant that is on no device is put where it's used.
+    assert len(real) > 40 and sum((Counter(ends) - Counter(real)).values()) <= 1
+    assert not Counter(real) - Counter(ends)

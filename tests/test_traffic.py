@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import cluster
 from estimator_mgpu.devices import machine_of
+from estimator_mgpu.partition.homes import bytes_of
 from models import floats
 from test_samples import SAMPLES
 
@@ -66,7 +67,7 @@ def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
                 name = re.sub(r'edge_\d+_', '', node.attr['tensor_name'].s.decode())
                 op, _, index = name.partition(':')
                 if source != target and op in ops:  # Others stand for control edges.
-                    received[target] += traffic.size_of(ops[op].outputs[int(index or 0)])
+                    received[target] += bytes_of(ops[op].outputs[int(index or 0)])
     _, expected, _ = traffic.count(model_fn, 3)
     assert set(received) == set(expected)
     for task, size in received.items():
