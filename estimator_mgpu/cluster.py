@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from estimator_mgpu.devices import CHIEF, spec_of
+from estimator_mgpu.devices import CHIEF, machine_of, spec_of
 
 _JOBS = ('chief', 'worker', 'ps')  # An evaluator is in no cluster.
 _EVERY = 30  # seconds from one message to the next on what is waited for
@@ -31,8 +31,7 @@ class Task:
     """This process, as a task of TF_CONFIG's cluster; it has TensorFlow's server.
 
     The chief and each other task tell each other by variables on the latter: what that takes the
-    cluster to be, and how the chief has ended. What waits for the other tasks also ends when
-    SIGTERM comes.
+    cluster to be, and how the chief has ended.
     """
 
     def __init__(self, config: Any, session_config: tf.ConfigProto):
@@ -40,6 +39,7 @@ class Task:
         self.addresses = addresses(config)
         self.name = f'/job:{config.task_type}/task:{config.task_id}'
         self._limit: float = config.session_creation_timeout_secs
+        self._others = [task for task in self.addresses if task != self.name]
         self._trains = False
         self._terminated = 0.0  # when SIGTERM came
         jobs = {job: spec.job_tasks(job) for job in _JOBS if job in spec.jobs}
@@ -92,19 +92,16 @@ class Task:
         path = os.path.join(model_dir, f'.{uuid.uuid4().hex}')
         tf.io.gfile.makedirs(path)
         try:
-            for task in self._others():
+            for task in self._others:
                 self._check(task, path)
         finally:
             tf.io.gfile.rmtree(path)
         # Servers keep tables, say, from one session to the next, in a container of the job's name.
         tf.Session.reset(self.server.target, [*_JOBS])
-        found: dict[str, list[str]] = {task: [] for task in self.addresses}
         with tf.Session(self.server.target) as session:
-            for device in session.list_devices():
-                spec = spec_of(device.name).replace(replica=None)
-                if spec.device_type in ('CPU', 'GPU'):
-                    found[f'/job:{spec.job}/task:{spec.task}'].append(spec.to_string())
-        return found
+            specs = [spec_of(d.name).replace(replica=None) for d in session.list_devices()]
+        names = [spec.to_string() for spec in specs if spec.device_type in ('CPU', 'GPU')]
+        return {task: [n for n in names if machine_of(n) == task] for task in self.addresses}
 
     @contextlib.contextmanager
     def training(self) -> Iterator[tf.train.SessionRunHook]:
@@ -136,9 +133,6 @@ class Task:
         if end['error']:
             raise RuntimeError(f'The chief has failed: {end["error"]}')
         raise SystemExit(end['status'])
-
-    def _others(self) -> list[str]:
-        return [task for task in self.addresses if task != self.name]
 
     @contextlib.contextmanager
     def _session_with(self, task: str) -> Iterator[Any]:
@@ -182,7 +176,7 @@ class Task:
         error = getattr(sys, 'last_value', None)  # which nobody has caught
         text = error and f'{type(error).__name__}: {error}'
         word = json.dumps({'error': text, 'status': _TERMINATED if self._terminated else 0})
-        for task in self._others():
+        for task in self._others:
             if _listens(self.addresses[task]):
                 with contextlib.suppress(tf.errors.OpError):  # The next ones are told all the same.
                     with self._session_with(task) as (session, _, said):

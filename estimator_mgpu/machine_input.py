@@ -83,9 +83,7 @@ def _no_rows(spec: Any) -> Any:
         return tf.ragged.constant([], spec.dtype, spec.ragged_rank, inner)
     if isinstance(spec, tf.SparseTensorSpec):
         sizes = [0, *(size or 0 for size in spec.shape.as_list()[1:])]
-        return tf.SparseTensor(
-            tf.zeros([0, len(sizes)], tf.int64), tf.zeros([0], spec.dtype), sizes
-        )
+        return tf.sparse.from_dense(tf.zeros(sizes, spec.dtype))
     if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank or None in spec.shape[1:]:
         raise ValueError(
             "input='machine' needs batches of tensors whose dimensions are known but for the rows, "
