@@ -22,7 +22,7 @@ from estimator_mgpu.devices import CHIEF, machine_of, spec_of
 
 _JOBS = ('chief', 'worker', 'ps')  # An evaluator is in no cluster.
 _EVERY = 30  # seconds from one message to the next on what is waited for
-_GRACE = 20  # seconds after SIGTERM in which a task still serves; schedulers kill after 30, say
+_GRACE = 20  # seconds after SIGTERM in which a task still serves the chief's last checkpoint
 _TERMINATED = 128 + signal.SIGTERM
 _joined: list[Task] = []  # A process has one server, for as long as it lives.
 
@@ -66,8 +66,7 @@ class Task:
 
     def wait(self, tasks: Iterable[str] = (), ended: Callable[[], bool] = lambda: False) -> None:
         """Waits for tasks, by default all, to be reached, and says which ones can't, or until."""
-        start = time.monotonic()
-        told = start - _EVERY
+        start = due = time.monotonic()
         wanted = {task: self.addresses[task] for task in tasks or self.addresses}
         while missing := [f'{t} at {a}' for t, a in wanted.items() if not _listens(a)]:
             now, text = time.monotonic(), ', '.join(missing)
@@ -77,13 +76,12 @@ class Task:
                 raise SystemExit(_TERMINATED)
             if now - start > self._limit:
                 raise TimeoutError(
-                    f"{text}: not reached in {self._limit} seconds, the RunConfig's "
-                    'session_creation_timeout_secs. Start the script there, with the same cluster '
-                    'in TF_CONFIG, and let its port through.'
+                    f'{text}: not reached in {self._limit} seconds (session_creation_timeout_secs '
+                    'of RunConfig). Start the script there, and let its port through.'
                 )
-            if now - told >= _EVERY:
+            if now >= due:
                 tf.logging.warning(f'Waiting for {text}: the script has to be started there, too.')
-                told = now
+                due = now + _EVERY
             time.sleep(1)
 
     def devices(self, model_dir: str) -> dict[str, list[str]]:
@@ -116,10 +114,7 @@ class Task:
             raise SystemExit(_TERMINATED)
 
     def serve(self) -> NoReturn:
-        """Serves until the chief's process ends, and ends as that does.
-
-        Where all tasks get SIGTERM at once, the chief's last checkpoint still needs the others.
-        """
+        """Serves until the chief's process ends, and ends as that does."""
         self._trains = True
         with self._session_with(self.name) as (session, known, said):
             session.run([known.assign(json.dumps(self.addresses)), said.assign('')])
@@ -139,8 +134,7 @@ class Task:
         """A session of two tasks, and the variables on one of them."""
         # Timeouts are of each call.
         config = tf.ConfigProto(device_filters=[self.name, task], operation_timeout_in_ms=60_000)
-        cpu, own = f'{task}/device:CPU:0', 'estimator_mgpu'
-        with tf.Graph().as_default(), tf.device(cpu), tf.container(own):
+        with tf.Graph().as_default(), tf.device(f'{task}/cpu:0'), tf.container('estimator_mgpu'):
             names = ('estimator_mgpu_cluster', 'estimator_mgpu_end')
             strings = [tf.get_variable(name, [], tf.string, use_resource=True) for name in names]
             with tf.Session(self.server.target, config=config) as session:
@@ -166,9 +160,8 @@ class Task:
             )
         if not seen.size:
             raise ValueError(
-                f'{task} does not see model_dir={os.path.dirname(path)!r} of {self.name}. Each '
-                'machine writes and reads a part of a checkpoint: give a directory of a file '
-                'system that all of them have.'
+                f'{task} does not see model_dir={os.path.dirname(path)!r} of {self.name}. Give a '
+                'directory of a file system of all machines: each has a part of a checkpoint.'
             )
 
     def _end(self) -> None:
@@ -176,11 +169,11 @@ class Task:
         error = getattr(sys, 'last_value', None)  # which nobody has caught
         text = error and f'{type(error).__name__}: {error}'
         word = json.dumps({'error': text, 'status': _TERMINATED if self._terminated else 0})
-        for task in self._others:
+        for task in self._others:  # each, whatever comes of one
             if _listens(self.addresses[task]):
-                with contextlib.suppress(tf.errors.OpError):  # The next ones are told all the same.
-                    with self._session_with(task) as (session, _, said):
-                        session.run(said.assign(word))
+                one = self._session_with(task)
+                with contextlib.suppress(tf.errors.OpError), one as (session, _, said):
+                    session.run(said.assign(word))
 
     def _terminate(self, number: int, frame: Any) -> None:
         self._terminated = time.monotonic()
@@ -232,8 +225,7 @@ def pin(graph: tf.Graph) -> None:
 
 def _listens(address: str) -> bool:
     host, _, port = address.rpartition(':')
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((host.strip('[]'), int(port)), timeout=5).close()
-    except OSError:
-        return False
-    return True
+        return True
+    return False

@@ -9,6 +9,7 @@ from typing import Any, Union
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.batch import rows_of
 from estimator_mgpu.devices import host_of
 from .nodes import Nodes
 from .plan import Local, Numbers
@@ -108,12 +109,10 @@ class Sharding:
 
     def _spans_of(self, parts: Sequence[tf.Tensor]) -> list[list[Extent]]:
         """By tower and part, where the tower's rows start in that part, and how many they are."""
-        named, rows = self.nodes.graph.get_tensor_by_name, []
-        for part in parts:
-            with tf.control_dependencies(None), tf.device(part.device), tf.name_scope(None):
-                rows.append(tf.shape(part, name=f'{self.nodes.scope}/rows/Shape')[0])
+        named = self.nodes.graph.get_tensor_by_name
         scope = tf.name_scope(f'{self.nodes.scope}/rows/')
         with tf.control_dependencies(None), tf.device(self.host), scope:
+            rows = [tf.cast(rows_of(part), tf.int32) for part in parts]
             counts, before = tf.stack(rows), tf.cumsum(rows, exclusive=True)
             starts, sizes = (
                 tf.stack([named(n) for n in own])[:, None] for own in (self._starts, self._sizes)
