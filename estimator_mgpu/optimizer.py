@@ -45,10 +45,10 @@ def applied(graph: tf.Graph) -> list[tuple[Any, Any]]:
     return [(g, v) for pairs in getattr(graph, _RECORD, []) for g, v in pairs if g is not None]
 
 
-def calls(graph: tf.Graph) -> list[list[tf.Operation]]:
-    """Lists the ops that make the gradients of each call of a tower optimizer."""
+def calls(graph: tf.Graph) -> list[list[tf.Tensor]]:
+    """Lists the gradients of each call of a tower optimizer, as dense tensors."""
     found = [[g for g, _ in pairs if g is not None] for pairs in getattr(graph, _RECORD, [])]
-    return [[t.op for t in tf.nest.flatten(grads, expand_composites=True)] for grads in found]
+    return [tf.nest.flatten(gradients, expand_composites=True) for gradients in found]
 
 
 @contextlib.contextmanager

@@ -43,8 +43,9 @@ def test_spread(capsys):
     # A variable and its slot: twice 4 bytes a float. Estimator's int64 global step is nowhere.
     assert found.variables == {'(no device)': 8, **dict(zip(CPUS, (720, 480, 240)))}
     # Of each variable, to the two other devices, and as much of gradients back; the rows of the
-    # others from the first device, with those of the loss's gradient and a number, and losses back.
-    variables, rows = (360, 240, 120), 4 * (3 + 1 + 1) * 4 + 4
+    # others from the first device, with those of the loss's gradient, a number, and two of the
+    # optimizer; and losses back.
+    variables, rows = (360, 240, 120), 4 * (3 + 1 + 1) * 4 + 4 + 2 * 4
     moved = [2 * size + sum(variables) - size for size in variables]
     sent = moved[0] + 2 * rows, moved[1] + 4, moved[2] + 4
     received = moved[0] + 2 * 4, moved[1] + rows, moved[2] + rows
@@ -106,8 +107,9 @@ def test_of_a_table_rows_are_counted():
     found = explain(model_fn, devices=2)
     assert found.gradients[0] == ('table', None, CPUS[0])
     # To the second device 6 rows: of features, of labels, of the loss's gradient with a number, and
-    # of the table; and w. Back ids, gradients of the table's rows and of w, and the loss.
-    sent, received = 6 * (4 + 8 + 4) + 8 + 4, 6 * (12 + 4 + 4 + 8) + 4 + 8
+    # of the table; w, and a learning rate. Back ids, gradients of the table's rows and of w, and the
+    # loss.
+    sent, received = 6 * (4 + 8 + 4) + 8 + 4, 6 * (12 + 4 + 4 + 8) + 4 + 8 + 4
     assert found.traffic[CPUS[1]][:2] == (sent, received)
     assert '  table: gathered rows, summed on /device:CPU:0\n' in str(found)
 

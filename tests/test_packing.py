@@ -7,9 +7,9 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import explanation
+from estimator_mgpu import explanation, private
 from models import adam, batches, floats, spec_of, step, weights
-from towers import compare, session, train
+from towers import behavior_of, compare, session, train
 
 pytestmark = pytest.mark.core
 TRAIN = tf.estimator.ModeKeys.TRAIN
@@ -75,8 +75,9 @@ def test_messages_of_a_step(towers):
         sends = sends_of(spec.train_op, towers)
     others = towers - 1
     # Of the packs, each from each device to each other one and back; of the variables in none, as
-    # one is large, one a scalar and two are float64; features, labels, and the end of train_op.
-    assert len(sends) <= (2 * towers + 2 * 4 + 3) * others
+    # one is large, one a scalar and two are float64; features, labels, two numbers of the optimizer
+    # and the end of train_op.
+    assert len(sends) <= (2 * towers + 2 * 4 + 5) * others
 
 
 def rivals(features, labels, mode):
@@ -189,3 +190,150 @@ def test_messages_are_those_that_explain_counts():
     # A constant that is on no device is put where it's used.
     assert len(real) > 40 and sum((Counter(ends) - Counter(real)).values()) <= 1
     assert not Counter(real) - Counter(ends)
+
+
+def after_a_step(model_fn, towers, fetch, feed=None, first=None):
+    """Trains for a step, then runs what `fetch` makes of the spec three times: what both gave."""
+    with tf.Graph().as_default():
+        tf.set_random_seed(1)
+        tf.train.get_or_create_global_step()
+        if towers:
+            model_fn = estimator_mgpu.replicate(model_fn, devices=towers, variables='first')
+        inputs = tf.constant(floats(6, 3)), tf.constant(floats(6, 1))
+        spec = model_fn(features=inputs[0], labels=inputs[1], mode=TRAIN)
+        names = {} if feed is None else feed
+        with session(towers) as run:
+            run.run(tf.variables_initializer(tf.get_collection('first')))
+            run.run(tf.global_variables_initializer() if first is None else first)
+            run.run(spec.train_op, names)
+            found = [run.run(fetch(spec)) for _ in range(3)]
+            return found, run.run({v.op.name: v for v in tf.global_variables()})
+
+
+def assert_as_one(model_fn, fetch, **options):
+    ours, one = (after_a_step(model_fn, towers, fetch, **options) for towers in (2, 0))
+    np.testing.assert_allclose(ours[0], one[0], rtol=1e-5)
+    for name, value in one[1].items():
+        np.testing.assert_allclose(ours[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    return one[1]
+
+
+@pytest.mark.parametrize('fetched', ['gradient', 'scale'])
+def test_who_fetches_one_runs_no_effects_of_others(fetched):
+    """Of a gradient, or of a sum over rows that gradients are scaled by; backward passes count."""
+
+    def model_fn(features, labels, mode):
+        count = tf.get_variable('count', [], trainable=False, initializer=tf.zeros_initializer())
+
+        @tf.custom_gradient
+        def counted(x):
+            def grad(dy):
+                with tf.control_dependencies([count.assign_add(1.0).op]):
+                    return tf.identity(dy)
+
+            return tf.identity(x), grad
+
+        w, b, u = weights('w', 3, 4), weights('b', 4), weights('u', 4)
+        net = tf.nn.tanh(tf.matmul(features, w) + b)
+        output = tf.reduce_sum(counted(net), 1, keepdims=True)
+        loss = tf.losses.mean_squared_error(labels, output) + tf.reduce_mean(net * u)
+        optimizer, scale = tf.train.GradientDescentOptimizer(0.1), tf.reduce_sum(features, 0)
+        gradients = tf.gradients(loss, [w, b, u])
+        pairs = [(g / (1 + tf.norm(scale)), v) for g, v in zip(gradients, [w, b, u])]
+        return tf.estimator.EstimatorSpec(
+            mode,
+            loss=loss,
+            train_op=optimizer.apply_gradients(pairs, step()),
+            predictions={'gradient': gradients[2], 'scale': 2 * scale},
+        )
+
+    values = assert_as_one(model_fn, lambda spec: spec.predictions[fetched])
+    assert values['count'] == 1
+
+
+def test_who_fetches_one_needs_nothing_fed_for_others():
+    def model_fn(features, labels, mode):
+        mask = tf.placeholder(tf.float32, [4], 'mask')
+        w, b, c = weights('w', 3, 4) + 0.0, weights('b', 4) + 0.0, weights('c', 4) * mask
+        net = tf.nn.tanh(tf.matmul(features, w) + b)
+        loss = tf.losses.mean_squared_error(labels, tf.reduce_sum(net, 1, keepdims=True))
+        total = loss + tf.reduce_sum(tf.square(net) * c)
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        return tf.estimator.EstimatorSpec(
+            mode, loss=loss, train_op=optimizer.minimize(total, step())
+        )
+
+    assert_as_one(model_fn, lambda spec: spec.loss, feed={'mask:0': [1, 2, 3, 4]})
+
+
+def test_a_learning_rate_that_is_fed():
+    def model_fn(features, labels, mode):
+        rate = tf.constant(0.1, name='rate')
+        loss = tf.losses.mean_squared_error(labels, tf.matmul(features, weights('w', 3, 1)))
+        train_op = tf.train.MomentumOptimizer(rate, 0.9).minimize(loss, step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    values = assert_as_one(model_fn, lambda spec: spec.loss, feed={'rate:0': 0.0})
+    np.testing.assert_array_equal(values['w'], floats(3, 1))
+
+
+def test_variables_whose_first_values_follow_from_the_batch():
+    """Those that they're made of share no pack with them."""
+
+    def model_fn(features, labels, mode):
+        v = tf.get_variable('v', initializer=floats(3, 4), collections=['first', 'variables'])
+        pre = tf.matmul(features, tf.nn.l2_normalize(v, 0))
+        mean, variance = tf.nn.moments(pre, 0)
+        scale = tf.get_variable('scale', initializer=1 / tf.sqrt(variance + 1e-3))
+        offset = tf.get_variable('offset', initializer=-mean / tf.sqrt(variance + 1e-3))
+        net = tf.nn.tanh(pre * scale + offset)
+        loss = tf.losses.mean_squared_error(labels, tf.reduce_sum(net, 1, keepdims=True))
+        tf.group(scale.initializer, offset.initializer, step().initializer, name='late')
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        train_op = optimizer.minimize(loss, step(), var_list=[v, scale, offset])
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    assert_as_one(model_fn, lambda spec: spec.loss, first='late')
+
+
+def test_loops_of_tensorflow_1_are_no_cycles():
+    """A spectral norm, by power iterations."""
+
+    def model_fn(features, labels, mode):
+        w, b = weights('w', 3, 4), weights('b', 4)
+
+        def iterate(i, u):
+            return i + 1, tf.nn.l2_normalize(tf.matmul(tf.matmul(u, w, transpose_b=True), w))
+
+        _, u = tf.while_loop(lambda i, u: i < 3, iterate, (0, tf.ones([1, 4])))
+        norm = tf.norm(tf.matmul(tf.stop_gradient(u), w, transpose_b=True))
+        net = tf.tanh(tf.matmul(features, w / norm) + b)
+        loss = tf.losses.mean_squared_error(labels, tf.reduce_sum(net, 1, keepdims=True))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    with behavior_of('v1'):
+        compare(model_fn, batches(8, steps=2), 2)
+
+
+def test_many_groups_and_an_assignment_before_a_lookup():
+    """What is added for groups has names of its own."""
+
+    def model_fn(features, labels, mode):
+        table = weights('table', 6, 3)
+        with tf.control_dependencies([table.assign(table * 0.5).op]):
+            looked = tf.nn.embedding_lookup(table, tf.cast(tf.abs(features[:, 0]), tf.int32))
+        net = tf.tanh(features) + looked
+        for i in range(16):
+            net = tf.nn.tanh(tf.matmul(net, weights(f'w{i}', 3, 3)) + weights(f'b{i}', 3))
+        output = tf.reduce_sum(net + 3 * looked, 1, keepdims=True)
+        loss = tf.losses.mean_squared_error(labels, output)
+        variables = [v for v in tf.trainable_variables() if v.op.name != 'table']
+        pairs = list(zip(tf.gradients(loss, variables), variables))
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        updates = [optimizer.apply_gradients(pairs[i : i + 8]) for i in range(0, 32, 8)]
+        return spec_of(mode, loss, *updates)
+
+    ours, _ = compare(model_fn, batches(16, steps=3), 2)
+    lookups = of_graph(ours, 'ResourceGather')
+    waited = {op.type for lookup in lookups for op in private.backward([lookup])}
+    assert len(lookups) == 2 and 'AssignVariableOp' in waited

@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import optimizer, private
+from estimator_mgpu import optimizer
 from estimator_mgpu.batch import Batch
 from .calls import inline
 from .homes import settle
@@ -45,9 +45,8 @@ def divide(
     unused = {name.partition(':')[0] for name in replaced}
     given = tf.nest.flatten([sources, sparse], expand_composites=True)
     ops, rows = dependents(given, before), Rows('batch', static)
-    read_first(ops, [graph.get_tensor_by_name(name).op for name in tied])
+    read_first([graph.get_tensor_by_name(name).op for name in tied], before)
     plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, CALLERS, PRODUCTS, unused)
-    calls = [private.backward(made) for made in optimizer.calls(graph)]
     homes = settle(graph, plan)
     join(plan)
-    return Towers(graph, plan, total, devices, homes, replaced, parts, calls)
+    return Towers(graph, plan, total, devices, homes, replaced, parts, optimizer.calls(graph))

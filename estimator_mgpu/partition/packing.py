@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tensorflow.compat.v1 as tf
 
@@ -12,7 +12,7 @@ from estimator_mgpu import private
 from .homes import bytes_of
 from .plan import WHOLE, Partial, Plan
 from .rules import kinds
-from .waits import effects_of
+from .waits import dependents, effects_of, has_effect
 
 if TYPE_CHECKING:
     from .sharding import Sharding
@@ -21,23 +21,83 @@ _NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 _LARGEST = 1 << 16  # bytes of a tensor: copying a larger one costs more than its message
 
 
-def packs(
-    plan: Plan, calls: Sequence[Set[tf.Operation]], home: Callable[[tf.Tensor], str]
-) -> dict[str, Sequence[tf.Tensor]]:
-    """Returns the pack of each tensor that is in one, by its name.
+class Pack:
+    """Tensors of one type, whose entries make a vector.
 
-    Tensors share a pack if the same optimizers' calls need them, of which `calls` has all ops: then
-    they are made together anyway. As no tower's op is between two of a pack, packs make no cycles.
+    Those that are alike but for their first dimension are reshaped together: fewer ops.
     """
+
+    def __init__(self, tensors: Sequence[tf.Tensor]):
+        self.tensors = sorted(tensors, key=_inner)
+        self.dtype = self.tensors[0].dtype
+        self._alike = [list(same) for _, same in itertools.groupby(self.tensors, _inner)]
+
+    def join(self, values: Sequence[str], sharding: Sharding, device: str) -> str:
+        """Makes the vector on a device, of values of the tensors in their order."""
+        rest, vectors = iter(values), []
+        for same in self._alike:
+            rows = self._concatenated([next(rest) for _ in same], sharding, device)
+            vectors.append(self._add('Reshape', [rows, [-1]], sharding, device, Tshape=tf.int32))
+        return self._concatenated(vectors, sharding, device)
+
+    def split(self, vector: str, sharding: Sharding, device: str) -> dict[str, str]:
+        """Makes the tensors' values of the vector on a device, by the tensors' names."""
+        found: dict[str, str] = {}
+        sizes = [sum(t.shape.num_elements() for t in same) for same in self._alike]
+        for same, part in zip(self._alike, self._parts(vector, sizes, sharding, device)):
+            shape = [-1, *_inner(same[0])]
+            rows = self._add('Reshape', [part, shape], sharding, device, Tshape=tf.int32)
+            values = self._parts(rows, [t.shape.as_list()[0] for t in same], sharding, device)
+            found.update({tensor.name: value for tensor, value in zip(same, values)})
+        return found
+
+    def _concatenated(self, values: Sequence[str], sharding: Sharding, device: str) -> str:
+        attrs = {'N': len(values), 'Tidx': tf.int32}
+        if len(values) == 1:
+            return values[0]
+        return self._add('ConcatV2', [*values, 0], sharding, device, **attrs)
+
+    def _parts(self, value: str, sizes: list[int], sharding: Sharding, device: str) -> list[str]:
+        attrs = {'Tlen': tf.int32, 'num_split': len(sizes)}
+        if len(sizes) == 1:
+            return [value]
+        made = self._add('SplitV', [value, sizes, 0], sharding, device, **attrs)
+        return [f'{made.removesuffix(":0")}:{i}' for i in range(len(sizes))]
+
+    def _add(
+        self, op: str, given: Sequence[Any], sharding: Sharding, device: str, **attrs: Any
+    ) -> str:
+        """Adds an op, some of whose inputs are integers."""
+        inputs = [value if isinstance(value, str) else sharding.tensor(value) for value in given]
+        return sharding.nodes.add(op, inputs, device, T=self.dtype, **attrs)
+
+
+def packs(
+    graph: tf.Graph,
+    plan: Plan,
+    calls: Sequence[Sequence[tf.Tensor]],
+    home: Callable[[tf.Tensor], str],
+) -> dict[str, Pack]:
+    """Returns the pack of each tensor that is in one, by its name; `calls` are of optimizers.
+
+    Of a pack, the same calls' gradients need all tensors, which need the same effects and what is
+    fed: so whoever fetches one runs nothing else that counts. No tower's op is between two of them,
+    so there are no cycles.
+    """
+    ops = graph.get_operations()
+    if not calls or any(map(private.in_control_flow, ops)):
+        return {}
+    needed = [private.backward([gradient.op for gradient in call]) for call in calls]
+    effects, first = effects_of(ops, kinds.FED), _before_gradients(ops, needed, calls)
     found: dict[Hashable, dict[str, tf.Tensor]] = {}
-    for tensor, kind in (*_read(plan), *_summed(plan)) if calls else ():
-        needed = frozenset(i for i, ops in enumerate(calls) if tensor.op in ops)
+    for tensor, kind in (*_read(plan), *_summed(plan)):
+        users = frozenset(i for i, call in enumerate(needed) if tensor.op in call)
         known = tensor.shape.rank and tensor.shape.is_fully_defined()
-        if needed and known and 0 < bytes_of(tensor) <= _LARGEST:
-            key = needed, kind, tensor.dtype, home(tensor)
+        if known and users and tensor.op not in first and 0 < bytes_of(tensor) <= _LARGEST:
+            key = kind, users, effects[tensor.op], tensor.dtype, home(tensor)
             found.setdefault(key, {})[tensor.name] = tensor
-    shared = [sorted(pack.values(), key=_inner) for pack in found.values() if len(pack) > 1]
-    return {tensor.name: pack for pack in shared for tensor in pack}
+    made = [Pack(list(tensors.values())) for tensors in found.values() if len(tensors) > 1]
+    return {tensor.name: pack for pack in made for tensor in pack.tensors}
 
 
 def _inner(tensor: tf.Tensor) -> list[int]:
@@ -45,20 +105,32 @@ def _inner(tensor: tf.Tensor) -> list[int]:
     return tensor.shape.as_list()[1:]
 
 
-def _read(plan: Plan) -> Iterator[tuple[tf.Tensor, Hashable]]:
-    """What follows from variables, and towers need, and nothing has to happen before."""
-    dependent, towers = set(plan.order), [op for op in plan.order if op.name in plan.ops]
-    whole = [
-        tensor
-        for op in towers
-        for tensor, need in zip(op.inputs, plan.ops[op.name].needs)
-        if need == WHOLE and tensor.dtype in _NUMBERS and tensor.op not in dependent
+def _before_gradients(
+    ops: Sequence[tf.Operation],
+    needed: Sequence[Set[tf.Operation]],
+    calls: Sequence[Sequence[tf.Tensor]],
+) -> set[tf.Operation]:
+    """What a variable's value may follow from before others have one: other than gradients do."""
+    variables = {op for call in needed for op in call if op.outputs and not op.inputs}
+    late = set(dependents([gradient for call in calls for gradient in call], frozenset()))
+    writes = [
+        op
+        for op in ops
+        if op not in late
+        and has_effect(op)
+        and any(t.dtype == tf.resource and t.op in variables for t in op.inputs)
     ]
-    effects = effects_of(list(private.backward([tensor.op for tensor in whole])))
-    for tensor in whole:
-        made = tensor.op
-        if not (made.type == kinds.CONST or effects[made] or private.in_control_flow(made)):
-            yield tensor, None
+    return private.backward(writes)
+
+
+def _read(plan: Plan) -> Iterator[tuple[tf.Tensor, Hashable]]:
+    """What towers need and has nothing to do with the batch, be it variables or made of these."""
+    dependent = set(plan.order)
+    for op in plan.order:
+        for tensor, need in zip(op.inputs, plan.ops[op.name].needs if op.name in plan.ops else ()):
+            own = tensor.op in dependent or tensor.op.type == kinds.CONST
+            if need == WHOLE and tensor.dtype in _NUMBERS and not own:
+                yield tensor, None
 
 
 def _summed(plan: Plan) -> Iterator[tuple[tf.Tensor, Hashable]]:
@@ -70,58 +142,3 @@ def _summed(plan: Plan) -> Iterator[tuple[tf.Tensor, Hashable]]:
             placement = plan.placements.get(tensor.name)
             if isinstance(placement, Partial) and placement.reduce == 'sum':
                 yield tensor, placement.rows
-
-
-def joined(
-    sharding: Sharding, values: Sequence[str], pack: Sequence[tf.Tensor], device: str
-) -> str:
-    """The entries of a pack's tensors, which are referred to by `values`, as one vector.
-
-    Those that are alike but for their first dimension are reshaped together: fewer ops.
-    """
-    dtype, found = pack[0].dtype.base_dtype, []
-    for _, pairs in itertools.groupby(zip(values, pack), lambda pair: _inner(pair[1])):
-        rows = _concatenated(sharding, [value for value, _ in pairs], dtype, device)
-        found.append(_reshaped(sharding, rows, dtype, [-1], device))
-    return _concatenated(sharding, found, dtype, device)
-
-
-def split(
-    sharding: Sharding, vector: str, pack: Sequence[tf.Tensor], device: str
-) -> dict[str, str]:
-    """Of a vector of a pack's entries, each tensor in its shape, by its name."""
-    dtype, found = pack[0].dtype.base_dtype, {}
-    alike = [list(tensors) for _, tensors in itertools.groupby(pack, _inner)]
-    sizes = [sum(t.shape.num_elements() for t in tensors) for tensors in alike]
-    for tensors, part in zip(alike, _parts(sharding, vector, dtype, sizes, device)):
-        rows = _reshaped(sharding, part, dtype, [-1, *_inner(tensors[0])], device)
-        sizes = [t.shape.as_list()[0] for t in tensors]
-        values = _parts(sharding, rows, dtype, sizes, device)
-        found.update({tensor.name: value for tensor, value in zip(tensors, values)})
-    return found
-
-
-def _concatenated(sharding: Sharding, values: Sequence[str], dtype: tf.DType, device: str) -> str:
-    if len(values) == 1:
-        return values[0]
-    attrs = {'T': dtype, 'N': len(values), 'Tidx': tf.int32}
-    return sharding.nodes.add('ConcatV2', [*values, sharding.tensor(0)], device, **attrs)
-
-
-def _parts(
-    sharding: Sharding, value: str, dtype: tf.DType, sizes: list[int], device: str
-) -> list[str]:
-    """A tensor's parts, of these sizes along dimension 0."""
-    if len(sizes) == 1:
-        return [value]
-    given = [value, sharding.tensor(sizes), sharding.tensor(0)]
-    attrs = {'T': dtype, 'Tlen': tf.int32, 'num_split': len(sizes)}
-    made = sharding.nodes.add('SplitV', given, device, **attrs).removesuffix(':0')
-    return [f'{made}:{i}' for i in range(len(sizes))]
-
-
-def _reshaped(
-    sharding: Sharding, value: str, dtype: tf.DType, shape: list[int], device: str
-) -> str:
-    given = [value, sharding.tensor(shape)]
-    return sharding.nodes.add('Reshape', given, device, T=dtype, Tshape=tf.int32)

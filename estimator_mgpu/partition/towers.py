@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from estimator_mgpu.devices import host_of, relay, spec_of
 from .callees import adapt
 from .homes import home_of
 from .nodes import Nodes
-from .packing import joined, packs, split
+from .packing import Pack, packs
 from .plan import FIRST, KEPT, OWN, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
 from .reduction import gather, reduce
 from .rules import kinds
@@ -30,7 +30,7 @@ class Towers:
     The ops that the user made stay: those that run once, and the others, too, for whoever fetches
     them. They take whole values: what towers have, gathered or reduced. By names of tensors,
     `homes` says where that is made, `instead` what is used in their place, and `parts` of what
-    machines' rows they are joined. `calls` has the ops that each optimizer's call needs.
+    machines' rows they are joined. `calls` are the gradients of each optimizer's call.
     """
 
     graph: tf.Graph
@@ -40,7 +40,7 @@ class Towers:
     homes: dict[str, str]
     instead: dict[str, tf.Tensor]
     parts: dict[str, Sequence[tf.Tensor]]
-    calls: Sequence[Set[tf.Operation]] = ()
+    calls: Sequence[Sequence[tf.Tensor]] = ()
 
     def __post_init__(self) -> None:
         self._sources = {t.name for t in self.plan.sources}
@@ -49,16 +49,21 @@ class Towers:
         self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
         self._shardings = {rows: self._sharding}
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
-        self._packs = packs(self.plan, self.calls, self._place)
+        calls = [[*map(self._current, gradients)] for gradients in self.calls]
+        self._packs = packs(self.graph, self.plan, calls, self._place)
         self._unpacked: dict[tuple[str, str], str] = {}  # by name, and device
         self._build()
 
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
         """The whole value of one of the user's tensors."""
-        while tensor.name in self.instead:
-            tensor = self.instead[tensor.name]
+        tensor = self._current(tensor)
         name = self._wholes.get(tensor.name)
         return tensor if name is None else self.graph.get_tensor_by_name(name)
+
+    def _current(self, tensor: tf.Tensor) -> tf.Tensor:
+        while tensor.name in self.instead:
+            tensor = self.instead[tensor.name]
+        return tensor
 
     def _build(self) -> None:
         for name, planned in self.plan.ops.items():
@@ -69,21 +74,11 @@ class Towers:
         for op in self.plan.order:
             for tensor in op.outputs:
                 self._whole(tensor)
-        given = {
-            (op, i): self._const(t.op, [], home)
-            for op in self.plan.order
-            if (home := home_of(op))
-            for i, t in enumerate(op.inputs)
-            if self._is_small(t) and not t.op.control_inputs
-        }
         self._nodes.build()
         for op in self.plan.order:
             for index, tensor in enumerate(list(op.inputs)):
                 if tensor.name in self._wholes:
                     private.set_input(op, index, self.whole(tensor))
-                elif (op, index) in given:
-                    constant = self.graph.get_tensor_by_name(given[op, index])
-                    private.set_input(op, index, constant)
             before = op.control_inputs
             if any(c.name in self.plan.ops for c in before):
                 waits = [op] if op.type == kinds.GROUP and op.name in self.plan.ops else before
@@ -139,7 +134,7 @@ class Towers:
         """The whole value, which may be made of towers'."""
         if self._is_ours(tensor) and tensor.name not in self._wholes:
             if tensor.name in self._packs:
-                self._wholes.update(self._summed(self._packs[tensor.name]))
+                self._wholes.update(self._sums(self._packs[tensor.name]))
             else:
                 self._wholes[tensor.name] = self._made_whole(tensor)
         return self._wholes.get(tensor.name, tensor.name)
@@ -159,26 +154,22 @@ class Towers:
             return reduce(sharding, parts, dtype, placement.reduce, home)
         return gather(sharding, parts, dtype, sizes.dims(tensor) or [], placement.axis, home)
 
-    def _summed(self, pack: Sequence[tf.Tensor]) -> dict[str, str]:
+    def _sums(self, pack: Pack) -> dict[str, str]:
         """The sums of what towers have of a pack's tensors, by their names."""
-        placement, home = self.plan.placements[pack[0].name], self._place(pack[0])
+        placement, home = self.plan.placements[pack.tensors[0].name], self._place(pack.tensors[0])
         assert isinstance(placement, Partial)
-        sharding, dtype = self._sharding_of(placement.rows), pack[0].dtype.base_dtype
-        parts = [
-            joined(sharding, [self._own(tensor, i) for tensor in pack], pack, device)
-            for i, device in enumerate(self.devices)
-        ]
-        return split(sharding, reduce(sharding, parts, dtype, 'sum', home), pack, home)
+        sharding, parts = self._sharding_of(placement.rows), []
+        for i, device in enumerate(self.devices):
+            parts.append(pack.join([self._own(t, i) for t in pack.tensors], sharding, device))
+        return pack.split(reduce(sharding, parts, pack.dtype, 'sum', home), sharding, home)
 
-    def _read(self, tensor: tf.Tensor, device: str) -> str:
-        """A variable's value on a device, where its pack is sent."""
-        pack, home = self._packs[tensor.name], self._place(tensor)
+    def _received(self, tensor: tf.Tensor, device: str) -> str:
+        """A tensor's value on a device to which its pack is sent."""
+        pack, home, sharding = self._packs[tensor.name], self._place(tensor), self._sharding
         if (tensor.name, device) not in self._unpacked:
-            sharding, dtype = self._sharding, tensor.dtype.base_dtype
-            sent = self._sent(
-                joined(sharding, [t.name for t in pack], pack, home), dtype, home, device
-            )
-            found = split(sharding, sent, pack, device)
+            vector = pack.join([t.name for t in pack.tensors], sharding, home)
+            sent = self._sent(vector, pack.dtype, home, device)
+            found = pack.split(sent, sharding, device)
             self._unpacked.update({(name, device): value for name, value in found.items()})
         return self._unpacked[tensor.name, device]
 
@@ -227,23 +218,18 @@ class Towers:
         made = isinstance(placement, (Shard, Partial))
         if placement is not None and not made and need != FIRST:
             return self._own(tensor, tower)  # The same on all.
-        if placement is None and self._is_small(tensor) and not zeros:
-            return self._const(op, self._waits(op, tower), self._device(op, tower))
+        copied = placement is None and op.type == kinds.CONST and not zeros
+        if copied and tensor.shape.num_elements() <= _SMALL:
+            waits, where = self._waits(op, tower), self._device(op, tower)
+            value = op.get_attr('value').SerializeToString()
+            return self._nodes.add('Const', waits, where, dtype=dtype, value=value)
         home = self._place(tensor)
         if tensor.name in self._packs and placement is None and device != home and not zeros:
-            return self._read(tensor, device)
+            return self._received(tensor, device)
         whole = self._whole(tensor)
         if dtype not in (tf.resource, tf.variant) and not private.is_reference(tensor):
             whole = self._sent(whole, dtype, home, device)
         return self._nodes.add('ZerosLike', [whole], device, T=dtype) if zeros else whole
-
-    def _is_small(self, tensor: tf.Tensor) -> bool:
-        """Whether it's a constant that each tower has a copy of."""
-        return tensor.op.type == kinds.CONST and tensor.shape.num_elements() <= _SMALL
-
-    def _const(self, op: tf.Operation, waits: Sequence[str], device: str) -> str:
-        dtype, value = op.outputs[0].dtype, op.get_attr('value').SerializeToString()
-        return self._nodes.add('Const', waits, device, dtype=dtype, value=value)
 
     def _sent(self, value: str, dtype: tf.DType, source: str, device: str) -> str:
         """A value that is made on a device, sent to another one's machine once for all there."""
@@ -276,7 +262,8 @@ class Towers:
     def _waits(self, op: tf.Operation, tower: int) -> list[str]:
         """What a tower's copy waits for, as the op does: the tower's own, or what runs once."""
         before = op.control_inputs
-        once = [c for c in before if c.name not in self.plan.ops]
+        done = [c for c in before if c.type == kinds.GROUP and not c.control_inputs]  # at once
+        once = [c for c in before if c.name not in self.plan.ops and c not in done]
         waits = [f'^{self._copy(c.name, tower)}' for c in before if c.name in self.plan.ops]
         if once:
             waits.append(self._nodes.after(once, host_of(self.devices[tower])))

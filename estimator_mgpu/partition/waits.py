@@ -47,14 +47,19 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     return replaced
 
 
-def effects_of(ops: Sequence[tf.Operation]) -> dict[tf.Operation, int]:
-    """The ops with effects that each waits for, and itself: one bit each."""
+def has_effect(op: tf.Operation) -> bool:
+    """Whether running an op changes anything, or is another time another thing."""
+    makes = all(t.dtype == tf.resource for t in op.outputs)  # a variable or a table
+    return op.op_def.is_stateful and op.type not in kinds.READS and not (makes and op.outputs)
+
+
+def effects_of(ops: Sequence[tf.Operation], also: Sequence[str] = ()) -> dict[tf.Operation, int]:
+    """The ops with effects, or of other types, that each waits for, and itself: one bit each."""
     given = {op: set(private.waited(op)) for op in ops}
     found: dict[tf.Operation, int] = {}
     for op in TopologicalSorter(given).static_order():
-        makes = all(t.dtype == tf.resource for t in op.outputs)  # a variable or a table
-        state = op.op_def.is_stateful and op.type not in kinds.READS and not (makes and op.outputs)
-        own = 1 << len(found) if state and op in given else 0
+        counts = op in given and (has_effect(op) or op.type in also)
+        own = 1 << len(found) if counts else 0
         found[op] = functools.reduce(operator.or_, (found[o] for o in given.get(op, ())), own)
     return found
 
@@ -81,14 +86,14 @@ def fill(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     return replaced
 
 
-def read_first(ops: Sequence[tf.Operation], untied: Sequence[tf.Operation]) -> None:
+def read_first(untied: Sequence[tf.Operation], before: Set[str]) -> None:
     """Lets ops that write a variable wait for those that read it for a step.
 
     A tuple saw to that where a gradient doesn't follow from the variable, as in a linear loss: what
     was `untied` waited for them. What reads after it has been written still does.
     """
     step = private.backward(untied)
-    for op in ops:
+    for op in dependents([entry.inputs[0] for entry in untied], before):
         for handle in (t for t in op.inputs if t.dtype == tf.resource):
             if op.op_def.is_stateful and not _looks(op, handle):
                 for user in (user for user in handle.consumers() if user in step):
@@ -109,7 +114,7 @@ def join(plan: Plan) -> None:
             if device and len(waited) > 1:
                 with tf.control_dependencies(None), tf.control_dependencies(waited):
                     with tf.device(device), tf.name_scope('replicate/'):
-                        found[device] = [tf.no_op()]
+                        found[device] = [tf.no_op('joined')]  # None of `Nodes` has this name.
         private.set_control_inputs(op, sum(found.values(), []))
 
 
