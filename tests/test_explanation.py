@@ -107,8 +107,7 @@ def test_of_a_table_rows_are_counted():
     found = explain(model_fn, devices=2)
     assert found.gradients[0] == ('table', None, CPUS[0])
     # To the second device 6 rows: of features, of labels, of the loss's gradient with a number, and
-    # of the table; w, and a learning rate. Back ids, gradients of the table's rows and of w, and the
-    # loss.
+    # of the table; w, a learning rate. Back ids, gradients of the table's rows and w, and the loss.
     sent, received = 6 * (4 + 8 + 4) + 8 + 4, 6 * (12 + 4 + 4 + 8) + 4 + 8 + 4
     assert found.traffic[CPUS[1]][:2] == (sent, received)
     assert '  table: gathered rows, summed on /device:CPU:0\n' in str(found)
