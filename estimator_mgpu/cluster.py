@@ -171,9 +171,9 @@ class Task:
         word = json.dumps({'error': text, 'status': _TERMINATED if self._terminated else 0})
         for task in self._others:  # each, whatever comes of one
             if _listens(self.addresses[task]):
-                one = self._session_with(task)
-                with contextlib.suppress(tf.errors.OpError), one as (session, _, said):
-                    session.run(said.assign(word))
+                with contextlib.suppress(tf.errors.OpError):
+                    with self._session_with(task) as (session, _, said):
+                        session.run(said.assign(word))
 
     def _terminate(self, number: int, frame: Any) -> None:
         self._terminated = time.monotonic()

@@ -14,6 +14,7 @@ What a test looks at are lines `NAME JSON`, see `tell()`.
 
 import json
 import re
+import signal
 import sys
 import time
 
@@ -106,4 +107,5 @@ def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limi
 
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Jobs in the background ignore it.
     main(sys.argv[1], **json.loads(sys.argv[2]))
