@@ -149,9 +149,11 @@ def messages(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, in
     """
 
     def place(op: tf.Operation) -> str:
-        groups = [op.graph.get_operation_by_name(name) for name in private.colocated_with(op)]
-        found = home_of(op) or next((home_of(other) for other in groups if home_of(other)), None)
-        return spec_of(found or first).to_string()
+        found = home_of(op)
+        if not found:
+            groups = map(op.graph.get_operation_by_name, private.colocated_with(op))
+            found = next(filter(None, map(home_of, groups)), first)
+        return spec_of(found).to_string()
 
     needed = {op: place(op) for op in private.backward(ops)}
     sent = {(t.name, to): (t.op, t) for op, to in needed.items() for t in op.inputs}

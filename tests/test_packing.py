@@ -148,11 +148,8 @@ def test_a_read_that_waits_is_in_no_pack():
         average = tf.get_variable(
             'average', [3], trainable=False, initializer=tf.ones_initializer()
         )
-        update = average.assign(0.9 * average + 0.1)
-        other = average.assign_add([1.0, 2.0, 3.0])
-        with tf.control_dependencies([other.op if hasattr(other, 'op') else other]):
+        with tf.control_dependencies([average.assign_add([1.0, 2.0, 3.0]).op]):
             after = average.read_value()
-        del update
         net = tf.matmul(features * after, weights('w', 3, 4)) + weights('b', 4)
         loss = tf.losses.mean_squared_error(labels, tf.reduce_sum(net, 1, keepdims=True))
         return spec_of(mode, loss, adam(loss))
@@ -195,11 +192,10 @@ def after_a_step(model_fn, towers, fetch, feed=None, first=None):
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, variables='first')
         inputs = tf.constant(floats(6, 3)), tf.constant(floats(6, 1))
         spec = model_fn(features=inputs[0], labels=inputs[1], mode=TRAIN)
-        names = {} if feed is None else feed
         with session(towers) as run:
             run.run(tf.variables_initializer(tf.get_collection('first')))
             run.run(tf.global_variables_initializer() if first is None else first)
-            run.run(spec.train_op, names)
+            run.run(spec.train_op, feed)
             found = [run.run(fetch(spec)) for _ in range(3)]
             return found, run.run({v.op.name: v for v in tf.global_variables()})
 

@@ -317,7 +317,7 @@ def rewriting(config):
     return config.graph_options.rewrite_options
 
 
-def test_graph_optimizers(tmp_path, monkeypatch):
+def test_graph_optimizers(tmp_path):
     """Several towers' default leaves out what takes long, but on GPUs layout and remapping."""
     default = tf.estimator.Estimator(regression(adam), str(tmp_path)).config.session_config
     assert rewriting(estimator_mgpu.session_config(1)) == rewriting(default)
