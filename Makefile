@@ -2,6 +2,7 @@
 #
 #   make digits   trains samples/digits.py on two devices
 #   make test     builds the wheel, installs it and tests what is installed
+#   make test-gpu runs the core tests on four GPUs, or on the parts of one
 #   make lint     ruff and mypy
 #   make matrix   make test on every supported TensorFlow
 #   make docs     the documentation, into site/
@@ -25,7 +26,7 @@ sources := pyproject.toml setup.cfg setup.py $(shell find estimator_mgpu -name '
 # The tests are for the installed copy, whatever the caller's path says.
 unexport PYTHONPATH
 
-.PHONY: digits test lint matrix docs dist clean
+.PHONY: digits test test-gpu lint matrix docs dist clean
 .DELETE_ON_ERROR:
 
 digits: $(venv)/samples.stamp
@@ -34,6 +35,11 @@ digits: $(venv)/samples.stamp
 # From within the environment, so that nothing finds estimator_mgpu/ in the current directory.
 test: $(venv)/test.stamp
 	cd $(venv) && bin/pytest -q -n 2 $(ARGS) $(CURDIR)/tests
+
+# Beside the CPU-only TensorFlow, CUDA's own libraries: another 4 GB.
+test-gpu: $(venv)/test.stamp
+	$(pip) install 'tensorflow[and-cuda]' $(pins)
+	cd $(venv) && bin/pytest -q -m core --gpus=4 $(ARGS) $(CURDIR)/tests
 
 lint: $(venv)/test.stamp
 	$(venv)/bin/ruff check .

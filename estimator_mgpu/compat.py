@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import logging
 import os
 import re
 import sys
@@ -183,10 +184,16 @@ def _publish_estimator() -> None:
             sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)  # to import
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of the log isn't the advice against Estimators, and what comes with them."""
+    return 'Use tf.keras instead.' not in (record.args or ())
+
+
 check_tensorflow(tf.__version__)
 check_tf_config(os.environ.get('TF_CONFIG', '{}'))
 if _minor(tf.__version__) > (2, 15):
     _choose_keras()
     _restore_removed()
     _publish_estimator()
+tf.get_logger().addFilter(_is_news)
 estimator: Any = tf.compat.v1.estimator

@@ -39,7 +39,7 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
     listed = check(devices)
     if machines:
         return _of_machines(devices, listed, machines)
-    gpus = len(tf.config.list_physical_devices('GPU'))
+    gpus = sum(map(len, _gpus()))
     if devices is None or isinstance(devices, int):
         kind = 'GPU' if gpus else 'CPU'
         listed = [f'/device:{kind}:{i}' for i in range(devices or gpus or 1)]
@@ -52,6 +52,12 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
                 "those of `nvidia-smi -L`; one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
             )
     return listed
+
+
+def _gpus() -> list[list[Any]]:
+    """Returns the parts that each of the machine's GPUs is split into; by default it's one."""
+    parts = tf.config.get_logical_device_configuration
+    return [parts(gpu) or [None] for gpu in tf.config.list_physical_devices('GPU')]
 
 
 def _of_machines(devices: Any, listed: list[str], machines: Mapping[str, list[str]]) -> list[str]:
@@ -141,7 +147,8 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
     """Returns a new `ConfigProto`, for `RunConfig`, whose session has `devices`.
 
     A session has one CPU device unless told otherwise, and with soft placement, Estimator's
-    default, what is meant for `/device:CPU:1` runs on `/device:CPU:0` without a word.
+    default, what is meant for `/device:CPU:1` runs on `/device:CPU:0` without a word. GPUs that
+    `tf.config.set_logical_device_configuration` has split are so in the session, too.
 
     Examples:
       >>> session_config(4).device_count['CPU']
@@ -156,6 +163,10 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
     config, towers = copy.deepcopy(base or get_default_session_config()), resolve(devices)
     count = config.device_count
     count['CPU'] = max(_cpus(towers), count.get('CPU', 1))
+    gpus, split = _gpus(), config.gpu_options.experimental.virtual_devices
+    if not split and any(part is not None for parts in gpus for part in parts):
+        for parts in gpus:
+            split.add(memory_limit_mb=[part.memory_limit or 0 for part in parts if part])
     if base is None and len(towers) > 1:
         rewriting = config.graph_options.rewrite_options
         rewriting.disable_meta_optimizer = all(spec_of(t).device_type == 'CPU' for t in towers)

@@ -135,7 +135,8 @@ def replicate(
         if machines:
             spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))
         steps.record(step)
-        explanation.tell()
+        if mode in (None, compat.estimator.ModeKeys.TRAIN):
+            explanation.tell()
         return spec
 
     vars(replicated).update(__signature__=wider, replicate_options=options)

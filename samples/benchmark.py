@@ -55,8 +55,10 @@ MEASURES = {  # What a run gives, and the unit it's printed in.
     'nodes': '',
 }
 
-MODELS = list(benchmark_models.MODELS)
-flags.DEFINE_list('models', MODELS, f'Which models, of {", ".join(MODELS)}.')
+MODELS = {**benchmark_models.MODELS, **benchmark_models.LARGE}
+flags.DEFINE_list(
+    'models', list(benchmark_models.MODELS), f'Which models, of {", ".join(MODELS)}.'
+)
 flags.DEFINE_list('towers', ['2', '4', '8'], 'How many towers.')
 flags.DEFINE_list(
     'setups', [REPLICATE, MIRRORED], f'What is compared with one device, of {", ".join(SETUPS)}.'
@@ -161,7 +163,7 @@ def run_once(model, setup, towers):
     if setup == OTHER and pathlib.Path(FLAGS.other).resolve() not in used.parents:
         sys.exit(f'estimator_mgpu was imported from {used.parent}, not from --other={FLAGS.other}')
     tf.get_logger().propagate = False
-    chosen = benchmark_models.MODELS[model]
+    chosen = MODELS[model]
     model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
     devices = tower_devices(FLAGS.devices, towers)
     own = setup in (REPLICATE, OTHER)

@@ -184,7 +184,8 @@ def main(argv):
         params=FLAGS.flag_values_dict(),
         devices=common.devices(),
     )
-    classifier.train(train_input_fn, max_steps=FLAGS.train_steps)
+    progress = estimator_mgpu.ProgressHook(max_steps=FLAGS.train_steps)
+    classifier.train(train_input_fn, [progress], max_steps=FLAGS.train_steps)
     result = classifier.evaluate(test_input_fn)
 
     most = np.bincount(test[1]).max() / len(test[1])

@@ -135,7 +135,8 @@ def main(argv):
         params=FLAGS.flag_values_dict(),
         devices=common.devices(),
     )
-    writer.train(train_input_fn, steps=FLAGS.train_steps)
+    progress = estimator_mgpu.ProgressHook(steps=FLAGS.train_steps)
+    writer.train(train_input_fn, [progress], steps=FLAGS.train_steps)
     result = writer.evaluate(test_input_fn)
 
     for prompt, prediction in zip(FLAGS.prompts, writer.predict(prompts_input_fn)):

@@ -1,13 +1,17 @@
-"""The flags that all samples have."""
+"""The flags that all samples have, and what they show."""
 
 from __future__ import annotations
 
+import os
 import re
 
-import tensorflow.compat.v1 as tf
-from absl import app, flags
+os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # What TensorFlow's C++ says, but for crashes.
 
-import estimator_mgpu
+import tensorflow.compat.v1 as tf  # noqa: E402
+from absl import app, flags, logging  # noqa: E402
+
+import estimator_mgpu  # noqa: E402
+from estimator_mgpu.devices import resolve  # noqa: E402
 
 FLAGS = flags.FLAGS
 
@@ -41,13 +45,27 @@ def _check_devices(text):
     return True
 
 
+class _Level(flags.IntegerParser):
+    """absl's levels, by their names, too."""
+
+    def parse(self, argument):
+        return super().parse({'error': -2, 'warning': -1, 'info': 0}.get(argument, argument))
+
+
+FLAGS['verbosity'].parser = _Level()
+
+
 def start(argv):
-    """Shows TensorFlow's log down to INFO, each line once: absl's app.run would print it, too.
+    """Says which devices are used, and shows TensorFlow's log as far as --verbosity=info asks for it.
+
+    Each line once: absl's app.run would print it, too.
 
     Raises:
       app.UsageError: if there's anything but flags, which nobody would look at.
     """
     if len(argv) > 1:
         raise app.UsageError(f'{argv[1]!r} is no flag, such as --devices=2 is.')
-    tf.logging.set_verbosity(tf.logging.INFO)
+    level = FLAGS.verbosity if FLAGS['verbosity'].present else logging.ERROR
+    tf.logging.set_verbosity(logging.converter.absl_to_standard(level))
     tf.get_logger().propagate = False
+    print(f'Devices: {", ".join(resolve(devices()))}', flush=True)

@@ -101,7 +101,8 @@ def main(argv):
         config=estimator.RunConfig(session_config=session_config, tf_random_seed=FLAGS.seed),
         params={'learning_rate': FLAGS.learning_rate},
     )
-    classifier.train(train_input_fn, steps=FLAGS.train_steps)
+    progress = estimator_mgpu.ProgressHook(steps=FLAGS.train_steps)
+    classifier.train(train_input_fn, [progress], steps=FLAGS.train_steps)
     result = classifier.evaluate(test_input_fn)
 
     digits = [prediction['digit'] for prediction in classifier.predict(test_input_fn)]

@@ -111,7 +111,8 @@ def main(argv):
         params={'learning_rate': FLAGS.learning_rate},
         devices=common.devices(),
     )
-    gan.train(train_input_fn, steps=FLAGS.train_steps)
+    progress = estimator_mgpu.ProgressHook(steps=FLAGS.train_steps)
+    gan.train(train_input_fn, [progress], steps=FLAGS.train_steps)
     drawn = np.stack([prediction['picture'] for prediction in gan.predict(asked_input_fn)])
 
     # A grid of 10 by 10 pictures, each with a margin, and each pixel as 4 by 4 of the file's.

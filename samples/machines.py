@@ -84,7 +84,7 @@ def train():
 def start(name, root, tf_config, *options):
     """Starts this script as a process that sees no GPU: all would take the same one."""
     command = [sys.executable, __file__, f'--seed={FLAGS.seed}', *options]
-    command.append(f'--train_steps={FLAGS.train_steps}')
+    command += [f'--train_steps={FLAGS.train_steps}', '--verbosity=info']
     env = {**os.environ, 'TF_CONFIG': json.dumps(tf_config), 'CUDA_VISIBLE_DEVICES': '-1'}
     with open(root / f'{name}.log', 'a') as log:
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -68,6 +68,7 @@ def train(learning_rate, device, model_dir):
         f'--train_steps={FLAGS.train_steps}',
         f'--seed={FLAGS.seed}',
         f'--model_dir={model_dir}',
+        '--verbosity=info',
     ]
     environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': device}
     start = time.time()

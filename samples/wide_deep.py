@@ -95,7 +95,8 @@ def main(argv):
         config=estimator.RunConfig(FLAGS.model_dir, tf_random_seed=FLAGS.seed),
     )
     classifier = estimator_mgpu.replicate_estimator(canned, devices=common.devices())
-    classifier.train(train_input_fn, steps=FLAGS.train_steps)
+    progress = estimator_mgpu.ProgressHook(steps=FLAGS.train_steps)
+    classifier.train(train_input_fn, [progress], steps=FLAGS.train_steps)
     result = classifier.evaluate(test_input_fn)
 
     chance = max(result['label/mean'], 1 - result['label/mean'])

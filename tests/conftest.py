@@ -19,6 +19,22 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile('suite')
 
 
+def pytest_addoption(parser):
+    parser.addoption('--gpus', type=int, help='run on so many GPUs; a single one is split')
+
+
+def pytest_configure(config):
+    if count := config.getoption('gpus'):
+        gpus = tf.config.list_physical_devices('GPU')
+        if not gpus:
+            raise pytest.UsageError('--gpus: TensorFlow finds no GPU.')
+        if len(gpus) == 1:
+            parts = [tf.config.LogicalDeviceConfiguration(memory_limit=2048)] * count
+            tf.config.set_logical_device_configuration(gpus[0], parts)
+        # It would round what is multiplied, by other amounts on other numbers of devices.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+
+
 @pytest.fixture(params=['v2', 'v1'])
 def behavior(request):
     """TensorFlow 2's loops, variables and shapes, or those of `tf.disable_v2_behavior()`."""

@@ -60,54 +60,6 @@ def by_hand(x):
     return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
 
 
-def in_a_branch(x):
-    """Averages of tensors, kept in the branch of a `cond`, as old code does."""
-    mean, variance = tf.nn.moments(x, [0, 1, 2])
-    average = tf.get_variable('norm/moving_mean', [3], initializer=tf.zeros_initializer())
-
-    def update():
-        return average.assign(average * MOMENTUM + mean * (1 - MOMENTUM))
-
-    update = tf.cond(tf.equal(step() % 2, 0), update, lambda: tf.identity(average))
-    tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
-    return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
-
-
-def in_a_used_branch(x):
-    """A `cond` keeps the averages and gives moments, or gives averages, as old code does, too."""
-    mean, variance = tf.nn.moments(x, [0, 1, 2])
-    average = tf.get_variable('norm/moving_mean', [3], initializer=tf.zeros_initializer())
-    other = tf.get_variable('norm/moving_variance', [3], initializer=tf.ones_initializer())
-
-    def updated():
-        updates = [
-            variable.assign(variable * MOMENTUM + value * (1 - MOMENTUM))
-            for variable, value in ((average, mean), (other, variance))
-        ]
-        with tf.control_dependencies(updates):
-            return tf.identity(mean), tf.identity(variance)
-
-    training = tf.placeholder_with_default(True, [])
-    moments = tf.cond(training, updated, lambda: (tf.identity(average), tf.identity(other)))
-    return tf.nn.batch_normalization(x, *moments, None, None, 1e-3)
-
-
-def in_a_function(x):
-    """A function keeps the averages and gives what is normalized by moments."""
-    mean, variance = tf.nn.moments(x, [0, 1, 2])
-    average = tf.get_variable(
-        'norm/moving_mean', [3], initializer=tf.zeros_initializer(), use_resource=True
-    )
-
-    @tf.function
-    def updated(mean, variance):
-        average.assign(average * MOMENTUM + mean * (1 - MOMENTUM))
-        return mean, tf.sqrt(variance + 1e-3)
-
-    mean, deviation = updated(mean, variance)
-    return (x - mean) / deviation
-
-
 NORMS = [
     fused,
     unfused,
@@ -115,9 +67,6 @@ NORMS = [
     by_placeholder,
     keras_layer,
     by_hand,
-    in_a_branch,
-    in_a_used_branch,
-    in_a_function,
 ]
 
 

@@ -109,6 +109,24 @@ def test_exports():
     assert issubclass(tf.estimator.Estimator, compat.estimator.Estimator)
 
 
+def test_no_advice_against_estimators():
+    run(
+        """
+        import io, logging
+        import tensorflow as tf
+        from estimator_mgpu import compat
+
+        said = io.StringIO()
+        tf.get_logger().addHandler(logging.StreamHandler(said))
+        compat.estimator.RunConfig()
+        tf.compat.v1.train.StopAtStepHook(1)
+        assert not said.getvalue(), said.getvalue()
+        tf.compat.v1.to_float(1)
+        assert 'Use `tf.cast` instead.' in said.getvalue()
+        """
+    )
+
+
 @only_215
 def test_touches_nothing_on_215():
     run(

@@ -4,7 +4,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import check_rule
-from models import away_from_0, floats, of_all_modes, step, ten_rows
+from models import away_from_0, floats, of_all_modes, step
 from towers import compare_modes
 
 
@@ -14,53 +14,6 @@ def dense(x, units=1):
 
 def square(name='w'):
     return tf.get_variable(name, [3, 3])
-
-
-def while_loop(features):
-    w = square()
-
-    def body(i, x):
-        return i + 1, tf.nn.tanh(tf.matmul(x, w)) + x
-
-    _, x = tf.while_loop(
-        lambda i, x: i < 4, body, (0, features), parallel_iterations=1, maximum_iterations=3
-    )
-    return dense(x)
-
-
-def until_all_are_done(features):
-    """Rows that are done stay as they are."""
-    w = square()
-
-    def body(x, count):
-        running = tf.reduce_max(tf.abs(x), 1, keepdims=True) > 0.5
-        going = tf.nn.tanh(tf.matmul(0.5 * x, w)) * 0.7
-        return tf.where(tf.tile(running, [1, 3]), going, x), count + tf.cast(running, tf.float32)
-
-    x, count = tf.while_loop(
-        lambda x, count: tf.reduce_max(tf.abs(x)) > 0.5,
-        body,
-        (features, tf.zeros_like(features[:, :1])),
-        maximum_iterations=20,
-    )
-    return dense(tf.concat([x, 0.1 * count], 1))
-
-
-def grows_by_rows(features):
-    """Rows of rows are added in the loop, and reduced after it."""
-    w = square()
-
-    def body(i, x):
-        return i + 1, tf.concat([x, tf.matmul(x[-tf.shape(features)[0] :], w)], 0)
-
-    _, x = tf.while_loop(
-        lambda i, x: i < 3,
-        body,
-        [0, features],
-        shape_invariants=[tf.TensorShape([]), tf.TensorShape([None, 3])],
-    )
-    x = tf.reshape(x, tf.stack([4, tf.shape(features)[0], 3]))
-    return dense(tf.reshape(tf.reduce_sum(tf.nn.tanh(x), 0), [-1, 3]))
 
 
 def nested_loops(features):
@@ -91,19 +44,6 @@ def embedding_in_a_loop(features):
     odd = tf.equal(step() % 2, 1)
     x += tf.cond(odd, lambda: tf.nn.embedding_lookup(table, ids[:, 0]), lambda: 2.0 * features)
     return dense(x)
-
-
-def write_in_a_loop(features):
-    """Which only the write holds in the loop."""
-    w = square()
-    zeros = tf.zeros_initializer()
-    rounds = tf.get_variable('rounds', [], initializer=zeros, trainable=False)
-
-    def body(i, x):
-        with tf.control_dependencies([tf.assign_add(rounds, 1.0)]):
-            return i + 1, tf.nn.tanh(tf.matmul(x, w))
-
-    return dense(tf.while_loop(lambda i, x: i < 3, body, [0, features])[1])
 
 
 def read_in_a_loop_then_written(features):
@@ -177,11 +117,8 @@ MODELS = [
     cond_of_several,
     cond_in_while,
     cond_in_while_in_cond,
-    while_loop,
-    until_all_are_done,
     nested_loops,
     embedding_in_a_loop,
-    write_in_a_loop,
     read_in_a_loop_then_written,
 ]
 
@@ -189,14 +126,6 @@ MODELS = [
 @pytest.mark.parametrize('model_fn', map(of_all_modes, MODELS), ids=lambda f: f.__name__)
 def test_as_on_one_device(model_fn, behavior):
     compare_modes(model_fn, away_from_0, 3)
-
-
-UNEVEN = [of_all_modes(f) for f in (grows_by_rows, until_all_are_done)]
-
-
-@pytest.mark.parametrize('model_fn', UNEVEN, ids=lambda f: f.__name__)
-def test_rows_that_do_not_divide(model_fn, behavior):
-    compare_modes(model_fn, ten_rows, 4, static=False)
 
 
 @pytest.mark.parametrize(('made', 'divided'), [('ZerosLike', True), ('OnesLike', False)])

@@ -124,6 +124,7 @@ def test_a_step_that_fails(monkeypatch, on_cpus, capsys):
 
     details = {'device_name': 'Tesla T4'}
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: ['one', 'two'])
+    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
     monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
     monkeypatch.setattr(environment, '_model_fn', model_fn)
     assert environment.main() == 1
@@ -156,6 +157,7 @@ def test_tf_layers_that_fail(message, told, monkeypatch, on_cpus, capsys):
 def test_two_towers_at_least(monkeypatch):
     found = [types.SimpleNamespace(name=f'/physical_device:GPU:{i}') for i in range(2)]
     monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: found)
+    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
     assert environment.towers() == ['/device:GPU:0', '/device:GPU:1']
     found.pop()
     assert environment.towers() == ['/device:GPU:0'] * 2

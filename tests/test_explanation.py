@@ -11,9 +11,10 @@ import tensorflow.compat.v1 as tf
 import tf_slim
 
 import estimator_mgpu
+from estimator_mgpu.devices import resolve
 from models import floats, spec_of, step
 
-CPUS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']
+TOWERS = resolve(3)
 
 
 def model_fn(features, labels, mode):
@@ -38,10 +39,10 @@ def explain(model_fn=model_fn, rows=12, input_fn=None, **options):
 @pytest.mark.core
 def test_spread(capsys):
     found = explain(devices=3)
-    assert found.towers == CPUS
+    assert found.towers == TOWERS
     assert found.rows_per_tower == [4, 4, 4]
     # A variable and its slot: twice 4 bytes a float. Estimator's int64 global step is nowhere.
-    assert found.variables == {'(no device)': 8, **dict(zip(CPUS, (720, 480, 240)))}
+    assert found.variables == {'(no device)': 8, **dict(zip(TOWERS, (720, 480, 240)))}
     # Of each variable, to the two other devices, and as much of gradients back; the rows of the
     # others from the first device, with those of the loss's gradient, a number, and two of the
     # optimizer; and losses back.
@@ -50,8 +51,8 @@ def test_spread(capsys):
     sent = moved[0] + 2 * rows, moved[1] + 4, moved[2] + 4
     received = moved[0] + 2 * 4, moved[1] + rows, moved[2] + rows
     assert [t[:2] for t in found.traffic.values()] == list(zip(sent, received))
-    assert list(found.traffic) == CPUS and found.traffic[CPUS[1]].messages == 2 + 2 + 1 + 1
-    assert found.gradients == [('a', 360, CPUS[0]), ('b', 240, CPUS[1]), ('c', 120, CPUS[2])]
+    assert list(found.traffic) == TOWERS and found.traffic[TOWERS[1]].messages == 2 + 2 + 1 + 1
+    assert found.gradients == [('a', 360, TOWERS[0]), ('b', 240, TOWERS[1]), ('c', 120, TOWERS[2])]
     assert '  b: 240B, summed on /device:CPU:1\n' in str(found)
     assert found.once == [] and found.divided > 5
     assert '  0 run once, on all rows' in str(found)
@@ -92,7 +93,7 @@ def test_a_batch_of_unknown_size():
 
 def test_one_device():
     found = explain(devices=1)
-    assert found.towers == CPUS[:1] and found.rows_per_tower == [12]
+    assert found.towers == TOWERS[:1] and found.rows_per_tower == [12]
     assert found.traffic == {} and found.divided == 0 and found.once == []
     assert sum(found.variables.values()) == 2 * 4 * 180 + 8
 
@@ -105,11 +106,11 @@ def test_of_a_table_rows_are_counted():
         return spec_of(mode, loss, tf.train.AdagradOptimizer(0.1).minimize(loss, step()))
 
     found = explain(model_fn, devices=2)
-    assert found.gradients[0] == ('table', None, CPUS[0])
+    assert found.gradients[0] == ('table', None, TOWERS[0])
     # To the second device 6 rows: of features, of labels, of the loss's gradient with a number, and
     # of the table; w, a learning rate. Back ids, gradients of the table's rows and w, and the loss.
     sent, received = 6 * (4 + 8 + 4) + 8 + 4, 6 * (12 + 4 + 4 + 8) + 4 + 8 + 4
-    assert found.traffic[CPUS[1]][:2] == (sent, received)
+    assert found.traffic[TOWERS[1]][:2] == (sent, received)
     assert '  table: gathered rows, summed on /device:CPU:0\n' in str(found)
 
 
@@ -120,7 +121,7 @@ def test_two_optimizers_reduce_twice():
         updates = [tf.train.GradientDescentOptimizer(0.1).minimize(loss) for _ in range(2)]
         return spec_of(mode, loss, *updates, step().assign_add(1))
 
-    assert explain(model_fn, devices=2).gradients == 2 * [('w', 12, CPUS[0])]
+    assert explain(model_fn, devices=2).gradients == 2 * [('w', 12, TOWERS[0])]
 
 
 def test_nothing_is_written_and_training_goes_on(tmp_path):
@@ -140,7 +141,7 @@ def test_batches_that_are_fed():
         return model_fn(features['x'], labels, mode)
 
     found = explain(of_dict, input_fn=input_fn, devices=2)
-    assert found.towers == CPUS[:2] and sum(g.bytes for g in found.gradients) == 720
+    assert found.towers == TOWERS[:2] and sum(g.bytes for g in found.gradients) == 720
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,7 @@ def test_batches_that_are_fed():
 def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     estimator = estimator_mgpu.Estimator(model_fn, devices=devices)
     estimator.train(batch_of(rows))
+    estimator.evaluate(batch_of(rows))  # It says it once a training.
     [found] = [r for r in caplog.records if 'The input_fn gives' in r.getMessage()]
     assert found.levelno == logging.INFO
     assert f'its rows go to {line}' in found.getMessage()
@@ -246,7 +248,7 @@ def whole(features, labels, mode):
 
 def test_gradients_that_are_made_once_go_nowhere():
     found = explain(whole, devices=2)
-    assert found.gradients == [('w', 0, CPUS[0])]
+    assert found.gradients == [('w', 0, TOWERS[0])]
     [decomposed] = [op for op in found.once if op.name == 'Qr']
     assert decomposed.why == 'no rule for Qr'
     assert decomposed.gathered == 0  # It is whole already.
@@ -290,10 +292,10 @@ def test_more_than_ten():
 
 def test_as_a_dict():
     found = json.loads(json.dumps(explain(ranked, devices=2).as_dict()))
-    assert found['towers'] == CPUS[:2] and list(found['traffic']) == CPUS[:2]
-    assert list(found['traffic'][CPUS[0]]) == ['sent', 'received', 'messages']
+    assert found['towers'] == TOWERS[:2] and list(found['traffic']) == TOWERS[:2]
+    assert list(found['traffic'][TOWERS[0]]) == ['sent', 'received', 'messages']
     assert found['once'][0]['name'] == 'order/TopKV2' and found['once'][0]['gathered'] == FLOATS
-    assert found['gradients'] == [{'variable': 'net/w', 'bytes': 12, 'device': CPUS[0]}]
+    assert found['gradients'] == [{'variable': 'net/w', 'bytes': 12, 'device': TOWERS[0]}]
     assert found['scopes']['order'] == {'shard': 3 * FLOATS, 'once': 3 * FLOATS}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from models import ROWS, floats, of_all_modes, step
+from models import ROWS, floats, of_all_modes
 from towers import compare, compare_modes
 
 fc = tf.feature_column
@@ -20,10 +20,6 @@ FILE.flush()
 def examples(rows=ROWS):
     """Features as an input_fn gives them, with a label a row; some ids and words are unknown."""
     return [(_features(rows, i), floats(rows, 1, seed=i) + 2) for i in range(4)]
-
-
-def ten_rows():
-    return examples(10)
 
 
 def _features(rows, seed):
@@ -84,10 +80,6 @@ def embedded_roots():
     return embeddings('sqrtn')
 
 
-def clipped():
-    return [fc.embedding_column(kind, 3, max_norm=0.5) for kind in categorical()]
-
-
 def linear_columns():
     return [numeric()[0], *categorical()[:2], weighted(), crossed()]
 
@@ -103,10 +95,6 @@ def input_layer(columns, features):
 
 def dense_features(columns, features):
     return network(tf.keras.layers.DenseFeatures(columns())(features))
-
-
-def linear_model_of_means(features):
-    return fc.linear_model(features, linear_columns(), sparse_combiner='mean', units=1)
 
 
 def two_words():
@@ -137,19 +125,33 @@ def sequences(features):
     return network(tf.reduce_sum(inputs * mask, 1))
 
 
+def lookups_of_one_table(features):
+    """Two that take each id once, one that doesn't, and one that all rows share."""
+    table = tf.get_variable('table', [8, 3])
+    words = [tf.strings.to_hash_bucket_fast(features[name], 8) for name in 'abc']
+    sparse = [tf.sparse.from_dense(ids) for ids in words[:2]]
+    means = tf.nn.safe_embedding_lookup_sparse(table, sparse[0], combiner='mean')
+    sums = tf.nn.safe_embedding_lookup_sparse(table, sparse[1], combiner='sum')
+    rows = tf.reduce_sum(tf.nn.embedding_lookup(table, words[2]), 1)
+    tf.add_to_collection(
+        tf.GraphKeys.REGULARIZATION_LOSSES, tf.nn.l2_loss(tf.gather(table, [1, 2]))
+    )
+    return network(means * sums + tf.nn.tanh(rows))
+
+
 def named(function, columns):
     forward = functools.partial(function, columns)
     forward.__name__ = f'{function.__name__}-{columns.__name__}'
     return forward
 
 
-COLUMNS = [numeric, indicators, embedded_roots, clipped]
+COLUMNS = [numeric, indicators, embedded_roots]
 FORWARD = [
     *(named(input_layer, columns) for columns in COLUMNS),
     named(dense_features, embedded_means),
-    linear_model_of_means,
     shared_of_v1,
     shared_of_v2,
+    lookups_of_one_table,
     wide_and_deep,
     sequences,
 ]
@@ -158,14 +160,6 @@ FORWARD = [
 @pytest.mark.parametrize('model_fn', map(of_all_modes, FORWARD), ids=lambda f: f.__name__)
 def test_as_on_one_device(model_fn):
     compare_modes(model_fn, examples, 4)
-
-
-UNEVEN = [named(input_layer, indicators), named(dense_features, embedded_means), sequences]
-
-
-@pytest.mark.parametrize('model_fn', map(of_all_modes, UNEVEN), ids=lambda f: f.__name__)
-def test_batches_that_do_not_divide(model_fn, behavior):
-    compare_modes(model_fn, ten_rows, 4, static=False)
 
 
 def to_sparse(features, labels):
@@ -195,63 +189,3 @@ SPARSE = [*(named(input_layer, c) for c in COLUMNS[1:]), wide_and_deep, shared_o
 @pytest.mark.parametrize('forward', SPARSE, ids=lambda f: f.__name__)
 def test_sparse_features(forward):
     compare(of_all_modes(forward), with_gaps(), 4, static=False, preprocess=to_sparse)
-
-
-def by_global_norm(grads):
-    return tf.clip_by_global_norm(grads, 0.05)[0]
-
-
-def by_rows(grads):
-    """Of sparse gradients, the norm of each row."""
-    return [
-        tf.IndexedSlices(tf.clip_by_norm(g.values, 0.01, 1), g.indices, g.dense_shape)
-        if isinstance(g, tf.IndexedSlices)
-        else g
-        for g in grads
-    ]
-
-
-def lookups_of_one_table(features):
-    """Two that take each id once, one that doesn't, and one that all rows share."""
-    table = tf.get_variable('table', [8, 3])
-    words = [tf.strings.to_hash_bucket_fast(features[name], 8) for name in 'abc']
-    sparse = [tf.sparse.from_dense(ids) for ids in words[:2]]
-    means = tf.nn.safe_embedding_lookup_sparse(table, sparse[0], combiner='mean')
-    sums = tf.nn.safe_embedding_lookup_sparse(table, sparse[1], combiner='sum')
-    rows = tf.reduce_sum(tf.nn.embedding_lookup(table, words[2]), 1)
-    tf.add_to_collection(
-        tf.GraphKeys.REGULARIZATION_LOSSES, tf.nn.l2_loss(tf.gather(table, [1, 2]))
-    )
-    return network(means * sums + tf.nn.tanh(rows))
-
-
-def table_in_parts(features, parts=2, strategy='div'):
-    table = tf.get_variable(
-        f'table_{parts}_{strategy}', [9, 3], partitioner=tf.fixed_size_partitioner(parts)
-    )
-    words = tf.concat([features[name] for name in 'abc'], 1)
-    sparse = tf.sparse.from_dense(tf.strings.to_hash_bucket_fast(words, 9))
-    return tf.nn.safe_embedding_lookup_sparse(table, sparse, partition_strategy=strategy)
-
-
-def tables_in_parts(features):
-    columns = [fc.embedding_column(fc.categorical_column_with_hash_bucket(n, 9), 3) for n in 'ab']
-    with tf.variable_scope('in_parts', partitioner=tf.fixed_size_partitioner(2)):
-        given = fc.input_layer({name: features[name] for name in 'ab'}, columns)
-    by_number = table_in_parts(features, 3, 'mod')
-    return network(tf.concat([given, table_in_parts(features) * by_number], 1))
-
-
-@pytest.mark.parametrize('clip', [by_global_norm, by_rows])
-@pytest.mark.parametrize(
-    'forward',
-    [shared_of_v1, shared_of_v2, lookups_of_one_table, tables_in_parts],
-    ids=lambda f: f.__name__,
-)
-def test_clipped_gradients_of_shared_tables(forward, clip):
-    def train(loss):
-        optimizer = tf.train.MomentumOptimizer(0.5, 0.9)
-        grads, variables = zip(*optimizer.compute_gradients(loss))
-        return optimizer.apply_gradients(zip(clip(grads), variables), step())
-
-    compare(of_all_modes(forward, train), examples(), 5, static=False)

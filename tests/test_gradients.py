@@ -11,20 +11,6 @@ from towers import compare, compare_modes
 # Models: forward(features) -> output.
 
 
-def stopped(features):
-    """One branch is stopped, and one path of the same tensor isn't."""
-    hidden = hidden_layer(features)
-    return output_layer(tf.stop_gradient(hidden)) + output_layer(hidden * 0.5, 'other')
-
-
-def custom_gradient(features):
-    @tf.custom_gradient
-    def clipped(x):
-        return tf.square(x), lambda dy: tf.clip_by_value(dy, -0.01, 0.01) * (x + 1)
-
-    return output_layer(clipped(hidden_layer(features)))
-
-
 def custom_gradient_of_variables(features):
     """A gradient function with `variables`, as reversible layers have."""
     with tf.variable_scope('scope', use_resource=True):
@@ -44,39 +30,12 @@ def custom_gradient_of_variables(features):
         return output_layer(layer(features))
 
 
-@tf.RegisterGradient('EstimatorMgpuHalved')
-def _halved(op, grad):
-    return grad * 0.5 * (1 + tf.square(op.outputs[0]))
-
-
-def overridden(features):
-    with tf.get_default_graph().gradient_override_map({'Tanh': 'EstimatorMgpuHalved'}):
-        hidden = hidden_layer(features)
-    return output_layer(hidden)
-
-
-def straight_through(features):
-    hidden = hidden_layer(features)
-    hard = hidden + tf.stop_gradient(tf.round(hidden * 2) / 2 - hidden)
-    return output_layer(hard)
-
-
 def recomputed_twice(features):
     first = tf.get_variable('first', [3, 4], use_resource=True)
     second = tf.get_variable('second', [4, 4], use_resource=True)
     hidden = tf.recompute_grad(lambda x: tf.nn.tanh(tf.matmul(x, first)))(features)
     hidden = tf.recompute_grad(lambda x: tf.nn.tanh(tf.matmul(x, second)))(hidden)
     return output_layer(hidden)
-
-
-def tied_with_rows_of_its_own(features):
-    """The same table gathered in two ways, one of which takes an id once."""
-    table = tf.get_variable('table', [5, 4])
-    ids = tf.cast(tf.abs(features) * 10, tf.int32) % 5
-    unique, places = tf.unique(tf.reshape(ids, [-1]))
-    rows = tf.gather(tf.nn.embedding_lookup(table, unique), places)
-    rows = tf.reduce_sum(tf.reshape(rows, [-1, 3, 4]), 1)
-    return output_layer(tf.nn.tanh(rows + tf.gather(table, ids[:, 0])))
 
 
 def jacobian(features):
@@ -88,13 +47,8 @@ def jacobian(features):
 
 
 MODELS = [
-    stopped,
-    custom_gradient,
     custom_gradient_of_variables,
-    overridden,
-    straight_through,
     recomputed_twice,
-    tied_with_rows_of_its_own,
     jacobian,
 ]
 
@@ -144,30 +98,6 @@ def grad_ys_of_variables(features, labels):
     return mean_square(labels, output), output, train_op
 
 
-def stop_gradients(features, labels):
-    hidden = hidden_layer(features)
-    output = output_layer(hidden) + output_layer(tf.nn.tanh(hidden), 'other')
-    loss = mean_square(labels, output)
-    variables = tf.trainable_variables()
-    grads = tf.gradients(loss, variables, stop_gradients=[hidden])
-    assert grads[0] is None
-    stopped = zip(grads[1:], variables[1:])
-    first = tf.train.MomentumOptimizer(0.05, 0.9).apply_gradients(stopped, step())
-    with tf.control_dependencies([first]):
-        rest = tf.train.GradientDescentOptimizer(0.1).minimize(loss, var_list=variables[:1])
-    return loss, output, rest
-
-
-def several_losses(features, labels):
-    """Gradients of a list of losses, a mean and a sum, are those of their sum."""
-    output = output_layer(hidden_layer(features))
-    mean, total = mean_square(labels, output), 0.01 * tf.reduce_sum(tf.abs(output - labels))
-    variables = tf.trainable_variables()
-    grads = tf.gradients([mean, total, tf.nn.l2_loss(variables[0])], variables)
-    apply = tf.train.AdagradOptimizer(0.1).apply_gradients(zip(grads, variables), step())
-    return mean + total, output, apply
-
-
 def persistent_tape(features, labels):
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(features)
@@ -186,40 +116,10 @@ def persistent_tape(features, labels):
     return loss, output, apply
 
 
-def tape_of_a_function(features, labels):
-    w = tf.get_variable('w', [3, 1], use_resource=True)
-
-    @tf.function
-    def predict(x):
-        return tf.nn.tanh(tf.matmul(x, w))
-
-    with tf.GradientTape() as tape:
-        output = predict(features)
-        loss = mean_square(labels, output)
-    grads = tape.gradient(loss, [w])
-    return loss, output, tf.train.AdagradOptimizer(0.1).apply_gradients(zip(grads, [w]), step())
-
-
-def normalized_losses(features, labels):
-    """GradNorm's weights of two tasks, from norms of their gradients of a shared layer."""
-    hidden = hidden_layer(features)
-    one, two = output_layer(hidden, 'one'), output_layer(hidden, 'two')
-    losses = [mean_square(labels, one), tf.reduce_mean(tf.abs(labels * 2 - two))]
-    shared = tf.trainable_variables()[:1]
-    norms = [tf.norm(tf.gradients(loss, shared)[0]) for loss in losses]
-    weights = [tf.stop_gradient(tf.add_n(norms) / (2 * norm)) for norm in norms]
-    loss = tf.add_n([weight * loss for weight, loss in zip(weights, losses)])
-    return loss, one
-
-
 LOSSES = [
     gradient_penalty,
     grad_ys_of_variables,
-    stop_gradients,
-    several_losses,
     persistent_tape,
-    tape_of_a_function,
-    normalized_losses,
 ]
 
 

@@ -89,43 +89,10 @@ def test_all_metrics(name, behavior):
     assert_close(ours, one, 1e-6)
 
 
-def variable(name, shape, dtype=tf.float32, validate_shape=True):
-    return tf.Variable(
-        lambda: tf.zeros(shape, dtype),
-        trainable=False,
-        collections=[tf.GraphKeys.LOCAL_VARIABLES, tf.GraphKeys.METRIC_VARIABLES],
-        validate_shape=validate_shape,
-        shape=tf.TensorShape(shape) if validate_shape else tf.TensorShape([None]),
-        name=name,
-    )
-
-
-def streaming_concat(values):
-    """Keeps all values, in order, in an array that doubles in a branch when it's full."""
-    array, size = variable('array', [0], validate_shape=False), variable('size', [], tf.int32)
-    new_size = size + tf.shape(values)[0]
-
-    def grow():
-        with tf.control_dependencies(
-            [
-                tf.assign(
-                    array, tf.concat([array, tf.zeros([2 * new_size])], 0), validate_shape=False
-                )
-            ]
-        ):
-            return tf.constant(True)
-
-    full = new_size > tf.shape(array.read_value())[0]
-    with tf.control_dependencies([tf.cond(full, grow, lambda: tf.constant(False))]):
-        old = array.read_value()
-        merged = tf.concat([old[:size], values, old[new_size:]], 0)
-        with tf.control_dependencies([tf.assign(array, merged, validate_shape=False)]):
-            update = size.assign(new_size)
-    return array[:size], update
-
-
-def state(value):
-    return variable(value, [])
+def state(name):
+    collections = [tf.GraphKeys.LOCAL_VARIABLES, tf.GraphKeys.METRIC_VARIABLES]
+    zero = lambda: tf.zeros([])  # noqa: E731
+    return tf.Variable(zero, trainable=False, collections=collections, name=name)
 
 
 def running_mean(value):
@@ -169,33 +136,15 @@ def looped(kept, x):
     return kept.assign(rounds[1])
 
 
-def all_values(x, y):
-    with tf.variable_scope('array', use_resource=True):  # No other may change its shape.
-        return streaming_concat(x[:, 0])
-
-
 OWN = {
     'sum of maxima': kept_by(lambda kept, x: kept.assign_add(tf.reduce_max(x))),
-    'decaying maximum': kept_by(
-        lambda kept, x: kept.assign(tf.maximum(0.5 * kept, tf.reduce_max(x)))
-    ),
     'moving average': kept_by(lambda kept, x: kept.assign(0.9 * kept + 0.1 * loss_of(x))),
-    'python function': kept_by(
-        lambda kept, x: kept.assign_add(tf.py_func(np.sum, [x], tf.float32))
-    ),
     'loop': kept_by(looped),
-    'batches that': in_cond(lambda x: tf.reduce_max(x) > 1, lambda kept, x: kept.assign_add(1.0)),
     'sums where': in_cond(
         lambda x: tf.reduce_mean(x) > 0, lambda kept, x: kept.assign_add(tf.reduce_sum(x))
     ),
     'function': added_by_function,
     'running mean': lambda x, y: running_mean(loss_of(x)),
-    'root, weighted by rows': lambda x, y: tf.metrics.mean(
-        tf.sqrt(loss_of(x)), weights=tf.cast(tf.shape(x)[0], tf.float32)
-    ),
-    'mean of the loss': lambda x, y: tf.metrics.mean(loss_of(x), weights=0.5),
-    'columns': lambda x, y: tf.metrics.mean(tf.reduce_mean(x, 0)),
-    'all values': all_values,
 }
 
 

@@ -12,17 +12,6 @@ def momentum():
     return tf.train.MomentumOptimizer(0.05, 0.9)
 
 
-def scaled_by(scale):
-    """Returns train_op(loss) that scales the loss, and its gradients back."""
-
-    def train_op(loss):
-        optimizer = momentum()
-        pairs = optimizer.compute_gradients(loss * scale)
-        return optimizer.apply_gradients([(g / scale, v) for g, v in pairs], step())
-
-    return train_op
-
-
 def flag_finite(grads):
     return tf.reduce_all([tf.reduce_all(tf.is_finite(g)) for g in grads])
 
@@ -78,26 +67,7 @@ def loss_scale_optimizer(scale):
     return train_op
 
 
-def keras_scaled(**options):
-    def train_op(loss):
-        inner = tf.keras.optimizers.legacy.SGD(0.05, momentum=0.9)
-        optimizer = tf.keras.mixed_precision.LossScaleOptimizer(inner, **options)
-        optimizer.iterations = step()
-        variables = tf.trainable_variables()
-        grads = tf.gradients(optimizer.get_scaled_loss(loss), variables)
-        return optimizer.apply_gradients(zip(optimizer.get_unscaled_gradients(grads), variables))
-
-    return train_op
-
-
-TRAINS = {
-    'fixed': scaled_by(128.0),
-    'dynamic': dynamic,
-}
-KERAS = {
-    'keras_fixed': keras_scaled(dynamic=False, initial_scale=64),
-    'keras_dynamic': keras_scaled(initial_scale=64, dynamic_growth_steps=3),
-}
+TRAINS = {'dynamic': dynamic}
 if hasattr(tf.train.experimental, 'MixedPrecisionLossScaleOptimizer'):
     fixed = lambda: tf.train.experimental.FixedLossScale(64)  # noqa: E731
     moving = lambda: tf.train.experimental.DynamicLossScale(64.0, 3)  # noqa: E731
@@ -111,11 +81,6 @@ def models_of(trains):
 
 @pytest.mark.parametrize('model_fn', models_of(TRAINS), ids=lambda f: f.__name__)
 def test_loss_scale(model_fn, behavior):
-    compare_modes(model_fn, away_from_0, 3)
-
-
-@pytest.mark.parametrize('model_fn', models_of(KERAS), ids=lambda f: f.__name__)
-def test_keras_loss_scale(model_fn):
     compare_modes(model_fn, away_from_0, 3)
 
 

@@ -43,18 +43,11 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize('towers', [3, 8], ids='towers={}'.format)
 @pytest.mark.parametrize('optimizer', OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_optimizer(optimizer, towers):
+def test_optimizer(optimizer):
     model_fn = regression(lambda loss: optimizer().minimize(loss, step()))
-    ours, _ = compare(model_fn, batches(24), towers)
+    ours, _ = compare(model_fn, batches(24), 3)
     assert ours.values['global_step'] == 10
-
-
-@pytest.mark.parametrize('optimizer', OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_one_tower_is_exact(optimizer):
-    model_fn = regression(lambda loss: optimizer().minimize(loss, step()))
-    compare(model_fn, batches(), 1, rtol=0)
 
 
 @pytest.mark.parametrize('towers', [2, 7], ids='towers={}'.format)
@@ -63,19 +56,6 @@ def test_float64_is_exact_to_its_rounding(towers, static):
     # Not tf.losses, which compute in float32 whatever they are given.
     model_fn = with_loss(lambda labels, output: tf.reduce_mean(tf.square(output - labels)))
     compare(model_fn, batches(24, dtype=np.float64), towers, static=static, rtol=1e-12)
-
-
-def clip_computed(loss):
-    optimizer = tf.train.AdamOptimizer(0.05)
-    grads, variables = zip(*optimizer.compute_gradients(loss))
-    clipped, _ = tf.clip_by_global_norm(grads, 0.1)
-    return optimizer.apply_gradients(zip(clipped, variables), step())
-
-
-def scaled_loss(loss):
-    optimizer = tf.train.AdamOptimizer(0.05)
-    grads = [(g / 128, v) for g, v in optimizer.compute_gradients(loss * 128)]
-    return optimizer.apply_gradients(grads, step())
 
 
 def colocated(loss):
@@ -91,8 +71,6 @@ def two_optimizers(loss):
 
 
 USES = [
-    clip_computed,
-    scaled_loss,
     colocated,
     two_optimizers,
 ]

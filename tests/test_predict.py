@@ -54,26 +54,12 @@ def test_every_row_once_and_in_order(towers, sizes, mode):
         np.testing.assert_array_equal(batch['flag'], numbers % 2 > 0)
 
 
-@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
-def test_a_bare_tensor(sizes):
-    ours = evaluate(model_of(lambda x: x * 2), ids(*sizes), 4, static=False, mode=PREDICT)
-    for batch, (features, _) in zip(ours.predictions, ids(*sizes)):
-        np.testing.assert_array_equal(batch, features * 2)
-
-
 @pytest.mark.parametrize('towers', [1, 2], ids='towers={}'.format)
 def test_estimator_takes_no_sparse_predictions(towers):
     """Nor ragged ones: EstimatorSpec says so itself, on one device as on several."""
     predict = lambda x: {'sparse': tf.sparse.from_dense(x)}  # noqa: E731
     with pytest.raises(TypeError, match='must be Tensor, given: SparseTensor'):
         evaluate(model_of(predict), ids(8), towers, mode=PREDICT)
-
-
-def test_a_scalar_in_evaluation_is_that_of_the_batch():
-    predict = lambda x: {'mean': tf.reduce_mean(tf.cast(x, tf.float32)), 'id': x}  # noqa: E731
-    for towers in (1, 2, 3):
-        ours = evaluate(model_of(predict), ids(8), towers, static=False, mode='eval')
-        assert ours.predictions[0]['mean'] == 3.5
 
 
 def test_an_empty_batch():

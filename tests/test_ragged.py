@@ -49,12 +49,6 @@ def padded_and_masked(features):
     return ragged, tf.reduce_sum(vectors * mask[:, :, None], 1)
 
 
-def divided_by_lengths(features):
-    ragged = words(features)
-    sums = tf.reduce_sum(looked_up(ragged), 1)
-    return ragged, sums / tf.cast(ragged.row_lengths(), tf.float32)[:, None]
-
-
 def reduced(features):
     vectors = looked_up(words(features))
     return vectors, tf.reduce_mean(vectors, 1) + tf.reduce_max(vectors, 1)
@@ -76,13 +70,6 @@ def without_padding(features):
     return ragged, tf.nn.softmax(scores)[:, :1] + tf.reduce_mean(looked_up(ragged), 1)
 
 
-def of_lengths(features):
-    known = tf.sequence_mask(features['lengths'], 4)
-    flat = tf.boolean_mask(features['ids'], known)
-    ragged = tf.RaggedTensor.from_row_lengths(flat, features['lengths'])
-    return ragged, tf.reduce_sum(looked_up(ragged), 1)
-
-
 def decoded(features):
     steps = tf.tensordot(features['x'], weights('letters', 3, 5), 1)
     lengths = tf.cast(features['lengths'], tf.int32)
@@ -93,8 +80,7 @@ def decoded(features):
     ]
 
 
-MODELS = [padded_and_masked, divided_by_lengths, reduced, pairs_of_words, without_padding]
-MODELS += [of_lengths, decoded]
+MODELS = [padded_and_masked, reduced, pairs_of_words, without_padding, decoded]
 
 
 def model_of(rows_of, static):

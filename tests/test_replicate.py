@@ -12,6 +12,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.devices import resolve
 from models import batches, predict, regression, spec_of, step
 from towers import TRAIN, compare, session, train
 
@@ -115,6 +116,7 @@ def four_gpus(monkeypatch):
     monkeypatch.setattr(
         tf.config, 'list_physical_devices', lambda kind=None: gpus if kind == 'GPU' else real(kind)
     )
+    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
 
 
 # Which GPU each variable is on.
@@ -311,6 +313,22 @@ def test_session_config_keeps_what_it_is_given():
     config = estimator_mgpu.session_config(['/cpu:0', '/cpu:4'])
     assert config.device_count['CPU'] == 5
     assert config.allow_soft_placement
+
+
+def test_gpus_that_are_split(monkeypatch):
+    part = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
+    split = {'one': [part] * 3, 'two': None}
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: list(split))
+    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', split.get)
+    assert resolve(None) == [f'/device:GPU:{i}' for i in range(4)]
+    own = tf.ConfigProto()
+    for config in (estimator_mgpu.session_config(), estimator_mgpu.session_config(2, own)):
+        found = config.gpu_options.experimental.virtual_devices
+        assert [list(gpu.memory_limit_mb) for gpu in found] == [[1024] * 3, []]
+    own.gpu_options.experimental.virtual_devices.add(memory_limit_mb=[7])
+    assert estimator_mgpu.session_config(2, own).gpu_options == own.gpu_options
+    with pytest.raises(ValueError, match='this machine has 4 GPUs'):
+        resolve(5)
 
 
 def rewriting(config):

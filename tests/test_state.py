@@ -93,7 +93,6 @@ def index_tables(features):
 
 FORWARD = [
     partitioned('mod', tf.fixed_size_partitioner(3), 'partitioned_mod'),
-    partitioned('div', tf.fixed_size_partitioner(2), 'partitioned_div'),
     partitioned('div', tf.min_max_variable_partitioner(3, min_slice_size=16), 'partitioned_size'),
     variable_class,
     ref_variables,

@@ -62,11 +62,14 @@ def behavior_of(version: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def session(towers: int, **options: Any) -> Iterator[tf.Session]:
-    """A session that has a CPU device a tower and puts every op where it's told to."""
-    config = tf.ConfigProto(
-        device_count={'CPU': max(towers, 1)}, allow_soft_placement=False, **options
-    )
-    with tf.Session(config=config) as sess:
+    """A session that has a device a tower and puts every op where it's told to.
+
+    On GPUs, it puts elsewhere what has no kernel for them.
+    """
+    soft = bool(tf.config.list_physical_devices('GPU'))
+    count = max(towers, 1)
+    config = tf.ConfigProto(device_count={'CPU': count}, allow_soft_placement=soft, **options)
+    with tf.Session(config=estimator_mgpu.session_config(count, config)) as sess:
         yield sess
 
 

@@ -96,12 +96,12 @@ class Towers:
         return placement is not None or self._is_size(tensor)
 
     def _is_size(self, tensor: tf.Tensor) -> bool:
-        """Whether it's the size of what towers have, which isn't gathered for that."""
+        """Whether its op gives sizes of what towers have, which isn't gathered for that."""
         if tensor.op.type not in kinds.SIZES:
             return False
-        of = tensor.op.inputs[tensor.value_index]
-        made = of.name in self.plan.placements and of.name not in self._sources - {*self.parts}
-        return made and self.plan.sizes.dims(of) is not None
+        kept = self._sources - {*self.parts}
+        made = any(t.name in self.plan.placements and t.name not in kept for t in tensor.op.inputs)
+        return made and self.plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
 
     def _copy(self, name: str, tower: int) -> str:
         return f'{self._nodes.scope}/tower_{tower}/{name}'
