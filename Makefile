@@ -55,6 +55,7 @@ docs: $(venv)/docs.stamp
 dist: $(venv)/dist.stamp
 	rm -rf build dist
 	$(venv)/bin/python -m build
+	$(venv)/bin/python -m twine check --strict dist/*
 	rm -rf build *.egg-info
 
 clean:

@@ -56,7 +56,7 @@ FLAGS['verbosity'].parser = _Level()
 
 
 def start(argv):
-    """Says which devices are used, and shows TensorFlow's log as far as --verbosity=info asks for it.
+    """Says which devices are used, and shows TensorFlow's log as far as --verbosity asks for it.
 
     Each line once: absl's app.run would print it, too.
 

@@ -118,6 +118,23 @@ def test_no_tower_waits_for_another(rows):
         assert others <= {tower_of(op)}, op.name
 
 
+@pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])
+def test_no_images_are_gathered_for_their_size(rows):
+    """Which gradients of convolutions ask for by one op along with the kernel's."""
+
+    def convolutional(features, labels, mode):
+        images = tf.tile(features[:, :, None, None], [1, 1, 3, 2])
+        for filters in (4, 5):
+            images = tf.nn.tanh(tf.layers.conv2d(images, filters, 2))
+        loss = tf.reduce_mean(tf.square(tf.reduce_sum(images, [1, 2, 3])[:, None] - labels))
+        return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
+
+    ops = ops_of_a_step(convolutional, 4, rows)
+    gathered = [op for op in ops if op.type == 'ConcatV2' and tower_of(op) is None]
+    assert gathered and all(op.outputs[0].shape.rank < 2 for op in gathered)
+    assert len([op for op in ops if op.type == 'ShapeN']) == 0
+
+
 def _sparse():
     return tf.sparse.placeholder(tf.int32, [None, None])
 
