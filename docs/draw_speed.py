@@ -1,4 +1,4 @@
-"""Draws speed.svg from what samples/benchmark.py has measured: `python docs/draw_speed.py RUNS.json`.
+"""Draws speed.svg of what samples/benchmark.py measured: `python docs/draw_speed.py RUNS.json`.
 
 Of each model on eight devices, relative to one device in the same round: start-up and step, of
 replicate() and of MirroredStrategy. Bars are medians.

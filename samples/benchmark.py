@@ -56,9 +56,7 @@ MEASURES = {  # What a run gives, and the unit it's printed in.
 }
 
 MODELS = {**benchmark_models.MODELS, **benchmark_models.LARGE}
-flags.DEFINE_list(
-    'models', list(benchmark_models.MODELS), f'Which models, of {", ".join(MODELS)}.'
-)
+flags.DEFINE_list('models', list(benchmark_models.MODELS), f'Which models, of {", ".join(MODELS)}.')
 flags.DEFINE_list('towers', ['2', '4', '8'], 'How many towers.')
 flags.DEFINE_list(
     'setups', [REPLICATE, MIRRORED], f'What is compared with one device, of {", ".join(SETUPS)}.'
