@@ -47,6 +47,7 @@ def peaks(model, devices):
 
 
 def main(argv):
+    tf.logging.set_verbosity(tf.logging.ERROR)
     print(f'{"model":12} {"one device, MB":>16} {"the busiest of " + str(FLAGS.devices):>20}')
     for name in FLAGS.models:
         [one], busiest = peaks(name, 1).values(), max(peaks(name, FLAGS.devices).values())
