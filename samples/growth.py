@@ -21,6 +21,12 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list('ops', ['1000', '2000', '5000', '10000', '20000', '50000'], 'Of one device.')
 flags.DEFINE_list('devices', ['2', '4', '8', '16', '32', '64'], 'How many logical CPU devices.')
 flags.DEFINE_string('output', 'growth.svg', 'The picture.')
+for flag in ('ops', 'devices'):
+    flags.register_validator(
+        flag,
+        lambda given: given and all(count.isdigit() and int(count) > 1 for count in given),
+        'give numbers of 2 or more, such as 2,4,8',
+    )
 OPS_OF_A_LAYER = 48
 MANY_DEVICES, MANY_OPS = 8, 5000
 
