@@ -38,7 +38,7 @@ def main(path):
         axes.set_xticks(range(len(models)), models, rotation=30)
         axes.set_title(f'{measure.replace("_", "-")} on {TOWERS} CPU devices / one device')
         axes.margins(y=0.15)
-    both[0].legend()
+    both[1].legend()
     figure.savefig(PATH, metadata={'Date': None})
 
 
