@@ -12,6 +12,9 @@ import sys
 import matplotlib
 from matplotlib import pyplot
 
+sys.path.append(str(pathlib.Path(__file__).parent.parent / 'samples'))
+from benchmark import ratios  # noqa: E402
+
 PATH = pathlib.Path(__file__).with_name('speed.svg')
 TOWERS = 8
 SETUPS = {'replicate': 'tab:blue', 'MirroredStrategy': 'tab:orange'}
@@ -19,9 +22,8 @@ SETUPS = {'replicate': 'tab:blue', 'MirroredStrategy': 'tab:orange'}
 
 def ratio(runs, model, setup, measure):
     """Returns the median ratio to one device."""
-    found = {(r['setup'], r['towers'], r['round']): r[measure] for r in runs if r['model'] == model}
-    several = {n: value for (kind, towers, n), value in found.items() if (kind, towers) == setup}
-    return statistics.median(value / found['one device', 1, n] for n, value in several.items())
+    of = {'model': model, 'setup': setup, 'towers': TOWERS}
+    return statistics.median(ratios(runs, measure, of, {**of, 'setup': 'one device', 'towers': 1}))
 
 
 def main(path):
@@ -31,7 +33,7 @@ def main(path):
     figure, both = pyplot.subplots(1, 2, figsize=(9, 3.2), layout='constrained')
     for axes, measure in zip(both, ('start_up', 'step')):
         for shift, (setup, color) in zip((-0.2, 0.2), SETUPS.items()):
-            values = [ratio(runs, model, (setup, TOWERS), measure) for model in models]
+            values = [ratio(runs, model, setup, measure) for model in models]
             places = [i + shift for i in range(len(models))]
             axes.bar_label(axes.bar(places, values, 0.4, label=setup, color=color), fmt='%.1f')
         axes.axhline(1, color='black', linewidth=0.8)

@@ -39,7 +39,7 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
     listed = check(devices)
     if machines:
         return _of_machines(devices, listed, machines)
-    gpus = sum(map(len, _gpus()))
+    gpus = sum(len(parts) or 1 for parts in _gpus())
     if devices is None or isinstance(devices, int):
         kind = 'GPU' if gpus else 'CPU'
         listed = [f'/device:{kind}:{i}' for i in range(devices or gpus or 1)]
@@ -55,9 +55,9 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
 
 
 def _gpus() -> list[list[Any]]:
-    """Returns the parts that each of the machine's GPUs is split into; by default it's one."""
+    """Returns the parts that each of the machine's GPUs is split into: none, if it isn't split."""
     parts = tf.config.get_logical_device_configuration
-    return [parts(gpu) or [None] for gpu in tf.config.list_physical_devices('GPU')]
+    return [parts(gpu) or [] for gpu in tf.config.list_physical_devices('GPU')]
 
 
 def _of_machines(devices: Any, listed: list[str], machines: Mapping[str, list[str]]) -> list[str]:
@@ -164,9 +164,9 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
     count = config.device_count
     count['CPU'] = max(_cpus(towers), count.get('CPU', 1))
     gpus, split = _gpus(), config.gpu_options.experimental.virtual_devices
-    if not split and any(part is not None for parts in gpus for part in parts):
+    if not split and any(gpus):
         for parts in gpus:
-            split.add(memory_limit_mb=[part.memory_limit or 0 for part in parts if part])
+            split.add(memory_limit_mb=[part.memory_limit or 0 for part in parts])
     if base is None and len(towers) > 1:
         rewriting = config.graph_options.rewrite_options
         rewriting.disable_meta_optimizer = all(spec_of(t).device_type == 'CPU' for t in towers)

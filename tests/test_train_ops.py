@@ -12,16 +12,12 @@ def momentum():
     return tf.train.MomentumOptimizer(0.05, 0.9)
 
 
-def adam():
-    return tf.train.AdamOptimizer(0.01, epsilon=1e-3)
-
-
-class Lamb(tf.train.Optimizer):
+class AdamWithDecay(tf.train.Optimizer):
     """Written from scratch: variables for moments, and assignments."""
 
-    def __init__(self, rate, decay=0.0, trust=True, exclude=()):
-        super().__init__(False, 'Lamb')
-        self._options = rate, decay, trust, exclude
+    def __init__(self, rate, decay, exclude):
+        super().__init__(False, 'AdamWithDecay')
+        self._options = rate, decay, exclude
 
     def _moment(self, variable, name):
         name = f'{variable.op.name}/{name}'
@@ -29,34 +25,26 @@ class Lamb(tf.train.Optimizer):
         return tf.get_variable(name, variable.shape, tf.float32, zeros, trainable=False)
 
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        rate, decay, trust, exclude = self._options
+        rate, decay, exclude = self._options
         assignments = []
         for grad, variable in grads_and_vars:
-            if grad is None:
-                continue
-            m, v = (self._moment(variable, name) for name in ('lamb_m', 'lamb_v'))
+            m, v = (self._moment(variable, name) for name in ('adam_m', 'adam_v'))
             next_m = 0.9 * m + 0.1 * grad
             next_v = 0.99 * v + 0.01 * tf.square(grad)
             update = next_m / (tf.sqrt(next_v) + 1e-2)
             if not any(part in variable.op.name for part in exclude):
                 update += decay * variable
-            if trust:
-                norms = tf.norm(variable), tf.norm(update)
-                usable = tf.logical_and(norms[0] > 0, norms[1] > 0)
-                update *= tf.where(usable, norms[0] / norms[1], 1.0)
             assignments += [
                 tf.assign(variable, variable - rate * update),
                 m.assign(next_m),
                 v.assign(next_v),
             ]
-        if global_step is not None:
-            assignments.append(tf.assign_add(global_step, 1))
         return tf.group(*assignments, name=name)
 
 
 def adam_with_decay(loss):
     """As BERT's: tf.gradients, clipped, and the step counted outside."""
-    optimizer = Lamb(0.01, 0.1, trust=False, exclude=['net/b'])
+    optimizer = AdamWithDecay(0.01, 0.1, exclude=['net/b'])
     variables = tf.trainable_variables()
     clipped, _ = tf.clip_by_global_norm(tf.gradients(loss, variables), 1.0)
     apply = optimizer.apply_gradients(zip(clipped, variables))

@@ -27,24 +27,26 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
     after = _reshaped(op, sizes, before, told)
     own: list[Label] = [None] * len(before)
     new: list[Label] = [None] * len(after)
-    # Where a graph tells which dimension has rows, others don't, whatever their sizes.
-    told_rows = [any(size.rows for size in dims) for dims in (before, after)]
+    has_rows = [any(size.rows for size in dims) for dims in (before, after)]
     for i, size in enumerate(before):
         for j in range(len(after)):  # Of size 1, a dimension begins nothing.
-            begin = ONE not in (size, after[j]) and _go_together((size, after[j]), told_rows)
+            begin = ONE not in (size, after[j]) and _go_together(size, after[j], has_rows)
             if begin and product(before[:i]).same_as(product(after[:j])):
                 own[i] = new[j] = f'{i}'
     return Signature([tuple(own), Entries(tuple(new))], [tuple(new)], dims=[after])
 
 
-def _go_together(sizes: tuple[Size, Size], told_rows: Sequence[bool]) -> bool:
-    """Whether dimensions are one, or multiples of the same rows; numbers are compared with rows."""
-    a, b = sizes
+def _go_together(a: Size, b: Size, told: Sequence[bool]) -> bool:
+    """Whether dimensions are one, or multiples of the same rows; numbers are compared with rows.
+
+    Not so those of a tensor of which the graph has `told` which dimensions have rows.
+    """
     rows = a.rows or b.rows
     if rows is None:
         return a.same_as(b) or None not in (a.static, b.static)
-    known = all(size.rows or not told for size, told in zip(sizes, told_rows))
-    return known and per_row(a, rows) is not None and per_row(b, rows) is not None
+    if (told[0] and not a.rows) or (told[1] and not b.rows):
+        return False
+    return per_row(a, rows) is not None and per_row(b, rows) is not None
 
 
 def _reshaped(
