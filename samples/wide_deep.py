@@ -7,15 +7,19 @@ The wide part is linear, over categories and pairs of them, trained by FTRL; the
 network over embeddings and numbers, trained by Adagrad.
 
 The table is the American National Election Study of 1996: 944 people, their age, income, education,
-party and views, and whether they'd vote for Clinton (0) or Dole (1). It comes with statsmodels.
+party and views, and whether they'd vote for Clinton (0) or Dole (1). It comes with statsmodels. How
+many of Dole's voters are found, for how many of Clinton's taken for these, is drawn to roc.png.
 """
 
 from __future__ import annotations
 
+import pathlib
+
 import common
+import matplotlib
 import tensorflow.compat.v1 as tf
 from absl import app, flags
-from sklearn import model_selection
+from sklearn import metrics, model_selection
 from statsmodels.datasets import anes96
 
 import estimator_mgpu
@@ -99,6 +103,11 @@ def main(argv):
     classifier.train(train_input_fn, [progress], steps=FLAGS.train_steps)
     result = classifier.evaluate(test_input_fn)
 
+    said = [prediction['probabilities'][1] for prediction in classifier.predict(test_input_fn)]
+    matplotlib.use('Agg')  # Draws to files, without a screen.
+    picture = pathlib.Path(classifier.model_dir) / 'roc.png'
+    metrics.RocCurveDisplay.from_predictions(test[1], said).figure_.savefig(picture)
+    print(f'How many voters of Dole it finds: {picture}')
     chance = max(result['label/mean'], 1 - result['label/mean'])
     print(
         f'accuracy {result["accuracy"]:.4f}, AUC {result["auc"]:.4f} on {len(test[1])} held-out '
