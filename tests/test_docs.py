@@ -189,7 +189,7 @@ def test_own_errors_are_quoted_as_they_are():
     """Of each that docs/errors.md quotes, what is between its '...' is in one text of the code."""
     page = (ROOT / 'docs' / 'errors.md').read_text()
     own = page.partition('## From estimator_mgpu')[2]
-    quotes = re.findall(r'^\| `` ?(.+?) ?`` \|', own, re.MULTILINE)
+    quotes = re.findall(r'^- `` ?(.+?) ?``', own, re.MULTILINE)
     assert len(quotes) > 20
     texts = [text for path in ROOT.rglob('estimator_mgpu/**/*.py') for text in texts_of(path)]
     for quote in quotes:
