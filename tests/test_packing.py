@@ -51,7 +51,7 @@ def test_packs(rows, static, towers, variables):
     packs = of_graph(ours, 'SplitV')
     assert len(packs) > towers
     assert {op.outputs[0].dtype for op in packs} <= {tf.float32, tf.float64}
-    large = [op for op in packs for t in op.inputs if t.shape.num_elements() == 8 * 3000]
+    large = [op for op in packs for t in op.outputs if t.shape.num_elements() == 8 * 3000]
     assert not large
 
 
