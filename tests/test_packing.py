@@ -79,14 +79,15 @@ def test_messages_of_a_step(towers):
     assert 10 * others < sent <= len(ends) <= sent + 1 + 2 * others
 
 
-def test_each_call_has_its_own_packs():
+@pytest.mark.parametrize('counted', [True, False])
+def test_each_call_has_its_own_packs(counted):
     """Who runs one optimizer alone gets no gradient, and no random number, of another's."""
 
     def model_fn(features, labels, mode):
         train_ops = []
         for i in '01':
             count = tf.get_variable(f'count{i}', [], initializer=tf.zeros_initializer())
-            with tf.control_dependencies([count.assign_add(1.0).op]):
+            with tf.control_dependencies([count.assign_add(1.0).op] if counted else []):
                 x = tf.identity(features)
             w, b = weights(f'w{i}', 3, 1), weights(f'b{i}', 1)
             loss = tf.losses.mean_squared_error(labels, tf.matmul(x, w) + b)
@@ -95,12 +96,13 @@ def test_each_call_has_its_own_packs():
         return spec_of(mode, loss, train_ops[0])
 
     ours, _ = compare(model_fn, batches(steps=2), 2, variables='first')
-    assert [ours.values[f'count{i}'] for i in '01'] == [2, 2]  # The loss is the second one's.
+    assert [ours.values[f'count{i}'] for i in '01'] == [2 * counted] * 2  # The loss is the last.
     with tf.Graph().as_default(), session(2) as run:
         spec = replicated(model_fn, 2)
         run.run(tf.global_variables_initializer())
         run.run(spec.train_op)
-        assert run.run([v for v in tf.global_variables() if 'count' in v.name]) == [1, 0]
+        assert run.run([v for v in tf.global_variables() if 'count' in v.name]) == [counted, 0]
+    assert not [op.name for op in private.backward([spec.train_op]) if 'gradients_1/' in op.name]
 
 
 def test_what_towers_wait_for_is_in_no_pack():
