@@ -54,6 +54,20 @@ def logged():
     tf.logging.set_verbosity(tf.logging.INFO)
 
 
+@pytest.fixture
+def gpus(monkeypatch):
+    """Called with each GPU's parts, or None, it makes a machine of such GPUs."""
+    real = tf.config.list_physical_devices
+
+    def pretend(*parts):
+        found = dict(zip(map('/physical_device:GPU:{}'.format, range(len(parts))), parts))
+        listed = lambda kind=None: list(found) if kind == 'GPU' else real(kind)  # noqa: E731
+        monkeypatch.setattr(tf.config, 'list_physical_devices', listed)
+        monkeypatch.setattr(tf.config, 'get_logical_device_configuration', found.get)
+
+    return pretend
+
+
 @pytest.fixture(scope='session')
 def three_machines():
     """The target of a session whose chief and two workers have two devices each."""

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 ROWS = 12
 
 
-def floats(rows: int, *shape: int, seed: int = 0) -> np.ndarray:
+def floats(rows, *shape, seed=0):
     return np.random.RandomState(seed + rows).randn(rows, *shape).astype(np.float32)
 
 
-def weights(name: str, *shape: int) -> Any:
+def weights(name, *shape):
     """A variable of its own for each name, however often it's asked for."""
     with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
         return tf.get_variable(name, initializer=floats(*shape))
 
 
-def batches(rows: int = ROWS, steps: int = 10, dtype: Any = np.float32) -> list:
+def batches(rows=ROWS, steps=10, dtype=np.float32):
     """Three features and one label a row."""
     return [
         (floats(rows, 3, seed=i).astype(dtype), floats(rows, 1, seed=100 + i).astype(dtype))
@@ -29,31 +26,31 @@ def batches(rows: int = ROWS, steps: int = 10, dtype: Any = np.float32) -> list:
     ]
 
 
-def away_from_0() -> list:
+def away_from_0():
     """Batches with labels such that no gradient is a sum that all but cancels."""
     return [(x, y + 2) for x, y in batches()]
 
 
-def ten_rows() -> list:
+def ten_rows():
     """The same, of a size that 3 and 4 towers don't divide."""
     return [(x[:10], y[:10]) for x, y in away_from_0()]
 
 
-def spec_of(mode: str, loss: tf.Tensor, *train_ops: Any) -> Any:
+def spec_of(mode, loss, *train_ops):
     train_op = train_ops[0] if len(train_ops) == 1 else tf.group(*train_ops)
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
-def step() -> Any:
+def step():
     return tf.train.get_global_step()
 
 
-def adam(loss: tf.Tensor) -> tf.Operation:
+def adam(loss):
     """An epsilon above rounding errors, for gradients that are 0."""
     return tf.train.AdamOptimizer(0.01, epsilon=1e-3).minimize(loss, step())
 
 
-def predict(features: tf.Tensor) -> tf.Tensor:
+def predict(features):
     """A small network whose variables come from get_variable."""
     dtype = features.dtype
     with tf.variable_scope('net'):
@@ -63,7 +60,7 @@ def predict(features: tf.Tensor) -> tf.Tensor:
         return tf.matmul(tf.nn.tanh(tf.matmul(features, w) + b), v)
 
 
-def regression(train: Callable[[tf.Tensor], Any]) -> Callable[..., Any]:
+def regression(train):
     """Returns a model_fn of mean squared error that `train(loss)` gives the train_op of."""
 
     def model_fn(features, labels, mode):
@@ -73,7 +70,7 @@ def regression(train: Callable[[tf.Tensor], Any]) -> Callable[..., Any]:
     return model_fn
 
 
-def with_loss(loss_of: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[..., Any]:
+def with_loss(loss_of):
     """Returns a model_fn of any loss (labels, predictions), trained by momentum."""
 
     def model_fn(features, labels, mode):
@@ -83,17 +80,10 @@ def with_loss(loss_of: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> Callable[
     return model_fn
 
 
-def of_all_modes(
-    forward: Callable[[tf.Tensor], tf.Tensor],
-    train: Callable[[tf.Tensor], Any] | None = None,
-    name: str | None = None,
-) -> Callable[..., Any]:
-    """Returns a model_fn for all modes.
+def of_all_modes(forward, train=None, name=None):
+    """Returns a model_fn for all modes, trained by Adam, or by what `train(loss)` gives.
 
-    Args:
-      forward: forward(features) -> what is predicted, of the labels' shape.
-      train: train(loss) -> the train_op; by default Adam's.
-      name: the model_fn's, by default that of `forward`.
+    `forward(features)` gives what is predicted, of the labels' shape.
     """
 
     def model_fn(features, labels, mode):

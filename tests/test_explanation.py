@@ -1,11 +1,9 @@
 """`Estimator.explain()`, and what the log says as training starts."""
 
 import json
-import logging
 import re
 from collections import Counter
 
-import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 import tf_slim
@@ -15,6 +13,10 @@ from estimator_mgpu.devices import resolve
 from models import floats, spec_of, step
 
 TOWERS = resolve(3)
+
+
+def by_sgd(mode, loss):
+    return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
 
 
 def model_fn(features, labels, mode):
@@ -31,8 +33,8 @@ def batch_of(rows):
     return lambda: tf.data.Dataset.from_tensors((floats(rows, 3), floats(rows, 1)))
 
 
-def explain(model_fn=model_fn, rows=12, input_fn=None, **options):
-    estimator = estimator_mgpu.Estimator(model_fn, **options)
+def explain(model_fn=model_fn, rows=12, input_fn=None, devices=2, **options):
+    estimator = estimator_mgpu.Estimator(model_fn, devices=devices, **options)
     return estimator.explain(input_fn or batch_of(rows))
 
 
@@ -67,7 +69,7 @@ def test_the_readme_gives_these_bytes(variables):
         """As many bytes on each of 4 devices: of 400 in all, or 1600 with spreading them."""
         output = sum(features[:, :1] @ tf.get_variable(f'w{i}', [1, 25]) for i in range(4))
         loss = tf.reduce_mean(tf.square(tf.reduce_sum(output, 1, keepdims=True) - labels))
-        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+        return by_sgd(mode, loss)
 
     towers = [f'/device:CPU:{i + (variables == "cpu")}' for i in range(4)]
     found = explain(even, devices=towers, variables=variables)
@@ -77,21 +79,11 @@ def test_the_readme_gives_these_bytes(variables):
     assert busiest[variables] <= most <= busiest[variables] + 12 * (3 + 1 + 1) * 4 + 40
 
 
-def test_batches_that_do_not_divide():
-    assert explain(rows=11, devices=3).rows_per_tower == [4, 4, 3]
+def test_rows_per_tower():
     assert explain(rows=2, devices=3).rows_per_tower == [1, 1, 0]
-
-
-def test_a_batch_of_unknown_size():
-    def input_fn():
-        return batch_of(12)().unbatch().batch(5)
-
-    found = explain(input_fn=input_fn, devices=2)
+    found = explain(input_fn=lambda: batch_of(12)().unbatch().batch(5))
     assert found.rows_per_tower is None
     assert '  /device:CPU:1: its share of the rows\n' in str(found)
-
-
-def test_one_device():
     found = explain(devices=1)
     assert found.towers == TOWERS[:1] and found.rows_per_tower == [12]
     assert found.traffic == {} and found.divided == 0 and found.once == []
@@ -105,7 +97,7 @@ def test_of_a_table_rows_are_counted():
         loss = tf.reduce_mean(tf.square(net @ tf.get_variable('w', [2, 1]) - labels))
         return spec_of(mode, loss, tf.train.AdagradOptimizer(0.1).minimize(loss, step()))
 
-    found = explain(model_fn, devices=2)
+    found = explain(model_fn)
     assert found.gradients[0] == ('table', None, TOWERS[0])
     # To the second device 6 rows: of features, of labels, of the loss's gradient with a number, and
     # of the table; w, a learning rate. Back ids, gradients of the table's rows and w, and the loss.
@@ -114,34 +106,23 @@ def test_of_a_table_rows_are_counted():
     assert '  table: gathered rows, summed on /device:CPU:0\n' in str(found)
 
 
-def test_two_optimizers_reduce_twice():
-    def model_fn(features, labels, mode):
-        w = tf.get_variable('w', [3, 1])
-        loss = tf.reduce_mean(tf.square(features @ w - labels))
-        updates = [tf.train.GradientDescentOptimizer(0.1).minimize(loss) for _ in range(2)]
-        return spec_of(mode, loss, *updates, step().assign_add(1))
-
-    assert explain(model_fn, devices=2).gradients == 2 * [('w', 12, TOWERS[0])]
-
-
-def test_nothing_is_written_and_training_goes_on(tmp_path):
-    estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), devices=2)
-    estimator.explain(batch_of(12))
-    assert list(tmp_path.iterdir()) == []
-    estimator.train(batch_of(12))
-    assert np.isfinite(estimator.get_variable_value('a')).all()
-
-
-def test_batches_that_are_fed():
-    """By the hook of an input_fn of TensorFlow 1."""
+def test_batches_that_are_fed(tmp_path):
+    """By the hook of an input_fn of TensorFlow 1; nothing is written, and training goes on."""
     x, y = {'x': floats(12, 3)}, floats(12, 1)
     input_fn = tf.estimator.inputs.numpy_input_fn(x, y, 12, shuffle=False)
 
     def of_dict(features, labels, mode):
         return model_fn(features['x'], labels, mode)
 
-    found = explain(of_dict, input_fn=input_fn, devices=2)
+    estimator = estimator_mgpu.Estimator(of_dict, str(tmp_path), devices=2)
+    found = estimator.explain(input_fn)
     assert found.towers == TOWERS[:2] and sum(g.bytes for g in found.gradients) == 720
+    assert list(tmp_path.iterdir()) == []
+    estimator.train(input_fn)
+
+
+def lines_of(caplog):
+    return [r.getMessage() for r in caplog.records if 'The input_fn gives' in r.getMessage()]
 
 
 @pytest.mark.parametrize(
@@ -156,9 +137,8 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     estimator = estimator_mgpu.Estimator(model_fn, devices=devices)
     estimator.train(batch_of(rows))
     estimator.evaluate(batch_of(rows))  # It says it once a training.
-    [found] = [r for r in caplog.records if 'The input_fn gives' in r.getMessage()]
-    assert found.levelno == logging.INFO
-    assert f'its rows go to {line}' in found.getMessage()
+    [found] = lines_of(caplog)
+    assert f'its rows go to {line}' in found
 
 
 def ranked(features, labels, mode):
@@ -167,7 +147,7 @@ def ranked(features, labels, mode):
     with tf.variable_scope('net'):
         net = tf.matmul(order, tf.get_variable('w', [3, 1]))
     loss = tf.reduce_mean(tf.square(net - labels))
-    return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+    return by_sgd(mode, loss)
 
 
 FLOATS = 12 * 3 * 4  # bytes of a batch's features
@@ -176,7 +156,7 @@ FLOATS = 12 * 3 * 4  # bytes of a batch's features
 @pytest.mark.core
 def test_what_runs_once():
     """`tf.sort` sorts what was transposed, by `TopKV2`, and transposes that: values and indices."""
-    found = explain(ranked, devices=2)
+    found = explain(ranked)
     all_bytes = sum(sum(sizes.values()) for sizes in found.scopes.values())
     top, transposed = found.once
     assert (top.name, top.why) == ('order/TopKV2', 'this TopKV2 needs all rows')
@@ -201,9 +181,9 @@ def test_lines_are_those_of_the_program():
     def model_fn(features, labels, mode):
         net = tf.sort(tf_slim.fully_connected(layer(features), 3), 0, name='direct')
         loss = tf.reduce_mean(tf_slim.flatten(tf.sort(net, 0)) - labels)
-        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+        return by_sgd(mode, loss)
 
-    lines = {op.name: op.line for op in explain(model_fn, devices=2).once}
+    lines = {op.name: op.line for op in explain(model_fn).once}
     first = layer.__code__.co_firstlineno
     assert lines['own/TopKV2'] == f'test_explanation.py:{first + 1}'
     assert lines['direct/TopKV2'] == f'test_explanation.py:{first + 4}'
@@ -211,14 +191,8 @@ def test_lines_are_those_of_the_program():
 
 def test_what_a_function_does():
     """Its ops have no line of their own once they are part of the graph."""
-
-    @tf.function
-    def ordered(net):
-        return tf.sort(net, 0)
-
-    found = explain(
-        lambda features, labels, mode: ranked(ordered(features), labels, mode), devices=2
-    )
+    ordered = tf.function(lambda net: tf.sort(net, 0))
+    found = explain(lambda features, labels, mode: ranked(ordered(features), labels, mode))
     lines = [op.line for op in found.once if op.name.endswith('TopKV2')]
     assert len(lines) == 2 and '' in lines
     assert ', no line, this TopKV2 needs all rows' in str(found)
@@ -233,21 +207,19 @@ def test_fused_ops_that_nobody_runs():
             image = tf.layers.batch_normalization(tf.layers.conv2d(image, 2, 1), training=True)
         loss = tf.losses.mean_squared_error(labels, tf.reduce_mean(image, [1, 2, 3])[:, None])
         with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
-            train = tf.train.GradientDescentOptimizer(0.1).minimize(loss, step())
-        return spec_of(mode, loss, train)
+            return by_sgd(mode, loss)
 
-    assert explain(model_fn, devices=2).once == []
-
-
-def whole(features, labels, mode):
-    """Nothing of it can be divided; the decomposition is given the feature itself."""
-    net = tf.matmul(tf.linalg.qr(features)[1], tf.get_variable('w', [3, 1]))
-    loss = tf.reduce_sum(tf.square(net)) + 0 * tf.reduce_sum(labels)
-    return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+    assert explain(model_fn).once == []
 
 
 def test_gradients_that_are_made_once_go_nowhere():
-    found = explain(whole, devices=2)
+    """Nothing can be divided; the decomposition is given the feature itself."""
+
+    def model_fn(features, labels, mode):
+        net = tf.matmul(tf.linalg.qr(features)[1], tf.get_variable('w', [3, 1]))
+        return by_sgd(mode, tf.reduce_sum(tf.square(net)) + 0 * tf.reduce_sum(labels))
+
+    found = explain(model_fn)
     assert found.gradients == [('w', 0, TOWERS[0])]
     [decomposed] = [op for op in found.once if op.name == 'Qr']
     assert decomposed.why == 'no rule for Qr'
@@ -257,12 +229,10 @@ def test_gradients_that_are_made_once_go_nowhere():
 @pytest.mark.parametrize('rows', [lambda: (floats(12, 3), floats(12, 1)), batch_of(1)])
 def test_nothing_is_divided(rows, caplog):
     """Constants, and fewer rows than devices where their number is known."""
-    caplog.set_level(logging.INFO)
-    found = explain(input_fn=rows, devices=2)
+    found = explain(input_fn=rows)
     assert found.divided == 0 and found.once == []
-    assert (
-        'Nothing is divided: there are fewer rows than devices, or only constants.' in caplog.text
-    )
+    nothing = 'Nothing is divided: there are fewer rows than devices, or only constants.'
+    assert nothing in caplog.text
 
 
 def test_rows_that_may_not_be_the_batchs():
@@ -271,63 +241,52 @@ def test_rows_that_may_not_be_the_batchs():
     def model_fn(features, labels, mode):
         net = tf.numpy_function(lambda x: x, [features], tf.float32)
         net.set_shape([None, 3])
-        loss = tf.reduce_mean(tf.square(tf.matmul(net, tf.get_variable('w', [3, 1])) - labels))
-        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+        net = tf.matmul(net, tf.get_variable('w', [3, 1]))
+        return by_sgd(mode, tf.reduce_mean(tf.square(net - labels)))
 
-    whys = {op.name: op.why for op in explain(model_fn, devices=2).once}
+    whys = {op.name: op.why for op in explain(model_fn).once}
     assert whys['sub'] == "this Sub is given rows that may not be the batch's"
     assert 'MatMul' not in whys  # It's divided by itself.
 
 
-def test_more_than_ten():
+def test_more_than_ten(caplog):
+    """The log says what costs most: who runs out of memory finds what one device has whole."""
+
     def model_fn(features, labels, mode):
         net = tf.add_n([tf.sort(features * i, 0, name=f'order{i}') for i in range(12)])
-        loss = tf.reduce_mean(net * tf.get_variable('w', [3]))
-        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+        return by_sgd(mode, tf.reduce_mean(net * tf.get_variable('w', [3])))
 
-    found = explain(model_fn, devices=2)
+    found = explain(model_fn)
     assert len(found.once) > 12
     assert str(found).endswith(f'\n  and {len(found.once) - 10} more')
-
-
-def test_as_a_dict():
-    found = json.loads(json.dumps(explain(ranked, devices=2).as_dict()))
-    assert found['towers'] == TOWERS[:2] and list(found['traffic']) == TOWERS[:2]
-    assert list(found['traffic'][TOWERS[0]]) == ['sent', 'received', 'messages']
-    assert found['once'][0]['name'] == 'order/TopKV2' and found['once'][0]['gathered'] == FLOATS
-    assert found['gradients'] == [{'variable': 'net/w', 'bytes': 12, 'device': TOWERS[0]}]
-    assert found['scopes']['order'] == {'shard': 3 * FLOATS, 'once': 3 * FLOATS}
-
-
-def test_a_drawing(tmp_path):
-    """A bar for each scope, with a box for each placement that there is in the model."""
-    path = tmp_path / 'plan.svg'
-    explain(ranked, devices=2).draw(str(path))
-    svg = path.read_text()
-    texts = re.findall(r'<!-- (.*?) -->', svg)
-    assert {'order', 'net', 'Mean', 'shard', 'partial', 'once'} <= set(texts)
-    boxes = Counter(re.findall(r'style="fill: (#\w+)"/>', svg.partition('legend_1')[0]))
-    assert boxes['#1f77b4'] == boxes['#2ca02c'] == boxes['#d62728'] == 5  # scopes
-
-
-def test_the_log_says_what_costs_most(caplog):
-    """Who runs out of memory finds there what has all rows on one device."""
-    caplog.set_level(logging.INFO)
-    found = explain(ranked, devices=2)
-    [line] = [r.getMessage() for r in caplog.records if 'its rows go to' in r.getMessage()]
+    [line] = lines_of(caplog)
     share = sum(op.share for op in found.once)
     assert f' {found.divided} ops run in towers. {share:.0%} of all output' in line
-    assert line.endswith('order/TopKV2 and more that run once: this TopKV2 needs all rows.')
+    assert line.endswith(f'{found.once[0].name} and more that run once: {found.once[0].why}.')
 
 
 def test_the_log_is_silent_on_what_costs_little(caplog):
     def model_fn(features, labels, mode):
         net = tf.layers.dense(features, 1000)
-        loss = tf.reduce_mean(net) + tf.reduce_mean(tf.sort(features[:, 0]) * 1.0)
-        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+        return by_sgd(mode, tf.reduce_mean(net) + tf.reduce_mean(tf.sort(features[:, 0]) * 1.0))
 
-    caplog.set_level(logging.INFO)
-    found = explain(model_fn, devices=2)
+    found = explain(model_fn)
     assert 0 < sum(op.share for op in found.once) < 0.05
-    [line] = [r.getMessage() for r in caplog.records if 'its rows go to' in r.getMessage()]
+    [line] = lines_of(caplog)
     assert line.endswith(f' {found.divided} ops run in towers.')
+
+
+def test_as_a_dict_and_a_drawing(tmp_path):
+    """A bar for each scope, with a box for each placement that there is in the model."""
+    found, path = explain(ranked), tmp_path / 'plan.svg'
+    told = json.loads(json.dumps(found.as_dict()))
+    assert told['towers'] == TOWERS[:2] and list(told['traffic']) == TOWERS[:2]
+    assert list(told['traffic'][TOWERS[0]]) == ['sent', 'received', 'messages']
+    assert told['once'][0]['name'] == 'order/TopKV2' and told['once'][0]['gathered'] == FLOATS
+    assert told['gradients'] == [{'variable': 'net/w', 'bytes': 12, 'device': TOWERS[0]}]
+    assert told['scopes'] == found.scopes
+    found.draw(str(path))
+    svg = path.read_text()
+    assert {'order', 'net', 'Mean', 'shard', 'once'} <= set(re.findall(r'<!-- (.*?) -->', svg))
+    boxes = Counter(re.findall(r'style="fill: (#\w+)"/>', svg.partition('legend_1')[0]))
+    assert boxes['#1f77b4'] == boxes['#2ca02c'] == boxes['#d62728'] == 5  # scopes

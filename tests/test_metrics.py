@@ -12,8 +12,6 @@ from towers import assert_close, evaluate
 K = 4  # classes
 
 # What each function of tf.metrics is given; columns of the features are scores of classes.
-CLASSES = ['accuracy', 'false_negatives', 'false_positives', 'precision', 'recall']
-CLASSES += ['true_negatives', 'true_positives']
 AT_THRESHOLDS = ['false_negatives', 'false_positives', 'precision', 'recall']
 AT_THRESHOLDS += ['true_negatives', 'true_positives']
 AT_K = ['average_precision_at_k', 'precision_at_k', 'recall_at_k']
@@ -40,7 +38,7 @@ METRICS = {
     'specificity_at_sensitivity': lambda m, x, y: m(y > 1, scores(x), 0.4, num_thresholds=20),
     'precision_at_top_k': lambda m, x, y: m(y[:, None], tf.math.top_k(x, 2)[1], 2),
     'recall_at_top_k': lambda m, x, y: m(y[:, None], tf.math.top_k(x, 2)[1], 2),
-    **{name: lambda m, x, y: m(y > 1, x[:, 0] > 0) for name in CLASSES if name != 'accuracy'},
+    **{name: lambda m, x, y: m(y > 1, x[:, 0] > 0) for name in AT_THRESHOLDS},
     'accuracy': lambda m, x, y: m(y, tf.argmax(x, 1)),
     **{
         f'{name}_at_thresholds': lambda m, x, y: m(y > 1, scores(x), [0.3, 0.5, 0.8])
@@ -58,11 +56,9 @@ def test_every_metric_of_the_module_is_tested():
 
 
 def batches(*rows):
-    return [(floats(n, K, seed=i), floats(n, 1, seed=7 * i)[:, 0] > 0) for i, n in enumerate(rows)]
-
-
-def labelled(*rows):
-    return [(x, (np.abs(x).sum(1) * 10).astype(np.int64) % K) for x, _ in batches(*rows)]
+    """Scores, and the class of each row."""
+    scores = [floats(n, K, seed=i) for i, n in enumerate(rows)]
+    return [(x, (np.abs(x).sum(1) * 10).astype(np.int64) % K) for x in scores]
 
 
 def model_of(**metrics):
@@ -77,16 +73,21 @@ def model_of(**metrics):
 SIZES = {'even': (8, 8), 'short last': (8, 8, 3), 'fewer than towers': (5, 1, 2), 'odd': (7, 9)}
 
 
+def assert_as_on_one_device(metrics, sizes, rtol):
+    static = len(set(sizes)) == 1
+    data, model_fn = batches(*sizes), model_of(**metrics)
+    one, ours = (evaluate(model_fn, data, towers, static=static) for towers in (0, 4))
+    assert all(np.isfinite(value).all() for value in one.metrics.values())
+    assert_close(ours, one, rtol)
+
+
 @pytest.mark.parametrize('name', ['even', 'fewer than towers'])
 def test_all_metrics(name, behavior):
     metrics = {
         name: lambda x, y, name=name: METRICS[name](getattr(tf.metrics, name), x, y)
         for name in METRICS
     }
-    sizes, static = SIZES[name], name == 'even'
-    one, ours = (evaluate(model_of(**metrics), labelled(*sizes), n, static=static) for n in (0, 4))
-    assert all(np.isfinite(value).all() for value in one.metrics.values())
-    assert_close(ours, one, 1e-6)
+    assert_as_on_one_device(metrics, SIZES[name], 1e-6)
 
 
 def state(name):
@@ -100,20 +101,13 @@ def running_mean(value):
     return total / count, tf.group(total.assign(total + value), count.assign(count + 1))
 
 
-def loss_of(x):
-    return tf.reduce_mean(tf.square(x))
-
-
 def kept_by(update):
     return lambda x, y: (lambda kept: (kept, update(kept, x)))(state('kept'))
 
 
-def in_cond(predicate, update):
-    def metric(x, y):
-        kept = state('kept')
-        return kept, tf.cond(predicate(x), lambda: update(kept, x), lambda: kept.assign_add(0.0))
-
-    return metric
+def sum_where(kept, x):
+    add = lambda: kept.assign_add(tf.reduce_sum(x))  # noqa: E731
+    return tf.cond(tf.reduce_mean(x) > 0, add, lambda: kept.assign_add(0.0))
 
 
 @tf.function
@@ -136,48 +130,33 @@ def looped(kept, x):
     return kept.assign(rounds[1])
 
 
+def by_keras(x, y):
+    accuracy = tf.keras.metrics.SparseCategoricalAccuracy()
+    accuracy.update_state(y, x)
+    return accuracy
+
+
+def auc_of_some(some, *tensors):
+    return tf.metrics.auc(*(tf.boolean_mask(t, some) for t in tensors), num_thresholds=20)
+
+
 OWN = {
     'sum of maxima': kept_by(lambda kept, x: kept.assign_add(tf.reduce_max(x))),
-    'moving average': kept_by(lambda kept, x: kept.assign(0.9 * kept + 0.1 * loss_of(x))),
+    'moving average': kept_by(lambda kept, x: kept.assign(0.9 * kept + tf.reduce_mean(x * x))),
     'loop': kept_by(looped),
-    'sums where': in_cond(
-        lambda x: tf.reduce_mean(x) > 0, lambda kept, x: kept.assign_add(tf.reduce_sum(x))
-    ),
+    'sums where': kept_by(sum_where),
     'function': added_by_function,
-    'running mean': lambda x, y: running_mean(loss_of(x)),
+    # Of conversions of those that were clicked on, say: no row is combined with another.
+    'curve of some': lambda x, y: auc_of_some(x[:, 1] > 0, y > 1, scores(x)),
+    'wide curve of some': lambda x, y: auc_of_some(x[:, 1] > 0, y[:, None] > 1, scores(x)[:, None]),
+    'running mean': lambda x, y: running_mean(tf.reduce_mean(x * x)),
 }
 
 
-@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize('sizes', SIZES.values(), ids=SIZES)
 def test_metrics_of_batches(sizes, behavior):
-    static = len(set(sizes)) == 1
-    one, ours = (evaluate(model_of(**OWN), batches(*sizes), n, static=static) for n in (0, 4))
-    assert_close(ours, one, 1e-5)
+    assert_as_on_one_device(OWN, sizes, 1e-5)
 
 
 def test_keras_metrics():
-    def metric(features, labels):
-        accuracy = tf.keras.metrics.SparseCategoricalAccuracy()
-        accuracy.update_state(labels, features)
-        return accuracy
-
-    one = evaluate(model_of(accuracy=metric), labelled(8, 5, 1), 0, static=False)
-    ours = evaluate(model_of(accuracy=metric), labelled(8, 5, 1), 4, static=False)
-    np.testing.assert_allclose(ours.metrics['accuracy'], one.metrics['accuracy'], rtol=1e-6)
-
-
-@pytest.mark.parametrize('wide', [True, False], ids=['wide', 'flat'])
-def test_curves_of_some_rows(wide):
-    """Of conversions of those that were clicked on, say: no row is combined with another."""
-
-    def model_fn(features, labels, mode):
-        output = tf.sigmoid(features[:, :1] * tf.get_variable('one', initializer=1.0))
-        some, output, labels = features[:, 1] > 0, output, labels[:, None] > 0
-        given = [tf.boolean_mask(x if wide else x[:, 0], some) for x in (labels, output)]
-        return tf.estimator.EstimatorSpec(
-            mode, loss=tf.reduce_mean(output), eval_metric_ops={'auc': tf.metrics.auc(*given)}
-        )
-
-    data = [(floats(rows, 3, seed=rows), floats(rows)) for rows in (8, 8, 3)]
-    one, ours = (evaluate(model_fn, data, towers, static=False) for towers in (0, 3))
-    np.testing.assert_allclose(ours.metrics['auc'], one.metrics['auc'], rtol=1e-5)
+    assert_as_on_one_device({'accuracy': by_keras}, (8, 5, 1), 1e-6)

@@ -74,6 +74,7 @@ def test_a_rule_that_does_not_hold(ops):
 @pytest.mark.core
 @pytest.mark.parametrize('rule', ['elementwise', 'row by row', 'S_ -> S_', lambda op, _: 'S -> S'])
 def test_an_op_of_tensorflow_without_a_rule(rule):
+    register_rule('Dawsn', lambda op, sizes: None)
     assert check_rule(tf.math.special.dawsn, ROWS) == set()
     register_rule('Dawsn', rule)
     assert check_rule(tf.math.special.dawsn, ROWS) == {'Dawsn'}
@@ -85,24 +86,6 @@ def test_an_op_in_a_loop():
     assert inside > {'Dawsn', 'StatelessWhile'}
 
 
-def test_a_rule_is_registered_again():
-    register_rule('Dawsn', lambda op, sizes: None)
-    assert check_rule(tf.math.special.dawsn, ROWS) == set()
-    register_rule('Dawsn', 'elementwise')
-    assert check_rule(tf.math.special.dawsn, ROWS) == {'Dawsn'}
-
-
-def test_several_arrays_and_tensors():
-    types = check_rule(lambda x, y: {'sum': x + y, 'all': [tf.reduce_sum(x)]}, ROWS, ROWS * 2)
-    assert types == {'AddV2', 'Sum'}
-
-
-def test_malformed_rules():
-    with pytest.raises(ValueError, match="'by rows' isn't a rule.*'mk kn -> mn"):
-        register_rule('Dawsn', 'by rows')
-    assert 'Dawsn' not in RULES
-
-
 @pytest.mark.parametrize('value', [1.0, 1e8, np.inf])
 def test_a_rule_that_does_not_hold_beside_large_numbers(value):
     register_rule('EuclideanNorm', 'n_ * -> _ (sum)')
@@ -112,10 +95,14 @@ def test_a_rule_that_does_not_hold_beside_large_numbers(value):
         check_rule(lambda x: tf.raw_ops.EuclideanNorm(input=x, axis=0), rows)
 
 
-def test_numbers_that_are_none():
+def test_what_is_compared():
+    """Numbers that are none, strings, and nests of tensors, of several arrays."""
     assert check_rule(tf.sqrt, ROWS) == {'Sqrt'}  # nan of those below 0
     assert 'NotEqual' in check_rule(tf.sparse.from_dense, ROWS)
     assert 'Sum' in check_rule(lambda x: tf.metrics.mean(x)[1], ROWS)
+    assert check_rule(tf.strings.length, np.array([b'a', b'bc', b'd', b'e'])) == {'StringLength'}
+    types = check_rule(lambda x, y: {'sum': x + y, 'all': [tf.reduce_sum(x)]}, ROWS, ROWS * 2)
+    assert types == {'AddV2', 'Sum'}
 
 
 @pytest.mark.parametrize(('name', 'rule'), [('Dawsn', None), (3, 'S -> S'), ('Dawsn', ['S -> S'])])
@@ -124,7 +111,10 @@ def test_what_is_no_rule(name, rule):
         register_rule(name, rule)
 
 
-def test_ops_that_have_a_rule():
+def test_rules_that_cannot_be():
+    with pytest.raises(ValueError, match="'by rows' isn't a rule.*'mk kn -> mn"):
+        register_rule('Dawsn', 'by rows')
+    assert 'Dawsn' not in RULES
     with pytest.raises(ValueError, match='Softmax has a rule already'):
         register_rule('Softmax', 'elementwise')
 
@@ -135,8 +125,3 @@ def test_ops_that_have_a_rule():
 def test_rows_that_do_not_do(rows, count):
     with pytest.raises(ValueError, match=f'Give arrays with as many rows each.*towers={count}'):
         check_rule(tf.math.special.dawsn, *rows, towers=count)
-
-
-def test_rows_of_other_types():
-    words = np.array([b'a', b'bc', b'def', b'g', b'hi'])
-    assert check_rule(tf.strings.length, words) == {'StringLength'}

@@ -7,116 +7,39 @@ import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.devices import resolve
 from models import batches, predict, regression, spec_of, step
-from towers import TRAIN, compare, session, train
+from towers import TRAIN
 
 
 def adam(loss):
     return tf.train.AdamOptimizer(0.05).minimize(loss, step())
 
 
-def build(model_fn, devices=2, rows=4, **options):
-    """Returns the spec and the graph of a replicated model_fn."""
+def built(model_fn, rows=4):
+    """The ops of a model_fn's graph."""
     with tf.Graph().as_default() as graph:
         tf.train.get_or_create_global_step()
-        spec = estimator_mgpu.replicate(model_fn, devices=devices, **options)(
-            features=tf.zeros([rows, 3]), labels=tf.zeros([rows, 1]), mode=TRAIN
-        )
-        return spec, graph
+        model_fn(features=tf.zeros([rows, 3]), labels=tf.zeros([rows, 1]), mode=TRAIN)
+        return graph.get_operations()
+
+
+def of_tower_1(ops):
+    return [op for op in ops if op.name.startswith('replicate/tower_1/')]
 
 
 def test_all_three_forms():
-    @estimator_mgpu.replicate
-    def bare(features, labels, mode):
-        return regression(adam)(features, labels, mode)
-
-    @estimator_mgpu.replicate(devices=2)
-    def with_options(features, labels, mode):
-        return regression(adam)(features, labels, mode)
-
-    called = estimator_mgpu.replicate(regression(adam), devices=['/cpu:0', '/cpu:0'])
-    for fn, copies in ((bare, 0), (with_options, 1), (called, 1)):
-        with tf.Graph().as_default() as graph:
-            tf.train.get_or_create_global_step()
-            fn(features=tf.zeros([4, 3]), labels=tf.zeros([4, 1]), mode=TRAIN)
-            assert (
-                any(op.name.startswith('replicate/tower_1/') for op in graph.get_operations())
-                == copies
-            )
-
-
-def test_hooks_and_scaffold_are_passed_on():
-    class Hook(tf.train.SessionRunHook):
-        pass
-
-    hook, scaffold = Hook(), tf.train.Scaffold()
-
-    def model_fn(features, labels, mode):
-        spec = regression(adam)(features, labels, mode)
-        return spec._replace(training_hooks=[hook], scaffold=scaffold)
-
-    spec, _ = build(model_fn)
-    assert spec.training_hooks == (hook,)
-    assert spec.scaffold is scaffold
-
-
-def test_spec_loss_is_of_the_whole_batch():
-    def model_fn(features, labels, mode):
-        w = tf.get_variable('w', [], initializer=tf.zeros_initializer())
-        loss = tf.reduce_mean(tf.square(features[:, 0] - w))
-        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.5).minimize(loss, step()))
-
-    # By hand: rows 1, 2, 6 over 2 towers; w = 0 gives (1 + 4 + 36) / 3, then w = 3 the mean,
-    # which gives (4 + 1 + 9) / 3.
-    rows = (np.array([[1.0], [2.0], [6.0]], 'f'), None)
-    run = train(model_fn, [rows, rows], 2)
-    np.testing.assert_allclose(run.losses, [41 / 3, 14 / 3], rtol=1e-6)
-    np.testing.assert_allclose(run.values['w'], 3.0, rtol=1e-6)
-
-
-def test_towers_run_on_their_devices():
-    """Read from what the run itself executed on each device, without soft placement."""
-    model_fn = regression(adam)
-    with tf.Graph().as_default():
-        tf.train.get_or_create_global_step()
-        features, labels = batches(8, steps=1)[0]
-        fed = tf.placeholder(tf.float32, [8, 3]), tf.placeholder(tf.float32, [8, 1])
-        spec = estimator_mgpu.replicate(model_fn, devices=4)(*fed, TRAIN)
-        with session(4) as sess:
-            sess.run(tf.global_variables_initializer())
-            metadata = tf.RunMetadata()
-            options = tf.RunOptions(output_partition_graphs=True)
-            sess.run(
-                [spec.loss, spec.train_op], dict(zip(fed, (features, labels))), options, metadata
-            )
-    multiplied = {i: set() for i in range(4)}
-    for partition in metadata.partition_graphs:
-        for node in partition.node:
-            device = int(node.device.rpartition(':')[2])
-            tower = re.match(r'replicate/tower_(\d)/', node.name)
-            if node.op.endswith('MatMul'):  # or fused with what follows
-                multiplied[device].add(node.name)
-            if tower and node.op not in ('_Send', '_Recv', '_HostSend', '_HostRecv'):
-                assert device == int(tower[1]), node
-    # The forward pass and the gradient of each tower, two layers: 5 products on each device.
-    assert [len(names) for names in multiplied.values()] == [5] * 4
-    assert {name.split('/')[1] for name in multiplied[3]} == {'tower_3'}
-
-
-@pytest.fixture
-def four_gpus(monkeypatch):
-    real = tf.config.list_physical_devices
-    gpus = [f'/physical_device:GPU:{i}' for i in range(4)]
-    monkeypatch.setattr(
-        tf.config, 'list_physical_devices', lambda kind=None: gpus if kind == 'GPU' else real(kind)
-    )
-    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
+    """A device may be listed twice."""
+    bare = estimator_mgpu.replicate(regression(adam))
+    with_options = estimator_mgpu.replicate(devices=2)(regression(adam))
+    twice = estimator_mgpu.replicate(regression(adam), devices=['/cpu:0', '/cpu:0'])
+    assert not of_tower_1(built(bare))
+    assert of_tower_1(built(with_options))
+    assert {op.device for op in of_tower_1(built(twice))} - {''} == {'/device:CPU:0'}
 
 
 # Which GPU each variable is on.
@@ -132,7 +55,7 @@ KEPT = 'Identity', 'Mul', 'Reshape', 'SplitV', 'Unique', 'UnsortedSegmentSum'
 
 @pytest.mark.parametrize('variables', PLACES)
 @pytest.mark.parametrize('devices', [None, 4, [f'/gpu:{i}' for i in range(4)]], ids=repr)
-def test_placement_on_gpus(devices, variables, four_gpus):
+def test_placement_on_gpus(devices, variables, gpus):
     """Of every op in the graph: tower i on GPU i, what uses or updates a variable with that."""
 
     def model_fn(features, labels, mode):
@@ -144,11 +67,12 @@ def test_placement_on_gpus(devices, variables, four_gpus):
         loss = tf.losses.mean_squared_error(labels, output)
         return spec_of(mode, loss, adam(loss))
 
-    _, graph = build(model_fn, devices=devices, rows=8, variables=variables)
+    gpus(*[None] * 4)
+    ops = built(estimator_mgpu.replicate(model_fn, devices=devices, variables=variables), 8)
     places = {name: f'/device:GPU:{i}' for name, i in PLACES[variables].items()}
     found = {kind: 0 for kind in ('ResourceGather', 'VarHandleOp', 'ResourceApplyAdam')}
     sums = {name: set() for name in places}
-    for op in graph.get_operations():
+    for op in ops:
         tower = re.match(r'replicate/tower_(\d)/', op.name)
         variable = re.search(r'table|kernel|bias', op.name)
         if re.search(r'(^|/)pinned(/|$)', op.name):
@@ -172,21 +96,7 @@ def test_placement_on_gpus(devices, variables, four_gpus):
                     waiting += [t.op for t in before.inputs]
     assert found == {'ResourceGather': 4, 'VarHandleOp': 9, 'ResourceApplyAdam': 2}
     assert sums['kernel'] == {places['kernel']} and sums['bias'] == {places['bias']}
-    copied = [op.name for op in graph.get_operations() if op.name.startswith('replicate/tower_3/')]
-    assert len(copied) > 20
-
-
-def test_a_device_may_be_listed_twice():
-    values = compare(regression(adam), batches(6, steps=2), 2)[0].values
-    with tf.Graph().as_default() as graph:
-        tf.train.get_or_create_global_step()
-        estimator_mgpu.replicate(regression(adam), devices=['/cpu:0', '/cpu:0'])(
-            tf.zeros([4, 3]), tf.zeros([4, 1]), TRAIN
-        )
-        copied = [op for op in graph.get_operations() if op.name.startswith('replicate/tower_1/')]
-    assert copied
-    assert {op.device for op in copied} <= {'/device:CPU:0', ''}
-    assert values['global_step'] == 2
+    assert len(of_tower_1(ops)) > 20
 
 
 def test_two_threads_at_once():
@@ -202,16 +112,11 @@ def test_two_threads_at_once():
         return spec_of(mode, loss, train_op)
 
     def run(name, model_fn):
-        with tf.Graph().as_default() as graph:
-            tf.train.get_or_create_global_step()
-            model_fn(features=tf.zeros([4, 3]), labels=tf.zeros([4, 1]), mode=TRAIN)
-            graphs[name] = {op.name for op in graph.get_operations()}
+        graphs[name] = {op.name for op in built(model_fn)}
 
     before = tf.train.Optimizer.__init__
-    threads = [
-        threading.Thread(target=run, args=args)
-        for args in (('ours', estimator_mgpu.replicate(waiting, devices=2)), ('plain', waiting))
-    ]
+    both = {'ours': estimator_mgpu.replicate(waiting, devices=2), 'plain': waiting}
+    threads = [threading.Thread(target=run, args=args) for args in both.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -223,85 +128,43 @@ def test_two_threads_at_once():
     assert any(name.startswith('replicate/tower_1/') for name in graphs['ours'])
 
 
-SIGNATURES = {
-    'features, labels, mode': lambda f: lambda features, labels, mode: f(features, labels, mode),
-    'no mode': lambda f: lambda features, labels: f(features, labels, TRAIN),
-    'params and config': lambda f: (
-        lambda features, labels, mode, params, config: f(features, labels, mode)
-    ),
-    'partial': lambda f: functools.partial(
-        lambda extra, features, labels, mode: f(features, labels, mode), 3
-    ),
-    'bound method': lambda f: _Model(f).model_fn,
-    'callable object': lambda f: _Model(f),
-}
-
-
-class _Model:
+class Model:
     def __init__(self, f):
         self._f = f
 
-    def model_fn(self, features, labels, mode):
+    def __call__(self, features, labels, mode):
         return self._f(features, labels, mode)
 
-    __call__ = model_fn
+
+SIGNATURES = {
+    'params, config': lambda f: (
+        lambda features, labels, mode, params, config: f(features, labels, mode)
+    ),
+    'partial': lambda f: functools.partial(
+        lambda x, features, labels: f(features, labels, TRAIN), 3
+    ),
+    'callable object': Model,
+}
 
 
-@pytest.mark.parametrize('make', SIGNATURES.values(), ids=SIGNATURES.keys())
+def train_by_estimator(model_fn, path, config=None, params=None):
+    batch = batches(4, steps=1)[0]
+    input_fn = lambda: tf.data.Dataset.from_tensors(batch).repeat()  # noqa: E731
+    tf.estimator.Estimator(model_fn, str(path), config, params).train(input_fn, steps=2)
+
+
+@pytest.mark.parametrize('make', SIGNATURES.values(), ids=SIGNATURES)
 def test_any_signature_under_estimator(make, tmp_path):
-    calls = []
-
-    def model(features, labels, mode):
-        calls.append(mode)
-        return regression(adam)(features, labels, mode)
-
-    model_fn = estimator_mgpu.replicate(make(model), devices=2)
-    features, labels = batches(4, steps=1)[0]
-
-    def input_fn():
-        return tf.data.Dataset.from_tensors((features, labels)).repeat()
-
+    model_fn = estimator_mgpu.replicate(make(regression(adam)), devices=2)
     config = tf.estimator.RunConfig(session_config=estimator_mgpu.session_config(2))
     params = {'rate': 0.1} if 'params' in inspect.signature(model_fn).parameters else None
-    estimator = tf.estimator.Estimator(model_fn, str(tmp_path), config, params)
-    estimator.train(input_fn, steps=2)
-    assert calls == [TRAIN]
-
-
-def test_estimator_checkpoint_is_that_of_one_device(tmp_path):
-    features, labels = batches(10, steps=1)[0]
-
-    def input_fn():
-        data = tf.data.Dataset.from_tensor_slices((features, labels))
-        return data.repeat().batch(7)
-
-    def run(name, model_fn, devices):
-        config = tf.estimator.RunConfig(session_config=estimator_mgpu.session_config(devices))
-        estimator = tf.estimator.Estimator(model_fn, str(tmp_path / name), config)
-        estimator.train(input_fn, max_steps=5)
-        reader = tf.train.load_checkpoint(str(tmp_path / name))
-        return reader.get_variable_to_shape_map(), reader.get_tensor('global_step')
-
-    one = run('one', regression(adam), 1)
-    ours = run('ours', estimator_mgpu.replicate(regression(adam), devices=4), 4)
-    assert ours == one
-    assert ours[1] == 5
+    train_by_estimator(model_fn, tmp_path, config, params)
 
 
 def test_missing_devices_are_warned_of(tmp_path, caplog):
-    features, labels = batches(4, steps=1)[0]
-    model_fn = estimator_mgpu.replicate(regression(adam), devices=2)
-    estimator = tf.estimator.Estimator(model_fn, str(tmp_path))
-    estimator.train(lambda: tf.data.Dataset.from_tensors((features, labels)), steps=1)
+    train_by_estimator(estimator_mgpu.replicate(regression(adam), devices=2), tmp_path)
     line = 'RunConfig(session_config=estimator_mgpu.session_config({}))'
     assert line.format(['/device:CPU:0', '/device:CPU:1']) in caplog.text
-
-
-def test_the_log_says_how_the_batch_is_divided(caplog):
-    build(regression(adam), devices=2, rows=6)
-    assert 'its rows go to /device:CPU:0 (3), /device:CPU:1 (3).' in caplog.text
-    build(regression(adam), devices=2, rows=5)
-    assert 'its rows go to /device:CPU:0 (3), /device:CPU:1 (2).' in caplog.text
 
 
 def test_session_config_keeps_what_it_is_given():
@@ -315,11 +178,9 @@ def test_session_config_keeps_what_it_is_given():
     assert config.allow_soft_placement
 
 
-def test_gpus_that_are_split(monkeypatch):
+def test_gpus_that_are_split(gpus):
     part = tf.config.LogicalDeviceConfiguration(memory_limit=1024)
-    split = {'one': [part] * 3, 'two': None}
-    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: list(split))
-    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', split.get)
+    gpus([part] * 3, None)
     assert resolve(None) == [f'/device:GPU:{i}' for i in range(4)]
     own = tf.ConfigProto()
     for config in (estimator_mgpu.session_config(), estimator_mgpu.session_config(2, own)):
@@ -346,29 +207,25 @@ def test_graph_optimizers(tmp_path):
     assert gpus.layout_optimizer == gpus.remapping == gpus.DEFAULT
     own = tf.ConfigProto(allow_soft_placement=True)
     assert rewriting(estimator_mgpu.session_config(2, own)) == rewriting(own)
-    for config, disabled in (
-        (None, True),
-        (tf.estimator.RunConfig(), True),
-        (tf.estimator.RunConfig(session_config=own), False),
-    ):
+    configs = None, tf.estimator.RunConfig(), tf.estimator.RunConfig(session_config=own)
+    for config, disabled in zip(configs, (True, True, False)):
         estimator = estimator_mgpu.Estimator(regression(adam), str(tmp_path), config, devices=2)
         assert rewriting(estimator.config.session_config).disable_meta_optimizer == disabled
 
 
+PROGRAM = """
+import estimator_mgpu, tensorflow.compat.v1 as tf
+from tensorflow.python.eager import context
+estimator_mgpu.session_config(2)
+def model_fn(features):
+    loss = tf.reduce_mean(features @ tf.get_variable("w", [3, 1]))
+    return tf.estimator.EstimatorSpec("train", loss=loss, train_op=tf.no_op())
+with tf.Graph().as_default():
+    estimator_mgpu.replicate(model_fn, devices=2)(tf.zeros([4, 3]))
+assert context.context()._context_handle is None
+"""
+
+
 def test_gpus_are_not_initialised():
     """Listing them goes by tf.config alone; nothing makes a session or an eager context."""
-    program = (
-        'import estimator_mgpu, tensorflow as tf\n'
-        'from tensorflow.python.eager import context\n'
-        'estimator_mgpu.session_config(2)\n'
-        'with tf.Graph().as_default():\n'
-        '  tf.compat.v1.train.get_or_create_global_step()\n'
-        '  w = lambda: tf.compat.v1.get_variable("w", [3, 1])\n'
-        '  def model_fn(features, labels, mode):\n'
-        '    loss = tf.reduce_mean(features @ w())\n'
-        '    train = tf.compat.v1.train.AdamOptimizer().minimize(loss)\n'
-        '    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train)\n'
-        '  estimator_mgpu.replicate(model_fn, devices=2)(tf.zeros([4, 3]), None, "train")\n'
-        'assert context.context()._context_handle is None\n'
-    )
-    subprocess.run([sys.executable, '-c', program], check=True)
+    subprocess.run([sys.executable, '-c', PROGRAM], check=True)

@@ -11,6 +11,7 @@ from estimator_mgpu.devices import machine_of
 from estimator_mgpu.partition.homes import bytes_of
 from models import floats
 from test_samples import SAMPLES
+from towers import nodes_of_a_step
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
@@ -50,17 +51,13 @@ def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         initializer = tf.global_variables_initializer()
         cluster.pin(graph)
-        found = tf.RunMetadata()
         with tf.Session(three_machines, config=config) as session:
             session.run(initializer)
-            fed, options = (
-                zip(batch, [features, labels]),
-                tf.RunOptions(output_partition_graphs=True),
-            )
-            session.run(spec.train_op, dict(fed), options, found)
+            fed = dict(zip(batch, [features, labels]))
+            nodes = nodes_of_a_step(session, spec.train_op, fed)
         ops = {op.name: op for op in graph.get_operations() if op.outputs}
         received = collections.Counter()
-        for node in (node for part in found.partition_graphs for node in part.node):
+        for node in nodes:
             if node.op == '_Recv' and not node.attr['tensor_name'].s.startswith(b'_'):
                 ends = [node.attr[f'{end}_device'].s.decode() for end in ('send', 'recv')]
                 source, target = (machine_of(device.replace('/replica:0', '')) for device in ends)
