@@ -7,7 +7,6 @@
   and_evaluate: whether tf.estimator.train_and_evaluate() is called instead.
   sleep: seconds after each step.
   limit: session_creation_timeout_secs.
-  error: what the model_fn raises.
 
 What a test looks at are lines `NAME JSON`, see `tell()`.
 """
@@ -22,7 +21,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from models import adam, floats, of_all_modes, weights
+from models import floats, of_all_modes, weights
 
 STEPS = 20
 
@@ -82,17 +81,12 @@ def told(text, name):
     return [json.loads(line) for line in re.findall(rf'^{name} (.*)$', text, re.MULTILINE)]
 
 
-def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=100, error=None):
-    def model_fn(features, labels, mode):
-        if error:
-            raise ValueError(error)
-        return of_all_modes(dropped, adam)(features, labels, mode)
-
+def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=100):
     tf.logging.set_verbosity(tf.logging.INFO)
     config = tf.estimator.RunConfig(
         model_dir, save_checkpoints_steps=5, session_creation_timeout_secs=limit
     )
-    estimator = estimator_mgpu.Estimator(model_fn, config=config, devices=devices)
+    estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, devices=devices)
     if and_evaluate:
         train = tf.estimator.TrainSpec(remaining, stops[-1], [Watch(sleep)])
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)

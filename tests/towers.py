@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -122,6 +123,13 @@ def load(sess: tf.Session, values: dict[tf.Variable, np.ndarray]) -> None:
     """Sets variables in one step, as each step of another kind takes its time to be prepared."""
     values = {v.initializer: value for v, value in values.items()}
     sess.run(list(values), {op.inputs[1]: value for op, value in values.items()})
+
+
+def free_addresses(count: int) -> list[str]:
+    """Addresses of this machine at which nothing listens."""
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(count)]
+        return ['{}:{}'.format(*one.getsockname()) for one in free]
 
 
 class Evaluation(NamedTuple):
