@@ -22,7 +22,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from cluster_script import STEPS, told
 from estimator_mgpu import cluster, compat, devices
-from models import weights
+from models import adam, regression
 from towers import assert_close, free_addresses
 
 CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
@@ -30,7 +30,7 @@ LIMIT = 120  # seconds for whatever a test waits for
 TASKS = {'worker': ['w0:1', 'w1:1'], 'ps': ['p0:1'], 'chief': ['c0:1']}
 
 
-class Machine:
+class Machine(subprocess.Popen):
     """A process that runs the script."""
 
     def __init__(self, tf_config, model_dir, log, options):
@@ -39,17 +39,10 @@ class Machine:
         if tf_config:
             given['TF_CONFIG'] = json.dumps(tf_config)
         script = pathlib.Path(__file__).with_name('cluster_script.py')
-        self.log = log
+        command = [sys.executable, script, model_dir, json.dumps(options)]
+        self.text = log.read_text
         with open(log, 'w') as file:
-            self.process = subprocess.Popen(
-                [sys.executable, script, model_dir, json.dumps(options)],
-                env={**os.environ, **given},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-
-    def text(self):
-        return self.log.read_text()
+            super().__init__(command, env={**os.environ, **given}, stdout=file, stderr=file)
 
     def told(self, name):
         return told(self.text(), name)
@@ -58,18 +51,13 @@ class Machine:
         """Waits for a text in the log."""
         end = time.monotonic() + LIMIT
         while text not in self.text():
-            assert self.process.poll() is None and time.monotonic() < end, self.text()
+            assert self.poll() is None and time.monotonic() < end, self.text()
             time.sleep(0.05)
-
-    def kill(self):
-        """As it is when a machine breaks down."""
-        self.process.kill()
-        self.process.wait()
 
     def ends(self, status=0):
         """Waits for the end, and returns the last line."""
         try:
-            found = self.process.wait(LIMIT)
+            found = self.wait(LIMIT)
         except subprocess.TimeoutExpired:
             found = 'no end'
         assert found == status, self.text()
@@ -111,6 +99,7 @@ def cluster_in(folder, **jobs):
     finally:
         for machine in made.machines:
             machine.kill()
+            machine.wait()
 
 
 @pytest.fixture
@@ -140,10 +129,10 @@ def assert_same(ours, one):
 
 
 def two_each(*tasks):
-    return [f'/job:{task}/device:CPU:{i}' for task in tasks for i in range(2)]
+    return [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
 
 
-THREE = two_each('chief/task:0', 'worker/task:0', 'worker/task:1')
+THREE = two_each(CHIEF, WORKER, '/job:worker/task:1')
 
 
 def test_training_equals_that_of_one_device(make, one_device):
@@ -185,9 +174,9 @@ def test_variables_on_a_ps_and_an_evaluator(make, one_device):
         machine.ends()
     values, one = one_device
     assert_same(four.values(), values)
-    assert chief.told('DEVICES') == [two_each('chief/task:0', 'worker/task:0')]
+    assert chief.told('DEVICES') == [two_each(CHIEF, WORKER)]
     (on,) = chief.told('VARIABLES')
-    assert on.pop('global_step') == '/job:chief/task:0'  # The model_fn doesn't make it.
+    assert on.pop('global_step') == CHIEF  # The model_fn doesn't make it.
     assert set(on.values()) == {'/job:ps/task:0/device:CPU:0'}
     events = sorted((four.model_dir / 'eval').iterdir())
     summaries = [e.summary.value for path in events for e in tf.train.summary_iterator(str(path))]
@@ -216,7 +205,7 @@ def test_sigterm(make):
     chief, worker = two.start('chief', sleep=0.3), two.start('worker')
     chief.says('STEP 7\n')
     for machine in (worker, chief):
-        machine.process.terminate()
+        machine.terminate()
     for machine in (chief, worker):
         machine.ends(143)
     reached = chief.told('STEP')[-1]
@@ -239,27 +228,19 @@ def config_of(monkeypatch):
     return make
 
 
-def linear(features, labels, mode):
-    loss = tf.reduce_mean(features * weights('w', 1) - labels)
-    train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss, tf.train.get_global_step())
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+linear = regression(adam)
 
 
 def batch():
-    return tf.ones([4, 1]), tf.ones([4, 1])
-
-
-@pytest.mark.core
-def test_addresses(config_of):
-    """The chief is the first, and an evaluator is none of them."""
-    found = cluster.addresses(config_of('worker', 1, {**TASKS, 'evaluator': ['e0:1']}))
-    assert [*found] == [CHIEF, WORKER, '/job:worker/task:1', PS]
-    assert [*found.values()] == ['c0:1', 'w0:1', 'w1:1', 'p0:1']
+    return tf.ones([4, 3]), tf.ones([4, 1])
 
 
 @pytest.mark.core
 def test_the_config_of_a_task(config_of):
     """What evaluates, predicts and exports does so by itself, on any machine."""
+    found = cluster.addresses(config_of('worker', 1, {**TASKS, 'evaluator': ['e0:1']}))
+    assert [*found] == [CHIEF, WORKER, '/job:worker/task:1', PS]  # An evaluator is none of them.
+    assert [*found.values()] == ['c0:1', 'w0:1', 'w1:1', 'p0:1']
     config = estimator_mgpu.Estimator(linear, config=config_of('worker', 1), devices=2).config
     assert config.cluster_spec.as_dict() == {'chief': ['w1:1']}
     assert config.is_chief and not config.master and not config.evaluation_master
@@ -342,11 +323,10 @@ def task(config_of, monkeypatch):
 @pytest.mark.core
 def test_waiting(task, caplog, monkeypatch):
     """What is waited for is said each half a minute, up to the limit."""
-    caplog.clear()
     with pytest.raises(TimeoutError, match='^/job:ps/task:0 at p0:1: not reached in 100 seconds'):
         task.wait([PS])
     line = 'Waiting for /job:ps/task:0 at p0:1: the script has to be started there, too.'
-    assert [record.message for record in caplog.records] == [line] * 4
+    assert [m for m in caplog.messages if 'Waiting' in m] == [line] * 4
     assert cluster.time.now == 1101
     monkeypatch.setattr(cluster, '_listens', lambda address: address != 'w1:1')
     caplog.clear()
@@ -363,8 +343,7 @@ def test_waiting(task, caplog, monkeypatch):
 @pytest.mark.core
 def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
     session = types.SimpleNamespace(run=lambda fetches: b'')  # The chief has said nothing.
-    strings = [mock.Mock(), mock.Mock()]
-    with_session = contextlib.nullcontext([session, *strings])
+    with_session = contextlib.nullcontext([session, mock.Mock(), mock.Mock()])
     monkeypatch.setattr(task, '_session_with', lambda name: with_session)
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
     sleep = cluster.time.sleep
@@ -438,18 +417,19 @@ CPUS = has((CHIEF, 'CPU:0 CPU:1'), (WORKER, 'CPU:0 CPU:1'), (PS, 'CPU:0'))
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    'given, machines, expected',
+    'given, machines, chief, worker',
     [
-        (None, GPUS, [f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0', f'{WORKER}/device:GPU:1']),
-        (1, GPUS, [f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0']),
-        ('cpu:0', GPUS, [f'{CHIEF}/device:CPU:0', f'{WORKER}/device:CPU:0']),
-        (None, CPUS, [f'{CHIEF}/device:CPU:0', f'{WORKER}/device:CPU:0']),
-        (2, CPUS, CPUS[CHIEF] + CPUS[WORKER]),
+        (None, GPUS, 'GPU:0', 'GPU:0 GPU:1'),
+        (1, GPUS, 'GPU:0', 'GPU:0'),
+        ('cpu:0', GPUS, 'CPU:0', 'CPU:0'),
+        (None, CPUS, 'CPU:0', 'CPU:0'),
+        (2, CPUS, 'CPU:0 CPU:1', 'CPU:0 CPU:1'),
     ],
 )
-def test_devices_of_machines(given, machines, expected):
+def test_devices_of_machines(given, machines, chief, worker):
     """Those of each machine, in the order of tasks, and none of a ps."""
-    assert devices.resolve(given, machines) == expected
+    expected = has((CHIEF, chief), (WORKER, worker))
+    assert devices.resolve(given, machines) == expected[CHIEF] + expected[WORKER]
 
 
 @pytest.mark.core
@@ -462,15 +442,10 @@ def test_devices_that_a_machine_lacks():
 
 
 @pytest.mark.core
-def test_machines_of_devices():
-    assert devices.machine_of('/device:GPU:1') == CHIEF
-    assert devices.machine_of('/job:worker/task:3/device:CPU:0') == '/job:worker/task:3'
-    assert devices.host_of(f'{WORKER}/device:GPU:1') == f'{WORKER}/device:CPU:0'
-    assert devices.host_of('/device:GPU:1') == '/device:CPU:0'
+def test_relay():
+    """As on the home's machine, if there is such a device, and else the first."""
     both = CPUS[CHIEF] + CPUS[WORKER]
-    # As on the home's machine, if there is such a device, and else the first.
     assert devices.relay(both, both[2], both[1]) == both[3]
-    assert devices.relay(both, both[0], both[3]) == both[1]
     assert devices.relay(both[:3], both[2], both[1]) == both[2]
 
 

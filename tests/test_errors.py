@@ -6,14 +6,10 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu import devices, private
 from estimator_mgpu.partition import rules
-from models import regression, spec_of, step
+from models import adam, regression, spec_of
 from towers import TRAIN
 
 pytestmark = pytest.mark.core
-
-
-def adam(loss):
-    return tf.train.AdamOptimizer(0.05).minimize(loss, step())
 
 
 def build(model_fn, features=None, labels=None, count=2, config=None, **options):
@@ -53,32 +49,25 @@ BATCHES = {
         lambda: {'a': tf.data.Dataset.range(3)},
         r"feature 'a' is of .*Dataset.*dense, sparse and ragged",
     ),
+    'no rows': (
+        lambda: {'a': tf.constant(1.0)},
+        'no feature and no label has rows.*batch',
+        {'labels': lambda: tf.constant(2.0)},
+    ),
+    'broadcast of no such feature': (
+        lambda: {'a': tf.zeros([4, 3]), 'b': {'c': tf.zeros([2])}},
+        r"'vocab'.*no such feature.*are: a, b, b/c, c",
+        {'broadcast': ['vocab']},
+    ),
+    'broadcast of a name rather than names': (None, r"\['vocab'\]", {'broadcast': 'vocab'}),
 }
 
 
-@pytest.mark.parametrize(('features', 'message'), BATCHES.values(), ids=BATCHES.keys())
-def test_batch(features, message):
+@pytest.mark.parametrize('case', BATCHES)
+def test_batch(case):
+    features, message, *options = BATCHES[case]
     with pytest.raises((ValueError, TypeError), match=f'(?s){message}'):
-        build(regression(adam), features)
-
-
-def test_batch_without_rows():
-    with pytest.raises(ValueError, match='(?s)no feature and no label has rows.*batch'):
-        build(regression(adam), lambda: {'a': tf.constant(1.0)}, lambda: tf.constant(2.0))
-
-
-def test_broadcast_of_no_such_feature():
-    with pytest.raises(ValueError, match=r"'vocab'.*no such feature.*are: a, b, b/c, c"):
-        build(
-            regression(adam),
-            lambda: {'a': tf.zeros([4, 3]), 'b': {'c': tf.zeros([2])}},
-            broadcast=['vocab'],
-        )
-
-
-def test_broadcast_of_a_name_rather_than_names():
-    with pytest.raises(TypeError, match=r"\['vocabulary'\]"):
-        estimator_mgpu.replicate(regression(adam), broadcast='vocabulary')
+        build(regression(adam), features, **dict(*options))
 
 
 @pytest.mark.parametrize(
@@ -123,17 +112,13 @@ def test_fewer_gpus_than_asked_for(monkeypatch):
             devices.resolve(given)
 
 
-@pytest.mark.parametrize('name', ['loss_reduction', 'loss_weight'])
-def test_options_that_are_gone(name):
-    with pytest.raises(TypeError, match=f'takes no {name}: .*whole batch.*Leave it out'):
-        estimator_mgpu.replicate(regression(adam), devices=2, **{name: 'mean'})
-    with pytest.raises(TypeError, match=f'takes no {name}: '):
-        estimator_mgpu.Estimator(regression(adam), devices=2, **{name: 'mean'})
-
-
-def test_an_option_that_never_was():
+@pytest.mark.parametrize('make', [estimator_mgpu.replicate, estimator_mgpu.Estimator])
+def test_options_that_there_are_not(make):
+    for name in ('loss_reduction', 'loss_weight'):
+        with pytest.raises(TypeError, match=f'takes no {name}: .*whole batch.*Leave it out'):
+            make(regression(adam), devices=2, **{name: 'mean'})
     with pytest.raises(TypeError, match='takes no device. Leave it out'):
-        estimator_mgpu.replicate(device=2)
+        make(regression(adam), device=2)
 
 
 def test_a_rule_that_fails_says_what_failed(monkeypatch):
@@ -163,12 +148,6 @@ def test_train_distribute():
         build(regression(adam), config=config)
 
 
-def test_replicated_twice():
-    fn = estimator_mgpu.replicate(regression(adam), devices=2)
-    with pytest.raises(ValueError, match='replicated already'):
-        estimator_mgpu.replicate(fn)
-
-
 @pytest.mark.parametrize('inner', [None, 1, 2])
 def test_replicated_inside_of_another(inner):
     replicated = estimator_mgpu.replicate(regression(adam), devices=inner)
@@ -177,44 +156,26 @@ def test_replicated_inside_of_another(inner):
         build(outer, devices=2)
 
 
-def test_not_a_model_fn():
-    with pytest.raises(TypeError, match=r'not a function.*replicate\(devices=2\)'):
-        estimator_mgpu.replicate(3)
-
-
-def test_a_model_fn_without_features():
-    with pytest.raises(ValueError, match=r'takes \(x, y, mode\), and no features.*name them so'):
-        estimator_mgpu.replicate(lambda x, y, mode: None)
+@pytest.mark.parametrize(
+    ('given', 'error', 'message'),
+    [
+        (3, TypeError, r'not a function.*replicate\(devices=2\)'),
+        (lambda x, y, mode: None, ValueError, r'takes \(x, y, mode\), and no features.*name them'),
+        (estimator_mgpu.replicate(regression(adam), devices=2), ValueError, 'replicated already'),
+    ],
+    ids=['no function', 'no features', 'replicated'],
+)
+def test_what_cannot_be_replicated(given, error, message):
+    with pytest.raises(error, match=message):
+        estimator_mgpu.replicate(given)
 
 
 def test_a_private_name_that_is_gone():
-    with pytest.raises(
-        ImportError, match=r'no tensorflow\.python\.framework\.ops with .*Operation\.gone'
-    ):
+    gone = r'no tensorflow\.python\.framework\.ops with .*Operation\.gone'
+    with pytest.raises(ImportError, match=gone):
         private._find('framework.ops', 'Operation.gone')
     with pytest.raises(ImportError, match=r'tested with \(2\.15 to 2\.21\)'):
         private._find('gone', 'name')
-
-
-def test_private_names_do_what_they_are_for():
-    with tf.Graph().as_default() as graph:
-        two = tf.constant(1) + tf.constant(1)
-        assert private.constant_value(two) == 2
-        assert private.constant_value(tf.placeholder(tf.int32, [])) is None
-        first, second = tf.no_op(), tf.no_op()
-        private.add_control_inputs(second, [first])
-        assert second.control_inputs == [first]
-        copy = tf.identity(tf.placeholder(tf.int32, []))
-        private.set_input(copy.op, 0, two)
-        assert copy.op.inputs[0] is two
-        assert not private.in_control_flow(two.op)
-        assert private.outermost(graph) is graph
-        inner = []
-        tf.function(lambda: inner.append(tf.get_default_graph())).get_concrete_function()
-        assert inner[0] is not graph
-        assert private.outermost(inner[0]) is graph
-        with tf.Session() as sess:
-            assert sess.run(copy) == 2
 
 
 def test_layers_without_keras_2():
