@@ -1,19 +1,11 @@
 """A user's script, which every machine of a cluster starts: it trains, evaluates and predicts.
 
-`python cluster_script.py MODEL_DIR OPTIONS`, where OPTIONS is a JSON object of:
-
-  devices: how many on this machine, by default 2.
-  stops: up to which step each call of train() goes, by default one up to STEPS.
-  and_evaluate: whether tf.estimator.train_and_evaluate() is called instead.
-  sleep: seconds after each step.
-  limit: session_creation_timeout_secs.
-
-What a test looks at are lines `NAME JSON`, see `tell()`.
+`python cluster_script.py MODEL_DIR OPTIONS`, where OPTIONS are main()'s, in JSON. What a test looks
+at are lines `NAME JSON`.
 """
 
 import json
 import re
-import signal
 import sys
 import time
 
@@ -82,6 +74,7 @@ def told(text, name):
 
 
 def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=100):
+    """Calls train() up to each of `stops`; sleeps after a step; waits for others up to a limit."""
     tf.logging.set_verbosity(tf.logging.INFO)
     config = tf.estimator.RunConfig(
         model_dir, save_checkpoints_steps=5, session_creation_timeout_secs=limit
@@ -101,5 +94,4 @@ def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limi
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Jobs in the background ignore it.
     main(sys.argv[1], **json.loads(sys.argv[2]))

@@ -60,13 +60,8 @@ def run(script: str, before: str = '', after: str = '', **environment: str) -> N
     variables = {k: v for k, v in os.environ.items() if k != 'TF_USE_LEGACY_KERAS'}
     variables.update(environment, CUDA_VISIBLE_DEVICES='-1', TF_CPP_MIN_LOG_LEVEL='2')
     variables['PYTHONPATH'] = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, '-c', before + textwrap.dedent(script) + after],
-        env=variables,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, '-c', before + textwrap.dedent(script) + after]
+    done = subprocess.run(command, env=variables, stderr=subprocess.PIPE, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
 
 
@@ -79,38 +74,24 @@ def test_versions():
             compat.check_tensorflow(version)
 
 
-KERAS_3 = '`dense` is not available with Keras 3.'
+KERAS_3 = [
+    '`dense` is not available with Keras 3.',
+    "module 'keras._tf_keras.keras.layers' has no attribute 'DenseFeatures'",
+    'Keras cannot be imported. Check that it is installed.',
+    "No module named 'tensorflow.compat.v1.keras'",
+    "cannot import name 'dense' from 'tensorflow.compat.v1.layers' "
+    '(/tensorflow/_api/v2/compat/v1/layers/__init__.py)',
+]
 
 
-@pytest.mark.parametrize(
-    'message',
-    [
-        KERAS_3,
-        "module 'keras._tf_keras.keras.layers' has no attribute 'DenseFeatures'",
-        'Keras cannot be imported. Check that it is installed.',
-        "No module named 'tensorflow.compat.v1.keras'",
-        "cannot import name 'dense' from 'tensorflow.compat.v1.layers' "
-        '(/tensorflow/_api/v2/compat/v1/layers/__init__.py)',
-    ],
-    ids=['layers', 'keras', 'no_tf_keras', 'import_keras', 'import_layers'],
-)
-def test_legacy_keras_remedy(message):
-    minor = tf.__version__.split('.')[1]
-    remedy = compat.legacy_keras_remedy(AttributeError(message))
-    assert f'pip install "tf-keras~=2.{minor}.0"' in remedy
-
-
-def test_legacy_keras_remedy_is_for_keras_3(monkeypatch):
+def test_legacy_keras_remedy(monkeypatch):
+    monkeypatch.setenv('TF_USE_LEGACY_KERAS', '0')
+    for message in KERAS_3:
+        remedy = compat.legacy_keras_remedy(AttributeError(message))
+        assert f'pip install "tf-keras~=2.{tf.__version__.split(".")[1]}.0"' in remedy
+        assert remedy.endswith('TF_USE_LEGACY_KERAS has to be 1 or unset, and is 0.')
     error = ValueError('Input 0 of layer "dense" is incompatible with the layer')
     assert compat.legacy_keras_remedy(error) is None
-    monkeypatch.setenv('TF_USE_LEGACY_KERAS', '0')
-    remedy = compat.legacy_keras_remedy(AttributeError(KERAS_3))
-    assert remedy.endswith('TF_USE_LEGACY_KERAS has to be 1 or unset, and is 0.')
-
-
-def test_exports():
-    assert compat.estimator.Estimator is tf.compat.v1.estimator.Estimator
-    assert issubclass(tf.estimator.Estimator, compat.estimator.Estimator)
 
 
 @only_215
@@ -199,23 +180,21 @@ def test_without_tf_keras():
             error = error_of(lambda: getattr(v1.layers, name))
             assert 'pip install "tf-keras~=' in compat.legacy_keras_remedy(error), error
 
-        for function, name in [
-            (estimator_training.estimator_evaluate, 'estimator_training.estimator_evaluate'),
-            (session_support.GracefulShutdownHook, 'session_support.GracefulShutdownHook'),
-            (tpu_embedding.AdagradParameters, 'tpu_embedding.AdagradParameters'),
-            (tpu_embedding_gradient.create_dummy_table_variables, 'tpu_embedding_gradient.create'),
+        for module, name in [
+            (estimator_training, 'estimator_evaluate'),
+            (session_support, 'GracefulShutdownHook'),
+            (tpu_embedding, 'AdagradParameters'),
+            (tpu_embedding_gradient, 'create_dummy_table_variables'),
         ]:
-            error = error_of(function, 0.1, clip=True)
+            error = error_of(getattr(module, name), 0.1, clip=True)
             assert isinstance(error, NotImplementedError)
-            assert name in str(error) and 'was removed from TensorFlow 2.16.' in str(error)
+            assert f'{module.__name__}.{name} was removed from TensorFlow 2.16.' in str(error)
         assert not hasattr(tpu_embedding, '__path__')
 
         strategy = tf.distribute.MirroredStrategy(['/cpu:0'])
         train(v1.estimator.RunConfig(train_distribute=strategy, eval_distribute=strategy))
-        cluster = {'worker': ['a:1', 'b:1']}
-        os.environ['TF_CONFIG'] = json.dumps(
-            {'cluster': cluster, 'task': {'type': 'worker', 'index': 0}}
-        )
+        cluster, task = {'worker': ['a:1', 'b:1']}, {'type': 'worker', 'index': 0}
+        os.environ['TF_CONFIG'] = json.dumps({'cluster': cluster, 'task': task})
         error = error_of(v1.estimator.RunConfig, train_distribute=strategy)
         assert 'use estimator_mgpu.replicate' in str(error), error
         """,

@@ -38,17 +38,12 @@ def test_docstrings(name):
         assert doctest.testmod(module).failed == 0
 
 
-def test_every_public_name_has_an_example():
-    for name in estimator_mgpu.__all__:
-        thing = getattr(estimator_mgpu, name)
-        if name != 'estimator':  # TensorFlow's own
-            assert '>>>' in thing.__doc__, name
-
-
-def test_every_public_name_is_in_the_api_page():
+def test_every_public_name_has_an_example_and_is_in_the_api_page():
     page = (ROOT / 'docs' / 'api.md').read_text()
     found = re.findall(r'^(?:::: estimator_mgpu\..*\.|## )(\w+)$', page, re.MULTILINE)
     assert set(found) >= set(estimator_mgpu.__all__)
+    for name in {*estimator_mgpu.__all__} - {'estimator'}:  # TensorFlow's own
+        assert '>>>' in getattr(estimator_mgpu, name).__doc__, name
 
 
 @pytest.mark.parametrize('name', sorted(PAGES))
@@ -175,12 +170,10 @@ def check_script(path, *flags):
         assert re.search(rf"DEFINE_\w+\(\s*'{name}'", sources), f'{path} has no {flag}'
 
 
-def test_pages_are_in_the_navigation():
+def test_links():
+    """Those of the navigation and, as GitHub shows them, of the pages beside docs/."""
     listed = re.findall(r': (\S+\.md)$', (ROOT / 'mkdocs.yml').read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in ROOT.glob('docs/*.md'))
-
-
-def test_links_of_the_readme():
     for name in ('README.md', 'CONTRIBUTING.md'):
         links = re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)', (ROOT / name).read_text())
         assert [link for link in links if not (ROOT / link).exists()] == []

@@ -2,10 +2,8 @@
 
 import importlib.metadata
 import itertools
-import os
 import pathlib
 import runpy
-import subprocess
 import sys
 import types
 
@@ -16,15 +14,19 @@ import estimator_mgpu
 from estimator_mgpu import __main__ as environment
 
 
+@pytest.fixture
+def on_cpus(monkeypatch):
+    monkeypatch.setattr(environment, 'towers', lambda: ['/device:CPU:0', '/device:CPU:1'])
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [])
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
+    monkeypatch.setenv('TF_FORCE_GPU_ALLOW_GROWTH', 'false')  # for main() to change
+
+
 @pytest.mark.core
-def test_the_command():
-    """As a user calls it, from the sources or installed."""
-    source = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
-    environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': '-1', 'PYTHONPATH': source}
-    command = [sys.executable, '-m', 'estimator_mgpu']
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = dict(line.split(None, 1) for line in done.stdout.splitlines())
+def test_nothing_is_wrong(on_cpus, capsys):
+    assert environment.main() == 0
+    told = capsys.readouterr().out
+    lines = dict(line.split(None, 1) for line in told.splitlines())
     assert lines['estimator_mgpu'] == estimator_mgpu.__version__
     assert lines['TensorFlow'] == tf.__version__
     assert lines['numpy'] == importlib.metadata.version('numpy')
@@ -32,7 +34,7 @@ def test_the_command():
     assert lines['tf.layers'] == 'work'
     assert lines['GPUs'] == 'none' and lines['CUDA_VISIBLE_DEVICES'] == '-1'
     assert 'on /device:CPU:0, /device:CPU:1: equals that of one device' in lines['one']
-    assert done.stdout.endswith('Nothing is wrong.\n')
+    assert told.endswith('Nothing is wrong.\n')
 
 
 PROGRAM = """
@@ -59,7 +61,8 @@ def explain(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
     def called(*arguments):
-        monkeypatch.delitem(sys.modules, 'program', raising=False)
+        for name in ('program', 'estimator_mgpu.__main__'):
+            monkeypatch.delitem(sys.modules, name, raising=False)
         monkeypatch.setattr(sys, 'argv', ['', 'explain', *arguments])
         with pytest.raises(SystemExit) as ended:
             runpy.run_module('estimator_mgpu', run_name='__main__')
@@ -95,12 +98,6 @@ def test_explain(explain, devices, capsys):
 def test_explain_what_is_not_there(explain, arguments, message, capsys):
     assert explain(*arguments) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.fixture
-def on_cpus(monkeypatch):
-    monkeypatch.setattr(environment, 'towers', lambda: ['/device:CPU:0', '/device:CPU:1'])
-    monkeypatch.setenv('TF_FORCE_GPU_ALLOW_GROWTH', 'false')  # for main() to change
 
 
 def test_a_step_that_is_not_exact(monkeypatch, on_cpus, capsys):

@@ -171,7 +171,6 @@ WRONG = {
     'digits': {
         'devices=2': "'devices=2' is no flag, such as --devices=2 is.",
         '--devices=0': 'devices=0 leaves nothing to run on',
-        '--devices=-1': 'devices=-1 leaves nothing to run on',
         '--devices=/device:GPU': f"'/device:GPU' {UNKNOWN}",
         '--devices=GPU:0': "asks for '/device:GPU:0', but this machine has no GPU",
         '--devices=two': f"'two' {UNKNOWN}",

@@ -132,6 +132,12 @@ def free_addresses(count: int) -> list[str]:
         return ['{}:{}'.format(*one.getsockname()) for one in free]
 
 
+def saved_in(model_dir: Any) -> dict[str, np.ndarray]:
+    """The variables of the last checkpoint."""
+    reader = tf.train.load_checkpoint(str(model_dir))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+
+
 class Evaluation(NamedTuple):
     """What an evaluation came to: each metric by name, and the loss of every step."""
 
