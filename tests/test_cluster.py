@@ -308,7 +308,8 @@ def test_waiting(task, caplog, monkeypatch):
     caplog.clear()
     task.wait(ended=lambda: cluster.time.now > 1110)
     assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
-    task._terminated = cluster.time.now
+    with pytest.raises(SystemExit, match='143'):  # It neither trains nor serves.
+        task._terminate(signal.SIGTERM, None)
     with pytest.raises(SystemExit, match='143'):
         task.wait()
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
