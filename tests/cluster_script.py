@@ -73,7 +73,7 @@ def told(text, name):
     return [json.loads(line) for line in re.findall(rf'^{name} (.*)$', text, re.MULTILINE)]
 
 
-def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=100):
+def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=300):
     """Calls train() up to each of `stops`; sleeps after a step; waits for others up to a limit."""
     tf.logging.set_verbosity(tf.logging.INFO)
     config = tf.estimator.RunConfig(

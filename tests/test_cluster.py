@@ -27,7 +27,7 @@ from models import adam, regression
 from towers import assert_close, free_addresses, saved_in
 
 CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
-LIMIT = 120  # seconds for whatever a test waits for
+LIMIT = 300  # seconds for whatever a test waits for
 TASKS = {'worker': ['w0:1', 'w1:1'], 'ps': ['p0:1'], 'chief': ['c0:1']}
 
 
