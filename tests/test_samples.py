@@ -29,6 +29,19 @@ def run_python(*arguments: str, gpus: str = '-1', errors: int = subprocess.PIPE)
     return done.stdout.splitlines()
 
 
+def flag_errors(name: str, *wrong: str) -> list[str]:
+    """Returns what a sample says of each of some wrong flags."""
+    code = (
+        f'import sys, {name} as sample\n'
+        'from absl.testing import flagsaver\n'
+        'for flag in sys.argv[1:]:\n'
+        '    with flagsaver.flagsaver():\n'
+        "        try: sample.main(sample.FLAGS(['sample', flag]))\n"
+        '        except Exception as error: print(error)'
+    )
+    return run_python('-c', code, *wrong)[-len(wrong) :]
+
+
 def numbers(pattern: str, line: str) -> list[float]:
     """Returns the numbers in the places of # in a pattern that is the whole line."""
     found = re.fullmatch(re.escape(pattern).replace('\\#', r'([\d.,]+)'), line)
@@ -197,14 +210,5 @@ WRONG = {
 
 @pytest.mark.parametrize('name', WRONG)
 def test_wrong_flags_are_told_at_once(name):
-    code = (
-        f'import sys, {name} as sample\n'
-        'from absl.testing import flagsaver\n'
-        'for flag in sys.argv[1:]:\n'
-        '    with flagsaver.flagsaver():\n'
-        "        try: sample.main(sample.FLAGS(['sample', flag]))\n"
-        '        except Exception as error: print(error)'
-    )
-    messages = run_python('-c', code, *WRONG[name])[-len(WRONG[name]) :]
-    for message, (flag, expected) in zip(messages, WRONG[name].items()):
+    for message, (flag, expected) in zip(flag_errors(name, *WRONG[name]), WRONG[name].items()):
         assert expected in message, flag
