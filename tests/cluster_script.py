@@ -1,20 +1,11 @@
 """A user's script, which every machine of a cluster starts: it trains, evaluates and predicts.
 
-`python cluster_script.py MODEL_DIR OPTIONS`, where OPTIONS is a JSON object of:
-
-  devices: how many on this machine, by default 2.
-  stops: up to which step each call of train() goes, by default one up to STEPS.
-  and_evaluate: whether tf.estimator.train_and_evaluate() is called instead.
-  sleep: seconds after each step.
-  limit: session_creation_timeout_secs.
-  error: what the model_fn raises.
-
-What a test looks at are lines `NAME JSON`, see `tell()`.
+`python cluster_script.py MODEL_DIR OPTIONS`, where OPTIONS are main()'s, in JSON. What a test looks
+at are lines `NAME JSON`.
 """
 
 import json
 import re
-import signal
 import sys
 import time
 
@@ -22,7 +13,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from models import adam, floats, of_all_modes, weights
+from models import floats, of_all_modes, weights
 
 STEPS = 20
 
@@ -82,17 +73,13 @@ def told(text, name):
     return [json.loads(line) for line in re.findall(rf'^{name} (.*)$', text, re.MULTILINE)]
 
 
-def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=100, error=None):
-    def model_fn(features, labels, mode):
-        if error:
-            raise ValueError(error)
-        return of_all_modes(dropped, adam)(features, labels, mode)
-
+def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=300):
+    """Calls train() up to each of `stops`; sleeps after a step; waits for others up to a limit."""
     tf.logging.set_verbosity(tf.logging.INFO)
     config = tf.estimator.RunConfig(
         model_dir, save_checkpoints_steps=5, session_creation_timeout_secs=limit
     )
-    estimator = estimator_mgpu.Estimator(model_fn, config=config, devices=devices)
+    estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, devices=devices)
     if and_evaluate:
         train = tf.estimator.TrainSpec(remaining, stops[-1], [Watch(sleep)])
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
@@ -107,5 +94,4 @@ def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limi
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Jobs in the background ignore it.
     main(sys.argv[1], **json.loads(sys.argv[2]))

@@ -2,13 +2,12 @@
 
 import os
 import random
-import socket
 
 import hypothesis
 import pytest
 import tensorflow.compat.v1 as tf
 
-from towers import behavior_of
+from towers import behavior_of, free_addresses
 
 _every_run = {'deadline': None, 'database': None, 'suppress_health_check': hypothesis.HealthCheck}
 hypothesis.settings.register_profile('suite', max_examples=25, derandomize=True, **_every_run)
@@ -71,12 +70,7 @@ def gpus(monkeypatch):
 @pytest.fixture(scope='session')
 def three_machines():
     """The target of a session whose chief and two workers have two devices each."""
-    sockets = [socket.socket() for _ in range(3)]
-    for one in sockets:
-        one.bind(('127.0.0.1', 0))
-    chief, *workers = [f'127.0.0.1:{one.getsockname()[1]}' for one in sockets]
-    for one in sockets:
-        one.close()
+    chief, *workers = free_addresses(3)
     jobs, config = {'chief': [chief], 'worker': workers}, tf.ConfigProto(device_count={'CPU': 2})
     tasks = [('chief', 0), ('worker', 0), ('worker', 1)]
     return [tf.train.Server(jobs, *task, config=config) for task in tasks][0].target

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import estimator_mgpu
-from test_samples import SAMPLES, flag_errors, run_python, run_sample
+from test_samples import SAMPLES, run_python
 
 
 @pytest.fixture(scope='session')  # Its flags can be defined once.
@@ -41,14 +41,31 @@ def test_figures_are_ratios_of_one_round(benchmark):
 
 
 def test_a_short_benchmark(tmp_path):
-    flags = ['--models=mlp', '--towers=2', '--rounds=1', '--seconds=0.01', '--variables=cpu']
-    last = run_sample('benchmark.py', *flags, f'--output={tmp_path / "found"}')
-    assert last.startswith('| mlp | MirroredStrategy | 2 | one device | ')
+    """Also of another version of the package, whose replicate() knows fewer options."""
+    package, older = pathlib.Path(estimator_mgpu.__file__).resolve().parent, tmp_path / 'older'
+    shutil.copytree(package, older / 'estimator_mgpu')
+    with (older / 'estimator_mgpu' / '__init__.py').open('a') as file:
+        file.write(
+            "\n__version__ = '0.0.1'\n_replicate = replicate\n"
+            'def replicate(model_fn, devices, variables=None):\n'
+            '    return _replicate(model_fn, devices=devices)\n'
+        )
+    flags = ['--models=mlp', '--setups=replicate,MirroredStrategy,other', f'--other={older}']
+    flags += ['--towers=2', '--rounds=1', '--seconds=0.01', '--variables=cpu']
+    last = run_python('benchmark.py', *flags, f'--output={tmp_path / "found"}')[-1]
+    assert last.startswith('| mlp | other | 2 | MirroredStrategy | ')
+    table = (tmp_path / 'found.md').read_text()
+    assert last in table.splitlines()
+    assert '| mlp | replicate | 2 | other | ' in table
+    assert '| mlp | other | 2 | other | ' not in table
+    assert (tmp_path / 'found.png').read_bytes().startswith(b'\x89PNG')
     runs = json.loads((tmp_path / 'found.json').read_text())['runs']
-    assert [(run['setup'], run['towers']) for run in runs] == [
-        ('one device', 1),
-        ('replicate', 2),
-        ('MirroredStrategy', 2),
+    here = estimator_mgpu.__version__
+    assert [(run['setup'], run['towers'], run['version']) for run in runs] == [
+        ('one device', 1, here),
+        ('replicate', 2, here),
+        ('MirroredStrategy', 2, here),
+        ('other', 2, '0.0.1'),
     ]
     for run in runs:
         assert 0 < run['build'] < run['start_up'] < 100
@@ -56,61 +73,14 @@ def test_a_short_benchmark(tmp_path):
         assert parts == pytest.approx(run['start_up'])
         assert run['examples'] == pytest.approx(256 / run['step'] * 1000)
     assert runs[0]['nodes'] < runs[1]['nodes'] < runs[2]['nodes']
-    assert last in (tmp_path / 'found.md').read_text().splitlines()
-    assert (tmp_path / 'found.png').read_bytes().startswith(b'\x89PNG')
 
-
-@pytest.fixture
-def older(tmp_path):
-    """Another version of the package, whose replicate() knows fewer options."""
-    package = pathlib.Path(estimator_mgpu.__file__).parent
-    shutil.copytree(package, tmp_path / 'older' / 'estimator_mgpu')
-    with (tmp_path / 'older' / 'estimator_mgpu' / '__init__.py').open('a') as file:
-        file.write(
-            "\n__version__ = '0.0.1'\n_replicate = replicate\n"
-            'def replicate(model_fn, devices, variables=None):\n'
-            '    return _replicate(model_fn, devices=devices)\n'
-        )
-    return tmp_path / 'older'
-
-
-def test_another_version_side_by_side(tmp_path, older):
-    flags = ['--models=lstm,transformer', '--setups=replicate,other', f'--other={older}']
-    flags += ['--towers=2', '--rounds=1', '--seconds=0.01', f'--output={tmp_path / "found"}']
-    last = run_sample('benchmark.py', *flags)
-    assert last.startswith('| transformer | other | 2 | one device | ')
-    table = (tmp_path / 'found.md').read_text()
-    assert '| lstm | replicate | 2 | other | ' in table
-    assert '| lstm | other | 2 | other | ' not in table
-    runs = json.loads((tmp_path / 'found.json').read_text())['runs']
-    here = estimator_mgpu.__version__
-    assert [run['version'] for run in runs] == 2 * [here, here, '0.0.1']
-
-
-def test_another_version_that_is_not_the_one_imported_is_told(older):
     code = (
         'import sys, benchmark; benchmark.FLAGS(sys.argv)\n'
         "try: benchmark.run_once('mlp', 'other', 2)\n"
         'except SystemExit as exit: print(exit.code)'
     )
     last = run_python('-c', code, f'--other={older}')[-1]
-    package = pathlib.Path(estimator_mgpu.__file__).resolve().parent
     assert last == f'estimator_mgpu was imported from {package}, not from --other={older}'
-
-
-def test_a_wrong_flag_is_told_before_anything_runs():
-    wrong = {
-        '--models=mlp,none': 'give some of mlp, cnn, deep, embed, wide, lstm, transformer',
-        '--setups=horovod': 'give some of replicate, MirroredStrategy, optimized, other',
-        '--setups=other': 'the set-up other needs --other=DIR',
-        '--other=nowhere': '--other=nowhere has no directory estimator_mgpu',
-        '--towers=1': 'give numbers of 2 or more',
-        '--towers=two': 'give numbers of 2 or more',
-        '--devices=GPU': "asks for '/device:GPU:0', but this machine has no GPU",
-        '--variables=disk': "variables='disk' is not known. Legal are cpu, first, spread",
-    }
-    for message, (flag, expected) in zip(flag_errors('benchmark', *wrong), wrong.items()):
-        assert expected in message, flag
 
 
 def test_a_run_that_fails_is_told_by_the_exit_status(tmp_path):

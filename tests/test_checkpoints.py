@@ -1,12 +1,7 @@
 """Checkpoints are those of one device: any number of towers goes on where any other stopped."""
 
-import os
-import pathlib
+import collections
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -14,21 +9,17 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from models import batches, predict, step
+from towers import assert_close, saved_in
 
 FEATURES, LABELS = batches(60, steps=1)[0]
 
 
 def model_fn(features, labels, mode):
-    loss = tf.reduce_mean(tf.square(predict(features) - labels))
-    optimizer = tf.train.AdamOptimizer(0.05, epsilon=1e-3)
-    metrics = {'mse': tf.metrics.mean_squared_error(labels, predict_again(features))}
-    train_op = optimizer.minimize(loss, step())
+    output = predict(features)
+    loss = tf.reduce_mean(tf.square(output - labels))
+    train_op = tf.train.AdamOptimizer(0.05, epsilon=1e-3).minimize(loss, step())
+    metrics = {'mse': tf.metrics.mean_squared_error(labels, output)}
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=metrics)
-
-
-def predict_again(features):
-    with tf.variable_scope(tf.get_variable_scope(), reuse=True):
-        return predict(features)
 
 
 def input_fn():
@@ -51,18 +42,6 @@ def estimator_on(towers, model_dir, fn=model_fn, **options):
     return estimator_mgpu.Estimator(fn, str(model_dir), run_config(), devices=towers, **options)
 
 
-def values(model_dir):
-    reader = tf.train.load_checkpoint(str(model_dir))
-    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
-
-
-def assert_close(ours, one):
-    assert set(ours) == set(one)
-    for name, expected in one.items():
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(ours[name], expected, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
-
-
 @pytest.fixture(scope='module')
 def start(tmp_path_factory):
     """A checkpoint of step 1, to start from."""
@@ -71,72 +50,64 @@ def start(tmp_path_factory):
     return model_dir
 
 
-def copy_of(start, to):
-    shutil.copytree(start, to)
-    return to
-
-
 def test_on_4_then_1_then_3_then_undecorated_and_back(start, tmp_path):
     for name, schedule in {'one': [0] * 5, 'ours': [4, 1, 3, 0, 4]}.items():
-        model_dir = copy_of(start, tmp_path / name)
+        model_dir = shutil.copytree(start, tmp_path / name)
         for i, towers in enumerate(schedule):
             estimator_on(towers, model_dir).train(input_fn, max_steps=3 + 2 * i)
-    one, ours = values(tmp_path / 'one'), values(tmp_path / 'ours')
+    one, ours = saved_in(tmp_path / 'one'), saved_in(tmp_path / 'ours')
     assert one['global_step'] == 11
     assert 'net/w/Adam_1' in one
-    assert_close(ours, one)
+    assert_close(ours, one, 1e-5)
 
 
 def test_train_and_evaluate_as_on_one_device(tmp_path):
     def stop_early(estimator):
         return tf.estimator.experimental.stop_if_no_decrease_hook(estimator, 'loss', 1000)
 
+    results, tags = {}, {}
     first = estimator_on(0, tmp_path / 'first')
-    first.train(input_fn, max_steps=1, hooks=[stop_early(first)])
-    results = {}
+    first.train(input_fn, [stop_early(first)], max_steps=1)  # The hook has a variable.
     for towers in (0, 4):
-        model_dir = copy_of(tmp_path / 'first', tmp_path / str(towers))
+        model_dir = tmp_path / str(towers)
+        shutil.copytree(tmp_path / 'first', model_dir)
         estimator = estimator_on(towers, model_dir)
-        stop = stop_early(estimator)
         in_memory = tf.estimator.experimental.InMemoryEvaluatorHook(
             estimator, eval_input_fn, every_n_iter=3
         )
-        result, _ = tf.estimator.train_and_evaluate(
+        results[towers], _ = tf.estimator.train_and_evaluate(
             estimator,
-            tf.estimator.TrainSpec(input_fn, max_steps=8, hooks=[stop, in_memory]),
+            tf.estimator.TrainSpec(input_fn, 8, [stop_early(estimator), in_memory]),
             tf.estimator.EvalSpec(eval_input_fn, steps=None, throttle_secs=0),
         )
-        results[towers] = result
-    assert set(results[4]) == set(results[0]) == {'loss', 'mse', 'global_step'}
-    for key in results[0]:
-        np.testing.assert_allclose(results[4][key], results[0][key], rtol=1e-5)
-    tags = {towers: event_tags(tmp_path / str(towers)) for towers in (0, 4)}
-    assert tags[4] == tags[0]
-    assert max(tags[4].values()) == 1
+        tags[towers] = event_tags(model_dir)
+    assert set(results[0]) == {'loss', 'mse', 'global_step'}
+    assert_close(results[4], results[0], 1e-5)
+    assert tags[4] == tags[0] and len(tags[0]) == 4
 
 
 def event_tags(model_dir):
-    """How often each scalar's tag stands in one summary, at the most, of each directory."""
-    counts = {}
-    for file in sorted(pathlib.Path(model_dir).rglob('events.out.tfevents*')):
-        for event in tf.train.summary_iterator(str(file)):
-            tags = [value.tag for value in event.summary.value]
-            for tag in set(tags):
-                assert 'tower_' not in tag
-                if not tag.startswith('global_step/sec'):
-                    key = (file.parent.relative_to(model_dir), tag)
-                    counts[key] = max(counts.get(key, 0), tags.count(tag))
-    return counts
+    """How often each scalar is told, by directory."""
+    return collections.Counter(
+        (path.parent.relative_to(model_dir), value.tag)
+        for path in model_dir.rglob('events.out.tfevents*')
+        for event in tf.train.summary_iterator(str(path))
+        for value in event.summary.value
+        if not value.tag.startswith('global_step/sec')
+    )
+
+
+def both(tmp_path, steps, *args, **options):
+    """What one device and four come to."""
+    for towers in (0, 4):
+        estimator_on(towers, tmp_path / str(towers), *args, **options).train(input_fn, steps=steps)
+    return saved_in(tmp_path / '0'), saved_in(tmp_path / '4')
 
 
 def test_warm_start(start, tmp_path):
-    runs = {}
-    for towers in (0, 3):
-        settings = tf.estimator.WarmStartSettings(str(start), vars_to_warm_start='net.*')
-        estimator = estimator_on(towers, tmp_path / str(towers), warm_start_from=settings)
-        estimator.train(input_fn, max_steps=2)
-        runs[towers] = values(tmp_path / str(towers))
-    assert_close(runs[3], runs[0])
+    settings = tf.estimator.WarmStartSettings(str(start), vars_to_warm_start='net.*')
+    one, ours = both(tmp_path, 2, warm_start_from=settings)
+    assert_close(ours, one, 1e-5)
 
 
 def test_init_from_checkpoint_and_scaffold(start, tmp_path):
@@ -159,59 +130,10 @@ def test_init_from_checkpoint_and_scaffold(start, tmp_path):
             train_op = local.assign_add(1.0)
         return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op, scaffold=scaffold)
 
-    runs = {}
-    for towers in (0, 4):
-        estimator = estimator_on(towers, tmp_path / str(towers), with_scaffold)
-        estimator.train(input_fn, max_steps=3)
-        runs[towers] = values(tmp_path / str(towers))
+    one, ours = both(tmp_path, 3, with_scaffold)
     assert len(calls) == 2
-    assert runs[4]['own'] == 5.0
-    assert_close(runs[4], runs[0])
-
-
-def test_keep_checkpoint_max(tmp_path):
-    config = run_config(save_checkpoints_steps=1, keep_checkpoint_max=2)
-    estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), config, devices=2)
-    estimator.train(input_fn, max_steps=5)
-    kept = sorted(path.stem for path in tmp_path.glob('*.index'))
-    assert kept == ['model.ckpt-4', 'model.ckpt-5']
-
-
-PROGRAM = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import test_checkpoints as t
-config = t.run_config(save_checkpoints_steps=1)
-estimator = t.estimator_mgpu.Estimator(t.model_fn, sys.argv[2], config, devices=3)
-estimator.train(t.input_fn, max_steps=100000)
-"""
-
-
-def test_killed_while_saving(tmp_path):
-    """SIGKILL while a checkpoint is saved at every step: half-written, if that is seen in 10 s."""
-    here = str(pathlib.Path(__file__).parent)
-    process = subprocess.Popen(
-        [sys.executable, '-c', PROGRAM, here, str(tmp_path)], stderr=subprocess.DEVNULL
-    )
-    while process.poll() is None and not (tmp_path / 'model.ckpt-3.index').exists():
-        time.sleep(0.01)
-    deadline = time.time() + 10
-    while time.time() < deadline and process.poll() is None:
-        if list(tmp_path.glob('*_temp*')) + list(tmp_path.glob('*.tempstate*')):
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    last = tf.train.latest_checkpoint(str(tmp_path))
-    saved = values(last)
-    reached = int(saved['global_step'])
-    # The file named checkpoint, which says which is the last, is written after the index of 3.
-    assert reached >= 2
-    # On another number of towers, against one device from the same checkpoint.
-    one = copy_of(tmp_path, tmp_path.parent / 'one')
-    estimator_on(2, tmp_path).train(input_fn, max_steps=reached + 2)
-    estimator_on(0, one).train(input_fn, max_steps=reached + 2)
-    assert_close(values(tmp_path), values(one))
-    assert values(tmp_path)['global_step'] == reached + 2
+    assert ours['own'] == 5.0
+    assert_close(ours, one, 1e-5)
 
 
 def test_replicated_model_fn_in_our_estimator_is_not_replicated_twice(tmp_path):
@@ -224,10 +146,12 @@ def test_replicated_model_fn_in_our_estimator_is_not_replicated_twice(tmp_path):
 
 
 def test_session_config_of_the_user_is_kept(tmp_path):
-    config = run_config(session_config=tf.ConfigProto(log_device_placement=True))
+    session = tf.ConfigProto(log_device_placement=True)
+    config = run_config(session_config=session, keep_checkpoint_max=2)
     estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), config, devices=3)
     assert estimator.config.session_config.log_device_placement
     assert estimator.config.session_config.device_count['CPU'] == 3
+    assert estimator.config.keep_checkpoint_max == 2
     assert not config.session_config.device_count
     assert isinstance(estimator, tf.estimator.Estimator)
 

@@ -4,6 +4,7 @@ Each process is a machine with two logical CPU devices that runs cluster_script.
 """
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -18,171 +19,128 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import cluster_script
 import estimator_mgpu
 from cluster_script import STEPS, told
 from estimator_mgpu import cluster, compat, devices
-from models import weights
-from towers import assert_close
+from models import adam, regression
+from towers import assert_close, free_addresses, saved_in
 
-LIMIT = 120  # seconds for whatever a test waits for
-TASKS = {
-    'worker': ['w0:1', 'w1:1'],
-    'ps': ['p0:1'],
-    'chief': ['c0:1'],
-}
+CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
+LIMIT = 300  # seconds for whatever a test waits for
+TASKS = {'worker': ['w0:1', 'w1:1'], 'ps': ['p0:1'], 'chief': ['c0:1']}
 
 
-class Machine:
+class Machine(subprocess.Popen):
     """A process that runs the script."""
 
-    def __init__(self, tf_config, model_dir, log, cwd, **options):
+    def __init__(self, tf_config, model_dir, log, options):
         sources = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
         given = {'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '2', 'PYTHONPATH': sources}
-        if tf_config:
-            given['TF_CONFIG'] = json.dumps(tf_config)
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'cluster_script.py')
-        self.log = log
+        environment = {**os.environ, **given, 'TF_CONFIG': json.dumps(tf_config)}
+        command = [sys.executable, cluster_script.__file__, model_dir, json.dumps(options)]
+        self.text = log.read_text
         with open(log, 'w') as file:
-            self.process = subprocess.Popen(
-                [sys.executable, script, str(model_dir), json.dumps(options)],
-                env={**os.environ, **given},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=cwd,
-            )
-
-    def text(self):
-        return self.log.read_text()
-
-    def last_line(self):
-        return self.text().splitlines()[-1]
+            super().__init__(command, env=environment, stdout=file, stderr=file)
 
     def told(self, name):
         return told(self.text(), name)
 
-    def says(self, text, times=1):
+    def says(self, text):
         """Waits for a text in the log."""
         end = time.monotonic() + LIMIT
-        while self.text().count(text) < times:
-            assert self.process.poll() is None and time.monotonic() < end, self.text()
+        while text not in self.text():
+            assert self.poll() is None and time.monotonic() < end, self.text()
             time.sleep(0.05)
 
-    def kill(self):
-        """As it is when a machine breaks down."""
-        self.process.kill()
-        self.process.wait()
-
     def ends(self, status=0):
+        """Waits for the end, and returns the last line."""
         try:
-            found = self.process.wait(LIMIT)
+            found = self.wait(LIMIT)
         except subprocess.TimeoutExpired:
             found = 'no end'
         assert found == status, self.text()
+        return self.text().splitlines()[-1]
 
 
 class Cluster:
     """The tasks of a TF_CONFIG, each on a free port, and what has been started of them."""
 
     def __init__(self, folder, **jobs):
-        sockets = {job: [socket.socket() for _ in range(count)] for job, count in jobs.items()}
-        for one in sum(sockets.values(), []):
-            one.bind(('127.0.0.1', 0))
-        self.jobs = {
-            job: [f'127.0.0.1:{one.getsockname()[1]}' for one in some]
-            for job, some in sockets.items()
-        }
-        for one in sum(sockets.values(), []):
-            one.close()
-        self.folder = folder
-        self.model_dir = folder / 'model'
+        free = iter(free_addresses(sum(jobs.values())))
+        self.jobs = {job: [next(free) for _ in range(count)] for job, count in jobs.items()}
+        self.folder, self.model_dir = folder, folder / 'model'
         self.machines = []
 
-    def start(self, job=None, index=0, *, jobs=None, model_dir=None, cwd=None, **options):
-        """Starts the script as a task, or without a cluster."""
-        task = {'type': job, 'index': index}
-        tf_config = job and {'cluster': jobs or self.jobs, 'task': task}
+    def start(self, job, index=0, **options):
+        """Starts the script as a task."""
+        tf_config = {'cluster': self.jobs, 'task': {'type': job, 'index': index}}
         log = self.folder / f'{len(self.machines)}_{job}_{index}.log'
-        machine = Machine(
-            tf_config, model_dir or self.model_dir, log, cwd or self.folder, **options
-        )
-        self.machines.append(machine)
-        return machine
+        self.machines.append(Machine(tf_config, self.model_dir, log, options))
+        return self.machines[-1]
 
     def at(self, job, index=0):
         """A task as messages name it."""
         return f'/job:{job}/task:{index} at {self.jobs[job][index]}'
 
-    def values(self):
-        """The variables of the last checkpoint."""
-        reader = tf.train.load_checkpoint(str(self.model_dir))
-        return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+    def comes_to(self, expected):
+        """Asserts the variables of the last checkpoint."""
+        assert {'first', 'hidden3/Adam', 'last/Adam_1', 'global_step', 'beta2_power'} <= {*expected}
+        assert expected['global_step'] == STEPS
+        assert_close(saved_in(self.model_dir), expected, 1e-5)
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes clusters; whatever of them still runs at the end is killed."""
+    """Makes a cluster; whatever of it still runs at the end is killed."""
     made = []
-
-    def one(**jobs):
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(Cluster(folder, **jobs))
-        return made[-1]
-
-    yield one
-    for each in made:
-        for machine in each.machines:
-            machine.kill()
+    yield lambda **jobs: made.append(Cluster(tmp_path, **jobs)) or made[-1]
+    for machine in [machine for one in made for machine in one.machines]:
+        machine.kill()
+        machine.wait()
 
 
 @pytest.fixture(scope='module')
 def one_device(tmp_path_factory):
-    """What one device comes to: the variables, and the process."""
-    alone = Cluster(tmp_path_factory.mktemp('one'))
-    machine = alone.start(devices=1)
-    try:
-        machine.ends()
-    finally:
-        machine.kill()
-    return alone.values(), machine
-
-
-def assert_same(ours, one):
-    """Asserts equal variables: within 1e-5 of the largest entry of each."""
-    assert ours.keys() == one.keys()
-    assert {'first', 'hidden3/Adam', 'last/Adam_1', 'global_step', 'beta2_power'} <= ours.keys()
-    assert ours['global_step'] == STEPS
-    for name, expected in one.items():
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(ours[name], expected, 1e-5, 1e-5 * scale, err_msg=name)
+    """What one device comes to: the variables, and what the script tells of a name."""
+    model_dir = tmp_path_factory.mktemp('one')
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        cluster_script.main(str(model_dir), devices=1)
+    return saved_in(model_dir), lambda name: told(printed.getvalue(), name)
 
 
 def two_each(*tasks):
-    return [f'/job:{task}/device:CPU:{i}' for task in tasks for i in range(2)]
+    return [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
 
 
-THREE = two_each('chief/task:0', 'worker/task:0', 'worker/task:1')
+THREE = two_each(CHIEF, WORKER, '/job:worker/task:1')
 
 
 def test_training_equals_that_of_one_device(make, one_device):
-    """The script trains twice, and one machine starts late."""
+    """The script trains twice; a machine starts late, and the chief is killed and starts again."""
     three = make(chief=1, worker=2)
     worker = three.start('worker', 0)
     worker.says(f'Waiting for {three.at("chief")}: the script has to be started there, too.')
-    chief = three.start('chief', stops=[10, STEPS])
-    chief.says(f'Waiting for {three.at("worker", 1)}: the script has to be started there, too.')
+    stops = [10, STEPS]
+    killed = three.start('chief', stops=stops, sleep=0.3)
+    killed.says(f'Waiting for {three.at("worker", 1)}: the script has to be started there, too.')
     late = three.start('worker', 1)
+    killed.says('STEP 12\n')
+    killed.kill()
+    assert killed.told('STEP')[-1] < STEPS
+    chief = three.start('chief', stops=stops)
     for machine in (chief, worker, late):
         machine.ends()
-    values, one = one_device
-    assert_same(three.values(), values)
-    assert chief.told('DEVICES') == [THREE, THREE]
+    values, of_one = one_device
+    three.comes_to(values)
+    # No step is lost beyond the last checkpoint, and none is applied twice.
+    assert chief.told('STEP') == list(range(11, STEPS + 1))
+    assert killed.told('DEVICES') == chief.told('DEVICES') == [THREE]
     assert {*THREE} <= {*chief.told('VARIABLES')[0].values()}
     # What comes after train() happens on the chief only, and there as on one device.
-    first, last = chief.told('EVALUATED')
-    assert first['global_step'] == 10
-    assert last == pytest.approx(*one.told('EVALUATED'), rel=1e-5)
-    predicted = [np.array(machine.told('PREDICTED')) for machine in (chief, one)]
+    assert killed.told('EVALUATED')[0]['global_step'] == 10
+    assert chief.told('EVALUATED')[-1] == pytest.approx(*of_one('EVALUATED'), rel=1e-5)
+    predicted = [np.array(tell('PREDICTED')) for tell in (chief.told, of_one)]
     assert_close(*predicted, 1e-5)
     for other in (worker, late):
         assert not other.told('EVALUATED') and not other.told('PREDICTED')
@@ -195,133 +153,44 @@ def test_variables_on_a_ps_and_an_evaluator(make, one_device):
     chief, *others = [four.start(job, and_evaluate=True) for job in jobs]
     for machine in (chief, *others):
         machine.ends()
-    values, one = one_device
-    assert_same(four.values(), values)
-    assert chief.told('DEVICES') == [two_each('chief/task:0', 'worker/task:0')]
+    values, of_one = one_device
+    four.comes_to(values)
+    assert chief.told('DEVICES') == [two_each(CHIEF, WORKER)]
     (on,) = chief.told('VARIABLES')
-    assert on.pop('global_step') == '/job:chief/task:0'  # The model_fn doesn't make it.
+    assert on.pop('global_step') == CHIEF  # The model_fn doesn't make it.
     assert set(on.values()) == {'/job:ps/task:0/device:CPU:0'}
     events = sorted((four.model_dir / 'eval').iterdir())
     summaries = [e.summary.value for path in events for e in tf.train.summary_iterator(str(path))]
     found = {value.tag: value.simple_value for value in summaries[-2]}
-    assert found['loss'] == pytest.approx(one.told('EVALUATED')[0]['loss'], rel=1e-5)
-
-
-def test_killed_machines_that_start_again(make, one_device):
-    """No step is lost beyond the last checkpoint, and none is applied twice."""
-    three = make(chief=1, worker=2)
-    chief = three.start('chief', sleep=0.3)
-    workers = [three.start('worker', index) for index in range(2)]
-    chief.says('STEP 7\n')
-    waiting = f'Waiting for {three.at("worker", 1)}:'
-    before = chief.text().count(waiting)
-    workers[1].kill()
-    chief.says(waiting, before + 1)
-    workers[1] = three.start('worker', 1)
-    chief.says('STEP 7\n', 2)  # From the checkpoint at 5 on.
-    chief.says('STEP 12\n')
-    chief.kill()
-    assert chief.told('STEP')[-1] < STEPS
-    chief = three.start('chief')
-    for machine in (chief, *workers):
-        machine.ends()
-    values, one = one_device
-    assert_same(three.values(), values)
-    assert chief.told('STEP') == list(range(11, STEPS + 1))
-    assert chief.told('DEVICES') == [THREE]
-    assert chief.told('EVALUATED')[0] == pytest.approx(one.told('EVALUATED')[0], rel=1e-5)
-
-
-def test_machines_that_never_start(make):
-    """Each ends by its own limit, or with the chief's error, and names what it lacks."""
-    three, orphan = make(chief=1, worker=2), make(chief=1, worker=1)
-    lonely = orphan.start('worker', limit=1)
-    worker = three.start('worker', 0)
-    worker.says('Waiting for /job:chief/task:0')
-    chief = three.start('chief', limit=1)
-    chief.ends(1)
-    error = f'TimeoutError: {three.at("worker", 1)}: not reached in 1 seconds'
-    assert chief.last_line().startswith(error)
-    assert f'Waiting for {three.at("worker", 1)}:' in chief.text()
-    worker.ends(1)
-    assert worker.last_line().startswith(f'RuntimeError: The chief has failed: {error}')
-    lonely.ends(1)
-    error = f'TimeoutError: {orphan.at("chief")}: not reached in 1 seconds'
-    assert lonely.last_line().startswith(error)
+    assert found['loss'] == pytest.approx(of_one('EVALUATED')[0]['loss'], rel=1e-5)
 
 
 def test_a_lost_machine_that_never_comes_back(make):
-    """The limit holds in the middle of training, too."""
-    two = make(chief=1, worker=1)
-    worker = two.start('worker')
-    worker.says('Waiting for /job:chief/task:0')
-    chief = two.start('chief', sleep=0.3, limit=2)
+    """The limit holds in the middle of training, too, and the chief's error ends all."""
+    three = make(chief=1, worker=2)
+    workers = [three.start('worker', index) for index in range(2)]
+    for worker in workers:
+        worker.says('Waiting for /job:chief/task:0')
+    chief = three.start('chief', sleep=0.3, limit=2)
     chief.says('STEP 2\n')
-    worker.kill()
-    chief.ends(1)
-    assert chief.last_line().startswith(f'TimeoutError: {two.at("worker")}: not reached in 2 sec')
+    workers[1].kill()
+    error = f'TimeoutError: {three.at("worker", 1)}: not reached in 2 seconds'
+    assert chief.ends(1).startswith(error)
+    assert f'Waiting for {three.at("worker", 1)}:' in chief.text()
+    assert workers[0].ends(1).startswith(f'RuntimeError: The chief has failed: {error}')
 
 
-def test_a_port_that_is_taken(make):
-    two = make(chief=1, worker=1)
-    with socket.socket() as other:
-        host, port = two.jobs['worker'][0].split(':')
-        other.bind((host, int(port)))
-        other.listen()
-        worker = two.start('worker')
-        worker.ends(1)
-    address = two.jobs['worker'][0]
-    error = f"RuntimeError: /job:worker/task:0 can't listen at {address} ("
-    assert worker.last_line().startswith(error)
-    assert 'If another process has that port, end it' in worker.last_line()
-
-
-@pytest.mark.parametrize('case', ['model_fn', 'devices', 'model_dir', 'cluster'])
-def test_errors_of_the_chief_end_all(make, case):
-    two = make(chief=1, worker=1)
-    given, of_worker = {}, {}
-    if case == 'model_fn':
-        given, error = {'error': 'No such layer.'}, 'ValueError: No such layer.'
-    elif case == 'devices':
-        of_worker = {'devices': 1}
-        error = (
-            "ValueError: devices=2 asks for '/job:worker/task:0/device:CPU:1', but "
-            'that machine has /job:worker/task:0/device:CPU:0.'
-        )
-    elif case == 'model_dir':
-        given = of_worker = {'model_dir': 'model'}
-        of_worker = {**of_worker, 'cwd': two.model_dir}
-        two.model_dir.mkdir()
-        error = "ValueError: /job:worker/task:0 does not see model_dir='model' of /job:chief/task:0"
-    else:
-        of_worker = {'jobs': {**two.jobs, 'ps': ['other:1']}}
-        error = 'ValueError: TF_CONFIG differs between machines: /job:worker/task:0 has the cluster'
-    chief, worker = two.start('chief', **given), two.start('worker', **of_worker)
-    chief.ends(1)
-    assert chief.last_line().startswith(error), chief.text()
-    worker.ends(1)
-    assert worker.last_line().startswith(f'RuntimeError: The chief has failed: {error}')
-    assert not chief.told('STEP')
-
-
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-def test_signals(make, number):
-    """SIGTERM, sent to all, lets a step and a last checkpoint be finished; all end."""
+def test_sigterm(make):
+    """Sent to all, it lets a step and a last checkpoint be finished; all end."""
     two = make(chief=1, worker=1)
     chief, worker = two.start('chief', sleep=0.3), two.start('worker')
     chief.says('STEP 7\n')
-    if number == signal.SIGTERM:
-        worker.process.send_signal(number)
-    chief.process.send_signal(number)
-    if number == signal.SIGTERM:
-        chief.ends(128 + number)
-        worker.ends(128 + number)
-        reached = chief.told('STEP')[-1]
-        assert 7 <= reached < STEPS and two.values()['global_step'] == reached
-    else:
-        chief.ends(-number)
-        worker.ends(1)
-        assert 'The chief has failed: KeyboardInterrupt' in worker.last_line()
+    for machine in (worker, chief):
+        machine.terminate()
+    for machine in (chief, worker):
+        machine.ends(143)
+    reached = chief.told('STEP')[-1]
+    assert 7 <= reached < STEPS and saved_in(two.model_dir)['global_step'] == reached
     assert not chief.told('EVALUATED')
 
 
@@ -340,31 +209,15 @@ def config_of(monkeypatch):
     return make
 
 
-def linear(features, labels, mode):
-    loss = tf.reduce_mean(features * weights('w', 1) - labels)
-    train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss, tf.train.get_global_step())
-    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
-
-def batch():
-    return tf.ones([4, 1]), tf.ones([4, 1])
-
-
-@pytest.mark.core
-def test_addresses(config_of):
-    """The chief is the first, and an evaluator is none of them."""
-    config = config_of('worker', 1, {**TASKS, 'evaluator': ['e0:1']})
-    assert list(cluster.addresses(config).items()) == [
-        ('/job:chief/task:0', 'c0:1'),
-        ('/job:worker/task:0', 'w0:1'),
-        ('/job:worker/task:1', 'w1:1'),
-        ('/job:ps/task:0', 'p0:1'),
-    ]
+linear = regression(adam)
 
 
 @pytest.mark.core
 def test_the_config_of_a_task(config_of):
     """What evaluates, predicts and exports does so by itself, on any machine."""
+    found = cluster.addresses(config_of('worker', 1, {**TASKS, 'evaluator': ['e0:1']}))
+    assert [*found] == [CHIEF, WORKER, '/job:worker/task:1', PS]  # An evaluator is none of them.
+    assert [*found.values()] == ['c0:1', 'w0:1', 'w1:1', 'p0:1']
     config = estimator_mgpu.Estimator(linear, config=config_of('worker', 1), devices=2).config
     assert config.cluster_spec.as_dict() == {'chief': ['w1:1']}
     assert config.is_chief and not config.master and not config.evaluation_master
@@ -376,22 +229,15 @@ def test_the_config_of_a_task(config_of):
 
 
 TASK = {'type': 'worker', 'index': 0}
-WRONG = {
-    'one chief': {'cluster': {'worker': ['w0:1']}},
-    'no job but chief, worker and ps': {'cluster': {**TASKS, 'master': ['m0:1']}},
-    'tasks of each job': {'cluster': {**TASKS, 'worker': []}},
-    'an address host:port of its own for each task': {'cluster': {**TASKS, 'worker': ['c0:1']}},
-    "the task's type and index": {'task': {'type': 'worker'}},
-}
-
-
-@pytest.mark.core
-@pytest.mark.parametrize('address', ['w0', 'http://w0:1', 'w0:0', 'w0:port', ':1'])
-def test_what_is_no_address(address):
-    with pytest.raises(ValueError, match='needs an address host:port of its own for each task'):
-        compat.check_tf_config(
-            json.dumps({'cluster': {**TASKS, 'worker': [address]}, 'task': TASK})
-        )
+ADDRESS = 'an address host:port of its own for each task'
+ADDRESSES = [['w0'], ['http://w0:1'], ['w0:0'], ['w0:port'], [':1'], ['c0:1']]
+WRONG = [
+    ('one chief', {'cluster': {'worker': ['w0:1']}}),
+    ('no job but chief, worker and ps', {'cluster': {**TASKS, 'master': ['m0:1']}}),
+    ('tasks of each job', {'cluster': {**TASKS, 'worker': []}}),
+    *[(ADDRESS, {'cluster': {**TASKS, 'worker': given}}) for given in ADDRESSES],
+    ("the task's type and index", {'task': {'type': 'worker'}}),
+]
 
 
 @pytest.mark.core
@@ -399,15 +245,11 @@ def test_what_tf_config_lacks(config_of):
     for text in ('{"cluster": ', '[]', '', '{"cluster": {"chief": 1}}', '{"task": [1]}'):
         with pytest.raises(ValueError, match='It needs to be a JSON object of objects'):
             compat.check_tf_config(text)
-    for needs, changed in WRONG.items():
+    for needs, changed in WRONG:
         with pytest.raises(ValueError, match=f'needs {needs}: on each machine it has the same'):
             compat.check_tf_config(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
     compat.check_tf_config(json.dumps({'cluster': TASKS, 'task': TASK}))
     compat.check_tf_config('{}')
-    with pytest.raises(ValueError, match='2 is not a valid task_id for task_type worker'):
-        config_of('worker', 2)
-    with pytest.raises(ValueError, match='(?s)ps is not a valid task_type'):
-        config_of('ps', 0, {'chief': ['c0:1'], 'worker': ['w0:1']})
 
 
 @pytest.mark.core
@@ -415,19 +257,27 @@ def test_estimators_that_train_on_no_cluster(config_of, tmp_path):
     replicated = estimator_mgpu.replicate(linear, devices=2)
     plain = tf.estimator.Estimator(replicated, str(tmp_path), config_of())
     with pytest.raises(ValueError, match='Use estimator_mgpu.Estimator'):
-        plain.train(batch)
-    cluster_and_evaluator = {**TASKS, 'evaluator': ['e0:1']}
-    config = config_of('evaluator', 0, cluster_and_evaluator)
+        plain.train(lambda: (tf.ones([4, 3]), tf.ones([4, 1])))
+    config = config_of('evaluator', 0, {**TASKS, 'evaluator': ['e0:1']})
     evaluator = estimator_mgpu.Estimator(linear, config=config)
     with pytest.raises(ValueError, match='the evaluator, which'):
-        evaluator.train(batch)
+        evaluator.train(None)
+
+
+@pytest.mark.core
+def test_a_port_that_is_taken(config_of):
+    with socket.create_server(('127.0.0.1', 0)) as other:
+        address = '{}:{}'.format(*other.getsockname())
+        config = config_of('worker', 0, {'chief': ['c0:1'], 'worker': [address]})
+        match = rf"^{WORKER} can't listen at {address} \(.*If another process has that port, end it"
+        with pytest.raises(RuntimeError, match=match):
+            cluster.Task(config, None)
 
 
 class Clock:
     """Stands for the module time: sleeping takes no time."""
 
-    def __init__(self):
-        self.now = 1000.0
+    now = 1000.0
 
     def monotonic(self):
         return self.now
@@ -449,20 +299,19 @@ def task(config_of, monkeypatch):
 @pytest.mark.core
 def test_waiting(task, caplog, monkeypatch):
     """What is waited for is said each half a minute, up to the limit."""
-    caplog.clear()
     with pytest.raises(TimeoutError, match='^/job:ps/task:0 at p0:1: not reached in 100 seconds'):
-        task.wait(['/job:ps/task:0'])
+        task.wait([PS])
     line = 'Waiting for /job:ps/task:0 at p0:1: the script has to be started there, too.'
-    assert [record.message for record in caplog.records] == [line] * 4
+    assert [m for m in caplog.messages if 'Waiting' in m] == [line] * 4
     assert cluster.time.now == 1101
     monkeypatch.setattr(cluster, '_listens', lambda address: address != 'w1:1')
     caplog.clear()
     task.wait(ended=lambda: cluster.time.now > 1110)
     assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
-    task._terminated = cluster.time.now
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match='143'):  # It neither trains nor serves.
+        task._terminate(signal.SIGTERM, None)
+    with pytest.raises(SystemExit, match='143'):
         task.wait()
-    assert ended.value.code == 143
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
     task.wait()
 
@@ -470,8 +319,7 @@ def test_waiting(task, caplog, monkeypatch):
 @pytest.mark.core
 def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
     session = types.SimpleNamespace(run=lambda fetches: b'')  # The chief has said nothing.
-    strings = [mock.Mock(), mock.Mock()]
-    with_session = contextlib.nullcontext([session, *strings])
+    with_session = contextlib.nullcontext([session, mock.Mock(), mock.Mock()])
     monkeypatch.setattr(task, '_session_with', lambda name: with_session)
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
     sleep = cluster.time.sleep
@@ -482,24 +330,23 @@ def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
             task._terminate(signal.SIGTERM, None)
 
     cluster.time.sleep = sleep_and_terminate
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match='143'):
         task.serve()
-    assert ended.value.code == 143 and cluster.time.now == 1071
+    assert cluster.time.now == 1071
+    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
+    task._terminated = 0
+    with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1: not reached'):
+        task.serve()
 
 
 @pytest.mark.core
 def test_all_are_told_of_the_end(task, monkeypatch):
     """Also if one doesn't answer, as it's frozen say."""
-    asked = []
-
-    def session_with(task):
-        asked.append(task)
-        raise tf.errors.DeadlineExceededError(None, None, 'No answer.')
-
+    session_with = mock.Mock(side_effect=tf.errors.DeadlineExceededError(None, None, 'No answer.'))
     monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
     monkeypatch.setattr(task, '_session_with', session_with)
     task._end()
-    assert asked == ['/job:worker/task:1', '/job:ps/task:0']
+    assert session_with.mock_calls == [mock.call('/job:worker/task:1'), mock.call(PS)]
 
 
 @pytest.mark.core
@@ -512,26 +359,20 @@ def test_a_process_is_in_one_cluster(task, config_of, monkeypatch):
 
 @pytest.mark.core
 def test_what_is_on_no_machine_goes_to_the_chief():
+    there = '/job:worker/task:1/device:CPU:1'
     with tf.Graph().as_default() as graph:
-        variable = tf.get_variable('v', [], use_resource=True)
-        free = tf.constant(1.0)
+        free = [tf.get_variable('v', [], use_resource=True), tf.constant(1.0)]
         with tf.device('/device:CPU:1'):
             second = tf.constant(1.0)
-        with tf.device('/job:worker/task:1/device:CPU:1'):
+        with tf.device(there):
             far = tf.get_variable('far', [], use_resource=True)
-        with tf.device(None):
-            reads = tf.raw_ops.ReadVariableOp(resource=far.handle, dtype=tf.float32)
+        reads = tf.raw_ops.ReadVariableOp(resource=far.handle, dtype=tf.float32)
         with tf.colocate_with(far.handle.op):
             near = tf.constant(1.0)
         cluster.pin(graph)
-        assert variable.device == free.device == '/job:chief/task:0'
-        assert second.device == '/job:chief/task:0/device:CPU:1'
-        assert far.device == '/job:worker/task:1/device:CPU:1'
-        assert reads.device == ''
-        assert near.device in ('', far.device)
-
-
-CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
+        assert [one.device for one in (*free, second)] == [CHIEF, CHIEF, f'{CHIEF}/device:CPU:1']
+        assert (far.device, reads.device) == (there, '')
+        assert near.device in ('', there)
 
 
 def has(*names):
@@ -544,56 +385,48 @@ CPUS = has((CHIEF, 'CPU:0 CPU:1'), (WORKER, 'CPU:0 CPU:1'), (PS, 'CPU:0'))
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    'given, machines, expected',
+    'given, machines, chief, worker',
     [
-        (None, GPUS, [f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0', f'{WORKER}/device:GPU:1']),
-        (1, GPUS, [f'{CHIEF}/device:GPU:0', f'{WORKER}/device:GPU:0']),
-        ('cpu:0', GPUS, [f'{CHIEF}/device:CPU:0', f'{WORKER}/device:CPU:0']),
-        (None, CPUS, [f'{CHIEF}/device:CPU:0', f'{WORKER}/device:CPU:0']),
-        (2, CPUS, CPUS[CHIEF] + CPUS[WORKER]),
+        (None, GPUS, 'GPU:0', 'GPU:0 GPU:1'),
+        (1, GPUS, 'GPU:0', 'GPU:0'),
+        ('cpu:0', GPUS, 'CPU:0', 'CPU:0'),
+        (None, CPUS, 'CPU:0', 'CPU:0'),
+        (2, CPUS, 'CPU:0 CPU:1', 'CPU:0 CPU:1'),
     ],
 )
-def test_devices_of_machines(given, machines, expected):
+def test_devices_of_machines(given, machines, chief, worker):
     """Those of each machine, in the order of tasks, and none of a ps."""
-    assert devices.resolve(given, machines) == expected
+    expected = has((CHIEF, chief), (WORKER, worker))
+    assert devices.resolve(given, machines) == expected[CHIEF] + expected[WORKER]
 
 
 @pytest.mark.core
 def test_devices_that_a_machine_lacks():
-    with pytest.raises(
-        ValueError, match=f"'{CHIEF}/device:GPU:1', but that machine has {CHIEF}/device"
-    ):
+    lacks = f"'{CHIEF}/device:GPU:1', but that machine has {CHIEF}/device"
+    with pytest.raises(ValueError, match=lacks):
         devices.resolve(2, GPUS)
-    with pytest.raises(
-        ValueError, match="are those of each machine, without its job: .'/device:GPU"
-    ):
+    with pytest.raises(ValueError, match="are those of each machine, without its job: .'/device"):
         estimator_mgpu.Estimator(linear, devices='/job:worker/task:7/cpu:0')
 
 
 @pytest.mark.core
-def test_machines_of_devices():
-    assert devices.machine_of('/device:GPU:1') == CHIEF
-    assert devices.machine_of('/job:worker/task:3/device:CPU:0') == '/job:worker/task:3'
-    assert devices.host_of(f'{WORKER}/device:GPU:1') == f'{WORKER}/device:CPU:0'
-    assert devices.host_of('/device:GPU:1') == '/device:CPU:0'
+def test_relay():
+    """As on the home's machine, if there is such a device, and else the first."""
     both = CPUS[CHIEF] + CPUS[WORKER]
-    # As on the home's machine, if there is such a device, and else the first.
     assert devices.relay(both, both[2], both[1]) == both[3]
-    assert devices.relay(both, both[0], both[3]) == both[1]
     assert devices.relay(both[:3], both[2], both[1]) == both[2]
 
 
 def test_each_training_begins_without_the_tables_of_the_last(three_machines, tmp_path, task):
     """Servers keep what a session has made, and a session of one machine begins with nothing."""
     task.server = types.SimpleNamespace(target=three_machines)
-    task._check, task.wait = (lambda *args: None), (lambda: None)
-    devices = CPUS[CHIEF][0], CPUS[WORKER][0]
+    task._check, task.wait = mock.Mock(), mock.Mock()
     with tf.Graph().as_default():
-        variables = []
-        for i, device in enumerate(devices):
-            with tf.device(device):
-                variables.append(tf.get_variable(f'kept{i}', [], use_resource=True))
-        known = [tf.is_variable_initialized(variable) for variable in variables]
+        known = []
+        for machine in (CHIEF, WORKER):
+            with tf.device(CPUS[machine][0]), tf.variable_scope(None, 'kept'):
+                variable = tf.get_variable('v', [], use_resource=True)
+            known.append(tf.is_variable_initialized(variable))
         initializer = tf.global_variables_initializer()
         with tf.Session(three_machines) as session:
             session.run(initializer)
@@ -603,4 +436,27 @@ def test_each_training_begins_without_the_tables_of_the_last(three_machines, tmp
         assert found[CHIEF] == CPUS[CHIEF] and found[WORKER] == CPUS[WORKER]
         with tf.Session(three_machines) as session:
             assert session.run(known) == [False, False]
+    task.wait.assert_called_once_with()
+    assert [call.args[0] for call in task._check.mock_calls] == [CHIEF, '/job:worker/task:1', PS]
     assert not [*tmp_path.iterdir()]
+
+
+def test_machines_that_do_not_fit(three_machines, tmp_path, task):
+    """A port of something else, another TF_CONFIG, another file system."""
+    task.name, task.server = CHIEF, types.SimpleNamespace(target=three_machines)
+    model_dir = tmp_path / 'of the chief'
+
+    def check(known=None):
+        if known is not None:
+            with task._session_with(WORKER) as (session, variable, _):
+                session.run(variable.assign(json.dumps(known)))
+        task._check(WORKER, str(model_dir / 'file'))
+
+    with pytest.raises(RuntimeError, match=f"{WORKER} listens at w0:1, but .* doesn't call train"):
+        check()
+    with pytest.raises(ValueError, match=f'TF_CONFIG differs .*: {WORKER} has the cluster {{}}'):
+        check({})
+    with pytest.raises(ValueError, match=f'{WORKER} does not see .*of the chief. of {CHIEF}'):
+        check(task.addresses)
+    (model_dir / 'file').mkdir(parents=True)
+    check()

@@ -2,8 +2,8 @@
 
 import importlib.metadata
 import itertools
-import os
-import subprocess
+import pathlib
+import runpy
 import sys
 import types
 
@@ -14,24 +14,19 @@ import estimator_mgpu
 from estimator_mgpu import __main__ as environment
 
 
-def command(*arguments, cwd=None):
-    """As a user calls it, from the sources or installed."""
-    source = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
-    return subprocess.run(
-        [sys.executable, '-m', 'estimator_mgpu', *arguments],
-        cwd=cwd,
-        env={**os.environ, 'CUDA_VISIBLE_DEVICES': '-1', 'PYTHONPATH': source},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+@pytest.fixture
+def on_cpus(monkeypatch):
+    monkeypatch.setattr(environment, 'towers', lambda: ['/device:CPU:0', '/device:CPU:1'])
+    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: [])
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '-1')
+    monkeypatch.setenv('TF_FORCE_GPU_ALLOW_GROWTH', 'false')  # for main() to change
 
 
 @pytest.mark.core
-def test_the_command():
-    done = command()
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = dict(line.split(None, 1) for line in done.stdout.splitlines())
+def test_nothing_is_wrong(on_cpus, capsys):
+    assert environment.main() == 0
+    told = capsys.readouterr().out
+    lines = dict(line.split(None, 1) for line in told.splitlines())
     assert lines['estimator_mgpu'] == estimator_mgpu.__version__
     assert lines['TensorFlow'] == tf.__version__
     assert lines['numpy'] == importlib.metadata.version('numpy')
@@ -39,14 +34,7 @@ def test_the_command():
     assert lines['tf.layers'] == 'work'
     assert lines['GPUs'] == 'none' and lines['CUDA_VISIBLE_DEVICES'] == '-1'
     assert 'on /device:CPU:0, /device:CPU:1: equals that of one device' in lines['one']
-    assert done.stdout.endswith('Nothing is wrong.\n')
-
-
-def test_its_help():
-    done = command('--help')
-    assert done.returncode == 0, done.stderr
-    assert 'to paste into a bug' in done.stdout
-    assert 'tensorflow-estimator' not in done.stdout  # It's no report.
+    assert told.endswith('Nothing is wrong.\n')
 
 
 PROGRAM = """
@@ -66,43 +54,50 @@ def input_fn():
 
 
 @pytest.fixture
-def explained(tmp_path):
+def explain(tmp_path, monkeypatch):
+    """Calls the command in a directory with a program; returns its exit status."""
     (tmp_path / 'program.py').write_text(PROGRAM)
-    return lambda *arguments: command('explain', *arguments, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def called(*arguments):
+        for name in ('program', 'estimator_mgpu.__main__'):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(sys, 'argv', ['', 'explain', *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module('estimator_mgpu', run_name='__main__')
+        return ended.value.code
+
+    return called
+
+
+GIVEN = ['program:model_fn', '--input_fn=program:input_fn']
 
 
 @pytest.mark.parametrize('devices', ['2', '/cpu:0,/cpu:1'])
-def test_explain(explained, tmp_path, devices):
+def test_explain(explain, devices, capsys):
     options = ['--devices', devices, '--params', '{"units": 5}', '--draw', 'plan.svg']
-    done = explained('program:model_fn', '--input_fn=program:input_fn', *options)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    assert explain(*GIVEN, *options) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ['towers', '  /device:CPU:0: 4 rows', '  /device:CPU:1: 4 rows']
     assert '  net/kernel: 60.0B, summed on /device:CPU:0' in lines  # 3 * 5 * 4 bytes
     assert any('order/TopKV2' in line and 'program.py:6' in line for line in lines)
-    assert '<!-- order -->' in (tmp_path / 'plan.svg').read_text()
+    assert '<!-- order -->' in pathlib.Path('plan.svg').read_text()
 
 
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['program:model_fn'], 'required: --input_fn'),
-        (['program:model', '--input_fn=program:input_fn'], "no attribute 'model'. Give module:"),
-        (['programs:model_fn', '--input_fn=program:input_fn'], "No module named 'programs'"),
+        (GIVEN[:1], 'required: --input_fn'),
+        (['program:model', GIVEN[1]], "no attribute 'model'. Give module:"),
+        (['programs:model_fn', GIVEN[1]], "No module named 'programs'"),
         (['program:model_fn', '--input_fn=0'], 'Give module:function'),
-        (['program:model_fn', '--input_fn=program:input_fn', '--params={'], '--params'),
+        ([*GIVEN, '--params={'], '--params'),
     ],
 )
-def test_explain_what_is_not_there(explained, arguments, message):
-    done = explained(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr and 'Traceback' not in done.stderr
-
-
-@pytest.fixture
-def on_cpus(monkeypatch):
-    monkeypatch.setattr(environment, 'towers', lambda: ['/device:CPU:0', '/device:CPU:1'])
-    monkeypatch.setenv('TF_FORCE_GPU_ALLOW_GROWTH', 'false')  # for main() to change
+def test_explain_what_is_not_there(explain, arguments, message, capsys):
+    assert explain(*arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_step_that_is_not_exact(monkeypatch, on_cpus, capsys):
@@ -134,24 +129,18 @@ def test_a_step_that_fails(monkeypatch, on_cpus, capsys):
     assert f'{"GPUs":20}  Tesla T4, Tesla T4' in told
 
 
-@pytest.mark.parametrize(
-    ('message', 'told'),
-    [
-        (
-            '`dense` is not available with Keras 3.',
-            'fail: tf.layers, and tf.keras as Keras 2, need',
-        ),
-        ('Something else.', 'fail: Something else.'),
-    ],
-)
-def test_tf_layers_that_fail(message, told, monkeypatch, on_cpus, capsys):
+def test_tf_layers_that_fail(monkeypatch, on_cpus, capsys):
     def dense(*args, **kwargs):
         raise ValueError(message)
 
     instead = types.SimpleNamespace(**{**vars(tf), 'layers': types.SimpleNamespace(dense=dense)})
     monkeypatch.setattr(environment, 'tf', instead)
+    message = 'Something else.'
+    assert environment.tf_layers() == 'fail: Something else.'
+    message = '`dense` is not available with Keras 3.'
     assert environment.main() == 0  # Not all models need them.
-    assert f'tf.layers             {told}' in capsys.readouterr().out
+    told = 'tf.layers             fail: tf.layers, and tf.keras as Keras 2, need'
+    assert told in capsys.readouterr().out
 
 
 def test_two_towers_at_least(monkeypatch):

@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import cluster, machine_input, private
-from models import floats, spec_of, step, weights
+from models import adam, floats, regression, spec_of, step, weights
 from towers import assert_close
 
 TASKS = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
@@ -43,8 +43,7 @@ def joined(parts):
     count = max(map(len, parts))
     padded = [steps(sizes + [0] * (count - len(sizes))) for sizes in parts]
     return [
-        tf.nest.map_structure(lambda *leaves: np.concatenate(leaves), *each)
-        for each in zip(*padded)
+        tf.nest.map_structure(lambda *rows: np.concatenate(rows), *each) for each in zip(*padded)
     ]
 
 
@@ -60,40 +59,44 @@ def model_fn(features, labels, mode):
     return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
 
 
-def train(read, model_fn, target='', config=None):
-    """Trains until input ends; returns each step's loss, and the variables."""
-    with tf.Graph().as_default() as graph:
+def until_the_end(target, fetches, at_end=()):
+    """Runs steps of the default graph until input ends; returns what each gave, and `at_end`."""
+    initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
+    if target:
+        cluster.pin(tf.get_default_graph())
+    seen = []
+    with tf.Session(target) as session:
+        session.run(initializers)
+        with pytest.raises(tf.errors.OutOfRangeError):
+            while True:
+                seen.append(session.run(fetches))
+        return seen, session.run(at_end)
+
+
+def train(read, model_fn, target=''):
+    """Returns each step's loss, and the variables at the end."""
+    with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
-        features, labels = read()
-        spec = model_fn(features, labels, TRAIN)
+        spec = model_fn(*read(), TRAIN)
         variables = {v.op.name: v for v in tf.global_variables()}
-        initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
-        if target:
-            cluster.pin(graph)
-        losses = []
-        with tf.Session(target, config=config) as session:
-            session.run(initializers)
-            with pytest.raises(tf.errors.OutOfRangeError):
-                while True:
-                    losses.append(session.run([spec.loss, spec.train_op])[0])
-            return losses, session.run(variables)
+        seen, values = until_the_end(target, [spec.loss, spec.train_op], variables)
+        return [loss for loss, _ in seen], values
 
 
-def read_by_machine(parts, input_fn=None):
-    def of_parts(input_context=None):
-        return dataset_of(steps(parts[input_context.input_pipeline_id]))
-
-    return machine_input.read(lambda fn: fn(), input_fn or of_parts, TASKS)
+def read_by_machine(input_fn, tasks=TASKS):
+    return machine_input.read(lambda fn: fn(), input_fn, tasks)
 
 
-def replicated(**options):
-    return estimator_mgpu.replicate(model_fn, devices=DEVICES, **options)
+def read_parts(parts):
+    return read_by_machine(
+        lambda input_context: dataset_of(steps(parts[input_context.input_pipeline_id]))
+    )
 
 
 @pytest.mark.parametrize('name', PARTS)
 def test_as_one_device_that_reads_the_same_rows(name, three_machines):
-    read = read_by_machine(PARTS[name])
-    losses, ours = train(read, replicated(input='machine'), three_machines)
+    replicated = estimator_mgpu.replicate(model_fn, devices=DEVICES, input='machine')
+    losses, ours = train(read_parts(PARTS[name]), replicated, three_machines)
     whole = tf.data.make_one_shot_iterator
     one = train(lambda: whole(dataset_of(joined(PARTS[name]))).get_next(), model_fn)
     assert len(losses) == max(map(len, PARTS[name]))
@@ -104,22 +107,13 @@ def test_no_machine_reads_for_others():
     """Nothing but rows of its own, or none, goes to the devices of a machine."""
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
-        features, labels = read_by_machine(PARTS['even'])()
-
-        def per_row(features, labels, mode):
-            out = tf.matmul(features['x'], weights('w', 3, 1))
-            loss = tf.losses.mean_squared_error(labels, out)
-            return spec_of(
-                mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step())
-            )
-
-        spec = estimator_mgpu.replicate(per_row, devices=DEVICES)(features, labels, TRAIN)
+        features, labels = read_parts(PARTS['even'])()
+        replicated = estimator_mgpu.replicate(regression(adam), devices=DEVICES)
+        spec = replicated(features['x'], labels, TRAIN)
         needed = private.backward([spec.train_op, spec.loss.op])
         assert not {features['x'].op, labels.op} & needed
-        read = [
-            op for op in needed if op.type == 'IteratorGetNext' and '/device:CPU:0' in op.device
-        ]
-        assert sorted(op.device for op in read) == sorted(f'{task}/device:CPU:0' for task in TASKS)
+        read = [op.device for op in needed if op.type == 'IteratorGetNext']
+        assert [on for on in sorted(read) if 'CPU:0' in on] == [f'{t}/device:CPU:0' for t in TASKS]
 
 
 def test_sparse_and_ragged(three_machines):
@@ -132,34 +126,14 @@ def test_sparse_and_ragged(three_machines):
         dataset = tf.data.Dataset.from_tensor_slices((ragged, np.ones([len(own), 1], np.float32)))
         return dataset.batch(2).map(lambda r, y: ({'r': r, 's': r.to_sparse()}, y))
 
-    seen = []
-    with tf.Graph().as_default() as graph:
-        features, labels = read_by_machine(None, input_fn)()
+    with tf.Graph().as_default():
+        features, labels = read_by_machine(input_fn)()
         ids, counts = features['r'].to_tensor(-1), tf.sparse.to_dense(features['s'])
-        initializer = tf.tables_initializer()
-        cluster.pin(graph)
-        with tf.Session(three_machines) as session:
-            session.run(initializer)
-            with pytest.raises(tf.errors.OutOfRangeError):
-                while True:
-                    seen.append([found.tolist() for found in session.run([ids, counts, labels])])
-    assert seen == [
+        seen, _ = until_the_end(three_machines, [ids, counts, labels])
+    assert [[found.tolist() for found in each] for each in seen] == [
         [[[1, 2], [-1, -1], [4, -1]], [[1, 2], [0, 0], [4, 0]], [[1.0], [1.0], [1.0]]],
         [[[3]], [[3]], [[1.0]]],
     ]
-
-
-def test_each_machine_is_told_which_it_is():
-    told = []
-
-    def input_fn(input_context=None):
-        told.append((input_context.input_pipeline_id, input_context.num_input_pipelines))
-        assert input_context.get_per_replica_batch_size(12) == 4
-        return dataset_of(steps([1]))
-
-    with tf.Graph().as_default():
-        read_by_machine(None, input_fn)()
-    assert told == [(0, 3), (1, 3), (2, 3)]
 
 
 def test_names_and_seeds_are_those_of_one_device():
@@ -168,19 +142,16 @@ def test_names_and_seeds_are_those_of_one_device():
     def input_fn(input_context=None):
         return dataset_of(steps([1])).repeat(2)
 
-    def found(read):
-        with tf.Graph().as_default() as graph:
-            tf.set_random_seed(3)
-            read()
-            own = [op.name for op in graph.get_operations()]
-            assert all(name.startswith('machine_input') for name in {*own} - {*names})
-            return tf.random.uniform([]).op.get_attr('seed2')
+    def names(graph):
+        return {op.name for op in graph.get_operations()}
 
-    names = ()
-    with tf.Graph().as_default() as graph:
+    with tf.Graph().as_default() as one:
         tf.data.make_initializable_iterator(input_fn()).get_next()
-        names = [op.name for op in graph.get_operations()]
-    assert found(read_by_machine(None, input_fn)) == 0
+    with tf.Graph().as_default() as graph:
+        tf.set_random_seed(3)
+        read_by_machine(input_fn)()
+        assert all(name.startswith('machine_input') for name in names(graph) - names(one))
+        assert tf.random.uniform([]).op.get_attr('seed2') == 0
 
 
 def test_only_features_and_an_empty_batch_in_between(three_machines):
@@ -190,60 +161,47 @@ def test_only_features_and_an_empty_batch_in_between(three_machines):
         dataset = tf.data.Dataset.from_tensor_slices(np.arange(6.0)).batch(2)
         return dataset.map(lambda x: tf.boolean_mask(x, x < 2)).concatenate(dataset.take(1))
 
-    with tf.Graph().as_default() as graph:
-        features = read_by_machine(None, input_fn)()
-        initializer, seen = tf.tables_initializer(), []
-        cluster.pin(graph)
-        with tf.Session(three_machines) as session:
-            session.run(initializer)
-            with pytest.raises(tf.errors.OutOfRangeError):
-                while True:
-                    seen.append(session.run(features).tolist())
-    assert seen == [[0.0, 1.0] * 3, [], [], [0.0, 1.0] * 3]
-
-
-def test_one_machine_among_others():
-    """Where only one has towers, it reads all."""
     with tf.Graph().as_default():
-        read = machine_input.read(
-            lambda fn: fn(), lambda input_context: dataset_of(steps([2])), TASKS[1:2]
-        )
-        features, labels = read()
-        assert features['x'].device == labels.device == f'{TASKS[1]}/device:CPU:0'
+        seen, _ = until_the_end(three_machines, read_by_machine(input_fn)())
+    assert [each.tolist() for each in seen] == [[0.0, 1.0] * 3, [], [], [0.0, 1.0] * 3]
 
 
-def test_one_machine_is_told_so(tmp_path):
+def test_each_machine_is_told_which_it_is(tmp_path):
+    told = []
+
     def input_fn(input_context=None):
-        assert (input_context.input_pipeline_id, input_context.num_input_pipelines) == (0, 1)
+        told.append((input_context.input_pipeline_id, input_context.num_input_pipelines))
+        assert input_context.get_per_replica_batch_size(12) == 12 // told[-1][1]
         return dataset_of(steps([4, 3]))
 
+    with tf.Graph().as_default():
+        read_by_machine(input_fn)()
+        # Where only one has towers, it reads all.
+        features, labels = read_by_machine(input_fn, TASKS[1:2])()
+        assert features['x'].device == labels.device == f'{TASKS[1]}/device:CPU:0'
+    assert told == [(0, 3), (1, 3), (2, 3), (0, 1)]
     estimator = estimator_mgpu.Estimator(model_fn, tmp_path, devices=2, input='machine')
     assert estimator.train(input_fn).get_variable_value('global_step') == 2
+    assert told[4:] == [(0, 1)]
+
+
+def mapped(function):
+    return lambda input_context: dataset_of(steps([1, 2])).map(function)
 
 
 WRONG = {
-    'no argument': (lambda: None, 'needs an input_fn with an argument input_context=None'),
-    'no dataset': (lambda input_context: (1, 2), r'returns a tf.data.Dataset, and this one gives'),
-    'a scalar': (
-        lambda input_context: tf.data.Dataset.from_tensors(({'x': [[1.0]], 's': 2.0}, [1])),
-        r'gives TensorSpec\(shape=\(\), .*Use batch\(\)',
-    ),
-    'no labels': (
-        lambda input_context: dataset_of(steps([1])).map(lambda x, y: (x, None)),
-        r'dataset gives NoneTensorSpec\(\)',
-    ),
-    'unknown width': (
-        lambda input_context: dataset_of(steps([1, 2])).map(lambda x, y: tf.transpose(y)),
-        r'gives TensorSpec\(shape=\(1, None\).*padded_batch',
-    ),
+    'needs an input_fn with an argument input_context=None': lambda: None,
+    'returns a tf.data.Dataset, and this one gives': lambda input_context: (1, 2),
+    r'gives TensorSpec\(shape=\(\), .*Use batch\(\)': mapped(lambda x, y: (x, tf.reduce_sum(y))),
+    r'gives NoneTensorSpec\(\)': mapped(lambda x, y: (x, None)),
+    r'gives TensorSpec\(shape=\(1, None\).*padded_batch': mapped(lambda x, y: tf.transpose(y)),
 }
 
 
-@pytest.mark.parametrize('name', WRONG)
-def test_what_cannot_be_joined(name):
-    input_fn, message = WRONG[name]
+@pytest.mark.parametrize('message', WRONG)
+def test_what_cannot_be_joined(message):
     with tf.Graph().as_default(), pytest.raises((TypeError, ValueError), match=message):
-        read_by_machine(None, input_fn)()
+        read_by_machine(WRONG[message])()
 
 
 def test_options():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import socket
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +130,19 @@ def load(sess, values):
     """Sets variables in one step, as each step of another kind takes its time to be prepared."""
     values = {v.initializer: value for v, value in values.items()}
     sess.run(list(values), {op.inputs[1]: value for op, value in values.items()})
+
+
+def free_addresses(count):
+    """Addresses of this machine at which nothing listens."""
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(count)]
+        return ['{}:{}'.format(*one.getsockname()) for one in free]
+
+
+def saved_in(model_dir):
+    """The variables of the last checkpoint."""
+    reader = tf.train.load_checkpoint(str(model_dir))
+    return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
 def evaluate(model_fn, batches, towers, *, mode=MODES.EVAL, values=None, **options):
