@@ -39,6 +39,17 @@ def remaining():
     return input_fn().skip(tf.train.get_global_step())
 
 
+def own_parts(input_context):
+    """Each machine's part of the rows of these."""
+    n, i = input_context.num_input_pipelines, input_context.input_pipeline_id
+
+    def part(*batch):
+        rows = tf.shape(batch[0])[0]
+        return tuple(tensor[rows * i // n : rows * (i + 1) // n] for tensor in batch)
+
+    return remaining().map(part)
+
+
 class Watch(tf.train.SessionRunHook):
     """Tells each step, and where a session multiplied matrices; takes its time for a step."""
 
@@ -73,15 +84,19 @@ def told(text, name):
     return [json.loads(line) for line in re.findall(rf'^{name} (.*)$', text, re.MULTILINE)]
 
 
-def main(model_dir, devices=2, stops=(STEPS,), and_evaluate=False, sleep=0, limit=300):
-    """Calls train() up to each of `stops`; sleeps after a step; waits for others up to a limit."""
+def main(model_dir, devices=2, stops=(STEPS,), parts=False, sleep=0, limit=300):
+    """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
+
+    Sleeps after a step; waits for others up to a limit.
+    """
     tf.logging.set_verbosity(tf.logging.INFO)
     config = tf.estimator.RunConfig(
         model_dir, save_checkpoints_steps=5, session_creation_timeout_secs=limit
     )
-    estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, devices=devices)
-    if and_evaluate:
-        train = tf.estimator.TrainSpec(remaining, stops[-1], [Watch(sleep)])
+    options = {'devices': devices, 'input': 'machine' if parts else 'chief'}
+    estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, **options)
+    if parts:
+        train = tf.estimator.TrainSpec(own_parts, stops[-1], [Watch(sleep)])
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
         tf.estimator.train_and_evaluate(estimator, train, evaluation)
         return

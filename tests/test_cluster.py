@@ -147,10 +147,10 @@ def test_training_equals_that_of_one_device(make, one_device):
 
 
 def test_variables_on_a_ps_and_an_evaluator(make, one_device):
-    """train_and_evaluate() with each kind of task there is."""
+    """train_and_evaluate() with each kind of task there is, where each tower's machine reads."""
     four = make(chief=1, worker=1, ps=1)
     jobs = ('chief', 'worker', 'ps', 'evaluator')
-    chief, *others = [four.start(job, and_evaluate=True) for job in jobs]
+    chief, *others = [four.start(job, parts=True) for job in jobs]
     for machine in (chief, *others):
         machine.ends()
     values, of_one = one_device
