@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
@@ -69,15 +68,6 @@ def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, 
             'the batches: lambda: dataset.'
         )
     return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
-
-
-def alone(config: Any, target: str = '') -> Any:
-    """Returns a task's RunConfig without the others; sessions for training are on `target`."""
-    made = copy.deepcopy(config)
-    own = config.cluster_spec.task_address(config.task_type, config.task_id)
-    chief = {'cluster': {'chief': [own]}, 'task': {'type': 'chief', 'index': 0}}
-    made._init_distributed_setting_from_environment_var({**chief, 'session_master': target})
-    return made
 
 
 def legacy_keras_remedy(error: Exception) -> str | None:
