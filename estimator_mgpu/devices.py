@@ -38,12 +38,10 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
     ['/device:CPU:0', '/device:CPU:1']
     """
     listed = check(devices)
+    gpus = {'': sum(len(parts) or 1 for parts in _gpus())}
     if machines:
-        # Those of the job ps have variables, and no tower.
-        training = {name: has for name, has in machines.items() if spec_of(name).job != 'ps'}
-        gpus = {name: sum('GPU' in device for device in has) for name, has in training.items()}
-    else:
-        gpus = {'': sum(len(parts) or 1 for parts in _gpus())}
+        training = [name for name in machines if spec_of(name).job != 'ps']  # which has variables
+        gpus = {name: sum('GPU' in device for device in machines[name]) for name in training}
     kind = 'GPU' if any(gpus.values()) else 'CPU'
     towers: list[str] = []
     for machine, found in gpus.items():
@@ -52,7 +50,7 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
         towers += [machine + device for device in own]
     for tower in towers:
         spec = spec_of(tower)
-        if machines and not any(tower in has for has in machines.values()):
+        if machines and tower not in machines[machine_of(tower)]:
             raise ValueError(
                 f'devices={devices!r} asks for {tower!r}, but that machine has '
                 f'{", ".join(machines[machine_of(tower)])}. devices= are those of each machine; '
