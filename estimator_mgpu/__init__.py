@@ -28,6 +28,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    why = ' any more: a model_fn is called once, with the whole batch. Leave it out'
-    text = f'module {__name__!r} has no attribute {name!r}'
-    raise AttributeError(text + why if name == 'current_tower' else text)
+    gone = ' any more: a model_fn is called once, with the whole batch. Leave it out'
+    why = gone if name == 'current_tower' else ''
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}{why}')

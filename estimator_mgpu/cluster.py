@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -30,11 +29,10 @@ _joined: list[Task] = []  # A process has one server, for as long as it lives.
 class Task:
     """This process, as a task of TF_CONFIG's cluster; it has TensorFlow's server.
 
-    The chief and each other task tell each other by variables on the latter: what that takes the
-    cluster to be, and how the chief has ended.
+    Variables on each other task say what that takes the cluster to be, and how the chief has ended.
     """
 
-    def __init__(self, config: Any, session_config: tf.ConfigProto):
+    def __init__(self, config: Any):
         spec = config.cluster_spec
         self.addresses = addresses(config)
         self.name = f'/job:{config.task_type}/task:{config.task_id}'
@@ -42,12 +40,12 @@ class Task:
         self._others = [task for task in self.addresses if task != self.name]
         self._trains = False
         self._terminated = 0.0  # when SIGTERM came
-        jobs = {job: spec.job_tasks(job) for job in _JOBS if job in spec.jobs}
+        jobs = {job: spec.job_tasks(job) for job in spec.jobs if job in _JOBS}
         # Else to close a session would wait, in silence, for a task that has gone.
         os.environ.setdefault('GRPC_FAIL_FAST', 'true')
         try:
-            own = config.task_type, config.task_id, config.protocol
-            self.server = tf.train.Server(jobs, *own, session_config)
+            own = config.task_type, config.task_id, config.protocol, config.session_config
+            self.server = tf.train.Server(jobs, *own)
         except tf.errors.OpError as error:
             raise RuntimeError(
                 f"{self.name} can't listen at {self.addresses[self.name]} ({error.message}). If "
@@ -60,18 +58,16 @@ class Task:
         )
         if self.name == CHIEF:
             atexit.register(self._end)
-        in_main = threading.current_thread() is threading.main_thread()
-        if in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._terminate)
+        with contextlib.suppress(ValueError):  # Only the main thread may do this.
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._terminate)
 
     def wait(self, tasks: Iterable[str] = (), ended: Callable[[], bool] = lambda: False) -> None:
         """Waits for tasks, by default all, to be reached, and says which ones can't, or until."""
         start = due = time.monotonic()
         wanted = {task: self.addresses[task] for task in tasks or self.addresses}
-        while missing := [f'{t} at {a}' for t, a in wanted.items() if not _listens(a)]:
-            now, text = time.monotonic(), ', '.join(missing)
-            if ended():
-                return
+        while (missing := [t for t, a in wanted.items() if not _listens(a)]) and not ended():
+            now, text = time.monotonic(), ', '.join(f'{t} at {wanted[t]}' for t in missing)
             if self._terminated:
                 raise SystemExit(_TERMINATED)
             if now - start > self._limit:
@@ -102,32 +98,34 @@ class Task:
         return {task: [n for n in names if machine_of(n) == task] for task in self.addresses}
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[tf.train.SessionRunHook]:
-        """Training with this hook ends after the step in which SIGTERM came, and a checkpoint."""
+    def training(self, config: Any) -> Iterator[tf.train.SessionRunHook]:
+        """Lets a RunConfig train on all machines, with a hook that ends it after SIGTERM's step."""
+        vars(config).update(machines=self.devices(config.model_dir), _master=self.server.target)
         hook, self._trains = tf.train.SessionRunHook(), True
         hook.after_run = lambda context, _: context.request_stop() if self._terminated else None
         try:
             yield hook
         finally:
             self._trains = False
+            vars(config).update(machines=None, _master='')
         if self._terminated:
             raise SystemExit(_TERMINATED)
 
     def serve(self) -> NoReturn:
         """Serves until the chief's process ends, and ends as that does."""
         self._trains = True
-        with self._session_with(self.name) as (session, known, said):
-            session.run([known.assign(json.dumps(self.addresses)), said.assign('')])
-            word = said.value()
-            while not session.run(word):
-                self.wait([CHIEF], lambda: bool(session.run(word)))
+        with self._session_with(self.name) as (session, known, end):
+            session.run([known.assign(json.dumps(self.addresses)), end.assign('')])
+            value = end.value()
+            while not (said := session.run(value)):
+                self.wait([CHIEF], lambda: bool(session.run(value)))
                 if self._terminated and time.monotonic() > self._terminated + _GRACE:
                     raise SystemExit(_TERMINATED)
                 time.sleep(1)
-            end = json.loads(session.run(word))
-        if end['error']:
-            raise RuntimeError(f'The chief has failed: {end["error"]}')
-        raise SystemExit(end['status'])
+        error, status = json.loads(said)
+        if error:
+            raise RuntimeError(f'The chief has failed: {error}')
+        raise SystemExit(status)
 
     @contextlib.contextmanager
     def _session_with(self, task: str) -> Iterator[Any]:
@@ -168,12 +166,12 @@ class Task:
         """Tells the other tasks how this process ends."""
         error = getattr(sys, 'last_value', None)  # which nobody has caught
         text = error and f'{type(error).__name__}: {error}'
-        word = json.dumps({'error': text, 'status': _TERMINATED if self._terminated else 0})
+        said = json.dumps([text, _TERMINATED if self._terminated else 0])
         for task in self._others:  # each, whatever comes of one
             if _listens(self.addresses[task]):
                 with contextlib.suppress(tf.errors.OpError):
-                    with self._session_with(task) as (session, _, said):
-                        session.run(said.assign(word))
+                    with self._session_with(task) as (session, _, end):
+                        session.run(end.assign(said))
 
     def _terminate(self, number: int, frame: Any) -> None:
         self._terminated = time.monotonic()
@@ -181,10 +179,10 @@ class Task:
             raise SystemExit(_TERMINATED)
 
 
-def join(config: Any, session_config: tf.ConfigProto) -> Task:
+def join(config: Any) -> Task:
     """Makes this process a task of its RunConfig's cluster, unless it is already."""
     if not _joined:
-        _joined.append(Task(config, session_config))
+        _joined.append(Task(config))
     if _joined[0].addresses != addresses(config):
         raise RuntimeError(
             f'This process is in the cluster {_joined[0].addresses} already, and TF_CONFIG has '
@@ -195,9 +193,8 @@ def join(config: Any, session_config: tf.ConfigProto) -> Task:
 
 def addresses(config: Any) -> dict[str, str]:
     """Returns a RunConfig's tasks, the chief first, each with its address."""
-    spec = config.cluster_spec
-    tasks = [(job, i) for job in _JOBS if job in spec.jobs for i in spec.task_indices(job)]
-    return {f'/job:{job}/task:{i}': spec.task_address(job, i) for job, i in tasks}
+    jobs = config.cluster_spec.as_dict()
+    return {f'/job:{job}/task:{i}': a for job in _JOBS for i, a in enumerate(jobs.get(job, ()))}
 
 
 def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
-import logging
 import os
 import re
 import sys
@@ -72,15 +70,6 @@ def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, 
     return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
 
 
-def alone(config: Any, target: str = '') -> Any:
-    """Returns a task's RunConfig without the others; sessions for training are on `target`."""
-    made = copy.deepcopy(config)
-    own = config.cluster_spec.task_address(config.task_type, config.task_id)
-    chief = {'cluster': {'chief': [own]}, 'task': {'type': 'chief', 'index': 0}}
-    made._init_distributed_setting_from_environment_var({**chief, 'session_master': target})
-    return made
-
-
 def legacy_keras_remedy(error: Exception) -> str | None:
     """Returns what to do about an error of Keras 2 code that met Keras 3; None for other errors."""
     if not re.search(_KERAS_ERRORS, str(error)):
@@ -135,11 +124,7 @@ def _restore_removed() -> None:
         if name not in sys.modules and not importlib.util.find_spec(name):
             sys.modules[name] = _RemovedModule(name, advice)
     if not hasattr(tf_export, 'ESTIMATOR_API_NAME'):
-        tf_export.ESTIMATOR_API_NAME = 'estimator'
-        tf_export.SUBPACKAGE_NAMESPACES.append('estimator')
-        for attributes, suffix in (tf_export.API_ATTRS, ''), (tf_export.API_ATTRS_V1, '_v1'):
-            names = (f'_estimator_api_{kind}{suffix}' for kind in ('names', 'constants'))
-            attributes['estimator'] = tf_export._Attributes(*names)
+        tf_export.ESTIMATOR_API_NAME = tf_export.TENSORFLOW_API_NAME
 
 
 class _RemovedModule(types.ModuleType):
@@ -150,11 +135,9 @@ class _RemovedModule(types.ModuleType):
 
     def init_run_config(self, config: Any, tf_config: dict[str, Any]) -> None:
         """Prepares a RunConfig that has distribution strategies, for one machine."""
-        cluster = tf_config.get('cluster') or ['master']
-        if config._experimental_distribute or 'master' not in cluster:
+        if config._experimental_distribute or tf_config.get('cluster'):
             self.estimator_train()  # Says that it was removed.
         config._init_distributed_setting_from_environment_var(tf_config)
-        config._maybe_overwrite_session_config_for_distributed_training()
 
     def __getattr__(self, name: str) -> type:
         if name.startswith('__'):
@@ -164,7 +147,7 @@ class _RemovedModule(types.ModuleType):
         def fail(*args: Any, **kwargs: Any) -> None:
             raise NotImplementedError(told)
 
-        return type(name, (), {'__new__': fail, '__module__': self.__name__})  # for isinstance()
+        return type(name, (), {'__new__': fail})  # for isinstance()
 
 
 def _publish_estimator() -> None:
@@ -184,16 +167,12 @@ def _publish_estimator() -> None:
             sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)  # to import
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of the log isn't the advice against Estimators, and what comes with them."""
-    return 'Use tf.keras instead.' not in (record.args or ())
-
-
 check_tensorflow(tf.__version__)
 check_tf_config(os.environ.get('TF_CONFIG', '{}'))
 if _minor(tf.__version__) > (2, 15):
     _choose_keras()
     _restore_removed()
     _publish_estimator()
-tf.get_logger().addFilter(_is_news)
+# Else each name of tf.estimator would be advised against in the log.
+tf.get_logger().addFilter(lambda record: 'Use tf.keras instead.' not in (record.args or ()))
 estimator: Any = tf.compat.v1.estimator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,47 +38,37 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
     ['/device:CPU:0', '/device:CPU:1']
     """
     listed = check(devices)
+    gpus = {'': sum(len(parts) or 1 for parts in _gpus())}
     if machines:
-        return _of_machines(devices, listed, machines)
-    gpus = sum(len(parts) or 1 for parts in _gpus())
-    if devices is None or isinstance(devices, int):
-        kind = 'GPU' if gpus else 'CPU'
-        listed = [f'/device:{kind}:{i}' for i in range(devices or gpus or 1)]
-    for device in listed:
-        spec = spec_of(device)
-        if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus:
-            has = {0: 'no GPU', 1: '1 GPU'}.get(gpus, f'{gpus} GPUs')
+        training = [name for name in machines if spec_of(name).job != 'ps']  # which has variables
+        gpus = {name: sum('GPU' in device for device in machines[name]) for name in training}
+    kind = 'GPU' if any(gpus.values()) else 'CPU'
+    towers: list[str] = []
+    for machine, found in gpus.items():
+        count = devices if isinstance(devices, int) else found if kind == 'GPU' else 1
+        own = listed or [f'/device:{kind}:{i}' for i in range(count)]
+        towers += [machine + device for device in own]
+    for tower in towers:
+        spec = spec_of(tower)
+        if machines and tower not in machines[machine_of(tower)]:
             raise ValueError(
-                f'devices={devices!r} asks for {device!r}, but this machine has {has}. Ask for '
+                f'devices={devices!r} asks for {tower!r}, but that machine has '
+                f'{", ".join(machines[machine_of(tower)])}. devices= are those of each machine; '
+                'None stands for every GPU there is.'
+            )
+        if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus['']:
+            has = {0: 'no GPU', 1: '1 GPU'}.get(gpus[''], f'{gpus[""]} GPUs')
+            raise ValueError(
+                f'devices={devices!r} asks for {tower!r}, but this machine has {has}. Ask for '
                 "those of `nvidia-smi -L`; one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
             )
-    return listed
+    return towers
 
 
 def _gpus() -> list[list[Any]]:
     """Returns the parts that each of the machine's GPUs is split into: none, if it isn't split."""
     parts = tf.config.get_logical_device_configuration
     return [parts(gpu) or [] for gpu in tf.config.list_physical_devices('GPU')]
-
-
-def _of_machines(devices: Any, listed: list[str], machines: Mapping[str, list[str]]) -> list[str]:
-    """Returns the devices on each machine; where no machine has a GPU, those are CPUs."""
-    gpus = {name: sum('GPU' in device for device in has) for name, has in machines.items()}
-    kind = 'GPU' if any(gpus.values()) else 'CPU'
-    meant: list[str] = []
-    for machine in machines:
-        if spec_of(machine).job != 'ps':  # Those have variables, and no tower.
-            count = devices or (gpus[machine] if kind == 'GPU' else 1)
-            own = listed or [f'/device:{kind}:{i}' for i in range(count)]
-            meant += [machine + device for device in own]
-    for device in meant:
-        if not any(device in has for has in machines.values()):
-            raise ValueError(
-                f'devices={devices!r} asks for {device!r}, but that machine has '
-                f'{", ".join(machines[machine_of(device)])}. devices= are those of each machine; '
-                'None stands for every GPU there is.'
-            )
-    return meant
 
 
 def check(devices: Devices) -> list[str]:
@@ -126,21 +117,17 @@ def host_of(device: str) -> str:
 
 def _canonical(device: str) -> str:
     if not isinstance(device, str):
-        number = device if isinstance(device, int) else 0
         raise TypeError(
             f'{device!r} in devices is of {type(device).__name__}, not a str such as '
-            f"'/device:GPU:{number}': {_LEGAL}."
+            f"'/device:GPU:0': {_LEGAL}."
         )
-    try:
+    with contextlib.suppress(ValueError):
         spec = spec_of(device)
-    except ValueError:
-        spec = tf.DeviceSpec()
-    kind, index = (spec.device_type or '').upper(), spec.device_index
-    if kind not in ('CPU', 'GPU') or index is None:
-        raise ValueError(
-            f'{device!r} in devices is unknown: it names no numbered CPU or GPU. {_LEGAL}.'
-        )
-    return spec.replace(device_type=kind).to_string()
+        if spec.device_type in ('CPU', 'GPU') and spec.device_index is not None:
+            return spec.to_string()
+    raise ValueError(
+        f'{device!r} in devices is unknown: it names no numbered CPU or GPU. {_LEGAL}.'
+    )
 
 
 def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) -> tf.ConfigProto:

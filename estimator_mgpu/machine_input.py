@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,13 +22,14 @@ def read(call: Callable[..., Any], input_fn: Any, devices: Sequence[str]) -> Cal
     machine has any, input ends.
     """
 
+    machines = list(dict.fromkeys(map(machine_of, devices)))
+
     def joined() -> Any:
-        given, machines = [], list(dict.fromkeys(map(machine_of, devices)))
+        given = []
         for number, machine in enumerate(machines):
             context = tf.distribute.InputContext(len(machines), number, len(machines))
             # The first one's ops have the names that they have on one device.
-            scope = tf.name_scope(_SCOPE) if number else contextlib.nullcontext()
-            with tf.device(host_of(machine)), scope:
+            with tf.device(host_of(machine)), tf.name_scope(_SCOPE if number else None):
                 dataset = call(in_context(input_fn, context))
             with tf.device(host_of(machine)), tf.name_scope(_SCOPE):
                 given.append(_iterator(_endless(dataset)).get_next())
@@ -38,8 +38,10 @@ def read(call: Callable[..., Any], input_fn: Any, devices: Sequence[str]) -> Cal
             more = tf.reduce_any(tf.stack([has_more for _, has_more in given]))
             # Where there is no more, OutOfRangeError is raised.
             some = tf.cond(more, lambda: tf.constant(0, tf.int64), ended.get_next)
-            with tf.control_dependencies([some]):
-                parts = [tf.nest.map_structure(_held, part) for part, _ in given]
+            parts = []
+            for machine, (part, _) in zip(machines, given):
+                with tf.control_dependencies([some]), tf.device(host_of(machine)):
+                    parts.append(tf.nest.map_structure(tf.identity, part, expand_composites=True))
             return tf.nest.map_structure(_join, *parts)
 
     return joined
@@ -91,12 +93,6 @@ def _no_rows(spec: Any) -> Any:
             "input='chief'."
         )
     return tf.zeros([0, *spec.shape.as_list()[1:]], spec.dtype)
-
-
-def _held(leaf: Any) -> Any:
-    """A machine's leaf, there, after what is waited for here."""
-    with tf.device(tf.nest.flatten(leaf, expand_composites=True)[0].device):
-        return tf.nest.map_structure(tf.identity, leaf, expand_composites=True)
 
 
 def _join(*leaves: Any) -> Any:

@@ -16,8 +16,8 @@ class TowerOptimizer:
 
     In a replicated model_fn every `tf.train.Optimizer` is one, of its own class still: nobody has
     to wrap one, and who does changes nothing. Gradients are of the whole batch before an optimizer
-    sees them. Which are applied is recorded: the small ones of a call share
-    messages; `Estimator.explain()` and `verify()` show them.
+    sees them. Which are applied is recorded: the small ones of a call share messages;
+    `Estimator.explain()` and `verify()` show them.
 
     Examples:
       >>> optimizer = TowerOptimizer(tf.train.AdamOptimizer(0.01))
@@ -34,20 +34,20 @@ class TowerOptimizer:
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's own."""
-        pairs = list(grads_and_vars)
-        graph = tf.get_default_graph()
-        setattr(graph, _RECORD, [*getattr(graph, _RECORD, []), pairs])
+        pairs, graph = list(grads_and_vars), tf.get_default_graph()
+        applied = [(gradient, v) for gradient, v in pairs if gradient is not None]
+        setattr(graph, _RECORD, [*getattr(graph, _RECORD, []), applied])
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
 
 def applied(graph: tf.Graph) -> list[tuple[Any, Any]]:
     """Lists the gradients that tower optimizers applied in a graph, each with its variable."""
-    return [(g, v) for pairs in getattr(graph, _RECORD, []) for g, v in pairs if g is not None]
+    return [pair for pairs in getattr(graph, _RECORD, []) for pair in pairs]
 
 
 def calls(graph: tf.Graph) -> list[list[tf.Tensor]]:
     """Lists the gradients of each call of a tower optimizer, as dense tensors."""
-    found = [[g for g, _ in pairs if g is not None] for pairs in getattr(graph, _RECORD, [])]
+    found = [[gradient for gradient, _ in pairs] for pairs in getattr(graph, _RECORD, [])]
     return [tf.nest.flatten(gradients, expand_composites=True) for gradients in found]
 
 

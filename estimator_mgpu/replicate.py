@@ -62,12 +62,20 @@ def replicate(
         raise TypeError(f'replicate() takes no {name}{": " + why if known else ""}. Leave it out.')
     check(devices)
     chosen = dict(variables=variables, batch_norm=batch_norm, input=input)
-    for key, value in chosen.items():
-        if value not in _LEGAL[key]:
-            raise ValueError(f'{key}={value!r} is not known. Legal are {", ".join(_LEGAL[key])}.')
-    options: dict[str, Any] = dict(devices=devices, broadcast=broadcast, **chosen)
-    if model_fn is None:
-        return functools.partial(replicate, **options)
+    for name, value in chosen.items():
+        if value not in _LEGAL[name]:
+            raise ValueError(f'{name}={value!r} is not known. Legal are {", ".join(_LEGAL[name])}.')
+    if isinstance(broadcast, str):
+        raise TypeError(f'broadcast={broadcast!r} is a str. Give a list of names: [{broadcast!r}].')
+    if broadcast and input != 'chief':
+        raise ValueError("broadcast goes with input='chief': a machine's part of a batch has rows.")
+    options = dict(devices=devices, broadcast=broadcast, **chosen)
+    decorator = functools.partial(_replicated, options)
+    return decorator if model_fn is None else decorator(model_fn)
+
+
+def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A model_fn that builds what another one does, and divides it."""
     if not callable(model_fn):
         raise TypeError(
             f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function. Devices are '
@@ -75,10 +83,6 @@ def replicate(
         )
     if hasattr(model_fn, 'replicate_options'):
         raise ValueError('This model_fn is replicated already. Apply replicate() once.')
-    if isinstance(broadcast, str):
-        raise TypeError(f'broadcast={broadcast!r} is a str. Give a list of names: [{broadcast!r}].')
-    if broadcast and input != 'chief':
-        raise ValueError("broadcast goes with input='chief': a machine's part of a batch has rows.")
     signature = inspect.signature(model_fn)
     if 'features' not in signature.parameters:
         raise ValueError(
@@ -98,7 +102,8 @@ def replicate(
                 '`with tf.Graph().as_default():`.'
             )
         arguments = wider.bind(*args, **kwargs).arguments
-        mode, config = arguments.get('mode'), arguments.get('config')
+        names = ('features', 'labels', 'mode', 'config')
+        features, labels, mode, config = map(arguments.get, names)
         if private.outermost(tf.get_default_graph()) in _building:
             raise ValueError(
                 'A replicated model_fn is called by another one, that of replicate_estimator() or '
@@ -116,22 +121,22 @@ def replicate(
                 'TF_CONFIG has several machines, and a plain Estimator would train on each by '
                 'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
             )
-        towers = resolve(devices, machines)
+        towers = resolve(options['devices'], machines)
         warn_of_missing(towers, config)
-        features, labels = arguments['features'], arguments.get('labels')
         bound = inspect.BoundArguments(signature, arguments)  # Leaves out what it doesn't take.
+        broadcast = options['broadcast']
         if config is not None and _is_export((features, labels), mode):
             return _build(model_fn, bound)  # A SavedModel goes anywhere: it names no device.
         if len(towers) == 1:
-            spec = _build(model_fn, bound, '' if devices is None else towers[0])
+            spec = _build(model_fn, bound, '' if options['devices'] is None else towers[0])
             step = steps.Step(batch.examples_of(features, labels, broadcast), spec.loss, towers)
         else:
             found = batch.look_at(features, labels, broadcast)
             before = {op.name for op in tf.get_default_graph().get_operations()}
             ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
             built = _build(model_fn, bound)
-            place(tf.get_default_graph(), variables, ps or towers, before)
-            spec, step = _divided(built, found, towers, before, batch_norm)
+            place(tf.get_default_graph(), options['variables'], ps or towers, before)
+            spec, step = _divided(built, found, towers, before, options['batch_norm'])
         if machines:
             spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))
         steps.record(step)
@@ -166,9 +171,7 @@ def replicate_model_fn(
     Returns:
       A function (features, labels, mode, params=None, config=None), called by position or by name.
     """
-    if not callable(model_fn):
-        raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function.')
-    inner: Any = replicate(model_fn, devices=devices)
+    inner: Any = replicate(devices=devices)(model_fn)
     takes = inspect.signature(inner).parameters
 
     def replicated_model_fn(

@@ -19,7 +19,6 @@ from estimator_mgpu.replicate import replicate
 class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
     """Trains on several machines, if TF_CONFIG has them."""
 
-    _config: Any  # Estimator's own
     _joins: Any  # the RunConfig of a task of a cluster; None on one machine
 
     # An Estimator's own class must override no method of it; this one isn't looked at.
@@ -35,20 +34,15 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         if self._joins is None:
             input_fn = machine_input.in_context(input_fn) if by_machine else input_fn
             return super().train(input_fn, hooks, *args, **kwargs)
-        task = cluster.join(self._joins, self.config.session_config)
+        task = cluster.join(self._joins)
         if task.name != CHIEF:
             task.serve()
-        config, machines = self._config, task.devices(self.model_dir)
-        if by_machine:
-            call = functools.partial(self._call_input_fn, mode=compat.estimator.ModeKeys.TRAIN)
-            input_fn = machine_input.read(call, input_fn, resolve(options['devices'], machines))
-        self._config = compat.alone(config, task.server.target)
-        self._config.machines = machines
-        try:
-            with task.training() as hook:
-                return super().train(input_fn, [*(hooks or []), hook], *args, **kwargs)
-        finally:
-            self._config = config
+        with task.training(self._config) as hook:
+            if by_machine:
+                call = functools.partial(self._call_input_fn, mode=compat.estimator.ModeKeys.TRAIN)
+                towers = resolve(options['devices'], self._config.machines)
+                input_fn = machine_input.read(call, input_fn, towers)
+            return super().train(input_fn, [*(hooks or []), hook], *args, **kwargs)
 
 
 class Estimator(_OnMachines):
@@ -77,10 +71,8 @@ class Estimator(_OnMachines):
         devices: Devices = None,
         **options: Any,
     ):
-        if not callable(model_fn):
-            raise TypeError(f'model_fn={model_fn!r} is of {type(model_fn).__name__}, no function.')
         if not hasattr(model_fn, 'replicate_options'):
-            model_fn = replicate(model_fn, devices=devices, **options)
+            model_fn = replicate(devices=devices, **options)(model_fn)
         elif devices is not None or options:
             raise ValueError(
                 'This model_fn is replicated already, on '
@@ -100,7 +92,11 @@ class Estimator(_OnMachines):
         base = None if session == get_default_session_config() else session
         config = config.replace(session_config=session_config(devices, base))
         self._joins = config if config.master else None
-        config = compat.alone(config) if self._joins else config
+        if config.master:  # What isn't training, a task does by itself.
+            config = copy.deepcopy(config)
+            own = config.cluster_spec.task_address(config.task_type, config.task_id)
+            alone = {'cluster': {'chief': [own]}, 'task': {'type': 'chief', 'index': 0}}
+            config._init_distributed_setting_from_environment_var(alone)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
 
     def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:

@@ -293,7 +293,7 @@ def task(config_of, monkeypatch):
     monkeypatch.setattr(signal, 'signal', lambda *args: None)
     monkeypatch.setattr(cluster, '_listens', lambda address: False)
     monkeypatch.setattr(cluster, 'time', Clock())
-    return cluster.Task(config_of('worker', 0).replace(session_creation_timeout_secs=100), None)
+    return cluster.Task(config_of('worker', 0).replace(session_creation_timeout_secs=100))
 
 
 @pytest.mark.core
@@ -352,9 +352,9 @@ def test_all_are_told_of_the_end(task, monkeypatch):
 @pytest.mark.core
 def test_a_process_is_in_one_cluster(task, config_of, monkeypatch):
     monkeypatch.setattr(cluster, '_joined', [task])
-    assert cluster.join(config_of('worker', 0), None) is task
+    assert cluster.join(config_of('worker', 0)) is task
     with pytest.raises(RuntimeError, match='Start another process for another cluster'):
-        cluster.join(config_of('worker', 0, {**TASKS, 'ps': ['p1:1']}), None)
+        cluster.join(config_of('worker', 0, {**TASKS, 'ps': ['p1:1']}))
 
 
 @pytest.mark.core

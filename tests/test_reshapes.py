@@ -124,5 +124,5 @@ def test_a_model_fn_needs_a_graph():
 
 
 def test_an_estimator_needs_a_function():
-    with pytest.raises(TypeError, match='model_fn=None is of NoneType, no function'):
+    with pytest.raises(TypeError, match='model_fn=None is of NoneType, not a function'):
         estimator_mgpu.Estimator(None)
