@@ -148,6 +148,11 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
         long to start and make no step shorter.
     """
     config, towers = copy.deepcopy(base or get_default_session_config()), resolve(devices)
+    if not isinstance(config, tf.ConfigProto):
+        raise TypeError(
+            f'base={base!r} is of {type(base).__name__}, not a tf.ConfigProto: give session_config, '
+            'rather than a RunConfig.'
+        )
     count = config.device_count
     count['CPU'] = max(_cpus(towers), count.get('CPU', 1))
     gpus, split = _gpus(), config.gpu_options.experimental.virtual_devices

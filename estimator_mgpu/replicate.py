@@ -57,9 +57,10 @@ def replicate(
         'machine' reads a part of each, by the `input_context` that its input_fn is given.
     """
     for name in gone:
-        why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
-        known = name in ('loss_reduction', 'loss_weight')
-        raise TypeError(f'replicate() takes no {name}{": " + why if known else ""}. Leave it out.')
+        why = 'its options are devices, broadcast, variables, batch_norm and input'
+        if name in ('loss_reduction', 'loss_weight'):
+            why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
+        raise TypeError(f'replicate() takes no {name}: {why}. Leave it out.')
     check(devices)
     chosen = dict(variables=variables, batch_norm=batch_norm, input=input)
     for name, value in chosen.items():

@@ -148,7 +148,7 @@ def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> tuple[Any, 
         with tf.train.SingularMonitoredSession(hooks) as session:  # It ends where the data does.
             for _ in range(steps):
                 batches.append(tuple(session.run(tensors)))
-    if not batches and mode == MODES.TRAIN:
+    if not (batches and tensors) and mode == MODES.TRAIN:
         raise ValueError('The input_fn gives no batch to train on, so nothing can be compared.')
 
     def replay() -> Any:

@@ -93,8 +93,10 @@ def test_options_that_there_are_not(make):
     for name in ('loss_reduction', 'loss_weight'):
         with pytest.raises(TypeError, match=f'takes no {name}: .*whole batch.*Leave it out'):
             make(regression(adam), devices=2, **{name: 'mean'})
-    with pytest.raises(TypeError, match='takes no device. Leave it out'):
+    with pytest.raises(TypeError, match='takes no device: its options are devices, broad'):
         make(regression(adam), device=2)
+    with pytest.raises(TypeError, match='is of RunConfig, not a tf.ConfigProto'):
+        estimator_mgpu.session_config(2, tf.estimator.RunConfig())
 
 
 def test_a_rule_that_fails_says_what_failed(monkeypatch):

@@ -163,6 +163,7 @@ def test_values_that_are_no_numbers_are_compared():
 BAD = {
     'devices=1 is one device': {'devices': 1},
     'gives no batch to train on': {'input_fn': lambda: input_fn().take(0)},
+    'gives no batch': {'input_fn': lambda: None},
     **{f'steps={n!r} is no number of batches': {'steps': n} for n in (0, 1.5, 'all')},
     **{
         f'tolerance={x!r} is no relative difference': {'tolerance': x}
