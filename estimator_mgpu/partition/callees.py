@@ -75,8 +75,7 @@ def _copy(
                 numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
                 constant = definition.node_def.add()
                 constant.CopyFrom(const_def(numbers, tensor.dtype))
-                constant.name = f'given_{len(definition.node_def)}'
-                constant.device = device
+                constant.name, constant.device = f'given_{len(definition.node_def)}', device
                 node.input[position] = f'{constant.name}:output:0'
         adapt(sharding, node, planned, tower)
     for node in definition.node_def:

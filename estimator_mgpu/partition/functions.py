@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,6 @@ Wanted = dict[tf.Operation, plan.Slice]
 """The rows that are asked for, inside, of what each op makes that is whole."""
 
 
-@dataclass
 class Call:
     """An op that calls functions, which each tower does with its own.
 
@@ -35,18 +33,16 @@ class Call:
     `If`, `Case`, a call in a loop: all towers take one branch, and all branches return alike.
     """
 
-    inside: type[Inside]
-    outer: Pass
-    op: tf.Operation
-    given: list[Placement]
-
-    def __post_init__(self) -> None:
-        self.first = int(self.op.type in kinds.BRANCHES)  # Which is taken isn't given to it.
-        self.arguments, self.given = list(self.op.inputs)[self.first :], self.given[self.first :]
+    def __init__(
+        self, inside: type[Inside], outer: Pass, op: tf.Operation, given: Sequence[Placement]
+    ):
+        self.inside, self.outer, self.op = inside, outer, op
+        self.first = int(op.type in kinds.BRANCHES)  # Which is taken isn't given to it.
+        self.arguments, self.given = list(op.inputs)[self.first :], given[self.first :]
         self.placed = list(self.given)  # what arguments are to towers inside
         self.wanted: Wanted = {}
-        self.loops = self.op.type in kinds.LOOPS
-        self.graphs = private.function_graphs(self.op)
+        self.loops = op.type in kinds.LOOPS
+        self.graphs = private.function_graphs(op)
         self.bodies = self.graphs[1:] if self.loops else self.graphs
 
     def division(self) -> Division | None:
@@ -158,7 +154,7 @@ class Call:
         """A variable's value, if that is all that a loop asks for of an argument."""
         users = [user for graph in self.graphs for user in graph.inputs[i].consumers()]
         # In a function, it's what calls that which would have to read it.
-        read = users and self.loops and not self.outer.scope
+        read = users and self.loops and not isinstance(self.outer, self.inside)
         found = read and all(user.type == kinds.READ for user in users)
         return plan.Value(users[0].get_attr('dtype')) if found else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,18 +26,12 @@ class Way(NamedTuple):
     factor: Size
 
 
-@dataclass
 class Matching:
     """An op, its signature, the placements of its inputs, and what the pass knows of others."""
 
-    op: tf.Operation
-    signature: Signature
-    placements: Sequence[Placement]
-    outer: Pass
-
-    def __post_init__(self) -> None:
-        self.rows, self.sizes = self.outer.rows, self.outer.sizes
-        self._inputs = list(zip(self.op.inputs, self.signature.inputs, self.placements))
+    def __init__(self, op: tf.Operation, signature: Signature, has: list[Placement], outer: Pass):
+        self.op, self.signature, self.outer, self.sizes = op, signature, outer, outer.sizes
+        self._inputs = list(zip(op.inputs, signature.inputs, has))
 
     def division(self) -> Division | None:
         """In the first way that can be; None if there is none."""
@@ -50,7 +43,7 @@ class Matching:
         They are along what inputs have their rows along. If none has rows, they are along what has
         a size by rows, as where tensors are made, or what was made whole, of rows.
         """
-        sharded = any(isinstance(p, Shard) for p in self.placements)
+        batch, sharded = self.outer.rows, any(isinstance(p, Shard) for _, _, p in self._inputs)
         for tensor, operand, placement in self._inputs:
             labelled, dims = _labels(operand), self.sizes.dims(tensor)
             found: list[tuple[Label, Size, Rows]] = []
@@ -58,10 +51,10 @@ class Matching:
                 found = [(labelled[placement.axis], dims[placement.axis], placement.rows)]
             elif not sharded and isinstance(operand, Entries):
                 sizes = zip(operand.labels, self.sizes.entries(tensor) or [])
-                found = [(i, size, self.rows) for i, size in sizes if self.rows in size.symbols]
+                found = [(i, size, batch) for i, size in sizes if batch in size.symbols]
             elif not sharded and labelled and dims and tensor.name in self.outer.again:
-                rows = dims[0].rows or self.rows
-                if rows is self.rows or self.op.type in PRODUCTS:  # These are worth it.
+                rows = dims[0].rows or batch
+                if rows is batch or self.op.type in PRODUCTS:  # These are worth it.
                     found = [(labelled[0], dims[0], rows)]
             for label, size, rows in found:
                 factor = per_row(size, rows)

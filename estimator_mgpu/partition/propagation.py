@@ -37,7 +37,7 @@ def propagate(
     once: set[str] = set()
     while True:
         known = len(reduced), len(once)
-        found = Pass(rows, table, '', reduced, once)
+        found = Pass(rows, table, Sizes(), reduced, once)
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
@@ -62,16 +62,13 @@ class Pass:
 
     rows: Rows
     table: dict[str, Rule]
-    scope: str  # tells a function's tensors from others of the same name
+    sizes: Sizes
     reduced: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.sizes = Sizes(self.scope)
-        self.ops: dict[str, OpPlan] = {}
-        self.placements: dict[str, Placement] = {}
-        self.reasons: dict[str, tuple[str, int]] = {}
-        self.again: set[str] = set()  # made whole, and may be divided again along dimension 0
+    ops: dict[str, OpPlan] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)
+    reasons: dict[str, tuple[str, int]] = field(default_factory=dict)
+    again: set[str] = field(default_factory=set)  # made whole, may be divided again by dimension 0
 
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
@@ -208,7 +205,7 @@ class Inside(Pass):
     """
 
     def __init__(self, outer: Pass, graph: Any, strict: bool, wanted: functions.Wanted):
-        super().__init__(outer.rows, outer.table, f'{graph.name}/')
+        super().__init__(outer.rows, outer.table, Sizes(f'{graph.name}/'))
         self.graph, self.strict, self.wanted = graph, strict, wanted
 
     def visit(self, op: tf.Operation) -> None:
