@@ -230,11 +230,9 @@ class Inside(Pass):
             self.decide(op, placements)
 
     def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
-        made = super().linear(op, placements)
-        if made or self.strict:
-            return made
         total = Partial('sum', self.rows)
-        return super().linear(op, [total if p == REPLICATE else p for p in placements])
+        likely = [total if p == REPLICATE and not self.strict else p for p in placements]
+        return super().linear(op, placements) or super().linear(op, likely)
 
     def differs(self, tensor: tf.Tensor) -> bool:
         """Whether towers have their own versions of a size."""
