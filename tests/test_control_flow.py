@@ -141,3 +141,13 @@ def test_what_a_branch_has_in_place_of_a_sum(made, divided):
         return tf.cond(no > 0, lambda: tf.reduce_sum(x, 0), lambda: other(x=like))
 
     assert ('StatelessIf' in check_rule(branches, floats(7, 3))) == divided
+
+
+def test_a_mean_in_a_branch():
+    """It's of all rows, which towers have unevenly."""
+
+    def branch(x):
+        no = tf.placeholder_with_default(0, [])
+        return tf.cond(no > 0, lambda: tf.reduce_mean(x, 0), lambda: tf.reduce_mean(2 * x, 0))
+
+    assert 'StatelessIf' in check_rule(branch, floats(7, 3))

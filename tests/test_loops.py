@@ -4,7 +4,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
-from models import of_all_modes, spec_of, step, ten_rows, weights
+from estimator_mgpu import check_rule
+from models import floats, of_all_modes, spec_of, step, ten_rows, weights
 
 BOTH = pytest.mark.parametrize('static', [True, False], ids='static={}'.format)
 
@@ -91,3 +92,18 @@ def test_a_loop_with_effects_runs_once():
 
     copies, ours, one = loops_of_towers(forward)
     assert copies == 0 and ours.values['count'] == one.values['count'] == 9
+
+
+def test_a_size_that_a_loop_carries():
+    """It's that of the whole batch after the loop, though each tower's loop is given its own."""
+
+    def loop(x):
+        more = lambda i, n, h: (i + 1, n, h + tf.ones([n, 1]))  # noqa: E731
+        _, size, x = tf.while_loop(lambda i, *_: i < 3, more, (0, tf.shape(x)[0], x))
+        return x / tf.cast(size, tf.float32)
+
+    def nested(x):
+        return tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, loop(x)), (0, x))[1]
+
+    assert 'StatelessWhile' in check_rule(loop, floats(7, 3))
+    check_rule(nested, floats(7, 3))

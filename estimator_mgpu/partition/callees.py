@@ -6,7 +6,7 @@ TensorFlow takes loops apart, and then places all nodes without a device on the 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -15,9 +15,7 @@ from estimator_mgpu import private
 from .nodes import const_def, set_attr
 from .plan import Local, Numbers, OpPlan, Slice, Value
 from .rules import kinds
-
-if TYPE_CHECKING:
-    from .sharding import Sharding
+from .sharding import Sharding
 
 # Attributes that say where the user's op is, and what it makes.
 _OF_THE_WHOLE = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
@@ -34,10 +32,9 @@ def adapt(sharding: Sharding, node: Any, planned: OpPlan, tower: int) -> None:
         called.name = _copy(sharding, called.name, ops, tower, values)
     for i, dtype in values.items():
         node.attr['T'].list.type[i] = dtype.as_datatype_enum
-    if 'output_shapes' in node.attr:
-        for shape in node.attr['output_shapes'].list.shape:
-            shape.Clear()
-            shape.unknown_rank = True
+    for shape in node.attr['output_shapes'].list.shape if 'output_shapes' in node.attr else ():
+        shape.Clear()
+        shape.unknown_rank = True
 
 
 def _copy(
@@ -78,8 +75,7 @@ def _copy(
                 numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
                 constant = definition.node_def.add()
                 constant.CopyFrom(const_def(numbers, tensor.dtype))
-                constant.name = f'given_{len(definition.node_def)}'
-                constant.device = device
+                constant.name, constant.device = f'given_{len(definition.node_def)}', device
                 node.input[position] = f'{constant.name}:output:0'
         adapt(sharding, node, planned, tower)
     for node in definition.node_def:

@@ -10,9 +10,8 @@ from estimator_mgpu import optimizer
 from estimator_mgpu.batch import Batch
 from .calls import inline
 from .homes import settle
-from .inside import CALLERS
 from .propagation import propagate
-from .rules import OF_DEVICE, PRODUCTS, RULES
+from .rules import OF_DEVICE, RULES
 from .rules.batch_norm import expand
 from .symbols import Rows
 from .towers import Towers
@@ -46,7 +45,7 @@ def divide(
     given = tf.nest.flatten([sources, sparse], expand_composites=True)
     ops, rows = dependents(given, before), Rows('batch', static)
     read_first([graph.get_tensor_by_name(name).op for name in tied], before)
-    plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, CALLERS, PRODUCTS, unused)
+    plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, unused)
     homes = settle(graph, plan)
     join(plan)
     return Towers(graph, plan, total, devices, homes, replaced, parts, optimizer.calls(graph))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from . import plan
 from .plan import OWN, REPLICATE, WHOLE, Division, Entries, Label, Need, Numbers, Placement, Shard
-from .symbols import ONE, Size, per_row
+from .rules import PRODUCTS
+from .rules.signature import Operand, Signature
+from .symbols import ONE, Rows, Size, per_row
 
 if TYPE_CHECKING:
     from .propagation import Pass
-    from .rules.signature import Operand, Signature
-    from .symbols import Rows
 
 
 class Way(NamedTuple):
@@ -26,18 +26,12 @@ class Way(NamedTuple):
     factor: Size
 
 
-@dataclass
 class Matching:
     """An op, its signature, the placements of its inputs, and what the pass knows of others."""
 
-    op: tf.Operation
-    signature: Signature
-    placements: Sequence[Placement]
-    outer: Pass
-
-    def __post_init__(self) -> None:
-        self.rows, self.sizes = self.outer.rows, self.outer.sizes
-        self._inputs = list(zip(self.op.inputs, self.signature.inputs, self.placements))
+    def __init__(self, op: tf.Operation, signature: Signature, has: list[Placement], outer: Pass):
+        self.op, self.signature, self.outer, self.sizes = op, signature, outer, outer.sizes
+        self._inputs = list(zip(op.inputs, signature.inputs, has))
 
     def division(self) -> Division | None:
         """In the first way that can be; None if there is none."""
@@ -49,26 +43,23 @@ class Matching:
         They are along what inputs have their rows along. If none has rows, they are along what has
         a size by rows, as where tensors are made, or what was made whole, of rows.
         """
-        sharded = [(t, _labels(o), p) for t, o, p in self._inputs if isinstance(p, Shard)]
-        for tensor, labelled, placement in sharded:
-            if labelled and labelled[placement.axis] is not None:
-                factor = self.sizes.per_row(tensor, placement.axis, placement.rows)
-                if factor is not None:
-                    yield Way(labelled[placement.axis], placement.rows, factor)
-        for tensor, operand, _ in self._inputs if not sharded else ():
-            if isinstance(operand, Entries):
-                for label, size in zip(operand.labels, self.sizes.entries(tensor) or []):
-                    factor = per_row(size, self.rows) if self.rows in size.symbols else None
-                    if label is not None and factor is not None:
-                        yield Way(label, self.rows, factor)
-            elif tensor.name in self.outer.again:
-                first = next(iter(_labels(operand)), None)
-                size = (self.sizes.dims(tensor) or [ONE])[0]
-                rows = size.rows or self.rows
-                factor = per_row(size, rows) if first is not None else None
-                begins = self.op.type in self.outer.products
-                if factor is not None and (begins or rows is self.rows):
-                    yield Way(first, rows, factor)
+        batch, sharded = self.outer.rows, any(isinstance(p, Shard) for _, _, p in self._inputs)
+        for tensor, operand, placement in self._inputs:
+            labelled, dims = _labels(operand), self.sizes.dims(tensor)
+            found: list[tuple[Label, Size, Rows]] = []
+            if isinstance(placement, Shard) and labelled and dims:
+                found = [(labelled[placement.axis], dims[placement.axis], placement.rows)]
+            elif not sharded and isinstance(operand, Entries):
+                sizes = zip(operand.labels, self.sizes.entries(tensor) or [])
+                found = [(i, size, batch) for i, size in sizes if batch in size.symbols]
+            elif not sharded and labelled and dims and tensor.name in self.outer.again:
+                rows = dims[0].rows or batch
+                if rows is batch or self.op.type in PRODUCTS:  # These are worth it.
+                    found = [(labelled[0], dims[0], rows)]
+            for label, size, rows in found:
+                factor = per_row(size, rows)
+                if label is not None and factor is not None:
+                    yield Way(label, rows, factor)
 
     def _divided(self, way: Way) -> Division | None:
         """What the op comes to if it's divided in a way; None if it can't be."""
@@ -110,26 +101,25 @@ class Matching:
 
     def dims(self, way: Way | None = None) -> list[list[Size] | None]:
         """The dimensions of the outputs, as far as they are known."""
-        return [self._dims(i, way) for i in range(len(self.signature.outputs))]
+        outputs = self.signature.outputs
+        told = self.signature.dims or [None] * len(outputs)
+        return [self._dims(*given, way) for given in zip(self.op.outputs, outputs, told)]
 
-    def _dims(self, index: int, way: Way | None) -> list[Size] | None:
-        output, labels = self.op.outputs[index], self.signature.outputs[index]
-        given = self.signature.dims[index] if self.signature.dims else None
-        if output.shape.rank is None and given is None and not labels:
+    def _dims(
+        self, output: tf.Tensor, labels: Sequence[Label], told: list[Size] | None, way: Way | None
+    ) -> list[Size] | None:
+        if output.shape.rank is None and told is None and not labels:
             return None
+        dims: list[Size] = []
         static = self.sizes.static_dims(output, len(labels))
-        dims = []
-        for i, (known, own) in enumerate(zip(static, labels)):
-            size = given[i] if given else None
-            if way and own == way.label:
-                factor = way.factor if size is None else per_row(size, way.rows)
+        for label, known, size in zip(labels, static, told or repeat(None)):
+            if way and label == way.label:
+                factor = per_row(size, way.rows) if size else way.factor
                 if factor is None:
                     return None
                 dims.append(factor * Size(1, (way.rows,)))
-            elif known.symbols:
-                dims.append(size or self._size_of(own) or known)
             else:
-                dims.append(known)
+                dims.append((size or self._size_of(label) or known) if known.symbols else known)
         return dims
 
     def _size_of(self, label: Label) -> Size | None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
+from .symbols import Rows, Size
+
 if TYPE_CHECKING:
     from .rules.sizes import Sizes
-    from .symbols import Rows, Size
 
 
 @dataclass(frozen=True)
@@ -33,34 +34,19 @@ class Partial(NamedTuple):
     rows: Rows
 
 
-class ShardList(NamedTuple):
-    """A TensorList, or an Optional, whose elements, of a rank, have `factor` entries a row."""
+class Kept(NamedTuple):
+    """What can't become whole: if that is needed, what makes it runs once.
 
-    axis: int
-    rows: Rows
-    factor: Size
-    rank: int
-
-
-class SizeList(NamedTuple):
-    """One whose elements are sizes that go by rows, as the shapes that gradients keep."""
-
-    entries: tuple[Size, ...]
-
-
-@dataclass(frozen=True)
-class OwnSizes:
-    """The shape of a list's elements, of which each tower has its own."""
-
-
-class ListOf(NamedTuple):
-    """One whose elements are what each tower keeps."""
+    It's a TensorList or an Optional, by what towers have of its elements; or the shape of elements,
+    of which each tower has its own.
+    """
 
     element: Placement
+    sizes: tuple[Size, ...] = ()  # how many entries a row has in elements; or those that are sizes
+    rank: int = 0  # of elements that have rows
 
 
-Placement = Union[Replicate, Shard, Partial, ShardList, SizeList, OwnSizes, ListOf]
-KEPT = (ShardList, SizeList, OwnSizes, ListOf)  # can't become whole: if needed, its maker runs once
+Placement = Union[Replicate, Shard, Partial, Kept]
 REPLICATE = Replicate()
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, NoReturn
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from . import functions, plan
 from .homes import bytes_of
 from .matching import Matching
-from .plan import KEPT, OWN, REPLICATE, WHOLE, Division, OpPlan, Partial, Placement, Plan, Shard
+from .plan import OWN, REPLICATE, WHOLE, Division, Kept, Need, OpPlan, Partial, Placement, Shard
 from .rules import kinds, lists
 from .rules.signature import Rule, Undivided, signature_of
 from .rules.sizes import Sizes
-from .symbols import Rows, Size
-
-Caller = Callable[[Any, tf.Operation, list[Placement]], Optional[Division]]
-"""(pass, op, placements of the inputs) -> what it comes to; None if it has to run once."""
+from .symbols import Entry, Rows, Size, per_row
 
 
 def propagate(
@@ -27,22 +25,19 @@ def propagate(
     order: Sequence[tf.Operation],
     rows: Rows,
     table: dict[str, Rule],
-    callers: dict[str, Caller],
-    products: Container[str],
     unused: Set[str],
-) -> Plan:
+) -> plan.Plan:
     """Finds out what may run in towers.
 
     Sources have the rows along dimension 0, and so do sparse tensors, which stay whole. `order` are
-    the ops that depend on them, but for the `unused` ones. Rules, and what divides ops that call
-    functions, are by types of ops; `products` are those that begin with rows that aren't the
-    batch's. A rule that fails, rather than says no, is a RuntimeError.
+    the ops that depend on them, but for the `unused` ones; rules are by types of ops. A rule that
+    fails, rather than says no, is a RuntimeError.
     """
     reduced: set[str] = set()
     once: set[str] = set()
     while True:
         known = len(reduced), len(once)
-        found = Pass(rows, table, callers, reduced, once, products)
+        found = Pass(rows, table, Sizes(), reduced, once)
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
@@ -54,8 +49,8 @@ def propagate(
             if op.name not in unused:
                 found.visit(op)
         if known == (len(reduced), len(once)):
-            ops, placements = found.ops, found.placements
-            return Plan(rows, sources, order, ops, placements, found.reasons, found.sizes)
+            made = found.ops, found.placements, found.reasons, found.sizes
+            return plan.Plan(rows, sources, order, *made)
 
 
 @dataclass
@@ -67,18 +62,13 @@ class Pass:
 
     rows: Rows
     table: dict[str, Rule]
-    callers: dict[str, Caller]
+    sizes: Sizes
     reduced: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
-    products: Container[str] = ()
-    scope: str = ''  # tells a function's tensors from others of the same name
-
-    def __post_init__(self) -> None:
-        self.sizes = Sizes(self.scope)
-        self.ops: dict[str, OpPlan] = {}
-        self.placements: dict[str, Placement] = {}
-        self.reasons: dict[str, tuple[str, int]] = {}
-        self.again: set[str] = set()  # made whole, and may be divided again along dimension 0
+    ops: dict[str, OpPlan] = field(default_factory=dict)
+    placements: dict[str, Placement] = field(default_factory=dict)
+    reasons: dict[str, tuple[str, int]] = field(default_factory=dict)
+    again: set[str] = field(default_factory=set)  # made whole, may be divided again by dimension 0
 
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
@@ -95,14 +85,22 @@ class Pass:
             self.decide(op, placements)
 
     def decide(self, op: tf.Operation, placements: list[Placement]) -> None:
-        """Puts a reduction off, or divides an op by its rule, given what was reduced."""
+        """Puts a reduction off, or divides an op by the rule for its type, or lets it run once."""
         if any(isinstance(p, Partial) for p in placements):
             if made := self.linear(op, placements):
                 needs = tuple(OWN if p == made else WHOLE for p in placements)
                 self.divide(op, Division(OpPlan(needs), [made]))
                 return
             placements = self.reduce(op, placements)
-        self.by_rule(op, placements)
+        try:
+            found = self._division(op, placements)
+        except Undivided as error:
+            self.whole(op, placements, str(error))
+        except Exception as error:
+            what = f'{op.name!r} (a {op.type}): {type(error).__name__}'
+            raise RuntimeError(f'{what}: {error}') from error
+        else:
+            self.divide(op, found)
 
     def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
         """What an op makes of partial results; None if it needs the reduced one.
@@ -110,60 +108,43 @@ class Pass:
         A product with what is whole isn't made of these: an infinite factor gives inf for the sum,
         but nan where a tower's part is 0. Nor is a quotient.
         """
-        padding = op.type in kinds.PADDINGS
-        first, *others = reversed(placements) if padding else placements
-        if not isinstance(first, Partial):
+        parts = kinds.LINEAR.get(op.type, slice(0))
+        first = next(iter(placements[parts]), None)
+        if not isinstance(first, Partial) or (first.reduce != 'sum' and op.type in kinds.SUMS):
             return None
-        if op.type in kinds.JOINS:
-            *others, along = others
-            return first if along == REPLICATE and all(p == first for p in others) else None
-        sums = op.type in kinds.SUMS and first.reduce == 'sum' and all(p == first for p in others)
-        views = op.type in kinds.VIEWS or (padding and first.reduce == 'sum')
-        return first if sums or (views and all(p == REPLICATE for p in others)) else None
+        expected: list[Placement] = [REPLICATE] * len(placements)
+        expected[parts] = [first] * len(placements[parts])
+        return first if placements == expected else None
 
-    def by_rule(self, op: tf.Operation, placements: list[Placement]) -> None:
-        """Divides an op by the rule for its type, or lets it run once."""
-        try:
-            found, reason = self._division(op, placements), ''
-        except Undivided as error:
-            found, reason = None, str(error)
-        except Exception as error:
-            what = f'{op.name!r} (a {op.type}): {type(error).__name__}'
-            raise RuntimeError(f'{what}: {error}') from error
-        if found is None:
-            self.whole(op, placements, reason or self._reason(op, placements))
-        else:
-            self.divide(op, found)
-
-    def _reason(self, op: tf.Operation, placements: list[Placement]) -> str:
-        """Why an op runs once that no rule divides; what it follows from says so first."""
-        before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
-        ruled = op.type in self.table or op.type in self.callers or op.type.startswith(kinds.LISTS)
-        if before and (ruled or all(p == REPLICATE for p in placements)):
-            return before[0]
-        alike = all(getattr(p, 'rows', self.rows) == self.rows for p in placements)
-        needs = 'needs all rows' if alike else "is given rows that may not be the batch's"
-        return f'this {op.type} {needs}' if ruled else f'no rule for {op.type}'
-
-    def _division(self, op: tf.Operation, placements: list[Placement]) -> Division | None:
+    def _division(self, op: tf.Operation, placements: list[Placement]) -> Division:
+        """What an op comes to; raises Undivided, with the reason, if it has to run once."""
         own = [p if getattr(p, 'rows', self.rows) == self.rows else REPLICATE for p in placements]
-        if op.type in self.callers:
-            return self.callers[op.type](self, op, own)
-        if any(isinstance(p, KEPT) for p in placements) or op.type.startswith(kinds.LISTS):
+        of_lists, rule = op.type.startswith(kinds.LISTS), self.table.get(op.type)
+        found: Division | None = None
+        if op.type in kinds.CALLERS:
+            found = functions.Call(Inside, self, op, own).division()
+        elif of_lists or any(isinstance(p, Kept) for p in placements):
             found = lists.rule(op, own, self.rows, self.sizes)
-            return found if found and self.own_lists(zip(op.inputs, found.plan.needs)) else None
-        rule = self.table.get(op.type)
-        signature = signature_of(rule, op, self.sizes) if rule else None
-        if signature is None:
-            return None
-        matching = Matching(op, signature, placements, self)
-        of_sizes = all(p == REPLICATE for p in placements) and not self._behind(op)
-        known = matching.dims() if of_sizes else signature.dims or ()
-        for output, dims in zip(op.outputs, known):
-            self.sizes.know(output, dims)
-        return matching.division()
+            if found and not self.own_lists(zip(op.inputs, found.plan.needs)):
+                found = None
+        elif rule and (signature := signature_of(rule, op, self.sizes)):
+            matching = Matching(op, signature, placements, self)
+            of_sizes = all(p == REPLICATE for p in placements) and not self._behind(op)
+            known = matching.dims() if of_sizes else signature.dims or ()
+            for output, dims in zip(op.outputs, known):
+                self.sizes.know(output, dims)
+            found = matching.division()
+        if found:
+            return found
+        # What it follows from says first why.
+        before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
+        ruled = rule or of_lists or op.type in kinds.CALLERS
+        if before and (ruled or all(p == REPLICATE for p in placements)):
+            raise Undivided(before[0])
+        why = 'needs all rows' if own == placements else "is given rows that may not be the batch's"
+        raise Undivided(f'this {op.type} {why}' if ruled else f'no rule for {op.type}')
 
-    def own_lists(self, given: Iterable[tuple[tf.Tensor, object]]) -> bool:
+    def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
         """Lets each tower make the empty lists that it's given as its own; False if it can't."""
         for tensor, need in given:
             if need == OWN and tensor.dtype == tf.variant and self.seen(tensor) == REPLICATE:
@@ -178,14 +159,12 @@ class Pass:
         for output, placement in zip(op.outputs, found.placements):
             if placement is not None:
                 self.placements[output.name] = placement
-            if isinstance(placement, Partial) and placement.reduce == 'mean':
-                self.reduced.add(output.name)
         for output, dims in zip(op.outputs, found.dims):
             self.sizes.know(output, dims)
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> None:
         """Lets an op run once."""
-        self.once |= {t.op.name for t, p in zip(op.inputs, placements) if isinstance(p, KEPT)}
+        self.once |= {t.op.name for t, p in zip(op.inputs, placements) if isinstance(p, Kept)}
         behind = self._behind(op)
         if op.type in kinds.SIZES or (not behind and all(p == REPLICATE for p in placements)):
             return
@@ -214,3 +193,98 @@ class Pass:
         """What those who use a tensor are given."""
         reduced = tensor.name in self.reduced
         return REPLICATE if reduced else self.placements.get(tensor.name, REPLICATE)
+
+
+class Inside(Pass):
+    """A pass over the ops of a function that towers call, where nothing can be made whole.
+
+    Nothing can be summed, gathered or sliced there: if an op asks for that, or has side effects,
+    what calls the function runs once. Sizes are each tower's own, as its tensors say them. While it
+    isn't known yet what a loop's variables are, it isn't `strict`: what is asked for is taken to be
+    there. `wanted` is of which arguments, constants and fills rows are asked for.
+    """
+
+    def __init__(self, outer: Pass, graph: Any, strict: bool, wanted: functions.Wanted):
+        super().__init__(outer.rows, outer.table, Sizes(f'{graph.name}/'))
+        self.graph, self.strict, self.wanted = graph, strict, wanted
+
+    def visit(self, op: tf.Operation) -> None:
+        if op in self.wanted:
+            self._make(op, self.wanted[op])
+        if op in self.wanted or op.type == kinds.GROUP:
+            return
+        calls = op.type in kinds.CALLERS
+        if op.op_def.is_stateful and op.type not in kinds.READS and not calls:
+            raise Undivided(f'in it, a {op.type} has effects, or draws numbers')
+        placements = [self.seen(t) for t in op.inputs]
+        whole = all(p == REPLICATE for p in placements)
+        if op.type in kinds.SIZES:
+            if not whole and any(self.sizes.entries(t) is None for t in op.outputs):
+                raise Undivided(f'the sizes of {op.name} are unknown')
+        elif whole and not any(map(self.differs, op.inputs)):
+            if calls:
+                raise Undivided(f'a {op.type} that is the same on all towers')
+        elif whole and (op.type == kinds.BROADCAST_AXES or all(map(self._is_known, op.outputs))):
+            pass  # Sizes, of which each tower computes its own.
+        else:
+            self.decide(op, placements)
+
+    def linear(self, op: tf.Operation, placements: list[Placement]) -> Partial | None:
+        total = Partial('sum', self.rows)
+        likely = [total if p == REPLICATE and not self.strict else p for p in placements]
+        return super().linear(op, placements) or super().linear(op, likely)
+
+    def differs(self, tensor: tf.Tensor) -> bool:
+        """Whether towers have their own versions of a size."""
+        return any(self.rows in entry.symbols for entry in self.sizes.entries(tensor) or [])
+
+    def _is_known(self, tensor: tf.Tensor) -> bool:
+        sizes = self.sizes.entries(tensor)
+        return sizes is not None and not any(isinstance(s, Entry) for e in sizes for s in e.symbols)
+
+    def _make(self, op: tf.Operation, need: plan.Slice) -> None:
+        """Lets each tower make its rows of a constant or a fill."""
+        dims = [Size(d) for d in op.outputs[0].shape.as_list()]
+        if (own := per_row(dims[need.axis], self.rows)) is None:
+            raise Undivided(f'the size of {op.name} is unknown')
+        needs: tuple[Need, ...] = (plan.Slice(need.axis, self.rows, own),)
+        if op.type == kinds.FILL:
+            needs = (plan.Local(tuple(dims), need.axis, self.rows), WHOLE)
+        dims[need.axis] = own * Size(1, (self.rows,))
+        super().divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
+
+    def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
+        return not self.strict or super().own_lists(given)
+
+    def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> NoReturn:
+        raise Undivided(f'in it, {op.name}: {reason}')
+
+    def reduce(self, op: tf.Operation, placements: list[Placement]) -> NoReturn:
+        raise Undivided(f'in it, {op.name} needs a sum over all rows')
+
+    def divide(self, op: tf.Operation, found: Division) -> None:
+        needs = tuple(self._possible(op, *given) for given in zip(op.inputs, found.plan.needs))
+        super().divide(op, found._replace(plan=found.plan._replace(needs=needs)))
+
+    def _possible(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> Need:
+        """What an op is given inside for what it needs, if it can be."""
+        differs = self.differs(tensor)
+        if need == WHOLE and (differs or self.seen(tensor) != REPLICATE):
+            raise Undivided(f'in it, {op.name} needs all rows')
+        if isinstance(need, plan.Slice) and self._may_be_made(tensor):
+            self.wanted[tensor.op] = need
+        elif self.strict and (isinstance(need, plan.Slice) or need == plan.FIRST):
+            raise Undivided(f'{op.type} needs rows of {tensor.name}')
+        elif isinstance(need, plan.Local):
+            more = [self.rows in e.symbols if differs else e.static is None for e in need.entries]
+            if sum(more) > int(differs):  # The tower has its own rows.
+                raise Undivided(f'{op.type} needs other sizes')
+        whole = isinstance(need, plan.Numbers) or (isinstance(need, plan.Local) and not differs)
+        return need if whole else OWN
+
+    def _may_be_made(self, tensor: tf.Tensor) -> bool:
+        """Whether each tower can have its rows of a tensor: a whole argument, or of known size."""
+        if any(tensor is argument for argument in self.graph.inputs):
+            return self.seen(tensor) == REPLICATE
+        fill = tensor.op.type == kinds.FILL and self.sizes.numbers(tensor.op.inputs[0]) is not None
+        return bool(self.rows.static) and (fill or tensor.op.type == kinds.CONST)

@@ -14,7 +14,7 @@ from .callees import adapt
 from .homes import home_of
 from .nodes import Nodes
 from .packing import Pack, packs
-from .plan import FIRST, KEPT, OWN, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
+from .plan import FIRST, OWN, Kept, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
 from .reduction import gather, reduce
 from .rules import kinds
 from .sharding import Number, Sharding
@@ -91,7 +91,7 @@ class Towers:
     def _is_ours(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor of the user's has another whole value than that which its op makes."""
         placement = self.plan.placements.get(tensor.name)
-        if tensor.name in self._sources or isinstance(placement, KEPT):
+        if tensor.name in self._sources or isinstance(placement, Kept):
             return False  # An op makes its own list, of what its inputs are as a whole.
         return placement is not None or self._is_size(tensor)
 

@@ -5,8 +5,13 @@ ALIKE = {'ZerosLike': 0, 'OnesLike': 1}  # make a tensor like another, of entrie
 _SAME = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
 VIEWS = (*_SAME, 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose')
 """What can be taken of towers' partial results, be they reduced before or after."""
-SUMS = ('Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub')  # can be taken of partial sums
-JOINS, PADDINGS = ('ConcatV2',), ('StridedSliceGrad',)  # The last input comes out between zeros.
+SUMS = ('Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub', 'StridedSliceGrad')  # of partial sums only
+LINEAR = {  # which inputs are partial results, of which it makes one like these; others are whole
+    **dict.fromkeys(VIEWS, slice(1)),
+    **dict.fromkeys(SUMS, slice(None)),
+    'ConcatV2': slice(-1),
+    'StridedSliceGrad': slice(-1, None),  # comes out between zeros
+}
 SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])  # look only at a tensor's dimensions
 BROADCAST_AXES = 'BroadcastGradientArgs'  # tells which dimensions gradients are summed over
 EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')  # without elements
@@ -14,6 +19,7 @@ LISTS = ('TensorList', 'Optional')  # what the types of ops on these begin with
 CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 LOOPS = ('While', 'StatelessWhile')
 BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
+CALLERS = (*LOOPS, *BRANCHES, *CALLS)  # call functions
 NEXT = ('NextIteration', 'RefNextIteration')  # a v1 loop's way back
 READS = (READ, 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
 """What looks at a variable and leaves it as it is, though it counts as having state."""
