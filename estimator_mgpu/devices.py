@@ -150,8 +150,8 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
     config, towers = copy.deepcopy(base or get_default_session_config()), resolve(devices)
     if not isinstance(config, tf.ConfigProto):
         raise TypeError(
-            f'base={base!r} is of {type(base).__name__}, not a tf.ConfigProto: give session_config, '
-            'rather than a RunConfig.'
+            f'base is of {type(base).__name__}, not a tf.ConfigProto: give what a RunConfig has as '
+            'its session_config, rather than a RunConfig.'
         )
     count = config.device_count
     count['CPU'] = max(_cpus(towers), count.get('CPU', 1))
