@@ -7,26 +7,41 @@ from functools import partial
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import WHOLE, Label, Numbers
-from .signature import Operand, Rule, Signature, by, labels, without
+from estimator_mgpu.partition.plan import WHOLE, Numbers
+from .signature import Operand, Rule, Signature, by, letters, rank
 from .sizes import Sizes
 
 
-def axes(op: tf.Operation, named: int | str, sizes: Sizes, rank: int) -> list[int] | None:
+def axes(op: tf.Operation, named: int | str, sizes: Sizes, count: int) -> list[int] | None:
     """The dimensions that an input or an attribute names, from 0; None if the graph can't tell."""
     numbers = sizes.numbers(op.inputs[named]) if isinstance(named, int) else op.get_attr(named)
     numbers = [numbers] if isinstance(numbers, int) else numbers
-    return None if numbers is None else sorted({n % rank for n in numbers if rank})
+    return None if numbers is None else sorted({n % count for n in numbers if count})
+
+
+def along(op: tf.Operation, sizes: Sizes, named: int | str, text: str) -> str | None:
+    """Named dimensions are whole; along all others it goes row by row.
+
+    `named` is the input or the attribute that names them. In the text `all` is a word for what has
+    them, and `left` one for what has all others.
+    """
+    at, word = next((i, w) for i, w in enumerate(text.split()) if w.strip('+') in ('all', 'left'))
+    count = rank(op.inputs[at], sizes) + word.startswith('left')
+    if (gone := axes(op, named, sizes, count)) is None:
+        return None
+    row = letters(count, gone)
+    return text.replace('all', row).replace('left', row.replace('_', '') or '*')
 
 
 def reduction(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Over rows it gives a part of the result; over other dimensions it goes row by row."""
-    own = labels(op.inputs[0], sizes)
+    own = range(rank(op.inputs[0], sizes))
     gone = axes(op, 1, sizes, len(own))
     if gone is None or (op.type == 'Mean' and not op.inputs[0].dtype.is_floating):
         return None  # A mean of integers is rounded.
-    kept = without(own, gone) if op.get_attr('keep_dims') else _less(own, gone)
-    return Signature([own, _known(op.inputs[1], gone)], [kept], reduce=op.type.lower())
+    kept = own if op.get_attr('keep_dims') else [i for i in own if i not in gone]
+    made = tuple(None if i in gone else i for i in kept)
+    return Signature([tuple(own), _known(op.inputs[1], gone)], [made], reduce=op.type.lower())
 
 
 def _known(tensor: tf.Tensor, numbers: Sequence[int]) -> Operand:
@@ -34,67 +49,41 @@ def _known(tensor: tf.Tensor, numbers: Sequence[int]) -> Operand:
     return WHOLE if tensor.op.type == 'Const' else Numbers(tuple(numbers))
 
 
-def _less(labelled: Sequence[Label], gone: Sequence[int]) -> tuple[Label, ...]:
-    """The labels of what is left."""
-    return tuple(label for i, label in enumerate(labelled) if i not in gone)
-
-
-def along(
-    op: tf.Operation, sizes: Sizes, named: int | str, tensors: slice = slice(1), then: str = 'stay'
-) -> Signature | None:
-    """Named dimensions are whole; along all others it goes row by row.
-
-    `named` is the input or the attribute that names them, `tensors` are the inputs that have them
-    (others are whole), and `then` is whether they 'stay', 'go', or only 'come' with the output.
-    """
-    own, *others = (labels(t, sizes) for t in list(op.inputs)[tensors])
-    at = axes(op, named, sizes, len(own) + (then == 'come'))
-    if at is None or any(other != own for other in others):
-        return None
-    row = own if then == 'come' else without(own, at)
-    made = _less(row, at) if then == 'go' else row
-    if then == 'come':
-        made = own[: at[0]] + (None,) + own[at[0] :]
-    operands: list[Operand] = [WHOLE] * len(op.inputs)
-    operands[tensors] = [row] * (1 + len(others))
-    return Signature(operands, [made] * len(op.outputs))
-
-
 def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Dimensions of size 1 go; which ones is told to towers, where rows may be one."""
-    own = labels(op.inputs[0], sizes)
+    own = range(rank(op.inputs[0], sizes))
     gone = axes(op, 'squeeze_dims', sizes, len(own))
     if not gone:
         static = [size.static for size in sizes.dims(op.inputs[0]) or []]
         gone = [i for i, size in enumerate(static) if size == 1]
         if not gone or None in static:
             return None
-    return Signature([without(own, gone)], [_less(own, gone)], attrs={'squeeze_dims': gone})
+    row = tuple(None if i in gone else i for i in own)
+    left = tuple(i for i in own if i not in gone)
+    return Signature([row], [left], attrs={'squeeze_dims': gone})
 
 
 def transpose(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Dimensions change places."""
-    if (order := sizes.numbers(op.inputs[1])) is None:
+    own, order = range(rank(op.inputs[0], sizes)), sizes.numbers(op.inputs[1])
+    if order is None:
         return None
-    own = labels(op.inputs[0], sizes)
-    return Signature([own, _known(op.inputs[1], order)], [tuple(own[i] for i in order)])
+    made = tuple(own[i] for i in order)
+    return Signature([tuple(own), _known(op.inputs[1], order)], [made])
 
 
-def reverse_sequence(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def reverse_sequence(op: tf.Operation, sizes: Sizes) -> str:
     """Each sequence by its own length."""
-    row = without(labels(op.inputs[0], sizes), [op.get_attr('seq_dim')])
-    return Signature([row, (row[op.get_attr('batch_dim')],)], [row])
+    row = letters(rank(op.inputs[0], sizes), [op.get_attr('seq_dim')])
+    return f'{row} {row[op.get_attr("batch_dim")]} -> {row}'
 
 
-def gather(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def gather(op: tf.Operation, sizes: Sizes) -> str | None:
     """`GatherV2`: each index by itself; leading batch dimensions go together."""
-    params = labels(op.inputs[0], sizes, 'p')
-    if (named := axes(op, 2, sizes, len(params))) is None:
+    if (at := axes(op, 2, sizes, rank(op.inputs[0], sizes))) is None:
         return None
-    [at], batch = named, op.get_attr('batch_dims')
-    indices = params[:batch] + labels(op.inputs[1], sizes, 'i')[batch:]
-    own = without(params, [at])
-    return Signature([own, indices, WHOLE], [own[:at] + indices[batch:] + own[at + 1 :]])
+    before = letters(at[0]).strip('*')
+    return f'{before}_P {before[: op.get_attr("batch_dims")]}I * -> {before}IP'
 
 
 def segments(op: tf.Operation, sizes: Sizes) -> str | None:
@@ -106,17 +95,17 @@ def segments(op: tf.Operation, sizes: Sizes) -> str | None:
 RULES: dict[str, Rule] = {
     'All Any Max Mean Min Prod Sum': reduction,
     'L2Loss': 'S -> * (sum)',
-    'Cumsum Cumprod CumulativeLogsumexp ReverseV2': partial(along, named=1),
-    'Roll': partial(along, named=2),
+    'Cumsum Cumprod CumulativeLogsumexp ReverseV2': partial(along, named=1, text='all * -> all'),
+    'Roll': partial(along, named=2, text='all * * -> all'),
     'ReverseSequence': reverse_sequence,
-    'ConcatV2': partial(along, named=-1, tensors=slice(-1)),
-    'Split': partial(along, named=0, tensors=slice(1, 2)),
-    'SplitV': partial(along, named=2),
-    'ArgMax ArgMin': partial(along, named=1, then='go'),
-    'Unpack': partial(along, named='axis', then='go'),
-    'Pack': partial(along, named='axis', tensors=slice(None), then='come'),
-    'ExpandDims': partial(along, named=1, then='come'),
-    'OneHot': partial(along, named='axis', then='come'),
+    'ConcatV2': partial(along, named=-1, text='all+ * -> all'),
+    'Split': partial(along, named=0, text='* all -> all+'),
+    'SplitV': partial(along, named=2, text='all * * -> all+'),
+    'ArgMax ArgMin': partial(along, named=1, text='all * -> left'),
+    'Unpack': partial(along, named='axis', text='all -> left+'),
+    'Pack': partial(along, named='axis', text='left+ -> all'),
+    'ExpandDims': partial(along, named=1, text='left * -> all'),
+    'OneHot': partial(along, named='axis', text='left * * * -> all'),
     'Squeeze': squeeze,
     'Transpose ConjugateTranspose': transpose,
     'Gather': '_P I -> IP',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label
 from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
-from .signature import Rule, Signature, labels, without
+from .signature import Rule, Signature, letters, rank
 from .sizes import Sizes
 
 
@@ -21,18 +22,22 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
     dimensions are a multiple of the rows, each row is the same contiguous block in both. Where it's
     only known when the step runs whether they are, nothing is divided along them.
     """
-    before, told = sizes.dims(op.inputs[0]), sizes.entries(op.inputs[1])
-    if before is None or told is None:
+    before, after = sizes.dims(op.inputs[0]), sizes.entries(op.inputs[1])
+    if before is None or after is None:
         return None
-    after = _reshaped(op, sizes, before, told)
+    if Size(-1) in after:  # is what is left
+        at, left = after.index(Size(-1)), product(before).over(product(after) * Size(-1))
+        after[at] = left or sizes.unknown(op.outputs[0], at)
+    static = sizes.static_dims(op.outputs[0], len(after))
+    after = [size if d.symbols or size.rows else d for d, size in zip(static, after)]
     own: list[Label] = [None] * len(before)
     new: list[Label] = [None] * len(after)
     has_rows = [any(size.rows for size in dims) for dims in (before, after)]
-    for i, size in enumerate(before):
-        for j in range(len(after)):  # Of size 1, a dimension begins nothing.
-            begin = ONE not in (size, after[j]) and _go_together(size, after[j], has_rows)
-            if begin and product(before[:i]).same_as(product(after[:j])):
-                own[i] = new[j] = f'{i}'
+    for (i, a), (j, b) in itertools.product(enumerate(before), enumerate(after)):
+        # Of size 1, a dimension begins nothing.
+        begin = ONE not in (a, b) and _go_together(a, b, has_rows)
+        if begin and product(before[:i]).same_as(product(after[:j])):
+            own[i] = new[j] = i
     return Signature([tuple(own), Entries(tuple(new))], [tuple(new)], dims=[after])
 
 
@@ -49,18 +54,6 @@ def _go_together(a: Size, b: Size, told: Sequence[bool]) -> bool:
     return per_row(a, rows) is not None and per_row(b, rows) is not None
 
 
-def _reshaped(
-    op: tf.Operation, sizes: Sizes, before: Sequence[Size], after: list[Size]
-) -> list[Size]:
-    """The dimensions after a reshape, of what it's told; -1 is what is left."""
-    for i, size in enumerate(after):
-        if size == Size(-1):
-            left = product(before).over(product(after[:i] + after[i + 1 :]))
-            after[i] = left or sizes.unknown(op.outputs[0], i)
-    known = sizes.static_dims(op.outputs[0], len(after))
-    return [size if d.symbols or size.rows else d for d, size in zip(known, after)]
-
-
 def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Along the dimensions that are taken whole; and its gradient, by the sizes of what was sliced.
 
@@ -69,38 +62,29 @@ def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """
     backward = op.type == 'StridedSliceGrad'
     dims = sizes.entries(op.inputs[0]) if backward else sizes.dims(op.inputs[0])
-    count = op.inputs[1].shape.num_elements()
-    if dims is None or count is None:
-        return None
     begin, end, stride = (sizes.entries(t) for t in list(op.inputs)[1:4])
-    index: list[Any] = []
-    ends: list[int | None] = []  # which dimension's size each end is
-    new = op.get_attr('ellipsis_mask') | op.get_attr('new_axis_mask')
-    named = [i for i in range(count) if not new >> i & 1]
-    for i in range(count):
-        past = op.get_attr('ellipsis_mask') & ((1 << i) - 1)
-        at = len(dims) - sum(k >= i for k in named) if past else sum(k < i for k in named)
-        ends.append(None if i not in named or _has(op, 'end', i) else at)
-        if i not in named:
-            index.append(... if _has(op, 'ellipsis', i) else None)
-        elif _has(op, 'shrink_axis', i):
-            index.append(0)
-        else:
-            from_0 = _has(op, 'begin', i) or (begin is not None and begin[i] == Size(0))
-            to_end = _has(op, 'end', i) or (end is not None and end[i].same_as(dims[at]))
-            each = stride is not None and stride[i] == ONE
-            index.append(slice(None) if from_0 and to_end and each else slice(1))
+    if dims is None or begin is None or end is None or stride is None:
+        return None
+
+    def has(mask: str, i: int) -> bool:
+        return bool(op.get_attr(f'{mask}_mask') >> i & 1)
+
+    index: list[Any] = [... if has('ellipsis', i) else None for i in range(len(begin))]
+    named = [i for i, at in enumerate(index) if at is None and not has('new_axis', i)]
+    past = index.index(...) if ... in index else len(index)
+    axes = {i: n + (i > past) * (len(dims) - len(named)) for n, i in enumerate(named)}
+    for i, axis in axes.items():
+        from_0 = has('begin', i) or begin[i] == Size(0)
+        to_end = has('end', i) or end[i].same_as(dims[axis])
+        whole = from_0 and to_end and stride[i] == ONE
+        index[i] = 0 if has('shrink_axis', i) else slice(None) if whole else slice(1)
     left = np.broadcast_to(0, range(2, len(dims) + 2))[tuple(index)].shape
-    own = tuple(f'{size}' if size in left else None for size in range(2, len(dims) + 2))
-    made = tuple(f'{size}' if size > 1 else None for size in left)
+    own = tuple(size if size in left else None for size in range(2, len(dims) + 2))
+    made = tuple(size if size > 1 else None for size in left)
     if backward:
         return Signature([Entries(own), WHOLE, WHOLE, WHOLE, made], [own])
-    known = Entries(tuple(None if at is None else own[at] for at in ends))
-    return Signature([own, WHOLE, known, WHOLE], [made])
-
-
-def _has(op: tf.Operation, mask: str, i: int) -> bool:
-    return bool(op.get_attr(f'{mask}_mask') >> i & 1)
+    ends = [own[axes[i]] if i in axes and not has('end', i) else None for i in range(len(end))]
+    return Signature([own, WHOLE, Entries(tuple(ends)), WHOLE], [made])
 
 
 def slice_(op: tf.Operation, sizes: Sizes) -> Signature | None:
@@ -110,16 +94,16 @@ def slice_(op: tf.Operation, sizes: Sizes) -> Signature | None:
     if dims is None or begin is None or size is None:
         return None
     whole = [b == Size(0) and (s == Size(-1) or s.same_as(d)) for b, s, d in zip(begin, size, dims)]
-    own = tuple(f'{i}' if taken else None for i, taken in enumerate(whole))
+    own = tuple(i if taken else None for i, taken in enumerate(whole))
     return Signature([own, WHOLE, Entries(own)], [own])
 
 
-def pad(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def pad(op: tf.Operation, sizes: Sizes) -> str | None:
     """`Pad` and `MirrorPad`: along the dimensions that nothing is added to."""
     if (numbers := sizes.numbers(op.inputs[1])) is None:
         return None
-    own = without(labels(op.inputs[0], sizes), [i // 2 for i, n in enumerate(numbers) if n])
-    return Signature([own] + [WHOLE] * (len(op.inputs) - 1), [own])
+    row = letters(rank(op.inputs[0], sizes), [i // 2 for i, n in enumerate(numbers) if n])
+    return f'{row} *+ -> {row}'
 
 
 def tile(op: tf.Operation, sizes: Sizes) -> Signature | None:
@@ -127,11 +111,11 @@ def tile(op: tf.Operation, sizes: Sizes) -> Signature | None:
     dims, multiples = sizes.dims(op.inputs[0]), sizes.entries(op.inputs[1])
     if dims is None or multiples is None:
         return None
-    kept = tuple(f'{i}' if n == ONE else None for i, n in enumerate(multiples))
-    made = tuple(f'{i}' if d == ONE != n else None for i, (d, n) in enumerate(zip(dims, multiples)))
-    new = tuple(one or other for one, other in zip(kept, made))
-    after = [d * n for d, n in zip(dims, multiples)]
-    return Signature([kept, Entries(made)], [new], dims=[after])
+    given = list(enumerate(zip(dims, multiples)))
+    kept = tuple(i if n == ONE else None for i, (_, n) in given)
+    made = tuple(i if d == ONE != n else None for i, (d, n) in given)
+    new = tuple(i if ONE in (d, n) else None for i, (d, n) in given)
+    return Signature([kept, Entries(made)], [new], dims=[[d * n for d, n in zip(dims, multiples)]])
 
 
 RULES: dict[str, Rule] = {
