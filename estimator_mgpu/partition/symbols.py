@@ -55,9 +55,6 @@ class Size:
             raise ValueError(f'{self} + {other} is no product')
         return self if self.number else other
 
-    def __sub__(self, other: Size) -> Size:
-        return self + other * Size(-1)
-
     def __floordiv__(self, other: Size) -> Size:
         return self.over(other) or Size(self.known // other.known)
 

@@ -12,15 +12,14 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label, Numbers
 from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
-from .signature import Operand, Rule, Signature, letters, rank
+from .signature import Operand, Rule, Signature, known, letters, rank
 from .sizes import Sizes
 
 
-def axes(op: tf.Operation, named: int | str, sizes: Sizes, count: int) -> list[int] | None:
-    """The dimensions that an input or an attribute names, from 0; None if the graph can't tell."""
-    numbers = sizes.numbers(op.inputs[named]) if isinstance(named, int) else op.get_attr(named)
-    numbers = [numbers] if isinstance(numbers, int) else numbers
-    return None if numbers is None else sorted({n % count for n in numbers if count})
+def axes(op: tf.Operation, named: int | str, sizes: Sizes, count: int) -> list[int]:
+    """The dimensions that an input or an attribute names, from 0."""
+    given = sizes.numbers(op.inputs[named]) if isinstance(named, int) else op.get_attr(named)
+    return sorted({n % count for n in np.ravel(known(given)).tolist() if count})
 
 
 def along(named: int | str, text: str) -> Rule:
@@ -30,11 +29,9 @@ def along(named: int | str, text: str) -> Rule:
     """
     at, word = next((i, w) for i, w in enumerate(text.split()) if w.strip('+') in ('all', 'left'))
 
-    def rule(op: tf.Operation, sizes: Sizes) -> str | None:
+    def rule(op: tf.Operation, sizes: Sizes) -> str:
         count = rank(op.inputs[at], sizes) + word.startswith('left')
-        if (gone := axes(op, named, sizes, count)) is None:
-            return None
-        row = letters(count, gone)
+        row = letters(count, axes(op, named, sizes, count))
         return text.replace('all', row).replace('left', row.replace('_', '') or '*')
 
     return rule
@@ -44,7 +41,7 @@ def reduction(op: tf.Operation, sizes: Sizes) -> Signature | None:
     """Over rows it gives a part of the result; over other dimensions it goes row by row."""
     own = range(rank(op.inputs[0], sizes))
     gone = axes(op, 1, sizes, len(own))
-    if gone is None or (op.type == 'Mean' and not op.inputs[0].dtype.is_floating):
+    if op.type == 'Mean' and not op.inputs[0].dtype.is_floating:
         return None  # A mean of integers is rounded.
     kept = own if op.get_attr('keep_dims') else [i for i in own if i not in gone]
     made = tuple(None if i in gone else i for i in kept)
@@ -70,11 +67,9 @@ def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature([row], [left], attrs={'squeeze_dims': gone})
 
 
-def transpose(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def transpose(op: tf.Operation, sizes: Sizes) -> Signature:
     """Dimensions change places."""
-    own, order = range(rank(op.inputs[0], sizes)), sizes.numbers(op.inputs[1])
-    if order is None:
-        return None
+    own, order = range(rank(op.inputs[0], sizes)), known(sizes.numbers(op.inputs[1]))
     made = tuple(own[i] for i in order)
     return Signature([tuple(own), _known(op.inputs[1], order)], [made])
 
@@ -85,30 +80,27 @@ def reverse_sequence(op: tf.Operation, sizes: Sizes) -> str:
     return f'{row} {row[op.get_attr("batch_dim")]} -> {row}'
 
 
-def gather(op: tf.Operation, sizes: Sizes) -> str | None:
+def gather(op: tf.Operation, sizes: Sizes) -> str:
     """`GatherV2`: each index by itself; leading batch dimensions go together."""
-    if (at := axes(op, 2, sizes, rank(op.inputs[0], sizes))) is None:
-        return None
-    before = letters(at[0]).strip('*')
+    [at] = axes(op, 2, sizes, rank(op.inputs[0], sizes))
+    before = letters(at).strip('*')
     return f'{before}_P {before[: op.get_attr("batch_dims")]}I * -> {before}IP'
 
 
-def segments(op: tf.Operation, sizes: Sizes) -> str | None:
+def segments(op: tf.Operation, sizes: Sizes) -> str:
     """Where the rows themselves tell how many segments there are, these are as large as they."""
-    reduce = op.type[len('UnsortedSegment') :].lower()
-    return None if sizes.numbers(op.inputs[2]) is None else f'I... I * -> * ({reduce})'
+    known(sizes.numbers(op.inputs[2]))
+    return f'I... I * -> * ({op.type.removeprefix("UnsortedSegment").lower()})'
 
 
-def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def reshape(op: tf.Operation, sizes: Sizes) -> Signature:
     """A dimension keeps its rows if what comes before it has as many entries as before.
 
     Entries are in row-major order: where the products of the dimensions before are equal, and both
     dimensions are a multiple of the rows, each row is the same contiguous block in both. Where it's
     only known when the step runs whether they are, nothing is divided along them.
     """
-    before, after = sizes.dims(op.inputs[0]), sizes.entries(op.inputs[1])
-    if before is None or after is None:
-        return None
+    before, after = known(sizes.dims(op.inputs[0])), known(sizes.entries(op.inputs[1]))
     if Size(-1) in after:  # is what is left
         at, left = after.index(Size(-1)), product(before).over(product(after) * Size(-1))
         after[at] = left or sizes.unknown(op.outputs[0], at)
@@ -116,39 +108,34 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature | None:
     after = [size if d.symbols or size.rows else d for d, size in zip(static, after)]
     own: list[Label] = [None] * len(before)
     new: list[Label] = [None] * len(after)
-    has_rows = [any(size.rows for size in dims) for dims in (before, after)]
-    for (i, a), (j, b) in itertools.product(enumerate(before), enumerate(after)):
-        # Of size 1, a dimension begins nothing.
-        begin = ONE not in (a, b) and _go_together(a, b, has_rows)
+    for (i, a), (j, b) in itertools.product(*map(enumerate, map(_begins, (before, after)))):
+        begin = ONE not in (a, b) and _go_together(a, b)
         if begin and product(before[:i]).same_as(product(after[:j])):
             own[i] = new[j] = i
     return Signature([tuple(own), Entries(tuple(new))], [tuple(new)], dims=[after])
 
 
-def _go_together(a: Size, b: Size, told: Sequence[bool]) -> bool:
-    """Whether dimensions are one, or multiples of the same rows; numbers are compared with rows.
-
-    Not so those of a tensor of which the graph has `told` which dimensions have rows.
-    """
-    rows = a.rows or b.rows
-    if rows is None:
-        return a.same_as(b) or None not in (a.static, b.static)
-    if (told[0] and not a.rows) or (told[1] and not b.rows):
-        return False
-    return per_row(a, rows) is not None and per_row(b, rows) is not None
+def _begins(dims: list[Size]) -> list[Size]:
+    """Dimensions, but 1 for those without rows if others have any: then no rows begin there."""
+    return [d if d.rows else ONE for d in dims] if any(d.rows for d in dims) else dims
 
 
-def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def _go_together(a: Size, b: Size) -> bool:
+    """Whether dimensions are one, or multiples of the same rows; numbers are compared with rows."""
+    if rows := a.rows or b.rows:
+        return per_row(a, rows) is not None and per_row(b, rows) is not None
+    return a.same_as(b) or None not in (a.static, b.static)
+
+
+def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
     """Along the dimensions that are taken whole; and its gradient, by the sizes of what was sliced.
 
     Both have begins, ends and strides as their second to fourth inputs. NumPy, given dimensions of
     2, 3, 4, ..., tells which of them come out where; what isn't taken whole is of size 1.
     """
     backward = op.type == 'StridedSliceGrad'
-    dims = sizes.entries(op.inputs[0]) if backward else sizes.dims(op.inputs[0])
-    begin, end, stride = (sizes.entries(t) for t in list(op.inputs)[1:4])
-    if dims is None or begin is None or end is None or stride is None:
-        return None
+    dims = known(sizes.entries(op.inputs[0]) if backward else sizes.dims(op.inputs[0]))
+    begin, end, stride = (known(sizes.entries(t)) for t in list(op.inputs)[1:4])
 
     def has(mask: str, i: int) -> bool:
         return bool(op.get_attr(f'{mask}_mask') >> i & 1)
@@ -171,30 +158,25 @@ def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature | None:
     return Signature([own, WHOLE, Entries(tuple(ends)), WHOLE], [made])
 
 
-def slice_(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def slice_(op: tf.Operation, sizes: Sizes) -> Signature:
     """`Slice`: along the dimensions that are taken from the first to the last entry."""
-    dims = sizes.dims(op.inputs[0])
-    begin, size = sizes.entries(op.inputs[1]), sizes.entries(op.inputs[2])
-    if dims is None or begin is None or size is None:
-        return None
+    begin, size = (known(sizes.entries(t)) for t in list(op.inputs)[1:])
+    dims = known(sizes.dims(op.inputs[0]))
     whole = [b == Size(0) and (s == Size(-1) or s.same_as(d)) for b, s, d in zip(begin, size, dims)]
     own = tuple(i if taken else None for i, taken in enumerate(whole))
     return Signature([own, WHOLE, Entries(own)], [own])
 
 
-def pad(op: tf.Operation, sizes: Sizes) -> str | None:
+def pad(op: tf.Operation, sizes: Sizes) -> str:
     """`Pad` and `MirrorPad`: along the dimensions that nothing is added to."""
-    if (numbers := sizes.numbers(op.inputs[1])) is None:
-        return None
+    numbers = known(sizes.numbers(op.inputs[1]))
     row = letters(rank(op.inputs[0], sizes), [i // 2 for i, n in enumerate(numbers) if n])
     return f'{row} *+ -> {row}'
 
 
-def tile(op: tf.Operation, sizes: Sizes) -> Signature | None:
+def tile(op: tf.Operation, sizes: Sizes) -> Signature:
     """Along the dimensions that aren't repeated; and rows made of what is there once."""
-    dims, multiples = sizes.dims(op.inputs[0]), sizes.entries(op.inputs[1])
-    if dims is None or multiples is None:
-        return None
+    dims, multiples = known(sizes.dims(op.inputs[0])), known(sizes.entries(op.inputs[1]))
     given = list(enumerate(zip(dims, multiples)))
     kept = tuple(i if n == ONE else None for i, (_, n) in given)
     made = tuple(i if d == ONE != n else None for i, (d, n) in given)

@@ -23,7 +23,7 @@ import functools
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -33,6 +33,7 @@ from estimator_mgpu.partition.symbols import ONE, Size
 if TYPE_CHECKING:
     from .sizes import Sizes
 
+T = TypeVar('T')
 Operand = Union[tuple[Label, ...], Entries, Given, Numbers]  # labels, or what towers are given
 
 
@@ -169,13 +170,19 @@ class Undivided(Exception):
     """An op can't be divided, and why."""
 
 
+def known(found: T | None, reason: str = '') -> T:
+    """What was found of an op; raises Undivided if nothing was, by default as it needs all rows."""
+    if found is None:
+        raise Undivided(reason)
+    return found
+
+
 def _shape(tensor: tf.Tensor, sizes: Sizes, word: str = '') -> list[Size]:
-    """The dimensions that a word is about; raises Undivided if their number is unknown."""
+    """The dimensions that a word is about."""
     if word in ('*', '='):
         return []
-    if (found := sizes.entries(tensor) if '#' in word else sizes.dims(tensor)) is None:
-        raise Undivided(f'the rank of {tensor.name} is unknown')
-    return found
+    found = sizes.entries(tensor) if '#' in word else sizes.dims(tensor)
+    return known(found, f'the rank of {tensor.name} is unknown')
 
 
 def rank(tensor: tf.Tensor, sizes: Sizes) -> int:

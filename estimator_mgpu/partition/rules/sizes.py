@@ -201,7 +201,7 @@ _VALUES: dict[str, Callable[..., Any]] = {  # (output, *inputs' values or dims) 
     'Squeeze': lambda t, x: np.squeeze(x, tuple(t.op.get_attr('squeeze_dims')) or None),
     'Mul': lambda _, a, b: a * b,
     **dict.fromkeys(['Add', 'AddV2'], lambda _, a, b: a + b),
-    'Sub': lambda _, a, b: a - b,
+    'Sub': lambda _, a, b: a + b * Size(-1),
     'FloorDiv': lambda _, a, b: a // b,
     'FloorMod': lambda _, a, b: a % b,
     'Maximum': lambda _, a, b: np.maximum(a, b),
