@@ -37,13 +37,9 @@ class Entry(NamedTuple):
 Symbol = Union[Rows, Dim, Entry]
 
 
-class Unknown(Exception):
-    """What comes out can't be written as a `Size`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A number times symbols."""
+    """A number times symbols; raises ValueError where what comes out can't be written as one."""
 
     number: int  # the integer factor
     symbols: tuple[Symbol, ...] = ()  # the other factors, in a fixed order
@@ -56,11 +52,8 @@ class Size:
         if self.symbols == other.symbols:
             return Size(self.number + other.number, self.symbols)
         if self.number and other.number:
-            raise Unknown
+            raise ValueError(f'{self} + {other} is no product')
         return self if self.number else other
-
-    def __sub__(self, other: Size) -> Size:
-        return self + other * Size(-1)
 
     def __floordiv__(self, other: Size) -> Size:
         return self.over(other) or Size(self.known // other.known)
@@ -68,15 +61,14 @@ class Size:
     def __mod__(self, other: Size) -> Size:
         return Size(self.known % other.known)
 
-    def larger(self, other: Size) -> Size:
-        """The larger of both, as divisors are kept from being 0 by."""
-        return self if self == other else Size(max(self.known, other.known))
+    def __ge__(self, other: Size) -> bool:
+        return self == other or self.known >= other.known
 
     @property
     def known(self) -> int:
         """The number that it is without symbols; fails if it has any."""
         if self.symbols:
-            raise Unknown
+            raise ValueError(f'{self} is no known number')
         return self.number
 
     @property

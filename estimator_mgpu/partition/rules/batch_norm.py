@@ -13,6 +13,7 @@ The first term is the gradient where statistics are given; the others normalize 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -35,9 +36,8 @@ def expand(graph: tf.Graph) -> dict[str, tf.Tensor]:
         users = [u for u in op.outputs[3].consumers() if u.type in _BACKWARD]
         with tf.control_dependencies(None), tf.device(op.device):
             with tf.name_scope(None), tf.name_scope(f'{op.name}/sums'):
-                forward = _Forward(op)
-                gradients = [(user, forward.gradients(user)) for user in users]
-        for fused, outputs in [(op, forward.outputs), *gradients]:
+                by_sums = _by_sums(op, users)
+        for fused, outputs in by_sums.items():
             private.replace(fused, outputs, outputs[0].op)
             others = {u for t in fused.outputs for u in t.consumers()} - {*users}
             if not any(map(private.followers, others)):
@@ -45,42 +45,36 @@ def expand(graph: tf.Graph) -> dict[str, tf.Tensor]:
     return replaced
 
 
-class _Forward:
-    """A normalization by sums."""
-
-    def __init__(self, op: tf.Operation):
-        x, scale, offset, *moving = op.inputs
-        self._attrs = {name: op.get_attr(name) for name in ('epsilon', 'data_format')}
-        last = self._attrs['data_format'] in (b'NHWC', b'NDHWC')
-        channels = x.shape.rank - 1 if last else 1
-        x = tf.cast(x, tf.float32)
-        axes = [i for i in range(x.shape.rank) if i != channels]
-        self._n = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), tf.float32)
-        total = functools.partial(tf.raw_ops.BiasAddGrad, data_format='NHWC' if last else 'NCHW')
-        mean = total(out_backprop=x) / self._n
-        spread = tf.reshape(mean, [-1] + [1] * (x.shape.rank - 1 - channels))
-        variance = total(out_backprop=tf.squared_difference(x, spread)) / self._n
-        self._statistics = mean, variance
-        # Identities: all that depends on what is differentiated by is looked at.
-        self._inputs = [tf.identity(t) for t in (x, scale, offset)]
-        self._y = self._apply(*self._inputs)
-        unbiased = variance * (self._n / tf.maximum(self._n - 1, 1))
-        new = op.get_attr('exponential_avg_factor') if op.type == 'FusedBatchNormV3' else 1.0
-        if new != 1:
-            mean = moving[0] * (1 - new) + mean * new
-            unbiased = moving[1] * (1 - new) + unbiased * new
-        self.outputs = {0: tf.cast(self._y, op.inputs[0].dtype), 1: mean, 2: unbiased}
-
-    def _apply(self, x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
-        """(x - mean) * rsqrt(variance + epsilon) * scale + offset."""
-        mean, variance = self._statistics
-        given = dict(x=x, scale=scale, offset=offset, mean=mean, variance=variance)
-        return tf.raw_ops.FusedBatchNormV3(**given, **self._attrs, is_training=False).y
-
-    def gradients(self, op: tf.Operation) -> dict[int, tf.Tensor]:
-        """What a gradient op comes to."""
-        with tf.device(op.device):
-            dx, *sums = tf.gradients(self._y, self._inputs, tf.cast(op.inputs[0], tf.float32))
-            by = self._inputs[1] * tf.rsqrt(self._statistics[1] + self._attrs['epsilon']) / self._n
-            dx -= self._apply(self._inputs[0], *(by * total for total in sums))
-            return {0: tf.cast(dx, op.inputs[0].dtype), 1: sums[0], 2: sums[1]}
+def _by_sums(
+    op: tf.Operation, users: Sequence[tf.Operation]
+) -> dict[tf.Operation, dict[int, tf.Tensor]]:
+    """What a fused op and its gradients come to: outputs, by their indices."""
+    x, scale, offset, *moving = op.inputs
+    attrs = {name: op.get_attr(name) for name in ('epsilon', 'data_format')}
+    last = attrs['data_format'] in (b'NHWC', b'NDHWC')
+    channels = x.shape.rank - 1 if last else 1
+    x = tf.cast(x, tf.float32)
+    axes = [i for i in range(x.shape.rank) if i != channels]
+    n = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), tf.float32)
+    total = functools.partial(tf.raw_ops.BiasAddGrad, data_format='NHWC' if last else 'NCHW')
+    mean = total(out_backprop=x) / n
+    spread = tf.reshape(mean, [-1] + [1] * (x.shape.rank - 1 - channels))
+    variance = total(out_backprop=tf.squared_difference(x, spread)) / n
+    attrs.update(mean=mean, variance=variance, is_training=False)
+    # Identities: all that depends on what is differentiated by is looked at.
+    inputs = x, scale, offset = [tf.identity(t) for t in (x, scale, offset)]
+    y = tf.raw_ops.FusedBatchNormV3(x=x, scale=scale, offset=offset, **attrs).y
+    unbiased = variance * (n / tf.maximum(n - 1, 1))
+    new = op.get_attr('exponential_avg_factor') if op.type == 'FusedBatchNormV3' else 1.0
+    if new != 1:
+        mean = moving[0] * (1 - new) + mean * new
+        unbiased = moving[1] * (1 - new) + unbiased * new
+    made = {op: {0: tf.cast(y, op.inputs[0].dtype), 1: mean, 2: unbiased}}
+    for user in users:
+        with tf.device(user.device):
+            dx, *sums = tf.gradients(y, inputs, tf.cast(user.inputs[0], tf.float32))
+            by = scale * tf.rsqrt(variance + attrs['epsilon']) / n
+            others = dict(scale=by * sums[0], offset=by * sums[1])
+            dx -= tf.raw_ops.FusedBatchNormV3(x=x, **others, **attrs).y
+            made[user] = {0: tf.cast(dx, user.inputs[0].dtype), 1: sums[0], 2: sums[1]}
+    return made

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import functools
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -32,6 +33,7 @@ from estimator_mgpu.partition.symbols import ONE, Size
 if TYPE_CHECKING:
     from .sizes import Sizes
 
+T = TypeVar('T')
 Operand = Union[tuple[Label, ...], Entries, Given, Numbers]  # labels, or what towers are given
 
 
@@ -113,38 +115,38 @@ def _signature(
 ) -> Signature | None:
     """What a text says of an op; None if the op's tensors are of other ranks."""
     given, made = _repeated(given, len(op.inputs)), _repeated(made, len(op.outputs))
-    shapes: list[list[Size]] = []
-    for word, tensor in zip(given, op.inputs):
-        found = sizes.entries(tensor) if '#' in word else sizes.dims(tensor)
-        if found is None and word not in ('*', '='):
-            raise Undivided(f'the rank of {tensor.name} is unknown')
-        shapes.append(found if found is not None and word not in ('*', '=') else [])
-    lengths: dict[str, int] = {}
+    shapes = [_shape(tensor, sizes, word) for word, tensor in zip(given, op.inputs)]
+    lengths: dict[str, int] = {}  # of capitals
     for word, shape in zip(given, shapes):
         for capital in _capitals(word) if '...' not in word else '':
             lengths[capital] = max(len(shape) - len(word.strip('#')) + 1, lengths.get(capital, 0))
     inputs = [_labels(word, len(shape), lengths) for word, shape in zip(given, shapes)]
-    outputs = [_result(word, tensor, lengths, sizes) for word, tensor in zip(made, op.outputs)]
-    fits = [len(i) == len(shape) for i, shape in zip(inputs, shapes)]
-    fits += [t.shape.rank in (None, len(o)) for o, t in zip(outputs, op.outputs)]
-    if not all(fits):
+    outputs: list[tuple[Label, ...]] = []
+    for word, tensor in zip(made, op.outputs):
+        if word == '*':
+            outputs.append((None,) * (tensor.shape.rank or 0))
+        else:
+            count = rank(tensor, sizes) if '...' in word else sum(lengths.get(p, 1) for p in word)
+            outputs.append(_labels(word, count, lengths))
+    ranks = [*map(len, shapes), *(t.shape.rank for t in op.outputs)]
+    if any(n not in (None, len(own)) for own, n in zip([*inputs, *outputs], ranks)):
         return None
     wide = {i for pair in zip(inputs, shapes) for i, size in zip(*pair) if size != ONE}
     operands: list[Operand] = []
-    for word, labelled, shape in zip(given, inputs, shapes):
-        repeated = [i for i, size in enumerate(shape) if size == ONE and labelled[i] in wide]
-        operand = Entries(labelled) if '#' in word else without(labelled, repeated)
-        operands.append(Given.OWN if word == '=' else operand)
-    dims = {o: shape for word, o, shape in zip(given, inputs, shapes) if '#' in word}
-    return Signature(operands, outputs, reduce, [dims.get(o) for o in outputs])
+    for word, own, shape in zip(given, inputs, shapes):
+        repeats = tuple(None if n == ONE and i in wide else i for i, n in zip(own, shape))
+        operands.append(Given.OWN if word == '=' else Entries(own) if '#' in word else repeats)
+    dims = {own: shape for word, own, shape in zip(given, inputs, shapes) if '#' in word}
+    return Signature(operands, outputs, reduce, [dims.get(own) for own in outputs])
 
 
 def _repeated(words: Sequence[str], count: int) -> list[str]:
     """A word for each tensor; that with a + for as many as there are."""
-    times = [count - len(words) + 1 if '+' in word else 1 for word in words]
-    if sum(times) != count:
+    more = count - len(words)
+    result = [word.strip('+') for word in words for _ in range(1 + more * ('+' in word))]
+    if len(result) != count:
         raise ValueError(f'the rule has {len(words)} words for {count} tensors')
-    return [word.strip('+') for word, n in zip(words, times) for _ in range(n)]
+    return result
 
 
 def _labels(word: str, count: int, lengths: Mapping[str, int]) -> tuple[Label, ...]:
@@ -160,16 +162,6 @@ def _labels(word: str, count: int, lengths: Mapping[str, int]) -> tuple[Label, .
     return tuple(result)
 
 
-def _result(
-    word: str, tensor: tf.Tensor, lengths: Mapping[str, int], sizes: Sizes
-) -> tuple[Label, ...]:
-    """A label for each dimension of an output."""
-    if word == '*':
-        return (None,) * (tensor.shape.rank or 0)
-    count = rank(tensor, sizes) if '...' in word else sum(lengths.get(part, 1) for part in word)
-    return _labels(word, count, lengths)
-
-
 def _capitals(words: str) -> str:
     return ''.join(filter(str.isupper, words))
 
@@ -178,18 +170,27 @@ class Undivided(Exception):
     """An op can't be divided, and why."""
 
 
+def known(found: T | None, reason: str = '') -> T:
+    """What was found of an op; raises Undivided if nothing was, by default as it needs all rows."""
+    if found is None:
+        raise Undivided(reason)
+    return found
+
+
+def _shape(tensor: tf.Tensor, sizes: Sizes, word: str = '') -> list[Size]:
+    """The dimensions that a word is about."""
+    if word in ('*', '='):
+        return []
+    found = sizes.entries(tensor) if '#' in word else sizes.dims(tensor)
+    return known(found, f'the rank of {tensor.name} is unknown')
+
+
 def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
     """The number of dimensions; raises Undivided if it's unknown."""
-    if (dims := sizes.dims(tensor)) is None:
-        raise Undivided(f'the rank of {tensor.name} is unknown')
-    return len(dims)
+    return len(_shape(tensor, sizes))
 
 
-def labels(tensor: tf.Tensor, sizes: Sizes, prefix: str = '') -> tuple[Label, ...]:
-    """One label for each dimension, from the first; raises Undivided if it's unknown."""
-    return tuple(f'{prefix}{i}' for i in range(rank(tensor, sizes)))
-
-
-def without(labelled: Sequence[Label], axes: Sequence[int]) -> tuple[Label, ...]:
-    """The same labels, but none at some dimensions, along which nothing can be divided then."""
-    return tuple(None if i in axes else label for i, label in enumerate(labelled))
+def letters(count: int, whole: Sequence[int] = ()) -> str:
+    """A word with a letter for each of so many dimensions, but `_` for some."""
+    named = enumerate(string.ascii_lowercase[:count])
+    return ''.join('_' if i in whole else letter for i, letter in named) or '*'

@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 from numpy import ndarray
 
 from estimator_mgpu.partition.plan import Local, Shard
-from estimator_mgpu.partition.symbols import ONE, Dim, Entry, Rows, Size, Unknown, per_row, product
+from estimator_mgpu.partition.symbols import ONE, Dim, Entry, Rows, Size, per_row, product
 from . import kinds
 
 _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'TruncatedNormal')
@@ -40,7 +40,8 @@ class Sizes:
 
     def know_values(self, tensor: tf.Tensor, values: Sequence[Size]) -> None:
         """Says what the entries of an integer scalar or vector are."""
-        self._values[tensor.name] = _array(values, [len(values)] * (tensor.shape.rank or 0))
+        shape = -1 if tensor.shape.rank else ()
+        self._values[tensor.name] = np.array(values, object).reshape(shape)
 
     def dims(self, tensor: tf.Tensor) -> list[Size] | None:
         """The dimensions of the whole tensor; None if its rank is unknown."""
@@ -92,8 +93,6 @@ class Sizes:
 
     def numbers(self, tensor: tf.Tensor) -> list[int] | None:
         """The entries of an integer tensor, if all are known numbers."""
-        if tensor.op.type == kinds.BROADCAST_AXES:
-            return self._gradient_axes(tensor)
         entries = self.entries(tensor)
         if entries is None or any(entry.symbols for entry in entries):
             return None
@@ -107,38 +106,27 @@ class Sizes:
         return self._values[tensor.name]
 
     def _found(self, tensor: tf.Tensor) -> ndarray | None:
-        op, index = tensor.op, tensor.value_index
-        given: list[Any] = []
+        op, given = tensor.op, []
         if op.type in kinds.SIZES:
-            given = [self.dims(op.inputs[index])]
+            given = [self.dims(op.inputs[tensor.value_index])]
         elif op.type in _VALUES:
             given = [self._value(t) for t in op.inputs]
-        with contextlib.suppress(Unknown, ZeroDivisionError):
-            if given and not any(value is None for value in given):
-                return np.asarray(_VALUES[op.type](op, index, *given), object)
+        if given and not any(value is None for value in given):
+            with contextlib.suppress(ArithmeticError, LookupError, ValueError):
+                found = np.asarray(_VALUES[op.type](tensor, *given), object)
+                if found.size <= _SMALL:
+                    return found
         count = tensor.shape.num_elements()
         if count is None or count > _SMALL:
             return None
         if op.type == kinds.CONST:
-            values = tf.make_ndarray(op.get_attr('value'))
-            return _array([Size(int(value)) for value in values.flat], values.shape)
+            return _sizes(tf.make_ndarray(op.get_attr('value')))
         name = f'{self._scope}{tensor.name}'
-        return _array([Size(1, (Entry(name, i),)) for i in range(count)], tensor.shape)
-
-    def _gradient_axes(self, tensor: tf.Tensor) -> list[int] | None:
-        """The dimensions of one operand that a gradient is summed over, after broadcasting."""
-        shapes = [entries for t in tensor.op.inputs if (entries := self.entries(t)) is not None]
-        if len(shapes) < 2:
-            return None
-        padded = [[ONE] * (max(map(len, shapes)) - len(shape)) + shape for shape in shapes]
-        own, other = padded[tensor.value_index], padded[1 - tensor.value_index]
-        if any(ONE not in (a, b) and a.same_as(b) is None for a, b in zip(own, other)):
-            return None  # One of them may be 1.
-        return [axis for axis, size in enumerate(own) if size == ONE]
+        entries = [Size(1, (Entry(name, i),)) for i in range(count)]
+        return np.array(entries, object).reshape(tensor.shape)
 
 
-def _array(sizes: Sequence[Size], shape: Any = -1) -> ndarray:
-    return np.array(sizes, object).reshape(shape)
+_sizes = np.vectorize(lambda number: Size(int(number)), [object])  # of numbers
 
 
 def _numbers(values: ndarray) -> Any:
@@ -146,96 +134,85 @@ def _numbers(values: ndarray) -> Any:
     return np.vectorize(lambda size: size.known, [int])(values).tolist()
 
 
-def _strided_slice(op: tf.Operation, _: int, x: ndarray, *ends: ndarray) -> ndarray:
-    new = op.get_attr('new_axis_mask') or op.get_attr('ellipsis_mask')
-    if new or x.ndim != 1 or any(end.size != 1 for end in ends):
-        raise Unknown
+def _strided_slice(tensor: tf.Tensor, x: ndarray, *ends: ndarray) -> Any:
+    op = tensor.op
+    if op.get_attr('new_axis_mask') or op.get_attr('ellipsis_mask'):
+        raise ValueError('it brings in dimensions')
     (begin,), (end,), (stride,) = map(_numbers, ends)
     if op.get_attr('shrink_axis_mask'):
-        return x[begin : begin + 1 or None].reshape(())
+        return x[begin]
     first = None if op.get_attr('begin_mask') else begin
     return x[first : None if op.get_attr('end_mask') else end : stride]
 
 
-def _slice(op: tf.Operation, _: int, x: ndarray, begin: ndarray, size: ndarray) -> ndarray:
-    if x.ndim != 1:
-        raise Unknown
+def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> ndarray:
     (first,), (count,) = _numbers(begin), _numbers(size)
     return x[first : None if count < 0 else first + count]
 
 
-def _prod(op: tf.Operation, _: int, x: ndarray, axes: ndarray) -> ndarray:
-    if x.ndim > 1 or axes.size != x.ndim:
-        raise Unknown
-    return _array([product(list(x.flat))], [1] * x.ndim if op.get_attr('keep_dims') else [])
+def _prod(tensor: tf.Tensor, x: ndarray, axes: ndarray) -> Any:
+    keeps = tensor.op.get_attr('keep_dims')
+    return np.prod(x, tuple(_numbers(axes.flatten())), keepdims=keeps, initial=ONE)
 
 
-def _gather(op: tf.Operation, _: int, x: ndarray, indices: ndarray, *axis: ndarray) -> ndarray:
-    numbers = np.asarray(_numbers(indices), int)
-    if x.ndim != 1 or (numbers >= x.size).any() or (numbers < 0).any():
-        raise Unknown
+def _gather(_: tf.Tensor, x: ndarray, indices: ndarray, *axis: ndarray) -> ndarray:
+    numbers = np.array(_numbers(indices), int)
+    if x.ndim != 1 or (numbers < 0).any():
+        raise ValueError('it takes rows, or what is out of range')
     return x[numbers]
 
 
-def _dynamic_stitch(op: tf.Operation, _: int, *given: ndarray) -> ndarray:
+def _dynamic_stitch(_: tf.Tensor, *given: ndarray) -> list[Size]:
     half = len(given) // 2
-    found: dict[int, Size] = {}
-    for at, data in zip(given[:half], given[half:]):
-        if at.shape != data.shape:
-            raise Unknown
-        found.update(zip((size.known for size in at.flat), data.flat))
-    if sorted(found) != list(range(len(found))):
-        raise Unknown
-    return _array([found[i] for i in range(len(found))])
+    pairs = list(zip(given[:half], given[half:]))
+    if any(at.shape != data.shape for at, data in pairs):
+        raise ValueError('it stitches rows')
+    found = {at.known: n for ats, data in pairs for at, n in zip(ats.flat, data.flat)}
+    return [found[i] for i in range(len(found))]
 
 
-def _concat_offset(op: tf.Operation, index: int, axis: ndarray, *shapes: ndarray) -> ndarray:
-    result = _array([Size(0)] * len(shapes[0]))
-    at = _numbers(axis)
-    result[at] = sum((shape[at] for shape in shapes[:index]), Size(0))
+def _concat_offset(tensor: tf.Tensor, axis: ndarray, *shapes: ndarray) -> ndarray:
+    at, result = _numbers(axis), _sizes(np.zeros(len(shapes[0])))
+    result[at] = sum((shape[at] for shape in shapes[: tensor.value_index]), Size(0))
     return result
 
 
-def _full(shape: Any, size: Size) -> ndarray:
-    if np.prod(shape, dtype=int) > _SMALL:
-        raise Unknown
-    return np.full(shape, size, object)
+def _gradient_axes(tensor: tf.Tensor, *shapes: ndarray) -> list[Size]:
+    """The dimensions of one operand that a gradient is summed over, after broadcasting."""
+    rank = max(map(len, shapes))
+    padded = [[ONE] * (rank - len(shape)) + list(shape) for shape in shapes]
+    if any(ONE not in sizes and sizes[0].same_as(sizes[1]) is None for sizes in zip(*padded)):
+        raise ValueError('one of them may be 1')
+    return [Size(axis) for axis, size in enumerate(padded[tensor.value_index]) if size == ONE]
 
 
-def _range(op: tf.Operation, _: int, *ends: ndarray) -> ndarray:
-    start, limit, delta = map(_numbers, ends)
-    values = range(start, limit, delta) if delta else range(0)
-    if len(values) > _SMALL:
-        raise Unknown
-    return _array([Size(value) for value in values])
-
-
-_VALUES: dict[str, Callable[..., Any]] = {  # (op, output's index, *inputs' values or dims) -> value
-    **dict.fromkeys(['Shape', 'ShapeN'], lambda op, _, dims: dims),
-    'Rank': lambda op, _, dims: Size(len(dims)),
-    'Size': lambda op, _, dims: product(dims),
-    **dict.fromkeys(['Identity', 'StopGradient', 'Cast'], lambda op, _, x: x),
+_VALUES: dict[str, Callable[..., Any]] = {  # (output, *inputs' values or dims) -> value
+    **dict.fromkeys(['Shape', 'ShapeN'], lambda _, dims: dims),
+    'Rank': lambda _, dims: Size(len(dims)),
+    'Size': lambda _, dims: product(dims),
+    **dict.fromkeys(['Cast', 'Identity', 'StopGradient'], lambda _, x: x),
     'StridedSlice': _strided_slice,
     'Slice': _slice,
-    'Pack': lambda op, _, *x: np.stack(x, op.get_attr('axis')),
-    'Unpack': lambda op, index, x: np.take(x, index, op.get_attr('axis')),
-    'ConcatV2': lambda op, _, *x: np.concatenate(x[:-1], _numbers(x[-1])),
-    'Reshape': lambda op, _, x, shape: x.reshape(_numbers(shape)),
-    'ExpandDims': lambda op, _, x, axis: np.expand_dims(x, _numbers(axis.reshape(()))),
-    'Squeeze': lambda op, _, x: np.squeeze(x, tuple(op.get_attr('squeeze_dims')) or None),
-    'Mul': lambda op, _, a, b: a * b,
-    **dict.fromkeys(['Add', 'AddV2'], lambda op, _, a, b: a + b),
-    'Sub': lambda op, _, a, b: a - b,
-    'FloorDiv': lambda op, _, a, b: a // b,
-    'FloorMod': lambda op, _, a, b: a % b,
-    'Maximum': lambda op, _, a, b: np.frompyfunc(Size.larger, 2, 1)(a, b),
+    'Pack': lambda t, *x: np.stack(x, t.op.get_attr('axis')),
+    'Unpack': lambda t, x: np.take(x, t.value_index, t.op.get_attr('axis')),
+    'ConcatV2': lambda _, *x: np.concatenate(x[:-1], _numbers(x[-1])),
+    'Reshape': lambda _, x, shape: x.reshape(_numbers(shape)),
+    'ExpandDims': lambda _, x, axis: np.expand_dims(x, _numbers(axis.reshape(()))),
+    'Squeeze': lambda t, x: np.squeeze(x, tuple(t.op.get_attr('squeeze_dims')) or None),
+    'Mul': lambda _, a, b: a * b,
+    **dict.fromkeys(['Add', 'AddV2'], lambda _, a, b: a + b),
+    'Sub': lambda _, a, b: a + b * Size(-1),
+    'FloorDiv': lambda _, a, b: a // b,
+    'FloorMod': lambda _, a, b: a % b,
+    'Maximum': lambda _, a, b: np.maximum(a, b),
     'Prod': _prod,
     'GatherV2': _gather,
     'DynamicStitch': _dynamic_stitch,
     'ConcatOffset': _concat_offset,
-    'Fill': lambda op, _, shape, value: _full(_numbers(shape), value.item()),
-    'ZerosLike': lambda op, _, x: _full(x.shape, Size(0)),
-    'OnesLike': lambda op, _, x: _full(x.shape, ONE),
-    'Range': _range,
-    'InvertPermutation': lambda op, _, x: _array([Size(int(i)) for i in np.argsort(_numbers(x))]),
+    'Fill': lambda _, shape, value: np.broadcast_to(value, _numbers(shape)),
+    'ZerosLike': lambda _, x: np.full_like(x, Size(0)),
+    'OnesLike': lambda _, x: np.full_like(x, ONE),
+    'Range': lambda _, *ends: _sizes(range(*map(_numbers, ends))[: _SMALL + 1]),
+    kinds.BROADCAST_AXES: _gradient_axes,
+    'InvertPermutation': lambda _, x: _sizes(np.argsort(_numbers(x))),
 }
