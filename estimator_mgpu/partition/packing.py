@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from .homes import bytes_of
+from .nodes import Nodes
 from .plan import WHOLE, Partial, Plan
 from .rules import kinds
 from .waits import dependents, effects_of, has_effect
-
-if TYPE_CHECKING:
-    from .sharding import Sharding
 
 _NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 _LARGEST = 1 << 16  # bytes of a tensor: copying a larger one costs more than its message
@@ -32,44 +29,24 @@ class Pack:
         self.dtype = self.tensors[0].dtype
         self._alike = [list(same) for _, same in itertools.groupby(self.tensors, _inner)]
 
-    def join(self, values: Sequence[str], sharding: Sharding, device: str) -> str:
+    def join(self, values: Sequence[str], nodes: Nodes, device: str) -> str:
         """Makes the vector on a device, of values of the tensors in their order."""
         rest, vectors = iter(values), []
         for same in self._alike:
-            rows = self._concatenated([next(rest) for _ in same], sharding, device)
-            vectors.append(self._add('Reshape', [rows, [-1]], sharding, device, Tshape=tf.int32))
-        return self._concatenated(vectors, sharding, device)
+            rows = nodes.concat([next(rest) for _ in same], 0, self.dtype, device)
+            vectors.append(nodes.add('Reshape', [rows, [-1]], device, T=self.dtype))
+        return nodes.concat(vectors, 0, self.dtype, device)
 
-    def split(self, vector: str, sharding: Sharding, device: str) -> dict[str, str]:
+    def split(self, vector: str, nodes: Nodes, device: str) -> dict[str, str]:
         """Makes the tensors' values of the vector on a device, by the tensors' names."""
         found: dict[str, str] = {}
         sizes = [sum(t.shape.num_elements() for t in same) for same in self._alike]
-        for same, part in zip(self._alike, self._parts(vector, sizes, sharding, device)):
-            shape = [-1, *_inner(same[0])]
-            rows = self._add('Reshape', [part, shape], sharding, device, Tshape=tf.int32)
-            values = self._parts(rows, [t.shape.as_list()[0] for t in same], sharding, device)
-            found.update({tensor.name: value for tensor, value in zip(same, values)})
+        for same, part in zip(self._alike, nodes.split(vector, sizes, self.dtype, device)):
+            rows = nodes.add('Reshape', [part, [-1, *_inner(same[0])]], device, T=self.dtype)
+            counts = [t.shape.as_list()[0] for t in same]
+            values = nodes.split(rows, counts, self.dtype, device)
+            found.update(zip((t.name for t in same), values))
         return found
-
-    def _concatenated(self, values: Sequence[str], sharding: Sharding, device: str) -> str:
-        attrs = {'N': len(values), 'Tidx': tf.int32}
-        if len(values) == 1:
-            return values[0]
-        return self._add('ConcatV2', [*values, 0], sharding, device, **attrs)
-
-    def _parts(self, value: str, sizes: list[int], sharding: Sharding, device: str) -> list[str]:
-        attrs = {'Tlen': tf.int32, 'num_split': len(sizes)}
-        if len(sizes) == 1:
-            return [value]
-        made = self._add('SplitV', [value, sizes, 0], sharding, device, **attrs)
-        return [f'{made.removesuffix(":0")}:{i}' for i in range(len(sizes))]
-
-    def _add(
-        self, op: str, given: Sequence[Any], sharding: Sharding, device: str, **attrs: Any
-    ) -> str:
-        """Adds an op, some of whose inputs are integers."""
-        inputs = [value if isinstance(value, str) else sharding.tensor(value) for value in given]
-        return sharding.nodes.add(op, inputs, device, T=self.dtype, **attrs)
 
 
 def packs(
