@@ -25,8 +25,8 @@ class Batch(NamedTuple):
     def total(self) -> tf.Tensor:
         """How many rows there are, an int32 scalar; fails in a step in which they differ."""
         counts = {path: rows_of(leaf) for path, leaf in self.leaves.items()}
-        first = rows_of(self.sources[0]) if self.sources else next(iter(counts.values()))
-        if len(counts) > 1 and None in map(static_rows, self.leaves.values()):
+        first, *others = counts.values()
+        if others and None in map(static_rows, self.leaves.values()):
             rows = tf.stack(list(counts.values()))
             message = (
                 'features and labels must have the same number of rows along dimension 0, but for '

@@ -130,7 +130,7 @@ def replicate(
             before = {op.name for op in tf.get_default_graph().get_operations()}
             ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
             built = _build(model_fn, bound)
-            place(tf.get_default_graph(), variables, ps or towers, before)
+            place(variables, ps or towers, before)
             spec, step = _divided(built, found, towers, before, batch_norm)
         if machines:
             spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))

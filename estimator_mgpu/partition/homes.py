@@ -18,15 +18,14 @@ _ROWS = 64  # stands for a dimension that isn't known
 _ANYWHERE = (tf.string, tf.resource, tf.variant)  # These types' kernels aren't on every device.
 
 
-def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]) -> None:
+def place(choice: str, devices: Sequence[str], before: Set[str]) -> None:
     """Puts a model's variables on devices, but for those that have one already.
 
     A variable under another's name goes with that: Adam's moments, say, be they slots or made by
     hand. What else has to be where a variable is follows by itself, as TensorFlow places it.
     """
-    keys = (tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.LOCAL_VARIABLES)
-    variables = [v for key in keys for v in graph.get_collection(key)]
-    variables = [v for v in variables if not v.device and v.op.name not in before]
+    made = [v for v in tf.global_variables() + tf.local_variables() if v.op.name not in before]
+    variables = [v for v in made if not v.device]
     names = {v.op.name for v in variables}
     groups: dict[str, list[Any]] = {}
     for variable in variables:

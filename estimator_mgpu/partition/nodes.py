@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Union
 
 import numpy as np
@@ -27,6 +27,7 @@ class Nodes:
         self.graph_def = tf.GraphDef()
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
         self._made: dict[Hashable, str] = {}
+        self._waits: dict[str, Sequence[tf.Operation]] = {}
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
 
     @contextlib.contextmanager
@@ -48,10 +49,7 @@ class Nodes:
         """Adds a node, unless there is the same already; returns what its output is called."""
         names = [given if isinstance(given, str) else self.tensor(given) for given in inputs]
         key = (op, *names, device, *attrs.items())
-        if key not in self._made:
-            self._made[key] = f'{self.scope}/{op}_{len(self._made)}'
-            self.copy(node_def(op, **attrs), self._made[key], names, device)
-        return f'{self._made[key]}:0'
+        return f'{self._once(key, lambda: node_def(op, **attrs), names, device)}:0'
 
     def concat(self, values: Sequence[str], axis: int, dtype: tf.DType, device: str) -> str:
         """Adds a concatenation, unless of one value."""
@@ -77,8 +75,8 @@ class Nodes:
 
     def const(self, value: Any, dtype: tf.DType, device: str) -> str:
         """Adds a constant: a number or a list."""
-        proto = tf.make_tensor_proto(np.asarray(value, dtype.as_numpy_dtype))
-        name = self.add('Const', [], device, dtype=dtype, value=proto.SerializeToString())
+        key = (repr(value), dtype, device)
+        name = f'{self._once(key, lambda: const_def(value, dtype), [], device)}:0'
         self._consts[name] = value, dtype, device
         return name
 
@@ -89,9 +87,17 @@ class Nodes:
         return self.add('Cast', [value], device, SrcT=source, DstT=target)
 
     def after(self, ops: Sequence[tf.Operation], device: str) -> str:
-        """Adds a NoOp that waits for ops; returns it as a control input."""
-        waits = sorted(f'^{op.name}' for op in ops)
-        return '^' + self.add('NoOp', waits, device).partition(':')[0]
+        """Adds a NoOp that waits for ops of the graph; returns it as a control input."""
+        name = self._once((frozenset(ops), device), lambda: node_def('NoOp'), [], device)
+        self._waits[name] = ops
+        return f'^{name}'
+
+    def _once(self, key: Any, make: Callable[[], Any], inputs: Sequence[str], device: str) -> str:
+        if key not in self._made:
+            definition = make()
+            self._made[key] = f'{self.scope}/{definition.op}_{len(self._made)}'
+            self.copy(definition, self._made[key], inputs, device)
+        return self._made[key]
 
     def build(self) -> None:
         """Adds all nodes to the graph."""
@@ -104,25 +110,19 @@ class Nodes:
                 if device not in (node.device, at):
                     node.input[i] = self.const(value, dtype, at)
         made = {node.name for node in nodes}
-        used, waits = set[str](), dict[str, list[str]]()  # of what the graph has already
-        for node in nodes:
-            outside = [n for n in node.input if n.partition(':')[0].lstrip('^') not in made]
-            used.update(name for name in outside if name[0] != '^')
-            if waited := [name for name in outside if name[0] == '^']:
-                waits[node.name] = [name[1:] for name in waited]
-                node.input[:] = [name for name in node.input if name not in waited]
+        used = {name for node in nodes for name in node.input if name[0] != '^'}
+        outside = [name for name in used if name.partition(':')[0] not in made]
         # Importing a device takes as long as all the rest of a node.
         devices = {node.name: node.device for node in nodes if node.device}
         for node in nodes:
             node.device = ''
         with self.graph.as_default(), tf.control_dependencies(None), tf.device(None):
-            given = {name: self.graph.get_tensor_by_name(name) for name in used}
+            given = {name: self.graph.get_tensor_by_name(name) for name in outside}
             tf.import_graph_def(self.graph_def, given, name='')
         for name, device in devices.items():
             private.set_device(self.graph.get_operation_by_name(name), device)
-        named = self.graph.get_operation_by_name
-        for name, ops in waits.items():
-            private.add_control_inputs(named(name), [*map(named, ops)])
+        for name, ops in self._waits.items():
+            private.add_control_inputs(self.graph.get_operation_by_name(name), list(ops))
 
 
 def node_def(op: str, **attrs: Any) -> Any:

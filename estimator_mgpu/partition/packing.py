@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -12,6 +12,7 @@ from .homes import bytes_of
 from .nodes import Nodes
 from .plan import WHOLE, Partial, Plan
 from .rules import kinds
+from .symbols import Rows
 from .waits import dependents, effects_of, has_effect
 
 _NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
@@ -65,15 +66,21 @@ def packs(
     if not calls or any(map(private.in_control_flow, ops)):
         return {}
     needed = [private.backward([gradient.op for gradient in call]) for call in calls]
-    effects, first = effects_of(ops, kinds.FED), _before_gradients(ops, needed, calls)
-    found: dict[Hashable, dict[str, tf.Tensor]] = {}
-    for tensor, kind in (*_read(plan), *_summed(plan)):
+    variables = {op for call in needed for op in call if op.outputs and not op.inputs}
+    late = set(dependents([gradient for call in calls for gradient in call], frozenset()))
+    # What variables' values may follow from before others have one: other than gradients do.
+    early = [op for op in ops if op not in late and has_effect(op)]
+    written = {op: {t.op for t in op.inputs if t.dtype == tf.resource} for op in early}
+    first = private.backward([op for op in early if written[op] & variables])
+    effects = effects_of(ops, kinds.FED)
+    found: dict[Hashable, list[tf.Tensor]] = {}
+    for tensor, rows in {t.name: (t, rows) for t, rows in _candidates(plan)}.values():
         users = frozenset(i for i, call in enumerate(needed) if tensor.op in call)
         known = tensor.shape.rank and tensor.shape.is_fully_defined()
         if known and users and tensor.op not in first and 0 < bytes_of(tensor) <= _LARGEST:
-            key = kind, users, effects[tensor.op], tensor.dtype, home(tensor)
-            found.setdefault(key, {})[tensor.name] = tensor
-    made = [Pack(list(tensors.values())) for tensors in found.values() if len(tensors) > 1]
+            key = rows, users, effects[tensor.op], tensor.dtype, home(tensor)
+            found.setdefault(key, []).append(tensor)
+    made = [Pack(tensors) for tensors in found.values() if len(tensors) > 1]
     return {tensor.name: pack for pack in made for tensor in pack.tensors}
 
 
@@ -82,39 +89,15 @@ def _inner(tensor: tf.Tensor) -> list[int]:
     return tensor.shape.as_list()[1:]
 
 
-def _before_gradients(
-    ops: Sequence[tf.Operation],
-    needed: Sequence[Set[tf.Operation]],
-    calls: Sequence[Sequence[tf.Tensor]],
-) -> set[tf.Operation]:
-    """What a variable's value may follow from before others have one: other than gradients do."""
-    variables = {op for call in needed for op in call if op.outputs and not op.inputs}
-    late = set(dependents([gradient for call in calls for gradient in call], frozenset()))
-    writes = [
-        op
-        for op in ops
-        if op not in late
-        and has_effect(op)
-        and any(t.dtype == tf.resource and t.op in variables for t in op.inputs)
-    ]
-    return private.backward(writes)
-
-
-def _read(plan: Plan) -> Iterator[tuple[tf.Tensor, Hashable]]:
-    """What towers need and has nothing to do with the batch, be it variables or made of these."""
-    dependent = set(plan.order)
-    for op in plan.order:
-        for tensor, need in zip(op.inputs, plan.ops[op.name].needs if op.name in plan.ops else ()):
+def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, Rows | None]]:
+    """What towers read that doesn't follow from rows; and sums over rows that no tower reads."""
+    dependent, towers = set(plan.order), [op for op in plan.order if op.name in plan.ops]
+    waited = private.backward([before for op in towers for before in private.waited(op)])
+    for op in towers:
+        for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
             own = tensor.op in dependent or tensor.op.type == kinds.CONST
             if need == WHOLE and tensor.dtype in _NUMBERS and not own:
                 yield tensor, None
-
-
-def _summed(plan: Plan) -> Iterator[tuple[tf.Tensor, Hashable]]:
-    """Sums over rows that no tower's op waits for."""
-    towers = [op for op in plan.order if op.name in plan.ops]
-    waited = private.backward([before for op in towers for before in private.waited(op)])
-    for op in towers:
         for tensor in op.outputs if op not in waited else ():
             placement = plan.placements.get(tensor.name)
             if isinstance(placement, Partial) and placement.reduce == 'sum':

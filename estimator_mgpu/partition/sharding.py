@@ -42,7 +42,7 @@ class Sharding:
         self.counts: Sequence[Number]  # how many rows each tower has
         self._extents: Sequence[Extent]  # which rows each computes on
         self.active: Sequence[str] | None = None  # whether it has any; None: all have, always
-        self._pieces: list[list[Extent]] = []  # by tower, its rows of each machine's part
+        self._pieces: list[list[tuple[str, str]]] = []  # by tower, its rows of each machine's part
         total, n = self.given, len(self.devices)
         if total is None:
             self.total: Number = self.rows.static or 0
@@ -53,13 +53,10 @@ class Sharding:
         with self.nodes.at_once(self.nodes.host):
             counts = total // n + tf.cast(tf.range(n) < total % n, tf.int32)
             active = counts > 0
-            starts = tf.cumsum(counts, exclusive=True)
-            starts = tf.where(active, starts, tf.zeros_like(starts))
+            starts = tf.where(active, tf.cumsum(counts, exclusive=True), tf.zeros_like(counts))
             sizes = tf.maximum(counts, tf.minimum(total, 1))
-            columns = [[t.name for t in tf.unstack(c)] for c in (counts, active, starts, sizes)]
-        self.total = total.name
-        self.counts, self.active, *extents = columns
-        self._extents = [*zip(*extents)]
+            self.total, self.counts, self.active = total.name, _names(counts), _names(active)
+            self._extents = [*zip(_names(starts), _names(sizes))]
 
     def extent(self, factor: Size, tower: int) -> Extent:
         """Where a tower's entries start, and how many it computes on, with `factor` a row."""
@@ -76,8 +73,9 @@ class Sharding:
     def _times(self, a: Number, b: Number) -> Number:
         if isinstance(a, int) and isinstance(b, int):
             return a * b
-        nodes = self.nodes
-        return b if a == 1 else a if b == 1 else nodes.add('Mul', [a, b], nodes.host, T=tf.int32)
+        if 1 in (a, b):
+            return b if a == 1 else a
+        return self.nodes.add('Mul', [a, b], self.nodes.host, T=tf.int32)
 
     def integers(self, need: Numbers | Local, tower: int, scalar: bool) -> Number | list[Number]:
         """What a tower is given in place of a tensor of sizes."""
@@ -98,24 +96,21 @@ class Sharding:
 
     def join(self, parts: Sequence[tf.Tensor], tower: int) -> str:
         """A tower's rows of what machines have parts of, in order, each cut where it is."""
-        self._pieces = self._pieces or self._pieces_of(parts)
         dtype, rank = parts[0].dtype, parts[0].shape.rank
+        if not self._pieces:
+            named = self.nodes.graph.get_tensor_by_name
+            with self.nodes.at_once(self.nodes.host):
+                rows = tf.stack([tf.cast(rows_of(part), tf.int32) for part in parts])
+                before = tf.cumsum(rows, exclusive=True)
+                start, size = (tf.stack([*map(named, n)])[:, None] for n in zip(*self._extents))
+                first, end = (tf.clip_by_value(n - before, 0, rows) for n in (start, start + size))
+                columns = (map(_names, tf.unstack(n)) for n in (first, end - first))
+                self._pieces = [[*zip(*of_tower)] for of_tower in zip(*columns)]
         pieces = [
             self.cut(part.name, dtype, rank, 0, piece, part.device)
             for part, piece in zip(parts, self._pieces[tower])
         ]
         return self.nodes.concat(pieces, 0, dtype, self.devices[tower])
-
-    def _pieces_of(self, parts: Sequence[tf.Tensor]) -> list[list[Extent]]:
-        """By tower and part, where the tower's rows start in that part, and how many they are."""
-        named = self.nodes.graph.get_tensor_by_name
-        with self.nodes.at_once(self.nodes.host):
-            counts = tf.stack([tf.cast(rows_of(part), tf.int32) for part in parts])
-            before = tf.cumsum(counts, exclusive=True)
-            starts, sizes = (tf.stack([*map(named, own)])[:, None] for own in zip(*self._extents))
-            first, end = (tf.clip_by_value(n - before, 0, counts) for n in (starts, starts + sizes))
-            table = map(tf.unstack, tf.unstack(tf.stack([first, end - first], 2)))
-            return [[(a.name, n.name) for a, n in map(tf.unstack, row)] for row in table]
 
     def gather(
         self, parts: Sequence[str], dtype: tf.DType, dims: list[Size], axis: int, to: str
@@ -132,11 +127,15 @@ class Sharding:
         if how == 'mean':
             return self._mean(parts, dtype, to)
         if self.active is not None:
+            nothing: Any = {'sum': 0, 'prod': 1, 'all': True, 'any': False}.get(how)
+            if nothing is None:
+                least, most = (-np.inf, np.inf) if dtype.is_floating else (dtype.min, dtype.max)
+                nothing = least if how == 'max' else most
             # The first has all rows there are, if there are fewer than two.
             parts, others = list(parts[:1]), parts[1:]
             for part, some, tower in zip(others, self.active[1:], self.devices[1:]):
-                nothing = self.nodes.const(_neutral(how, dtype), dtype, tower)
-                parts.append(self.nodes.add('SelectV2', [some, part, nothing], tower, T=dtype))
+                given = [some, part, self.nodes.const(nothing, dtype, tower)]
+                parts.append(self.nodes.add('SelectV2', given, tower, T=dtype))
         # What another machine's towers have is combined there first, and sent once.
         groups: dict[str | int, list[str]] = {}
         for i, (part, tower) in enumerate(zip(parts, self.devices)):
@@ -165,9 +164,6 @@ class Sharding:
         return nodes.cast(mean, wide, dtype, to)
 
 
-def _neutral(how: str, dtype: tf.DType) -> Any:
-    """What changes nothing."""
-    if how in ('max', 'min'):
-        least, most = (-np.inf, np.inf) if dtype.is_floating else (dtype.min, dtype.max)
-        return least if how == 'max' else most
-    return {'sum': 0, 'prod': 1, 'all': True, 'any': False}[how]
+def _names(vector: tf.Tensor) -> list[str]:
+    """What a vector's entries are referred to by."""
+    return [entry.name for entry in tf.unstack(vector)]

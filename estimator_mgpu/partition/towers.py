@@ -44,9 +44,8 @@ class Towers:
 
     def __post_init__(self) -> None:
         self._sources = {t.name for t in self.plan.sources}
-        self._joined = {t.name for t in self.plan.sources if len(parts_of(t)) > 1}
-        host, rows = host_of(self.devices[0]), self.plan.rows
-        self._nodes = Nodes(self.graph, self.graph.unique_name('replicate'), host)
+        scope, host = self.graph.unique_name('replicate'), host_of(self.devices[0])
+        self._nodes, rows = Nodes(self.graph, scope, host), self.plan.rows
         self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
         self._shardings = {rows: self._sharding}
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
@@ -114,7 +113,7 @@ class Towers:
         """Whether its op gives sizes of what towers have, which isn't gathered for that."""
         if tensor.op.type not in kinds.SIZES:
             return False
-        kept = self._sources - self._joined
+        kept = {t.name for t in self.plan.sources if len(parts_of(t)) == 1}
         made = any(t.name in self.plan.placements and t.name not in kept for t in tensor.op.inputs)
         return made and self.plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
 
@@ -123,8 +122,8 @@ class Towers:
 
     def _own(self, tensor: tf.Tensor, tower: int) -> str:
         """What a tower has of a tensor."""
-        if tensor.name in self._joined:
-            return self._sharding.join(parts_of(tensor), tower)
+        if len(parts := parts_of(tensor)) > 1:
+            return self._sharding.join(parts, tower)
         if tensor.name in self._sources:
             return self._slice(tensor, Slice(0, self.plan.rows, ONE), tower)
         return f'{self._copy(tensor.op.name, tower)}:{tensor.value_index}'
@@ -150,23 +149,22 @@ class Towers:
     def _made(self, tensor: tf.Tensor) -> dict[str, str]:
         """The whole value, by name, of what towers have of a tensor, and of others of its pack."""
         name, dtype, home = tensor.name, tensor.dtype.base_dtype, self._home(tensor)
-        sizes, towers = self.plan.sizes, range(len(self.devices))
         if self._is_size(tensor):
-            numbers = [self._sharding.number(size) for size in sizes.entries(tensor) or []]
+            entries = self.plan.sizes.entries(tensor) or []
+            numbers = [self._sharding.number(size) for size in entries]
             return {name: self._nodes.tensor(numbers if tensor.shape.rank else numbers[0], dtype)}
         placement = self.plan.placements[name]
         if not isinstance(placement, (Shard, Partial)):
             return {name: self._own(tensor, 0)}
         sharding = self._sharding_of(placement.rows)
         if pack := self._packs.get(name):
-            own = [[self._own(t, i) for t in pack.tensors] for i in towers]
+            own = ([self._own(t, i) for t in pack.tensors] for i in range(len(self.devices)))
             vectors = [pack.join(o, self._nodes, to) for o, to in zip(own, self.devices)]
-            total = sharding.reduce(vectors, dtype, 'sum', home)
-            return pack.split(total, self._nodes, home)
-        parts = [self._own(tensor, i) for i in towers]
+            return pack.split(sharding.reduce(vectors, dtype, 'sum', home), self._nodes, home)
+        parts = [self._own(tensor, i) for i in range(len(self.devices))]
         if isinstance(placement, Partial):
             return {name: sharding.reduce(parts, dtype, placement.reduce, home)}
-        dims = sizes.dims(tensor) or []
+        dims = self.plan.sizes.dims(tensor) or []
         return {name: sharding.gather(parts, dtype, dims, placement.axis, home)}
 
     def _received(self, tensor: tf.Tensor, device: str) -> str:

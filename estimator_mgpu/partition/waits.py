@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence, Set
 from graphlib import TopologicalSorter
 
@@ -55,10 +53,9 @@ def effects_of(ops: Sequence[tf.Operation], also: Sequence[str] = ()) -> dict[tf
     """The ops with effects, or of other types, that each waits for, and itself: one bit each."""
     found: dict[tf.Operation, int] = {}
     for op in ordered(ops):
-        own = 1 << len(found) if has_effect(op) or op.type in also else 0
-        found[op] = functools.reduce(
-            operator.or_, (found.get(o, 0) for o in private.waited(op)), own
-        )
+        found[op] = 1 << len(found) if has_effect(op) or op.type in also else 0
+        for before in private.waited(op):
+            found[op] |= found.get(before, 0)
     return found
 
 
