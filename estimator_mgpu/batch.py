@@ -21,13 +21,12 @@ class Batch(NamedTuple):
     sources: list[tf.Tensor]  # Those that are dense, each once.
     static: int | None  # How many rows there are, if the graph knows.
     leaves: dict[Path, Any]  # All that has rows, sparse and ragged tensors too.
-    parts: dict[str, Sequence[tf.Tensor]]  # By name, of what sources are joined, by machine.
 
     def total(self) -> tf.Tensor:
         """How many rows there are, an int32 scalar; fails in a step in which they differ."""
-        counts = {path: self._rows_of(leaf) for path, leaf in self.leaves.items()}
-        first = self._rows_of(self.sources[0]) if self.sources else next(iter(counts.values()))
-        if len(counts) > 1 and None in map(static_rows, self.leaves.values()):
+        counts = {path: rows_of(leaf) for path, leaf in self.leaves.items()}
+        first, *others = counts.values()
+        if others and None in map(static_rows, self.leaves.values()):
             rows = tf.stack(list(counts.values()))
             message = (
                 'features and labels must have the same number of rows along dimension 0, but for '
@@ -39,14 +38,15 @@ class Batch(NamedTuple):
                 first = tf.identity(first)
         return tf.cast(first, tf.int32)
 
-    def _rows_of(self, leaf: Any) -> tf.Tensor:
-        parts = self.parts.get(leaf.name, [leaf]) if isinstance(leaf, tf.Tensor) else [leaf]
-        return tf.add_n([rows_of(part) for part in parts])
-
 
 def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:
     """Notes that a tensor has the rows of others, one after another, which machines have read."""
     setattr(tensor.graph, _PARTS, {**getattr(tensor.graph, _PARTS, {}), tensor.name: parts})
+
+
+def parts_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+    """Returns what machines have read of a tensor's rows; the tensor itself, if one has all."""
+    return getattr(tensor.graph, _PARTS, {}).get(tensor.name, [tensor])
 
 
 def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
@@ -75,8 +75,7 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
     static = {static_rows(t) for t in sources.values()}
-    parts = getattr(tf.get_default_graph(), _PARTS, {})
-    return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found, parts)
+    return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found)
 
 
 def examples_of(features: Any, labels: Any, broadcast: Sequence[str]) -> int | tf.Tensor | None:
@@ -96,8 +95,11 @@ def rows_of(leaf: Any) -> tf.Tensor:
     """Returns how many rows a dense, sparse or ragged tensor has: an int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
-    with tf.device(leaf.device if isinstance(leaf, tf.Tensor) else ''):
-        return tf.shape(leaf, out_type=tf.int64)[0]
+    counts = []
+    for part in parts_of(leaf) if isinstance(leaf, tf.Tensor) else [leaf]:
+        with tf.device(part.device if isinstance(part, tf.Tensor) else ''):
+            counts.append(tf.shape(part, out_type=tf.int64)[0])
+    return tf.add_n(counts)
 
 
 def static_rows(leaf: Any) -> int | None:

@@ -136,7 +136,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             before = {op.name for op in tf.get_default_graph().get_operations()}
             ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
             built = _build(model_fn, bound)
-            place(tf.get_default_graph(), options['variables'], ps or towers, before)
+            place(options['variables'], ps or towers, before)
             spec, step = _divided(built, found, towers, before, options['batch_norm'])
         if machines:
             spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))

@@ -12,7 +12,7 @@ from tensorflow.python.framework import op_def_registry
 
 import estimator_mgpu
 from estimator_mgpu.own_ops import check_rule
-from estimator_mgpu.partition import reduction
+from estimator_mgpu.partition import sharding
 from estimator_mgpu.partition.plan import OWN
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.signature import parsed
@@ -784,7 +784,7 @@ def test_types_of_ops_are_told_apart_in_rules_only():
         for node in ast.walk(tree) if 'rules' not in path.parts else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in made:
                 named |= {node.value} if op_def_registry.get(node.value) else set()
-    assert named - {'B'} == set(reduction._PAIRWISE.values())  # B is a unit in explain, too.
+    assert named - {'B'} == set(sharding._PAIRWISE.values())  # B is a unit in explain, too.
 
 
 def test_no_sample_is_without_rule():

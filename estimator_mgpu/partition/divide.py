@@ -15,7 +15,7 @@ from .rules import OF_DEVICE, RULES
 from .rules.batch_norm import expand
 from .symbols import Rows
 from .towers import Towers
-from .waits import dependents, fill, join, ordered, read_first, untie
+from .waits import dependents, fill, ordered, read_first, untie
 
 
 def divide(
@@ -32,7 +32,7 @@ def divide(
     ops that aren't the model's (the global step, say), which stay as they are. Returns None if the
     whole graph does, as there are fewer rows than devices.
     """
-    sources, static, leaves, parts = batch
+    sources, static, leaves = batch
     sparse = [leaf for leaf in leaves.values() if isinstance(leaf, tf.SparseTensor)]
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
@@ -47,5 +47,4 @@ def divide(
     read_first([graph.get_tensor_by_name(name).op for name in tied], before)
     plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, unused)
     homes = settle(graph, plan)
-    join(plan)
-    return Towers(graph, plan, total, devices, homes, replaced, parts, optimizer.calls(graph))
+    return Towers(graph, plan, total, devices, homes, replaced, optimizer.calls(graph))

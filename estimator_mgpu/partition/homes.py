@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -18,31 +18,29 @@ _ROWS = 64  # stands for a dimension that isn't known
 _ANYWHERE = (tf.string, tf.resource, tf.variant)  # These types' kernels aren't on every device.
 
 
-def place(graph: tf.Graph, choice: str, devices: Sequence[str], before: Set[str]) -> None:
+def place(choice: str, devices: Sequence[str], before: Set[str]) -> None:
     """Puts a model's variables on devices, but for those that have one already.
 
     A variable under another's name goes with that: Adam's moments, say, be they slots or made by
     hand. What else has to be where a variable is follows by itself, as TensorFlow places it.
     """
-    keys = (tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.LOCAL_VARIABLES)
-    variables = [v for key in keys for v in graph.get_collection(key)]
-    variables = [v for v in variables if not v.device and v.op.name not in before]
+    made = [v for v in tf.global_variables() + tf.local_variables() if v.op.name not in before]
+    variables = [v for v in made if not v.device]
     names = {v.op.name for v in variables}
     groups: dict[str, list[Any]] = {}
     for variable in variables:
         groups.setdefault(_leader(variable, names), []).append(variable)
     sized = [(sum(map(bytes_of, group)), group) for group in groups.values()]
-    load = dict.fromkeys(devices, 0)  # bytes
-    on_machine: Counter[str] = Counter()
+    load: Counter[str] = Counter()  # bytes, of devices and of machines
     for size, group in sorted(sized, key=lambda pair: -pair[0]):
         if choice == CPU:
             device = '/device:CPU:0'
         elif choice == FIRST or not any(variable.trainable for variable in group):
             device = devices[0]  # Counters, metrics, moving averages: towers don't need them.
         else:
-            device = min(load, key=lambda d: (load[d], on_machine[machine_of(d)]))
-        load[device] = load.get(device, 0) + size
-        on_machine[machine_of(device)] += size
+            device = min(devices, key=lambda d: (load[d], load[machine_of(d)]))
+        load[device] += size
+        load[machine_of(device)] += size
         for variable in group:
             private.set_device(variable.op, device)
 
@@ -58,33 +56,31 @@ def _leader(variable: Any, names: set[str]) -> str:
 
 def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     """Moves ops that run once, if they may be moved; returns where tensors are made whole."""
-    once = [op for op in graph.get_operations() if op.name not in plan.ops]
-    fixed = {op.name: _fixed(op, plan) for op in once}
-    free = [op for op in once if fixed[op.name] is None]
-    found: dict[str, str] = {}  # by the names of ops and of tensors
+    fixed = {op: _fixed(op, plan) for op in graph.get_operations() if op.name not in plan.ops}
+    free = [op for op, home in fixed.items() if home is None]
+    found = {op.name: home for op, home in fixed.items() if home}  # by names of ops and of tensors
 
-    def home(op: tf.Operation) -> str:
-        return fixed.get(op.name) or found.get(op.name, '')
+    def follow(name: str, users: Sequence[tf.Operation]) -> None:
+        """Puts what has no home yet where the first of its users is that has one."""
+        if name not in found and (homes := [found[u.name] for u in users if u.name in found]):
+            found[name] = homes[0]
 
-    def put(name: str, devices: Iterable[str]) -> None:
-        if device := next(filter(None, devices), None):
-            found.setdefault(name, device)
-
-    def put_wholes() -> None:
+    def follow_wholes() -> None:
         for name in plan.placements:
-            put(name, map(home, graph.get_tensor_by_name(name).consumers()))
+            follow(name, graph.get_tensor_by_name(name).consumers())
 
     for op in reversed(free):  # What becomes of a gradient is where its variable is.
         given = max(map(bytes_of, op.inputs), default=0)
         for tensor in op.outputs:
             if bytes_of(tensor) >= given:
-                put(op.name, map(home, tensor.consumers()))
-    put_wholes()
+                follow(op.name, tensor.consumers())
+    follow_wholes()
     for op in free:
         if op.name not in found and len(op.inputs):
             biggest = max(op.inputs, key=bytes_of)
-            put(op.name, [found.get(biggest.name) or home(biggest.op)])
-    put_wholes()
+            if home := found.get(biggest.name) or found.get(biggest.op.name):
+                found[op.name] = home
+    follow_wholes()
     for op in free:
         if op.name in found:
             private.free(op)

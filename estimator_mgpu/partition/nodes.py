@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Union
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -11,18 +12,30 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import private
 from estimator_mgpu.devices import host_of
 
+Number = Union[int, str]
+"""An integer that is known, or what an int32 scalar tensor is referred to by."""
+
 
 class Nodes:
-    """Collects NodeDefs under one scope. Tensors are referred to by name, the graph's own, too."""
+    """Collects NodeDefs under one scope. Tensors are referred to by name, the graph's own, too.
 
-    def __init__(self, graph: tf.Graph, scope: str):
-        self.graph = graph
-        self.scope = scope
+    Where an input is an integer, or a list of some, it's made a tensor on the `host`.
+    """
+
+    def __init__(self, graph: tf.Graph, scope: str, host: str):
+        self.graph, self.scope, self.host = graph, scope, host
         self.graph_def = tf.GraphDef()
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
         self._made: dict[Hashable, str] = {}
-        self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
         self._waits: dict[str, Sequence[tf.Operation]] = {}
+        self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
+
+    @contextlib.contextmanager
+    def at_once(self, device: str) -> Iterator[None]:
+        """Where TensorFlow's own functions add ops of how many rows there are."""
+        scope = tf.name_scope(f'{self.scope}/rows/')
+        with tf.control_dependencies(None), tf.device(device), scope:
+            yield
 
     def copy(self, definition: Any, name: str, inputs: Sequence[str], device: str) -> Any:
         """Adds a node like another, by its full name."""
@@ -32,10 +45,33 @@ class Nodes:
         node.input[:] = inputs
         return node
 
-    def add(self, op: str, inputs: Sequence[str], device: str, **attrs: Hashable) -> str:
+    def add(self, op: str, inputs: Sequence[Any], device: str, **attrs: Hashable) -> str:
         """Adds a node, unless there is the same already; returns what its output is called."""
-        key = (op, *inputs, device, *attrs.items())
-        return f'{self._once(key, lambda: node_def(op, **attrs), inputs, device)}:0'
+        names = [given if isinstance(given, str) else self.tensor(given) for given in inputs]
+        key = (op, *names, device, *attrs.items())
+        return f'{self._once(key, lambda: node_def(op, **attrs), names, device)}:0'
+
+    def concat(self, values: Sequence[str], axis: int, dtype: tf.DType, device: str) -> str:
+        """Adds a concatenation, unless of one value."""
+        if len(values) == 1:
+            return values[0]
+        return self.add('ConcatV2', [*values, axis], device, T=dtype, N=len(values))
+
+    def split(self, value: str, sizes: list[int], dtype: tf.DType, device: str) -> list[str]:
+        """Adds a split along the first dimension, unless into one part."""
+        if len(sizes) == 1:
+            return [value]
+        attrs = {'T': dtype, 'Tlen': tf.int32, 'num_split': len(sizes)}
+        first = self.add('SplitV', [value, sizes, 0], device, **attrs)
+        return [f'{first[:-1]}{i}' for i in range(len(sizes))]
+
+    def tensor(self, value: Number | Sequence[Number], dtype: tf.DType = tf.int32) -> str:
+        """Adds an integer, or a list of some, as a tensor."""
+        if not isinstance(value, str):
+            if isinstance(value, int) or all(isinstance(n, int) for n in value):
+                return self.const(value, dtype, self.host)
+            value = self.add('Pack', value, self.host, T=tf.int32, N=len(value))
+        return self.cast(value, tf.int32, dtype, self.host)
 
     def const(self, value: Any, dtype: tf.DType, device: str) -> str:
         """Adds a constant: a number or a list."""
@@ -73,9 +109,9 @@ class Nodes:
                 at = node.device if dtype == tf.int32 else host_of(node.device)
                 if device not in (node.device, at):
                     node.input[i] = self.const(value, dtype, at)
-        used = {name for node in nodes for name in node.input if name[0] != '^'}
         made = {node.name for node in nodes}
-        outside = {name for name in used if name.partition(':')[0] not in made}
+        used = {name for node in nodes for name in node.input if name[0] != '^'}
+        outside = [name for name in used if name.partition(':')[0] not in made]
         # Importing a device takes as long as all the rest of a node.
         devices = {node.name: node.device for node in nodes if node.device}
         for node in nodes:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
 from .homes import bytes_of
+from .nodes import Nodes
 from .plan import WHOLE, Partial, Plan
 from .rules import kinds
+from .symbols import Rows
 from .waits import dependents, effects_of, has_effect
-
-if TYPE_CHECKING:
-    from .sharding import Sharding
 
 _NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 _LARGEST = 1 << 16  # bytes of a tensor: copying a larger one costs more than its message
@@ -32,44 +30,24 @@ class Pack:
         self.dtype = self.tensors[0].dtype
         self._alike = [list(same) for _, same in itertools.groupby(self.tensors, _inner)]
 
-    def join(self, values: Sequence[str], sharding: Sharding, device: str) -> str:
+    def join(self, values: Sequence[str], nodes: Nodes, device: str) -> str:
         """Makes the vector on a device, of values of the tensors in their order."""
         rest, vectors = iter(values), []
         for same in self._alike:
-            rows = self._concatenated([next(rest) for _ in same], sharding, device)
-            vectors.append(self._add('Reshape', [rows, [-1]], sharding, device, Tshape=tf.int32))
-        return self._concatenated(vectors, sharding, device)
+            rows = nodes.concat([next(rest) for _ in same], 0, self.dtype, device)
+            vectors.append(nodes.add('Reshape', [rows, [-1]], device, T=self.dtype))
+        return nodes.concat(vectors, 0, self.dtype, device)
 
-    def split(self, vector: str, sharding: Sharding, device: str) -> dict[str, str]:
+    def split(self, vector: str, nodes: Nodes, device: str) -> dict[str, str]:
         """Makes the tensors' values of the vector on a device, by the tensors' names."""
         found: dict[str, str] = {}
         sizes = [sum(t.shape.num_elements() for t in same) for same in self._alike]
-        for same, part in zip(self._alike, self._parts(vector, sizes, sharding, device)):
-            shape = [-1, *_inner(same[0])]
-            rows = self._add('Reshape', [part, shape], sharding, device, Tshape=tf.int32)
-            values = self._parts(rows, [t.shape.as_list()[0] for t in same], sharding, device)
-            found.update({tensor.name: value for tensor, value in zip(same, values)})
+        for same, part in zip(self._alike, nodes.split(vector, sizes, self.dtype, device)):
+            rows = nodes.add('Reshape', [part, [-1, *_inner(same[0])]], device, T=self.dtype)
+            counts = [t.shape.as_list()[0] for t in same]
+            values = nodes.split(rows, counts, self.dtype, device)
+            found.update(zip((t.name for t in same), values))
         return found
-
-    def _concatenated(self, values: Sequence[str], sharding: Sharding, device: str) -> str:
-        attrs = {'N': len(values), 'Tidx': tf.int32}
-        if len(values) == 1:
-            return values[0]
-        return self._add('ConcatV2', [*values, 0], sharding, device, **attrs)
-
-    def _parts(self, value: str, sizes: list[int], sharding: Sharding, device: str) -> list[str]:
-        attrs = {'Tlen': tf.int32, 'num_split': len(sizes)}
-        if len(sizes) == 1:
-            return [value]
-        made = self._add('SplitV', [value, sizes, 0], sharding, device, **attrs)
-        return [f'{made.removesuffix(":0")}:{i}' for i in range(len(sizes))]
-
-    def _add(
-        self, op: str, given: Sequence[Any], sharding: Sharding, device: str, **attrs: Any
-    ) -> str:
-        """Adds an op, some of whose inputs are integers."""
-        inputs = [value if isinstance(value, str) else sharding.tensor(value) for value in given]
-        return sharding.nodes.add(op, inputs, device, T=self.dtype, **attrs)
 
 
 def packs(
@@ -88,15 +66,21 @@ def packs(
     if not calls or any(map(private.in_control_flow, ops)):
         return {}
     needed = [private.backward([gradient.op for gradient in call]) for call in calls]
-    effects, first = effects_of(ops, kinds.FED), _before_gradients(ops, needed, calls)
-    found: dict[Hashable, dict[str, tf.Tensor]] = {}
-    for tensor, kind in (*_read(plan), *_summed(plan)):
+    variables = {op for call in needed for op in call if op.outputs and not op.inputs}
+    late = set(dependents([gradient for call in calls for gradient in call], frozenset()))
+    # What variables' values may follow from before others have one: other than gradients do.
+    early = [op for op in ops if op not in late and has_effect(op)]
+    written = {op: {t.op for t in op.inputs if t.dtype == tf.resource} for op in early}
+    first = private.backward([op for op in early if written[op] & variables])
+    effects = effects_of(ops, kinds.FED)
+    found: dict[Hashable, list[tf.Tensor]] = {}
+    for tensor, rows in {t.name: (t, rows) for t, rows in _candidates(plan)}.values():
         users = frozenset(i for i, call in enumerate(needed) if tensor.op in call)
         known = tensor.shape.rank and tensor.shape.is_fully_defined()
         if known and users and tensor.op not in first and 0 < bytes_of(tensor) <= _LARGEST:
-            key = kind, users, effects[tensor.op], tensor.dtype, home(tensor)
-            found.setdefault(key, {})[tensor.name] = tensor
-    made = [Pack(list(tensors.values())) for tensors in found.values() if len(tensors) > 1]
+            key = rows, users, effects[tensor.op], tensor.dtype, home(tensor)
+            found.setdefault(key, []).append(tensor)
+    made = [Pack(tensors) for tensors in found.values() if len(tensors) > 1]
     return {tensor.name: pack for pack in made for tensor in pack.tensors}
 
 
@@ -105,39 +89,15 @@ def _inner(tensor: tf.Tensor) -> list[int]:
     return tensor.shape.as_list()[1:]
 
 
-def _before_gradients(
-    ops: Sequence[tf.Operation],
-    needed: Sequence[Set[tf.Operation]],
-    calls: Sequence[Sequence[tf.Tensor]],
-) -> set[tf.Operation]:
-    """What a variable's value may follow from before others have one: other than gradients do."""
-    variables = {op for call in needed for op in call if op.outputs and not op.inputs}
-    late = set(dependents([gradient for call in calls for gradient in call], frozenset()))
-    writes = [
-        op
-        for op in ops
-        if op not in late
-        and has_effect(op)
-        and any(t.dtype == tf.resource and t.op in variables for t in op.inputs)
-    ]
-    return private.backward(writes)
-
-
-def _read(plan: Plan) -> Iterator[tuple[tf.Tensor, Hashable]]:
-    """What towers need and has nothing to do with the batch, be it variables or made of these."""
-    dependent = set(plan.order)
-    for op in plan.order:
-        for tensor, need in zip(op.inputs, plan.ops[op.name].needs if op.name in plan.ops else ()):
+def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, Rows | None]]:
+    """What towers read that doesn't follow from rows; and sums over rows that no tower reads."""
+    dependent, towers = set(plan.order), [op for op in plan.order if op.name in plan.ops]
+    waited = private.backward([before for op in towers for before in private.waited(op)])
+    for op in towers:
+        for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
             own = tensor.op in dependent or tensor.op.type == kinds.CONST
             if need == WHOLE and tensor.dtype in _NUMBERS and not own:
                 yield tensor, None
-
-
-def _summed(plan: Plan) -> Iterator[tuple[tf.Tensor, Hashable]]:
-    """Sums over rows that no tower's op waits for."""
-    towers = [op for op in plan.order if op.name in plan.ops]
-    waited = private.backward([before for op in towers for before in private.waited(op)])
-    for op in towers:
         for tensor in op.outputs if op not in waited else ():
             placement = plan.placements.get(tensor.name)
             if isinstance(placement, Partial) and placement.reduce == 'sum':

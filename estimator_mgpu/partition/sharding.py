@@ -1,24 +1,26 @@
-"""The batch's rows over towers: who has how many, slices of what is whole, and sizes as tensors."""
+"""Rows over towers: who has how many, slices of what is whole, and what towers have, made whole."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import rows_of
-from estimator_mgpu.devices import host_of
-from .nodes import Nodes
+from estimator_mgpu.devices import relay
+from .nodes import Nodes, Number
 from .plan import Local, Numbers
 from .symbols import Rows, Size, per_row
 
-Number = Union[int, str]
-"""An integer that is known, or what an int32 scalar tensor is referred to by."""
 Extent = tuple[Number, Number]
 """Where entries along a dimension start, and how many they are."""
+_PAIRWISE = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
+"""The op that combines two towers' results."""
 
 
 @dataclass
@@ -37,32 +39,29 @@ class Sharding:
     symbol: Callable[[Any, Any], Number]
 
     def __post_init__(self) -> None:
-        self.host = host_of(self.devices[0])  # where sizes are
-        total, n = self.given, len(self.devices)
         self.counts: Sequence[Number]  # how many rows each tower has
-        self._spans: list[list[Extent]] = []
+        self._extents: Sequence[Extent]  # which rows each computes on
         self.active: Sequence[str] | None = None  # whether it has any; None: all have, always
+        self._pieces: list[list[tuple[str, str]]] = []  # by tower, its rows of each machine's part
+        total, n = self.given, len(self.devices)
         if total is None:
             self.total: Number = self.rows.static or 0
             each, more = divmod(self.total, n)
-            self.counts = self._sizes = [each + (i < more) for i in range(n)]
-            self._starts: Sequence[Number] = [each * i + min(i, more) for i in range(n)]
+            self.counts = [each + (i < more) for i in range(n)]
+            self._extents = [*zip(itertools.accumulate([0, *self.counts]), self.counts)]
             return
-        scope = tf.name_scope(f'{self.nodes.scope}/rows/')
-        with tf.control_dependencies(None), tf.device(self.host), scope:
+        with self.nodes.at_once(self.nodes.host):
             counts = total // n + tf.cast(tf.range(n) < total % n, tf.int32)
             active = counts > 0
-            starts = tf.cumsum(counts, exclusive=True)
-            starts = tf.where(active, starts, tf.zeros_like(starts))
+            starts = tf.where(active, tf.cumsum(counts, exclusive=True), tf.zeros_like(counts))
             sizes = tf.maximum(counts, tf.minimum(total, 1))
-            columns = [[t.name for t in tf.unstack(c)] for c in (counts, starts, sizes, active)]
-        self.total = total.name
-        self.counts, self._starts, self._sizes, self.active = columns
+            self.total, self.counts, self.active = total.name, _names(counts), _names(active)
+            self._extents = [*zip(_names(starts), _names(sizes))]
 
     def extent(self, factor: Size, tower: int) -> Extent:
         """Where a tower's entries start, and how many it computes on, with `factor` a row."""
-        each = self.number(factor, tower)
-        return self._times(self._starts[tower], each), self._times(self._sizes[tower], each)
+        (start, size), each = self._extents[tower], self.number(factor, tower)
+        return self._times(start, each), self._times(size, each)
 
     def number(self, size: Size, tower: int | None = None) -> Number:
         """A size: of the whole, or with a tower's own dimensions, but all rows."""
@@ -70,6 +69,13 @@ class Sharding:
             return size.static
         factors = [self.symbol(symbol, tower) for symbol in size.symbols]
         return functools.reduce(self._times, [size.number, *factors])
+
+    def _times(self, a: Number, b: Number) -> Number:
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        if 1 in (a, b):
+            return b if a == 1 else a
+        return self.nodes.add('Mul', [a, b], self.nodes.host, T=tf.int32)
 
     def integers(self, need: Numbers | Local, tower: int, scalar: bool) -> Number | list[Number]:
         """What a tower is given in place of a tensor of sizes."""
@@ -83,49 +89,81 @@ class Sharding:
             return own
         return [own if i == at else self.number(e, tower) for i, e in enumerate(need.entries)]
 
-    def tensor(self, value: Number | Sequence[Number], dtype: tf.DType = tf.int32) -> str:
-        """An integer, or a list of some, as a tensor."""
-        if not isinstance(value, str):
-            if isinstance(value, int) or all(isinstance(n, int) for n in value):
-                return self.nodes.const(value, dtype, self.host)
-            value = self._add('Pack', value, T=tf.int32, N=len(value), axis=0)
-        return self.nodes.cast(value, tf.int32, dtype, self.host)
-
     def cut(self, whole: str, dtype: tf.DType, rank: int, axis: int, part: Extent, to: str) -> str:
         """A part of a tensor along an axis, taken on a device."""
-        start, size = part
-        begin = self.tensor([start if i == axis else 0 for i in range(rank)])
-        sizes = self.tensor([size if i == axis else -1 for i in range(rank)])
-        return self.nodes.add('Slice', [whole, begin, sizes], to, T=dtype, Index=tf.int32)
+        begin, size = ([n if i == axis else d for i in range(rank)] for n, d in zip(part, (0, -1)))
+        return self.nodes.add('Slice', [whole, begin, size], to, T=dtype, Index=tf.int32)
 
     def join(self, parts: Sequence[tf.Tensor], tower: int) -> str:
         """A tower's rows of what machines have parts of, in order, each cut where it is."""
-        self._spans = self._spans or self._spans_of(parts)
-        pieces, dtype, rank = [], parts[0].dtype, parts[0].shape.rank
-        for part, span in zip(parts, self._spans[tower]):
-            pieces.append(self.cut(part.name, dtype, rank, 0, span, part.device))
-        attrs = {'T': dtype, 'N': len(pieces), 'Tidx': tf.int32}
-        return self.nodes.add('ConcatV2', [*pieces, self.tensor(0)], self.devices[tower], **attrs)
+        dtype, rank = parts[0].dtype, parts[0].shape.rank
+        if not self._pieces:
+            named = self.nodes.graph.get_tensor_by_name
+            with self.nodes.at_once(self.nodes.host):
+                rows = tf.stack([tf.cast(rows_of(part), tf.int32) for part in parts])
+                before = tf.cumsum(rows, exclusive=True)
+                start, size = (tf.stack([*map(named, n)])[:, None] for n in zip(*self._extents))
+                first, end = (tf.clip_by_value(n - before, 0, rows) for n in (start, start + size))
+                columns = (map(_names, tf.unstack(n)) for n in (first, end - first))
+                self._pieces = [[*zip(*of_tower)] for of_tower in zip(*columns)]
+        pieces = [
+            self.cut(part.name, dtype, rank, 0, piece, part.device)
+            for part, piece in zip(parts, self._pieces[tower])
+        ]
+        return self.nodes.concat(pieces, 0, dtype, self.devices[tower])
 
-    def _spans_of(self, parts: Sequence[tf.Tensor]) -> list[list[Extent]]:
-        """By tower and part, where the tower's rows start in that part, and how many they are."""
-        named = self.nodes.graph.get_tensor_by_name
-        scope = tf.name_scope(f'{self.nodes.scope}/rows/')
-        with tf.control_dependencies(None), tf.device(self.host), scope:
-            rows = [tf.cast(rows_of(part), tf.int32) for part in parts]
-            counts, before = tf.stack(rows), tf.cumsum(rows, exclusive=True)
-            starts, sizes = (
-                tf.stack([named(n) for n in own])[:, None] for own in (self._starts, self._sizes)
-            )
-            ends = (starts, starts + sizes)
-            first, end = (tf.clip_by_value(at - before, 0, counts) for at in ends)
-            table = map(tf.unstack, tf.unstack(tf.stack([first, end - first], 2)))
-            return [[(a.name, n.name) for a, n in map(tf.unstack, row)] for row in table]
+    def gather(
+        self, parts: Sequence[str], dtype: tf.DType, dims: list[Size], axis: int, to: str
+    ) -> str:
+        """All rows, in the batch's order, on a device: of towers' parts, and the whole's `dims`."""
+        joined = self.nodes.concat(parts, axis, dtype, to)
+        if self.active is None:
+            return joined
+        # Towers without rows are the last.
+        return self.cut(joined, dtype, len(dims), axis, (0, self.number(dims[axis])), to)
 
-    def _times(self, a: Number, b: Number) -> Number:
-        if isinstance(a, int) and isinstance(b, int):
-            return a * b
-        return b if a == 1 else a if b == 1 else self._add('Mul', [a, b], T=tf.int32)
+    def reduce(self, parts: Sequence[str], dtype: tf.DType, how: str, to: str) -> str:
+        """What towers' partial results come to, on a device; `how` is a `Partial.reduce`."""
+        if how == 'mean':
+            return self._mean(parts, dtype, to)
+        if self.active is not None:
+            nothing: Any = {'sum': 0, 'prod': 1, 'all': True, 'any': False}.get(how)
+            if nothing is None:
+                least, most = (-np.inf, np.inf) if dtype.is_floating else (dtype.min, dtype.max)
+                nothing = least if how == 'max' else most
+            # The first has all rows there are, if there are fewer than two.
+            parts, others = list(parts[:1]), parts[1:]
+            for part, some, tower in zip(others, self.active[1:], self.devices[1:]):
+                given = [some, part, self.nodes.const(nothing, dtype, tower)]
+                parts.append(self.nodes.add('SelectV2', given, tower, T=dtype))
+        # What another machine's towers have is combined there first, and sent once.
+        groups: dict[str | int, list[str]] = {}
+        for i, (part, tower) in enumerate(zip(parts, self.devices)):
+            groups.setdefault(relay(self.devices, tower, to) or i, []).append(part)
+        sent = [self._combined(group, dtype, how, str(at)) for at, group in groups.items()]
+        return self._combined(sent, dtype, how, to)
 
-    def _add(self, op: str, numbers: Sequence[Number], **attrs: Any) -> str:
-        return self.nodes.add(op, [self.tensor(n) for n in numbers], self.host, **attrs)
+    def _combined(self, parts: Sequence[str], dtype: tf.DType, how: str, to: str) -> str:
+        """What some parts come to, on a device; one alone stays where it is."""
+        if how == 'sum' and len(parts) > 1:
+            return self.nodes.add('AddN', parts, to, T=dtype, N=len(parts))
+        attrs = {} if dtype == tf.bool else {'T': dtype}
+        return functools.reduce(
+            lambda one, two: self.nodes.add(_PAIRWISE[how], [one, two], to, **attrs), parts
+        )
+
+    def _mean(self, parts: Sequence[str], dtype: tf.DType, to: str) -> str:
+        """The towers' means, weighted by their rows; in float32 at least."""
+        nodes, wide = self.nodes, dtype if dtype.size > 2 else tf.float32
+        weighted = []
+        for part, rows, tower in zip(parts, self.counts, self.devices):
+            given = [nodes.cast(part, dtype, wide, tower), nodes.tensor(rows, wide)]
+            weighted.append(nodes.add('Mul', given, tower, T=wide))
+        total = self.reduce(weighted, wide, 'sum', to)
+        mean = nodes.add('RealDiv', [total, nodes.tensor(self.total, wide)], to, T=wide)
+        return nodes.cast(mean, wide, dtype, to)
+
+
+def _names(vector: tf.Tensor) -> list[str]:
+    """What a vector's entries are referred to by."""
+    return [entry.name for entry in tf.unstack(vector)]

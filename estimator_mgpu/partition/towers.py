@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +10,15 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import host_of, relay, spec_of
 from .callees import adapt
 from .homes import home_of
-from .nodes import Nodes
-from .packing import Pack, packs
+from .nodes import Nodes, Number
+from .packing import packs
 from .plan import FIRST, OWN, Kept, Local, Need, Numbers, OpPlan, Partial, Plan, Shard, Slice, Value
-from .reduction import gather, reduce
 from .rules import kinds
-from .sharding import Number, Sharding
+from .sharding import Sharding
 from .symbols import ONE, Dim, Rows
 
 _SMALL = 1024  # entries of a constant that each tower has a copy of
@@ -29,8 +30,8 @@ class Towers:
 
     The ops that the user made stay: those that run once, and the others, too, for whoever fetches
     them. They take whole values: what towers have, gathered or reduced. By names of tensors,
-    `homes` says where that is made, `instead` what is used in their place, and `parts` of what
-    machines' rows they are joined. `calls` are the gradients of each optimizer's call.
+    `homes` says where that is made, and `instead` what is used in their place. `calls` are the
+    gradients of each optimizer's call.
     """
 
     graph: tf.Graph
@@ -39,19 +40,18 @@ class Towers:
     devices: Sequence[str]
     homes: dict[str, str]
     instead: dict[str, tf.Tensor]
-    parts: dict[str, Sequence[tf.Tensor]]
     calls: Sequence[Sequence[tf.Tensor]] = ()
 
     def __post_init__(self) -> None:
         self._sources = {t.name for t in self.plan.sources}
-        self._nodes = Nodes(self.graph, self.graph.unique_name('replicate'))
-        rows = self.plan.rows
+        scope, host = self.graph.unique_name('replicate'), host_of(self.devices[0])
+        self._nodes, rows = Nodes(self.graph, scope, host), self.plan.rows
         self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
         self._shardings = {rows: self._sharding}
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
         calls = [[*map(self._current, gradients)] for gradients in self.calls]
-        self._packs = packs(self.graph, self.plan, calls, self._place)
-        self._unpacked: dict[tuple[str, str], str] = {}  # by name, and device
+        self._packs = packs(self.graph, self.plan, calls, self._home)
+        self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, and name
         self._build()
 
     def whole(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -74,22 +74,36 @@ class Towers:
         for op in self.plan.order:
             for tensor in op.outputs:
                 self._whole(tensor)
+        waits = {op: self._waits_of_whole(op) for op in self.plan.order}
         self._nodes.build()
-        for op in self.plan.order:
+        for op, names in waits.items():
             for index, tensor in enumerate(list(op.inputs)):
                 if tensor.name in self._wholes:
                     private.set_input(op, index, self.whole(tensor))
-            before = op.control_inputs
-            if any(c.name in self.plan.ops for c in before):
-                waits = [op] if op.type == kinds.GROUP and op.name in self.plan.ops else before
-                once = [w for w in waits if w.name not in self.plan.ops]
-                towers = range(len(self.devices))
-                copies = [self._copy(w.name, i) for w in waits if w not in once for i in towers]
-                found = [self.graph.get_operation_by_name(name) for name in copies]
-                private.set_control_inputs(op, [*once, *found])
+            if names != [before.name for before in op.control_inputs]:
+                private.set_control_inputs(op, [*map(self.graph.get_operation_by_name, names)])
 
-    def _is_ours(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor of the user's has another whole value than that which its op makes."""
+    def _waits_of_whole(self, op: tf.Operation) -> list[str]:
+        """Names what one of the user's ops waits for; a group for one op of each device."""
+        group, towers = op.type == kinds.GROUP, range(len(self.devices))
+        if group and op.name in self.plan.ops:
+            return [self._copy(op.name, i) for i in towers]
+        joins, found = group and not private.in_control_flow(op), list[str]()
+        once = defaultdict[str, list[tf.Operation]](list)  # by device
+        for before in op.control_inputs:
+            if before.name in self.plan.ops:
+                found += [self._copy(before.name, i) for i in towers]
+            else:
+                once[home_of(before) or ''].append(before)
+        for device, waited in once.items():
+            if joins and device and len(waited) > 1:
+                found.append(self._nodes.after(waited, device)[1:])
+            else:
+                found += [before.name for before in waited]
+        return found
+
+    def _is_made(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor's whole value is another one than that which the user's op makes."""
         placement = self.plan.placements.get(tensor.name)
         if tensor.name in self._sources or isinstance(placement, Kept):
             return False  # An op makes its own list, of what its inputs are as a whole.
@@ -99,7 +113,7 @@ class Towers:
         """Whether its op gives sizes of what towers have, which isn't gathered for that."""
         if tensor.op.type not in kinds.SIZES:
             return False
-        kept = self._sources - {*self.parts}
+        kept = {t.name for t in self.plan.sources if len(parts_of(t)) == 1}
         made = any(t.name in self.plan.placements and t.name not in kept for t in tensor.op.inputs)
         return made and self.plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
 
@@ -108,77 +122,66 @@ class Towers:
 
     def _own(self, tensor: tf.Tensor, tower: int) -> str:
         """What a tower has of a tensor."""
-        if tensor.name in self.parts:
-            return self._sharding.join(self.parts[tensor.name], tower)
+        if len(parts := parts_of(tensor)) > 1:
+            return self._sharding.join(parts, tower)
         if tensor.name in self._sources:
             return self._slice(tensor, Slice(0, self.plan.rows, ONE), tower)
         return f'{self._copy(tensor.op.name, tower)}:{tensor.value_index}'
 
     def _slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
-        dims = self.plan.sizes.dims(tensor) or []
-        sharding = self._sharding_of(need.rows)
-        extent = sharding.extent(need.factor, tower)
-        whole, dtype, home = self._whole(tensor), tensor.dtype.base_dtype, self._home(tensor)
+        sharding, dims = self._sharding_of(need.rows), self.plan.sizes.dims(tensor) or []
+        extent, dtype = sharding.extent(need.factor, tower), tensor.dtype.base_dtype
+        whole, home = self._whole(tensor), self._home(tensor)
         return sharding.cut(whole, dtype, len(dims), need.axis, extent, home)
 
     def _home(self, tensor: tf.Tensor) -> str:
-        """Where a tensor of the user's is made."""
-        return home_of(tensor.op) or (self._sharding.host if tensor.name in self._sources else '')
-
-    def _place(self, tensor: tf.Tensor) -> str:
-        """Where a tensor's whole value is made, which may be made of towers'."""
-        ours = self._is_ours(tensor)
-        return self.homes.get(tensor.name, self.devices[0]) if ours else self._home(tensor)
+        """Where a tensor's whole value is made, be it by the user's op or of what towers have."""
+        if self._is_made(tensor):
+            return self.homes.get(tensor.name, self.devices[0])
+        return home_of(tensor.op) or (self._nodes.host if tensor.name in self._sources else '')
 
     def _whole(self, tensor: tf.Tensor) -> str:
-        """The whole value, which may be made of towers'."""
-        if self._is_ours(tensor) and tensor.name not in self._wholes:
-            if tensor.name in self._packs:
-                self._wholes.update(self._sums(self._packs[tensor.name]))
-            else:
-                self._wholes[tensor.name] = self._made_whole(tensor)
+        """The whole value, be it the user's op's or made of what towers have."""
+        if self._is_made(tensor) and tensor.name not in self._wholes:
+            self._wholes.update(self._made(tensor))
         return self._wholes.get(tensor.name, tensor.name)
 
-    def _made_whole(self, tensor: tf.Tensor) -> str:
-        dtype, sizes = tensor.dtype.base_dtype, self.plan.sizes
-        home = self._place(tensor)
+    def _made(self, tensor: tf.Tensor) -> dict[str, str]:
+        """The whole value, by name, of what towers have of a tensor, and of others of its pack."""
+        name, dtype, home = tensor.name, tensor.dtype.base_dtype, self._home(tensor)
         if self._is_size(tensor):
-            numbers = [self._sharding.number(size) for size in sizes.entries(tensor) or []]
-            return self._sharding.tensor(numbers if tensor.shape.rank else numbers[0], dtype)
-        placement = self.plan.placements[tensor.name]
-        parts = [self._own(tensor, i) for i in range(len(self.devices))]
+            entries = self.plan.sizes.entries(tensor) or []
+            numbers = [self._sharding.number(size) for size in entries]
+            return {name: self._nodes.tensor(numbers if tensor.shape.rank else numbers[0], dtype)}
+        placement = self.plan.placements[name]
         if not isinstance(placement, (Shard, Partial)):
-            return parts[0]
+            return {name: self._own(tensor, 0)}
         sharding = self._sharding_of(placement.rows)
+        if pack := self._packs.get(name):
+            own = ([self._own(t, i) for t in pack.tensors] for i in range(len(self.devices)))
+            vectors = [pack.join(o, self._nodes, to) for o, to in zip(own, self.devices)]
+            return pack.split(sharding.reduce(vectors, dtype, 'sum', home), self._nodes, home)
+        parts = [self._own(tensor, i) for i in range(len(self.devices))]
         if isinstance(placement, Partial):
-            return reduce(sharding, parts, dtype, placement.reduce, home)
-        return gather(sharding, parts, dtype, sizes.dims(tensor) or [], placement.axis, home)
-
-    def _sums(self, pack: Pack) -> dict[str, str]:
-        """The sums of what towers have of a pack's tensors, by their names."""
-        placement, home = self.plan.placements[pack.tensors[0].name], self._place(pack.tensors[0])
-        assert isinstance(placement, Partial)
-        sharding, parts = self._sharding_of(placement.rows), []
-        for i, device in enumerate(self.devices):
-            parts.append(pack.join([self._own(t, i) for t in pack.tensors], sharding, device))
-        return pack.split(reduce(sharding, parts, pack.dtype, 'sum', home), sharding, home)
+            return {name: sharding.reduce(parts, dtype, placement.reduce, home)}
+        dims = self.plan.sizes.dims(tensor) or []
+        return {name: sharding.gather(parts, dtype, dims, placement.axis, home)}
 
     def _received(self, tensor: tf.Tensor, device: str) -> str:
         """A tensor's value on a device to which its pack is sent."""
-        pack, home, sharding = self._packs[tensor.name], self._place(tensor), self._sharding
-        if (tensor.name, device) not in self._unpacked:
-            vector = pack.join([t.name for t in pack.tensors], sharding, home)
+        received, home = self._unpacked[device], self._home(tensor)
+        if tensor.name not in received:
+            pack = self._packs[tensor.name]
+            vector = pack.join([t.name for t in pack.tensors], self._nodes, home)
             sent = self._sent(vector, pack.dtype, home, device)
-            found = pack.split(sent, sharding, device)
-            self._unpacked.update({(name, device): value for name, value in found.items()})
-        return self._unpacked[tensor.name, device]
+            received.update(pack.split(sent, self._nodes, device))
+        return received[tensor.name]
 
     def _sharding_of(self, rows: Rows) -> Sharding:
         """How rows are divided: the batch's, or those that a tensor has, which is made whole."""
         if rows not in self._shardings:
             tensor = self.graph.get_tensor_by_name(rows.name)
-            scope = tf.name_scope(f'{self._nodes.scope}/rows/')
-            with tf.control_dependencies(None), tf.device(self._home(tensor)), scope:
+            with self._nodes.at_once(self._home(tensor)):
                 total = tf.shape(tensor)[0]
             self._shardings[rows] = Sharding(rows, total, self.devices, self._nodes, self._symbol)
         return self._shardings[rows]
@@ -188,25 +191,23 @@ class Towers:
         if isinstance(symbol, Rows):
             return self._sharding_of(symbol).total
         name, index = symbol
-        tensor = self.graph.get_tensor_by_name(name)
-        own = tensor.name in self.plan.placements and tensor.name not in self._sources
-        host, dtype, add = self._sharding.host, tensor.dtype.base_dtype, self._nodes.add
-        if isinstance(symbol, Dim):
-            given = self._own(tensor, tower or 0) if own else self._whole(tensor)
-            where = self.devices[tower or 0] if own else self._home(tensor)
-            vector = add('Shape', [given], where, T=dtype, out_type=tf.int32)
+        tensor, nodes = self.graph.get_tensor_by_name(name), self._nodes
+        dtype = tensor.dtype.base_dtype
+        if not isinstance(symbol, Dim):
+            flat = nodes.add('Reshape', [self._whole(tensor), [-1]], nodes.host, T=dtype)
+            vector = nodes.cast(flat, dtype, tf.int32, nodes.host)
+        elif name in self.plan.placements and name not in self._sources:
+            own, to = self._own(tensor, tower or 0), self.devices[tower or 0]
+            vector = nodes.add('Shape', [own], to, T=dtype)
         else:
-            flat = [self._whole(tensor), self._sharding.tensor([-1])]
-            vector = add('Reshape', flat, host, T=dtype, Tshape=tf.int32)
-            vector = self._nodes.cast(vector, dtype, tf.int32, host)
+            vector = nodes.add('Shape', [self._whole(tensor)], self._home(tensor), T=dtype)
         types = {'Tparams': tf.int32, 'Tindices': tf.int32}
-        return add('Gather', [vector, self._sharding.tensor(index)], host, **types)
+        return nodes.add('Gather', [vector, index], nodes.host, **types)
 
     def _given(self, tensor: tf.Tensor, need: Need, tower: int, device: str) -> str:
         """What a tower's op on a device is given."""
         dtype, op = tensor.dtype.base_dtype, tensor.op
         placement = self.plan.placements.get(tensor.name)
-        zeros = need == FIRST and tower > 0
         if need == OWN:
             return self._own(tensor, tower)
         if isinstance(need, Slice):
@@ -214,18 +215,18 @@ class Towers:
         if isinstance(need, (Local, Numbers)):
             sharding = self._sharding_of(need.rows) if isinstance(need, Local) else self._sharding
             numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
-            return self._sharding.tensor(numbers, dtype)
-        made = isinstance(placement, (Shard, Partial))
-        if placement is not None and not made and need != FIRST:
+            return self._nodes.tensor(numbers, dtype)
+        made = placement is None or isinstance(placement, (Shard, Partial))
+        if need != FIRST and not made:
             return self._own(tensor, tower)  # The same on all.
-        copied = placement is None and op.type == kinds.CONST and not zeros
-        if copied and tensor.shape.num_elements() <= _SMALL:
-            waits, where = self._waits(op, tower), self._device(op, tower)
-            value = op.get_attr('value').SerializeToString()
-            return self._nodes.add('Const', waits, where, dtype=dtype, value=value)
-        home = self._place(tensor)
-        if tensor.name in self._packs and placement is None and device != home and not zeros:
-            return self._received(tensor, device)
+        zeros, home = need == FIRST and tower > 0, self._home(tensor)
+        if placement is None and not zeros:
+            if op.type == kinds.CONST and tensor.shape.num_elements() <= _SMALL:
+                value = op.get_attr('value').SerializeToString()
+                waits, to = self._waits(op, tower), self._device(op, tower)
+                return self._nodes.add('Const', waits, to, dtype=dtype, value=value)
+            if tensor.name in self._packs and device != home:
+                return self._received(tensor, device)
         whole = self._whole(tensor)
         if dtype not in (tf.resource, tf.variant) and not private.is_reference(tensor):
             whole = self._sent(whole, dtype, home, device)
@@ -261,10 +262,10 @@ class Towers:
 
     def _waits(self, op: tf.Operation, tower: int) -> list[str]:
         """What a tower's copy waits for, as the op does: the tower's own, or what runs once."""
-        before = op.control_inputs
-        done = [c for c in before if c.type == kinds.GROUP and not c.control_inputs]  # at once
-        once = [c for c in before if c.name not in self.plan.ops and c not in done]
-        waits = [f'^{self._copy(c.name, tower)}' for c in before if c.name in self.plan.ops]
-        if once:
-            waits.append(self._nodes.after(once, host_of(self.devices[tower])))
-        return waits
+        waits, once = [], []
+        for before in op.control_inputs:
+            if before.name in self.plan.ops:
+                waits.append(f'^{self._copy(before.name, tower)}')
+            elif before.type != kinds.GROUP or before.control_inputs:  # Else it's there at once.
+                once.append(before)
+        return [*waits, self._nodes.after(once, host_of(self.devices[tower]))] if once else waits

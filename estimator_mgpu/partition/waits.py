@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence, Set
 from graphlib import TopologicalSorter
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-from .homes import home_of
-from .plan import Plan
 from .rules import kinds
 
 
@@ -55,12 +51,11 @@ def has_effect(op: tf.Operation) -> bool:
 
 def effects_of(ops: Sequence[tf.Operation], also: Sequence[str] = ()) -> dict[tf.Operation, int]:
     """The ops with effects, or of other types, that each waits for, and itself: one bit each."""
-    given = {op: set(private.waited(op)) for op in ops}
     found: dict[tf.Operation, int] = {}
-    for op in TopologicalSorter(given).static_order():
-        counts = op in given and (has_effect(op) or op.type in also)
-        own = 1 << len(found) if counts else 0
-        found[op] = functools.reduce(operator.or_, (found[o] for o in given.get(op, ())), own)
+    for op in ordered(ops):
+        found[op] = 1 << len(found) if has_effect(op) or op.type in also else 0
+        for before in private.waited(op):
+            found[op] |= found.get(before, 0)
     return found
 
 
@@ -100,22 +95,6 @@ def read_first(untied: Sequence[tf.Operation], before: Set[str]) -> None:
                     uses = {c.type for t in user.outputs for c in t.consumers()} - set(kinds.KEEPS)
                     if uses and _looks(user, handle) and op not in private.backward([user]):
                         private.add_control_inputs(op, [user])
-
-
-def join(plan: Plan) -> None:
-    """Lets a group of what runs once wait for one op of each device, which waits for the others."""
-    groups = [op for op in plan.order if op.type == kinds.GROUP and op.name not in plan.ops]
-    for op in groups if not any(map(private.in_control_flow, groups)) else ():
-        found: dict[str, list[tf.Operation]] = {}
-        for before in op.control_inputs:
-            home = '' if before.name in plan.ops else home_of(before) or ''
-            found.setdefault(home, []).append(before)
-        for device, waited in found.items():
-            if device and len(waited) > 1:
-                with tf.control_dependencies(None), tf.control_dependencies(waited):
-                    with tf.device(device), tf.name_scope('replicate/'):
-                        found[device] = [tf.no_op('joined')]  # None of `Nodes` has this name.
-        private.set_control_inputs(op, sum(found.values(), []))
 
 
 def _looks(op: tf.Operation, handle: tf.Tensor) -> bool:
