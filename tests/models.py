@@ -34,11 +34,6 @@ def away_from_0() -> list:
     return [(x, y + 2) for x, y in batches()]
 
 
-def ten_rows() -> list:
-    """The same, of a size that 3 and 4 towers don't divide."""
-    return [(x[:10], y[:10]) for x, y in away_from_0()]
-
-
 def spec_of(mode: str, loss: tf.Tensor, *train_ops: Any) -> Any:
     train_op = train_ops[0] if len(train_ops) == 1 else tf.group(*train_ops)
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)

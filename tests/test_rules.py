@@ -67,20 +67,15 @@ def _arguments(name, makers):
     return {arg.name: makers[type_of(arg)]() for arg in definition.input_arg}
 
 
-def _entries(name, batch, *shapes):
+def _entries(name, batch):
     """Calls an op of entries with tensors that have rows."""
-    shapes = iter(shapes)
-
-    def next_shape():
-        return next(shapes, (4,))
-
     makers = {
-        tf.float32: lambda: batch.floats(*next_shape()),
-        tf.int32: lambda: batch.ints(*next_shape()) + 1,
-        tf.int64: lambda: batch.ints(*next_shape(), dtype=np.int64),
-        tf.bool: lambda: batch.bools(*next_shape()),
-        tf.string: lambda: batch.strings(*next_shape()),
-        tf.complex64: lambda: tf.complex(batch.floats(*next_shape()), batch.floats(4)),
+        tf.float32: lambda: batch.floats(4),
+        tf.int32: lambda: batch.ints(4) + 1,
+        tf.int64: lambda: batch.ints(4, dtype=np.int64),
+        tf.bool: lambda: batch.bools(4),
+        tf.string: lambda: batch.strings(4),
+        tf.complex64: lambda: tf.complex(batch.floats(4), batch.floats(4)),
     }
     arguments = _arguments(name, makers)
     extra = {
@@ -131,7 +126,7 @@ def _inputs(name, words, batch, attrs):
     return given | attrs
 
 
-def _sample(names, given, **attrs):
+def sample(names, given, **attrs):
     """Adds samples of some types of ops: words for the inputs, or a function of op and batch."""
     for name in names.split():
         if callable(given):
@@ -192,20 +187,20 @@ def _broadcast_to(op, b):
     return [op(input=x, shape=shape), op(input=1.0, shape=shape)]
 
 
-_sample('AddV2 Mul Maximum SquaredDifference', _broadcast)
-_sample('SelectV2', 'b1 n3 w3')
-_sample('Select', lambda op, b: op(condition=b.bools(), x=b.floats(3), y=b.floats(3)))
-_sample('Select', lambda op, b: op(condition=b.bools(3), x=b.floats(3), y=b.floats(3)))
-_sample('FakeQuantWithMinMaxArgs', 'n3')
+sample('AddV2 Mul Maximum SquaredDifference', _broadcast)
+sample('SelectV2', 'b1 n3 w3')
+sample('Select', lambda op, b: op(condition=b.bools(), x=b.floats(3), y=b.floats(3)))
+sample('Select', lambda op, b: op(condition=b.bools(3), x=b.floats(3), y=b.floats(3)))
+sample('FakeQuantWithMinMaxArgs', 'n3')
 for _name, _shape in (('FakeQuantWithMinMaxVars', ()), ('FakeQuantWithMinMaxVarsPerChannel', (3,))):
-    _sample(_name, _quantized, channels=_shape)
-    _sample(f'{_name}Gradient', _quantized, channels=_shape, forward=getattr(ops, _name))
-_sample('IdentityN', _identity_n)
-_sample('OnesLike ZerosLike', _alike)
-_sample('Fill', lambda op, b: op(dims=tf.shape(b.floats(2)), value=3.0))
-_sample('Fill', lambda op, b: op(dims=[tf.size(b.floats(2))], value=1.0))
-_sample('BroadcastTo', _broadcast_to)
-_sample('RandomStandardNormal RandomUniform TruncatedNormal', _drawn)
+    sample(_name, _quantized, channels=_shape)
+    sample(f'{_name}Gradient', _quantized, channels=_shape, forward=getattr(ops, _name))
+sample('IdentityN', _identity_n)
+sample('OnesLike ZerosLike', _alike)
+sample('Fill', lambda op, b: op(dims=tf.shape(b.floats(2)), value=3.0))
+sample('Fill', lambda op, b: op(dims=[tf.size(b.floats(2))], value=1.0))
+sample('BroadcastTo', _broadcast_to)
+sample('RandomStandardNormal RandomUniform TruncatedNormal', _drawn)
 
 
 # Along dimensions that ops are told.
@@ -263,32 +258,32 @@ def _lookup(op, b):
     return tf.lookup.StaticHashTable(pairs, -1).lookup(b.strings(2))
 
 
-_sample('Sum Mean Max Min Prod', lambda op, b: _reduced(op, b.floats(3, 2)))
-_sample('All Any', lambda op, b: _reduced(op, b.bools(3, 2)))
-_sample('Mean', lambda op, b: op(input=b.floats(3, dtype=np.float16) * 1000, axis=[0]))
-_sample('Sum', _gradient_of_broadcasting)
-_sample('L2Loss', 'n3')
-_sample('Cumsum Cumprod CumulativeLogsumexp', 'n3', axis=1, reverse=True)
-_sample('ReverseV2', 'n32', axis=[1])
-_sample('ReverseSequence', 'n42 i', seq_dim=1, batch_dim=0)
-_sample('Roll', 'n4', shift=[1], axis=[1])
-_sample('ConcatV2', lambda op, b: op(values=[b.floats(3), b.floats(2)], axis=1))
-_sample('Split', lambda op, b: op(axis=1, value=b.floats(4), num_split=2))
-_sample('SplitV', 'n4', size_splits=[1, 3], axis=1, num_split=2)
-_sample('ExpandDims Squeeze', _dims)
-_sample('Pack Unpack', _pack)
-_sample('Transpose ConjugateTranspose', 'n32', perm=[2, 0, 1])
+sample('Sum Mean Max Min Prod', lambda op, b: _reduced(op, b.floats(3, 2)))
+sample('All Any', lambda op, b: _reduced(op, b.bools(3, 2)))
+sample('Mean', lambda op, b: op(input=b.floats(3, dtype=np.float16) * 1000, axis=[0]))
+sample('Sum', _gradient_of_broadcasting)
+sample('L2Loss', 'n3')
+sample('Cumsum Cumprod CumulativeLogsumexp', 'n3', axis=1, reverse=True)
+sample('ReverseV2', 'n32', axis=[1])
+sample('ReverseSequence', 'n42 i', seq_dim=1, batch_dim=0)
+sample('Roll', 'n4', shift=[1], axis=[1])
+sample('ConcatV2', lambda op, b: op(values=[b.floats(3), b.floats(2)], axis=1))
+sample('Split', lambda op, b: op(axis=1, value=b.floats(4), num_split=2))
+sample('SplitV', 'n4', size_splits=[1, 3], axis=1, num_split=2)
+sample('ExpandDims Squeeze', _dims)
+sample('Pack Unpack', _pack)
+sample('Transpose ConjugateTranspose', 'n32', perm=[2, 0, 1])
 for _axis in (-1, 0, 1):
-    _sample('OneHot', 'i2', depth=4, on_value=1.0, off_value=0.0, axis=_axis)
+    sample('OneHot', 'i2', depth=4, on_value=1.0, off_value=0.0, axis=_axis)
     if _axis:
-        _sample('ArgMax ArgMin', 'n32', dimension=_axis)
-_sample('Gather', 'w43 i2')
-_sample('GatherV2', _gather)
-_sample('GatherNd', 'w442 i32')
-_sample('ResourceGather', lambda op, b: tf.gather(_variable(b), b.ints(2)))
-_sample('ResourceGatherNd', _gather_from_variable)
-_sample('LookupTableFindV2', _lookup)
-_sample('UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum', _segments)
+        sample('ArgMax ArgMin', 'n32', dimension=_axis)
+sample('Gather', 'w43 i2')
+sample('GatherV2', _gather)
+sample('GatherNd', 'w442 i32')
+sample('ResourceGather', lambda op, b: tf.gather(_variable(b), b.ints(2)))
+sample('ResourceGatherNd', _gather_from_variable)
+sample('LookupTableFindV2', _lookup)
+sample('UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum', _segments)
 
 
 # Vectors and matrices, each by itself, and their products.
@@ -335,38 +330,38 @@ def _einsum(op, b):
     ]
 
 
-_sample('BiasAdd', 'n223 w3')
-_sample('BiasAddGrad', 'n223')
-_sample('Softmax LogSoftmax', 'n3')
-_sample('TopKV2', 'n5', k=2)
-_sample('NthElement', 'n5', n=1)
-_sample('NthElement', 'n25', n=4)
-_sample('LowerBound UpperBound', _bounds)
-_sample('FFT IFFT FFT2D IFFT2D', 'c24')
+sample('BiasAdd', 'n223 w3')
+sample('BiasAddGrad', 'n223')
+sample('Softmax LogSoftmax', 'n3')
+sample('TopKV2', 'n5', k=2)
+sample('NthElement', 'n5', n=1)
+sample('NthElement', 'n25', n=4)
+sample('LowerBound UpperBound', _bounds)
+sample('FFT IFFT FFT2D IFFT2D', 'c24')
 for _name, _length in (('RFFT', [4]), ('RFFT2D', [2, 4])):
-    _sample(_name, 'n34', fft_length=_length)
-    _sample(f'I{_name}', 'c34', fft_length=_length)
-_sample('SoftmaxCrossEntropyWithLogits', 'n3 n3')
-_sample('SparseSoftmaxCrossEntropyWithLogits', 'n4 i')
-_sample('InTopK InTopKV2', 'n4 i', k=2)
-_sample('Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant', 'd33')
+    sample(_name, 'n34', fft_length=_length)
+    sample(f'I{_name}', 'c34', fft_length=_length)
+sample('SoftmaxCrossEntropyWithLogits', 'n3 n3')
+sample('SparseSoftmaxCrossEntropyWithLogits', 'n4 i')
+sample('InTopK InTopKV2', 'n4 i', k=2)
+sample('Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant', 'd33')
 for _vectors in (True, False):
-    _sample('SelfAdjointEigV2', _eigenvalues, compute_v=_vectors)
-_sample('CholeskyGrad', 'd33 n33')
-_sample('MatrixSolve MatrixTriangularSolve', 'd33 n32')
-_sample('MatrixDiagPart', 'n33')
-_sample('MatrixDiagPartV2 MatrixDiagPartV3', 'n33', k=0, padding_value=0.0)
-_sample('MatrixBandPart', 'n33', num_lower=0, num_upper=1)
-_sample('MatrixSetDiag', 'n34 n3')
-_sample('MatrixSetDiagV2 MatrixSetDiagV3', 'n34 n3', k=1)
-_sample('MatrixDiag', 'n3')
-_sample('MatrixDiagV2 MatrixDiagV3', 'n3', k=0, num_rows=-1, num_cols=-1, padding_value=0.0)
-_sample('MatMul', _matmul)
-_sample('BatchMatMul BatchMatMulV2', _batch_matmul)
-_sample('BatchMatMulV3', _batch_matmul, Tout=tf.float32)
-_sample('BatchMatMulV2', 'n23 w134')
-_sample('BatchMatMulV3', 'n23 w134', Tout=tf.float32)
-_sample('Einsum', _einsum)
+    sample('SelfAdjointEigV2', _eigenvalues, compute_v=_vectors)
+sample('CholeskyGrad', 'd33 n33')
+sample('MatrixSolve MatrixTriangularSolve', 'd33 n32')
+sample('MatrixDiagPart', 'n33')
+sample('MatrixDiagPartV2 MatrixDiagPartV3', 'n33', k=0, padding_value=0.0)
+sample('MatrixBandPart', 'n33', num_lower=0, num_upper=1)
+sample('MatrixSetDiag', 'n34 n3')
+sample('MatrixSetDiagV2 MatrixSetDiagV3', 'n34 n3', k=1)
+sample('MatrixDiag', 'n3')
+sample('MatrixDiagV2 MatrixDiagV3', 'n3', k=0, num_rows=-1, num_cols=-1, padding_value=0.0)
+sample('MatMul', _matmul)
+sample('BatchMatMul BatchMatMulV2', _batch_matmul)
+sample('BatchMatMulV3', _batch_matmul, Tout=tf.float32)
+sample('BatchMatMulV2', 'n23 w134')
+sample('BatchMatMulV3', 'n23 w134', Tout=tf.float32)
+sample('Einsum', _einsum)
 
 
 # Cells of recurrent networks, and their gradients.
@@ -392,8 +387,8 @@ for _name, _words, _attrs in [
 ]:
     _attrs = _attrs if _name == 'GRUBlockCell' else {'use_peephole': True, **_attrs}
     _gradient = f'{_name[:9]}Grad{_name[9:]}' if 'V2' in _name else f'{_name}Grad'
-    _sample(_name, _words, **_attrs)
-    _sample(_gradient, _gradient_of, gradient=_gradient, name=_name, words=_words, **_attrs)
+    sample(_name, _words, **_attrs)
+    sample(_gradient, _gradient_of, gradient=_gradient, name=_name, words=_words, **_attrs)
 
 
 # Images.
@@ -466,36 +461,36 @@ def _non_max_suppression(op, b):
     return tf.image.combined_non_max_suppression(boxes, b.floats(6, 2), 3, 4)
 
 
-_sample('Conv2D DepthwiseConv2dNative', 'n442 w2223', **EACH)
-_sample('Dilation2D', 'n442 w222', rates=[1] * 4, **EACH)
+sample('Conv2D DepthwiseConv2dNative', 'n442 w2223', **EACH)
+sample('Dilation2D', 'n442 w222', rates=[1] * 4, **EACH)
 for _name, _conv in (('Conv2D', tf.nn.conv2d), ('DepthwiseConv2dNative', tf.nn.depthwise_conv2d)):
-    _sample(f'{_name}BackpropInput {_name}BackpropFilter', _conv_gradient, conv=_conv)
-_sample('Dilation2DBackpropInput Dilation2DBackpropFilter', _dilation_gradient)
-_sample('Conv3D Conv3DBackpropInputV2 Conv3DBackpropFilterV2 MaxPool3D MaxPool3DGrad', _conv_3d)
-_sample('AvgPool3D AvgPool3DGrad MaxPool3DGradGrad', _conv_3d)
-_sample('MaxPool MaxPoolGrad MaxPoolGradGrad AvgPool AvgPoolGrad LRN LRNGrad', _pools)
-_sample('MaxPoolV2', 'n441', **WINDOW)
-_sample('MaxPoolGradV2', _max_pool_gradient)
+    sample(f'{_name}BackpropInput {_name}BackpropFilter', _conv_gradient, conv=_conv)
+sample('Dilation2DBackpropInput Dilation2DBackpropFilter', _dilation_gradient)
+sample('Conv3D Conv3DBackpropInputV2 Conv3DBackpropFilterV2 MaxPool3D MaxPool3DGrad', _conv_3d)
+sample('AvgPool3D AvgPool3DGrad MaxPool3DGradGrad', _conv_3d)
+sample('MaxPool MaxPoolGrad MaxPoolGradGrad AvgPool AvgPoolGrad LRN LRNGrad', _pools)
+sample('MaxPoolV2', 'n441', **WINDOW)
+sample('MaxPoolGradV2', _max_pool_gradient)
 for _whole in (False, True):
-    _sample('MaxPoolWithArgmax MaxPoolGradWithArgmax', _max_pool_argmax, in_batch=_whole)
-_sample('ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor', 'n441', size=[3, 6])
+    sample('MaxPoolWithArgmax MaxPoolGradWithArgmax', _max_pool_argmax, in_batch=_whole)
+sample('ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor', 'n441', size=[3, 6])
 for _name in ('ResizeBicubic', 'ResizeBilinear', 'ResizeNearestNeighbor'):
-    _sample(f'{_name}Grad', _resize_gradient, forward=getattr(ops, _name))
+    sample(f'{_name}Grad', _resize_gradient, forward=getattr(ops, _name))
 for _version in ('', 'V2', 'V3'):
     _norm = getattr(ops, f'FusedBatchNorm{_version}')
-    _sample(f'FusedBatchNorm{_version}', _batch_norm, forward=_norm, gradient=False)
-    _sample(f'FusedBatchNormGrad{_version}', _batch_norm, forward=_norm, gradient=True)
-_sample('SpaceToDepth DepthToSpace', 'n444', block_size=2)
+    sample(f'FusedBatchNorm{_version}', _batch_norm, forward=_norm, gradient=False)
+    sample(f'FusedBatchNormGrad{_version}', _batch_norm, forward=_norm, gradient=True)
+sample('SpaceToDepth DepthToSpace', 'n444', block_size=2)
 _patches = {'ksizes': WINDOW['ksize'], 'strides': WINDOW['strides'], 'rates': [1] * 4}
-_sample('ExtractImagePatches', 'n441', padding='SAME', **_patches)
-_sample('AdjustHue', 'n223', delta=0.3)
-_sample('AdjustSaturation', 'n223', scale=0.3)
-_sample('AdjustContrastv2', 'n223', contrast_factor=0.3)
-_sample('AdjustContrastv2', 'n23', contrast_factor=0.3)  # one image
-_sample('HSVToRGB RGBToHSV', 'n223')
-_sample('CropAndResize', _crop, gradient=False)
-_sample('CropAndResizeGradImage CropAndResizeGradBoxes', _crop, gradient=True)
-_sample('CombinedNonMaxSuppression', _non_max_suppression)
+sample('ExtractImagePatches', 'n441', padding='SAME', **_patches)
+sample('AdjustHue', 'n223', delta=0.3)
+sample('AdjustSaturation', 'n223', scale=0.3)
+sample('AdjustContrastv2', 'n223', contrast_factor=0.3)
+sample('AdjustContrastv2', 'n23', contrast_factor=0.3)  # one image
+sample('HSVToRGB RGBToHSV', 'n223')
+sample('CropAndResize', _crop, gradient=False)
+sample('CropAndResizeGradImage CropAndResizeGradBoxes', _crop, gradient=True)
+sample('CombinedNonMaxSuppression', _non_max_suppression)
 
 
 # Entries that are arranged anew, by sizes.
@@ -542,14 +537,14 @@ def _tile(op, b):
 
 PADS = [[0, 0], [1, 2]]
 
-_sample('Reshape', _reshape)
-_sample('StridedSlice', _strided_slice)
-_sample('StridedSliceGrad', _strided_slice_gradient)
-_sample('Slice', _slice)
-_sample('Pad', 'n4', paddings=PADS)
-_sample('PadV2', 'n4', paddings=PADS, constant_values=2.0)
-_sample('MirrorPad MirrorPadGrad', _mirror_pad_gradient)
-_sample('Tile', _tile)
+sample('Reshape', _reshape)
+sample('StridedSlice', _strided_slice)
+sample('StridedSliceGrad', _strided_slice_gradient)
+sample('Slice', _slice)
+sample('Pad', 'n4', paddings=PADS)
+sample('PadV2', 'n4', paddings=PADS, constant_values=2.0)
+sample('MirrorPad MirrorPadGrad', _mirror_pad_gradient)
+sample('Tile', _tile)
 
 UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
 
