@@ -918,8 +918,8 @@ def directional(x, c):
 
 @op
 def pairs_first(x, c):
-    """As many pairs as rows; the graph tells which are which."""
-    wide = c.variable(WIDTH, 20, use_resource=True)
+    """As many pairs as 7 rows; the graph tells which are which."""
+    wide = c.variable(WIDTH, 14, use_resource=True)
 
     @tf.function
     def made(x, w):
@@ -927,7 +927,7 @@ def pairs_first(x, c):
         x_shape, w_shape = tf.raw_ops.ShapeN(input=[x, w])
         for _ in tf.range(2):
             h += tf.ones([x_shape[0], w_shape[1]], tf.float64)
-        return tf.reshape(h, [x_shape[0], 10, 2])
+        return tf.reshape(h, [x_shape[0], 7, 2])
 
     pairs = tf.reshape(tf.transpose(made(x, wide.read_value()), [1, 0, 2]), [-1, 2])
     return x + 0.1 * tf.gradients(tf.reduce_sum(tf.tanh(pairs)), x)[0]
