@@ -105,19 +105,14 @@ def _keep(x: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 _simple(
     tanh=tf.tanh,
     sigmoid=tf.sigmoid,
-    softplus=tf.nn.softplus,
-    elu=tf.nn.elu,
     square=lambda x: 0.3 * tf.square(x),
     sqrt=lambda x: tf.sqrt(tf.abs(x) + 0.1),
     exp=lambda x: tf.exp(-tf.abs(x)),
-    log1p=lambda x: tf.log1p(tf.abs(x)),
     softmax=tf.nn.softmax,
     log_softmax=lambda x: 0.3 * tf.nn.log_softmax(x),
     l2_normalize=lambda x: tf.nn.l2_normalize(x + 3, 1),
     clip=lambda x: tf.clip_by_value(x, -0.8, 0.9),
     where_positive=lambda x: tf.where(x > 0, x, 0.1 * x),
-    erf=tf.math.erf,
-    sin=tf.sin,
     maximum=lambda x: tf.maximum(x, 0.2 * x - 0.1),
     divide=lambda x: x / (1.0 + tf.reduce_sum(tf.abs(x), 1, keepdims=True)),
     cumsum_columns=lambda x: tf.cumsum(x, 1, reverse=True),
@@ -174,6 +169,7 @@ _simple(
     distances=lambda x: x + tf.reduce_mean(tf.abs(x[:, None, :] - x[None, :, :]), 1),
     any_positive=lambda x: tf.where_v2(tf.reduce_any(x > 1, 0), x, 0.5 * x),
     all_small=lambda x: tf.where_v2(tf.reduce_all(tf.abs(x) < 2), x, 0.5 * x),
+    sum_of_maxima=lambda x: x - 0.3 * (tf.reduce_max(x, 0) + tf.reduce_max(tf.sin(x), 0)),
     product=lambda x: x + tf.reduce_prod(tf.tanh(x), 0),
     masked=lambda x: x - tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)) * 0.1,
     scattered=lambda x: (
@@ -226,6 +222,9 @@ _simple(
         lambda i, a: tf.logical_and(tf.reduce_max(tf.abs(a)) > 0.7, i < 9),
         lambda i, a: (i + 1, a * 0.7),
         (0, x),
+    )[1],
+    while_any=lambda x: tf.while_loop(
+        lambda _, a: tf.reduce_any(tf.abs(a) > 0.7), lambda i, a: (i + 1, a * 0.7), (0, x)
     )[1],
     while_counted=lambda x: tf.while_loop(
         lambda i, a: i < tf.minimum(tf.shape(x)[0], 3),

@@ -25,8 +25,8 @@ LOOPS = """
     clipped_by_row_in_a_loop cond cond_by_rows_in_a_loop_in_a_cond cond_in_a_loop cond_of_several
     cond_on_placeholders dynamic_rnn embedded_in_a_loop function_in_a_loop function_of_autograph
     hessian large_zeros loop_with_effects loop_with_rows_summed map_fn nested_loops pairs_first
-    read_then_written recurrent recurrent_arrays recurrent_lengths scan switch_case while_counted
-    while_loop written_rows
+    read_then_written recurrent recurrent_arrays recurrent_lengths scan switch_case while_any
+    while_counted while_loop written_rows
 """
 # What runs once, by its type, and in which models of one op.
 WHOLE = {
@@ -59,7 +59,7 @@ WHOLE = {
         'shifted while_counted written_rows'
     ),
     'StringSplitV2': 'padded_words pairs_of_words reduced_words',
-    'Sum': 'padded_words pairs_of_words python_row reduced_words',
+    'Sum': 'padded_words pairs_first pairs_of_words python_row reduced_words',
     'TanhGrad': 'masked_centered',
     'TensorArrayV2Write': 'hessian',
     'TensorListFromTensor': 'map_fn scan',
@@ -70,7 +70,8 @@ WHOLE = {
         'masked masked_centered masked_dense masked_images masked_twice pairs_with_left ragged '
         'ragged_dense scattered without_all without_padding'
     ),
-    'its lists are used whole': 'embedded_in_a_loop nested_loops',
+    'its lists are used whole': 'embedded_in_a_loop nested_loops pairs_first',
+    'rows say when it ends': 'while_any',
 }
 # What else does where the graph doesn't know how many rows there are, or where it does.
 UNKNOWN = {
@@ -79,14 +80,10 @@ UNKNOWN = {
     'BroadcastTo': 'repeated_dense',
     'MatMul': 'cond_of_several',
     'OptionalFromValue': 'cond_in_a_loop',
-    'Sum': (
-        'embedded_in_a_loop pairs_first ragged ragged_dense repeated_dense unique unique_dense '
-        'variables'
-    ),
+    'Sum': ('embedded_in_a_loop ragged ragged_dense repeated_dense unique unique_dense variables'),
     'TensorScatterAdd': 'scattered_column',
     'UnsortedSegmentSum': 'clipped_by_row taped',
     'cond:2 is a size that goes by rows': 'cond_of_several',
-    'its lists are used whole': 'pairs_first',
 }
 KNOWN = {
     'AddN': 'cond_of_several',
