@@ -31,11 +31,6 @@ def away_from_0():
     return [(x, y + 2) for x, y in batches()]
 
 
-def ten_rows():
-    """The same, of a size that 3 and 4 towers don't divide."""
-    return [(x[:10], y[:10]) for x, y in away_from_0()]
-
-
 def spec_of(mode, loss, *train_ops):
     train_op = train_ops[0] if len(train_ops) == 1 else tf.group(*train_ops)
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)

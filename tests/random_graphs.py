@@ -10,13 +10,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 from hypothesis import strategies as st
 
 WIDTH = 4
 IDS = 6
+COUNTS = np.arange(60.0)
+
+keras = tf.keras
 
 OPS: dict[str, Callable[[tf.Tensor, Context], tf.Tensor]] = {}
+SIMPLE: set[str] = set()  # those of rows only
 
 
 class Case(NamedTuple):
@@ -52,10 +57,23 @@ class Context:
         self.features = features
         self._count = 0
 
-    def variable(self, *shape: int, scale: float = 0.5) -> Any:
+    def name(self) -> str:
         self._count += 1
+        return f'v{self._count}'
+
+    def variable(self, *shape: int, scale: float = 0.5, **options: Any) -> Any:
+        name = self.name()
         values = np.random.RandomState(self._count).randn(*shape) * scale
-        return tf.get_variable(f'v{self._count}', initializer=values)
+        return tf.get_variable(name, initializer=values, **options)
+
+    def counter(self, *shape: int, **options: Any) -> Any:
+        return tf.get_variable(self.name(), initializer=np.zeros(shape), trainable=False, **options)
+
+    def table(self) -> Any:
+        return self.variable(IDS, WIDTH)
+
+    def ragged(self) -> tf.RaggedTensor:
+        return tf.RaggedTensor.from_tensor(self.ids, padding=0)
 
     @property
     def ids(self) -> tf.Tensor:
@@ -67,8 +85,13 @@ def op(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _ops(**functions: Callable[[tf.Tensor, Context], tf.Tensor]) -> None:
+    OPS.update(functions)
+
+
 def _simple(**functions: Callable[[tf.Tensor], tf.Tensor]) -> None:
     for name, function in functions.items():
+        SIMPLE.add(name)
         OPS[name] = lambda x, c, function=function: function(x)
 
 
@@ -82,19 +105,14 @@ def _keep(x: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
 _simple(
     tanh=tf.tanh,
     sigmoid=tf.sigmoid,
-    softplus=tf.nn.softplus,
-    elu=tf.nn.elu,
     square=lambda x: 0.3 * tf.square(x),
     sqrt=lambda x: tf.sqrt(tf.abs(x) + 0.1),
     exp=lambda x: tf.exp(-tf.abs(x)),
-    log1p=lambda x: tf.log1p(tf.abs(x)),
     softmax=tf.nn.softmax,
     log_softmax=lambda x: 0.3 * tf.nn.log_softmax(x),
     l2_normalize=lambda x: tf.nn.l2_normalize(x + 3, 1),
     clip=lambda x: tf.clip_by_value(x, -0.8, 0.9),
     where_positive=lambda x: tf.where(x > 0, x, 0.1 * x),
-    erf=tf.math.erf,
-    sin=tf.sin,
     maximum=lambda x: tf.maximum(x, 0.2 * x - 0.1),
     divide=lambda x: x / (1.0 + tf.reduce_sum(tf.abs(x), 1, keepdims=True)),
     cumsum_columns=lambda x: tf.cumsum(x, 1, reverse=True),
@@ -151,6 +169,7 @@ _simple(
     distances=lambda x: x + tf.reduce_mean(tf.abs(x[:, None, :] - x[None, :, :]), 1),
     any_positive=lambda x: tf.where_v2(tf.reduce_any(x > 1, 0), x, 0.5 * x),
     all_small=lambda x: tf.where_v2(tf.reduce_all(tf.abs(x) < 2), x, 0.5 * x),
+    sum_of_maxima=lambda x: x - 0.3 * (tf.reduce_max(x, 0) + tf.reduce_max(tf.sin(x), 0)),
     product=lambda x: x + tf.reduce_prod(tf.tanh(x), 0),
     masked=lambda x: x - tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)) * 0.1,
     scattered=lambda x: (
@@ -183,6 +202,10 @@ _simple(
         + _keep(tf.numpy_function(lambda v: np.sort(v, 0) * 0.1, [tf.stop_gradient(x)], x.dtype), x)
     ),
     asserted=lambda x: _asserted(x),
+    diagonals=lambda x: (
+        x + tf.einsum('bii->b', tf.reshape(tf.tile(x, [1, WIDTH]), [-1, WIDTH, WIDTH]))[:, None]
+    ),
+    interleaved=lambda x: x * tf.reduce_sum(tf.tanh(tf.reshape(x, [2, -1, 2])), [0, 2])[:, None],
     seeded_dropout=lambda x: tf.nn.dropout(x, rate=0.4, seed=11),
     seeded_noise=lambda x: x + tf.random.normal(tf.shape(x), 0, 0.1, tf.float64, seed=5),
     noise_of_row=lambda x: x + tf.random.uniform([WIDTH], 0, 0.1, tf.float64, seed=3),
@@ -199,6 +222,9 @@ _simple(
         lambda i, a: tf.logical_and(tf.reduce_max(tf.abs(a)) > 0.7, i < 9),
         lambda i, a: (i + 1, a * 0.7),
         (0, x),
+    )[1],
+    while_any=lambda x: tf.while_loop(
+        lambda _, a: tf.reduce_any(tf.abs(a) > 0.7), lambda i, a: (i + 1, a * 0.7), (0, x)
     )[1],
     while_counted=lambda x: tf.while_loop(
         lambda i, a: i < tf.minimum(tf.shape(x)[0], 3),
@@ -221,67 +247,67 @@ def _asserted(x: tf.Tensor) -> tf.Tensor:
         return tf.identity(x)
 
 
-@op
-def dense(x, c):
+def _dense(x: tf.Tensor, c: Context) -> tf.Tensor:
     return tf.tanh(tf.matmul(x, c.variable(WIDTH, WIDTH)) + c.variable(WIDTH))
 
 
-@op
-def residual(x, c):
+def _residual(x: tf.Tensor, c: Context) -> tf.Tensor:
     return x + tf.matmul(tf.nn.relu(tf.matmul(x, c.variable(WIDTH, 7))), c.variable(7, WIDTH))
 
 
-@op
-def tied(x, c):
-    w = c.variable(WIDTH, WIDTH)
+def _tied(x: tf.Tensor, w: Any) -> tf.Tensor:
     return tf.matmul(tf.tanh(tf.matmul(x, w)), w, transpose_b=True)
 
 
-@op
-def scaled_by_variable(x, c):
-    return x * c.variable(WIDTH) + c.variable(1)
+def _first_ids(x: tf.Tensor, c: Context) -> tf.Tensor:
+    """The number of a row for each row."""
+    return c.ids[:, 0] % tf.cast(tf.shape(x)[0], tf.int64)
 
 
-@op
-def embedded(x, c):
-    return x + tf.nn.embedding_lookup(c.variable(IDS, WIDTH), c.ids[:, 0])
-
-
-@op
-def embedded_mean(x, c):
-    return x + tf.reduce_mean(tf.gather(c.variable(IDS, WIDTH), c.ids), 1)
-
-
-@op
-def embedded_parts(x, c):
-    parts = [c.variable(IDS // 2, WIDTH), c.variable(IDS // 2, WIDTH)]
-    return x + tf.nn.embedding_lookup(parts, c.ids[:, 1])
-
-
-@op
-def embedded_sparse(x, c):
-    sparse = tf.sparse.from_dense(c.ids)
-    return x + tf.nn.safe_embedding_lookup_sparse(c.variable(IDS, WIDTH), sparse, None)
+# With variables, or with ids.
+_ops(
+    dense=_dense,
+    residual=_residual,
+    tied=lambda x, c: _tied(x, c.variable(WIDTH, WIDTH)),
+    scaled_by_variable=lambda x, c: x * c.variable(WIDTH) + c.variable(1),
+    embedded=lambda x, c: x + tf.nn.embedding_lookup(c.table(), c.ids[:, 0]),
+    embedded_mean=lambda x, c: x + tf.reduce_mean(tf.gather(c.table(), c.ids), 1),
+    embedded_parts=lambda x, c: (
+        x
+        + tf.nn.embedding_lookup(
+            [c.variable(IDS // 2, WIDTH), c.variable(IDS // 2, WIDTH)], c.ids[:, 1]
+        )
+    ),
+    embedded_sparse=lambda x, c: (
+        x + tf.nn.safe_embedding_lookup_sparse(c.table(), tf.sparse.from_dense(c.ids), None)
+    ),
+    ragged=lambda x, c: x + tf.reduce_sum(tf.gather(c.table(), c.ragged()), 1),
+    gathered_rows=lambda x, c: tf.gather(x, _first_ids(x, c)) + x,
+    beams=lambda x, c: (
+        x
+        + tf.reduce_mean(
+            tf.gather(x, tf.nn.top_k(x @ c.variable(WIDTH, WIDTH), 2).indices, batch_dims=1),
+            1,
+            keepdims=True,
+        )
+    ),
+    segments=lambda x, c: (
+        tf.gather(tf.math.unsorted_segment_sum(x, c.ids[:, 0], IDS), c.ids[:, 0]) * 0.3
+    ),
+    scattered_column=lambda x, c: (
+        x + tf.tensor_scatter_nd_add(tf.zeros_like(x), [[0, 0]], tf.reduce_sum(x)[None] * 0.1)
+    ),
+    labels_of_all=lambda x, c: x + tf.reduce_mean(c.features['y']) - c.features['y'],
+    # Its type has no rule but that which a fixture of test_random_graphs.py adds.
+    registered=lambda x, c: x + tf.math.special.dawsn(x),
+)
 
 
 @op
 def table_lookup(x, c):
-    keys = tf.constant(['1', '2', '3'])
-    values = tf.constant([1, 2, 4], tf.int64)
-    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(keys, values), 0)
-    found = table.lookup(tf.as_string(c.ids[:, 0]))
-    return x + tf.gather(c.variable(IDS, WIDTH), found)
-
-
-@op
-def ragged(x, c):
-    rows = tf.RaggedTensor.from_tensor(c.ids, padding=0)
-    return x + tf.reduce_sum(tf.gather(c.variable(IDS, WIDTH), rows), 1)
-
-
-@op
-def gathered_rows(x, c):
-    return tf.gather(x, c.ids[:, 0] % tf.cast(tf.shape(x)[0], tf.int64)) + x
+    pairs = tf.lookup.KeyValueTensorInitializer(['1', '2', '3'], tf.constant([1, 2, 4], tf.int64))
+    found = tf.lookup.StaticHashTable(pairs, 0).lookup(tf.as_string(c.ids[:, 0]))
+    return x + tf.gather(c.table(), found)
 
 
 @op
@@ -299,30 +325,6 @@ def last_step(x, c):
 
 
 @op
-def beams(x, c):
-    best = tf.nn.top_k(tf.matmul(x, c.variable(WIDTH, WIDTH)), 2).indices
-    return x + tf.reduce_mean(tf.gather(x, best, batch_dims=1), 1, keepdims=True)
-
-
-@op
-def without_padding(x, c):
-    kept = tf.where(c.ids[:, 0] > 1)
-    dense = tf.tanh(tf.matmul(tf.gather_nd(x, kept), c.variable(WIDTH, WIDTH)))
-    return x + tf.scatter_nd(kept, dense, tf.shape(x, out_type=tf.int64))
-
-
-@op
-def registered(x, c):
-    """Its type has no rule but that which `check` in test_random_graphs.py registers."""
-    return x + tf.math.special.dawsn(x)
-
-
-@op
-def segments(x, c):
-    return tf.gather(tf.math.unsorted_segment_sum(x, c.ids[:, 0], IDS), c.ids[:, 0]) * 0.3
-
-
-@op
 def class_weights(x, c):
     counts = tf.math.bincount(tf.cast(c.ids[:, 0], tf.int32), minlength=IDS, dtype=tf.float64)
     return x * tf.gather(1 / (1 + counts), c.ids[:, 0])[:, None]
@@ -331,29 +333,198 @@ def class_weights(x, c):
 @op
 def unique(x, c):
     ids, index = tf.unique(c.ids[:, 0])
-    return x + tf.gather(tf.gather(c.variable(IDS, WIDTH), ids), index)
+    return x + tf.gather(tf.gather(c.table(), ids), index)
 
 
 @op
-def scattered_column(x, c):
-    return x + tf.tensor_scatter_nd_add(tf.zeros_like(x), [[0, 0]], tf.reduce_sum(x)[None] * 0.1)
+def pieces_by_variable(x, c):
+    """Each row is cut into as many pieces as a variable says."""
+    pieces = tf.get_variable(c.name(), initializer=3, trainable=False)
+    wide = tf.matmul(x, c.variable(WIDTH, 6))
+    cut = tf.reshape(wide, tf.stack([tf.shape(x)[0], tf.identity(pieces), 2]))
+    return x + 0.1 * tf.reduce_sum(tf.square(cut), [1, 2])[:, None]
+
+
+# With texts, and ragged tensors of them.
+
+
+def _words(c: Context) -> tf.RaggedTensor:
+    return tf.strings.split(c.features['text'], result_type='RaggedTensor')
+
+
+def _bucketed(words: tf.RaggedTensor) -> tf.RaggedTensor:
+    return tf.ragged.map_flat_values(tf.strings.to_hash_bucket_fast, words, num_buckets=IDS)
+
+
+@op
+def padded_words(x, c):
+    words = _bucketed(_words(c))
+    mask = tf.sequence_mask(words.row_lengths(), dtype=tf.float64)
+    vectors = tf.gather(c.table(), words.to_tensor())
+    scores = tf.nn.softmax(tf.reduce_sum(vectors, 2) - 9 * (1 - mask))
+    return x + tf.reduce_sum(vectors * mask[:, :, None], 1) + scores[:, :1]
+
+
+@op
+def reduced_words(x, c):
+    words = _bucketed(_words(c))
+    vectors = tf.gather(c.table(), words)
+    share = tf.cast(words.nrows(), tf.float64) / tf.cast(tf.size(words.values), tf.float64)
+    return x + share * (tf.reduce_mean(vectors, 1) + tf.reduce_max(vectors, 1))
+
+
+@op
+def pairs_of_words(x, c):
+    pairs = _bucketed(tf.strings.ngrams(_words(c), 2)).to_sparse()
+    return x + tf.nn.safe_embedding_lookup_sparse(c.table(), pairs, combiner='sqrtn')
+
+
+@op
+def decoded(x, c):
+    steps = tf.transpose(tf.reshape(tf.cast(x, tf.float32), [-1, 2, WIDTH // 2]), [1, 0, 2])
+    [found], _ = tf.nn.ctc_beam_search_decoder(steps, tf.cast(1 + c.ids[:, 0] % 2, tf.int32), 4)
+    lengths = tf.RaggedTensor.from_sparse(found).row_lengths()
+    return x * (1 + tf.cast(lengths, tf.float64))[:, None]
+
+
+# By other ops' rows: as many as a mask leaves, as ids say, or as Python likes.
+
+
+def _back(x: tf.Tensor, places: tf.Tensor, left: tf.Tensor) -> tf.Tensor:
+    return x + tf.scatter_nd(places, left, tf.shape(x, out_type=tf.int64))
+
+
+def _of_python(function: Callable[..., Any], x: tf.Tensor) -> tf.Tensor:
+    found = tf.py_function(function, [x], x.dtype)
+    found.set_shape([None, WIDTH])
+    return found
+
+
+_ops(
+    without_padding=lambda x, c: _without_padding(x, c, c.ids[:, 0] > 1),
+    without_all=lambda x, c: _without_padding(x, c, c.ids[:, 0] > IDS),
+    masked_dense=lambda x, c: (
+        0.3 * _back(x, tf.where(x[:, 0] > 0), _dense(tf.boolean_mask(x, x[:, 0] > 0), c))
+    ),
+    python_dense=lambda x, c: (
+        x + 0.1 * tf.reduce_mean(_dense(_of_python(lambda v: v[::2], x), c), 0)
+    ),
+    # One row, which is repeated, though nobody could know.
+    python_row=lambda x, c: x + _dense(_of_python(lambda v: v[:1], x), c),
+    python_rows=lambda x, c: x * _dense(_of_python(lambda v: 2 * v, x), c),
+    # Rows of its own meet one row, which is repeated for them.
+    python_repeated=lambda x, c: (
+        x
+        + 0.1 * tf.reduce_sum(_dense(_of_python(lambda v: tf.repeat(v[:1], 5, 0), x), c) - x[:1], 0)
+    ),
+    python_unknown=lambda x, c: (
+        x * tf.reduce_mean(tf.cast(tf.py_func(np.max, [tf.stop_gradient(x)], tf.float64), x.dtype))
+    ),
+)
+
+
+def _without_padding(x: tf.Tensor, c: Context, mask: tf.Tensor) -> tf.Tensor:
+    return _back(x, tf.where(mask), _dense(tf.gather_nd(x, tf.where(mask)), c))
+
+
+@op
+def masked_centered(x, c):
+    left = _dense(tf.boolean_mask(x, c.ids[:, 0] > 1), c)
+    return x + tf.reduce_sum(left - tf.reduce_mean(tf.concat([left, x], 0), 0)) * 0.1
+
+
+@op
+def masked_twice(x, c):
+    """Rows of two spaces, that are summed, and one of one space with the other's."""
+    one = _dense(tf.boolean_mask(x, x[:, 0] > 0), c)
+    two = _dense(tf.concat([x[:1], tf.boolean_mask(x, x[:, 0] < 0.3)], 0), c)
+    return x + 0.1 * (tf.reduce_sum(one, 0) + tf.reduce_mean(two, 0) + tf.reduce_sum(one * two[:1]))
+
+
+@op
+def masked_images(x, c):
+    images = tf.reshape(tf.concat([x[:1], tf.boolean_mask(x, x[:, 0] > 0)], 0), [-1, 2, 2, 1])
+    made = tf.tanh(tf.nn.conv2d(images, c.variable(2, 2, 1, 3), 1, 'SAME'))
+    return x + 0.1 * tf.reduce_sum(tf.square(made))
+
+
+@op
+def pairs_with_left(x, c):
+    """Each row that is left with each of the batch's, as rows of their own."""
+    left = tf.gather_nd(x, tf.where(c.ids[:, 0] > 1))
+    pairs = tf.reshape(tf.matmul(left, tf.tanh(x), transpose_b=True), [-1, 1])
+    return x + 0.1 * tf.reduce_sum(tf.square(tf.tanh(tf.matmul(pairs, c.variable(1, 2)))))
+
+
+@op
+def repeated_dense(x, c):
+    """As many rows as ids say, by their own layers, and added up again."""
+    rows = tf.repeat(tf.range(tf.shape(x)[0]), c.ids[:, 1] % 3)
+    wide = _residual(_dense(tf.gather(x, rows), c), c)
+    return x + 0.2 * tf.math.unsorted_segment_sum(wide, rows, tf.shape(x)[0])
+
+
+@op
+def unique_dense(x, c):
+    ids, index = tf.unique(c.ids[:, 0])
+    return x + tf.gather(_dense(tf.gather(c.table(), ids), c), index)
+
+
+@op
+def ragged_dense(x, c):
+    rows, w = tf.gather(c.table(), c.ragged()), c.variable(WIDTH, WIDTH)
+    return x + tf.reduce_sum(tf.ragged.map_flat_values(lambda v: tf.tanh(v @ w), rows), 1)
+
+
+# Layers.
 
 
 @op
 def batch_norm(x, c):
-    y = tf.layers.batch_normalization(x, training=True, name=f'bn{len(tf.global_variables())}')
-    return y * 0.7
+    return 0.7 * tf.layers.batch_normalization(x, training=True, name=c.name())
 
 
 @op
-def fused_batch_norm(x, c):
-    n = len(tf.global_variables())
+def batch_norm_by_placeholder(x, c):
+    training = tf.placeholder_with_default(True, [])
+    return tf.layers.batch_normalization(x, training=training, momentum=0.8, name=c.name())
+
+
+def _fused(x: tf.Tensor, c: Context, training: bool) -> tf.Tensor:
     image = tf.cast(tf.reshape(x, [-1, 1, WIDTH // 2, 2]), tf.float32)
-    image = tf.layers.batch_normalization(
-        image, center=False, scale=False, training=True, fused=True, name=f'bn{n}'
-    )
+    options = {'center': False, 'scale': False, 'fused': True, 'name': c.name()}
+    image = tf.layers.batch_normalization(image, training=training, **options)
     # float32 is rounded otherwise in another order: what it adds is small.
     return x + 1e-5 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
+
+
+_ops(
+    fused_batch_norm=lambda x, c: _fused(x, c, True),
+    fused_inference=lambda x, c: _fused(x, c, False),
+)
+
+
+@op
+def averages_in_a_branch(x, c):
+    """The recipe of many: averages of tensors, kept in a `cond` whose results are used."""
+    mean, variance = tf.nn.moments(x, [0])
+    averages = tf.train.ExponentialMovingAverage(0.8)
+
+    def updated():
+        with tf.control_dependencies([averages.apply([mean, variance])]):
+            return tf.identity(mean), tf.identity(variance)
+
+    def kept():
+        return averages.average(mean), averages.average(variance)
+
+    found = tf.cond(tf.placeholder_with_default(True, []), updated, kept)
+    return tf.nn.batch_normalization(x, *found, 0.5, None, 0.1)
+
+
+@op
+def layer_norm(x, c):
+    mean, variance = tf.nn.moments(x, [1], keepdims=True)
+    return (x - mean) * tf.rsqrt(variance + 0.1) * c.variable(WIDTH)
 
 
 @op
@@ -378,13 +549,118 @@ def separable(x, c):
 
 
 @op
+def heads(x, c):
+    """Attention over columns: heads and rows change places."""
+    q = tf.transpose(tf.reshape(x, [-1, 2, 2]), [1, 0, 2])
+    a = tf.nn.softmax(tf.matmul(q, q, transpose_b=True))
+    return tf.reshape(tf.transpose(tf.matmul(a, q), [1, 0, 2]), tf.shape(x))
+
+
+@op
+def keras_lstm(x, c):
+    """Id 0 is padding."""
+    rows = keras.layers.Embedding(IDS, 3, mask_zero=True, dtype=tf.float64)
+    lstm = keras.layers.LSTM(WIDTH, return_sequences=True, dtype=tf.float64)
+    return x + keras.Sequential([rows, lstm])(c.ids)[:, -1]
+
+
+@op
+def keras_attention(x, c):
+    steps = tf.reshape(x, [-1, 2, WIDTH // 2])
+    attention = keras.layers.MultiHeadAttention(2, 3, use_bias=False, dtype=tf.float64)
+    return x + tf.reshape(attention(steps, steps), [-1, WIDTH])
+
+
+@op
+def keras_losses(x, c):
+    """Of weights, of what layers give, and one that the model adds itself."""
+    inputs = keras.Input([WIDTH], dtype=tf.float64)
+    of = {f'{what}_regularizer': keras.regularizers.l2(0.1) for what in ('kernel', 'activity')}
+    hidden = keras.layers.Dense(WIDTH, 'tanh', dtype=tf.float64, **of)(inputs)
+    model = keras.Model(inputs, hidden)
+    model.add_loss(0.1 * tf.reduce_mean(tf.square(hidden)))
+    output = model(x)
+    losses = model.get_losses_for(None) + model.get_losses_for(x)
+    assert len(losses) == 3
+    tf.add_to_collection(tf.GraphKeys.REGULARIZATION_LOSSES, tf.add_n(losses))
+    return x + output
+
+
+@op
+def keras_batch_norm(x, c):
+    layer = keras.layers.BatchNormalization(momentum=0.8, dtype=tf.float64)
+    output = layer(x, training=True)
+    for update in layer.updates or layer.get_updates_for(x):
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
+    return 0.7 * output
+
+
+@op
+def l2(x, c):
+    w = c.variable(WIDTH, WIDTH)
+    tf.add_to_collection(tf.GraphKeys.REGULARIZATION_LOSSES, 0.1 * tf.nn.l2_loss(w))
+    return x + tf.matmul(x, w)
+
+
+# With variables that the forward pass writes.
+
+
+@op
+def counted(x, c):
+    """How many rows there were is read after it's written."""
+    seen = c.counter()
+    with tf.control_dependencies([tf.assign_add(seen, tf.cast(tf.shape(x)[0], tf.float64))]):
+        x = tf.identity(x)
+    with tf.control_dependencies([x]):
+        return x / (1 + 0.1 * seen.read_value())
+
+
+@op
+def moving_mean(x, c):
+    m = c.counter(WIDTH)
+    with tf.control_dependencies([tf.assign(m, 0.9 * m + 0.1 * tf.reduce_mean(x, 0))]):
+        return x - m.read_value()
+
+
+@op
+def spectral_norm(x, c):
+    """Divides a matrix by its largest singular value, of which a vector is kept."""
+    w, u = c.variable(WIDTH, WIDTH), tf.get_variable(c.name(), initializer=np.ones([1, WIDTH]))
+    v = tf.nn.l2_normalize(tf.matmul(u, w, transpose_b=True))
+    new = tf.stop_gradient(tf.nn.l2_normalize(tf.matmul(v, w)))
+    with tf.control_dependencies([tf.assign(u, new)]):
+        w = tf.identity(w)
+    sigma = tf.matmul(tf.matmul(tf.stop_gradient(v), w), new, transpose_b=True)
+    return tf.tanh(tf.matmul(x, w / sigma[0, 0]))
+
+
+@op
+def read_then_written(x, c):
+    """A loop has to read before the variable is written, in each tower."""
+    w, shift = c.variable(WIDTH, WIDTH), c.counter()
+    x = _loop(3, lambda i, h: tf.tanh(tf.matmul(h, w)) + shift, x)
+    with tf.control_dependencies([x]):
+        written = tf.assign_add(shift, 0.1)
+    with tf.control_dependencies([written]):
+        return tf.identity(x)
+
+
+# Loops, branches and functions.
+
+
+def _loop(times: Any, body: Callable[..., Any], x: tf.Tensor) -> tf.Tensor:
+    return tf.while_loop(lambda i, h: i < times, lambda i, h: (i + 1, body(i, h)), (0, x))[1]
+
+
+def _odd() -> tf.Tensor:
+    return tf.equal(tf.train.get_or_create_global_step() % 2, 1)
+
+
+@op
 def recurrent(x, c):
     w, u = c.variable(1, WIDTH), c.variable(WIDTH, WIDTH, scale=0.3)
-
-    def step(i, h):
-        return i + 1, tf.tanh(tf.matmul(x[:, i, None], w) + tf.matmul(h, u))
-
-    return tf.while_loop(lambda i, h: i < WIDTH, step, (0, tf.zeros_like(x)))[1]
+    step = lambda i, h: tf.tanh(tf.matmul(x[:, i, None], w) + tf.matmul(h, u))  # noqa: E731
+    return _loop(WIDTH, step, tf.zeros_like(x))
 
 
 @op
@@ -396,39 +672,196 @@ def recurrent_arrays(x, c):
 
 
 @op
-def loop_with_rows_summed(x, c):
-    def step(i, a):
-        return i + 1, a - 0.1 * tf.reduce_mean(a, 0)
+def recurrent_lengths(x, c):
+    """Of sequences of their own lengths; what is written to an array is used twice."""
+    u = c.variable(WIDTH, WIDTH, scale=0.3)
 
-    return tf.while_loop(lambda i, a: i < 2, step, (0, x))[1]
+    def body(i, state, outputs):
+        state = tf.where(i < c.ids[:, 0], tf.tanh(tf.matmul(state, u) + x), state)
+        return i + 1, state, outputs.write(tf.cast(i, tf.int32), state)
+
+    array = tf.TensorArray(tf.float64, 4, element_shape=[None, WIDTH])
+    start = tf.constant(0, tf.int64), 0 * x, array
+    outputs = tf.while_loop(lambda i, *_: i < 4, body, start)[2].stack()
+    return tf.reduce_mean(outputs, 0) + tf.reduce_max(tf.square(outputs), [0, 2])[:, None]
+
+
+@op
+def dynamic_rnn(x, c):
+    cell, steps = tf.nn.rnn_cell.GRUCell(WIDTH), tf.reshape(x, [-1, 2, WIDTH // 2])
+    return x + tf.nn.dynamic_rnn(cell, steps, dtype=tf.float64, scope=c.name())[1]
+
+
+@op
+def written_rows(x, c):
+    """One row a round, and as many rounds as there are rows."""
+    kept = tf.TensorArray(tf.float64, tf.shape(x)[0], element_shape=[WIDTH])
+    body = lambda i, kept: (i + 1, kept.write(i, x[i] * 2))  # noqa: E731
+    kept = tf.while_loop(lambda i, _: i < tf.shape(x)[0], body, (0, kept))[1]
+    return tf.reshape(kept.stack(), [-1, WIDTH])
+
+
+@op
+def large_zeros(x, c):
+    """Of so many entries that TensorFlow makes no constant of them."""
+    wide = tf.tile(x, [1, 100])
+    zeros = tf.zeros([x.shape[0] or tf.shape(x)[0], 100 * WIDTH], tf.float64)
+    kept = lambda i, h: 0.5 * tf.where(wide > 0, h + wide, tf.zeros_like(h))  # noqa: E731
+    return x + _loop(3, kept, zeros)[:, :WIDTH]
+
+
+@op
+def loop_with_effects(x, c):
+    count = c.counter()
+
+    def body(i, h):
+        with tf.control_dependencies([tf.assign_add(count, 1.0)]):
+            return tf.tanh(h)
+
+    return _loop(3, body, x)
+
+
+@op
+def nested_loops(x, c):
+    w = c.variable(WIDTH, WIDTH)
+    inner = lambda h: _loop(2, lambda i, h: tf.tanh(tf.matmul(h, w)), h)  # noqa: E731
+    x = _loop(2, lambda i, h: inner(h) + x, x)
+    return tf.cond(_odd(), lambda: inner(x), lambda: inner(2.0 * x))
+
+
+@op
+def size_in_a_loop(x, c):
+    """After the loop it's that of the whole batch, though each tower's loop has its own."""
+
+    def loop(x):
+        more = lambda i, n, h: (i + 1, n, h + tf.ones([n, 1], tf.float64))  # noqa: E731
+        _, size, x = tf.while_loop(lambda i, *_: i < 3, more, (0, tf.shape(x)[0], x))
+        return x / tf.cast(size, tf.float64)
+
+    return _loop(2, lambda i, h: loop(h), loop(x))
+
+
+@op
+def mean_in_a_branch(x, c):
+    """Of all rows, which towers have unevenly."""
+    return x - tf.cond(_odd(), lambda: tf.reduce_mean(x, 0), lambda: tf.reduce_mean(2 * x, 0))
+
+
+@op
+def embedded_in_a_loop(x, c):
+    """Sparse gradients from inside a loop and a branch."""
+    table, ids = c.table(), c.ids
+    x = _loop(3, lambda i, h: h + tf.tanh(tf.nn.embedding_lookup(table, ids[:, i])), x)
+    return x + tf.cond(_odd(), lambda: tf.nn.embedding_lookup(table, ids[:, 0]), lambda: 2.0 * x)
+
+
+@op
+def cond_in_a_loop(x, c):
+    w, v = c.variable(WIDTH, WIDTH), c.variable(WIDTH, WIDTH)
+    one, two = lambda h: tf.tanh(tf.matmul(h, w)), lambda h: tf.matmul(h, v) + h  # noqa: E731
+    return _loop(4, lambda i, h: tf.cond(tf.equal(i % 2, 0), lambda: one(h), lambda: two(h)), x)
+
+
+@op
+def cond_by_rows_in_a_loop_in_a_cond(x, c):
+    w = c.variable(WIDTH, WIDTH)
+    small = lambda h: tf.cond(  # noqa: E731
+        tf.reduce_max(h) > 0.5, lambda: tf.minimum(h, 0.5), lambda: tf.identity(h)
+    )
+    body = lambda i, h: tf.matmul(small(h), w)  # noqa: E731
+    return tf.cond(_odd(), lambda: _loop(2, body, x), lambda: x)
+
+
+@op
+def cond_of_several(x, c):
+    """Lists and dicts, an output that does not depend on the shard, and an unused one."""
+    w, v = c.variable(WIDTH, WIDTH), c.variable(WIDTH, WIDTH)
+    one = lambda: {'a': tf.matmul(x, w), 'b': [w * 2.0, tf.shape(x)[0]]}  # noqa: E731
+    two = lambda: {'a': tf.identity(x), 'b': [tf.tanh(w + v), tf.constant(0)]}  # noqa: E731
+    found = tf.cond(_odd(), one, two)
+    return tf.matmul(found['a'], found['b'][0])
+
+
+_ops(
+    loop_with_rows_summed=lambda x, c: _loop(2, lambda i, h: h - 0.1 * tf.reduce_mean(h, 0), x),
+    cond_on_placeholders=lambda x, c: tf.cond(
+        tf.placeholder_with_default(False, []),
+        lambda: x,
+        lambda: tf.cond(_odd(), lambda: tf.tanh(x), lambda: tf.tanh(2.0 * x)),
+    ),
+)
+
+
+def _layer(c: Context, *outputs: int, **options: Any) -> Callable[[tf.Tensor], tf.Tensor]:
+    """A function of rows that reads a variable."""
+    w = c.variable(WIDTH, *outputs or [WIDTH], use_resource=True)
+    return tf.function(lambda v: tf.tanh(tf.matmul(v, w)), **options)
 
 
 @op
 def function(x, c):
-    w = c.variable(WIDTH, WIDTH)
+    layer = _layer(c)
+    return tf.function(lambda v: layer(v) + tf.reduce_mean(v, 0))(x)
+
+
+@op
+def function_in_a_loop(x, c):
+    """One that asks not to be made a part of its caller, too."""
+    layer = _layer(c)
+    apart = _layer(c, experimental_attributes={'_noinline': True})
+    return apart(x) + _loop(3, lambda i, h: layer(h) + h, x)
+
+
+@op
+def function_of_autograph(x, c):
+    layer = _layer(c)
+
+    @tf.function
+    def call(h, times):
+        total = tf.zeros_like(h)
+        for i in tf.range(times):
+            if i % 2 == 0:
+                h = layer(h)
+            total += h
+        while tf.reduce_max(tf.abs(total)) > 2.5:
+            total = tf.clip_by_value(total, -2.5, 2.5)
+        return total
+
+    return call(x, 3)
+
+
+@op
+def functions_with_effects(x, c):
+    """What a function counts comes before what uses its results."""
+    layer, calls = _layer(c), c.counter(use_resource=True)
 
     @tf.function
     def inner(v):
-        return tf.tanh(tf.matmul(v, w)) + tf.reduce_mean(v, 0)
+        calls.assign_add(1.0)
+        return v / (1 + calls.read_value())
 
-    return inner(x)
+    with tf.control_dependencies([calls.assign_add(0.5)]):
+        return tf.function(lambda v: tf.tanh(inner(layer(v))) + inner(v))(x)
 
 
-def _halved(v, dy, variables):
-    return (dy * 0.5, [0.1 * tf.matmul(v, dy, transpose_a=True)]) if variables else dy * 0.5
+# Gradients that models change, mix and use.
 
 
 @op
 def checkpointed(x, c):
-    w = c.variable(WIDTH, WIDTH)
+    """A gradient function with `variables`, as reversible layers have, and gradients recomputed."""
+    w, v = (c.variable(WIDTH, WIDTH, use_resource=True) for _ in range(2))
 
     @tf.custom_gradient
-    def inner(v):
-        return (
-            tf.tanh(tf.matmul(v, w)),
-            lambda dy, variables=None: _halved(v, tf.convert_to_tensor(dy), variables),
-        )
+    def inner(h):
+        def gradient(dy, variables=None):
+            dy = tf.convert_to_tensor(dy)
+            return dy * 0.5, [0.1 * tf.matmul(h, dy, transpose_a=True)] if variables else []
 
+        return tf.tanh(tf.matmul(h, w)), gradient
+
+    for weight in (v, v):
+        x = tf.recompute_grad(lambda h, weight=weight: tf.tanh(tf.matmul(h, weight)))(x)
     return inner(x)
 
 
@@ -448,114 +881,105 @@ def hessian(x, c):
 
 
 @op
-def counted(x, c):
-    n = tf.get_variable(
-        f'n{len(tf.global_variables())}',
-        [],
-        tf.float64,
-        trainable=False,
-        initializer=tf.zeros_initializer(),
-    )
-    with tf.control_dependencies([tf.assign_add(n, tf.reduce_sum(x) * 0.01)]):
-        return tf.identity(x)
+def third_derivatives(x, c):
+    layer = _layer(c)
+    slope = tf.gradients(tf.function(lambda v: tf.reduce_sum(layer(v) ** 3))(x), x)[0]
+    return x + 0.1 * tf.gradients(tf.reduce_sum(slope**2), x)[0]
 
 
 @op
-def moving_mean(x, c):
-    m = tf.get_variable(
-        f'm{len(tf.global_variables())}',
-        [WIDTH],
-        tf.float64,
-        trainable=False,
-        initializer=tf.zeros_initializer(),
-    )
-    with tf.control_dependencies([tf.assign(m, 0.9 * m + 0.1 * tf.reduce_mean(x, 0))]):
-        return x - m.read_value() if hasattr(m, 'read_value') else x - m
+def penalized(x, c):
+    """WGAN's: slopes where real and generated rows are mixed, each in its own proportion."""
+    share, fake = tf.sigmoid(10 * x[:, :1]), tf.matmul(x[:, ::-1], c.variable(WIDTH, WIDTH))
+    critic = tf.tanh((share * x + (1 - share) * fake) @ c.variable(WIDTH, WIDTH))
+    [slope] = tf.gradients(tf.matmul(critic, c.variable(WIDTH, 1)), x)
+    norms = tf.sqrt(tf.reduce_sum(tf.square(slope), 1) + 0.1)
+    return x + 0.1 * tf.reduce_mean(tf.square(norms - 1))
 
 
 @op
-def l2(x, c):
-    w = c.variable(WIDTH, WIDTH)
-    tf.add_to_collection(tf.GraphKeys.REGULARIZATION_LOSSES, 0.1 * tf.nn.l2_loss(w))
-    return x + tf.matmul(x, w)
+def advantages(x, c):
+    """Policy gradients: of a score, from an advantage for each row."""
+    w = c.variable(WIDTH, 1)
+    score = tf.matmul(tf.tanh(x), w)
+    return x + tf.gradients(score, w, tf.stop_gradient(x[:, :1] - score))[0][:, 0] * 0.1
+
+
+def _clipped_by_row(x: tf.Tensor, w: Any, **options: Any) -> tf.Tensor:
+    """The gradient of each row is clipped, as for differential privacy."""
+    with tf.GradientTape() as tape:
+        losses = tf.reduce_sum(tf.tanh(tf.matmul(x, w)), 1)
+    grads = tape.jacobian(losses, w, **options)
+    factors = 1 / tf.maximum(tf.norm(grads, axis=[1, 2]), 1)
+    return tf.matmul(x, tf.reduce_mean(grads * factors[:, None, None], 0))
 
 
 @op
-def layer_norm(x, c):
-    mean, variance = tf.nn.moments(x, [1], keepdims=True)
-    return (x - mean) * tf.rsqrt(variance + 0.1) * c.variable(WIDTH)
+def taped(x, c):
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        hidden = tf.tanh(tf.matmul(x, c.variable(WIDTH, 2)))
+        slope = tape.gradient(hidden, x)
+        energy = tf.reduce_mean(tf.square(slope))
+    slopes = tf.reshape(tape.batch_jacobian(hidden, x), [-1, 2 * WIDTH])
+    return x + slopes[:, :WIDTH] + tape.gradient(energy, x)
 
 
 @op
-def heads(x, c):
-    """Attention over columns: heads and rows change places."""
-    q = tf.transpose(tf.reshape(x, [-1, 2, 2]), [1, 0, 2])
-    a = tf.nn.softmax(tf.matmul(q, q, transpose_b=True))
-    return tf.reshape(tf.transpose(tf.matmul(a, q), [1, 0, 2]), tf.shape(x))
+def directional(x, c):
+    w = c.variable(WIDTH, WIDTH, use_resource=True)
+    with tf2.autodiff.ForwardAccumulator(w, 0.1 * tf.ones([WIDTH, WIDTH], w.dtype)) as accumulator:
+        made = tf.tanh(tf.matmul(x, w))
+    return made + accumulator.jvp(made)
 
 
 @op
-def masked_dense(x, c):
-    """Layers of the rows that a mask leaves, which come back to the batch's."""
-    mask = x[:, 0] > 0
-    left = dense(tf.boolean_mask(x, mask), c)
-    return 0.3 * x + tf.scatter_nd(tf.where(mask), left, tf.shape(x, out_type=tf.int64))
+def pairs_first(x, c):
+    """As many pairs as 7 rows; the graph tells which are which."""
+    wide = c.variable(WIDTH, 14, use_resource=True)
+
+    @tf.function
+    def made(x, w):
+        h = tf.matmul(x, w)
+        x_shape, w_shape = tf.raw_ops.ShapeN(input=[x, w])
+        for _ in tf.range(2):
+            h += tf.ones([x_shape[0], w_shape[1]], tf.float64)
+        return tf.reshape(h, [x_shape[0], 7, 2])
+
+    pairs = tf.reshape(tf.transpose(made(x, wide.read_value()), [1, 0, 2]), [-1, 2])
+    return x + 0.1 * tf.gradients(tf.reduce_sum(tf.tanh(pairs)), x)[0]
 
 
-@op
-def masked_centered(x, c):
-    left = dense(tf.boolean_mask(x, c.ids[:, 0] > 1), c)
-    return x + tf.reduce_sum(left - tf.reduce_mean(tf.concat([left, x], 0), 0)) * 0.1
+_ops(
+    clipped_by_row=lambda x, c: _clipped_by_row(x, c.variable(WIDTH, WIDTH, use_resource=True)),
+    clipped_by_row_in_a_loop=lambda x, c: _clipped_by_row(
+        x, c.variable(WIDTH, WIDTH, use_resource=True), experimental_use_pfor=False
+    ),
+)
 
 
-@op
-def repeated_dense(x, c):
-    """As many rows as ids say, by their own layers, and added up again."""
-    rows = tf.repeat(tf.range(tf.shape(x)[0]), c.ids[:, 1] % 3)
-    wide = residual(dense(tf.gather(x, rows), c), c)
-    return x + 0.2 * tf.math.unsorted_segment_sum(wide, rows, tf.shape(x)[0])
+# What only fits batches of an even number of rows that divides 60, which random ones needn't have.
 
 
-@op
-def unique_dense(x, c):
-    ids, index = tf.unique(c.ids[:, 0])
-    return x + tf.gather(dense(tf.gather(c.variable(IDS, WIDTH), ids), c), index)
+def _normalized(x: tf.Tensor) -> tf.Tensor:
+    """By groups of rows, as batch norm with virtual batches does."""
+    groups = tf.reshape(x, [2, -1, WIDTH])
+    mean, variance = tf.nn.moments(groups, [1], keepdims=True)
+    return tf.reshape((groups - mean) * tf.rsqrt(variance + 1), tf.shape(x))
 
 
-@op
-def ragged_dense(x, c):
-    rows = tf.gather(c.variable(IDS, WIDTH), tf.RaggedTensor.from_tensor(c.ids, padding=0))
-    w = c.variable(WIDTH, WIDTH)
-    return x + tf.reduce_sum(tf.ragged.map_flat_values(lambda v: tf.tanh(v @ w), rows), 1)
+def _views(x: tf.Tensor) -> tf.Tensor:
+    """Two of each example, one after the other."""
+    first, second = tf.unstack(tf.reshape(x, [2, -1, WIDTH]))
+    return x + 0.1 * tf.reduce_sum(tf.square(first - second))
 
 
-def _of_python(function, x):
-    found = tf.py_function(function, [x], x.dtype)
-    found.set_shape([None, WIDTH])
-    return found
-
-
-@op
-def python_dense(x, c):
-    """As many rows as Python likes."""
-    return x + 0.1 * tf.reduce_mean(dense(_of_python(lambda v: v[::2], x), c), 0)
-
-
-@op
-def python_row(x, c):
-    """One row, which is repeated, though nobody could know."""
-    return x + dense(_of_python(lambda v: v[:1], x), c)
-
-
-@op
-def python_rows(x, c):
-    return x * dense(_of_python(lambda v: 2 * v, x), c)
-
-
-@op
-def labels_of_all(x, c):
-    y = c.features['y']
-    return x + tf.reduce_mean(y) - y
+EVEN: dict[str, Callable[[tf.Tensor, Context], tf.Tensor]] = {
+    'views': lambda x, c: _views(tf.matmul(x, c.variable(WIDTH, WIDTH))),
+    'groups': lambda x, c: _normalized(tf.matmul(x, c.variable(WIDTH, WIDTH))),
+    'constants': lambda x, c: x + tf.reshape(COUNTS, [tf.shape(x)[0], -1])[:, :1] * 0.01,
+    'variables': lambda x, c: x + tf.reshape(c.variable(6, 10), [tf.shape(x)[0], -1])[:, :1],
+}
 
 
 LOSSES = {
@@ -620,7 +1044,7 @@ def model_fn_of(case: Case) -> Callable[..., Any]:
         c = Context(features)
         x = features['x']
         for name in case.ops:
-            x = OPS[name](x, c)
+            x = (OPS | EVEN)[name](x, c)
         output = tf.matmul(x, c.variable(WIDTH, WIDTH)) + c.variable(WIDTH)
         predictions = {'output': output, 'best': tf.argmax(output, 1)}
         if mode == tf.estimator.ModeKeys.PREDICT:
@@ -661,12 +1085,10 @@ def batches_of(case: Case) -> list[Any]:
     random = np.random.RandomState(case.seed)
     batches = []
     for rows in [case.sizes[0]] * len(case.sizes) if case.static else case.sizes:
-        y = random.randn(rows, WIDTH)
-        features = {
-            'x': random.randn(rows, WIDTH),
-            'ids': random.randint(0, IDS, [rows, 3]),
-            'y': y,
-        }
+        x, y = random.randn(2, rows, WIDTH)
+        ids = random.randint(0, IDS, [rows, 3])
+        text = [' '.join(map(str, row[: 1 + row[0] % 3])) for row in ids]
+        features = {'x': x, 'ids': ids, 'text': np.array(text, np.bytes_), 'y': y}
         batches.append((features, y))
     return batches
 

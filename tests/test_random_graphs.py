@@ -1,6 +1,6 @@
 """Random model_fns train, evaluate and predict on several devices as on one, in float64."""
 
-from unittest import mock
+import re
 
 import hypothesis
 import numpy as np
@@ -9,12 +9,92 @@ import tensorflow.compat.v1 as tf
 
 import random_graphs
 import towers
-from estimator_mgpu import register_rule
+from estimator_mgpu import steps
 from estimator_mgpu.partition.rules import RULES
-from random_graphs import OPS, Case
+from random_graphs import EVEN, OPS, SIMPLE, Case
 
+MODES = tf.estimator.ModeKeys
 RTOL = 1e-10
 FLOOR = 1e-3  # What is smaller may be rounding of what isn't.
+
+# Each TensorFlow has other gradients of these.
+BY_VERSION = """
+    clipped_by_row_in_a_loop embedded_parts embedded_sparse pieces_by_variable third_derivatives
+"""
+LOOPS = """
+    clipped_by_row_in_a_loop cond cond_by_rows_in_a_loop_in_a_cond cond_in_a_loop cond_of_several
+    cond_on_placeholders dynamic_rnn embedded_in_a_loop function_in_a_loop function_of_autograph
+    hessian large_zeros loop_with_effects loop_with_rows_summed map_fn nested_loops pairs_first
+    read_then_written recurrent recurrent_arrays recurrent_lengths scan switch_case while_any
+    while_counted while_loop written_rows
+"""
+# What runs once, by its type, and in which models of one op.
+WHOLE = {
+    'AddV2': 'python_row',
+    'Assert': 'asserted',
+    'AssignAddVariableOp': 'loop_with_effects',
+    'CTCBeamSearchDecoder': 'decoded',
+    'ConcatV2': 'masked_centered',
+    'Cumsum': 'cumsum_rows long ragged ragged_dense',
+    'DenseBincount': 'class_weights',
+    'EagerPyFunc': 'py_function python_dense python_repeated python_row python_rows',
+    'Einsum': 'diagonals',
+    'GatherV2': 'clipped_by_row',
+    'Greater': 'cond_by_rows_in_a_loop_in_a_cond function_of_autograph while_rows',
+    'MatrixDiagPartV3': 'diagonal',
+    'Mean': 'loop_with_rows_summed',
+    'Mul': 'masked_twice python_rows',
+    'PyFunc': 'numpy_function python_unknown',
+    'RandomShuffle': 'shuffled',
+    'Reshape': (
+        'clipped_by_row groups interleaved pairs_first pairs_with_left ragged_dense taped '
+        'unique_dense variables views'
+    ),
+    'ReverseV2': 'reverse_rows',
+    'Roll': 'roll_rows',
+    'ScatterNd': 'masked_dense without_all without_padding',
+    'Softmax': 'batch_softmax',
+    'StridedSlice': (
+        'checkpointed first_row halves last_row masked_images masked_twice python_repeated '
+        'shifted while_counted written_rows'
+    ),
+    'StringSplitV2': 'padded_words pairs_of_words reduced_words',
+    'Sum': 'padded_words pairs_first pairs_of_words python_row reduced_words',
+    'TanhGrad': 'masked_centered',
+    'TensorArrayV2Write': 'hessian',
+    'TensorListFromTensor': 'map_fn scan',
+    'TopKV2': 'hardest quantile ranked sort_rows',
+    'Transpose': 'clipped_by_row',
+    'Unique': 'embedded embedded_mean keras_lstm table_lookup unique unique_dense',
+    'Where': (
+        'masked masked_centered masked_dense masked_images masked_twice pairs_with_left ragged '
+        'ragged_dense scattered without_all without_padding'
+    ),
+    'its lists are used whole': 'embedded_in_a_loop nested_loops pairs_first',
+    'rows say when it ends': 'while_any',
+}
+# What else does where the graph doesn't know how many rows there are, or where it does.
+UNKNOWN = {
+    'AddN': 'pairs_first',
+    'AddV2': 'by_index pairs_first',
+    'BroadcastTo': 'repeated_dense',
+    'MatMul': 'cond_of_several',
+    'OptionalFromValue': 'cond_in_a_loop',
+    'Sum': ('embedded_in_a_loop ragged ragged_dense repeated_dense unique unique_dense variables'),
+    'TensorScatterAdd': 'scattered_column',
+    'UnsortedSegmentSum': 'clipped_by_row taped',
+    'cond:2 is a size that goes by rows': 'cond_of_several',
+}
+KNOWN = {
+    'AddN': 'cond_of_several',
+    'SelectV2': 'cond_by_rows_in_a_loop_in_a_cond',
+    'StridedSlice': 'quantile',
+    'Sum': 'python_rows written_rows',
+    'TanhGrad': 'nested_loops',
+    'UnsortedSegmentSum': 'unique unique_dense',
+    'Where': 'repeated_dense',
+    'zeros:0 has rows, or sums, in some branches only': 'embedded_in_a_loop',
+}
 
 
 def assert_close(found, expected):
@@ -32,14 +112,13 @@ def assert_close(found, expected):
             np.testing.assert_array_equal(other, one)
 
 
-def check(case):
-    """Compares several devices with one, from the same values."""
-    with mock.patch.dict(RULES):
-        register_rule('Dawsn', 'elementwise')
-        compare(case)
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(RULES, 'Dawsn', RULES['Tanh'])
 
 
-def compare(case):
+def check(case, modes=(MODES.EVAL, MODES.PREDICT)):
+    """Compares several devices with one, from the same values; returns how these are divided."""
     model_fn = random_graphs.model_fn_of(case)
     batches = random_graphs.batches_of(case)
     values = towers.train(model_fn, batches, 0, steps=0, static=case.static).values
@@ -47,19 +126,20 @@ def compare(case):
         one = towers.train(model_fn, batches, 0, values=values, static=case.static)
     except tf.errors.UnknownError as error:
         assert 'pyfunc' in str(error)
-        return  # TensorFlow differentiates a Python function once, and this has two losses.
+        return None  # TensorFlow differentiates a Python function once, and this has two losses.
     if not all(np.isfinite(v).all() for v in one.values.values()):
-        return  # One device diverges.
+        return None  # One device diverges.
     ours = towers.train(model_fn, batches, case.towers, values=values, static=case.static)
     assert_close(ours.values, one.values)
     assert_close(ours.losses, one.losses)
-    for mode in (tf.estimator.ModeKeys.EVAL, tf.estimator.ModeKeys.PREDICT):
+    for mode in modes:
         shared = {'values': one.values, 'static': case.static, 'mode': mode}
         data = batches
-        if mode == tf.estimator.ModeKeys.PREDICT:
+        if mode == MODES.PREDICT:
             data = [(features, None) for features, _ in batches]
         found, expected = (towers.evaluate(model_fn, data, n, **shared) for n in (case.towers, 0))
         assert_close(found, expected)
+    return steps.of_graph(ours.graph).plan
 
 
 @pytest.mark.core
@@ -68,6 +148,54 @@ def test_random_model(case):
     check(case)
 
 
-@pytest.mark.parametrize('name', sorted(OPS))
+def case_of(name, sizes, static, loss='mean'):
+    return Case([name, 'dense'], [loss], ['momentum'], 'none', ['mean'], sizes, static, 3, 1)
+
+
+def check_each(name, sizes, static=False, loss='mean', modes=(MODES.EVAL,)):
+    """Compares a model of one op; returns how it's divided."""
+    plan = check(case_of(name, sizes, static, loss), modes)
+    assert plan is not None
+    return plan
+
+
+def assert_whole(plan, name, more):
+    """Asserts what runs once, though it's given rows; all else runs in towers."""
+    reasons = [reason.rpartition(': ')[2] for reason, _ in plan.once.values()]
+    types = [re.search(r'[A-Z]\w+', reason) for reason in reasons]
+    found = {found[0] if found else reason for found, reason in zip(types, reasons)}
+    if name not in BY_VERSION.split():
+        expected = {t for table in (WHOLE, more) for t in table if name in table[t].split()}
+        assert found - {'Sub'} == expected  # The loss's, whose rows aren't known to be the batch's.
+
+
+@pytest.mark.parametrize('name', sorted(OPS | EVEN))
 def test_each_op(name):
-    check(Case([name, 'dense'], ['mean'], ['momentum'], 'none', ['mean'], [7, 2], False, 3, 1))
+    """On batches of another size each."""
+    plan = check_each(name, [12, 6, 2] if name in EVEN else [7, 2, 1])
+    assert_whole(plan, name, UNKNOWN)
+
+
+@pytest.mark.parametrize('name', sorted(OPS | EVEN))
+def test_each_op_where_rows_are_known(name):
+    """Numbers are compared where functions have sizes of their own."""
+    if name in LOOPS.split():
+        plan = check_each(name, [7, 7], static=True)
+    else:
+        case = case_of(name, [12 if name in EVEN else 7], static=True)
+        model_fn, batches = random_graphs.model_fn_of(case), random_graphs.batches_of(case)
+        plan = steps.of_graph(towers.train(model_fn, batches, 3, steps=0).graph).plan
+    assert_whole(plan, name, KNOWN)
+
+
+@pytest.mark.parametrize('name', sorted((OPS | EVEN).keys() - SIMPLE))
+def test_each_op_in_v1(name):
+    """By TensorFlow 1's behavior, those with variables, loops or gradients."""
+    with towers.behavior_of('v1'):
+        check_each(name, [12, 12], static=True)
+
+
+@pytest.mark.parametrize('name', ['row_norm', 'embedded', 'dynamic_rnn'])
+def test_a_batch_without_rows(name):
+    """Between others. A mean of nothing is nan on one device, too, so it's a sum here."""
+    check_each(name, [5, 0, 2], loss='sum', modes=(MODES.EVAL, MODES.PREDICT))

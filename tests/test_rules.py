@@ -49,16 +49,7 @@ class Batch:
         return self.of(self._random.randint(1, 9, [ROWS, *shape]).astype('S'))
 
     def whole(self, *shape):
-        return tf.constant(self._random.rand(*shape).astype(np.float32))
-
-
-def sample(*names):
-    def add(function):
-        for name in names:
-            SAMPLES.setdefault(name, []).append(functools.partial(function, name))
-        return function
-
-    return add
+        return tf.constant(self._random.uniform(size=shape), tf.float32)
 
 
 def _arguments(name, makers):
@@ -76,20 +67,15 @@ def _arguments(name, makers):
     return {arg.name: makers[type_of(arg)]() for arg in definition.input_arg}
 
 
-def _entries(name, batch, *shapes):
+def _entries(name, batch):
     """Calls an op of entries with tensors that have rows."""
-    shapes = iter(shapes)
-
-    def next_shape():
-        return next(shapes, (4,))
-
     makers = {
-        tf.float32: lambda: batch.floats(*next_shape()),
-        tf.int32: lambda: batch.ints(*next_shape()) + 1,
-        tf.int64: lambda: batch.ints(*next_shape(), dtype=np.int64),
-        tf.bool: lambda: batch.bools(*next_shape()),
-        tf.string: lambda: batch.strings(*next_shape()),
-        tf.complex64: lambda: tf.complex(batch.floats(*next_shape()), batch.floats(4)),
+        tf.float32: lambda: batch.floats(4),
+        tf.int32: lambda: batch.ints(4) + 1,
+        tf.int64: lambda: batch.ints(4, dtype=np.int64),
+        tf.bool: lambda: batch.bools(4),
+        tf.string: lambda: batch.strings(4),
+        tf.complex64: lambda: tf.complex(batch.floats(4), batch.floats(4)),
     }
     arguments = _arguments(name, makers)
     extra = {
@@ -122,638 +108,445 @@ for _name, _rule in RULES.items():
         SAMPLES[_name] = [lambda batch, name=_name: _entries(name, batch)]
 
 
-@sample('AddV2', 'Mul', 'Maximum', 'SquaredDifference')
-def _broadcast(name, batch):
-    op = getattr(ops, name)
-    x = batch.floats(2, 3)
+KINDS = {  # of inputs, by the letter that their words begin with
+    'n': Batch.floats,
+    'i': Batch.ints,
+    'b': Batch.bools,
+    'w': Batch.whole,
+    't': lambda b, steps, size: tf.transpose(b.floats(steps, size), [1, 0, 2]),  # time first
+    'c': lambda b, *shape: tf.complex(b.floats(*shape), b.floats(*shape)),
+    'd': lambda b, size, _: b.floats(size, size) + 2 * tf.eye(size),  # positive definite
+}
+
+
+def _inputs(name, words, batch, attrs):
+    """What an op is called with: 'n23 w3' are floats of 2 x 3 a row, and whole ones of 3."""
+    names = [arg.name for arg in op_def_registry.get(name).input_arg if arg.name not in attrs]
+    given = {n: KINDS[word[0]](batch, *map(int, word[1:])) for n, word in zip(names, words.split())}
+    return given | attrs
+
+
+def sample(names, given, **attrs):
+    """Adds samples of some types of ops: words for the inputs, or a function of op and batch."""
+    for name in names.split():
+        if callable(given):
+            made = functools.partial(given, getattr(ops, name), **attrs)
+        else:
+            made = functools.partial(_called, name, given, attrs)
+        SAMPLES.setdefault(name, []).append(made)
+
+
+def _called(name, words, attrs, batch):
+    return getattr(ops, name)(**_inputs(name, words, batch, attrs))
+
+
+def _slopes(y, *xs):
+    return tf.gradients(tf.square(y), xs)
+
+
+# Each entry by itself, or for each row.
+
+
+def _broadcast(op, b):
+    x = b.floats(2, 3)
     return [
-        op(x=x, y=batch.whole(3)),
-        op(x=batch.whole(1, 2, 1), y=x),
-        op(x=x, y=batch.floats(1, 3)),
-        op(x=tf.transpose(x, [1, 0, 2]), y=batch.floats(3)),
-        op(x=batch.floats(1), y=tf.transpose(batch.floats(1))),  # pairs of rows
+        op(x=x, y=b.whole(3)),
+        op(x=b.whole(1, 2, 1), y=x),
+        op(x=x, y=b.floats(1, 3)),
+        op(x=tf.transpose(x, [1, 0, 2]), y=b.floats(3)),
+        op(x=b.floats(1), y=tf.transpose(b.floats(1))),  # pairs of rows
     ]
 
 
-@sample('SelectV2')
-def _select_v2(name, batch):
-    return ops.SelectV2(condition=batch.bools(1), t=batch.floats(3), e=batch.whole(3))
-
-
-@sample('Select')
-def _select(name, batch):
-    one, two = batch.floats(3), batch.floats(3)
-    by_row = ops.Select(condition=batch.bools(), x=one, y=two)
-    return [by_row, ops.Select(condition=batch.bools(3), x=one, y=two)]
-
-
-@sample('FakeQuantWithMinMaxArgs')
-def _fake_quant(name, batch):
-    return ops.FakeQuantWithMinMaxArgs(inputs=batch.floats(3))
-
-
-@sample('FakeQuantWithMinMaxVars')
-def _fake_quant_vars(name, batch):
-    low, high = tf.constant(0.0), tf.constant(0.8)
-    return ops.FakeQuantWithMinMaxVars(inputs=batch.floats(3), min=low, max=high)
-
-
-@sample('FakeQuantWithMinMaxVarsPerChannel', 'FakeQuantWithMinMaxVarsPerChannelGradient')
-@sample('FakeQuantWithMinMaxVarsGradient')
-def _fake_quant_gradient(name, batch):
-    x, low, high = batch.floats(3), batch.whole(3) * 0.4, 0.5 + batch.whole(3) * 0.4
-    if 'PerChannel' not in name:
-        low, high = low[0], high[0]
-    y = getattr(ops, name.replace('Gradient', ''))(inputs=x, min=low, max=high)
-    return tf.gradients(y * batch.floats(3), [x, low, high]) if 'Gradient' in name else y
-
-
-@sample('IdentityN')
-def _identity_n(name, batch):
-    x = batch.floats(3)
-    both = ops.IdentityN(input=[x, batch.whole(3), tf.transpose(x), tf.reshape(x, [-1])])
+def _identity_n(op, b):
+    x = b.floats(3)
     activated = tf.nn.silu(x)
+    both = op(input=[x, b.whole(3), tf.transpose(x), tf.reshape(x, [-1])])
     return [*both, activated, *tf.gradients(activated, x)]
 
 
-@sample('Sum', 'Mean', 'Max', 'Min', 'Prod', 'All', 'Any')
-def _reductions(name, batch):
-    x = batch.bools(3, 2) if name in ('All', 'Any') else batch.floats(3, 2)
-    op = getattr(ops, name)
+def _alike(op, b):
+    """In a loop, as fills take their place elsewhere."""
+    return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x + op(x=x)), [0, b.floats(2)])
+
+
+def _quantized(op, b, channels, forward=None):
+    x, low, high = b.floats(3), b.whole(*channels) * 0.4, 0.5 + b.whole(*channels) * 0.4
+    y = (forward or op)(inputs=x, min=low, max=high)
+    return tf.gradients(y * b.floats(3), [x, low, high]) if forward else y
+
+
+def _drawn(op, b):
+    """Other numbers in each run."""
+    return tf.zeros_like(op(shape=tf.shape(b.floats(2)), dtype=tf.float32))
+
+
+def _broadcast_to(op, b):
+    x = b.floats(1)
+    shape = tf.stack([2, tf.shape(x)[0], 3])
+    return [op(input=x, shape=shape), op(input=1.0, shape=shape)]
+
+
+sample('AddV2 Mul Maximum SquaredDifference', _broadcast)
+sample('SelectV2', 'b1 n3 w3')
+sample('Select', lambda op, b: op(condition=b.bools(), x=b.floats(3), y=b.floats(3)))
+sample('Select', lambda op, b: op(condition=b.bools(3), x=b.floats(3), y=b.floats(3)))
+sample('FakeQuantWithMinMaxArgs', 'n3')
+for _name, _shape in (('FakeQuantWithMinMaxVars', ()), ('FakeQuantWithMinMaxVarsPerChannel', (3,))):
+    sample(_name, _quantized, channels=_shape)
+    sample(f'{_name}Gradient', _quantized, channels=_shape, forward=getattr(ops, _name))
+sample('IdentityN', _identity_n)
+sample('OnesLike ZerosLike', _alike)
+sample('Fill', lambda op, b: op(dims=tf.shape(b.floats(2)), value=3.0))
+sample('Fill', lambda op, b: op(dims=[tf.size(b.floats(2))], value=1.0))
+sample('BroadcastTo', _broadcast_to)
+sample('RandomStandardNormal RandomUniform TruncatedNormal', _drawn)
+
+
+# Along dimensions that ops are told.
+
+
+def _reduced(op, x):
     axes = [([0], False), ([1], False), ([0, 2], True), ([-1], True), ([0, 1, 2], False)]
     return [op(input=x, axis=axis, keep_dims=keep) for axis, keep in axes]
 
 
-@sample('Mean')
-def _half_mean(name, batch):
-    return ops.Mean(input=batch.floats(3, dtype=np.float16) * 1000, axis=[0])
+def _gradient_of_broadcasting(op, b):
+    x, w = b.floats(3), b.whole(3)
+    return tf.gradients(tf.tanh(x * w) * (x + b.floats(1)), [x, w])
 
 
-@sample('Sum')
-def _gradient_of_broadcasting(name, batch):
-    x = batch.floats(3)
-    w = batch.whole(3)
-    return tf.gradients(tf.tanh(x * w) * (x + batch.floats(1)), [x, w])
-
-
-@sample('L2Loss')
-def _l2(name, batch):
-    return ops.L2Loss(t=batch.floats(3))
-
-
-@sample('BiasAdd', 'BiasAddGrad')
-def _bias(name, batch):
-    x = batch.floats(2, 2, 3)
-    if name == 'BiasAdd':
-        return ops.BiasAdd(value=x, bias=batch.whole(3))
-    return ops.BiasAddGrad(out_backprop=x)
-
-
-@sample('Softmax', 'LogSoftmax')
-def _softmax(name, batch):
-    return getattr(ops, name)(logits=batch.floats(3))
-
-
-@sample('TopKV2')
-def _top_k(name, batch):
-    return list(ops.TopKV2(input=batch.floats(5), k=2))
-
-
-@sample('NthElement')
-def _nth(name, batch):
-    return [
-        ops.NthElement(input=batch.floats(5), n=1),
-        ops.NthElement(input=batch.floats(2, 5), n=4),
-    ]
-
-
-@sample('LowerBound', 'UpperBound')
-def _bounds(name, batch):
-    op, edges = getattr(ops, name), tf.constant([[0.2, 0.4, 0.4, 0.7]])
-    x = batch.floats(3)
-    return [
-        op(sorted_inputs=tf.sort(batch.floats(4)), values=x),
-        op(sorted_inputs=edges, values=tf.reshape(x, [1, -1])),
-    ]
-
-
-@sample('FFT', 'IFFT', 'FFT2D', 'IFFT2D')
-def _fourier(name, batch):
-    return getattr(ops, name)(input=tf.complex(batch.floats(2, 4), batch.floats(2, 4)))
-
-
-@sample('RFFT', 'IRFFT', 'RFFT2D', 'IRFFT2D')
-def _real_fourier(name, batch):
-    x = batch.floats(3, 4)
-    length = [2, 4] if '2D' in name else [4]
-    if name.startswith('I'):
-        x = tf.complex(x, batch.floats(3, 4))
-    return getattr(ops, name)(input=x, fft_length=length)
-
-
-@sample('Cumsum', 'Cumprod', 'CumulativeLogsumexp')
-def _cumulative(name, batch):
-    return getattr(ops, name)(x=batch.floats(3), axis=1, reverse=True)
-
-
-@sample('ReverseV2')
-def _reverse(name, batch):
-    return ops.ReverseV2(tensor=batch.floats(3, 2), axis=[1])
-
-
-@sample('ArgMax', 'ArgMin')
-def _arg(name, batch):
-    x = batch.floats(3, 2)
-    return [getattr(ops, name)(input=x, dimension=axis) for axis in (1, -1)]
-
-
-@sample('SoftmaxCrossEntropyWithLogits')
-def _cross_entropy(name, batch):
-    return list(getattr(ops, name)(features=batch.floats(3), labels=batch.floats(3)))
-
-
-@sample('SparseSoftmaxCrossEntropyWithLogits')
-def _sparse_cross_entropy(name, batch):
-    return list(getattr(ops, name)(features=batch.floats(4), labels=batch.ints()))
-
-
-@sample('InTopKV2', 'InTopK')
-def _in_top_k(name, batch):
-    k = 2 if name == 'InTopK' else tf.constant(2)
-    return getattr(ops, name)(predictions=batch.floats(4), targets=batch.ints(), k=k)
-
-
-@sample('ReverseSequence')
-def _reverse_sequence(name, batch):
-    return ops.ReverseSequence(
-        input=batch.floats(4, 2), seq_lengths=batch.ints(), seq_dim=1, batch_dim=0
-    )
-
-
-@sample('Roll')
-def _roll(name, batch):
-    return ops.Roll(input=batch.floats(4), shift=[1], axis=[1])
-
-
-@sample('Cholesky', 'MatrixInverse', 'SelfAdjointEigV2', 'MatrixDeterminant')
-@sample('LogMatrixDeterminant')
-def _matrices(name, batch):
-    x = batch.floats(3, 3)
-    x = tf.matmul(x, x, transpose_b=True) + 2 * tf.eye(3)
-    if name == 'SelfAdjointEigV2':
-        return [ops.SelfAdjointEigV2(input=x, compute_v=v)[0] for v in (True, False)]
-    return tf.nest.flatten(getattr(ops, name)(input=x))
-
-
-@sample('CholeskyGrad')
-def _cholesky_gradient(name, batch):
-    x = batch.floats(3, 3) + 2 * tf.eye(3)
-    return ops.CholeskyGrad(l=x, grad=batch.floats(3, 3))
-
-
-@sample('MatrixSolve', 'MatrixTriangularSolve')
-def _solve(name, batch):
-    matrix = batch.floats(3, 3) + 2 * tf.eye(3)
-    return getattr(ops, name)(matrix=matrix, rhs=batch.floats(3, 2))
-
-
-@sample('MatrixDiagPart')
-def _diag_part(name, batch):
-    return ops.MatrixDiagPart(input=batch.floats(3, 3))
-
-
-@sample('MatrixDiagPartV2', 'MatrixDiagPartV3')
-def _diag_part_v2(name, batch):
-    return getattr(ops, name)(input=batch.floats(3, 3), k=0, padding_value=0.0)
-
-
-@sample('MatrixBandPart')
-def _band(name, batch):
-    return ops.MatrixBandPart(input=batch.floats(3, 3), num_lower=0, num_upper=1)
-
-
-@sample('MatrixSetDiag', 'MatrixSetDiagV2', 'MatrixSetDiagV3')
-def _set_diag(name, batch):
-    x, op = batch.floats(3, 4), getattr(ops, name)
-    if name == 'MatrixSetDiag':
-        return op(input=x, diagonal=batch.floats(3))
-    return op(input=x, diagonal=batch.floats(3), k=1)
-
-
-@sample('MatrixDiag')
-def _diag(name, batch):
-    return ops.MatrixDiag(diagonal=batch.floats(3))
-
-
-@sample('MatrixDiagV2', 'MatrixDiagV3')
-def _diag_v2(name, batch):
-    return getattr(ops, name)(
-        diagonal=batch.floats(3), k=0, num_rows=-1, num_cols=-1, padding_value=0.0
-    )
-
-
-@sample('MatMul')
-def _matmul(name, batch):
-    x, y = batch.floats(3), batch.floats(2)
-    return [
-        ops.MatMul(a=x, b=batch.whole(3, 2)),
-        ops.MatMul(a=batch.whole(2, 3), b=x, transpose_b=True),
-        ops.MatMul(a=x, b=y, transpose_a=True),
-        ops.MatMul(a=x, b=x, transpose_b=True),
-    ]
-
-
-@sample('BatchMatMul', 'BatchMatMulV2', 'BatchMatMulV3')
-def _batch_matmul(name, batch):
-    x, y = batch.floats(2, 3), batch.floats(3, 2)
-    extra = {'Tout': tf.float32} if name == 'BatchMatMulV3' else {}
-    op = functools.partial(getattr(ops, name), **extra)
-    results = [
-        op(x=x, y=y),
-        op(x=x, y=x, adj_y=True),
-        op(x=tf.transpose(x, [1, 2, 0]), y=tf.transpose(y, [2, 0, 1])),
-    ]
-    if name != 'BatchMatMul':
-        results.append(op(x=x, y=batch.whole(1, 3, 4)))
-    return results
-
-
-@sample('Einsum')
-def _einsum(name, batch):
-    x, y = batch.floats(2, 3), batch.floats(3)
-    return [
-        ops.Einsum(inputs=[x, y], equation='bij,bj->bi'),
-        ops.Einsum(inputs=[x, y], equation='bij,bj->ij'),
-        ops.Einsum(inputs=[x, batch.whole(3, 4)], equation='...i,ij->...j'),
-        ops.Einsum(inputs=[y, y], equation='bi,ci->bc'),
-    ]
-
-
-@sample('Conv2D', 'DepthwiseConv2dNative', 'Dilation2D')
-def _conv(name, batch):
-    x = batch.floats(4, 4, 2)
-    if name == 'Dilation2D':
-        return ops.Dilation2D(
-            input=x, filter=batch.whole(2, 2, 2), strides=[1] * 4, rates=[1] * 4, padding='SAME'
-        )
-    return getattr(ops, name)(
-        input=x, filter=batch.whole(2, 2, 2, 3), strides=[1] * 4, padding='SAME'
-    )
-
-
-@sample('Conv2DBackpropInput', 'DepthwiseConv2dNativeBackpropInput')
-@sample('Conv2DBackpropFilter', 'DepthwiseConv2dNativeBackpropFilter')
-def _conv_gradient(name, batch):
-    x, w = batch.floats(4, 4, 2), batch.whole(2, 2, 2, 1)
-    conv = tf.nn.conv2d if name.startswith('Conv') else tf.nn.depthwise_conv2d
-    return tf.gradients(tf.square(conv(x, w, [1] * 4, 'SAME')), [x, w])
-
-
-@sample('Dilation2DBackpropInput', 'Dilation2DBackpropFilter')
-def _dilation_gradient(name, batch):
-    x, w = batch.floats(4, 4, 2), batch.whole(2, 2, 2)
-    y = ops.Dilation2D(input=x, filter=w, strides=[1] * 4, rates=[1] * 4, padding='SAME')
-    return tf.gradients(tf.square(y), [x, w])
-
-
-@sample('Conv3D', 'Conv3DBackpropInputV2', 'Conv3DBackpropFilterV2', 'MaxPool3D', 'MaxPool3DGrad')
-@sample('AvgPool3D', 'AvgPool3DGrad', 'MaxPool3DGradGrad')
-def _conv_3d(name, batch):
-    x, w = batch.floats(2, 4, 4, 1), batch.whole(2, 2, 2, 1, 1)
-    y = tf.nn.conv3d(x, w, [1] * 5, 'SAME')
-    y = tf.nn.max_pool3d(y, 2, 2, 'SAME') + tf.nn.avg_pool3d(y, 2, 2, 'SAME')
-    [gradient] = tf.gradients(y, x)
-    second = tf.gradients(tf.nn.max_pool3d(tf.square(x), 2, 2, 'SAME'), x)[0]
-    third = tf.gradients(second * batch.floats(2, 4, 4, 1), x)
-    return [y, gradient, *tf.gradients(tf.square(y), [x, w]), second, *third]
-
-
-@sample('MaxPool', 'MaxPoolGrad', 'MaxPoolGradGrad', 'AvgPool', 'AvgPoolGrad', 'LRN', 'LRNGrad')
-def _pools(name, batch):
-    x = batch.floats(4, 4, 2)
-    y = tf.nn.max_pool2d(x, 2, 2, 'SAME') + tf.nn.avg_pool2d(x, 2, 2, 'SAME')
-    [gradient] = tf.gradients(tf.square(y), x)
-    normalized = tf.nn.local_response_normalization(x)
-    again = tf.gradients([tf.square(gradient), tf.square(normalized)], x)
-    return [y, gradient, normalized, *again]
-
-
-@sample('MaxPoolV2')
-def _max_pool_v2(name, batch):
-    return ops.MaxPoolV2(
-        input=batch.floats(4, 4, 1), ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding='SAME'
-    )
-
-
-@sample('MaxPoolGradV2')
-def _max_pool_gradient_v2(name, batch):
-    x = batch.floats(4, 4, 1)
-    size = {'ksize': [1, 2, 2, 1], 'strides': [1, 2, 2, 1], 'padding': 'SAME'}
-    y = ops.MaxPoolV2(input=x, **size)
-    return ops.MaxPoolGradV2(orig_input=x, orig_output=y, grad=batch.floats(2, 2, 1), **size)
-
-
-@sample('MaxPoolWithArgmax', 'MaxPoolGradWithArgmax')
-def _max_pool_argmax(name, batch):
-    x = batch.floats(4, 4, 2)
-    size = {'ksize': [1, 2, 2, 1], 'strides': [1, 2, 2, 1], 'padding': 'SAME'}
-    results = []
-    for whole_index in (False, True):
-        y, at = ops.MaxPoolWithArgmax(input=x, include_batch_in_index=whole_index, **size)
-        results += [y, at, *tf.gradients(tf.square(y), x)]
-    return results
-
-
-@sample('ResizeBilinear', 'ResizeNearestNeighbor', 'ResizeBicubic', 'ResizeArea')
-@sample('ResizeBilinearGrad', 'ResizeNearestNeighborGrad', 'ResizeBicubicGrad')
-def _resize(name, batch):
-    images = batch.floats(4, 4, 1)
-    resized = getattr(ops, name.replace('Grad', ''))(images=images, size=[3, 6])
-    return tf.gradients(tf.square(resized), images) if 'Grad' in name else resized
-
-
-@sample('SpaceToDepth', 'DepthToSpace')
-def _depth(name, batch):
-    return getattr(ops, name)(input=batch.floats(4, 4, 4), block_size=2)
-
-
-@sample('ExtractImagePatches')
-def _patches(name, batch):
-    return ops.ExtractImagePatches(
-        images=batch.floats(4, 4, 1),
-        ksizes=[1, 2, 2, 1],
-        strides=[1, 2, 2, 1],
-        rates=[1] * 4,
-        padding='SAME',
-    )
-
-
-@sample('AdjustHue', 'AdjustSaturation')
-def _colors(name, batch):
-    arg = {'AdjustHue': 'delta', 'AdjustSaturation': 'scale'}[name]
-    return getattr(ops, name)(images=batch.floats(2, 2, 3), **{arg: 0.3})
-
-
-@sample('AdjustContrastv2')
-def _contrast(name, batch):
-    op = ops.AdjustContrastv2
-    images = [batch.floats(2, 2, 3), batch.floats(2, 3)]  # the second is one image
-    return [op(images=x, contrast_factor=0.3) for x in images]
-
-
-@sample('HSVToRGB', 'RGBToHSV')
-def _color_spaces(name, batch):
-    return getattr(ops, name)(images=batch.floats(2, 2, 3))
-
-
-@sample('FusedBatchNorm', 'FusedBatchNormGrad')
-@sample('FusedBatchNormV2', 'FusedBatchNormV3', 'FusedBatchNormGradV2', 'FusedBatchNormGradV3')
-def _batch_norm(name, batch):
-    x, scale = batch.floats(2, 2, 3), batch.whole(3)
-    op = getattr(ops, name.replace('Grad', ''))
-    y, mean, variance, *_ = op(
-        x=x, scale=scale, offset=scale, mean=scale, variance=scale + 1, is_training=False
-    )
-    return tf.gradients(tf.square(y), [x, scale]) if 'Grad' in name else [y, mean, variance]
-
-
-@sample('CropAndResize')
-def _crop(name, batch):
-    boxes = tf.concat([batch.floats(2) * 0.4, 0.5 + batch.floats(2) * 0.4], 1)
-    images = batch.whole(4, 6, 6, 1)
-    return ops.CropAndResize(image=images, boxes=boxes, box_ind=batch.ints(), crop_size=[2, 2])
-
-
-@sample('CropAndResizeGradImage', 'CropAndResizeGradBoxes')
-def _crop_gradient(name, batch):
-    boxes = tf.concat([batch.floats(2) * 0.4, 0.5 + batch.floats(2) * 0.4], 1)
-    images = batch.whole(4, 6, 6, 1)
-    crops = ops.CropAndResize(image=images, boxes=boxes, box_ind=batch.ints(), crop_size=[2, 2])
-    return tf.gradients(tf.square(crops), [images, boxes])
-
-
-@sample('Reshape')
-def _reshape(name, batch):
-    x = batch.floats(4, 2)
-    n = tf.shape(x)[0]
-    time_major = tf.transpose(x, [1, 0, 2])
-    return [
-        ops.Reshape(tensor=x, shape=[-1, 2]),
-        ops.Reshape(tensor=x, shape=[-1, 2, 2, 2]),
-        ops.Reshape(tensor=x, shape=tf.stack([n, 8])),
-        ops.Reshape(tensor=x, shape=tf.stack([n * 2, 4])),
-        ops.Reshape(tensor=time_major, shape=tf.stack([2, 2, n, 2])),
-        ops.Reshape(tensor=time_major, shape=tf.stack([4, -1])),
-        ops.Reshape(tensor=ops.Reshape(tensor=x, shape=[-1]), shape=tf.shape(x)),
-    ]
-
-
-@sample('Transpose', 'ConjugateTranspose')
-def _transpose(name, batch):
-    return getattr(ops, name)(x=batch.floats(3, 2), perm=[2, 0, 1])
-
-
-@sample('ExpandDims', 'Squeeze')
-def _dims(name, batch):
-    x = batch.floats(3)
+def _dims(op, b):
+    x = b.floats(3)
     expanded = [ops.ExpandDims(input=x, axis=axis) for axis in (0, 1, -1)]
     return expanded + [ops.Squeeze(input=e, axis=[a]) for e, a in zip(expanded, (0, 1, -1))]
 
 
-@sample('Pack', 'Unpack')
-def _pack(name, batch):
-    x = batch.floats(3)
-    packed = [ops.Pack(values=[x, 2 * x, batch.floats(3)], axis=axis) for axis in (0, 1, -1)]
+def _pack(op, b):
+    x = b.floats(3)
+    packed = [ops.Pack(values=[x, 2 * x, b.floats(3)], axis=axis) for axis in (0, 1, -1)]
     return packed + list(ops.Unpack(value=x, num=3, axis=1))
 
 
-@sample('ConcatV2')
-def _concat(name, batch):
-    return ops.ConcatV2(values=[batch.floats(3), batch.floats(2)], axis=1)
+def _gather(op, b):
+    table, ids, x = b.whole(4, 3), b.ints(2), b.floats(4, 2)
+    return [
+        op(params=table, indices=ids, axis=0),
+        op(params=x, indices=ids, axis=1, batch_dims=1),
+        op(params=x, indices=[0, 3, 3], axis=1),
+        op(params=x, indices=ids % tf.shape(x)[0], axis=0),
+    ]
 
 
-@sample('Split', 'SplitV')
-def _split(name, batch):
-    x = batch.floats(4)
-    if name == 'Split':
-        return list(ops.Split(axis=1, value=x, num_split=2))
-    return list(ops.SplitV(value=x, size_splits=[1, 3], axis=1, num_split=2))
+def _variable(b):
+    return tf.get_variable('table', initializer=b.whole(4, 3), use_resource=True)
 
 
-@sample('StridedSlice')
-def _strided_slice(name, batch):
-    x = batch.floats(4, 3)
+def _gather_from_variable(op, b):
+    return op(resource=_variable(b).handle, indices=b.ints(2) % 3, dtype=tf.float32)
+
+
+def _segments(op, b):
+    return [
+        op(data=b.floats(3), segment_ids=b.ints() - 1, num_segments=4),
+        op(data=b.ints(2, 3), segment_ids=b.ints(2), num_segments=5),
+    ]
+
+
+def _lookup(op, b):
+    pairs = tf.lookup.KeyValueTensorInitializer(tf.constant(['1', '5']), tf.constant([3, 4]))
+    return tf.lookup.StaticHashTable(pairs, -1).lookup(b.strings(2))
+
+
+sample('Sum Mean Max Min Prod', lambda op, b: _reduced(op, b.floats(3, 2)))
+sample('All Any', lambda op, b: _reduced(op, b.bools(3, 2)))
+sample('Mean', lambda op, b: op(input=b.floats(3, dtype=np.float16) * 1000, axis=[0]))
+sample('Sum', _gradient_of_broadcasting)
+sample('L2Loss', 'n3')
+sample('Cumsum Cumprod CumulativeLogsumexp', 'n3', axis=1, reverse=True)
+sample('ReverseV2', 'n32', axis=[1])
+sample('ReverseSequence', 'n42 i', seq_dim=1, batch_dim=0)
+sample('Roll', 'n4', shift=[1], axis=[1])
+sample('ConcatV2', lambda op, b: op(values=[b.floats(3), b.floats(2)], axis=1))
+sample('Split', lambda op, b: op(axis=1, value=b.floats(4), num_split=2))
+sample('SplitV', 'n4', size_splits=[1, 3], axis=1, num_split=2)
+sample('ExpandDims Squeeze', _dims)
+sample('Pack Unpack', _pack)
+sample('Transpose ConjugateTranspose', 'n32', perm=[2, 0, 1])
+for _axis in (-1, 0, 1):
+    sample('OneHot', 'i2', depth=4, on_value=1.0, off_value=0.0, axis=_axis)
+    if _axis:
+        sample('ArgMax ArgMin', 'n32', dimension=_axis)
+sample('Gather', 'w43 i2')
+sample('GatherV2', _gather)
+sample('GatherNd', 'w442 i32')
+sample('ResourceGather', lambda op, b: tf.gather(_variable(b), b.ints(2)))
+sample('ResourceGatherNd', _gather_from_variable)
+sample('LookupTableFindV2', _lookup)
+sample('UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum', _segments)
+
+
+# Vectors and matrices, each by itself, and their products.
+
+
+def _bounds(op, b):
+    edges, x = tf.constant([[0.2, 0.4, 0.4, 0.7]]), b.floats(3)
+    return [
+        op(sorted_inputs=tf.sort(b.floats(4)), values=x),
+        op(sorted_inputs=edges, values=tf.reshape(x, [1, -1])),
+    ]
+
+
+def _eigenvalues(op, b, compute_v):
+    return op(input=KINDS['d'](b, 3, 3), compute_v=compute_v)[0]
+
+
+def _matmul(op, b):
+    x, y = b.floats(3), b.floats(2)
+    return [
+        op(a=x, b=b.whole(3, 2)),
+        op(a=b.whole(2, 3), b=x, transpose_b=True),
+        op(a=x, b=y, transpose_a=True),
+        op(a=x, b=x, transpose_b=True),
+    ]
+
+
+def _batch_matmul(op, b, **extra):
+    x, y = b.floats(2, 3), b.floats(3, 2)
+    return [
+        op(x=x, y=y, **extra),
+        op(x=x, y=x, adj_y=True, **extra),
+        op(x=tf.transpose(x, [1, 2, 0]), y=tf.transpose(y, [2, 0, 1]), **extra),
+    ]
+
+
+def _einsum(op, b):
+    x, y = b.floats(2, 3), b.floats(3)
+    return [
+        op(inputs=[x, y], equation='bij,bj->bi'),
+        op(inputs=[x, y], equation='bij,bj->ij'),
+        op(inputs=[x, b.whole(3, 4)], equation='...i,ij->...j'),
+        op(inputs=[y, y], equation='bi,ci->bc'),
+    ]
+
+
+sample('BiasAdd', 'n223 w3')
+sample('BiasAddGrad', 'n223')
+sample('Softmax LogSoftmax', 'n3')
+sample('TopKV2', 'n5', k=2)
+sample('NthElement', 'n5', n=1)
+sample('NthElement', 'n25', n=4)
+sample('LowerBound UpperBound', _bounds)
+sample('FFT IFFT FFT2D IFFT2D', 'c24')
+for _name, _length in (('RFFT', [4]), ('RFFT2D', [2, 4])):
+    sample(_name, 'n34', fft_length=_length)
+    sample(f'I{_name}', 'c34', fft_length=_length)
+sample('SoftmaxCrossEntropyWithLogits', 'n3 n3')
+sample('SparseSoftmaxCrossEntropyWithLogits', 'n4 i')
+sample('InTopK InTopKV2', 'n4 i', k=2)
+sample('Cholesky MatrixInverse MatrixDeterminant LogMatrixDeterminant', 'd33')
+for _vectors in (True, False):
+    sample('SelfAdjointEigV2', _eigenvalues, compute_v=_vectors)
+sample('CholeskyGrad', 'd33 n33')
+sample('MatrixSolve MatrixTriangularSolve', 'd33 n32')
+sample('MatrixDiagPart', 'n33')
+sample('MatrixDiagPartV2 MatrixDiagPartV3', 'n33', k=0, padding_value=0.0)
+sample('MatrixBandPart', 'n33', num_lower=0, num_upper=1)
+sample('MatrixSetDiag', 'n34 n3')
+sample('MatrixSetDiagV2 MatrixSetDiagV3', 'n34 n3', k=1)
+sample('MatrixDiag', 'n3')
+sample('MatrixDiagV2 MatrixDiagV3', 'n3', k=0, num_rows=-1, num_cols=-1, padding_value=0.0)
+sample('MatMul', _matmul)
+sample('BatchMatMul BatchMatMulV2', _batch_matmul)
+sample('BatchMatMulV3', _batch_matmul, Tout=tf.float32)
+sample('BatchMatMulV2', 'n23 w134')
+sample('BatchMatMulV3', 'n23 w134', Tout=tf.float32)
+sample('Einsum', _einsum)
+
+
+# Cells of recurrent networks, and their gradients.
+
+
+def _gradient_of(op, b, gradient, name, words, **attrs):
+    """The gradient, which has its own op, of what a cell makes."""
+    given = _inputs(name, words, b, attrs)
+    made = getattr(ops, name)(**given)._asdict()
+    pulled = {'cs_grad': 2 * made.get('cs', 0.0), 'h_grad': tf.sin(made['h'])}
+    pulled['d_h'] = pulled['h_grad']
+    definition = op_def_registry.get(gradient)
+    takes = {one.name for one in (*definition.input_arg, *definition.attr)}
+    return op(**{k: v for k, v in (given | made | pulled).items() if k in takes})
+
+
+_WEIGHTS = 'w58 w2 w2 w2 w8'
+for _name, _words, _attrs in [
+    ('BlockLSTM', f't53 n2 n2 {_WEIGHTS}', {'forget_bias': 1.0, 'seq_len_max': np.int64(5)}),
+    ('BlockLSTMV2', f't53 n2 n2 {_WEIGHTS}', {'seq_len_max': np.int64(5)}),
+    ('LSTMBlockCell', f'n3 n2 n2 {_WEIGHTS}', {}),
+    ('GRUBlockCell', 'n3 n2 w54 w52 w4 w2', {}),
+]:
+    _attrs = _attrs if _name == 'GRUBlockCell' else {'use_peephole': True, **_attrs}
+    _gradient = f'{_name[:9]}Grad{_name[9:]}' if 'V2' in _name else f'{_name}Grad'
+    sample(_name, _words, **_attrs)
+    sample(_gradient, _gradient_of, gradient=_gradient, name=_name, words=_words, **_attrs)
+
+
+# Images.
+
+
+WINDOW = {'ksize': [1, 2, 2, 1], 'strides': [1, 2, 2, 1], 'padding': 'SAME'}
+EACH = {'strides': [1] * 4, 'padding': 'SAME'}
+
+
+def _conv_gradient(op, b, conv):
+    x, w = b.floats(4, 4, 2), b.whole(2, 2, 2, 1)
+    return _slopes(conv(x, w, [1] * 4, 'SAME'), x, w)
+
+
+def _dilation_gradient(op, b):
+    x, w = b.floats(4, 4, 2), b.whole(2, 2, 2)
+    return _slopes(ops.Dilation2D(input=x, filter=w, rates=[1] * 4, **EACH), x, w)
+
+
+def _conv_3d(op, b):
+    x, w = b.floats(2, 4, 4, 1), b.whole(2, 2, 2, 1, 1)
+    y = tf.nn.conv3d(x, w, [1] * 5, 'SAME')
+    y = tf.nn.max_pool3d(y, 2, 2, 'SAME') + tf.nn.avg_pool3d(y, 2, 2, 'SAME')
+    [second] = _slopes(tf.nn.max_pool3d(tf.square(x), 2, 2, 'SAME'), x)
+    third = tf.gradients(second * b.floats(2, 4, 4, 1), x)
+    return [y, *tf.gradients(y, x), *_slopes(y, x, w), second, *third]
+
+
+def _pools(op, b):
+    x = b.floats(4, 4, 2)
+    y = tf.nn.max_pool2d(x, 2, 2, 'SAME') + tf.nn.avg_pool2d(x, 2, 2, 'SAME')
+    [gradient], normalized = _slopes(y, x), tf.nn.local_response_normalization(x)
+    again = tf.gradients([tf.square(gradient), tf.square(normalized)], x)
+    return [y, gradient, normalized, *again]
+
+
+def _max_pool_gradient(op, b):
+    x = b.floats(4, 4, 1)
+    y = ops.MaxPoolV2(input=x, **WINDOW)
+    return op(orig_input=x, orig_output=y, grad=b.floats(2, 2, 1), **WINDOW)
+
+
+def _max_pool_argmax(op, b, in_batch):
+    x = b.floats(4, 4, 2)
+    y, at = ops.MaxPoolWithArgmax(input=x, include_batch_in_index=in_batch, **WINDOW)
+    return [y, at, *_slopes(y, x)]
+
+
+def _resize_gradient(op, b, forward):
+    images = b.floats(4, 4, 1)
+    return _slopes(forward(images=images, size=[3, 6]), images)
+
+
+def _batch_norm(op, b, forward, gradient):
+    x, scale = b.floats(2, 2, 3), b.whole(3)
+    given = dict(x=x, scale=scale, offset=scale, mean=scale, variance=scale + 1)
+    y, mean, variance, *_ = forward(**given, is_training=False)
+    return _slopes(y, x, scale) if gradient else [y, mean, variance]
+
+
+def _crop(op, b, gradient):
+    boxes = tf.concat([b.floats(2) * 0.4, 0.5 + b.floats(2) * 0.4], 1)
+    images = b.whole(4, 6, 6, 1)
+    crops = ops.CropAndResize(image=images, boxes=boxes, box_ind=b.ints(), crop_size=[2, 2])
+    return _slopes(crops, images, boxes) if gradient else crops
+
+
+def _non_max_suppression(op, b):
+    boxes = b.floats(6, 1, 4) + [0.0, 0.0, 0.5, 0.5]
+    return tf.image.combined_non_max_suppression(boxes, b.floats(6, 2), 3, 4)
+
+
+sample('Conv2D DepthwiseConv2dNative', 'n442 w2223', **EACH)
+sample('Dilation2D', 'n442 w222', rates=[1] * 4, **EACH)
+for _name, _conv in (('Conv2D', tf.nn.conv2d), ('DepthwiseConv2dNative', tf.nn.depthwise_conv2d)):
+    sample(f'{_name}BackpropInput {_name}BackpropFilter', _conv_gradient, conv=_conv)
+sample('Dilation2DBackpropInput Dilation2DBackpropFilter', _dilation_gradient)
+sample('Conv3D Conv3DBackpropInputV2 Conv3DBackpropFilterV2 MaxPool3D MaxPool3DGrad', _conv_3d)
+sample('AvgPool3D AvgPool3DGrad MaxPool3DGradGrad', _conv_3d)
+sample('MaxPool MaxPoolGrad MaxPoolGradGrad AvgPool AvgPoolGrad LRN LRNGrad', _pools)
+sample('MaxPoolV2', 'n441', **WINDOW)
+sample('MaxPoolGradV2', _max_pool_gradient)
+for _whole in (False, True):
+    sample('MaxPoolWithArgmax MaxPoolGradWithArgmax', _max_pool_argmax, in_batch=_whole)
+sample('ResizeArea ResizeBicubic ResizeBilinear ResizeNearestNeighbor', 'n441', size=[3, 6])
+for _name in ('ResizeBicubic', 'ResizeBilinear', 'ResizeNearestNeighbor'):
+    sample(f'{_name}Grad', _resize_gradient, forward=getattr(ops, _name))
+for _version in ('', 'V2', 'V3'):
+    _norm = getattr(ops, f'FusedBatchNorm{_version}')
+    sample(f'FusedBatchNorm{_version}', _batch_norm, forward=_norm, gradient=False)
+    sample(f'FusedBatchNormGrad{_version}', _batch_norm, forward=_norm, gradient=True)
+sample('SpaceToDepth DepthToSpace', 'n444', block_size=2)
+_patches = {'ksizes': WINDOW['ksize'], 'strides': WINDOW['strides'], 'rates': [1] * 4}
+sample('ExtractImagePatches', 'n441', padding='SAME', **_patches)
+sample('AdjustHue', 'n223', delta=0.3)
+sample('AdjustSaturation', 'n223', scale=0.3)
+sample('AdjustContrastv2', 'n223', contrast_factor=0.3)
+sample('AdjustContrastv2', 'n23', contrast_factor=0.3)  # one image
+sample('HSVToRGB RGBToHSV', 'n223')
+sample('CropAndResize', _crop, gradient=False)
+sample('CropAndResizeGradImage CropAndResizeGradBoxes', _crop, gradient=True)
+sample('CombinedNonMaxSuppression', _non_max_suppression)
+
+
+# Entries that are arranged anew, by sizes.
+
+
+def _reshape(op, b):
+    x = b.floats(4, 2)
+    n, time_major = tf.shape(x)[0], tf.transpose(x, [1, 0, 2])
+    return [
+        *(op(tensor=x, shape=shape) for shape in ([-1, 2], [-1, 2, 2, 2])),
+        *(op(tensor=x, shape=tf.stack(shape)) for shape in ([n, 8], [n * 2, 4])),
+        *(op(tensor=time_major, shape=tf.stack(shape)) for shape in ([2, 2, n, 2], [4, -1])),
+        op(tensor=op(tensor=x, shape=[-1]), shape=tf.shape(x)),
+    ]
+
+
+def _strided_slice(op, b):
+    x = b.floats(4, 3)
     n = tf.shape(x)[0]
     return [x[:, 1:3], x[:n, ::2], x[..., 0], x[:, None], x[0:, :, -1], tf.transpose(x)[1, :, :n]]
 
 
-@sample('StridedSliceGrad')
-def _strided_slice_gradient(name, batch):
-    x = batch.floats(4, 3)
-    slices = [x[:, 1:3], x[..., 0], x[:, None], x[:, 2]]
-    return [tf.gradients(tf.square(s), x)[0] for s in slices]
+def _strided_slice_gradient(op, b):
+    x = b.floats(4, 3)
+    return [_slopes(s, x)[0] for s in (x[:, 1:3], x[..., 0], x[:, None], x[:, 2])]
 
 
-@sample('Slice')
-def _slice(name, batch):
-    x = batch.floats(4)
-    n = tf.shape(x)[0]
-    sizes = [[-1, 2], tf.stack([n, 2])]
-    return [ops.Slice(input=x, begin=[0, 1], size=size) for size in sizes]
+def _slice(op, b):
+    x = b.floats(4)
+    sizes = [[-1, 2], tf.stack([tf.shape(x)[0], 2])]
+    return [op(input=x, begin=[0, 1], size=size) for size in sizes]
 
 
-@sample('Pad', 'PadV2', 'MirrorPad', 'MirrorPadGrad')
-def _pad(name, batch):
-    x, pads = batch.floats(4), [[0, 0], [1, 2]]
-    if name == 'Pad':
-        return ops.Pad(input=x, paddings=pads)
-    if name == 'PadV2':
-        return ops.PadV2(input=x, paddings=pads, constant_values=2.0)
-    return tf.gradients(tf.square(tf.pad(x, pads, 'REFLECT')), x)
+def _mirror_pad_gradient(op, b):
+    x = b.floats(4)
+    return _slopes(tf.pad(x, PADS, 'REFLECT'), x)
 
 
-@sample('Tile')
-def _tile(name, batch):
-    x = batch.floats(1)
-    n = tf.shape(x)[0]
-    made = ops.Tile(input=batch.whole(1, 2), multiples=tf.stack([n, 2]))
-    return [ops.Tile(input=x, multiples=[1, 3]), made + x]
+def _tile(op, b):
+    x = b.floats(1)
+    made = op(input=b.whole(1, 2), multiples=tf.stack([tf.shape(x)[0], 2]))
+    return [op(input=x, multiples=[1, 3]), made + x]
 
 
-@sample('Fill')
-def _fill(name, batch):
-    x = batch.floats(2)
-    return [ops.Fill(dims=tf.shape(x), value=3.0), ops.Fill(dims=[tf.size(x)], value=1.0)]
+PADS = [[0, 0], [1, 2]]
 
-
-@sample('BroadcastTo')
-def _broadcast_to(name, batch):
-    x = batch.floats(1)
-    shape = tf.stack([2, tf.shape(x)[0], 3])
-    return [ops.BroadcastTo(input=x, shape=shape), ops.BroadcastTo(input=1.0, shape=shape)]
-
-
-@sample('RandomStandardNormal', 'RandomUniform', 'TruncatedNormal')
-def _random(name, batch):
-    x = batch.floats(2)
-    drawn = getattr(ops, name)(shape=tf.shape(x), dtype=tf.float32)
-    return tf.zeros_like(drawn)  # Other numbers in each run.
-
-
-@sample('Gather', 'GatherV2')
-def _gather(name, batch):
-    table, ids = batch.whole(4, 3), batch.ints(2)
-    if name == 'Gather':
-        return ops.Gather(params=table, indices=ids)
-    x = batch.floats(4, 2)
-    return [
-        ops.GatherV2(params=table, indices=ids, axis=0),
-        ops.GatherV2(params=x, indices=ids, axis=1, batch_dims=1),
-        ops.GatherV2(params=x, indices=[0, 3, 3], axis=1),
-        ops.GatherV2(params=x, indices=ids % tf.shape(x)[0], axis=0),
-    ]
-
-
-@sample('ResourceGather', 'ResourceGatherNd')
-def _resource_gather(name, batch):
-    table = tf.get_variable('table', initializer=batch.whole(4, 3), use_resource=True)
-    ids = batch.ints(2)
-    if name == 'ResourceGather':
-        return tf.gather(table, ids)
-    return ops.ResourceGatherNd(resource=table.handle, indices=ids % 3, dtype=tf.float32)
-
-
-@sample('GatherNd')
-def _gather_nd(name, batch):
-    return ops.GatherNd(params=batch.whole(4, 4, 2), indices=batch.ints(3, 2))
-
-
-@sample('OneHot')
-def _one_hot(name, batch):
-    ids = batch.ints(2)
-    return [
-        ops.OneHot(indices=ids, depth=4, on_value=1.0, off_value=0.0, axis=axis)
-        for axis in (-1, 0, 1)
-    ]
-
-
-@sample('LookupTableFindV2')
-def _lookup(name, batch):
-    pairs = tf.lookup.KeyValueTensorInitializer(tf.constant(['1', '5']), tf.constant([3, 4]))
-    return tf.lookup.StaticHashTable(pairs, -1).lookup(batch.strings(2))
-
-
-@sample('UnsortedSegmentSum', 'UnsortedSegmentMax', 'UnsortedSegmentMin', 'UnsortedSegmentProd')
-def _segments(name, batch):
-    op = getattr(ops, name)
-    return [
-        op(data=batch.floats(3), segment_ids=batch.ints() - 1, num_segments=4),
-        op(data=batch.ints(2, 3), segment_ids=batch.ints(2), num_segments=5),
-    ]
-
-
-@sample('BlockLSTM', 'BlockLSTMV2', 'BlockLSTMGrad', 'BlockLSTMGradV2')
-def _block_lstm(name, batch):
-    x = tf.transpose(batch.floats(5, 3), [1, 0, 2])
-    states, weights = [batch.floats(2), batch.floats(2)], [batch.whole(5, 8), *[batch.whole(2)] * 3]
-    given = [x, *states, *weights, batch.whole(8)]
-    names = ['x', 'cs_prev', 'h_prev', 'w', 'wci', 'wcf', 'wco', 'b']
-    more = {} if 'V2' in name else {'forget_bias': 1.0}
-    op = getattr(ops, name.replace('Grad', ''))
-    found = op(seq_len_max=np.int64(5), use_peephole=True, **dict(zip(names, given)), **more)
-    if 'Grad' not in name:
-        return list(found)
-    made = found._asdict()
-    pulled = {'cs_grad': made['cs'] * 2, 'h_grad': tf.sin(made['h'])}
-    return list(
-        getattr(ops, name)(
-            seq_len_max=np.int64(5), use_peephole=True, **dict(zip(names, given)), **made, **pulled
-        )
-    )
-
-
-@sample('LSTMBlockCell', 'LSTMBlockCellGrad')
-def _lstm_cell(name, batch):
-    names = ['x', 'cs_prev', 'h_prev', 'w', 'wci', 'wcf', 'wco', 'b']
-    states, peepholes = [batch.floats(2), batch.floats(2)], [batch.whole(2)] * 3
-    given = dict(zip(names, [batch.floats(3), *states, batch.whole(5, 8), *peepholes]))
-    given['b'] = batch.whole(8)
-    found = ops.LSTMBlockCell(use_peephole=True, **given)
-    if name == 'LSTMBlockCell':
-        return list(found)
-    pulled = {'cs_grad': found.cs * 2, 'h_grad': tf.sin(found.h)}
-    made = {key: value for key, value in found._asdict().items() if key != 'h'}
-    return list(ops.LSTMBlockCellGrad(use_peephole=True, **given, **made, **pulled))
-
-
-@sample('GRUBlockCell', 'GRUBlockCellGrad')
-def _gru_cell(name, batch):
-    weights = dict(w_ru=batch.whole(5, 4), w_c=batch.whole(5, 2), b_ru=batch.whole(4))
-    given = dict(x=batch.floats(3), h_prev=batch.floats(2), b_c=batch.whole(2), **weights)
-    found = ops.GRUBlockCell(**given)
-    if name == 'GRUBlockCell':
-        return list(found)
-    made = {key: value for key, value in found._asdict().items() if key != 'h'}
-    return list(ops.GRUBlockCellGrad(**given, **made, d_h=tf.sin(found.h)))
-
-
-@sample('CombinedNonMaxSuppression')
-def _non_max_suppression(name, batch):
-    boxes = batch.floats(6, 1, 4) + [0.0, 0.0, 0.5, 0.5]
-    return list(tf.image.combined_non_max_suppression(boxes, batch.floats(6, 2), 3, 4))
-
+sample('Reshape', _reshape)
+sample('StridedSlice', _strided_slice)
+sample('StridedSliceGrad', _strided_slice_gradient)
+sample('Slice', _slice)
+sample('Pad', 'n4', paddings=PADS)
+sample('PadV2', 'n4', paddings=PADS, constant_values=2.0)
+sample('MirrorPad MirrorPadGrad', _mirror_pad_gradient)
+sample('Tile', _tile)
 
 UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
-
-
-@sample('OnesLike', 'ZerosLike')
-def _alike(name, batch):
-    """In a loop, as fills take their place elsewhere."""
-
-    def body(i, x):
-        return i + 1, x + getattr(ops, name)(x=x)
-
-    return tf.while_loop(lambda i, x: i < 2, body, [0, batch.floats(2)])
 
 
 def again(sampled, *tensors):
@@ -789,6 +582,20 @@ def test_types_of_ops_are_told_apart_in_rules_only():
 
 def test_no_sample_is_without_rule():
     assert set(SAMPLES) <= set(RULES)
+
+
+@pytest.mark.parametrize(('made', 'divided'), [('ZerosLike', True), ('OnesLike', False)])
+def test_what_a_branch_has_in_place_of_a_sum(made, divided):
+    """Zeros are a part of any sum, and ones aren't."""
+
+    def branches(x):
+        like = tf.placeholder_with_default(tf.ones([3]), [3])
+        other = getattr(ops, made)
+        no = tf.placeholder_with_default(False, [])
+        return tf.cond(no, lambda: tf.reduce_sum(x, 0), lambda: other(x=like))
+
+    rows = np.random.RandomState(0).rand(7, 3).astype(np.float32)
+    assert ('StatelessIf' in check_rule(branches, rows)) == divided
 
 
 @pytest.mark.parametrize(

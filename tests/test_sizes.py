@@ -33,6 +33,8 @@ def _told(size):
         'itself': (lambda s: s, ['B', 3, 5]),
         'first': (lambda s: s[0], ['B']),
         'last': (lambda s: s[-1:], [5]),
+        'last one': (lambda s: s[-1], [5]),
+        'last but one': (lambda s: s[-2], [3]),
         'strided': (lambda s: s[::2], ['B', 5]),
         'reversed': (lambda s: s[::-1], [5, 3, 'B']),
         'slice': (lambda s: tf.slice(s, [1], [-1]), [3, 5]),

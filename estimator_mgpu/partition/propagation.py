@@ -95,7 +95,7 @@ class Pass:
         try:
             found = self._division(op, placements)
         except Undivided as error:
-            self.whole(op, placements, str(error))
+            self.whole(op, placements, str(error) or self._reason(op, placements))
         except Exception as error:
             what = f'{op.name!r} (a {op.type}): {type(error).__name__}'
             raise RuntimeError(f'{what}: {error}') from error
@@ -117,32 +117,35 @@ class Pass:
         return first if placements == expected else None
 
     def _division(self, op: tf.Operation, placements: list[Placement]) -> Division:
-        """What an op comes to; raises Undivided, with the reason, if it has to run once."""
+        """What an op comes to; raises Undivided if it has to run once."""
         own = [p if getattr(p, 'rows', self.rows) == self.rows else REPLICATE for p in placements]
-        of_lists, rule = op.type.startswith(kinds.LISTS), self.table.get(op.type)
         found: Division | None = None
         if op.type in kinds.CALLERS:
             found = functions.Call(Inside, self, op, own).division()
-        elif of_lists or any(isinstance(p, Kept) for p in placements):
+        elif op.type.startswith(kinds.LISTS) or any(isinstance(p, Kept) for p in placements):
             found = lists.rule(op, own, self.rows, self.sizes)
             if found and not self.own_lists(zip(op.inputs, found.plan.needs)):
                 found = None
-        elif rule and (signature := signature_of(rule, op, self.sizes)):
+        elif signature := signature_of(self.table.get(op.type), op, self.sizes):
             matching = Matching(op, signature, placements, self)
             of_sizes = all(p == REPLICATE for p in placements) and not self._behind(op)
             known = matching.dims() if of_sizes else signature.dims or ()
             for output, dims in zip(op.outputs, known):
                 self.sizes.know(output, dims)
             found = matching.division()
-        if found:
-            return found
-        # What it follows from says first why.
+        if not found:
+            raise Undivided
+        return found
+
+    def _reason(self, op: tf.Operation, placements: list[Placement]) -> str:
+        """Why an op runs once that no rule divides; what it follows from says so first."""
         before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
-        ruled = rule or of_lists or op.type in kinds.CALLERS
+        ruled = op.type in self.table or op.type in kinds.CALLERS or op.type.startswith(kinds.LISTS)
         if before and (ruled or all(p == REPLICATE for p in placements)):
-            raise Undivided(before[0])
-        why = 'needs all rows' if own == placements else "is given rows that may not be the batch's"
-        raise Undivided(f'this {op.type} {why}' if ruled else f'no rule for {op.type}')
+            return before[0]
+        alike = all(getattr(p, 'rows', self.rows) == self.rows for p in placements)
+        needs = 'needs all rows' if alike else "is given rows that may not be the batch's"
+        return f'this {op.type} {needs}' if ruled else f'no rule for {op.type}'
 
     def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
         """Lets each tower make the empty lists that it's given as its own; False if it can't."""

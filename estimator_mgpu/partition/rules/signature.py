@@ -73,9 +73,9 @@ def by(attribute: str, texts: Mapping[Any, str]) -> Rule:
     return lambda op, sizes: texts.get(op.get_attr(attribute))
 
 
-def signature_of(rule: Rule, op: tf.Operation, sizes: Sizes) -> Signature | None:
-    """What a rule says of an op; None if it says that it can't be divided."""
-    found = rule if isinstance(rule, str) else rule(op, sizes)
+def signature_of(rule: Rule | None, op: tf.Operation, sizes: Sizes) -> Signature | None:
+    """What a rule says of an op; None if there is none, or if it says that it can't be divided."""
+    found = rule(op, sizes) if callable(rule) else rule
     return parsed(found)(op, sizes) if isinstance(found, str) else found
 
 
