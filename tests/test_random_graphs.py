@@ -25,8 +25,8 @@ LOOPS = """
     clipped_by_row_in_a_loop cond cond_by_rows_in_a_loop_in_a_cond cond_in_a_loop cond_of_several
     cond_on_placeholders dynamic_rnn embedded_in_a_loop function_in_a_loop function_of_autograph
     hessian large_zeros loop_with_effects loop_with_rows_summed map_fn nested_loops pairs_first
-    read_then_written recurrent recurrent_arrays recurrent_lengths scan switch_case while_any
-    while_counted while_loop written_rows
+    read_then_written recurrent recurrent_arrays recurrent_lengths scan size_in_a_loop switch_case
+    while_any while_counted while_loop written_rows
 """
 # What runs once, by its type, and in which models of one op.
 WHOLE = {
@@ -42,7 +42,6 @@ WHOLE = {
     'GatherV2': 'clipped_by_row',
     'Greater': 'cond_by_rows_in_a_loop_in_a_cond function_of_autograph while_rows',
     'MatrixDiagPartV3': 'diagonal',
-    'Mean': 'loop_with_rows_summed',
     'Mul': 'masked_twice python_rows',
     'PyFunc': 'numpy_function python_unknown',
     'RandomShuffle': 'shuffled',
@@ -70,6 +69,7 @@ WHOLE = {
         'masked masked_centered masked_dense masked_images masked_twice pairs_with_left ragged '
         'ragged_dense scattered without_all without_padding'
     ),
+    'in it, mul needs a sum over all rows': 'loop_with_rows_summed',
     'its lists are used whole': 'embedded_in_a_loop nested_loops pairs_first',
     'rows say when it ends': 'while_any',
 }
@@ -78,6 +78,7 @@ UNKNOWN = {
     'AddN': 'pairs_first',
     'AddV2': 'by_index pairs_first',
     'BroadcastTo': 'repeated_dense',
+    'Cast': 'size_in_a_loop',
     'MatMul': 'cond_of_several',
     'OptionalFromValue': 'cond_in_a_loop',
     'Sum': ('embedded_in_a_loop ragged ragged_dense repeated_dense unique unique_dense variables'),
@@ -87,6 +88,7 @@ UNKNOWN = {
 }
 KNOWN = {
     'AddN': 'cond_of_several',
+    'AddV2': 'size_in_a_loop',
     'SelectV2': 'cond_by_rows_in_a_loop_in_a_cond',
     'StridedSlice': 'quantile',
     'Sum': 'python_rows written_rows',
