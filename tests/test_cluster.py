@@ -271,7 +271,7 @@ def test_a_port_that_is_taken(config_of):
         config = config_of('worker', 0, {'chief': ['c0:1'], 'worker': [address]})
         match = rf"^{WORKER} can't listen at {address} \(.*If another process has that port, end it"
         with pytest.raises(RuntimeError, match=match):
-            cluster.Task(config, None)
+            cluster.Task(config)
 
 
 class Clock:

@@ -132,5 +132,5 @@ def test_what_cannot_be_replicated():
     model_fn = estimator_mgpu.replicate(with_loss(mean_square), devices=2)
     with tf.init_scope(), pytest.raises(RuntimeError, match='builds a graph. Let an Estimator'):
         model_fn(features=floats(4, 3), labels=floats(4, 1), mode='train')
-    with pytest.raises(TypeError, match='model_fn=None is of NoneType, no function'):
+    with pytest.raises(TypeError, match='model_fn=None is of NoneType, not a function'):
         estimator_mgpu.Estimator(None)
