@@ -62,8 +62,9 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
 
     def follow(name: str, users: Sequence[tf.Operation]) -> None:
         """Puts what has no home yet where the first of its users is that has one."""
-        if name not in found and (homes := [found[u.name] for u in users if u.name in found]):
-            found[name] = homes[0]
+        with_home = [user for user in users if user.name in found]
+        if name not in found and with_home:
+            found[name] = found[min(with_home, key=private.number).name]
 
     def follow_wholes() -> None:
         for name in plan.placements:
