@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,11 +79,11 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
 
 
 def examples_of(features: Any, labels: Any, broadcast: Sequence[str]) -> int | tf.Tensor | None:
-    """Returns how many rows a batch has that isn't divided."""
-    if isinstance(features, Mapping):
-        features = {name: value for name, value in features.items() if name not in broadcast}
-    for leaf in tf.nest.flatten((labels, features)):
-        if isinstance(leaf, TENSORS) and leaf.shape.rank:
+    """Returns how many rows a batch has that isn't divided: its labels, if it has any."""
+    leaves = dict(private.leaves({'features': features, 'labels': labels}))
+    whole = _broadcast_paths(leaves, broadcast)
+    for path, leaf in sorted(leaves.items(), key=lambda item: item[0][0], reverse=True):
+        if path not in whole and isinstance(leaf, TENSORS) and leaf.shape.rank:
             if (static := static_rows(leaf)) is not None:
                 return static
             with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device('/device:CPU:0'):

@@ -63,7 +63,7 @@ class Task:
                 signal.signal(signal.SIGTERM, self._terminate)
 
     def wait(self, tasks: Iterable[str] = (), ended: Callable[[], bool] = lambda: False) -> None:
-        """Waits for tasks, by default all, to be reached, and says which ones can't, or until."""
+        """Waits for tasks, by default all, to be reached, and says which can't; or until ended."""
         start = due = time.monotonic()
         wanted = {task: self.addresses[task] for task in tasks or self.addresses}
         while (missing := [t for t, a in wanted.items() if not _listens(a)]) and not ended():

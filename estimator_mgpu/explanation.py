@@ -181,7 +181,7 @@ def tell() -> None:
     to = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows))
     text = f'The input_fn gives the global batch; its rows go to {to}.'
     if step.plan is None and len(step.devices) > 1:
-        text += ' Nothing is divided: there are fewer rows than devices, or only constants.'
+        text = 'Nothing is divided: fewer rows than devices, or none in a dense or sparse tensor.'
     if step.plan is not None:
         text += f' {len(step.plan.ops)} ops run in towers.'
         once = _once(step.plan, lambda op: '') if step.plan.once else []

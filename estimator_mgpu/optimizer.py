@@ -45,7 +45,7 @@ def applied(graph: tf.Graph) -> list[tuple[Any, Any]]:
     return [pair for pairs in getattr(graph, _RECORD, []) for pair in pairs]
 
 
-def calls(graph: tf.Graph) -> list[list[tf.Tensor]]:
+def gradients_by_call(graph: tf.Graph) -> list[list[tf.Tensor]]:
     """Lists the gradients of each call of a tower optimizer, as dense tensors."""
     found = [[gradient for gradient, _ in pairs] for pairs in getattr(graph, _RECORD, [])]
     return [tf.nest.flatten(gradients, expand_composites=True) for gradients in found]

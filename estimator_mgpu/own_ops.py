@@ -35,7 +35,7 @@ def register_rule(op_type: str, rule: Rule) -> None:
         (op, sizes) -> such a text, or None where the op can't be divided. `check_rule` runs it.
 
     Raises:
-      ValueError: for a text that isn't a rule, or a type that has a rule already.
+      ValueError: for a text that isn't a rule, or a type that the package has a rule for.
     """
     if not isinstance(op_type, str) or not (isinstance(rule, str) or callable(rule)):
         raise TypeError(f'{op_type!r}, {rule!r}: give a type by name, and a text or a function.')

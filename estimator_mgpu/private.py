@@ -1,4 +1,7 @@
-"""Every private name of TensorFlow that is needed: importing this says which one has gone."""
+"""TensorFlow's private names that are needed: importing this says which one has gone.
+
+Those that `tf.estimator` itself needs are in `compat`.
+"""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
                 f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
                 'model_fn on several devices itself. Leave out train_distribute, or replicate().'
             )
-        machines = getattr(config, 'machines', None)  # set by our Estimator while it trains
+        machines = getattr(config, 'machines', None)  # set by `cluster.Task.training`
         if machines is None and getattr(config, 'master', None):
             raise ValueError(
                 'TF_CONFIG has several machines, and a plain Estimator would train on each by '

@@ -98,6 +98,7 @@ def test_examples_are_rows_of_labels_or_features():
         features = {'a': tf.zeros([7, 2]), 'b': tf.sparse.eye(5), 'scalar': tf.constant(1.0)}
         find = estimator_mgpu.batch.examples_of
         assert find(features, None, []) == 7 and find(features, None, ['a']) == 5
+        assert find({'deep': {'a': tf.zeros([7]), 'b': tf.zeros([5])}}, None, ['deep/a']) == 5
         assert find(features, tf.zeros([3]), []) == 3
         fed = tf.placeholder(tf.float32, [None, 1])
         assert session.run(find(features, fed, []), {fed: [[1.0], [2.0]]}) == 2

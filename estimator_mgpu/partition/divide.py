@@ -1,4 +1,4 @@
-"""The steps in their order: rows, plan, towers."""
+"""The steps in their order: what is written otherwise, a plan, homes, towers."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def divide(
 
     `total` is how many rows there are, an int32 scalar, if the graph doesn't know; `before` names
     ops that aren't the model's (the global step, say), which stay as they are. Returns None if the
-    whole graph does, as there are fewer rows than devices.
+    whole graph does, as there are fewer rows than devices, or only ragged tensors.
     """
     sources, static, leaves = batch
     sparse = [leaf for leaf in leaves.values() if isinstance(leaf, tf.SparseTensor)]
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
-    called, tied = inline(graph, before), untie(graph, before)
-    replaced = {**called, **tied, **fill(graph, before)}
+    inlined, untied = inline(graph, before), untie(graph, before)
+    replaced = {**inlined, **untied, **fill(graph, before)}
     own = OF_DEVICE if batch_norm == 'device' else {}
     if not own:
-        replaced.update(expand(graph))
+        replaced.update(expand(graph, before))
     unused = {name.partition(':')[0] for name in replaced}
     given = tf.nest.flatten([sources, sparse], expand_composites=True)
     ops, rows = dependents(given, before), Rows('batch', static)
-    read_first([graph.get_tensor_by_name(name).op for name in tied], before)
+    read_first([graph.get_tensor_by_name(name).op for name in untied], before)
     plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, unused)
     homes = settle(graph, plan)
-    return Towers(graph, plan, total, devices, homes, replaced, optimizer.calls(graph))
+    return Towers(graph, plan, total, devices, homes, replaced, optimizer.gradients_by_call(graph))

@@ -122,8 +122,8 @@ class Plan(NamedTuple):
     """How a graph is divided."""
 
     rows: Rows  # those of the batch
-    sources: Sequence[tf.Tensor]  # the tensors of the batch that have rows along dimension 0
-    order: Sequence[tf.Operation]  # the ops that depend on these, each after those it depends on
+    sources: Sequence[tf.Tensor]  # dense tensors of the batch with rows along dimension 0
+    order: Sequence[tf.Operation]  # ops that depend on the batch, each after those it depends on
     ops: dict[str, OpPlan]  # those that run in towers, by name
     placements: dict[str, Placement]  # by name, what towers have of the tensors that they make
     once: dict[str, tuple[str, int]]  # others given rows: why they run once, bytes gathered

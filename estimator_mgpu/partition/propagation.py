@@ -77,7 +77,7 @@ class Pass:
                 self.ops[op.name] = OpPlan()
             return
         placements = [self.seen(t) for t in op.inputs]
-        if op.name in self.once or op.type in kinds.SIZES:
+        if op.name in self.once or op.type in kinds.SIZES:  # These need no rows, and no reason.
             self.whole(op, placements, 'its lists are used whole')
         elif private.in_control_flow(op):
             self.whole(op, placements, 'v1 control flow: call tf.enable_control_flow_v2() before')

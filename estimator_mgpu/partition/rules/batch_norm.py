@@ -1,7 +1,8 @@
-"""Fused batch normalization in training, by sums that can be divided.
+"""Fused batch normalization in training, written by sums that can be divided.
 
 A fused op normalizes by the statistics of all that it's given. Here they become ordinary sums, and
-are given to an op that only applies them. The op itself stays, for whoever fetches it.
+are given to an op that only applies them. The op itself stays, for whoever fetches it. Where each
+device takes its own statistics, the rules `OF_DEVICE` stand in place of this.
 
 The gradients are those of Ioffe & Szegedy (2015), section 3, with n entries a channel:
 
@@ -13,7 +14,7 @@ The first term is the gradient where statistics are given; the others normalize 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -23,14 +24,14 @@ _FORWARD = ('FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3')
 _BACKWARD = tuple(f'{t[:14]}Grad{t[14:]}' for t in _FORWARD)
 
 
-def expand(graph: tf.Graph) -> dict[str, tf.Tensor]:
+def expand(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """Lets whoever uses a fused op's outputs use sums; not in loops or of unknown rank.
 
     Returns, by the names of outputs, what is used in place of ops that nothing else needs then.
     """
     replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
-        trains = op.type in _FORWARD and op.get_attr('is_training')
+        trains = op.type in _FORWARD and op.name not in before and op.get_attr('is_training')
         if not trains or op.inputs[0].shape.rank is None or private.in_control_flow(op):
             continue
         users = [u for u in op.outputs[3].consumers() if u.type in _BACKWARD]

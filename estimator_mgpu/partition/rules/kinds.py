@@ -10,7 +10,7 @@ LINEAR = {  # which inputs are partial results, of which it makes one like these
     **dict.fromkeys(VIEWS, slice(1)),
     **dict.fromkeys(SUMS, slice(None)),
     'ConcatV2': slice(-1),
-    'StridedSliceGrad': slice(-1, None),  # comes out between zeros
+    'StridedSliceGrad': slice(-1, None),  # only the last, which comes out between zeros
 }
 SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])  # look only at a tensor's dimensions
 BROADCAST_AXES = 'BroadcastGradientArgs'  # tells which dimensions gradients are summed over
