@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow.compat.v1 as tf
 
@@ -24,6 +24,10 @@ class TowerOptimizer:
       >>> isinstance(optimizer, tf.train.AdamOptimizer), isinstance(optimizer, TowerOptimizer)
       (True, True)
     """
+
+    if TYPE_CHECKING:  # It has what the optimizer has.
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return _wrapped(*args, **kwargs) if cls is TowerOptimizer else super().__new__(cls)

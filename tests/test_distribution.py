@@ -1,5 +1,6 @@
 """What is in the wheel and in the source distribution: all that belongs there, and nothing else."""
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -66,9 +67,48 @@ def test_the_source_distribution(built):
     top = 'CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in Makefile PKG-INFO README.md mkdocs.yml'
     assert found == {
         *package(),
-        *sources('docs', '*.md', '*.py', '*.svg'),
+        *sources('docs', '*.md', '*.py', '*.svg', 'digits.png'),
         *sources('samples', '*.py'),
         *sources('tests', '*.py'),
         *('.ci/matrix', '.ci/run', *top.split(), 'pyproject.toml', 'setup.cfg', 'setup.py'),
     }
     assert len([*built.iterdir()]) == 2
+
+
+USER = """
+from typing import Any
+
+from estimator_mgpu import *
+
+def model_fn(features: Any, labels: Any, mode: str, params: dict[str, float]) -> Any:
+    return TowerOptimizer(lambda: None).minimize(features)
+
+def input_fn() -> Any: ...
+
+devices = ['/cpu:0', '/cpu:1']
+config = estimator.RunConfig(session_config=session_config(devices))
+several = Estimator(replicate(devices=2, broadcast=['x'])(model_fn), 'model', config, {'rate': 0.1})
+several.train(input_fn, [ProgressHook(steps=3), ThroughputHook(50, batch_size=4)], steps=3)
+canned: Estimator = replicate_estimator(estimator.LinearRegressor([]), variables='first')
+found = several.explain(input_fn)
+reasons: list[str] = [op.why for op in found.once] + [*found.as_dict()]
+worst: float = max(d.relative for d in verify(model_fn, input_fn, {}, devices, steps=2).differences)
+contrib = replicate_model_fn(model_fn, 'mean', devices)
+register_rule('MyOp', lambda op, sizes: 'n... -> n...' if op.get_attr('axis') else None)
+types: set[str] = check_rule(abs, [1.0, 2.0, 3.0], towers=2)
+"""
+
+
+def test_a_users_script_is_typed(tmp_path):
+    assert all(name in USER for name in estimator_mgpu.__all__)
+    (tmp_path / 'script.py').write_text(USER)
+    installed = pathlib.Path(estimator_mgpu.__file__).parents[1]
+    options = '--strict', '--follow-imports=silent', 'script.py'
+    done = subprocess.run(
+        [sys.executable, '-m', 'mypy', *options],
+        cwd=tmp_path,
+        env={**os.environ, 'MYPYPATH': str(installed) if installed == ROOT else ''},
+        capture_output=True,
+        text=True,
+    )
+    assert 'Success' in done.stdout, done.stdout
