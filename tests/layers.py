@@ -1,7 +1,5 @@
 """Layers, and model_fns of losses that gradients stand in."""
 
-from __future__ import annotations
-
 import tensorflow.compat.v1 as tf
 
 from models import adam, spec_of

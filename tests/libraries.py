@@ -1,7 +1,5 @@
 """Models of public libraries, unchanged, each with batches to train it on."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import types

@@ -1,7 +1,5 @@
 """Model functions as people write them, each with batches to train it on."""
 
-from __future__ import annotations
-
 import numpy as np
 import tensorflow.compat.v1 as tf
 
@@ -43,6 +41,10 @@ def step():
 def adam(loss):
     """An epsilon above rounding errors, for gradients that are 0."""
     return tf.train.AdamOptimizer(0.01, epsilon=1e-3).minimize(loss, step())
+
+
+def sgd(loss, rate=0.1):
+    return tf.train.GradientDescentOptimizer(rate).minimize(loss, step())
 
 
 def predict(features):

@@ -1,13 +1,12 @@
 """Random model_fns: a chain of ops of a grammar, most of which ask for more than a row.
 
 Each op takes rows of `WIDTH` float64 numbers and gives as many rows of them, whatever it does in
-between. `c` makes what else it needs: variables, the labels and ids of the batch.
+between. `c` makes what else it needs: variables, the labels and ids of the batch. Functions
+without an underscore are ops, up to where they're put in `OPS`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import inspect
+import typing
 
 import numpy as np
 import tensorflow as tf2
@@ -16,137 +15,88 @@ from hypothesis import strategies as st
 
 WIDTH = 4
 IDS = 6
-COUNTS = np.arange(60.0)
 
-keras = tf.keras
-
-OPS: dict[str, Callable[[tf.Tensor, Context], tf.Tensor]] = {}
-SIMPLE: set[str] = set()  # those of rows only
+OPS = {}
+SIMPLE = set()  # those of rows only
 
 
-class Case(NamedTuple):
-    """All that is drawn.
+class Case(typing.NamedTuple):
+    """All that is drawn."""
 
-    Attributes:
-      ops: names of OPS, one after another.
-      losses: names of LOSSES; the second, if any, is trained by an optimizer of its own.
-      optimizers: names of OPTIMIZERS, one for each loss.
-      clip: a name of CLIPS.
-      metrics: names of METRICS.
-      sizes: rows of the batches; the first one's of all, if static.
-      static: whether the graph knows the number of rows.
-      towers: how many.
-      seed: of the batches.
-    """
-
-    ops: list[str]
-    losses: list[str]
-    optimizers: list[str]
+    ops: list[str]  # one after another
+    losses: list[str]  # the second, if any, is trained by an optimizer of its own
+    optimizers: list[str]  # one for each loss
     clip: str
     metrics: list[str]
-    sizes: list[int]
-    static: bool
+    sizes: list[int]  # rows of the batches; the first one's of all, if static
+    static: bool  # whether the graph knows the number of rows
     towers: int
-    seed: int
+    seed: int  # of the batches
 
 
 class Context:
     """What ops have besides rows."""
 
-    def __init__(self, features: dict[str, tf.Tensor]):
+    def __init__(self, features):
         self.features = features
         self._count = 0
 
-    def name(self) -> str:
+    def name(self):
         self._count += 1
         return f'v{self._count}'
 
-    def variable(self, *shape: int, scale: float = 0.5, **options: Any) -> Any:
+    def variable(self, *shape, scale=0.5, **options):
         name = self.name()
         values = np.random.RandomState(self._count).randn(*shape) * scale
         return tf.get_variable(name, initializer=values, **options)
 
-    def counter(self, *shape: int, **options: Any) -> Any:
+    def counter(self, *shape, **options):
         return tf.get_variable(self.name(), initializer=np.zeros(shape), trainable=False, **options)
 
-    def table(self) -> Any:
+    def table(self):
         return self.variable(IDS, WIDTH)
 
-    def ragged(self) -> tf.RaggedTensor:
-        return tf.RaggedTensor.from_tensor(self.ids, padding=0)
-
     @property
-    def ids(self) -> tf.Tensor:
+    def ids(self):
         return self.features['ids']
 
 
-def op(function: Callable[..., Any]) -> Callable[..., Any]:
-    OPS[function.__name__] = function
-    return function
-
-
-def _ops(**functions: Callable[[tf.Tensor, Context], tf.Tensor]) -> None:
-    OPS.update(functions)
-
-
-def _simple(**functions: Callable[[tf.Tensor], tf.Tensor]) -> None:
+def _simple(**functions):
     for name, function in functions.items():
         SIMPLE.add(name)
         OPS[name] = lambda x, c, function=function: function(x)
 
 
-def _keep(x: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Says statically what is so: the rows and columns of another tensor."""
-    x.set_shape(like.shape)
-    return x
-
-
 # Row by row.
 _simple(
     tanh=tf.tanh,
-    sigmoid=tf.sigmoid,
-    square=lambda x: 0.3 * tf.square(x),
-    sqrt=lambda x: tf.sqrt(tf.abs(x) + 0.1),
-    exp=lambda x: tf.exp(-tf.abs(x)),
-    softmax=tf.nn.softmax,
     log_softmax=lambda x: 0.3 * tf.nn.log_softmax(x),
-    l2_normalize=lambda x: tf.nn.l2_normalize(x + 3, 1),
-    clip=lambda x: tf.clip_by_value(x, -0.8, 0.9),
     where_positive=lambda x: tf.where(x > 0, x, 0.1 * x),
-    maximum=lambda x: tf.maximum(x, 0.2 * x - 0.1),
     divide=lambda x: x / (1.0 + tf.reduce_sum(tf.abs(x), 1, keepdims=True)),
     cumsum_columns=lambda x: tf.cumsum(x, 1, reverse=True),
-    reverse_columns=lambda x: tf.reverse(x, [1]),
-    sort_columns=lambda x: tf.sort(x, 1),
     top_k_columns=lambda x: tf.nn.top_k(x, WIDTH).values,
     transposed=lambda x: tf.transpose(tf.tanh(tf.transpose(x))),
-    reshaped=lambda x: tf.reshape(tf.reshape(x, [-1, 2, WIDTH // 2]), [-1, WIDTH]),
     flattened=lambda x: tf.reshape(tf.tanh(tf.reshape(x, [-1])), tf.shape(x)),
     expanded=lambda x: tf.squeeze(tf.expand_dims(x, 1), [1]),
     split_columns=lambda x: tf.concat(tf.split(x, 2, 1)[::-1], 1),
     stacked=lambda x: tf.reduce_mean(tf.stack([x, tf.sin(x)], 0), 0),
     unstacked=lambda x: tf.stack(tf.unstack(x, axis=1)[::-1], 1),
     padded=lambda x: tf.pad(x[:, 1:], [[0, 0], [0, 1]]),
-    tiled=lambda x: tf.reshape(tf.tile(x[:, :2], [1, 2]), [-1, WIDTH]),
     one_hot=lambda x: x + tf.one_hot(tf.argmax(x, 1), WIDTH, dtype=tf.float64),
     pairwise_columns=lambda x: tf.einsum('bij,bj->bi', x[:, :, None] * x[:, None, :], x) * 0.1,
     batch_matmul=lambda x: tf.matmul(x[:, None, :], 0.2 * x[:, :, None] * x[:, None, :])[:, 0, :],
     band=lambda x: tf.linalg.band_part(x[:, :, None] * x[:, None, :], 0, 1)[:, 0, :],
     row_norm=lambda x: x / tf.norm(x + 4, axis=1, keepdims=True),
     strided=lambda x: tf.concat([x[:, ::2], x[:, 1::2]], 1),
-    moments_columns=lambda x: (x - tf.nn.moments(x, [1], keep_dims=True)[0]) * 0.7,
-    stop=lambda x: x + tf.stop_gradient(tf.tanh(x)),
     clip_rows=lambda x: tf.clip_by_norm(x, 1.0, [1]),
 )
 
 # Over rows.
 _simple(
-    centered=lambda x: x - tf.reduce_mean(x, 0),
     standardized=lambda x: (x - tf.reduce_mean(x, 0)) / (tf.math.reduce_std(x, 0) + 0.5),
     batch_softmax=lambda x: 3 * tf.nn.softmax(x, 0),
     less_max=lambda x: x - tf.reduce_max(x, 0),
     less_min=lambda x: x - tf.reduce_min(x),
-    share=lambda x: x / (1 + tf.reduce_sum(tf.abs(x), 0)),
     global_norm=lambda x: x / (1 + tf.norm(x)),
     attention=lambda x: tf.matmul(tf.nn.softmax(tf.matmul(x, x, transpose_b=True)), x),
     gram=lambda x: 0.2 * tf.matmul(x, tf.tanh(tf.matmul(x, x, transpose_a=True))),
@@ -154,11 +104,9 @@ _simple(
         x, tf.linalg.inv(tf.matmul(x, x, transpose_a=True) + tf.eye(WIDTH, dtype=tf.float64))
     ),
     cumsum_rows=lambda x: 0.3 * tf.cumsum(x, 0),
-    reverse_rows=lambda x: tf.reverse(x, [0]),
     roll_rows=lambda x: tf.roll(x, 1, 0),
     sort_rows=lambda x: tf.sort(x, 0),
     ranked=lambda x: tf.gather(x, tf.argsort(x[:, 0])),
-    shifted=lambda x: tf.concat([x[1:], x[:1]], 0),
     first_row=lambda x: x - 0.5 * x[:1],
     last_row=lambda x: x * tf.sigmoid(x[-1]),
     hardest=lambda x: x + 0.1 * tf.reduce_mean(tf.nn.top_k(x[:, 0], 1).values),
@@ -172,12 +120,6 @@ _simple(
     sum_of_maxima=lambda x: x - 0.3 * (tf.reduce_max(x, 0) + tf.reduce_max(tf.sin(x), 0)),
     product=lambda x: x + tf.reduce_prod(tf.tanh(x), 0),
     masked=lambda x: x - tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)) * 0.1,
-    scattered=lambda x: (
-        tf.scatter_nd(
-            tf.where(x[:, 0] > 0), tf.boolean_mask(x, x[:, 0] > 0), tf.shape(x, out_type=tf.int64)
-        )
-        + 0.1 * x
-    ),
     halves=lambda x: tf.concat([x[: tf.shape(x)[0] // 2], 2 * x[tf.shape(x)[0] // 2 :]], 0),
     doubled=lambda x: tf.reduce_mean(tf.reshape(tf.concat([x, -x], 1), [-1, 2, WIDTH]), 1) + x,
     repeated=lambda x: tf.reduce_sum(tf.reshape(tf.repeat(x, 2, 0), [-1, 2, WIDTH]), 1),
@@ -186,22 +128,10 @@ _simple(
     wide=lambda x: tf.matmul(tf.transpose(tf.matmul(x, x, transpose_b=True)), x) * 0.1,
     diagonal=lambda x: x * tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True))[:, None] * 0.1,
     eye=lambda x: tf.matmul(tf.eye(tf.shape(x)[0], dtype=tf.float64) * 2.0, x),
-    zeros=lambda x: x + tf.zeros(tf.shape(x), tf.float64),
     ones=lambda x: x - tf.ones([tf.shape(x)[0], 1], tf.float64),
     filled=lambda x: x * tf.fill(tf.shape(x), tf.constant(0.7, tf.float64)),
     broadcast=lambda x: x + tf.broadcast_to(tf.reduce_sum(x, 0) * 0.1, tf.shape(x)),
     string=lambda x: x + tf.strings.to_number(tf.as_string(tf.round(x)), tf.float64) * 0.1,
-    hashed=lambda x: (
-        x + tf.cast(tf.strings.to_hash_bucket_fast(tf.as_string(tf.round(x)), 3), tf.float64)
-    ),
-    py_function=lambda x: _keep(
-        tf.py_function(lambda v: v - tf.reduce_mean(v, 0), [x], x.dtype), x
-    ),
-    numpy_function=lambda x: (
-        x
-        + _keep(tf.numpy_function(lambda v: np.sort(v, 0) * 0.1, [tf.stop_gradient(x)], x.dtype), x)
-    ),
-    asserted=lambda x: _asserted(x),
     diagonals=lambda x: (
         x + tf.einsum('bii->b', tf.reshape(tf.tile(x, [1, WIDTH]), [-1, WIDTH, WIDTH]))[:, None]
     ),
@@ -215,9 +145,7 @@ _simple(
     saliency=lambda x: x + 0.1 * tf.gradients(tf.reduce_mean(tf.sin(x) * tf.norm(x + 3)), x)[0],
     map_fn=lambda x: tf.map_fn(lambda r: r * tf.reduce_sum(r) * 0.2, x),
     scan=lambda x: tf.scan(lambda a, r: 0.5 * a + tf.tanh(r), x),
-    while_loop=lambda x: tf.while_loop(
-        lambda i, a: i < 3, lambda i, a: (i + 1, 0.5 * a + tf.sin(a)), (0, x)
-    )[1],
+    while_loop=lambda x: _loop(3, lambda i, a: 0.5 * a + tf.sin(a), x),
     while_rows=lambda x: tf.while_loop(
         lambda i, a: tf.logical_and(tf.reduce_max(tf.abs(a)) > 0.7, i < 9),
         lambda i, a: (i + 1, a * 0.7),
@@ -242,55 +170,37 @@ _simple(
 )
 
 
-def _asserted(x: tf.Tensor) -> tf.Tensor:
+def numpy_function(x, c):
+    made = tf.numpy_function(lambda v: np.sort(v, 0) * 0.1, [tf.stop_gradient(x)], x.dtype)
+    made.set_shape(x.shape)
+    return x + made
+
+
+def asserted(x, c):
     with tf.control_dependencies([tf.Assert(tf.reduce_all(x < 1e9), ['too large', x])]):
         return tf.identity(x)
 
 
-def _dense(x: tf.Tensor, c: Context) -> tf.Tensor:
+def dense(x, c):
     return tf.tanh(tf.matmul(x, c.variable(WIDTH, WIDTH)) + c.variable(WIDTH))
 
 
-def _residual(x: tf.Tensor, c: Context) -> tf.Tensor:
+def residual(x, c):
     return x + tf.matmul(tf.nn.relu(tf.matmul(x, c.variable(WIDTH, 7))), c.variable(7, WIDTH))
 
 
-def _tied(x: tf.Tensor, w: Any) -> tf.Tensor:
-    return tf.matmul(tf.tanh(tf.matmul(x, w)), w, transpose_b=True)
-
-
-def _first_ids(x: tf.Tensor, c: Context) -> tf.Tensor:
-    """The number of a row for each row."""
-    return c.ids[:, 0] % tf.cast(tf.shape(x)[0], tf.int64)
-
-
 # With variables, or with ids.
-_ops(
-    dense=_dense,
-    residual=_residual,
-    tied=lambda x, c: _tied(x, c.variable(WIDTH, WIDTH)),
+OPS.update(
     scaled_by_variable=lambda x, c: x * c.variable(WIDTH) + c.variable(1),
     embedded=lambda x, c: x + tf.nn.embedding_lookup(c.table(), c.ids[:, 0]),
     embedded_mean=lambda x, c: x + tf.reduce_mean(tf.gather(c.table(), c.ids), 1),
     embedded_parts=lambda x, c: (
-        x
-        + tf.nn.embedding_lookup(
-            [c.variable(IDS // 2, WIDTH), c.variable(IDS // 2, WIDTH)], c.ids[:, 1]
-        )
+        x + tf.nn.embedding_lookup([c.variable(3, WIDTH), c.variable(3, WIDTH)], c.ids[:, 1])
     ),
     embedded_sparse=lambda x, c: (
         x + tf.nn.safe_embedding_lookup_sparse(c.table(), tf.sparse.from_dense(c.ids), None)
     ),
-    ragged=lambda x, c: x + tf.reduce_sum(tf.gather(c.table(), c.ragged()), 1),
-    gathered_rows=lambda x, c: tf.gather(x, _first_ids(x, c)) + x,
-    beams=lambda x, c: (
-        x
-        + tf.reduce_mean(
-            tf.gather(x, tf.nn.top_k(x @ c.variable(WIDTH, WIDTH), 2).indices, batch_dims=1),
-            1,
-            keepdims=True,
-        )
-    ),
+    gathered_rows=lambda x, c: x + tf.gather(x, c.ids[:, 0] % tf.shape(x, out_type=tf.int64)[0]),
     segments=lambda x, c: (
         tf.gather(tf.math.unsorted_segment_sum(x, c.ids[:, 0], IDS), c.ids[:, 0]) * 0.3
     ),
@@ -298,25 +208,25 @@ _ops(
         x + tf.tensor_scatter_nd_add(tf.zeros_like(x), [[0, 0]], tf.reduce_sum(x)[None] * 0.1)
     ),
     labels_of_all=lambda x, c: x + tf.reduce_mean(c.features['y']) - c.features['y'],
-    # Its type has no rule but that which a fixture of test_random_graphs.py adds.
-    registered=lambda x, c: x + tf.math.special.dawsn(x),
 )
 
 
-@op
 def table_lookup(x, c):
     pairs = tf.lookup.KeyValueTensorInitializer(['1', '2', '3'], tf.constant([1, 2, 4], tf.int64))
     found = tf.lookup.StaticHashTable(pairs, 0).lookup(tf.as_string(c.ids[:, 0]))
     return x + tf.gather(c.table(), found)
 
 
-@op
 def gather_nd(x, c):
     at = tf.stack([tf.range(tf.shape(x)[0], dtype=tf.int64), c.ids[:, 0] % WIDTH], 1)
     return x * tf.gather_nd(x, at)[:, None]
 
 
-@op
+def beams(x, c):
+    best = tf.nn.top_k(x @ c.variable(WIDTH, WIDTH), 2).indices
+    return x + tf.reduce_mean(tf.gather(x, best, batch_dims=1), 1, keepdims=True)
+
+
 def last_step(x, c):
     steps = tf.math.cumsum(tf.reshape(x, [-1, 2, WIDTH // 2]), 1)
     rows = tf.range(tf.shape(x)[0])
@@ -324,19 +234,11 @@ def last_step(x, c):
     return x + tf.tile(last, [1, 2])
 
 
-@op
 def class_weights(x, c):
     counts = tf.math.bincount(tf.cast(c.ids[:, 0], tf.int32), minlength=IDS, dtype=tf.float64)
     return x * tf.gather(1 / (1 + counts), c.ids[:, 0])[:, None]
 
 
-@op
-def unique(x, c):
-    ids, index = tf.unique(c.ids[:, 0])
-    return x + tf.gather(tf.gather(c.table(), ids), index)
-
-
-@op
 def pieces_by_variable(x, c):
     """Each row is cut into as many pieces as a variable says."""
     pieces = tf.get_variable(c.name(), initializer=3, trainable=False)
@@ -348,38 +250,26 @@ def pieces_by_variable(x, c):
 # With texts, and ragged tensors of them.
 
 
-def _words(c: Context) -> tf.RaggedTensor:
-    return tf.strings.split(c.features['text'], result_type='RaggedTensor')
-
-
-def _bucketed(words: tf.RaggedTensor) -> tf.RaggedTensor:
+def _words(c):
+    words = tf.strings.split(c.features['text'], result_type='RaggedTensor')
     return tf.ragged.map_flat_values(tf.strings.to_hash_bucket_fast, words, num_buckets=IDS)
 
 
-@op
 def padded_words(x, c):
-    words = _bucketed(_words(c))
+    words = _words(c)
     mask = tf.sequence_mask(words.row_lengths(), dtype=tf.float64)
     vectors = tf.gather(c.table(), words.to_tensor())
     scores = tf.nn.softmax(tf.reduce_sum(vectors, 2) - 9 * (1 - mask))
     return x + tf.reduce_sum(vectors * mask[:, :, None], 1) + scores[:, :1]
 
 
-@op
 def reduced_words(x, c):
-    words = _bucketed(_words(c))
+    words = _words(c)
     vectors = tf.gather(c.table(), words)
     share = tf.cast(words.nrows(), tf.float64) / tf.cast(tf.size(words.values), tf.float64)
     return x + share * (tf.reduce_mean(vectors, 1) + tf.reduce_max(vectors, 1))
 
 
-@op
-def pairs_of_words(x, c):
-    pairs = _bucketed(tf.strings.ngrams(_words(c), 2)).to_sparse()
-    return x + tf.nn.safe_embedding_lookup_sparse(c.table(), pairs, combiner='sqrtn')
-
-
-@op
 def decoded(x, c):
     steps = tf.transpose(tf.reshape(tf.cast(x, tf.float32), [-1, 2, WIDTH // 2]), [1, 0, 2])
     [found], _ = tf.nn.ctc_beam_search_decoder(steps, tf.cast(1 + c.ids[:, 0] % 2, tf.int32), 4)
@@ -390,32 +280,32 @@ def decoded(x, c):
 # By other ops' rows: as many as a mask leaves, as ids say, or as Python likes.
 
 
-def _back(x: tf.Tensor, places: tf.Tensor, left: tf.Tensor) -> tf.Tensor:
+def _back(x, places, left):
     return x + tf.scatter_nd(places, left, tf.shape(x, out_type=tf.int64))
 
 
-def _of_python(function: Callable[..., Any], x: tf.Tensor) -> tf.Tensor:
+def _of_python(function, x):
     found = tf.py_function(function, [x], x.dtype)
     found.set_shape([None, WIDTH])
     return found
 
 
-_ops(
+OPS.update(
     without_padding=lambda x, c: _without_padding(x, c, c.ids[:, 0] > 1),
     without_all=lambda x, c: _without_padding(x, c, c.ids[:, 0] > IDS),
     masked_dense=lambda x, c: (
-        0.3 * _back(x, tf.where(x[:, 0] > 0), _dense(tf.boolean_mask(x, x[:, 0] > 0), c))
+        0.3 * _back(x, tf.where(x[:, 0] > 0), dense(tf.boolean_mask(x, x[:, 0] > 0), c))
     ),
     python_dense=lambda x, c: (
-        x + 0.1 * tf.reduce_mean(_dense(_of_python(lambda v: v[::2], x), c), 0)
+        x + 0.1 * tf.reduce_mean(dense(_of_python(lambda v: v[::2], x), c), 0)
     ),
     # One row, which is repeated, though nobody could know.
-    python_row=lambda x, c: x + _dense(_of_python(lambda v: v[:1], x), c),
-    python_rows=lambda x, c: x * _dense(_of_python(lambda v: 2 * v, x), c),
+    python_row=lambda x, c: x + dense(_of_python(lambda v: v[:1], x), c),
+    python_rows=lambda x, c: x * dense(_of_python(lambda v: 2 * v, x), c),
     # Rows of its own meet one row, which is repeated for them.
     python_repeated=lambda x, c: (
         x
-        + 0.1 * tf.reduce_sum(_dense(_of_python(lambda v: tf.repeat(v[:1], 5, 0), x), c) - x[:1], 0)
+        + 0.1 * tf.reduce_sum(dense(_of_python(lambda v: tf.repeat(v[:1], 5, 0), x), c) - x[:1], 0)
     ),
     python_unknown=lambda x, c: (
         x * tf.reduce_mean(tf.cast(tf.py_func(np.max, [tf.stop_gradient(x)], tf.float64), x.dtype))
@@ -423,32 +313,28 @@ _ops(
 )
 
 
-def _without_padding(x: tf.Tensor, c: Context, mask: tf.Tensor) -> tf.Tensor:
-    return _back(x, tf.where(mask), _dense(tf.gather_nd(x, tf.where(mask)), c))
+def _without_padding(x, c, mask):
+    return _back(x, tf.where(mask), dense(tf.gather_nd(x, tf.where(mask)), c))
 
 
-@op
 def masked_centered(x, c):
-    left = _dense(tf.boolean_mask(x, c.ids[:, 0] > 1), c)
+    left = dense(tf.boolean_mask(x, c.ids[:, 0] > 1), c)
     return x + tf.reduce_sum(left - tf.reduce_mean(tf.concat([left, x], 0), 0)) * 0.1
 
 
-@op
 def masked_twice(x, c):
     """Rows of two spaces, that are summed, and one of one space with the other's."""
-    one = _dense(tf.boolean_mask(x, x[:, 0] > 0), c)
-    two = _dense(tf.concat([x[:1], tf.boolean_mask(x, x[:, 0] < 0.3)], 0), c)
+    one = dense(tf.boolean_mask(x, x[:, 0] > 0), c)
+    two = dense(tf.concat([x[:1], tf.boolean_mask(x, x[:, 0] < 0.3)], 0), c)
     return x + 0.1 * (tf.reduce_sum(one, 0) + tf.reduce_mean(two, 0) + tf.reduce_sum(one * two[:1]))
 
 
-@op
 def masked_images(x, c):
     images = tf.reshape(tf.concat([x[:1], tf.boolean_mask(x, x[:, 0] > 0)], 0), [-1, 2, 2, 1])
     made = tf.tanh(tf.nn.conv2d(images, c.variable(2, 2, 1, 3), 1, 'SAME'))
     return x + 0.1 * tf.reduce_sum(tf.square(made))
 
 
-@op
 def pairs_with_left(x, c):
     """Each row that is left with each of the batch's, as rows of their own."""
     left = tf.gather_nd(x, tf.where(c.ids[:, 0] > 1))
@@ -456,41 +342,28 @@ def pairs_with_left(x, c):
     return x + 0.1 * tf.reduce_sum(tf.square(tf.tanh(tf.matmul(pairs, c.variable(1, 2)))))
 
 
-@op
 def repeated_dense(x, c):
     """As many rows as ids say, by their own layers, and added up again."""
     rows = tf.repeat(tf.range(tf.shape(x)[0]), c.ids[:, 1] % 3)
-    wide = _residual(_dense(tf.gather(x, rows), c), c)
+    wide = residual(dense(tf.gather(x, rows), c), c)
     return x + 0.2 * tf.math.unsorted_segment_sum(wide, rows, tf.shape(x)[0])
 
 
-@op
 def unique_dense(x, c):
     ids, index = tf.unique(c.ids[:, 0])
-    return x + tf.gather(_dense(tf.gather(c.table(), ids), c), index)
+    return x + tf.gather(dense(tf.gather(c.table(), ids), c), index)
 
 
-@op
 def ragged_dense(x, c):
-    rows, w = tf.gather(c.table(), c.ragged()), c.variable(WIDTH, WIDTH)
+    rows = tf.gather(c.table(), tf.RaggedTensor.from_tensor(c.ids, padding=0))
+    w = c.variable(WIDTH, WIDTH)
     return x + tf.reduce_sum(tf.ragged.map_flat_values(lambda v: tf.tanh(v @ w), rows), 1)
 
 
 # Layers.
 
 
-@op
-def batch_norm(x, c):
-    return 0.7 * tf.layers.batch_normalization(x, training=True, name=c.name())
-
-
-@op
-def batch_norm_by_placeholder(x, c):
-    training = tf.placeholder_with_default(True, [])
-    return tf.layers.batch_normalization(x, training=training, momentum=0.8, name=c.name())
-
-
-def _fused(x: tf.Tensor, c: Context, training: bool) -> tf.Tensor:
+def _fused(x, c, training):
     image = tf.cast(tf.reshape(x, [-1, 1, WIDTH // 2, 2]), tf.float32)
     options = {'center': False, 'scale': False, 'fused': True, 'name': c.name()}
     image = tf.layers.batch_normalization(image, training=training, **options)
@@ -498,13 +371,16 @@ def _fused(x: tf.Tensor, c: Context, training: bool) -> tf.Tensor:
     return x + 1e-5 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
 
 
-_ops(
+OPS.update(
+    batch_norm=lambda x, c: 0.7 * tf.layers.batch_normalization(x, training=True, name=c.name()),
+    batch_norm_by_placeholder=lambda x, c: tf.layers.batch_normalization(
+        x, training=tf.placeholder_with_default(True, []), momentum=0.8, name=c.name()
+    ),
     fused_batch_norm=lambda x, c: _fused(x, c, True),
     fused_inference=lambda x, c: _fused(x, c, False),
 )
 
 
-@op
 def averages_in_a_branch(x, c):
     """The recipe of many: averages of tensors, kept in a `cond` whose results are used."""
     mean, variance = tf.nn.moments(x, [0])
@@ -521,19 +397,16 @@ def averages_in_a_branch(x, c):
     return tf.nn.batch_normalization(x, *found, 0.5, None, 0.1)
 
 
-@op
 def layer_norm(x, c):
     mean, variance = tf.nn.moments(x, [1], keepdims=True)
     return (x - mean) * tf.rsqrt(variance + 0.1) * c.variable(WIDTH)
 
 
-@op
 def convolution(x, c):
     y = tf.nn.conv1d(x[:, :, None], c.variable(2, 1, 3), 1, 'SAME')
     return tf.reduce_sum(tf.nn.relu(y), 2)
 
 
-@op
 def convolution_2d(x, c):
     image = tf.reshape(x, [-1, 2, 2, 1])
     y = tf.nn.relu(tf.nn.conv2d(image, c.variable(2, 2, 1, 3), 1, 'SAME'))
@@ -541,14 +414,6 @@ def convolution_2d(x, c):
     return tf.reshape(tf.reduce_sum(y, 3), [-1, WIDTH])
 
 
-@op
-def separable(x, c):
-    image = tf.reshape(x, [-1, 2, 2, 1])
-    y = tf.nn.depthwise_conv2d(image, c.variable(2, 2, 1, 2), [1, 1, 1, 1], 'SAME')
-    return tf.reshape(tf.reduce_sum(y, 3), [-1, WIDTH])
-
-
-@op
 def heads(x, c):
     """Attention over columns: heads and rows change places."""
     q = tf.transpose(tf.reshape(x, [-1, 2, 2]), [1, 0, 2])
@@ -556,28 +421,25 @@ def heads(x, c):
     return tf.reshape(tf.transpose(tf.matmul(a, q), [1, 0, 2]), tf.shape(x))
 
 
-@op
 def keras_lstm(x, c):
     """Id 0 is padding."""
-    rows = keras.layers.Embedding(IDS, 3, mask_zero=True, dtype=tf.float64)
-    lstm = keras.layers.LSTM(WIDTH, return_sequences=True, dtype=tf.float64)
-    return x + keras.Sequential([rows, lstm])(c.ids)[:, -1]
+    rows = tf.keras.layers.Embedding(IDS, 3, mask_zero=True, dtype=tf.float64)
+    lstm = tf.keras.layers.LSTM(WIDTH, return_sequences=True, dtype=tf.float64)
+    return x + tf.keras.Sequential([rows, lstm])(c.ids)[:, -1]
 
 
-@op
 def keras_attention(x, c):
     steps = tf.reshape(x, [-1, 2, WIDTH // 2])
-    attention = keras.layers.MultiHeadAttention(2, 3, use_bias=False, dtype=tf.float64)
+    attention = tf.keras.layers.MultiHeadAttention(2, 3, use_bias=False, dtype=tf.float64)
     return x + tf.reshape(attention(steps, steps), [-1, WIDTH])
 
 
-@op
 def keras_losses(x, c):
     """Of weights, of what layers give, and one that the model adds itself."""
-    inputs = keras.Input([WIDTH], dtype=tf.float64)
-    of = {f'{what}_regularizer': keras.regularizers.l2(0.1) for what in ('kernel', 'activity')}
-    hidden = keras.layers.Dense(WIDTH, 'tanh', dtype=tf.float64, **of)(inputs)
-    model = keras.Model(inputs, hidden)
+    inputs = tf.keras.Input([WIDTH], dtype=tf.float64)
+    of = {f'{what}_regularizer': tf.keras.regularizers.l2(0.1) for what in ('kernel', 'activity')}
+    hidden = tf.keras.layers.Dense(WIDTH, 'tanh', dtype=tf.float64, **of)(inputs)
+    model = tf.keras.Model(inputs, hidden)
     model.add_loss(0.1 * tf.reduce_mean(tf.square(hidden)))
     output = model(x)
     losses = model.get_losses_for(None) + model.get_losses_for(x)
@@ -586,26 +448,9 @@ def keras_losses(x, c):
     return x + output
 
 
-@op
-def keras_batch_norm(x, c):
-    layer = keras.layers.BatchNormalization(momentum=0.8, dtype=tf.float64)
-    output = layer(x, training=True)
-    for update in layer.updates or layer.get_updates_for(x):
-        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
-    return 0.7 * output
-
-
-@op
-def l2(x, c):
-    w = c.variable(WIDTH, WIDTH)
-    tf.add_to_collection(tf.GraphKeys.REGULARIZATION_LOSSES, 0.1 * tf.nn.l2_loss(w))
-    return x + tf.matmul(x, w)
-
-
 # With variables that the forward pass writes.
 
 
-@op
 def counted(x, c):
     """How many rows there were is read after it's written."""
     seen = c.counter()
@@ -615,14 +460,12 @@ def counted(x, c):
         return x / (1 + 0.1 * seen.read_value())
 
 
-@op
 def moving_mean(x, c):
     m = c.counter(WIDTH)
     with tf.control_dependencies([tf.assign(m, 0.9 * m + 0.1 * tf.reduce_mean(x, 0))]):
         return x - m.read_value()
 
 
-@op
 def spectral_norm(x, c):
     """Divides a matrix by its largest singular value, of which a vector is kept."""
     w, u = c.variable(WIDTH, WIDTH), tf.get_variable(c.name(), initializer=np.ones([1, WIDTH]))
@@ -634,7 +477,6 @@ def spectral_norm(x, c):
     return tf.tanh(tf.matmul(x, w / sigma[0, 0]))
 
 
-@op
 def read_then_written(x, c):
     """A loop has to read before the variable is written, in each tower."""
     w, shift = c.variable(WIDTH, WIDTH), c.counter()
@@ -648,22 +490,20 @@ def read_then_written(x, c):
 # Loops, branches and functions.
 
 
-def _loop(times: Any, body: Callable[..., Any], x: tf.Tensor) -> tf.Tensor:
+def _loop(times, body, x):
     return tf.while_loop(lambda i, h: i < times, lambda i, h: (i + 1, body(i, h)), (0, x))[1]
 
 
-def _odd() -> tf.Tensor:
+def _odd():
     return tf.equal(tf.train.get_or_create_global_step() % 2, 1)
 
 
-@op
 def recurrent(x, c):
     w, u = c.variable(1, WIDTH), c.variable(WIDTH, WIDTH, scale=0.3)
     step = lambda i, h: tf.tanh(tf.matmul(x[:, i, None], w) + tf.matmul(h, u))  # noqa: E731
     return _loop(WIDTH, step, tf.zeros_like(x))
 
 
-@op
 def recurrent_arrays(x, c):
     u = c.variable(WIDTH, WIDTH, scale=0.3)
     sequence = tf.stack([x, x * 0.5, -x])
@@ -671,7 +511,6 @@ def recurrent_arrays(x, c):
     return states[-1] + 0.1 * states[0]
 
 
-@op
 def recurrent_lengths(x, c):
     """Of sequences of their own lengths; what is written to an array is used twice."""
     u = c.variable(WIDTH, WIDTH, scale=0.3)
@@ -686,13 +525,11 @@ def recurrent_lengths(x, c):
     return tf.reduce_mean(outputs, 0) + tf.reduce_max(tf.square(outputs), [0, 2])[:, None]
 
 
-@op
 def dynamic_rnn(x, c):
     cell, steps = tf.nn.rnn_cell.GRUCell(WIDTH), tf.reshape(x, [-1, 2, WIDTH // 2])
     return x + tf.nn.dynamic_rnn(cell, steps, dtype=tf.float64, scope=c.name())[1]
 
 
-@op
 def written_rows(x, c):
     """One row a round, and as many rounds as there are rows."""
     kept = tf.TensorArray(tf.float64, tf.shape(x)[0], element_shape=[WIDTH])
@@ -701,7 +538,6 @@ def written_rows(x, c):
     return tf.reshape(kept.stack(), [-1, WIDTH])
 
 
-@op
 def large_zeros(x, c):
     """Of so many entries that TensorFlow makes no constant of them."""
     wide = tf.tile(x, [1, 100])
@@ -710,7 +546,6 @@ def large_zeros(x, c):
     return x + _loop(3, kept, zeros)[:, :WIDTH]
 
 
-@op
 def loop_with_effects(x, c):
     count = c.counter()
 
@@ -721,7 +556,6 @@ def loop_with_effects(x, c):
     return _loop(3, body, x)
 
 
-@op
 def nested_loops(x, c):
     w = c.variable(WIDTH, WIDTH)
     inner = lambda h: _loop(2, lambda i, h: tf.tanh(tf.matmul(h, w)), h)  # noqa: E731
@@ -729,7 +563,6 @@ def nested_loops(x, c):
     return tf.cond(_odd(), lambda: inner(x), lambda: inner(2.0 * x))
 
 
-@op
 def size_in_a_loop(x, c):
     """After the loop it's that of the whole batch, though each tower's loop has its own."""
 
@@ -741,13 +574,6 @@ def size_in_a_loop(x, c):
     return _loop(2, lambda i, h: loop(h), loop(x))
 
 
-@op
-def mean_in_a_branch(x, c):
-    """Of all rows, which towers have unevenly."""
-    return x - tf.cond(_odd(), lambda: tf.reduce_mean(x, 0), lambda: tf.reduce_mean(2 * x, 0))
-
-
-@op
 def embedded_in_a_loop(x, c):
     """Sparse gradients from inside a loop and a branch."""
     table, ids = c.table(), c.ids
@@ -755,14 +581,12 @@ def embedded_in_a_loop(x, c):
     return x + tf.cond(_odd(), lambda: tf.nn.embedding_lookup(table, ids[:, 0]), lambda: 2.0 * x)
 
 
-@op
 def cond_in_a_loop(x, c):
     w, v = c.variable(WIDTH, WIDTH), c.variable(WIDTH, WIDTH)
     one, two = lambda h: tf.tanh(tf.matmul(h, w)), lambda h: tf.matmul(h, v) + h  # noqa: E731
     return _loop(4, lambda i, h: tf.cond(tf.equal(i % 2, 0), lambda: one(h), lambda: two(h)), x)
 
 
-@op
 def cond_by_rows_in_a_loop_in_a_cond(x, c):
     w = c.variable(WIDTH, WIDTH)
     small = lambda h: tf.cond(  # noqa: E731
@@ -772,7 +596,6 @@ def cond_by_rows_in_a_loop_in_a_cond(x, c):
     return tf.cond(_odd(), lambda: _loop(2, body, x), lambda: x)
 
 
-@op
 def cond_of_several(x, c):
     """Lists and dicts, an output that does not depend on the shard, and an unused one."""
     w, v = c.variable(WIDTH, WIDTH), c.variable(WIDTH, WIDTH)
@@ -782,7 +605,11 @@ def cond_of_several(x, c):
     return tf.matmul(found['a'], found['b'][0])
 
 
-_ops(
+OPS.update(
+    # Of all rows, which towers have unevenly.
+    mean_in_a_branch=lambda x, c: (
+        x - tf.cond(_odd(), lambda: tf.reduce_mean(x, 0), lambda: tf.reduce_mean(2 * x, 0))
+    ),
     loop_with_rows_summed=lambda x, c: _loop(2, lambda i, h: h - 0.1 * tf.reduce_mean(h, 0), x),
     cond_on_placeholders=lambda x, c: tf.cond(
         tf.placeholder_with_default(False, []),
@@ -792,19 +619,12 @@ _ops(
 )
 
 
-def _layer(c: Context, *outputs: int, **options: Any) -> Callable[[tf.Tensor], tf.Tensor]:
+def _layer(c, **options):
     """A function of rows that reads a variable."""
-    w = c.variable(WIDTH, *outputs or [WIDTH], use_resource=True)
+    w = c.variable(WIDTH, WIDTH, use_resource=True)
     return tf.function(lambda v: tf.tanh(tf.matmul(v, w)), **options)
 
 
-@op
-def function(x, c):
-    layer = _layer(c)
-    return tf.function(lambda v: layer(v) + tf.reduce_mean(v, 0))(x)
-
-
-@op
 def function_in_a_loop(x, c):
     """One that asks not to be made a part of its caller, too."""
     layer = _layer(c)
@@ -812,7 +632,6 @@ def function_in_a_loop(x, c):
     return apart(x) + _loop(3, lambda i, h: layer(h) + h, x)
 
 
-@op
 def function_of_autograph(x, c):
     layer = _layer(c)
 
@@ -830,7 +649,6 @@ def function_of_autograph(x, c):
     return call(x, 3)
 
 
-@op
 def functions_with_effects(x, c):
     """What a function counts comes before what uses its results."""
     layer, calls = _layer(c), c.counter(use_resource=True)
@@ -847,7 +665,6 @@ def functions_with_effects(x, c):
 # Gradients that models change, mix and use.
 
 
-@op
 def checkpointed(x, c):
     """A gradient function with `variables`, as reversible layers have, and gradients recomputed."""
     w, v = (c.variable(WIDTH, WIDTH, use_resource=True) for _ in range(2))
@@ -865,7 +682,6 @@ def checkpointed(x, c):
     return inner(x)
 
 
-@op
 def inner_step(x, c):
     """MAML: a loss after a step of gradient descent."""
     w = c.variable(WIDTH, WIDTH)
@@ -873,21 +689,18 @@ def inner_step(x, c):
     return tf.tanh(tf.matmul(x, w - 0.1 * tf.gradients(inner, w)[0]))
 
 
-@op
 def hessian(x, c):
     w = c.variable(WIDTH)
     energy = tf.reduce_mean(tf.exp(-tf.square(x * w)))
     return x + 0.1 * tf.linalg.diag_part(tf.hessians(energy, w)[0])
 
 
-@op
 def third_derivatives(x, c):
     layer = _layer(c)
     slope = tf.gradients(tf.function(lambda v: tf.reduce_sum(layer(v) ** 3))(x), x)[0]
     return x + 0.1 * tf.gradients(tf.reduce_sum(slope**2), x)[0]
 
 
-@op
 def penalized(x, c):
     """WGAN's: slopes where real and generated rows are mixed, each in its own proportion."""
     share, fake = tf.sigmoid(10 * x[:, :1]), tf.matmul(x[:, ::-1], c.variable(WIDTH, WIDTH))
@@ -897,15 +710,7 @@ def penalized(x, c):
     return x + 0.1 * tf.reduce_mean(tf.square(norms - 1))
 
 
-@op
-def advantages(x, c):
-    """Policy gradients: of a score, from an advantage for each row."""
-    w = c.variable(WIDTH, 1)
-    score = tf.matmul(tf.tanh(x), w)
-    return x + tf.gradients(score, w, tf.stop_gradient(x[:, :1] - score))[0][:, 0] * 0.1
-
-
-def _clipped_by_row(x: tf.Tensor, w: Any, **options: Any) -> tf.Tensor:
+def _clipped_by_row(x, w, **options):
     """The gradient of each row is clipped, as for differential privacy."""
     with tf.GradientTape() as tape:
         losses = tf.reduce_sum(tf.tanh(tf.matmul(x, w)), 1)
@@ -914,7 +719,6 @@ def _clipped_by_row(x: tf.Tensor, w: Any, **options: Any) -> tf.Tensor:
     return tf.matmul(x, tf.reduce_mean(grads * factors[:, None, None], 0))
 
 
-@op
 def taped(x, c):
     with tf.GradientTape(persistent=True) as tape:
         tape.watch(x)
@@ -925,7 +729,6 @@ def taped(x, c):
     return x + slopes[:, :WIDTH] + tape.gradient(energy, x)
 
 
-@op
 def directional(x, c):
     w = c.variable(WIDTH, WIDTH, use_resource=True)
     with tf2.autodiff.ForwardAccumulator(w, 0.1 * tf.ones([WIDTH, WIDTH], w.dtype)) as accumulator:
@@ -933,7 +736,6 @@ def directional(x, c):
     return made + accumulator.jvp(made)
 
 
-@op
 def pairs_first(x, c):
     """As many pairs as 7 rows; the graph tells which are which."""
     wide = c.variable(WIDTH, 14, use_resource=True)
@@ -950,34 +752,29 @@ def pairs_first(x, c):
     return x + 0.1 * tf.gradients(tf.reduce_sum(tf.tanh(pairs)), x)[0]
 
 
-_ops(
+OPS.update(
     clipped_by_row=lambda x, c: _clipped_by_row(x, c.variable(WIDTH, WIDTH, use_resource=True)),
     clipped_by_row_in_a_loop=lambda x, c: _clipped_by_row(
         x, c.variable(WIDTH, WIDTH, use_resource=True), experimental_use_pfor=False
     ),
 )
 
+OPS |= {n: f for n, f in dict(vars()).items() if inspect.isfunction(f) and not n.startswith('_')}
+
 
 # What only fits batches of an even number of rows that divides 60, which random ones needn't have.
 
 
-def _normalized(x: tf.Tensor) -> tf.Tensor:
+def _normalized(x):
     """By groups of rows, as batch norm with virtual batches does."""
     groups = tf.reshape(x, [2, -1, WIDTH])
     mean, variance = tf.nn.moments(groups, [1], keepdims=True)
     return tf.reshape((groups - mean) * tf.rsqrt(variance + 1), tf.shape(x))
 
 
-def _views(x: tf.Tensor) -> tf.Tensor:
-    """Two of each example, one after the other."""
-    first, second = tf.unstack(tf.reshape(x, [2, -1, WIDTH]))
-    return x + 0.1 * tf.reduce_sum(tf.square(first - second))
-
-
-EVEN: dict[str, Callable[[tf.Tensor, Context], tf.Tensor]] = {
-    'views': lambda x, c: _views(tf.matmul(x, c.variable(WIDTH, WIDTH))),
+EVEN = {
     'groups': lambda x, c: _normalized(tf.matmul(x, c.variable(WIDTH, WIDTH))),
-    'constants': lambda x, c: x + tf.reshape(COUNTS, [tf.shape(x)[0], -1])[:, :1] * 0.01,
+    'constants': lambda x, c: x + tf.reshape(np.arange(60.0), [tf.shape(x)[0], -1])[:, :1] * 0.01,
     'variables': lambda x, c: x + tf.reshape(c.variable(6, 10), [tf.shape(x)[0], -1])[:, :1],
 }
 
@@ -1001,9 +798,6 @@ LOSSES = {
     ),
     'cross_entropy': lambda y, p: tf.reduce_mean(
         tf.nn.softmax_cross_entropy_with_logits_v2(labels=tf.nn.softmax(y), logits=p)
-    ),
-    'sigmoid': lambda y, p: tf.reduce_mean(
-        tf.nn.sigmoid_cross_entropy_with_logits(labels=tf.sigmoid(y), logits=p)
     ),
     'root': lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)) + 0.1),
     'hard': lambda y, p: tf.reduce_mean(tf.nn.top_k(tf.reduce_sum(tf.square(y - p), 1), 1).values),
@@ -1037,9 +831,7 @@ METRICS = {
 }
 
 
-def model_fn_of(case: Case) -> Callable[..., Any]:
-    """The model_fn of a case, for all modes."""
-
+def model_fn_of(case):
     def model_fn(features, labels, mode):
         c = Context(features)
         x = features['x']
@@ -1061,7 +853,7 @@ def model_fn_of(case: Case) -> Callable[..., Any]:
     return model_fn
 
 
-def _train(case: Case, losses: list[tf.Tensor]) -> tf.Operation:
+def _train(case, losses):
     """All gradients are computed before a variable changes."""
     steps = []
     for i, (loss, name) in enumerate(zip(losses, case.optimizers)):
@@ -1080,8 +872,7 @@ def _train(case: Case, losses: list[tf.Tensor]) -> tf.Operation:
         return tf.assign_add(tf.train.get_global_step(), 1).op
 
 
-def batches_of(case: Case) -> list[Any]:
-    """Batches of the sizes that were drawn."""
+def batches_of(case):
     random = np.random.RandomState(case.seed)
     batches = []
     for rows in [case.sizes[0]] * len(case.sizes) if case.static else case.sizes:

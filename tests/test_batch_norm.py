@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from models import floats, spec_of, step
+from models import floats, sgd, spec_of, step
 from towers import compare, train
 
 MOMENTUM = 0.8
@@ -30,8 +30,7 @@ def model_of(norm):
         output = tf.layers.dense(tf.layers.flatten(norm(features)), 1)
         loss = tf.losses.mean_squared_error(labels, output)
         with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
-            train_op = tf.train.GradientDescentOptimizer(0.02).minimize(loss, step())
-        return spec_of(mode, loss, train_op)
+            return spec_of(mode, loss, sgd(loss, 0.02))
 
     return model_fn
 

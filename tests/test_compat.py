@@ -1,7 +1,5 @@
 """compat: what importing it does, each time in a fresh process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -16,9 +14,9 @@ HAS_ESTIMATOR = tf.__version__.startswith('2.15.')
 only_215 = pytest.mark.skipif(not HAS_ESTIMATOR, reason='only TensorFlow 2.15')
 only_216_on = pytest.mark.skipif(HAS_ESTIMATOR, reason='only TensorFlow 2.16 and later')
 
-# One variable that goes from 0 towards 1 with gradient 2 (w - 1): 0.2, then 0.36.
 pytestmark = pytest.mark.core
 
+# One variable that goes from 0 towards 1 with gradient 2 (w - 1): 0.2, then 0.36.
 MODEL = """
 import tensorflow.compat.v1 as v1
 
@@ -41,7 +39,6 @@ def train(config=None):
     assert abs(estimator.get_variable_value('w') - 0.36) < 1e-6
 """
 
-
 # There is no advice against Estimators, and there is what TensorFlow says else.
 ADVICE = """
 import io, logging
@@ -55,7 +52,7 @@ assert 'Use `tf.cast` instead.' in said.getvalue()
 """
 
 
-def run(script: str, before: str = '', after: str = '', **environment: str) -> None:
+def run(script, before='', after='', **environment):
     """Runs a script in a new Python process, in which Keras has not been chosen."""
     variables = {k: v for k, v in os.environ.items() if k != 'TF_USE_LEGACY_KERAS'}
     variables.update(environment, CUDA_VISIBLE_DEVICES='-1', TF_CPP_MIN_LOG_LEVEL='2')

@@ -28,7 +28,6 @@ MODULES = sorted(
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = ['README.md', 'CONTRIBUTING.md', *(f'docs/{p.name}' for p in ROOT.glob('docs/*.md'))]
 FENCE = re.compile(r'^```(\S*)\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-PICTURE = ROOT / 'docs' / 'how-it-works.svg'
 
 
 @pytest.mark.parametrize('name', MODULES)
@@ -113,11 +112,7 @@ class Page:
 
 
 def run(command):
-    """Runs a command where that is cheap; otherwise checks that all that it names is there.
-
-    Returns:
-      What it printed.
-    """
+    """Returns what a command prints, if it's cheap; otherwise checks that all it names is there."""
     if command[0] == 'make':
         return done(['make', '-n', *command[1:]], ROOT)
     if command == ['python', '-m', 'estimator_mgpu']:
@@ -130,9 +125,16 @@ def run(command):
     if command[0] in ('export', 'sudo') or command == ['python', 'train.py']:
         return ''  # of several machines: tests/test_machines_docs.py
     if command[:2] == ['pip', 'install']:
-        check_installed(command[2:])
+        config = (ROOT / 'setup.cfg').read_text()
+        for each in command[2:]:
+            package, _, extra = each.rstrip(']').partition('[')
+            assert package in ('.', 'tf-keras'), each
+            assert not extra or f'\n{extra} =\n' in config, each
     elif command[0] == 'python':
-        check_script(*command[1:])
+        sources = [(ROOT / path).read_text() for path in (command[1], 'samples/common.py')]
+        for flag in command[2:]:
+            name = re.fullmatch(r'--(\w+)=\S+', flag)[1]
+            assert re.search(rf"DEFINE_\w+\(\s*'{name}'", ''.join(sources)), flag
     else:
         assert command in (['.ci/run'], ['.ci/matrix'])
         assert os.access(ROOT / command[0], os.X_OK)
@@ -153,22 +155,6 @@ def done(command, directory):
     )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
-
-
-def check_installed(wanted):
-    config = (ROOT / 'setup.cfg').read_text()
-    for each in wanted:
-        package, _, extra = each.rstrip(']').partition('[')
-        assert package in ('.', 'tf-keras'), each
-        assert not extra or f'\n{extra} =\n' in config, each
-
-
-def check_script(path, *flags):
-    script = ROOT / path
-    sources = script.read_text() + (ROOT / 'samples' / 'common.py').read_text()
-    for flag in flags:
-        name = re.fullmatch(r'--(\w+)=\S+', flag)[1]
-        assert re.search(rf"DEFINE_\w+\(\s*'{name}'", sources), f'{path} has no {flag}'
 
 
 def test_links():
@@ -203,7 +189,9 @@ def texts_of(path):
 
 def test_the_picture_is_of_a_graph_as_it_is_now():
     drawn = done([sys.executable, str(ROOT / 'docs' / 'draw_graph.py'), '-'], None)
-    assert drawn == PICTURE.read_text(), 'Run python docs/draw_graph.py'
+    assert drawn == (ROOT / 'docs' / 'how-it-works.svg').read_text(), (
+        'Run python docs/draw_graph.py'
+    )
 
 
 @pytest.mark.parametrize(

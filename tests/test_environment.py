@@ -113,13 +113,12 @@ def test_a_step_that_is_not_exact(monkeypatch, on_cpus, capsys):
     assert 'train loss' in told and 'DIFFERS' in told and 'WRONG: report this' in told
 
 
-def test_a_step_that_fails(monkeypatch, on_cpus, capsys):
+def test_a_step_that_fails(monkeypatch, on_cpus, gpus, capsys):
     def model_fn(features, labels, mode):
         raise tf.errors.InternalError(None, None, 'no kernel image is available')
 
     details = {'device_name': 'Tesla T4'}
-    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: ['one', 'two'])
-    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
+    gpus(None, None)
     monkeypatch.setattr(tf.config.experimental, 'get_device_details', lambda gpu: details)
     monkeypatch.setattr(environment, '_model_fn', model_fn)
     assert environment.main() == 1
@@ -143,12 +142,10 @@ def test_tf_layers_that_fail(monkeypatch, on_cpus, capsys):
     assert told in capsys.readouterr().out
 
 
-def test_two_towers_at_least(monkeypatch):
-    found = [types.SimpleNamespace(name=f'/physical_device:GPU:{i}') for i in range(2)]
-    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: found)
-    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
+def test_two_towers_at_least(gpus):
+    gpus(None, None)
     assert environment.towers() == ['/device:GPU:0', '/device:GPU:1']
-    found.pop()
+    gpus(None)
     assert environment.towers() == ['/device:GPU:0'] * 2
-    found.pop()
+    gpus()
     assert environment.towers() == ['/device:CPU:0', '/device:CPU:1']

@@ -77,11 +77,9 @@ def test_devices(given, error, message):
             make()
 
 
-def test_fewer_gpus_than_asked_for(monkeypatch):
-    monkeypatch.setattr(tf.config, 'list_physical_devices', lambda kind: ['one', 'two'])
-    monkeypatch.setattr(tf.config, 'get_logical_device_configuration', lambda gpu: None)
-    assert devices.resolve(2) == ['/device:GPU:0', '/device:GPU:1']
-    assert devices.resolve(None) == ['/device:GPU:0', '/device:GPU:1']
+def test_fewer_gpus_than_asked_for(gpus):
+    gpus(None, None)
+    assert devices.resolve(2) == devices.resolve(None) == ['/device:GPU:0', '/device:GPU:1']
     for given in (3, ['/gpu:0', '/gpu:2']):
         match = "asks for '/device:GPU:2', but this machine has 2 GPUs.*stand twice"
         with pytest.raises(ValueError, match=match):

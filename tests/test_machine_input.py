@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import cluster, machine_input, private
-from models import adam, floats, regression, spec_of, step, weights
+from models import adam, floats, regression, sgd, spec_of, weights
 from towers import assert_close
 
 TASKS = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
@@ -56,7 +56,7 @@ def model_fn(features, labels, mode):
     loss = tf.reduce_mean(tf.square(out - labels)) + tf.reduce_mean(tf.abs(out - tf.transpose(out)))
     loss += 0.1 * tf.reduce_sum(out) / tf.cast(tf.shape(features['x'])[0], tf.float32)
     # Of two rows without their mean, some gradients cancel, and Adam would blow up their rounding.
-    return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+    return spec_of(mode, loss, sgd(loss))
 
 
 def until_the_end(target, fetches, at_end=()):

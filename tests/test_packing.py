@@ -6,11 +6,10 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import explanation, private
-from models import adam, batches, floats, spec_of, step, weights
+from models import adam, batches, floats, sgd, spec_of, step, weights
 from towers import TRAIN, behavior_of, compare, nodes_of_a_step, session, train
 
 pytestmark = pytest.mark.core
-PLAIN = {'graph_options': estimator_mgpu.session_config(2).graph_options}
 
 
 def layers(features):
@@ -24,10 +23,6 @@ def layers(features):
     scale = tf.get_variable('double', [2, 1], tf.float64, tf.ones_initializer())
     double = tf.reduce_sum(double * tf.reshape(scale, [2]), 1, keepdims=True)
     return tf.cast(double, tf.float32) + tf.reduce_mean(wide, 1, keepdims=True)
-
-
-def sgd(loss):
-    return tf.train.GradientDescentOptimizer(0.1).minimize(loss, step())
 
 
 def error(labels, net):
@@ -64,7 +59,8 @@ def replicated(model_fn, towers):
 @pytest.mark.parametrize('towers', [2, 4, 8])
 def test_messages_of_a_step(towers):
     """Those that TensorFlow sends: few, and as `explain` counts them."""
-    with tf.Graph().as_default(), session(towers, **PLAIN) as run:
+    options = estimator_mgpu.session_config(2).graph_options
+    with tf.Graph().as_default(), session(towers, graph_options=options) as run:
         spec = replicated(momentum, towers)
         ends = explanation.messages([spec.train_op], '/device:CPU:0')
         run.run(tf.global_variables_initializer())
@@ -134,12 +130,7 @@ def test_a_read_that_waits_is_in_no_pack():
 def test_a_loss_alone_needs_no_gradient():
     """Not even of packs: who fetches it draws no numbers for them, and changes nothing."""
     loss = train(momentum, batches(steps=1), 2).spec.loss.op
-    seen, stack = {loss}, [loss]
-    while stack:
-        before = {t.op for t in stack.pop().inputs} - seen
-        seen |= before
-        stack += before
-    assert not [op.name for op in seen if 'gradients/' in op.name]
+    assert not [op.name for op in private.backward([loss]) if 'gradients/' in op.name]
 
 
 def after_a_step(model_fn, towers, fetch, feed=None, first=None):
@@ -149,8 +140,7 @@ def after_a_step(model_fn, towers, fetch, feed=None, first=None):
         tf.train.get_or_create_global_step()
         if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, variables='first')
-        inputs = tf.constant(floats(6, 3)), tf.constant(floats(6, 1))
-        spec = model_fn(features=inputs[0], labels=inputs[1], mode=TRAIN)
+        spec = model_fn(tf.constant(floats(6, 3)), tf.constant(floats(6, 1)), TRAIN)
         with session(towers) as run:
             run.run(tf.variables_initializer(tf.get_collection('first')))
             run.run(tf.global_variables_initializer() if first is None else first)
@@ -215,8 +205,7 @@ def test_a_learning_rate_that_is_fed():
     def model_fn(features, labels, mode):
         rate = tf.constant(0.1, name='rate')
         loss = tf.losses.mean_squared_error(labels, tf.matmul(features, weights('w', 3, 1)))
-        train_op = tf.train.MomentumOptimizer(rate, 0.9).minimize(loss, step())
-        return spec_of(mode, loss, train_op)
+        return spec_of(mode, loss, tf.train.MomentumOptimizer(rate, 0.9).minimize(loss, step()))
 
     values = assert_as_one(model_fn, lambda spec: spec.loss, feed={'rate:0': 0.0})
     np.testing.assert_array_equal(values['w'], floats(3, 1))
@@ -234,8 +223,7 @@ def test_variables_whose_first_values_follow_from_the_batch():
         loss = error(labels, tf.nn.tanh(pre * scale + offset))
         tf.group(scale.initializer, offset.initializer, step().initializer, name='late')
         optimizer = tf.train.GradientDescentOptimizer(0.1)
-        train_op = optimizer.minimize(loss, step(), var_list=[v, scale, offset])
-        return spec_of(mode, loss, train_op)
+        return spec_of(mode, loss, optimizer.minimize(loss, step(), [v, scale, offset]))
 
     assert_as_one(model_fn, lambda spec: spec.loss, first='late')
 

@@ -12,12 +12,8 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.devices import resolve
-from models import batches, predict, regression, spec_of, step
+from models import adam, batches, predict, regression, spec_of
 from towers import TRAIN
-
-
-def adam(loss):
-    return tf.train.AdamOptimizer(0.05).minimize(loss, step())
 
 
 def built(model_fn, rows=4):
@@ -47,8 +43,6 @@ PLACES = {
     'first': {'table': 0, 'kernel': 0, 'bias': 0},
     'spread': {'table': 0, 'kernel': 1, 'bias': 2},
 }
-
-
 # What lies between a gradient's sum and its use.
 KEPT = 'Identity', 'Mul', 'Reshape', 'SplitV', 'Unique', 'UnsortedSegmentSum'
 

@@ -1,7 +1,5 @@
 """The samples, run as a newcomer runs them."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re
@@ -14,7 +12,7 @@ import tensorflow.compat.v1 as tf
 SAMPLES = pathlib.Path(__file__).resolve().parent.parent / 'samples'
 
 
-def run_python(*arguments: str, gpus: str = '-1', errors: int = subprocess.PIPE) -> list[str]:
+def run_python(*arguments, gpus='-1', errors=subprocess.PIPE):
     """Returns the lines that Python prints, when run in samples/."""
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -29,7 +27,7 @@ def run_python(*arguments: str, gpus: str = '-1', errors: int = subprocess.PIPE)
     return done.stdout.splitlines()
 
 
-def flag_errors(name: str, *wrong: str) -> list[str]:
+def flag_errors(name, *wrong):
     """Returns what a sample says of each of some wrong flags."""
     code = (
         f'import sys, {name} as sample\n'
@@ -42,17 +40,14 @@ def flag_errors(name: str, *wrong: str) -> list[str]:
     return run_python('-c', code, *wrong)[-len(wrong) :]
 
 
-def numbers(pattern: str, line: str) -> list[float]:
+def numbers(pattern, line):
     """Returns the numbers in the places of # in a pattern that is the whole line."""
     found = re.fullmatch(re.escape(pattern).replace('\\#', r'([\d.,]+)'), line)
     assert found, line
     return [float(number.replace(',', '')) for number in found.groups()]
 
 
-def is_png(path: pathlib.Path) -> bool:
-    return path.read_bytes().startswith(b'\x89PNG')
-
-
+PNG = b'\x89PNG'
 DIGITS = 'accuracy # on 360 held-out digits (devices=#, # steps)'
 
 
@@ -63,7 +58,7 @@ def test_digits_trains_on_two_devices_and_continues_on_one(tmp_path):
     accuracy, *other = numbers(DIGITS, line)
     assert accuracy > 0.97 and other == [2, 400]
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / 'model.ckpt-400')
-    assert is_png(tmp_path / 'confusion.png')
+    assert (tmp_path / 'confusion.png').read_bytes().startswith(PNG)
 
     flags = '--devices=1', '--train_steps=50', model_dir
     lines = run_python('digits.py', *flags, errors=subprocess.STDOUT)
@@ -102,7 +97,7 @@ def test_trains_on_two_devices(command, tmp_path):
     found = numbers(pattern, lines[-1])
     assert all(low <= one <= high for one, (low, high) in zip(found, ranges)), lines[-1]
     if 'gan' in command:
-        assert is_png(tmp_path / 'drawn.png')
+        assert (tmp_path / 'drawn.png').read_bytes().startswith(PNG)
     if 'char_rnn' in command:
         pattern = r"--- 'def' goes on:\ndef(.{50})\n--- 'for' goes on:\nfor(.{50})\n---"
         written = re.fullmatch(pattern, '\n'.join(lines[1:-1]), re.DOTALL)

@@ -50,15 +50,6 @@ def train_by_sgd(loss):
         return tf.train.GradientDescentOptimizer(0.01).minimize(loss, step())
 
 
-def batch_norm(features):
-    return tf.layers.dense(tf.layers.batch_normalization(features, training=True), 1)
-
-
-def fused_batch_norm(features):
-    x = tf.layers.batch_normalization(features[:, None, None], training=True)
-    return tf.layers.dense(x[:, 0, 0], 1)
-
-
 def test_what_is_drawn_is_exact():
     """Both runs' graphs have a seed."""
 
@@ -70,7 +61,15 @@ def test_what_is_drawn_is_exact():
 
 def test_an_option_of_the_users_own_is_used():
     """It's of two statistics that it is: unfused ones are those of the whole batch."""
-    for forward, exact in (batch_norm, True), (fused_batch_norm, False):
+
+    def unfused(features):
+        return tf.layers.dense(tf.layers.batch_normalization(features, training=True), 1)
+
+    def fused(features):
+        x = tf.layers.batch_normalization(features[:, None, None], training=True)
+        return tf.layers.dense(x[:, 0, 0], 1)
+
+    for forward, exact in (unfused, True), (fused, False):
         fn = estimator_mgpu.replicate(of_all_modes(forward), devices=3, batch_norm='device')
         result = estimator_mgpu.verify(fn, input_fn, devices=2)
         assert result.exact == exact == (('train', 'loss') not in failed(result))

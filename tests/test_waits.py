@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import private
-from models import floats, of_all_modes, spec_of, step
+from models import floats, of_all_modes, sgd, spec_of
 from towers import TRAIN, compare, session
 
 pytestmark = pytest.mark.core
@@ -17,10 +17,6 @@ BATCHES = [(floats(7, 3), floats(7, 1))] * 3
 def before(op):
     """The names of an op and all that it waits for."""
     return {other.name for other in private.backward([op])}
-
-
-def minimize(loss, rate=0.1):
-    return tf.train.GradientDescentOptimizer(rate).minimize(loss, step())
 
 
 def variable(name, *shape, **options):
@@ -68,7 +64,7 @@ def test_a_variable_is_read_before_it_is_written():
     def model_fn(features, labels, mode):
         w = variable('w', 3, 1)
         loss = tf.reduce_mean(tf.matmul(features, w))
-        train_op = minimize(loss)
+        train_op = sgd(loss)
         with tf.control_dependencies([train_op]):
             after = tf.reduce_sum(features) * tf.reduce_sum(w.read_value(), name='after')
         return spec_of(mode, loss, train_op, after)
@@ -113,7 +109,7 @@ def test_however_a_variable_is_read_it_is_written_later(read):
         with tf.control_dependencies([late]):
             rows = read(table, features)
         loss = tf.reduce_mean(rows * tf.matmul(features, variable('w', 3, 2)))
-        return spec_of(mode, loss, minimize(loss, 1.0))
+        return spec_of(mode, loss, sgd(loss, 1.0))
 
     compare(model_fn, BATCHES, 3)
 
@@ -127,7 +123,7 @@ def test_what_reads_a_variable_but_is_not_of_the_step_does_not_run():
         tf.gather(table, tf.numpy_function(never, [ids_of(features)], tf.int32))
         product = tf.matmul(features, variable('w', 3, 2))
         loss = tf.reduce_mean(tf.gather(table, ids_of(features)) * product)
-        return spec_of(mode, loss, minimize(loss, 1.0))
+        return spec_of(mode, loss, sgd(loss, 1.0))
 
     compare(model_fn, BATCHES, 3)
 
@@ -141,7 +137,7 @@ def test_effects_that_a_tuple_waits_for():
         count = tf.identity(seen.assign_add(tf.cast(tf.shape(features)[0], tf.float32)))
         called = tf.numpy_function(lambda x: calls.append(1) or x, [loss], tf.float32)
         loss, _, _ = tf.tuple([loss, count, called])
-        return spec_of(mode, loss, minimize(loss))
+        return spec_of(mode, loss, sgd(loss))
 
     compare(model_fn, BATCHES, 3)
     assert len(calls) == 2 * 3  # on one device and on three
@@ -152,7 +148,7 @@ def test_a_group_that_an_entry_waits_for_does_its_work():
 
     def model_fn(features, labels, mode):
         loss = tf.reduce_mean(tf.square(tf.layers.dense(features, 1) - labels))
-        train_op = tf.group(minimize(loss), loss)
+        train_op = tf.group(sgd(loss), loss)
         with tf.control_dependencies([train_op]):
             tf.identity(loss, 'after')
         return spec_of(mode, loss, train_op)

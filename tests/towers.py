@@ -9,8 +9,6 @@ name. Options are `static`, whether the graph knows the batch size; `preprocess`
 features and labels of what is fed, as an input_fn does; `replicate`, and what that takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import socket
@@ -157,14 +155,14 @@ def evaluate(model_fn, batches, towers, *, mode=MODES.EVAL, values=None, **optio
         return Evaluation(metrics, *map(list, zip(*steps)))
 
 
-def assert_close(ours, one, rtol, name=''):
-    """Asserts equal nests of arrays: within `rtol` of the largest entry of each."""
+def assert_close(ours, one, rtol, name='', floor=0.0):
+    """Asserts equal nests of arrays: within `rtol` of the largest entry of each, or of a floor."""
     tf.nest.assert_same_structure(ours, one)
     for found, expected in zip(tf.nest.flatten(ours), tf.nest.flatten(one)):
         found, expected = np.asarray(found), np.asarray(expected)
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype), name
         if expected.dtype.kind == 'f':
-            scale = np.abs(expected).max() if expected.size else 0.0
+            scale = max(np.abs(expected).max(), floor) if expected.size else 0.0
             # What is float32 among float64, as tf.metrics is, has its own tolerance.
             own = max(rtol, 1e-5) if expected.dtype == np.float32 else rtol
             np.testing.assert_allclose(found, expected, own, own * scale, err_msg=name)
