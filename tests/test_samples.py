@@ -52,19 +52,17 @@ DIGITS = 'accuracy # on 360 held-out digits (devices=#, # steps)'
 
 
 @pytest.mark.core
-def test_digits_trains_on_two_devices_and_continues_on_one(tmp_path):
-    model_dir = f'--model_dir={tmp_path}'
-    line = run_python('digits.py', '--devices=2', '--train_steps=400', model_dir)[-1]
-    accuracy, *other = numbers(DIGITS, line)
-    assert accuracy > 0.97 and other == [2, 400]
-    assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / 'model.ckpt-400')
-    assert (tmp_path / 'confusion.png').read_bytes().startswith(PNG)
-
-    flags = '--devices=1', '--train_steps=50', model_dir
-    lines = run_python('digits.py', *flags, errors=subprocess.STDOUT)
-    assert 'Devices: /device:CPU:0' in lines and len(lines) <= 30
-    accuracy, *other = numbers(DIGITS, lines[-1])
-    assert accuracy > 0.97 and other == [1, 450]
+def test_digits_draws_the_same_on_two_devices_as_on_one(tmp_path):
+    pictures = []
+    for devices in (2, 1):
+        model_dir = tmp_path / str(devices)
+        flags = f'--devices={devices}', '--train_steps=100', f'--model_dir={model_dir}'
+        lines = run_python('digits.py', *flags, errors=subprocess.STDOUT)
+        assert ('Devices: /device:CPU:0' in lines) == (devices == 1) and len(lines) <= 30
+        accuracy, *other = numbers(DIGITS, lines[-1])
+        assert accuracy > 0.9 and other == [devices, 100]
+        pictures.append((model_dir / 'confusion.png').read_bytes())
+    assert pictures[0].startswith(PNG) and pictures[0] == pictures[1]
 
 
 # What a sample's last line says, and from what to what the numbers in it may be.
