@@ -126,6 +126,7 @@ _simple(
     long=lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1])), [-1, WIDTH]) * 0.1,
     logsumexp=lambda x: x - tf.reduce_logsumexp(x, 0),
     wide=lambda x: tf.matmul(tf.transpose(tf.matmul(x, x, transpose_b=True)), x) * 0.1,
+    above_diagonal=lambda x: x + tf.linalg.diag(x, k=1)[:, 0, 1:],
     diagonal=lambda x: x * tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True))[:, None] * 0.1,
     eye=lambda x: tf.matmul(tf.eye(tf.shape(x)[0], dtype=tf.float64) * 2.0, x),
     ones=lambda x: x - tf.ones([tf.shape(x)[0], 1], tf.float64),

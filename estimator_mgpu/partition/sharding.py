@@ -89,14 +89,22 @@ class Sharding:
             return own
         return [own if i == at else self.number(e, tower) for i, e in enumerate(need.entries)]
 
-    def cut(self, whole: str, dtype: tf.DType, rank: int, axis: int, part: Extent, to: str) -> str:
-        """A part of a tensor along an axis, taken on a device."""
-        begin, size = ([n if i == axis else d for i in range(rank)] for n, d in zip(part, (0, -1)))
-        return self.nodes.add('Slice', [whole, begin, size], to, T=dtype, Index=tf.int32)
+    def cut(self, whole: str, dtype: tf.DType, axis: int, part: Extent, to: str) -> str:
+        """A part of a tensor along an axis, taken on a device, which keeps what is static."""
+        start, size = part
+        ends = [[*[0] * axis, n] for n in (start, self._plus(start, size))]
+        before = (1 << axis) - 1  # a bit for each dimension that is taken whole, as later ones are
+        attrs = dict(T=dtype, Index=tf.int32, begin_mask=before, end_mask=before)
+        return self.nodes.add('StridedSlice', [whole, *ends, [1] * (axis + 1)], to, **attrs)
+
+    def _plus(self, a: Number, b: Number) -> Number:
+        if isinstance(a, int) and isinstance(b, int):
+            return a + b
+        return b if a == 0 else self.nodes.add('AddV2', [a, b], self.nodes.host, T=tf.int32)
 
     def join(self, parts: Sequence[tf.Tensor], tower: int) -> str:
         """A tower's rows of what machines have parts of, in order, each cut where it is."""
-        dtype, rank = parts[0].dtype, parts[0].shape.rank
+        dtype = parts[0].dtype
         if not self._pieces:
             named = self.nodes.graph.get_tensor_by_name
             with self.nodes.at_once(self.nodes.host):
@@ -107,7 +115,7 @@ class Sharding:
                 columns = (map(_names, tf.unstack(n)) for n in (first, end - first))
                 self._pieces = [[*zip(*of_tower)] for of_tower in zip(*columns)]
         pieces = [
-            self.cut(part.name, dtype, rank, 0, piece, part.device)
+            self.cut(part.name, dtype, 0, piece, part.device)
             for part, piece in zip(parts, self._pieces[tower])
         ]
         return self.nodes.concat(pieces, 0, dtype, self.devices[tower])
@@ -120,7 +128,7 @@ class Sharding:
         if self.active is None:
             return joined
         # Towers without rows are the last.
-        return self.cut(joined, dtype, len(dims), axis, (0, self.number(dims[axis])), to)
+        return self.cut(joined, dtype, axis, (0, self.number(dims[axis])), to)
 
     def reduce(self, parts: Sequence[str], dtype: tf.DType, how: str, to: str) -> str:
         """What towers' partial results come to, on a device; `how` is a `Partial.reduce`."""

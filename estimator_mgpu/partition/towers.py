@@ -129,10 +129,9 @@ class Towers:
         return f'{self._copy(tensor.op.name, tower)}:{tensor.value_index}'
 
     def _slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
-        sharding, dims = self._sharding_of(need.rows), self.plan.sizes.dims(tensor) or []
-        extent, dtype = sharding.extent(need.factor, tower), tensor.dtype.base_dtype
-        whole, home = self._whole(tensor), self._home(tensor)
-        return sharding.cut(whole, dtype, len(dims), need.axis, extent, home)
+        sharding, dtype = self._sharding_of(need.rows), tensor.dtype.base_dtype
+        extent, home = sharding.extent(need.factor, tower), self._home(tensor)
+        return sharding.cut(self._whole(tensor), dtype, need.axis, extent, home)
 
     def _home(self, tensor: tf.Tensor) -> str:
         """Where a tensor's whole value is made, be it by the user's op or of what towers have."""
