@@ -126,6 +126,7 @@ _simple(
     long=lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1])), [-1, WIDTH]) * 0.1,
     logsumexp=lambda x: x - tf.reduce_logsumexp(x, 0),
     wide=lambda x: tf.matmul(tf.transpose(tf.matmul(x, x, transpose_b=True)), x) * 0.1,
+    rows_in_halves=lambda x: tf.reshape(tf.reshape(x, [2 * tf.shape(x)[0], 2]) ** 3, [-1, WIDTH]),
     above_diagonal=lambda x: x + tf.linalg.diag(x, k=1)[:, 0, 1:],
     diagonal=lambda x: x * tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True))[:, None] * 0.1,
     eye=lambda x: tf.matmul(tf.eye(tf.shape(x)[0], dtype=tf.float64) * 2.0, x),
@@ -374,9 +375,6 @@ def _fused(x, c, training):
 
 OPS.update(
     batch_norm=lambda x, c: 0.7 * tf.layers.batch_normalization(x, training=True, name=c.name()),
-    batch_norm_by_placeholder=lambda x, c: tf.layers.batch_normalization(
-        x, training=tf.placeholder_with_default(True, []), momentum=0.8, name=c.name()
-    ),
     fused_batch_norm=lambda x, c: _fused(x, c, True),
     fused_inference=lambda x, c: _fused(x, c, False),
 )
@@ -562,6 +560,11 @@ def nested_loops(x, c):
     inner = lambda h: _loop(2, lambda i, h: tf.tanh(tf.matmul(h, w)), h)  # noqa: E731
     x = _loop(2, lambda i, h: inner(h) + x, x)
     return tf.cond(_odd(), lambda: inner(x), lambda: inner(2.0 * x))
+
+
+def shape_in_a_loop(x, c):
+    shape = tf.shape(x)
+    return _loop(2, lambda i, h: tf.reshape(tf.tanh(tf.reshape(h, [-1])), shape), x)
 
 
 def size_in_a_loop(x, c):

@@ -33,11 +33,12 @@ def perceptron(features, labels, mode):
     return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
 
 
-def ops_of_a_step(model_fn, towers, rows=ROWS, placeholder=None, **options):
+def ops_of_a_step(model_fn, towers, rows=ROWS, sparse=False, **options):
     """Returns the ops that a step runs, constants aside."""
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
-        features = placeholder() if placeholder else tf.placeholder(tf.float32, [rows, 3])
+        made = tf.sparse.placeholder(tf.int32, [None, None])
+        features = made if sparse else tf.placeholder(tf.float32, [rows, 3])
         batch = features, tf.placeholder(tf.float32, [rows, 1])
         if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
@@ -130,10 +131,6 @@ def test_no_images_are_gathered_for_their_size(rows):
     assert len([op for op in ops if op.type == 'ShapeN']) == 0
 
 
-def _sparse():
-    return tf.sparse.placeholder(tf.int32, [None, None])
-
-
 @pytest.mark.parametrize('sparse', [False, True], ids=['dense', 'sparse'])
 @pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])
 def test_what_follows_from_ops_without_a_rule_is_divided_again(rows, sparse):
@@ -148,7 +145,7 @@ def test_what_follows_from_ops_without_a_rule_is_divided_again(rows, sparse):
         loss = tf.reduce_mean(tf.square(net - labels))
         return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
 
-    ops = ops_of_a_step(embedded, 4, rows, _sparse if sparse else None)
+    ops = ops_of_a_step(embedded, 4, rows, sparse)
     products = [tower_of(op) for op in ops if op.type == 'MatMul']
     assert sorted(products) == sorted([*range(4)] * 6)
 

@@ -58,6 +58,7 @@ def _told(size):
             lambda s: tf.dynamic_stitch([[0], [1]], [[s[:2]], [s[1:]]]),
             ['?', '?', '?', '?'],
         ),
+        'zeros': (lambda s: tf.raw_ops.ZerosLike(x=s[1:]), [0, 0]),
         'filled': (lambda s: tf.fill([2], s[0]), ['B', 'B']),
         'range': (lambda s: tf.range(tf.size(s)), [0, 1, 2]),
         'inverse': (lambda s: tf.math.invert_permutation([2, 0, 1]), [1, 2, 0]),
