@@ -57,7 +57,7 @@ def box_of(op):
     """Returns (column, device's number) of an op; None for what isn't drawn."""
     if op.type == 'IteratorGetNext':
         return 0, 0
-    if op.type == 'Slice' and op.inputs[0].op.type == 'IteratorGetNext':
+    if op.type == 'StridedSlice' and op.inputs[0].op.type == 'IteratorGetNext':
         return 1, 0
     if op.type == 'ResourceApplyAdam':
         return 4, index_of(op.inputs[0].op)  # It runs where the variable is.
