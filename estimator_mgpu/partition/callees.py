@@ -6,7 +6,7 @@ TensorFlow takes loops apart, and then places all nodes without a device on the 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -15,7 +15,9 @@ from estimator_mgpu import private
 from .nodes import const_def, set_attr
 from .plan import Local, Numbers, OpPlan, Slice, Value
 from .rules import kinds
-from .sharding import Sharding
+
+if TYPE_CHECKING:
+    from .sharding import Sharding
 
 # Attributes that say where the user's op is, and what it makes.
 _OF_THE_WHOLE = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}

@@ -11,7 +11,7 @@ from estimator_mgpu.batch import Batch
 from .calls import inline
 from .homes import settle
 from .propagation import propagate
-from .rules import OF_DEVICE, RULES
+from .rules import OF_DEVICE, PRODUCTS, RULES
 from .rules.batch_norm import expand
 from .symbols import Rows
 from .towers import Towers
@@ -45,6 +45,6 @@ def divide(
     given = tf.nest.flatten([sources, sparse], expand_composites=True)
     ops, rows = dependents(given, before), Rows('batch', static)
     read_first([graph.get_tensor_by_name(name).op for name in untied], before)
-    plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, unused)
+    plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, PRODUCTS, unused)
     homes = settle(graph, plan)
     return Towers(graph, plan, total, devices, homes, replaced, optimizer.gradients_by_call(graph))

@@ -10,7 +10,6 @@ import tensorflow.compat.v1 as tf
 
 from . import plan
 from .plan import OWN, REPLICATE, WHOLE, Division, Entries, Label, Need, Numbers, Placement, Shard
-from .rules import PRODUCTS
 from .rules.signature import Operand, Signature
 from .symbols import ONE, Rows, Size, per_row
 
@@ -54,7 +53,7 @@ class Matching:
                 found = [(i, size, batch) for i, size in sizes if batch in size.symbols]
             elif not sharded and labelled and dims and tensor.name in self.outer.again:
                 rows = dims[0].rows or batch
-                if rows is batch or self.op.type in PRODUCTS:  # These are worth it.
+                if rows is batch or self.op.type in self.outer.products:  # These are worth it.
                     found = [(labelled[0], dims[0], rows)]
             for label, size, rows in found:
                 factor = per_row(size, rows)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
-from .symbols import Rows, Size
-
 if TYPE_CHECKING:
     from .rules.sizes import Sizes
+    from .symbols import Rows, Size
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -25,19 +25,20 @@ def propagate(
     order: Sequence[tf.Operation],
     rows: Rows,
     table: dict[str, Rule],
+    products: Container[str],
     unused: Set[str],
 ) -> plan.Plan:
     """Finds out what may run in towers.
 
     Sources have the rows along dimension 0, and so do sparse tensors, which stay whole. `order` are
-    the ops that depend on them, but for the `unused` ones; rules are by types of ops. A rule that
-    fails, rather than says no, is a RuntimeError.
+    the ops that depend on them, but for the `unused` ones; rules are by types of ops, `products`
+    those that begin with other rows. A rule that fails, rather than says no, is a RuntimeError.
     """
     reduced: set[str] = set()
     once: set[str] = set()
     while True:
         known = len(reduced), len(once)
-        found = Pass(rows, table, Sizes(), reduced, once)
+        found = Pass(rows, table, Sizes(), products, reduced, once)
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
@@ -63,6 +64,7 @@ class Pass:
     rows: Rows
     table: dict[str, Rule]
     sizes: Sizes
+    products: Container[str] = ()
     reduced: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -13,7 +13,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label, Numbers
 from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
 from .signature import Operand, Rule, Signature, known, letters, rank
-from .sizes import Sizes
+
+if TYPE_CHECKING:
+    from .sizes import Sizes
 
 
 def axes(op: tf.Operation, named: int | str, sizes: Sizes, count: int) -> list[int]:
