@@ -1,6 +1,5 @@
 """Checkpoints are those of one device: any number of towers goes on where any other stopped."""
 
-import collections
 import shutil
 
 import numpy as np
@@ -87,14 +86,14 @@ def test_train_and_evaluate_as_on_one_device(tmp_path):
 
 
 def event_tags(model_dir):
-    """How often each scalar is told, by directory."""
-    return collections.Counter(
-        (path.parent.relative_to(model_dir), value.tag)
-        for path in model_dir.rglob('events.out.tfevents*')
-        for event in tf.train.summary_iterator(str(path))
-        for value in event.summary.value
-        if not value.tag.startswith('global_step/sec')
-    )
+    """The scalars that are told, by directory; none twice in a summary."""
+    found = set()
+    for path in model_dir.rglob('events.out.tfevents*'):
+        for event in tf.train.summary_iterator(str(path)):
+            tags = [v.tag for v in event.summary.value if not v.tag.startswith('global_step/sec')]
+            assert len({*tags}) == len(tags)
+            found |= {(path.parent.relative_to(model_dir), tag) for tag in tags}
+    return found
 
 
 def both(tmp_path, steps, *args, **options):
