@@ -465,17 +465,6 @@ def moving_mean(x, c):
         return x - m.read_value()
 
 
-def spectral_norm(x, c):
-    """Divides a matrix by its largest singular value, of which a vector is kept."""
-    w, u = c.variable(WIDTH, WIDTH), tf.get_variable(c.name(), initializer=np.ones([1, WIDTH]))
-    v = tf.nn.l2_normalize(tf.matmul(u, w, transpose_b=True))
-    new = tf.stop_gradient(tf.nn.l2_normalize(tf.matmul(v, w)))
-    with tf.control_dependencies([tf.assign(u, new)]):
-        w = tf.identity(w)
-    sigma = tf.matmul(tf.matmul(tf.stop_gradient(v), w), new, transpose_b=True)
-    return tf.tanh(tf.matmul(x, w / sigma[0, 0]))
-
-
 def read_then_written(x, c):
     """A loop has to read before the variable is written, in each tower."""
     w, shift = c.variable(WIDTH, WIDTH), c.counter()

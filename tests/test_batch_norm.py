@@ -5,6 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu import check_rule
 from models import floats, sgd, spec_of, step
 from towers import compare, train
 
@@ -122,3 +123,13 @@ def test_an_unknown_kind():
         ValueError, match="batch_norm='tower' is not known. Legal are batch, device"
     ):
         estimator_mgpu.replicate(model_of(fused), batch_norm='tower')
+
+
+def test_the_fused_op_moves_averages():
+    def fused(x):
+        given = dict(x=tf.reshape(x, [-1, 1, 2, 2]), scale=[1.0, 2.0], offset=[0.0, 1.0])
+        moving = dict(mean=[0.5, 1.5], variance=[2.0, 0.25], exponential_avg_factor=0.1)
+        made = tf.raw_ops.FusedBatchNormV3(**given, **moving, is_training=True)
+        return made.y, made.batch_mean, made.batch_variance
+
+    check_rule(fused, floats(7, 4))
