@@ -62,8 +62,7 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
 
     def follow(name: str, users: Sequence[tf.Operation]) -> None:
         """Puts what has no home yet where the first of its users is that has one."""
-        with_home = [user for user in users if user.name in found]
-        if name not in found and with_home:
+        if name not in found and (with_home := [user for user in users if user.name in found]):
             found[name] = found[min(with_home, key=private.number).name]
 
     def follow_wholes() -> None:
