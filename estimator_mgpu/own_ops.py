@@ -61,7 +61,7 @@ def check_rule(function: Callable[..., Any], *rows: Any, towers: int = 3) -> set
       towers: how many shards there are, at least 2, and fewer than rows.
 
     Returns:
-      The types of the ops that ran in towers. Others ran once: by their rule, or for lack of one.
+      The types of which all ops ran in towers. Others ran once: by their rule, or for lack of one.
 
     Raises:
       AssertionError: if numbers differ by more than rounding, or in shape or dtype. TensorFlow's
@@ -101,7 +101,8 @@ def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], se
             seen = batch.look_at(tensors, None)
             divided = divide(graph, seen, seen.total(), [f'/device:CPU:{i}' for i in range(towers)])
             assert divided is not None  # Rows are dynamic.
-            types = {*_types(graph, divided.plan.ops)}
+            once = map(graph.get_operation_by_name, divided.plan.once)
+            types = {*_types(graph, divided.plan.ops)} - {op.type for op in once}
             made = [divided.whole(t) for t in made]
         config = tf.ConfigProto(device_count={'CPU': towers})
         # Of fused batch normalization it loses outputs that are fetched.

@@ -2,6 +2,7 @@
 
     python samples/benchmark.py --models=mlp,deep --towers=2,8 --rounds=3
     python samples/benchmark.py --devices=GPU --towers=2,4
+    python samples/benchmark.py --devices=GPU:0 --setups=replicate --towers=2
     python samples/benchmark.py --setups=replicate,optimized --models=deep
     python samples/benchmark.py --setups=replicate,other --other=../estimator_mgpu-0.1
 
@@ -61,7 +62,9 @@ flags.DEFINE_list('towers', ['2', '4', '8'], 'How many towers.')
 flags.DEFINE_list(
     'setups', [REPLICATE, MIRRORED], f'What is compared with one device, of {", ".join(SETUPS)}.'
 )
-flags.DEFINE_enum('devices', 'CPU', ['CPU', 'GPU'], 'Logical CPU devices, or GPUs.')
+flags.DEFINE_enum(
+    'devices', 'CPU', ['CPU', 'GPU', 'GPU:0'], 'Logical CPU devices, GPUs, or one for all towers.'
+)
 flags.DEFINE_string('variables', None, "replicate()'s choice of where variables live.")
 flags.DEFINE_enum('batch_norm', 'batch', ['batch', 'device'], "replicate()'s choice of statistics.")
 flags.DEFINE_string('other', None, 'The directory of another estimator_mgpu/, for set-up other.')
@@ -106,7 +109,7 @@ def _check_other(given):
 
 
 def tower_devices(kind, towers):
-    return [f'/device:{kind}:{i}' for i in range(towers)]
+    return [f'/device:{kind}' if ':' in kind else f'/device:{kind}:{i}' for i in range(towers)]
 
 
 def chosen_variables(variables):

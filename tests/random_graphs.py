@@ -77,7 +77,7 @@ _simple(
     top_k_columns=lambda x: tf.nn.top_k(x, WIDTH).values,
     transposed=lambda x: tf.transpose(tf.tanh(tf.transpose(x))),
     flattened=lambda x: tf.reshape(tf.tanh(tf.reshape(x, [-1])), tf.shape(x)),
-    expanded=lambda x: tf.squeeze(tf.expand_dims(x, 1), [1]),
+    expanded=lambda x: tf.reshape(tf.squeeze(tf.expand_dims(x, 1)), [-1, WIDTH]),
     split_columns=lambda x: tf.concat(tf.split(x, 2, 1)[::-1], 1),
     stacked=lambda x: tf.reduce_mean(tf.stack([x, tf.sin(x)], 0), 0),
     unstacked=lambda x: tf.stack(tf.unstack(x, axis=1)[::-1], 1),
@@ -108,7 +108,7 @@ _simple(
     sort_rows=lambda x: tf.sort(x, 0),
     ranked=lambda x: tf.gather(x, tf.argsort(x[:, 0])),
     first_row=lambda x: x - 0.5 * x[:1],
-    last_row=lambda x: x * tf.sigmoid(x[-1]),
+    last_row=lambda x: x * tf.sigmoid(x[-1:][0]),
     hardest=lambda x: x + 0.1 * tf.reduce_mean(tf.nn.top_k(x[:, 0], 1).values),
     quantile=lambda x: x - tf.sort(tf.reshape(x, [-1]))[tf.size(x) // 2],
     by_size=lambda x: x * (1 + 1 / tf.cast(tf.shape(x)[0], tf.float64)),
@@ -487,9 +487,13 @@ def _odd():
 
 
 def recurrent(x, c):
+    """Each round reads the weights of the next."""
     w, u = c.variable(1, WIDTH), c.variable(WIDTH, WIDTH, scale=0.3)
-    step = lambda i, h: tf.tanh(tf.matmul(x[:, i, None], w) + tf.matmul(h, u))  # noqa: E731
-    return _loop(WIDTH, step, tf.zeros_like(x))
+
+    def step(i, h, v):
+        return i + 1, tf.tanh(tf.matmul(x[:, i, None], w) + tf.matmul(h, v)), u.read_value()
+
+    return tf.while_loop(lambda i, *_: i < WIDTH, step, (0, tf.zeros_like(x), u))[1]
 
 
 def recurrent_arrays(x, c):
@@ -554,6 +558,12 @@ def nested_loops(x, c):
 def shape_in_a_loop(x, c):
     shape = tf.shape(x)
     return _loop(2, lambda i, h: tf.reshape(tf.tanh(tf.reshape(h, [-1])), shape), x)
+
+
+def sizes_in_a_loop(x, c):
+    """Two that go by rows."""
+    shape = tf.shape(tf.matmul(x, x, transpose_b=True))
+    return _loop(2, lambda i, h: h + tf.ones([shape[1], 1], tf.float64), x)
 
 
 def size_in_a_loop(x, c):
@@ -640,6 +650,15 @@ def function_of_autograph(x, c):
         return total
 
     return call(x, 3)
+
+
+def function_of_sizes(x, c):
+    """How many entries a row has that it returns is up to a variable."""
+    pieces = tf.get_variable(c.name(), initializer=2, trainable=False)
+    cut = tf.reshape(x, tf.stack([tf.shape(x)[0], tf.identity(pieces), 2]))
+    apart = {'_noinline': True}
+    flat = tf.function(lambda v: tf.reshape(v, [-1, 2]), experimental_attributes=apart)(cut)
+    return x + tf.reshape(tf.roll(flat, 1, 0), [-1, WIDTH])
 
 
 def functions_with_effects(x, c):

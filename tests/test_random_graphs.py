@@ -23,9 +23,9 @@ BY_VERSION = """
 LOOPS = """
     clipped_by_row_in_a_loop cond cond_by_rows_in_a_loop_in_a_cond cond_in_a_loop cond_of_several
     cond_on_placeholders dynamic_rnn embedded_in_a_loop function_in_a_loop function_of_autograph
-    hessian large_zeros loop_with_effects loop_with_rows_summed map_fn nested_loops pairs_first
+    function_of_sizes hessian large_zeros loop_with_effects loop_with_rows_summed map_fn nested_loops pairs_first
     read_then_written recurrent recurrent_arrays recurrent_lengths scan shape_in_a_loop
-    size_in_a_loop switch_case while_any while_counted while_loop written_rows
+    size_in_a_loop sizes_in_a_loop switch_case while_any while_counted while_loop written_rows
 """
 # What runs once, by its type, and in which models of one op.
 WHOLE = {
@@ -79,6 +79,9 @@ UNKNOWN = {
     'Cast': 'size_in_a_loop',
     'MatMul': 'cond_of_several',
     'OptionalFromValue': 'cond_in_a_loop',
+    'PartitionedCall': 'function_of_sizes',
+    'Shape': 'sizes_in_a_loop',
+    'Squeeze': 'expanded',
     'Sum': 'embedded_in_a_loop ragged_dense repeated_dense unique_dense variables',
     'TensorScatterAdd': 'scattered_column',
     'UnsortedSegmentSum': 'clipped_by_row taped',
@@ -87,6 +90,7 @@ UNKNOWN = {
 KNOWN = {
     'AddN': 'cond_of_several',
     'AddV2': 'size_in_a_loop',
+    'Roll': 'function_of_sizes',
     'SelectV2': 'cond_by_rows_in_a_loop_in_a_cond',
     'StridedSlice': 'quantile',
     'Sum': 'python_rows written_rows',

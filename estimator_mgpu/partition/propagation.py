@@ -216,8 +216,6 @@ class Inside(Pass):
     def visit(self, op: tf.Operation) -> None:
         if op in self.wanted:
             self._make(op, self.wanted[op])
-        if op in self.wanted or op.type == kinds.GROUP:
-            return
         calls = op.type in kinds.CALLERS
         if op.op_def.is_stateful and op.type not in kinds.READS and not calls:
             raise Undivided(f'in it, a {op.type} has effects, or draws numbers')
@@ -249,7 +247,7 @@ class Inside(Pass):
 
     def _make(self, op: tf.Operation, need: plan.Slice) -> None:
         """Lets each tower make its rows of a constant or a fill."""
-        dims = [Size(d) for d in op.outputs[0].shape.as_list()]
+        dims = list(self.sizes.dims(op.outputs[0]) or [])
         if (own := per_row(dims[need.axis], self.rows)) is None:
             raise Undivided(f'the size of {op.name} is unknown')
         needs: tuple[Need, ...] = (plan.Slice(need.axis, self.rows, own),)

@@ -120,15 +120,13 @@ class Sharding:
         ]
         return self.nodes.concat(pieces, 0, dtype, self.devices[tower])
 
-    def gather(
-        self, parts: Sequence[str], dtype: tf.DType, dims: list[Size], axis: int, to: str
-    ) -> str:
-        """All rows, in the batch's order, on a device: of towers' parts, and the whole's `dims`."""
+    def gather(self, parts: Sequence[str], dtype: tf.DType, axis: int, size: Size, to: str) -> str:
+        """All rows, in the batch's order, on a device: of towers' parts, that have a `size`."""
         joined = self.nodes.concat(parts, axis, dtype, to)
         if self.active is None:
             return joined
         # Towers without rows are the last.
-        return self.cut(joined, dtype, axis, (0, self.number(dims[axis])), to)
+        return self.cut(joined, dtype, axis, (0, self.number(size)), to)
 
     def reduce(self, parts: Sequence[str], dtype: tf.DType, how: str, to: str) -> str:
         """What towers' partial results come to, on a device; `how` is a `Partial.reduce`."""

@@ -163,8 +163,9 @@ class Towers:
         parts = [self._own(tensor, i) for i in range(len(self.devices))]
         if isinstance(placement, Partial):
             return {name: sharding.reduce(parts, dtype, placement.reduce, home)}
-        dims = self.plan.sizes.dims(tensor) or []
-        return {name: sharding.gather(parts, dtype, dims, placement.axis, home)}
+        axis = placement.axis
+        size = (self.plan.sizes.dims(tensor) or [])[axis]
+        return {name: sharding.gather(parts, dtype, axis, size, home)}
 
     def _received(self, tensor: tf.Tensor, device: str) -> str:
         """A tensor's value on a device to which its pack is sent."""

@@ -89,23 +89,13 @@ def read_first(untied: Sequence[tf.Operation], before: Set[str]) -> None:
     """
     step = private.backward(untied)
     for op in dependents([entry.inputs[0] for entry in untied], before):
-        for handle in (t for t in op.inputs if t.dtype == tf.resource):
-            if op.op_def.is_stateful and not _looks(op, handle):
-                for user in (user for user in handle.consumers() if user in step):
-                    uses = {c.type for t in user.outputs for c in t.consumers()} - set(kinds.KEEPS)
-                    if uses and _looks(user, handle) and op not in private.backward([user]):
-                        private.add_control_inputs(op, [user])
-
-
-def _looks(op: tf.Operation, handle: tf.Tensor) -> bool:
-    """Whether an op leaves a variable as it is, be it in functions that it calls."""
-    graphs = [] if op.type in kinds.READS else private.function_graphs(op)
-    if not graphs:
-        return op.type in kinds.READS
-    first = len(op.inputs) - len(graphs[0].inputs)
-    places = [i - first for i, tensor in enumerate(op.inputs) if tensor is handle]
-    inner = [graph.inputs[i] for graph in graphs for i in places]
-    return all(_looks(user, tensor) for tensor in inner for user in tensor.consumers())
+        writes = op.op_def.is_stateful and op.type not in kinds.READS
+        for handle in (t for t in op.inputs if writes and t.dtype == tf.resource):
+            # What calls functions counts as an effect, for which all entries of a tuple wait.
+            for user in (u for u in handle.consumers() if u in step and u.type in kinds.READS):
+                uses = {c.type for t in user.outputs for c in t.consumers()} - set(kinds.KEEPS)
+                if uses and op not in private.backward([user]):
+                    private.add_control_inputs(op, [user])
 
 
 def dependents(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:

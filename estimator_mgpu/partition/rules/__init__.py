@@ -6,6 +6,7 @@ An op whose type isn't here runs once, on the whole batch, which is exact.
 from __future__ import annotations
 
 from . import dimensions as dims
+from . import kinds
 from .signature import Rule, by, table
 
 _ENTRIES = """
@@ -27,8 +28,7 @@ _ENTRIES = """
 """
 _ALONE, _EACH, _GRADIENT = 'n... -> n...', 'n... * -> n...', 'n... n... n... -> n...'
 _FILTER = 'n... * n... -> * (sum)'
-_NORM = 'FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3'
-_NORM_GRAD = 'FusedBatchNormGrad FusedBatchNormGradV2 FusedBatchNormGradV3'
+_NORM, _NORM_GRAD = ' '.join(kinds.NORMS), ' '.join(kinds.NORMS.values())
 _GIVEN, _GIVEN_GRAD = {False: 'n... *+ -> n... *+'}, {False: 'n... n... *+ -> n... *+ (sum)'}
 
 _PRODUCTS: dict[str, Rule] = {

@@ -19,9 +19,7 @@ from collections.abc import Sequence, Set
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
-
-_FORWARD = ('FusedBatchNorm', 'FusedBatchNormV2', 'FusedBatchNormV3')
-_BACKWARD = tuple(f'{t[:14]}Grad{t[14:]}' for t in _FORWARD)
+from . import kinds
 
 
 def expand(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
@@ -31,10 +29,10 @@ def expand(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """
     replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
-        trains = op.type in _FORWARD and op.name not in before and op.get_attr('is_training')
+        trains = op.type in kinds.NORMS and op.name not in before and op.get_attr('is_training')
         if not trains or op.inputs[0].shape.rank is None or private.in_control_flow(op):
             continue
-        users = [u for u in op.outputs[3].consumers() if u.type in _BACKWARD]
+        users = [u for u in op.outputs[3].consumers() if u.type in kinds.NORMS.values()]
         with tf.control_dependencies(None), tf.device(op.device):
             with tf.name_scope(None), tf.name_scope(f'{op.name}/sums'):
                 by_sums = _by_sums(op, users)

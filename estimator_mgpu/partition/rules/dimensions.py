@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label, Numbers
 from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
-from .signature import Operand, Rule, Signature, known, letters, rank
+from .signature import Rule, Signature, known, letters, rank
 
 if TYPE_CHECKING:
     from .sizes import Sizes
@@ -47,12 +46,8 @@ def reduction(op: tf.Operation, sizes: Sizes) -> Signature | None:
         return None  # A mean of integers is rounded.
     kept = own if op.get_attr('keep_dims') else [i for i in own if i not in gone]
     made = tuple(None if i in gone else i for i in kept)
-    return Signature([tuple(own), _known(op.inputs[1], gone)], [made], reduce=op.type.lower())
-
-
-def _known(tensor: tf.Tensor, numbers: Sequence[int]) -> Operand:
-    """Known numbers where the graph computes them: with one row they would come out otherwise."""
-    return WHOLE if tensor.op.type == 'Const' else Numbers(tuple(numbers))
+    # The numbers: where the graph computes these, with one row they would come out otherwise.
+    return Signature([tuple(own), Numbers(tuple(gone))], [made], reduce=op.type.lower())
 
 
 def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
@@ -73,7 +68,7 @@ def transpose(op: tf.Operation, sizes: Sizes) -> Signature:
     """Dimensions change places."""
     own, order = range(rank(op.inputs[0], sizes)), known(sizes.numbers(op.inputs[1]))
     made = tuple(own[i] for i in order)
-    return Signature([tuple(own), _known(op.inputs[1], order)], [made])
+    return Signature([tuple(own), Numbers(tuple(order))], [made])
 
 
 def reverse_sequence(op: tf.Operation, sizes: Sizes) -> str:

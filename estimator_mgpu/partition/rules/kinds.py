@@ -5,13 +5,14 @@ ALIKE = {'ZerosLike': 0, 'OnesLike': 1}  # make a tensor like another, of entrie
 _SAME = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
 VIEWS = (*_SAME, 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose')
 """What can be taken of towers' partial results, be they reduced before or after."""
-SUMS = ('Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub', 'StridedSliceGrad')  # of partial sums only
+_SUMS = ('Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub')
 LINEAR = {  # which inputs are partial results, of which it makes one like these; others are whole
     **dict.fromkeys(VIEWS, slice(1)),
-    **dict.fromkeys(SUMS, slice(None)),
+    **dict.fromkeys(_SUMS, slice(None)),
     'ConcatV2': slice(-1),
     'StridedSliceGrad': slice(-1, None),  # only the last, which comes out between zeros
 }
+SUMS = (*_SUMS, 'StridedSliceGrad')  # of partial sums only
 SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])  # look only at a tensor's dimensions
 BROADCAST_AXES = 'BroadcastGradientArgs'  # tells which dimensions gradients are summed over
 EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')  # without elements
@@ -20,6 +21,7 @@ CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 LOOPS = ('While', 'StatelessWhile')
 BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
 CALLERS = (*LOOPS, *BRANCHES, *CALLS)  # call functions
+NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}  # with gradients
 NEXT = ('NextIteration', 'RefNextIteration')  # a v1 loop's way back
 READS = (READ, 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
 """What looks at a variable and leaves it as it is, though it counts as having state."""

@@ -20,7 +20,7 @@ from . import kinds
 
 _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'TruncatedNormal')
 _STATELESS = ('StatelessRandomNormalV2', 'StatelessRandomUniformV2', 'StatelessTruncatedNormalV2')
-_SHAPES = {'ScatterNd': 2, 'SparseToDense': 1, **dict.fromkeys(_RANDOM + _STATELESS, 0)}
+_SHAPES = {'ScatterNd': 2, 'SparseToDense': 1, **dict.fromkeys(('Fill', *_RANDOM, *_STATELESS), 0)}
 """By type of op, which input says the shape of what it makes."""
 _SMALL = 64  # entries of a tensor that may be sizes
 
