@@ -24,7 +24,7 @@ def main() -> int:
     """Prints the report, and returns the exit status: 1 if the training step is wrong, else 0."""
     os.environ['TF_FORCE_GPU_ALLOW_GROWTH'] = 'true'  # The step needs little of a GPU's memory.
     gpus = map(tf.config.experimental.get_device_details, tf.config.list_physical_devices('GPU'))
-    found = importlib.metadata.distributions()
+    found = reversed([*importlib.metadata.distributions()])  # What is imported is the first.
     installed = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in found}
     report = {
         'estimator_mgpu': estimator_mgpu.__version__,

@@ -104,7 +104,7 @@ def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], se
             once = map(graph.get_operation_by_name, divided.plan.once)
             types = {*_types(graph, divided.plan.ops)} - {op.type for op in once}
             made = [divided.whole(t) for t in made]
-        config = tf.ConfigProto(device_count={'CPU': towers})
+        config = tf.ConfigProto(device_count={'CPU': towers, 'GPU': 0})  # which round otherwise
         # Of fused batch normalization it loses outputs that are fetched.
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         with tf.Session(config=config) as session:

@@ -75,6 +75,15 @@ def test_messages_of_a_step(towers):
     assert 10 * others < sent <= len(ends) <= sent + 1 + 2 * others
 
 
+def test_a_variable_alone_is_in_no_pack():
+    def model_fn(features, labels, mode):
+        loss = error(labels, tf.matmul(features, weights('w', 3, 4)))
+        return spec_of(mode, loss, sgd(loss))
+
+    run = train(model_fn, batches(steps=1), 2)
+    assert all('tower_' in op.name for op in of_graph(run, 'Reshape'))
+
+
 @pytest.mark.parametrize('counted', [True, False])
 def test_each_call_has_its_own_packs(counted):
     """Who runs one optimizer alone gets no gradient, and no random number, of another's."""

@@ -23,9 +23,10 @@ BY_VERSION = """
 LOOPS = """
     clipped_by_row_in_a_loop cond cond_by_rows_in_a_loop_in_a_cond cond_in_a_loop cond_of_several
     cond_on_placeholders dynamic_rnn embedded_in_a_loop function_in_a_loop function_of_autograph
-    function_of_sizes hessian large_zeros loop_with_effects loop_with_rows_summed map_fn nested_loops pairs_first
-    read_then_written recurrent recurrent_arrays recurrent_lengths scan shape_in_a_loop
-    size_in_a_loop sizes_in_a_loop switch_case while_any while_counted while_loop written_rows
+    function_of_sizes hessian large_zeros loop_with_effects loop_with_rows_summed map_fn
+    nested_loops pairs_first read_then_written recurrent recurrent_arrays recurrent_lengths scan
+    shape_in_a_loop size_in_a_loop sizes_in_a_loop switch_case while_any while_counted while_loop
+    written_rows
 """
 # What runs once, by its type, and in which models of one op.
 WHOLE = {
