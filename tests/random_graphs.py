@@ -653,11 +653,10 @@ def function_of_autograph(x, c):
 
 
 def function_of_sizes(x, c):
-    """How many entries a row has that it returns is up to a variable."""
+    """A row has as many entries in what it returns as a variable says."""
     pieces = tf.get_variable(c.name(), initializer=2, trainable=False)
     cut = tf.reshape(x, tf.stack([tf.shape(x)[0], tf.identity(pieces), 2]))
-    apart = {'_noinline': True}
-    flat = tf.function(lambda v: tf.reshape(v, [-1, 2]), experimental_attributes=apart)(cut)
+    flat = tf.function(tf.reshape, experimental_attributes={'_noinline': True})(cut, [-1, 2])
     return x + tf.reshape(tf.roll(flat, 1, 0), [-1, WIDTH])
 
 

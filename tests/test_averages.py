@@ -29,12 +29,8 @@ def test_evaluates_averages(tmp_path):
         return tf.data.Dataset.from_tensor_slices((x, y))
 
     def run(name, towers):
-        estimator = estimator_mgpu.Estimator(
-            averages_for_evaluation,
-            str(tmp_path / name),
-            tf.estimator.RunConfig(tf_random_seed=1),
-            devices=towers,
-        )
+        made = averages_for_evaluation, tmp_path / name, tf.estimator.RunConfig(tf_random_seed=1)
+        estimator = estimator_mgpu.Estimator(*made, devices=towers)
         estimator.train(input_fn)
         predicted = [p['output'] for p in estimator.predict(input_fn)]
         return estimator.evaluate(input_fn)['loss'], predicted

@@ -118,13 +118,6 @@ def test_statistics_of_each_device(norm):
     assert np.isfinite(ours.losses).all() and ours.losses[-1] < 0.7 * ours.losses[0]
 
 
-def test_an_unknown_kind():
-    with pytest.raises(
-        ValueError, match="batch_norm='tower' is not known. Legal are batch, device"
-    ):
-        estimator_mgpu.replicate(model_of(fused), batch_norm='tower')
-
-
 def test_the_fused_op_moves_averages():
     def fused(x):
         given = dict(x=tf.reshape(x, [-1, 1, 2, 2]), scale=[1.0, 2.0], offset=[0.0, 1.0])

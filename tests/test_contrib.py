@@ -86,8 +86,3 @@ def test_params_that_a_model_fn_has_no_use_for(tmp_path):
     model_fn = on_cpus(with_loss(total), 2)
     estimator = tf.estimator.Estimator(model_fn, str(tmp_path), config, params={'rate': 0.05})
     estimator.train(input_fn, steps=1)
-
-
-def test_bad_arguments():
-    with pytest.raises(TypeError, match='not a function'):
-        replicate_model_fn(None)

@@ -86,8 +86,20 @@ def test_fewer_gpus_than_asked_for(gpus):
             devices.resolve(given)
 
 
+LEGAL = {
+    'variables': 'cpu, first, spread',
+    'batch_norm': 'batch, device',
+    'input': 'chief, machine',
+}
+
+
 @pytest.mark.parametrize('make', [estimator_mgpu.replicate, estimator_mgpu.Estimator])
 def test_options_that_there_are_not(make):
+    for name, legal in LEGAL.items():
+        with pytest.raises(ValueError, match=f"{name}='all' is not known. Legal are {legal}."):
+            make(regression(adam), **{name: 'all'})
+    with pytest.raises(ValueError, match="broadcast goes with input='chief'"):
+        make(regression(adam), input='machine', broadcast=['x'])
     for name in ('loss_reduction', 'loss_weight'):
         with pytest.raises(TypeError, match=f'takes no {name}: .*whole batch.*Leave it out'):
             make(regression(adam), devices=2, **{name: 'mean'})

@@ -202,10 +202,3 @@ WRONG = {
 def test_what_cannot_be_joined(message):
     with tf.Graph().as_default(), pytest.raises((TypeError, ValueError), match=message):
         read_by_machine(WRONG[message])()
-
-
-def test_options():
-    with pytest.raises(ValueError, match="input='all' is not known. Legal are chief, machine."):
-        estimator_mgpu.replicate(model_fn, input='all')
-    with pytest.raises(ValueError, match="broadcast goes with input='chief'"):
-        estimator_mgpu.replicate(model_fn, input='machine', broadcast=['x'])

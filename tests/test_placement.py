@@ -134,8 +134,3 @@ def test_what_runs_is_on_its_device():
             products[tower[1]] += node.op.endswith('MatMul')  # or fused with what follows
     # The forward pass and the gradient of each tower, two layers.
     assert products == dict.fromkeys('012', 5)
-
-
-def test_an_unknown_place():
-    with pytest.raises(ValueError, match="variables='gpu' is not known. Legal are cpu"):
-        estimator_mgpu.replicate(by_hand, variables='gpu')
