@@ -28,7 +28,7 @@ def pytest_configure(config):
         if not gpus:
             raise pytest.UsageError('--gpus: TensorFlow finds no GPU.')
         if len(gpus) == 1:
-            parts = [tf.config.LogicalDeviceConfiguration(memory_limit=2048)] * count
+            parts = [tf.config.LogicalDeviceConfiguration(memory_limit=1024)] * count
             tf.config.set_logical_device_configuration(gpus[0], parts)
         # It would round what is multiplied, by other amounts on other numbers of devices.
         tf.config.experimental.enable_tensor_float_32_execution(False)

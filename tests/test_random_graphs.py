@@ -90,7 +90,6 @@ UNKNOWN = {
 }
 KNOWN = {
     'AddN': 'cond_of_several',
-    'AddV2': 'size_in_a_loop',
     'Roll': 'function_of_sizes',
     'SelectV2': 'cond_by_rows_in_a_loop_in_a_cond',
     'StridedSlice': 'quantile',

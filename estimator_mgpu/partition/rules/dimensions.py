@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label, Numbers
-from estimator_mgpu.partition.symbols import ONE, Size, product
+from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
 from .signature import Rule, Signature, known, letters, rank
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature:
     own: list[Label] = [None] * len(before)
     new: list[Label] = [None] * len(after)
     for (i, a), (j, b) in itertools.product(*map(enumerate, map(_begins, (before, after)))):
-        alike = a.rows or b.rows or a.same_as(b) or None not in (a.static, b.static)
-        if alike and ONE not in (a, b) and product(before[:i]).same_as(product(after[:j])):
+        begin = ONE not in (a, b) and _go_together(a, b)
+        if begin and product(before[:i]).same_as(product(after[:j])):
             own[i] = new[j] = i
     return Signature([tuple(own), Entries(tuple(new))], [tuple(new)], dims=[after])
 
@@ -115,6 +115,13 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature:
 def _begins(dims: list[Size]) -> list[Size]:
     """Dimensions, but 1 for those without rows if others have any: then no rows begin there."""
     return [d if d.rows else ONE for d in dims] if any(d.rows for d in dims) else dims
+
+
+def _go_together(a: Size, b: Size) -> bool:
+    """Whether dimensions are one, or multiples of the same rows; numbers are compared with rows."""
+    if rows := a.rows or b.rows:
+        return per_row(a, rows) is not None and per_row(b, rows) is not None
+    return a.same_as(b) or None not in (a.static, b.static)
 
 
 def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
