@@ -25,6 +25,7 @@ def run_of(setup, towers, number, **measured):
 
 def test_figures_are_ratios_of_one_round(benchmark):
     """By hand: 3/2, 8/4 and 3/3, whose median isn't the ratio of the medians 3 and 3."""
+    assert benchmark.tower_devices('GPU:0', 2) == ['/device:GPU:0'] * 2
     results = []
     for number, (one, ours) in enumerate([(2, 3), (4, 8), (3, 3)]):
         results.append(run_of(benchmark.ONE, 1, number, step=one, build=1))
