@@ -13,7 +13,8 @@ from estimator_mgpu import private
 from models import spec_of, step
 
 # Where BERT looks for it.
-sys.modules['tensorflow.contrib'] = types.SimpleNamespace(layers=slim.layers)
+sys.modules['tensorflow.contrib'] = contrib = types.ModuleType('tensorflow.contrib')
+contrib.layers = slim.layers
 from bert import modeling, optimization  # noqa: E402
 
 
