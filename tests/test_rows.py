@@ -36,6 +36,7 @@ def test_trains_on_nests(kind, static):
         table = tf.get_variable('table', [5, 2])
         if kind == 'sparse':
             rows = tf.nn.embedding_lookup_sparse(table, features['ids'], None, combiner='sum')
+            rows *= tf.reduce_sum(tf.ones(tf.shape(tf.sparse.to_dense(features['ids']))), 1, True)
         else:
             rows = tf.reduce_sum(tf.gather(table, features['ids']), 1)
         output = tf.reduce_sum(rows, 1, keepdims=True) * features['scale']
