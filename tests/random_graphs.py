@@ -148,6 +148,7 @@ _simple(
     map_fn=lambda x: tf.map_fn(lambda r: r * tf.reduce_sum(r) * 0.2, x),
     scan=lambda x: tf.scan(lambda a, r: 0.5 * a + tf.tanh(r), x),
     while_loop=lambda x: _loop(3, lambda i, a: 0.5 * a + tf.sin(a), x),
+    while_whole=lambda x: (lambda w: _loop(2, lambda i, a: 0.5 * a + w, x))(tf.cumsum(x, 0)),
     while_rows=lambda x: tf.while_loop(
         lambda i, a: tf.logical_and(tf.reduce_max(tf.abs(a)) > 0.7, i < 9),
         lambda i, a: (i + 1, a * 0.7),
@@ -491,7 +492,7 @@ def recurrent(x, c):
     w, u = c.variable(1, WIDTH), c.variable(WIDTH, WIDTH, scale=0.3)
 
     def step(i, h, v):
-        return i + 1, tf.tanh(tf.matmul(x[:, i, None], w) + tf.matmul(h, v)), u.read_value()
+        return i + 1, tf.tanh(tf.matmul(x[:, i, None], w) + tf.matmul(h, v)), u
 
     return tf.while_loop(lambda i, *_: i < WIDTH, step, (0, tf.zeros_like(x), u))[1]
 
@@ -561,7 +562,6 @@ def shape_in_a_loop(x, c):
 
 
 def sizes_in_a_loop(x, c):
-    """Two that go by rows."""
     shape = tf.shape(tf.matmul(x, x, transpose_b=True))
     return _loop(2, lambda i, h: h + tf.ones([shape[1], 1], tf.float64), x)
 

@@ -26,7 +26,7 @@ LOOPS = """
     function_of_sizes hessian large_zeros loop_with_effects loop_with_rows_summed map_fn
     nested_loops pairs_first read_then_written recurrent recurrent_arrays recurrent_lengths scan
     shape_in_a_loop size_in_a_loop sizes_in_a_loop switch_case while_any while_counted while_loop
-    written_rows
+    while_whole written_rows
 """
 # What runs once, by its type, and in which models of one op.
 WHOLE = {
@@ -35,7 +35,7 @@ WHOLE = {
     'AssignAddVariableOp': 'loop_with_effects',
     'CTCBeamSearchDecoder': 'decoded',
     'ConcatV2': 'masked_centered',
-    'Cumsum': 'cumsum_rows long ragged_dense',
+    'Cumsum': 'cumsum_rows long ragged_dense while_whole',
     'DenseBincount': 'class_weights',
     'EagerPyFunc': 'python_dense python_repeated python_row python_rows',
     'Einsum': 'diagonals',
@@ -75,7 +75,7 @@ WHOLE = {
 # What else does where the graph doesn't know how many rows there are, or where it does.
 UNKNOWN = {
     'AddN': 'pairs_first',
-    'AddV2': 'by_index pairs_first',
+    'AddV2': 'by_index pairs_first while_whole',
     'BroadcastTo': 'repeated_dense',
     'Cast': 'size_in_a_loop',
     'MatMul': 'cond_of_several',

@@ -82,7 +82,7 @@ def _copy(
         adapt(sharding, node, planned, tower)
     for node in definition.node_def:
         node.input[:] = [renamed.get(name, name) for name in node.input]
-    for output, name in definition.ret.items():
+    for output, name in dict(definition.ret).items():  # An older protobuf stops at a change.
         definition.ret[output] = renamed.get(name, name)
     made.append(definition)
     return signature.name
