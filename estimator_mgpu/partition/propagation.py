@@ -216,6 +216,7 @@ class Inside(Pass):
     def visit(self, op: tf.Operation) -> None:
         if op in self.wanted:
             self._make(op, self.wanted[op])
+            return
         calls = op.type in kinds.CALLERS
         if op.op_def.is_stateful and op.type not in kinds.READS and not calls:
             raise Undivided(f'in it, a {op.type} has effects, or draws numbers')

@@ -88,9 +88,8 @@ def read_first(untied: Sequence[tf.Operation], before: Set[str]) -> None:
     was `untied` waited for them. What reads after it has been written still does.
     """
     step = private.backward(untied)
-    for op in dependents([entry.inputs[0] for entry in untied], before):
-        writes = op.op_def.is_stateful and op.type not in kinds.READS
-        for handle in (t for t in op.inputs if writes and t.dtype == tf.resource):
+    for op in filter(has_effect, dependents([entry.inputs[0] for entry in untied], before)):
+        for handle in (t for t in op.inputs if t.dtype == tf.resource):
             # What calls functions counts as an effect, for which all entries of a tuple wait.
             for user in (u for u in handle.consumers() if u in step and u.type in kinds.READS):
                 uses = {c.type for t in user.outputs for c in t.consumers()} - set(kinds.KEEPS)

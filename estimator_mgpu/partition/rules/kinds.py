@@ -5,14 +5,12 @@ ALIKE = {'ZerosLike': 0, 'OnesLike': 1}  # make a tensor like another, of entrie
 _SAME = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
 VIEWS = (*_SAME, 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose')
 """What can be taken of towers' partial results, be they reduced before or after."""
-_SUMS = ('Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub')
-LINEAR = {  # which inputs are partial results, of which it makes one like these; others are whole
-    **dict.fromkeys(VIEWS, slice(1)),
-    **dict.fromkeys(_SUMS, slice(None)),
-    'ConcatV2': slice(-1),
+SUMS = {  # of partial sums only; which inputs these are, as in LINEAR
+    **dict.fromkeys(['Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub'], slice(None)),
     'StridedSliceGrad': slice(-1, None),  # only the last, which comes out between zeros
 }
-SUMS = (*_SUMS, 'StridedSliceGrad')  # of partial sums only
+LINEAR = {**SUMS, **dict.fromkeys(VIEWS, slice(1)), 'ConcatV2': slice(-1)}
+"""Which inputs are partial results, of which it makes one like these; others are whole."""
 SIZES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])  # look only at a tensor's dimensions
 BROADCAST_AXES = 'BroadcastGradientArgs'  # tells which dimensions gradients are summed over
 EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')  # without elements
