@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.partition.rules import RULES, kinds
+from estimator_mgpu.partition.rules.signature import FAMILIES
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have rows
 _PARTS = '_estimator_mgpu_parts'  # An attribute of the graph.
@@ -21,6 +23,23 @@ class Batch(NamedTuple):
     sources: list[tf.Tensor]  # Those that are dense, each once.
     static: int | None  # How many rows there are, if the graph knows.
     leaves: dict[Path, Any]  # All that has rows, sparse and ragged tensors too.
+    unknown: dict[Path, Any]  # Tensors of unknown rank: they stay whole, as they may have no rows.
+
+    @property
+    def unknown_titles(self) -> list[str]:
+        """What messages call the leaves of unknown rank."""
+        return [_title(path) for path in self.unknown]
+
+    def again(self) -> Batch:
+        """Looks once more at the same leaves, after a model_fn, which may have said their shapes.
+
+        It may have done so of what it makes of a leaf entry by entry, which has the leaf's shape.
+        """
+        for leaf in self.unknown.values():
+            said = _said(leaf) if isinstance(leaf, tf.Tensor) else None
+            if said is not None:
+                leaf.set_shape([None, *said[1:]] if said else [])
+        return _batch_of({**self.leaves, **self.unknown})
 
     def total(self) -> tf.Tensor:
         """How many rows there are, an int32 scalar; fails in a step in which they differ."""
@@ -49,22 +68,36 @@ def parts_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
     return getattr(tensor.graph, _PARTS, {}).get(tensor.name, [tensor])
 
 
+def leaves_of(features: Any, labels: Any, broadcast: Sequence[str]) -> dict[Path, Any]:
+    """Returns the leaves of a batch, but for the features that `broadcast` names."""
+    leaves = dict(private.leaves({'features': features, 'labels': labels}))
+    whole = _broadcast_paths(leaves, broadcast)
+    return {path: leaf for path, leaf in leaves.items() if path not in whole}
+
+
 def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
     """Finds what has rows in a batch, and adds no op to the graph.
 
     Rows are along dimension 0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor
     the features that `broadcast` names: by their key, or by keys joined by `/`, all or the first.
     """
-    leaves = dict(private.leaves({'features': features, 'labels': labels}))
-    whole = _broadcast_paths(leaves, broadcast)
-    found = {p: leaf for p, leaf in leaves.items() if p not in whole and _has_rows(p, leaf)}
-    if not found and not any(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
+    leaves = leaves_of(features, labels, broadcast)
+    found = {path: leaf for path, leaf in leaves.items() if _may_have_rows(path, leaf)}
+    arrays = any(isinstance(leaf, np.ndarray) for leaf in leaves.values())
+    if not (found or arrays or broadcast):
         shapes = {p: getattr(leaf, 'shape', type(leaf).__name__) for p, leaf in leaves.items()}
         given = ', '.join(f'{_title(path)} ({shape})' for path, shape in shapes.items())
         raise ValueError(
             'There is nothing to divide over the towers: no feature and no label has rows along '
             f'dimension 0. Given: {given}. Let the input_fn give batches, say by dataset.batch().'
         )
+    return _batch_of(found)
+
+
+def _batch_of(leaves: dict[Path, Any]) -> Batch:
+    """A batch of what may have rows, by what the graph knows of it now."""
+    unknown = {path: leaf for path, leaf in leaves.items() if _rank(leaf) is None}
+    found = {path: leaf for path, leaf in leaves.items() if _rank(leaf)}
     known = {path: rows for path, leaf in found.items() if (rows := static_rows(leaf)) is not None}
     if len(set(known.values())) > 1:
         sizes = ', '.join(f'{_title(path)} has {rows}' for path, rows in known.items())
@@ -75,15 +108,14 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
     static = {static_rows(t) for t in sources.values()}
-    return Batch(list(sources.values()), static.pop() if len(static) == 1 else None, found)
+    rows = static.pop() if len(static) == 1 else None
+    return Batch(list(sources.values()), rows, found, unknown)
 
 
-def examples_of(features: Any, labels: Any, broadcast: Sequence[str]) -> int | tf.Tensor | None:
+def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:
     """Returns how many rows a batch has that isn't divided: its labels, if it has any."""
-    leaves = dict(private.leaves({'features': features, 'labels': labels}))
-    whole = _broadcast_paths(leaves, broadcast)
-    for path, leaf in sorted(leaves.items(), key=lambda item: item[0][0], reverse=True):
-        if path not in whole and isinstance(leaf, TENSORS) and leaf.shape.rank:
+    for _, leaf in sorted(leaves.items(), key=lambda item: item[0][0], reverse=True):
+        if isinstance(leaf, TENSORS) and _rank(leaf):
             if (static := static_rows(leaf)) is not None:
                 return static
             with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device('/device:CPU:0'):
@@ -104,19 +136,42 @@ def rows_of(leaf: Any) -> tf.Tensor:
 
 def static_rows(leaf: Any) -> int | None:
     """Returns how many rows it has in every step, if the graph knows."""
-    return leaf.shape.as_list()[0]
+    return None if leaf.shape.rank is None else leaf.shape.as_list()[0]
 
 
-def _has_rows(path: Path, leaf: Any) -> bool:
-    """Whether a leaf has rows, if it can be told."""
+def _rank(leaf: Any) -> int | None:
+    """Returns how many dimensions it has, if the graph knows; a ragged tensor has 2 at least."""
+    least = leaf.ragged_rank + 1 if isinstance(leaf, tf.RaggedTensor) else None
+    return least if leaf.shape.rank is None else leaf.shape.rank
+
+
+def _said(tensor: tf.Tensor) -> list[int | None] | None:
+    """Returns the shape that the graph tells of what is made of a tensor entry by entry.
+
+    `tf.ensure_shape` tells it, or `set_shape` of what `tf.cast` returns. What reshapes a tensor
+    doesn't: its dimension 0 may be another one.
+    """
+    stack, seen = [tensor], {tensor.name}
+    while stack:
+        own = stack.pop()
+        for user in own.consumers():
+            entries = user.type == kinds.ENSURE or RULES.get(user.type) == FAMILIES['elementwise']
+            alone = all(t is own or t.shape.rank == 0 for t in user.inputs)
+            if not entries or not alone or private.in_control_flow(user):
+                continue
+            [made] = user.outputs
+            if made.shape.rank is not None:
+                return made.shape.as_list()
+            if made.name not in seen:
+                seen.add(made.name)
+                stack.append(made)
+    return None
+
+
+def _may_have_rows(path: Path, leaf: Any) -> bool:
+    """Whether a leaf has rows, or nobody knows."""
     if isinstance(leaf, TENSORS):
-        if leaf.shape.rank is None:
-            raise ValueError(
-                f'{_title(path)} has an unknown rank, so it cannot be told whether it has rows. '
-                'Give it a shape in the input_fn, say tensor.set_shape([None, 3]), or name it in '
-                'replicate(broadcast=[...]) if it goes whole to every tower.'
-            )
-        return leaf.shape.rank > 0
+        return _rank(leaf) != 0
     plain = (type(None), str, bytes, int, float, tf.DType)
     if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
         return False  # NumPy arrays and scalars a model_fn makes constants.

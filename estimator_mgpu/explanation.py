@@ -24,6 +24,7 @@ _NOWHERE = '(no device)'  # TensorFlow will choose one.
 _WORTH_IT = 0.05  # of all output: the log is silent on what has less
 _PACKAGES = (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(__file__))
 _REPLICATE = os.path.join(_PACKAGES[-1], 'replicate.py')  # calls the model_fn
+_REMEDY = 'give it a shape in the input_fn or the model_fn, say by tensor.set_shape([None, 3])'
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
@@ -67,6 +68,7 @@ class Explanation(NamedTuple):
     divided: int  # how many ops run in towers
     once: list[Once]  # the costliest first
     scopes: dict[str, dict[str, int]]  # bytes that ops put out: 'shard', 'partial' and 'once'
+    unknown: list[str]  # features and labels of unknown rank: what is made of them runs once
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON knows it."""
@@ -101,6 +103,7 @@ class Explanation(NamedTuple):
             'variables': [f'{where}: {_size(n)}' for where, n in self.variables.items()],
             'gradients': [f'{g.variable}: {n}, summed on {g.device}' for g, n in sent],
             'between devices, each step': moved,
+            f'of unknown rank, so it runs once: {_REMEDY}': self.unknown,
             'ops': [f'{self.divided} run in towers', f'{len(self.once)} run once, on all rows'],
             'run once: share of all output, name, bytes gathered, line, why': [
                 f'{op.share:.1%} {op.name}, {_size(op.gathered)}, {op.line or "no line"}, {op.why}'
@@ -139,7 +142,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         step_ops = [op for op in (spec.train_op, spec.loss) if op is not None]
         moved = _traffic([getattr(op, 'op', op) for op in step_ops], known.devices[0])
         parts = dict(sorted(variables.items())), gradients, moved, *divided
-        return Explanation(known.devices, known.rows_per_tower, *parts)
+        return Explanation(known.devices, known.rows_per_tower, *parts, list(known.unknown))
 
 
 def messages(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, int]]:
@@ -179,9 +182,13 @@ def tell() -> None:
     step = steps.of_graph(tf.get_default_graph())
     rows: Sequence[Any] = step.rows_per_tower or ['its share'] * len(step.devices)
     to = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows))
-    text = f'The input_fn gives the global batch; its rows go to {to}.'
+    text, level = f'The input_fn gives the global batch; its rows go to {to}.', tf.logging.INFO
     if step.plan is None and len(step.devices) > 1:
-        text = 'Nothing is divided: fewer rows than devices, or none in a dense or sparse tensor.'
+        level = tf.logging.WARN  # More devices were asked for than have anything to do.
+        text = (
+            'Nothing is divided: fewer rows than devices, or none in a dense or sparse tensor of '
+            'known rank.'
+        )
     if step.plan is not None:
         text += f' {len(step.plan.ops)} ops run in towers.'
         once = _once(step.plan, lambda op: '') if step.plan.once else []
@@ -192,7 +199,10 @@ def tell() -> None:
         if shares[why] > _WORTH_IT:
             name = next(op.name for op in once if op.why == why)
             text += f' {shares[why]:.0%} of all output is of {name} and more that run once: {why}.'
-    tf.logging.info('%s', text)
+    if step.unknown:
+        names = ', '.join(step.unknown)
+        text += f' The rank of {names} is unknown, so what is made of it runs once: {_REMEDY}.'
+    tf.logging.log(level, '%s', text)
 
 
 def _once(plan: Plan, line: Callable[[tf.Operation], str]) -> list[Once]:

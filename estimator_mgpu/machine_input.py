@@ -80,13 +80,15 @@ def _iterator(dataset: Any) -> Any:
 
 def _no_rows(spec: Any) -> Any:
     """What a spec describes, without rows."""
-    if isinstance(spec, tf.RaggedTensorSpec):
+    shaped = isinstance(spec, (tf.RaggedTensorSpec, tf.SparseTensorSpec, tf.TensorSpec))
+    known = shaped and spec.shape.rank is not None
+    if known and isinstance(spec, tf.RaggedTensorSpec):
         inner = tuple(spec.shape.as_list()[spec.ragged_rank + 1 :])
         return tf.ragged.constant([], spec.dtype, spec.ragged_rank, inner)
-    if isinstance(spec, tf.SparseTensorSpec):
+    if known and isinstance(spec, tf.SparseTensorSpec):
         sizes = [0, *(size or 0 for size in spec.shape.as_list()[1:])]
         return tf.sparse.from_dense(tf.zeros(sizes, spec.dtype))
-    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank or None in spec.shape[1:]:
+    if not known or not spec.shape.rank or None in spec.shape[1:]:
         raise ValueError(
             "input='machine' needs batches of tensors whose dimensions are known but for the rows, "
             f'and the dataset gives {spec}. Use batch(), or padded_batch(padded_shapes=...), or '

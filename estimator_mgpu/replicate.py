@@ -129,14 +129,16 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         if config is not None and _is_export((features, labels), mode):
             return _build(model_fn, bound)  # A SavedModel goes anywhere: it names no device.
         if len(towers) == 1:
+            leaves = batch.leaves_of(features, labels, broadcast)  # which the model_fn may pop
             spec = _build(model_fn, bound, '' if options['devices'] is None else towers[0])
-            step = steps.Step(batch.examples_of(features, labels, broadcast), spec.loss, towers)
+            step = steps.Step(batch.examples_of(leaves), spec.loss, towers)
         else:
             found = batch.look_at(features, labels, broadcast)
             before = {op.name for op in tf.get_default_graph().get_operations()}
             ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
             built = _build(model_fn, bound)
             place(options['variables'], ps or towers, before)
+            found = found.again()  # The model_fn may have said of what shape they are.
             spec, step = _divided(built, found, towers, before, options['batch_norm'])
         if machines:
             spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))
@@ -208,7 +210,8 @@ def _divided(
     finally:
         if collects:
             gc.enable()
-    step = steps.Step(total if found.static is None else found.static, spec.loss, devices)
+    examples = total if found.static is None else found.static
+    step = steps.Step(examples, spec.loss, devices, unknown=found.unknown_titles)
     if towers is None:
         return spec, step
     names = ('loss', 'predictions', 'train_op', 'eval_metric_ops')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -16,6 +17,7 @@ class Step(NamedTuple):
     loss: tf.Tensor | None
     devices: list[str]  # One a tower; none if the model_fn isn't replicated.
     plan: Any = None  # How its graph was divided, a `Plan`; None if it wasn't.
+    unknown: Sequence[str] = ()  # Features and labels of unknown rank, which stay whole.
 
     @property
     def rows_per_tower(self) -> list[int] | None:

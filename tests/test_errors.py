@@ -28,7 +28,6 @@ BATCHES = {
     r"feature 'deep/vocabulary' has 9.*named in replicate\(broadcast": (
         lambda: {'a': tf.zeros([4, 3]), 'deep': {'vocabulary': tf.zeros([9])}},
     ),
-    "feature 'a' has an unknown rank.*set_shape": (lambda: {'a': tf.placeholder(tf.float32)},),
     "feature 'a' is of .*Dataset.*dense, sparse and ragged": (
         lambda: {'a': tf.data.Dataset.range(3)},
     ),

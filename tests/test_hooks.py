@@ -9,7 +9,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import hooks
+from estimator_mgpu import batch, hooks
 from models import adam, floats, regression
 
 pytestmark = pytest.mark.core
@@ -96,7 +96,10 @@ def test_examples_are_rows_of_labels_or_features():
     """What goes whole to every tower has other rows."""
     with tf.Graph().as_default(), tf.Session() as session:
         features = {'a': tf.zeros([7, 2]), 'b': tf.sparse.eye(5), 'scalar': tf.constant(1.0)}
-        find = estimator_mgpu.batch.examples_of
+
+        def find(features, labels, broadcast):
+            return batch.examples_of(batch.leaves_of(features, labels, broadcast))
+
         assert find(features, None, []) == 7 and find(features, None, ['a']) == 5
         assert find({'deep': {'a': tf.zeros([7]), 'b': tf.zeros([5])}}, None, ['deep/a']) == 5
         assert find(features, tf.zeros([3]), []) == 3

@@ -189,10 +189,24 @@ def mapped(function):
     return lambda input_context: dataset_of(steps([1, 2])).map(function)
 
 
+def hidden(tensor):
+    """The tensor, of whose shape nothing is known."""
+    return tf.numpy_function(lambda value: value, [tensor], tensor.dtype)
+
+
+def hidden_in_sparse(x, y):
+    return x, tf.SparseTensor([[0, 0]], [1.0], hidden(tf.constant([1, 1], tf.int64)))
+
+
 WRONG = {
     'needs an input_fn with an argument input_context=None': lambda: None,
     'returns a tf.data.Dataset, and this one gives': lambda input_context: (1, 2),
     r'gives TensorSpec\(shape=\(\), .*Use batch\(\)': mapped(lambda x, y: (x, tf.reduce_sum(y))),
+    r'gives TensorSpec\(shape=<unknown>.*Use batch\(\)': mapped(lambda x, y: (x, hidden(y))),
+    r'gives SparseTensorSpec\(TensorShape\(None\)': mapped(hidden_in_sparse),
+    r'gives RaggedTensorSpec\(TensorShape\(None\)': mapped(
+        lambda x, y: (x, tf.RaggedTensor.from_row_lengths(hidden(y), tf.constant([1, 0])))
+    ),
     r'gives NoneTensorSpec\(\)': mapped(lambda x, y: (x, None)),
     r'gives TensorSpec\(shape=\(1, None\).*padded_batch': mapped(lambda x, y: tf.transpose(y)),
 }

@@ -69,6 +69,33 @@ def test_broadcast():
     compare(model_fn, data, 3, broadcast=['same', 'deep/other'])
 
 
+@pytest.mark.parametrize('devices', [1, 3])
+def test_every_feature_goes_whole(devices, behavior):
+    """Labels alone are divided, and where there are none, nothing is."""
+
+    def model_fn(features, labels, mode):
+        x = features.pop('x')  # What it does to the dict changes nothing.
+        made = tf.tanh(x @ weights('w', 3, 1))
+        if mode == MODES.PREDICT:
+            return tf.estimator.EstimatorSpec(mode, predictions=made)
+        spec = adagrad(mode, tf.reduce_mean(tf.square(made - labels)))
+        return spec._replace(eval_metric_ops={'mean': tf.metrics.mean(labels)})
+
+    def input_fn():
+        data = tf.data.Dataset.from_tensor_slices((floats(23, 3), floats(23, 1))).batch(9)
+        return data.map(lambda x, y: ({'x': x}, y))
+
+    several = estimator_mgpu.Estimator(model_fn, devices=devices, broadcast=['x'])
+    for estimator in (one := tf.estimator.Estimator(model_fn), several):
+        estimator.train(input_fn)
+    values = [estimator.get_variable_value('w') for estimator in (one, several)]
+    np.testing.assert_allclose(*values, rtol=1e-5)
+    metrics = [estimator.evaluate(input_fn)['mean'] for estimator in (one, several)]
+    np.testing.assert_allclose(*metrics, rtol=1e-5)
+    predictions = [np.stack(list(estimator.predict(input_fn))) for estimator in (one, several)]
+    np.testing.assert_allclose(*predictions, rtol=1e-5)
+
+
 def test_no_labels_and_features_in_a_tuple():
     def model_fn(features, labels, mode):
         assert labels is None

@@ -192,6 +192,8 @@ def _broadcast_to(op, b):
 
 sample('AddV2 Mul Maximum SquaredDifference', _broadcast)
 sample('SelectV2', 'b1 n3 w3')
+sample('EnsureShape', lambda op, b: op(input=b.floats(3), shape=[None, 3]))
+sample('EnsureShape', lambda op, b: op(input=b.floats(3), shape=[None, None]))
 sample('Select', lambda op, b: op(condition=b.bools(), x=b.floats(3), y=b.floats(3)))
 sample('Select', lambda op, b: op(condition=b.bools(3), x=b.floats(3), y=b.floats(3)))
 sample('FakeQuantWithMinMaxArgs', 'n3')

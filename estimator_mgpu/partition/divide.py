@@ -30,9 +30,10 @@ def divide(
 
     `total` is how many rows there are, an int32 scalar, if the graph doesn't know; `before` names
     ops that aren't the model's (the global step, say), which stay as they are. Returns None if the
-    whole graph does, as there are fewer rows than devices, or only ragged tensors.
+    whole graph does, as there are fewer rows than devices, or only ragged tensors and such of
+    unknown rank.
     """
-    sources, static, leaves = batch
+    sources, static, leaves, unknown = batch
     sparse = [leaf for leaf in leaves.values() if isinstance(leaf, tf.SparseTensor)]
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
@@ -42,9 +43,15 @@ def divide(
     if not own:
         replaced.update(expand(graph, before))
     unused = {name.partition(':')[0] for name in replaced}
-    given = tf.nest.flatten([sources, sparse], expand_composites=True)
+    wholes = [*sparse, *unknown.values()]
+    given = tf.nest.flatten([sources, wholes], expand_composites=True)
     ops, rows = dependents(given, before), Rows('batch', static)
     read_first([graph.get_tensor_by_name(name).op for name in untied], before)
-    plan = propagate(sources, sparse, ordered(ops), rows, RULES | own, PRODUCTS, unused)
+    reasons = {
+        leaf.name: f'{title} has an unknown rank: give it a shape, say by set_shape([None, 3])'
+        for title, leaf in zip(batch.unknown_titles, unknown.values())
+        if isinstance(leaf, tf.Tensor)
+    }
+    plan = propagate(sources, wholes, ordered(ops), rows, RULES | own, PRODUCTS, unused, reasons)
     homes = settle(graph, plan)
     return Towers(graph, plan, total, devices, homes, replaced, optimizer.gradients_by_call(graph))

@@ -139,9 +139,11 @@ def const_def(value: Any, dtype: tf.DType) -> Any:
 
 
 def set_attr(attr: Any, value: Any) -> None:
-    """Sets an attribute of a NodeDef to a DType, a tensor, a number or a list of integers."""
+    """Sets an attribute of a NodeDef to a DType, shape, tensor, number or list of integers."""
     if isinstance(value, tf.DType):
         attr.type = value.as_datatype_enum
+    elif isinstance(value, tf.TensorShape):
+        attr.shape.CopyFrom(value.as_proto())
     elif isinstance(value, bytes):
         attr.tensor.ParseFromString(value)
     elif isinstance(value, np.ndarray):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -21,31 +21,34 @@ from .symbols import Entry, Rows, Size, per_row
 
 def propagate(
     sources: Sequence[tf.Tensor],
-    sparse: Sequence[tf.SparseTensor],
+    wholes: Sequence[tf.Tensor | tf.SparseTensor],
     order: Sequence[tf.Operation],
     rows: Rows,
     table: dict[str, Rule],
     products: Container[str],
     unused: Set[str],
+    unknown: Mapping[str, str],
 ) -> plan.Plan:
     """Finds out what may run in towers.
 
-    Sources have the rows along dimension 0, and so do sparse tensors, which stay whole. `order` are
-    the ops that depend on them, but for the `unused` ones; rules are by types of ops, `products`
-    those that begin with other rows. A rule that fails, rather than says no, is a RuntimeError.
+    Sources have the rows along dimension 0, and so do sparse tensors, which stay whole, as do
+    tensors of unknown rank: `unknown` says why, by name. `order` are the ops that depend on all of
+    them, but for the `unused` ones; rules are by types of ops, `products` those that begin with
+    other rows. A rule that fails, rather than says no, is a RuntimeError.
     """
     reduced: set[str] = set()
     once: set[str] = set()
     while True:
         known = len(reduced), len(once)
-        found = Pass(rows, table, Sizes(), products, reduced, once)
+        found = Pass(rows, table, Sizes(), products, reduced, once, unknown)
         for tensor in sources:
             found.placements[tensor.name] = Shard(0, rows)
             found.sizes.know(tensor, [Size(1, (rows,)), *(found.sizes.dims(tensor) or [])[1:]])
-        for leaf in sparse:
-            found.again |= {leaf.indices.name, leaf.values.name, leaf.dense_shape.name}
-            if entries := found.sizes.entries(leaf.dense_shape):
-                found.sizes.know_values(leaf.dense_shape, [Size(1, (rows,)), *entries[1:]])
+        for leaf in wholes:
+            found.again |= {t.name for t in tf.nest.flatten(leaf, expand_composites=True)}
+            shape = leaf.dense_shape if isinstance(leaf, tf.SparseTensor) else None
+            if shape is not None and (entries := found.sizes.entries(shape)):
+                found.sizes.know_values(shape, [Size(1, (rows,)), *entries[1:]])
         for op in order:
             if op.name not in unused:
                 found.visit(op)
@@ -67,6 +70,7 @@ class Pass:
     products: Container[str] = ()
     reduced: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
+    unknown: Mapping[str, str] = field(default_factory=dict)  # of which rank: what to tell of them
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
     reasons: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -173,6 +177,7 @@ class Pass:
         behind = self._behind(op)
         if op.type in kinds.SIZES or (not behind and all(p == REPLICATE for p in placements)):
             return
+        reason = next((self.unknown[t.name] for t in op.inputs if t.name in self.unknown), reason)
         own = {t for t, p in zip(op.inputs, placements) if p != REPLICATE and t.op.name in self.ops}
         self.reasons[op.name] = reason, sum(map(bytes_of, own))
         self.reduce(op, placements)

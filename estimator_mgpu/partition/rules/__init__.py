@@ -91,6 +91,7 @@ _PRODUCTS: dict[str, Rule] = {
 _OTHERS: dict[str, Rule] = {
     _ENTRIES: 'S+ -> S',
     'Select': dims.select,
+    kinds.ENSURE: dims.ensure_shape,
     'IdentityN': dims.each,
     'FakeQuantWithMinMaxVars': 'S * * -> S',
     'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',

@@ -71,6 +71,21 @@ def transpose(op: tf.Operation, sizes: Sizes) -> Signature:
     return Signature([tuple(own), Numbers(tuple(order))], [made])
 
 
+def ensure_shape(op: tf.Operation, sizes: Sizes) -> Signature | None:
+    """Along the dimensions of which it ensures nothing that isn't known: towers ensure the rest.
+
+    What has to be so of all rows is ensured once; what comes out has these rows.
+    """
+    dims, shape = known(sizes.dims(op.inputs[0])), tf.TensorShape(op.get_attr('shape'))
+    if shape.rank != len(dims):
+        return None
+    ensured = shape.as_list()
+    own = tuple(i if n in (None, dims[i].static) else None for i, n in enumerate(ensured))
+    left = [n if label is None else None for n, label in zip(ensured, own)]
+    made = [size if n is None or size.rows else Size(n) for n, size in zip(ensured, dims)]
+    return Signature([own], [own], dims=[made], attrs={'shape': tf.TensorShape(left)})
+
+
 def reverse_sequence(op: tf.Operation, sizes: Sizes) -> str:
     """Each sequence by its own length."""
     row = letters(rank(op.inputs[0], sizes), [op.get_attr('seq_dim')])

@@ -1,6 +1,7 @@
 """Types of ops that dividing a graph has to tell from others, by what they are."""
 
 CONST, FILL, GROUP, IDENTITY, READ = 'Const', 'Fill', 'NoOp', 'Identity', 'ReadVariableOp'
+ENSURE = 'EnsureShape'
 ALIKE = {'ZerosLike': 0, 'OnesLike': 1}  # make a tensor like another, of entries of this value
 _SAME = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
 VIEWS = (*_SAME, 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose')
