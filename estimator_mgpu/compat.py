@@ -60,13 +60,18 @@ def check_tf_config(text: str) -> None:
         )
 
 
-def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list[Any]]:
-    """Returns the features and labels of an input_fn, and the hooks of a session that has them."""
+def check_input_fn(input_fn: Any) -> None:
+    """Raises TypeError if it's no function: a Dataset, say."""
     if not callable(input_fn):
         raise TypeError(
             f'input_fn={input_fn!r} is of {type(input_fn).__name__}. Give a function that makes '
             'the batches: lambda: dataset.'
         )
+
+
+def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list[Any]]:
+    """Returns the features and labels of an input_fn, and the hooks of a session that has them."""
+    check_input_fn(input_fn)
     return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
 
 

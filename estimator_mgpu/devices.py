@@ -8,10 +8,11 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Union
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
-Devices = Union[None, int, str, Sequence[str]]
+Devices = Union[None, int, str, Iterable[str]]
 CHIEF = '/job:chief/task:0'  # the machine of what names none
 
 # Grappler's passes that go over the ops of all towers; on GPUs, layout and remapping are worth it.
@@ -37,7 +38,8 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
     >>> resolve(['/cpu:0', 'CPU:1'])
     ['/device:CPU:0', '/device:CPU:1']
     """
-    listed = check(devices)
+    devices = checked(devices)
+    listed = [_canonical(device) for device in devices] if isinstance(devices, list) else []
     gpus = {'': sum(len(parts) or 1 for parts in _gpus())}
     if machines:
         training = [name for name in machines if spec_of(name).job != 'ps']  # which has variables
@@ -71,17 +73,21 @@ def _gpus() -> list[list[Any]]:
     return [parts(gpu) or [] for gpu in tf.config.list_physical_devices('GPU')]
 
 
-def check(devices: Devices) -> list[str]:
-    """Checks what can be told without a look at the machine, and returns the listed devices."""
-    if isinstance(devices, bool) or not isinstance(devices, (type(None), int, str, Iterable)):
+def checked(devices: Any) -> int | list[str] | None:
+    """Checks what can be told without a look at the machine; a generator is read, once for all."""
+    if devices is None:
+        return None
+    if isinstance(devices, (int, np.integer)) and not isinstance(devices, bool):
+        if devices < 1:
+            raise ValueError(f'devices={devices} leaves nothing to run on: {_LEGAL}.')
+        return int(devices)
+    if isinstance(devices, bool) or not isinstance(devices, Iterable):
         raise TypeError(f'devices={devices!r} is of {type(devices).__name__}: {_LEGAL}.')
-    if isinstance(devices, int) and devices < 1:
-        raise ValueError(f'devices={devices} leaves nothing to run on: {_LEGAL}.')
-    if devices is None or isinstance(devices, int):
-        return []
-    listed = [_canonical(one) for one in ([devices] if isinstance(devices, str) else devices)]
+    listed = [devices] if isinstance(devices, str) else list(devices)
     if not listed:
         raise ValueError(f'devices={devices!r} is empty: {_LEGAL}.')
+    for device in listed:
+        _canonical(device)
     return listed
 
 
@@ -147,7 +153,8 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
         Estimator's own; for several towers without those of TensorFlow's graph optimizers that take
         long to start and make no step shorter.
     """
-    config, towers = copy.deepcopy(base or get_default_session_config()), resolve(devices)
+    config = copy.deepcopy(get_default_session_config() if base is None else base)
+    towers = resolve(devices)
     if not isinstance(config, tf.ConfigProto):
         raise TypeError(
             f'base is of {type(base).__name__}, not a tf.ConfigProto: give what a RunConfig has as '

@@ -7,7 +7,7 @@ from typing import Any, Optional
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
-from estimator_mgpu.steps import of_graph
+from estimator_mgpu.steps import is_count, of_graph
 
 Count = Optional[int]
 
@@ -17,7 +17,7 @@ class _StepHook(tf.train.SessionRunHook):
 
     def __init__(self, **counts: Count):
         for name, value in counts.items():
-            if value is not None and (type(value) is not int or value < 1):
+            if value is not None and not is_count(value):
                 raise ValueError(f'{name}={value!r} is no count of these. Give a positive int.')
         self._batch_size = counts['batch_size']
 

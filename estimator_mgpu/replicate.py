@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, cluster, compat, explanation, private, steps
-from estimator_mgpu.devices import Devices, check, host_of, resolve, warn_of_missing
+from estimator_mgpu.devices import Devices, checked, host_of, resolve, warn_of_missing
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
@@ -24,7 +24,7 @@ def replicate(
     model_fn: Callable[..., Any] | None = None,
     *,
     devices: Devices = None,
-    broadcast: Sequence[str] = (),
+    broadcast: Iterable[str] | None = None,
     variables: str = SPREAD,
     batch_norm: str = 'batch',
     input: str = 'chief',
@@ -61,13 +61,19 @@ def replicate(
         if name in ('loss_reduction', 'loss_weight'):
             why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
         raise TypeError(f'replicate() takes no {name}: {why}. Leave it out.')
-    check(devices)
+    devices = checked(devices)
     chosen = dict(variables=variables, batch_norm=batch_norm, input=input)
     for name, value in chosen.items():
         if value not in _LEGAL[name]:
             raise ValueError(f'{name}={value!r} is not known. Legal are {", ".join(_LEGAL[name])}.')
     if isinstance(broadcast, str):
         raise TypeError(f'broadcast={broadcast!r} is a str. Give a list of names: [{broadcast!r}].')
+    if not isinstance(broadcast, (type(None), Iterable)):
+        raise TypeError(
+            f'broadcast={broadcast!r} is of {type(broadcast).__name__}. Give a list of names of '
+            "features, such as ['vocabulary'], or None."
+        )
+    broadcast = [] if broadcast is None else list(broadcast)
     if broadcast and input != 'chief':
         raise ValueError("broadcast goes with input='chief': a machine's part of a batch has rows.")
     options = dict(devices=devices, broadcast=broadcast, **chosen)

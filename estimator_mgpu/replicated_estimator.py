@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
+import tensorflow.compat.v1 as tf
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
 from estimator_mgpu import cluster, compat, explanation, machine_input
-from estimator_mgpu.devices import CHIEF, Devices, check, resolve, session_config, spec_of
+from estimator_mgpu.devices import CHIEF, Devices, resolve, session_config, spec_of
 from estimator_mgpu.replicate import replicate
 
 
@@ -29,6 +30,9 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
                 "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
                 'call tf.estimator.train_and_evaluate().'
             )
+        compat.check_input_fn(input_fn)
+        if isinstance(hooks, tf.train.SessionRunHook):
+            raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
         options = self._model_fn.replicate_options
         by_machine = options['input'] == 'machine'
         if self._joins is None:
@@ -43,6 +47,10 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
                 towers = resolve(options['devices'], self._config.machines)
                 input_fn = machine_input.read(call, input_fn, towers)
             return super().train(input_fn, [*(hooks or []), hook], *args, **kwargs)
+
+    def _call_input_fn(self, input_fn: Any, mode: str, input_context: Any = None) -> Any:
+        compat.check_input_fn(input_fn)
+        return super()._call_input_fn(input_fn, mode, input_context)
 
 
 class Estimator(_OnMachines):
@@ -80,12 +88,18 @@ class Estimator(_OnMachines):
                 'replicate() or to Estimator(), but not to both.'
             )
         devices = model_fn.replicate_options['devices']  # type: ignore[attr-defined]
-        if jobs := [device for device in check(devices) if spec_of(device).job]:
+        listed = devices if isinstance(devices, list) else []
+        if jobs := [device for device in listed if spec_of(device).job]:
             raise ValueError(
                 f"devices={devices!r} has {jobs[0]!r}. An Estimator's devices are those of each "
                 "machine, without its job: ['/device:GPU:0', '/device:GPU:1']."
             )
-        config = config or compat.estimator.RunConfig()
+        config = compat.estimator.RunConfig() if config is None else config
+        if not isinstance(config, compat.estimator.RunConfig):
+            raise TypeError(
+                f'config={config!r} is of {type(config).__name__}. Give a tf.estimator.RunConfig, '
+                'or leave it out; hyperparameters go to params.'
+            )
         session = copy.deepcopy(config.session_config)
         if config.master and session:
             del session.device_filters[:]  # They hide machines from each other.
@@ -126,12 +140,16 @@ def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: A
     """Returns an estimator that does on several devices what another does on one.
 
     It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,
-    config and warm start are the other's; `devices` and `options` are those of `replicate()`.
+    config and warm start are the other's, and so are its attributes and the methods that its class
+    adds; `devices` and `options` are those of `replicate()`.
 
     Examples:
       >>> columns = [tf.feature_column.numeric_column('x')]
       >>> canned = tf.estimator.LinearRegressor(columns)
-      >>> replicate_estimator(canned, devices=4).model_dir == canned.model_dir
+      >>> several = replicate_estimator(canned, devices=4)
+      >>> several.model_dir == canned.model_dir
+      True
+      >>> isinstance(several, Estimator) and isinstance(several, tf.estimator.LinearRegressor)
       True
     """
     if not isinstance(estimator, compat.estimator.Estimator):
@@ -139,6 +157,37 @@ def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: A
             f'replicate_estimator({estimator!r}) was given a {type(estimator).__name__}. It takes '
             'a tf.estimator.Estimator; a model_fn goes to replicate().'
         )
+    several, model_fn = _blank(type(estimator)), estimator._model_fn
+    several.__dict__.update(vars(estimator))
+    if getattr(model_fn, '__self__', None) is estimator:
+        model_fn = types.MethodType(model_fn.__func__, several)
+    model_fn = replicate(devices=devices, **options)(model_fn)
     # The settings as the estimator has understood them; the argument isn't kept.
-    options = {'warm_start_from': estimator._warm_start_settings, 'devices': devices, **options}
-    return Estimator(estimator.model_fn, estimator.model_dir, estimator.config, **options)
+    settings = estimator._params or None, estimator._warm_start_settings
+    Estimator.__init__(several, model_fn, estimator.model_dir, estimator.config, *settings)
+    return several
+
+
+def _blank(kind: type) -> Estimator:
+    """An estimator of a class and of `Estimator`, without attributes: what pickle begins with."""
+    return object.__new__(_class_of(kind))
+
+
+@functools.cache
+def _class_of(kind: type) -> type[Estimator]:
+    """A class of estimators whose methods are those of another class, and then `Estimator`'s."""
+    if issubclass(Estimator, kind):
+        return Estimator
+
+    def reduce(self: Any) -> Any:
+        return _blank, (kind,), vars(self)
+
+    own = {'__module__': kind.__module__, '__doc__': kind.__doc__, '__reduce__': reduce}
+    try:
+        return types.new_class(kind.__name__, (kind, Estimator), {}, lambda body: body.update(own))
+    except TypeError as error:
+        raise TypeError(
+            f"replicate_estimator() can't make a class that is both {kind.__name__} and an "
+            f'Estimator for several devices: {error}. Build a plain tf.estimator.Estimator of its '
+            'model_fn, and replicate that.'
+        ) from error

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
+
+
+def is_count(value: Any) -> bool:
+    """Whether it's a positive integer, be it Python's or NumPy's."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
 
 
 class Step(NamedTuple):

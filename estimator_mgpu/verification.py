@@ -14,7 +14,7 @@ from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 from estimator_mgpu import compat, optimizer
 from estimator_mgpu.devices import Devices, resolve, session_config
 from estimator_mgpu.replicate import replicate
-from estimator_mgpu.steps import of_graph
+from estimator_mgpu.steps import is_count, of_graph
 
 MODES = compat.estimator.ModeKeys
 _HINT = (
@@ -97,9 +97,14 @@ def verify(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
             'without GPUs, devices=2 makes two logical CPU devices.'
         )
-    if not isinstance(steps, int) or steps < 1:
+    if isinstance(params, (int, str)):
+        raise TypeError(
+            f'params={params!r} is of {type(params).__name__}, which holds no hyperparameters. '
+            'Devices are given by name: verify(model_fn, input_fn, devices=4).'
+        )
+    if not is_count(steps):
         raise ValueError(f'steps={steps!r} is no number of batches: it is 1 or more.')
-    if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+    if not isinstance(tolerance, (int, float, np.floating)) or not 0 <= tolerance < 1:
         raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')
     options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
     plain = model_fn.__wrapped__ if len(options) > 1 else model_fn  # type: ignore[attr-defined]

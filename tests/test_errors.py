@@ -1,5 +1,6 @@
 """Bad input is a clear error at build time: what was given, what is legal, and the remedy."""
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -40,6 +41,7 @@ BATCHES = {
         {'broadcast': ['vocab']},
     ),
     r"\['vocab'\]": (None, {'broadcast': 'vocab'}),
+    'broadcast=3 is of int. Give a list of names of features': (None, {'broadcast': 3}),
 }
 
 
@@ -74,6 +76,20 @@ def test_devices(given, error, message):
     for make in calls:
         with pytest.raises(error, match=rf'{message}.*(devices is None \(every GPU\)|nvidia-smi)'):
             make()
+
+
+@pytest.mark.parametrize('make', [estimator_mgpu.replicate, estimator_mgpu.Estimator])
+def test_other_types_that_will_do(make):
+    """A generator is read once, whatever else is made of it then."""
+    two = ['/device:CPU:0', '/device:CPU:1']
+    for given in (2, np.int64(2), two, tuple(two), (one for one in two), np.array(two)):
+        made = make(regression(adam), devices=given)
+        options = getattr(made, '_model_fn', made).replicate_options
+        assert devices.resolve(options['devices']) == devices.resolve(options['devices']) == two
+    for given, expected in (None, []), ((), []), (['x'], ['x']), ((n for n in 'xy'), ['x', 'y']):
+        made = make(regression(adam), devices=2, broadcast=given)
+        options = getattr(made, '_model_fn', made).replicate_options
+        assert options['broadcast'] == expected
 
 
 def test_fewer_gpus_than_asked_for(gpus):
@@ -121,6 +137,29 @@ def test_a_rule_that_fails_says_what_failed(monkeypatch):
     with pytest.raises(RuntimeError, match=match) as info:
         build(model_fn)
     assert isinstance(info.value.__cause__.__cause__, KeyError)
+
+
+def test_arguments_of_estimator_and_train():
+    with pytest.raises(TypeError, match='config={} is of dict. Give a tf.estimator.RunConfig, or'):
+        estimator_mgpu.Estimator(regression(adam), config={})
+    with pytest.raises(TypeError, match='base is of dict, not a tf.ConfigProto'):
+        estimator_mgpu.session_config(2, {})
+    estimator = estimator_mgpu.Estimator(regression(adam), devices=2)
+    dataset = tf.data.Dataset.from_tensors((tf.zeros([4, 3]), tf.zeros([4, 1])))
+    calls = [
+        estimator.train,
+        estimator.evaluate,
+        lambda given: next(estimator.predict(given)),
+        estimator.explain,
+        lambda given: estimator_mgpu.verify(regression(adam), given),
+        estimator_mgpu.Estimator(regression(adam), devices=2, input='machine').train,
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match='Give a function that makes the batches: lambda: data'):
+            call(dataset)
+    hook = estimator_mgpu.ProgressHook()
+    with pytest.raises(TypeError, match=r'is one hook. Give a list: hooks=\[hook\]'):
+        estimator.train(lambda: dataset, hook)
 
 
 def untrainable(features, labels, mode):

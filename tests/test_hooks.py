@@ -216,6 +216,7 @@ def test_a_bar_that_a_failure_left_is_closed(shows_all):
 )
 def test_wrong_arguments(hook, wrong):
     for name, given in wrong:
+        hook(**{name: np.int64(2)})
         with pytest.raises(ValueError, match=f'{name}={given!r} is no count'):
             hook(**{name: given})
     with tf.Graph().as_default(), pytest.raises(ValueError, match='Hook needs a global step'):

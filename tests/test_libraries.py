@@ -115,16 +115,3 @@ def test_a_spec_for_tpus(tmp_path):
         return make(built.model_dir, estimator_mgpu.replicate(model_fn, devices=devices))
 
     compare_estimators(make, [input_fn] * 3, tmp_path, 3, replicate)
-
-
-def test_an_estimator_that_is_replicated_already():
-    canned = tf.estimator.LinearRegressor([fc.numeric_column('x')])
-    once = estimator_mgpu.replicate_estimator(canned, devices=2)
-    twice = estimator_mgpu.replicate_estimator(once, devices=2)
-    with pytest.raises(ValueError, match='Replicate it once'):
-        twice.train(lambda: data(VALUES, 8), steps=1)
-
-
-def test_not_an_estimator():
-    with pytest.raises(TypeError, match='a model_fn goes to replicate'):
-        estimator_mgpu.replicate_estimator(lambda features, labels: None)

@@ -159,12 +159,18 @@ def test_values_that_are_no_numbers_are_compared():
     assert not verification._compare(other, two[0], 0.0, 1e-4)[1]
 
 
+def test_numbers_of_numpy():
+    options = {'devices': np.int64(2), 'steps': np.int32(1), 'tolerance': np.float32(1e-4)}
+    assert estimator_mgpu.verify(of_all_modes(predict), input_fn, **options).exact
+
+
 BAD = {
     'devices=1 is one device': {'devices': 1},
     'gives no batch to train on': {'input_fn': lambda: input_fn().take(0)},
     'gives no batch': {'input_fn': lambda: None},
     'Give a function that makes the batches': {'input_fn': (FEATURES, LABELS)},
-    **{f'steps={n!r} is no number of batches': {'steps': n} for n in (0, 1.5, 'all')},
+    **{f'steps={n!r} is no number of batches': {'steps': n} for n in (0, 1.5, 'all', True)},
+    r'params=4 .*by name: verify\(model_fn, input_fn, devices=4\)': {'params': 4},
     **{
         f'tolerance={x!r} is no relative difference': {'tolerance': x}
         for x in (-1, 1, float('nan'), None)

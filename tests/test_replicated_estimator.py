@@ -1,0 +1,182 @@
+"""`replicate_estimator`: what an estimator's class adds does on several devices as on one."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+from tensorflow_estimator.python.estimator.canned.saved_model_estimator import SavedModelEstimator
+
+import estimator_mgpu
+from models import adam, floats, of_all_modes, predict
+from towers import assert_close
+
+KMeans = tf.estimator.experimental.KMeans
+ROWS = floats(40, 2)
+
+
+def rows_of_9():
+    return tf.data.Dataset.from_tensor_slices(ROWS).batch(9)
+
+
+def three(make):
+    """What `make()` gives, as it is, and on one device and on three."""
+    return [make(), *(estimator_mgpu.replicate_estimator(make(), devices=n) for n in (1, 3))]
+
+
+@pytest.mark.parametrize('initial', ['random', 'kmeans_plus_plus'])
+def test_kmeans(initial, behavior):
+    """Not in mini-batches, where a run on one device differs from the next."""
+
+    def make():
+        config = tf.estimator.RunConfig(tf_random_seed=1)
+        return KMeans(3, seed=1, initial_clusters=initial, use_mini_batch=False, config=config)
+
+    found = []
+    for estimator in three(make):
+        assert isinstance(estimator, KMeans)
+        estimator.train(lambda: rows_of_9().repeat(), steps=7)
+        distances = np.array(list(estimator.transform(rows_of_9)))
+        clusters = np.array(list(estimator.predict_cluster_index(rows_of_9)))
+        np.testing.assert_array_equal(distances.argmin(1), clusters)
+        found.append([estimator.cluster_centers(), estimator.score(rows_of_9), distances, clusters])
+    for ours in found[1:]:
+        assert_close(ours, found[0], 1e-5)
+
+
+def test_a_saved_model(tmp_path):
+    """It brings its own global step, and its own variables to begin with."""
+    experimental = tf.estimator.experimental
+
+    def model_fn(features, labels, mode):
+        spec = of_all_modes(predict)(features['x'], labels, mode)
+        serving = {'serving_default': tf.estimator.export.PredictOutput(spec.predictions)}
+        return spec._replace(export_outputs=serving) if mode == 'infer' else spec
+
+    def supervised():
+        x, y = (tf.placeholder(tf.float32, [None, n]) for n in (3, 1))
+        return experimental.build_raw_supervised_input_receiver_fn({'x': x}, y)()
+
+    def serving():
+        x = tf.placeholder(tf.float32, [None, 3])
+        return tf.estimator.export.ServingInputReceiver({'x': x}, {'x': x})
+
+    def input_fn():
+        rows = tf.data.Dataset.from_tensor_slices(({'x': floats(23, 3)}, {'label': floats(23, 1)}))
+        return rows.batch(9)
+
+    plain = tf.estimator.Estimator(model_fn, config=tf.estimator.RunConfig(tf_random_seed=1))
+    plain.train(lambda: input_fn().map(lambda x, y: (x, y['label'])))
+    receivers = {'train': supervised, 'eval': supervised, 'infer': serving}
+    saved = plain.experimental_export_all_saved_models(str(tmp_path), receivers).decode()
+    found = []
+    for estimator in three(lambda: SavedModelEstimator(saved)):
+        assert estimator.latest_checkpoint().startswith(saved)
+        estimator.train(input_fn)
+        assert estimator.latest_checkpoint().startswith(estimator.model_dir)
+        values = {n: estimator.get_variable_value(n) for n in estimator.get_variable_names()}
+        predicted = list(estimator.predict(input_fn, yield_single_examples=False))
+        found.append([values, estimator.evaluate(input_fn), predicted])
+    assert found[0][0]['global_step'] == 6
+    for ours in found[1:]:
+        assert_close(ours, found[0], 1e-5)
+    assert estimator.explain(input_fn).divided
+
+
+class Scaled(tf.estimator.Estimator):
+    """A user's own, with an attribute that its model_fn looks at, and what may be overridden."""
+
+    def __init__(self, scale):
+        self.scale = scale
+        super().__init__(self._build, config=tf.estimator.RunConfig(tf_random_seed=1))
+
+    def _build(self, features, labels, mode):
+        return of_all_modes(lambda x: self.scale * predict(x), adam)(features, labels, mode)
+
+    def model_fn(self, features):
+        return 'overridden'
+
+    def trained(self, input_fn):
+        return self.train(input_fn).get_variable_value('net/w')
+
+
+def input_fn():
+    return tf.data.Dataset.from_tensor_slices((floats(23, 3), floats(23, 1))).batch(9)
+
+
+def test_a_users_class(tmp_path):
+    found = []
+    for estimator in three(lambda: Scaled(3.0)):
+        estimator.scale = 2.0  # Its model_fn is bound to it.
+        assert estimator.model_fn(None) == 'overridden'
+        found.append(estimator.trained(input_fn))
+    assert_close(found[1:], found[:1] * 2, 1e-5)
+    assert type(estimator).__name__ == 'Scaled' and type(estimator).__mro__[1] is Scaled
+    assert isinstance(estimator, estimator_mgpu.Estimator)
+    assert estimator.config.session_config.device_count['CPU'] == 3
+    assert estimator.explain(input_fn).divided
+    assert estimator.train(input_fn).get_variable_value('global_step') == 6
+    copied = copy.deepcopy(estimator)
+    assert type(copied) is type(estimator) and copied.scale == 2.0
+
+
+def test_pickle():
+    """As far as the attributes go."""
+    made = type(estimator_mgpu.replicate_estimator(Scaled(3.0), devices=2))
+    empty = made.__new__(made)
+    empty.scale = 5.0
+    found = pickle.loads(pickle.dumps(empty))
+    assert type(found) is made and vars(found) == {'scale': 5.0}
+
+
+def test_a_plain_estimator_has_the_class_of_ours():
+    plain = tf.estimator.Estimator(of_all_modes(predict))
+    assert type(estimator_mgpu.replicate_estimator(plain, devices=2)) is estimator_mgpu.Estimator
+
+
+def test_a_class_that_can_have_no_other():
+    class Last(tf.estimator.Estimator):
+        def __init_subclass__(cls):
+            raise TypeError('there is none after it')
+
+    match = 'both Last and an Estimator .*there is none after it.*plain tf.estimator.Estimator of'
+    with pytest.raises(TypeError, match=match):
+        estimator_mgpu.replicate_estimator(Last(of_all_modes(predict)), devices=2)
+
+
+def test_a_tpu_estimator(tmp_path):
+    """Without TPUs."""
+    tpu = estimator_mgpu.estimator.tpu
+
+    def model_fn(features, labels, mode, params):
+        spec = of_all_modes(predict)(features, labels, mode)
+        return tpu.TPUEstimatorSpec(mode, spec.predictions, spec.loss, spec.train_op)
+
+    def make():
+        config = tpu.RunConfig(tf_random_seed=1)
+        sizes = {f'{mode}_batch_size': 9 for mode in ('train', 'predict')}
+        return tpu.TPUEstimator(use_tpu=False, model_fn=model_fn, config=config, **sizes)
+
+    found = []
+    for estimator in three(make):
+        estimator.train(lambda params: input_fn())
+        predictions = [row['output'] for row in estimator.predict(lambda params: input_fn())]
+        found.append([estimator.get_variable_value('net/w'), np.stack(predictions)])
+    for ours in found[1:]:
+        assert_close(ours, found[0], 1e-5)
+
+
+def test_what_is_replicated_already():
+    once = estimator_mgpu.replicate_estimator(tf.estimator.LinearRegressor([]), devices=2)
+    replicated = estimator_mgpu.replicate(of_all_modes(predict), devices=2)
+    for estimator in (once, tf.estimator.Estimator(replicated)):
+        with pytest.raises(ValueError, match='replicated already'):
+            estimator_mgpu.replicate_estimator(estimator, devices=2)
+
+
+def test_not_an_estimator():
+    with pytest.raises(TypeError, match='a model_fn goes to replicate'):
+        estimator_mgpu.replicate_estimator(lambda features, labels: None)
+    with pytest.raises(TypeError, match='a model_fn goes to replicate'):
+        estimator_mgpu.replicate_estimator(tf.estimator.LinearRegressor)
