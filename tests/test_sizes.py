@@ -1,10 +1,16 @@
 """What a graph tells of integers: as one works them out by hand."""
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import steps
+from estimator_mgpu.partition.nodes import Nodes
 from estimator_mgpu.partition.rules.sizes import Sizes
-from estimator_mgpu.partition.symbols import Rows, Size
+from estimator_mgpu.partition.sharding import Sharding, _index_type
+from estimator_mgpu.partition.symbols import Entry, Rows, Size
+from models import batches, of_all_modes, weights
+from towers import compare
 
 ROWS = Rows('batch', None)
 B = Size(1, (ROWS,))
@@ -64,6 +70,15 @@ def _told(size):
         'inverse': (lambda s: tf.math.invert_permutation([2, 0, 1]), [1, 2, 0]),
         'unstacked': (lambda s: tf.unstack(s)[2], [5]),
         'as int64': (lambda s: tf.cast(s, tf.int64), ['B', 3, 5]),
+        'too large for its type': (lambda s: s[1:] * 2**30, ['?', '?']),
+        'too many rows for it': (
+            lambda s: tf.cast(tf.cast(s, tf.int64) * 2**31, tf.int32),
+            ['?'] * 3,
+        ),
+        'not too large for int64': (
+            lambda s: tf.cast(s, tf.int64) * 2**31,
+            ['2147483648B', 3 * 2**31, 5 * 2**31],
+        ),
         'reshaped': (lambda s: tf.reshape(s, [3, 1]), ['B', 3, 5]),
         'by way of floats': (lambda s: tf.cast(tf.cast(s, tf.float32), tf.int32), ['?', '?', '?']),
     }.values(),
@@ -79,3 +94,80 @@ def test_quotients_are_whole():
     four = Rows('batch', 4)
     assert Size(8).over(Size(1, (four,))) == Size(2)
     assert Size(6).over(Size(1, (four,))) is None
+
+
+def in_loops(features, labels, mode):
+    """Loops carry a number of int64, of which each tower has its own."""
+    x, each = features['x'], features['each']
+    entries = tf.shape(x, out_type=tf.int64)[0] * each
+
+    def body(i, net, entries):
+        net = tf.reshape(net, tf.stack([entries // each, 3]))
+        return i + 1, tf.tanh(net @ weights('w', 3, 3)), entries
+
+    _, net, entries = tf.while_loop(lambda i, *_: i < 3, body, [0, x, entries])
+    spec = of_all_modes(lambda x: x @ weights('v', 3, 1))(net, labels, mode)
+    assert entries.dtype == tf.int64
+    return spec._replace(loss=spec.loss + tf.cast(entries // 2**30, tf.float32))
+
+
+@pytest.mark.parametrize('each', [2**30, 3_000_000_000, 2**40], ids='{:.0e}'.format)
+@pytest.mark.parametrize('known', [True, False], ids=['constant', 'fed'])
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_a_loop_over_more_than_int32(static, known, each):
+    def model_fn(features, labels, mode):
+        number = tf.constant(each, tf.int64) if known else features['each']
+        return in_loops({**features, 'each': number}, labels, mode)
+
+    data = [({'x': x, 'each': np.int64(each)}, y) for x, y in batches(9, steps=3)]
+    ours, _ = compare(model_fn, data, 4, static=static)
+    plan = steps.of_graph(ours.graph).plan
+    assert [
+        name for name in plan.ops if ours.graph.get_operation_by_name(name).type.endswith('While')
+    ]
+
+
+def test_entries_of_large_tensors():
+    """Those of each of 2 towers, of 1,500,000,001 rows; no tensor of them is made."""
+    rows = Rows('batch', None)
+    with tf.Graph().as_default() as graph, tf.Session() as session:
+        nodes = Nodes(graph, 'replicate', '/device:CPU:0')
+        given, each = tf.constant(1_500_000_001), tf.constant(3_000_000_000, tf.int64).name
+
+        def symbol(of, tower, dtype):
+            assert dtype == tf.int64
+            return sharding.all_rows(dtype) if of is rows else each
+
+        sharding = Sharding(rows, given, ['/device:CPU:0'] * 2, nodes, symbol)
+        entry = Size(2, (Entry(each, 0),))
+        extents = [sharding.extent(Size(7), 1, tf.int64), sharding.extent(entry, 1, tf.int64)]
+        total = sharding.number(Size(7, (rows,)), None, tf.int64)
+        nodes.build()
+        assert session.run([extents, total]) == [
+            [
+                (7 * 750_000_001, 7 * 750_000_000),
+                (6 * 10**9 * 750_000_001, 6 * 10**9 * 750_000_000),
+            ],
+            7 * 1_500_000_001,
+        ]
+
+
+@pytest.mark.parametrize('entries, index', [(1, tf.int32), (7, tf.int64)])
+def test_rows_are_cut_by_what_can_count_them(entries, index):
+    """A number of rows is int32, and cheap; of entries there may be more."""
+    rows = Rows('batch', None)
+    with tf.Graph().as_default() as graph, tf.Session() as session:
+        nodes, total = Nodes(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
+        devices = ['/device:CPU:0'] * 2
+        sharding = Sharding(rows, total, devices, nodes, lambda *of: sharding.all_rows(of[-1]))
+        whole = tf.range(5 * entries)
+        parts = [sharding.slice(whole.name, tf.int32, 0, Size(entries), i, '') for i in range(2)]
+        joined = sharding.gather(parts, tf.int32, 0, Size(entries, (rows,)), '')
+        nodes.build()
+        cuts = [op for op in graph.get_operations() if op.type == 'StridedSlice']
+        assert {op.get_attr('Index') for op in cuts if op.name.startswith('replicate/Str')} == {
+            index
+        }
+        np.testing.assert_array_equal(session.run(joined), np.arange(5 * entries))
+    assert _index_type(Size(2**31)) == tf.int64 and _index_type(Size(2**31 - 1)) == tf.int32
+    assert _index_type(Size(1, (Entry('n:0', 0),))) == tf.int64

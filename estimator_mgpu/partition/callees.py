@@ -74,7 +74,7 @@ def _copy(
                 set_attr(node.attr['value'], own)
             elif isinstance(need, (Local, Numbers)):
                 tensor = op.inputs[position]
-                numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
+                numbers = sharding.integers(need, tower, tensor.shape.rank == 0, tensor.dtype)
                 constant = definition.node_def.add()
                 constant.CopyFrom(const_def(numbers, tensor.dtype))
                 constant.name, constant.device = f'given_{len(definition.node_def)}', device

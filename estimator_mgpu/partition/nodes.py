@@ -13,7 +13,7 @@ from estimator_mgpu import private
 from estimator_mgpu.devices import host_of
 
 Number = Union[int, str]
-"""An integer that is known, or what an int32 scalar tensor is referred to by."""
+"""An integer that is known, or what an integer scalar is referred to by: int32 by default."""
 
 
 class Nodes:
@@ -65,13 +65,23 @@ class Nodes:
         first = self.add('SplitV', [value, sizes, 0], device, **attrs)
         return [f'{first[:-1]}{i}' for i in range(len(sizes))]
 
-    def tensor(self, value: Number | Sequence[Number], dtype: tf.DType = tf.int32) -> str:
-        """Adds an integer, or a list of some, as a tensor."""
+    def scalar(self, value: Number, dtype: tf.DType) -> str:
+        """Adds an integer as a scalar of its type, unless it is one."""
+        return value if isinstance(value, str) else self.const(value, dtype, self.host)
+
+    def tensor(
+        self,
+        value: Number | Sequence[Number],
+        dtype: tf.DType = tf.int32,
+        source: tf.DType = tf.int32,
+    ) -> str:
+        """Adds an integer, or a list of some, as a tensor; those that aren't known are `source`."""
         if not isinstance(value, str):
             if isinstance(value, int) or all(isinstance(n, int) for n in value):
                 return self.const(value, dtype, self.host)
-            value = self.add('Pack', value, self.host, T=tf.int32, N=len(value))
-        return self.cast(value, tf.int32, dtype, self.host)
+            scalars = [self.scalar(n, source) for n in value]
+            value = self.add('Pack', scalars, self.host, T=source, N=len(scalars))
+        return self.cast(value, source, dtype, self.host)
 
     def const(self, value: Any, dtype: tf.DType, device: str) -> str:
         """Adds a constant: a number or a list."""
@@ -106,7 +116,8 @@ class Nodes:
             for i, name in enumerate(node.input):
                 value, dtype, device = self._consts.get(name, (None, None, node.device))
                 # On a GPU, int32 is in the host's memory; whatever else is a size is not.
-                at = node.device if dtype == tf.int32 else host_of(node.device)
+                gpu = 'GPU' in node.device
+                at = host_of(node.device) if gpu and dtype != tf.int32 else node.device
                 if device not in (node.device, at):
                     node.input[i] = self.const(value, dtype, at)
         made = {node.name for node in nodes}

@@ -15,7 +15,7 @@ from estimator_mgpu.batch import rows_of
 from estimator_mgpu.devices import relay
 from .nodes import Nodes, Number
 from .plan import Local, Numbers
-from .symbols import Rows, Size, per_row
+from .symbols import Entry, Rows, Size, per_row
 
 Extent = tuple[Number, Number]
 """Where entries along a dimension start, and how many they are."""
@@ -29,14 +29,17 @@ class Sharding:
 
     A tower that has no row computes on the first one instead, and is left out where towers meet. If
     there are no rows at all, no tower has any. `given` is how many there are, an int32 scalar, if
-    `rows` doesn't know; symbol(what a size depends on, tower, or None) says what that is.
+    `rows` doesn't know; symbol(what a size depends on, tower, or None, dtype) says what that is.
+
+    Sizes are worked out in the type of who wants them, as the model does: products are too large
+    for int32 where a tensor, or what a model counts, has more than 2 ** 31 entries.
     """
 
     rows: Rows
     given: tf.Tensor | None
     devices: Sequence[str]
     nodes: Nodes
-    symbol: Callable[[Any, Any], Number]
+    symbol: Callable[[Any, Any, tf.DType], Number]
 
     def __post_init__(self) -> None:
         self.counts: Sequence[Number]  # how many rows each tower has
@@ -58,49 +61,90 @@ class Sharding:
             self.total, self.counts, self.active = total.name, _names(counts), _names(active)
             self._extents = [*zip(_names(starts), _names(sizes))]
 
-    def extent(self, factor: Size, tower: int) -> Extent:
+    def extent(self, factor: Size, tower: int, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many it computes on, with `factor` a row."""
-        (start, size), each = self._extents[tower], self.number(factor, tower)
-        return self._times(start, each), self._times(size, each)
+        each = self.number(factor, tower, dtype)
+        start, size = (self._as(n, dtype) for n in self._extents[tower])
+        return self._times(start, each, dtype), self._times(size, each, dtype)
 
-    def number(self, size: Size, tower: int | None = None) -> Number:
+    def number(self, size: Size, tower: int | None = None, dtype: tf.DType = tf.int32) -> Number:
         """A size: of the whole, or with a tower's own dimensions, but all rows."""
         if size.static is not None:
             return size.static
-        factors = [self.symbol(symbol, tower) for symbol in size.symbols]
-        return functools.reduce(self._times, [size.number, *factors])
+        product: Number = size.number
+        for symbol in size.symbols:
+            product = self._times(product, self.symbol(symbol, tower, dtype), dtype)
+        return product
 
-    def _times(self, a: Number, b: Number) -> Number:
+    def all_rows(self, dtype: tf.DType) -> Number:
+        """How many rows there are."""
+        return self._as(self.total, dtype)
+
+    def _as(self, rows: Number, dtype: tf.DType) -> Number:
+        """A number of rows, an int32 scalar if it isn't known, in another type."""
+        return (
+            rows
+            if isinstance(rows, int)
+            else self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
+        )
+
+    def _times(self, a: Number, b: Number, dtype: tf.DType) -> Number:
         if isinstance(a, int) and isinstance(b, int):
             return a * b
         if 1 in (a, b):
             return b if a == 1 else a
-        return self.nodes.add('Mul', [a, b], self.nodes.host, T=tf.int32)
+        scalars = [self.nodes.scalar(n, dtype) for n in (a, b)]
+        return self.nodes.add('Mul', scalars, self.nodes.host, T=dtype)
 
-    def integers(self, need: Numbers | Local, tower: int, scalar: bool) -> Number | list[Number]:
+    def integers(
+        self, need: Numbers | Local, tower: int, scalar: bool, dtype: tf.DType
+    ) -> Number | list[Number]:
         """What a tower is given in place of a tensor of sizes."""
         if isinstance(need, Numbers):
             return need.numbers[0] if need.scalar else list(need.numbers)
         at = need.position
         factor = per_row(need.entries[at], need.rows)
         assert factor is not None
-        _, own = self.extent(factor, tower)
+        _, own = self.extent(factor, tower, dtype)
         if scalar:
             return own
-        return [own if i == at else self.number(e, tower) for i, e in enumerate(need.entries)]
+        return [
+            own if i == at else self.number(entry, tower, dtype)
+            for i, entry in enumerate(need.entries)
+        ]
 
-    def cut(self, whole: str, dtype: tf.DType, axis: int, part: Extent, to: str) -> str:
+    def slice(
+        self, whole: str, dtype: tf.DType, axis: int, factor: Size, tower: int, to: str
+    ) -> str:
+        """A tower's rows of a tensor, with `factor` entries a row along an axis."""
+        index = _index_type(factor * Size(1, (self.rows,)))
+        return self.cut(whole, dtype, axis, self.extent(factor, tower, index), to, index)
+
+    def cut(
+        self,
+        whole: str,
+        dtype: tf.DType,
+        axis: int,
+        part: Extent,
+        to: str,
+        index: tf.DType = tf.int32,
+    ) -> str:
         """A part of a tensor along an axis, taken on a device, which keeps what is static."""
         start, size = part
-        ends = [[*[0] * axis, n] for n in (start, self._plus(start, size))]
+        numbers = (start, self._plus(start, size, index))
+        ends = [self.nodes.tensor([*[0] * axis, n], index, index) for n in numbers]
+        strides = self.nodes.tensor([1] * (axis + 1), index)
         before = (1 << axis) - 1  # a bit for each dimension that is taken whole, as later ones are
-        attrs = dict(T=dtype, Index=tf.int32, begin_mask=before, end_mask=before)
-        return self.nodes.add('StridedSlice', [whole, *ends, [1] * (axis + 1)], to, **attrs)
+        attrs = dict(T=dtype, Index=index, begin_mask=before, end_mask=before)
+        return self.nodes.add('StridedSlice', [whole, *ends, strides], to, **attrs)
 
-    def _plus(self, a: Number, b: Number) -> Number:
+    def _plus(self, a: Number, b: Number, dtype: tf.DType) -> Number:
         if isinstance(a, int) and isinstance(b, int):
             return a + b
-        return b if a == 0 else self.nodes.add('AddV2', [a, b], self.nodes.host, T=tf.int32)
+        if a == 0:
+            return b
+        scalars = [self.nodes.scalar(n, dtype) for n in (a, b)]
+        return self.nodes.add('AddV2', scalars, self.nodes.host, T=dtype)
 
     def join(self, parts: Sequence[tf.Tensor], tower: int) -> str:
         """A tower's rows of what machines have parts of, in order, each cut where it is."""
@@ -126,7 +170,8 @@ class Sharding:
         if self.active is None:
             return joined
         # Towers without rows are the last.
-        return self.cut(joined, dtype, axis, (0, self.number(size)), to)
+        index = _index_type(size)
+        return self.cut(joined, dtype, axis, (0, self.number(size, None, index)), to, index)
 
     def reduce(self, parts: Sequence[str], dtype: tf.DType, how: str, to: str) -> str:
         """What towers' partial results come to, on a device; `how` is a `Partial.reduce`."""
@@ -168,6 +213,14 @@ class Sharding:
         total = self.reduce(weighted, wide, 'sum', to)
         mean = nodes.add('RealDiv', [total, nodes.tensor(self.total, wide)], to, T=wide)
         return nodes.cast(mean, wide, dtype, to)
+
+
+def _index_type(size: Size) -> tf.DType:
+    """What entries of a dimension are counted in; a number of rows, or a dimension, is int32."""
+    if size.static is not None:
+        return tf.int32 if size.static <= tf.int32.max else tf.int64
+    alone = size.number == 1 and len(size.symbols) == 1 and not isinstance(size.symbols[0], Entry)
+    return tf.int32 if alone else tf.int64
 
 
 def _names(vector: tf.Tensor) -> list[str]:

@@ -130,8 +130,8 @@ class Towers:
 
     def _slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
         sharding, dtype = self._sharding_of(need.rows), tensor.dtype.base_dtype
-        extent, home = sharding.extent(need.factor, tower), self._home(tensor)
-        return sharding.cut(self._whole(tensor), dtype, need.axis, extent, home)
+        whole, home = self._whole(tensor), self._home(tensor)
+        return sharding.slice(whole, dtype, need.axis, need.factor, tower, home)
 
     def _home(self, tensor: tf.Tensor) -> str:
         """Where a tensor's whole value is made, be it by the user's op or of what towers have."""
@@ -150,8 +150,9 @@ class Towers:
         name, dtype, home = tensor.name, tensor.dtype.base_dtype, self._home(tensor)
         if self._is_size(tensor):
             entries = self.plan.sizes.entries(tensor) or []
-            numbers = [self._sharding.number(size) for size in entries]
-            return {name: self._nodes.tensor(numbers if tensor.shape.rank else numbers[0], dtype)}
+            numbers = [self._sharding.number(size, None, dtype) for size in entries]
+            found = numbers if tensor.shape.rank else numbers[0]
+            return {name: self._nodes.tensor(found, dtype, dtype)}
         placement = self.plan.placements[name]
         if not isinstance(placement, (Shard, Partial)):
             return {name: self._own(tensor, 0)}
@@ -186,22 +187,24 @@ class Towers:
             self._shardings[rows] = Sharding(rows, total, self.devices, self._nodes, self._symbol)
         return self._shardings[rows]
 
-    def _symbol(self, symbol: Any, tower: int | None) -> Number:
-        """What a size depends on: a number, or an int32 scalar."""
+    def _symbol(self, symbol: Any, tower: int | None, dtype: tf.DType) -> Number:
+        """What a size depends on: a number, or an integer scalar of a type."""
         if isinstance(symbol, Rows):
-            return self._sharding_of(symbol).total
+            return self._sharding_of(symbol).all_rows(dtype)
         name, index = symbol
         tensor, nodes = self.graph.get_tensor_by_name(name), self._nodes
-        dtype = tensor.dtype.base_dtype
+        of = tensor.dtype.base_dtype
         if not isinstance(symbol, Dim):
-            flat = nodes.add('Reshape', [self._whole(tensor), [-1]], nodes.host, T=dtype)
-            vector = nodes.cast(flat, dtype, tf.int32, nodes.host)
+            flat = nodes.add('Reshape', [self._whole(tensor), [-1]], nodes.host, T=of)
+            vector = nodes.cast(flat, of, dtype, nodes.host)
         elif name in self.plan.placements and name not in self._sources:
             own, to = self._own(tensor, tower or 0), self.devices[tower or 0]
-            vector = nodes.add('Shape', [own], to, T=dtype)
+            vector = nodes.add('Shape', [own], to, T=of, out_type=dtype)
         else:
-            vector = nodes.add('Shape', [self._whole(tensor)], self._home(tensor), T=dtype)
-        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
+            vector = nodes.add(
+                'Shape', [self._whole(tensor)], self._home(tensor), T=of, out_type=dtype
+            )
+        types = {'Tparams': dtype, 'Tindices': tf.int32}
         return nodes.add('Gather', [vector, index], nodes.host, **types)
 
     def _given(self, tensor: tf.Tensor, need: Need, tower: int, device: str) -> str:
@@ -214,8 +217,8 @@ class Towers:
             return self._slice(tensor, need, tower)
         if isinstance(need, (Local, Numbers)):
             sharding = self._sharding_of(need.rows) if isinstance(need, Local) else self._sharding
-            numbers = sharding.integers(need, tower, tensor.shape.rank == 0)
-            return self._nodes.tensor(numbers, dtype)
+            numbers = sharding.integers(need, tower, tensor.shape.rank == 0, dtype)
+            return self._nodes.tensor(numbers, dtype, dtype)
         made = placement is None or isinstance(placement, (Shard, Partial))
         if need != FIRST and not made:
             return self._own(tensor, tower)  # The same on all.

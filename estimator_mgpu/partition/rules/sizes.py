@@ -114,7 +114,9 @@ class Sizes:
         if given and not any(value is None for value in given):
             with contextlib.suppress(ArithmeticError, LookupError, ValueError):
                 found = np.asarray(_VALUES[op.type](tensor, *given), object)
-                if found.size <= _SMALL:
+                if found.size <= _SMALL and all(
+                    _fits(size, tensor.dtype.base_dtype) for size in found.flat
+                ):
                     return found
         count = tensor.shape.num_elements()
         if count is None or count > _SMALL:
@@ -127,6 +129,12 @@ class Sizes:
 
 
 _sizes = np.vectorize(lambda number: Size(int(number)), [object])  # of numbers
+
+
+def _fits(size: Size, dtype: tf.DType) -> bool:
+    """Whether a model can have this number, rather than what is left of it in this type."""
+    number = size.number if size.static is None else size.static
+    return dtype.min <= number <= dtype.max
 
 
 def _numbers(values: ndarray) -> Any:
