@@ -81,9 +81,11 @@ def checked(devices: Any) -> int | list[str] | None:
         if devices < 1:
             raise ValueError(f'devices={devices} leaves nothing to run on: {_LEGAL}.')
         return int(devices)
-    if isinstance(devices, bool) or not isinstance(devices, Iterable):
-        raise TypeError(f'devices={devices!r} is of {type(devices).__name__}: {_LEGAL}.')
-    listed = [devices] if isinstance(devices, str) else list(devices)
+    try:
+        listed = [devices] if isinstance(devices, str) else list(devices)
+    except TypeError as error:
+        what = f'devices={devices!r} is of {type(devices).__name__}'
+        raise TypeError(f'{what}: {_LEGAL}.') from error
     if not listed:
         raise ValueError(f'devices={devices!r} is empty: {_LEGAL}.')
     for device in listed:

@@ -64,19 +64,20 @@ def replicate(
     devices = checked(devices)
     chosen = dict(variables=variables, batch_norm=batch_norm, input=input)
     for name, value in chosen.items():
-        if value not in _LEGAL[name]:
+        if not isinstance(value, str) or value not in _LEGAL[name]:
             raise ValueError(f'{name}={value!r} is not known. Legal are {", ".join(_LEGAL[name])}.')
     if isinstance(broadcast, str):
         raise TypeError(f'broadcast={broadcast!r} is a str. Give a list of names: [{broadcast!r}].')
-    if not isinstance(broadcast, (type(None), Iterable)):
+    names = [] if broadcast is None else broadcast
+    names = list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f'broadcast={broadcast!r} is of {type(broadcast).__name__}. Give a list of names of '
-            "features, such as ['vocabulary'], or None."
+            f'broadcast={broadcast!r} names no features. Give a list of their names, such as '
+            "['vocabulary'], or None."
         )
-    broadcast = [] if broadcast is None else list(broadcast)
-    if broadcast and input != 'chief':
+    if names and input != 'chief':
         raise ValueError("broadcast goes with input='chief': a machine's part of a batch has rows.")
-    options = dict(devices=devices, broadcast=broadcast, **chosen)
+    options = dict(devices=devices, broadcast=names, **chosen)
     decorator = functools.partial(_replicated, options)
     return decorator if model_fn is None else decorator(model_fn)
 
@@ -90,7 +91,10 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         )
     if hasattr(model_fn, 'replicate_options'):
         raise ValueError('This model_fn is replicated already. Apply replicate() once.')
-    signature = inspect.signature(model_fn)
+    try:
+        signature = inspect.signature(model_fn)
+    except ValueError:  # Of dict, say, nobody knows.
+        signature = inspect.Signature()
     if 'features' not in signature.parameters:
         raise ValueError(
             f'The model_fn takes {signature}, and no features. An Estimator calls it with '

@@ -41,7 +41,9 @@ BATCHES = {
         {'broadcast': ['vocab']},
     ),
     r"\['vocab'\]": (None, {'broadcast': 'vocab'}),
-    'broadcast=3 is of int. Give a list of names of features': (None, {'broadcast': 3}),
+    r'broadcast=3 names no features. Give a list of their names': (None, {'broadcast': 3}),
+    r"broadcast=\[\['a'\]\] names no features": (None, {'broadcast': [['a']]}),
+    r"broadcast=b'a' names no features": (None, {'broadcast': b'a'}),
 }
 
 
@@ -61,6 +63,8 @@ def test_batch(message):
         (-2, ValueError, 'leaves nothing to run on'),
         (True, TypeError, 'of bool'),
         (2.5, TypeError, 'of float'),
+        (np.array(2), TypeError, 'of ndarray'),
+        (np.int64(0), ValueError, 'leaves nothing to run on'),
         ([0, 1], TypeError, '0 in devices is of int, not a str such as .*GPU:0'),
         (['/gpu:0'], ValueError, 'this machine has no GPU'),
         (['/device:TPU:0'], ValueError, 'names no numbered CPU or GPU'),
@@ -113,6 +117,8 @@ def test_options_that_there_are_not(make):
     for name, legal in LEGAL.items():
         with pytest.raises(ValueError, match=f"{name}='all' is not known. Legal are {legal}."):
             make(regression(adam), **{name: 'all'})
+        with pytest.raises(ValueError, match=f'is not known. Legal are {legal}.'):
+            make(regression(adam), **{name: np.zeros(3)})
     with pytest.raises(ValueError, match="broadcast goes with input='chief'"):
         make(regression(adam), input='machine', broadcast=['x'])
     for name in ('loss_reduction', 'loss_weight'):
@@ -200,9 +206,10 @@ def test_train_distribute():
     [
         (3, TypeError, r'not a function.*replicate\(devices=2\)'),
         (lambda x, y, mode: None, ValueError, r'takes \(x, y, mode\), and no features.*name them'),
+        (dict, ValueError, 'no features'),
         (estimator_mgpu.replicate(regression(adam), devices=2), ValueError, 'replicated already'),
     ],
-    ids=['no function', 'no features', 'replicated'],
+    ids=['no function', 'no features', 'no signature', 'replicated'],
 )
 def test_what_cannot_be_replicated(given, error, message):
     with pytest.raises(error, match=message):

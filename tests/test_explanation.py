@@ -46,9 +46,9 @@ def test_spread(capsys):
     # A variable and its slot: twice 4 bytes a float. Estimator's int64 global step is nowhere.
     assert found.variables == {'(no device)': 8, **dict(zip(TOWERS, (720, 480, 240)))}
     # Of each variable, to the two other devices, and as much of gradients back; the rows of the
-    # others from the first device, with those of the loss's gradient, a number, and two of the
+    # others from the first device, with those of the loss's gradient, and two numbers of the
     # optimizer; and losses back.
-    variables, rows = (360, 240, 120), 4 * (3 + 1 + 1) * 4 + 4 + 2 * 4
+    variables, rows = (360, 240, 120), 4 * (3 + 1 + 1) * 4 + 2 * 4
     moved = [2 * size + sum(variables) - size for size in variables]
     sent = moved[0] + 2 * rows, moved[1] + 4, moved[2] + 4
     received = moved[0] + 2 * 4, moved[1] + rows, moved[2] + rows
@@ -99,9 +99,9 @@ def test_of_a_table_rows_are_counted():
 
     found = explain(model_fn)
     assert found.gradients[0] == ('table', None, TOWERS[0])
-    # To the second device 6 rows: of features, of labels, of the loss's gradient with a number, and
-    # of the table; w, a learning rate. Back ids, gradients of the table's rows and w, and the loss.
-    sent, received = 6 * (4 + 8 + 4) + 8 + 4, 6 * (12 + 4 + 4 + 8) + 4 + 8 + 4
+    # To the second device 6 rows: of features, of labels, of the loss's gradient, and of the table;
+    # w, a learning rate. Back ids, gradients of the table's rows and w, and the loss.
+    sent, received = 6 * (4 + 8 + 4) + 8 + 4, 6 * (12 + 4 + 4 + 8) + 8 + 4
     assert found.traffic[TOWERS[1]][:2] == (sent, received)
     assert '  table: gathered rows, summed on /device:CPU:0\n' in str(found)
 
