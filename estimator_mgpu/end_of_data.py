@@ -1,8 +1,8 @@
 """A step without a batch writes nothing: training to the end of the data is as many whole steps.
 
-When the data ends, the op that gets the batch fails, and with it all ops that follow from it. Others
-may have run by then, such as a counter, or the decay of moments that no example reaches. Here these
-wait for the batch. For example, `steps` below is 6 after six batches; undecorated it is 7:
+When the data ends, the op that gets the batch fails, and so do all ops that follow from it. Other
+ops may have run by then, such as a counter, or the decay of moments that no example reaches. Here
+these wait for the batch. For example, `steps` below is 6 after six batches; undecorated it is 7:
 
     train_op = tf.group(optimizer.minimize(loss), tf.assign_add(steps, 1))
 
@@ -28,7 +28,7 @@ from estimator_mgpu.partition.waits import has_effect, ordered
 def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
     """Lists the dense tensors that a batch consists of; those of sparse and ragged ones, too."""
     leaves = tf.nest.flatten([features, labels], expand_composites=True)
-    return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    return [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
 
 
 def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
@@ -53,7 +53,8 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
     step = _ops_of(spec)
     if private.backward(step).isdisjoint(arrivals):
         step = []
-    order = ordered(private.backward(_followers(arrivals) + step))
+    needed = private.backward(_followers(arrivals) + step)
+    order = ordered(sorted(needed, key=private.number))
     late = _after_all(order, {op for op in making if has_effect(op)})
     loops = _loops(order)
 

@@ -125,9 +125,9 @@ def accumulated(features, labels, mode):
             return tf.group(total.assign(tf.zeros_like(total)))
 
     with tf.control_dependencies([total.assign_add(gradient)]):
-        train_op = tf.cond(tf.equal(count % 2, 0), apply, tf.no_op)
+        train_op = tf.cond(tf.equal(count % 2, 1), apply, tf.no_op)
     with tf.control_dependencies([train_op]):
-        return spec_of(mode, loss, count.assign_add(1), step().assign_add(1))
+        return spec_of(mode, loss, count.assign_add(1.0), step().assign_add(1))
 
 
 MODELS = {
