@@ -89,20 +89,25 @@ def _followers(ops: Sequence[tf.Operation], until: Container[tf.Operation] = ())
 def _after(first: tf.Operation) -> set[tf.Operation]:
     """An op and those that never run before it has.
 
-    A `Merge` of v1 branches runs as soon as one of its inputs is there: all have to follow. That of
-    a loop runs first with what the loop begins with.
+    An op with several inputs waits for all of them, but for two kinds. A `Merge` of v1 branches
+    runs as soon as one of its inputs is there; that of a loop, with what the loop begins with. And
+    TensorFlow takes apart what calls functions, so that what a branch needs which isn't taken isn't
+    waited for: only control edges hold for the whole call.
     """
     reached, stack = {first}, [first]
     while stack:
-        for op in private.followers(stack.pop()):
-            if op.type in kinds.MERGE:
-                given = [t.op for t in op.inputs if t.op.type not in kinds.NEXT]
-                follows = reached.issuperset(given)
+        op = stack.pop()
+        for user in private.followers(op):
+            if user.type in kinds.MERGE:
+                begin = [t.op for t in user.inputs if t.op.type not in kinds.NEXT]
+                waits = reached.issuperset(begin)
+            elif user.type in kinds.CALLERS:
+                waits = op in user.control_inputs
             else:
-                follows = True
-            if follows and op not in reached:
-                reached.add(op)
-                stack.append(op)
+                waits = True
+            if waits and user not in reached:
+                reached.add(user)
+                stack.append(user)
     return reached
 
 

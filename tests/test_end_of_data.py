@@ -100,16 +100,38 @@ def averaged(features, labels, mode):
         return spec_of(mode, loss, averages.apply(tf.trainable_variables()))
 
 
+def add_to(variable):
+    return lambda: tf.assign_add(variable, 1.0)
+
+
+def repeat(times, body):
+    """The last of what a body makes in a loop."""
+    return tf.while_loop(lambda i, _: i < times, lambda i, _: (i + 1, body(i)), (0, 0.0))[1]
+
+
 def counted(features, labels, mode):
-    """How many steps there were, and three times as many by a loop, and by a branch."""
-    counted, in_loop, in_branch = map(counter, ['counted', 'in_loop', 'in_branch'])
+    """How many steps there were: alone, in loops and branches, and in those within others."""
+    names = ['alone', 'in_loop', 'in_branch', 'first', 'others', 'looped_in_branch', 'after_branch']
+    alone, in_loop, in_branch, first, others, looped, after = map(counter, names)
+    gate = counter('gate')
     loss = error_of(features, labels)
-    _, tripled = tf.while_loop(
-        lambda i, _: i < 3, lambda i, _: (i + 1, tf.assign_add(in_loop, 1.0)), (0, 0.0)
-    )
-    gate = tf.get_variable('gate', [], trainable=False, initializer=tf.ones_initializer())
-    branch = tf.cond(gate > 0, lambda: tf.assign_add(in_branch, 1.0), lambda: 0.0)
-    return spec_of(mode, loss, momentum(loss), counted.assign_add(1.0), tripled, branch)
+
+    def of_first_or_others(i):
+        return repeat(2, lambda j: tf.cond(tf.equal(j, 0), add_to(first), add_to(others)))
+
+    writes = [
+        momentum(loss),
+        alone.assign_add(1.0),
+        repeat(3, lambda i: tf.assign_add(in_loop, 1.0)),
+        tf.cond(gate < 1, add_to(in_branch), lambda: 0.0),
+        repeat(3, of_first_or_others),
+        tf.cond(gate < 1, lambda: repeat(2, lambda i: tf.assign_add(looped, 1.0)), lambda: 0.0),
+    ]
+    # The branch that is taken needs no batch, the other one does.
+    branch = tf.cond(gate < 1, lambda: 0.0, lambda: tf.reduce_sum(features['x']))
+    with tf.control_dependencies([branch]):
+        writes.append(tf.assign_add(after, 1.0))
+    return spec_of(mode, loss, *writes)
 
 
 def accumulated(features, labels, mode):
