@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -105,11 +106,6 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         arguments = wider.bind(*args, **kwargs).arguments
         names = ('features', 'labels', 'mode', 'config')
         features, labels, mode, config = map(arguments.get, names)
-        if private.outermost(tf.get_default_graph()) in _building:
-            raise ValueError(
-                'A replicated model_fn is called by another one, that of replicate_estimator() or '
-                'contrib say. Replicate it once.'
-            )
         current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
         if strategy := getattr(config, 'train_distribute', None) or current:
             raise ValueError(
@@ -186,7 +182,7 @@ def replicate_model_fn(
     return replicated_model_fn
 
 
-_building: list[tf.Graph] = []
+_building: set[tf.Graph] = set()  # whose model_fns are being called, in any thread
 
 
 def _divided(
@@ -222,19 +218,24 @@ def _divided(
 
 def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:
     """Calls a model_fn, and returns its EstimatorSpec, also where that is of a TPUEstimator."""
-    outer = tf.get_variable_scope()
-    scope = tf.variable_scope(outer, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False)
-    # A device string, unlike a function, stays out of the bodies of loops and branches.
-    with scope, tf.device(device), tower_optimizers():
-        _building.append(private.outermost(tf.get_default_graph()))
-        try:
+    graph = private.outermost(tf.get_default_graph())
+    if graph in _building:
+        raise ValueError(
+            'A replicated model_fn is called by another one, that of replicate_estimator() or '
+            'contrib say. Replicate it once.'
+        )
+    _building.add(graph)
+    try:
+        # A device string, unlike a function, stays out of the bodies of loops and branches.
+        pinned = tf.device(device) if device else contextlib.nullcontext()
+        with pinned, private.shared_variables(), tower_optimizers():
             spec = model_fn(*bound.args, **bound.kwargs)
-        except Exception as error:
-            if remedy := compat.legacy_keras_remedy(error):
-                raise RuntimeError(remedy) from error
-            raise
-        finally:
-            _building.pop()
+    except Exception as error:
+        if remedy := compat.legacy_keras_remedy(error):
+            raise RuntimeError(remedy) from error
+        raise
+    finally:
+        _building.remove(graph)
     spec = spec.as_estimator_spec() if hasattr(spec, 'as_estimator_spec') else spec
     if not isinstance(spec, compat.estimator.EstimatorSpec):
         raise TypeError(
