@@ -13,6 +13,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, cluster, compat, explanation, private, steps
 from estimator_mgpu.devices import Devices, check, host_of, resolve, warn_of_missing
+from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
@@ -142,7 +143,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         return spec
 
     vars(replicated).update(__signature__=wider, replicate_options=options)
-    return replicated
+    return ModelFunction(replicated, _replicated, options, model_fn)
 
 
 def replicate_model_fn(
@@ -171,15 +172,18 @@ def replicate_model_fn(
     inner: Any = replicate(devices=devices)(model_fn)
     takes = inspect.signature(inner).parameters
 
+    @functools.wraps(model_fn, updated=())
     def replicated_model_fn(
         features: Any, labels: Any, mode: str, params: Any = None, config: Any = None
     ) -> Any:
         given = dict(features=features, labels=labels, mode=mode, params=params, config=config)
         return inner(**{name: value for name, value in given.items() if name in takes})
 
-    signature = inspect.signature(replicated_model_fn)
-    vars(replicated_model_fn).update({**vars(inner), '__signature__': signature})
-    return replicated_model_fn
+    signature = inspect.signature(replicated_model_fn, follow_wrapped=False)
+    attributes = {'replicate_options': inner.replicate_options, '__signature__': signature}
+    vars(replicated_model_fn).update(attributes)
+    made_of = model_fn, loss_reduction, devices
+    return ModelFunction(replicated_model_fn, replicate_model_fn, *made_of)
 
 
 _building: set[tf.Graph] = set()  # whose model_fns are being called, in any thread

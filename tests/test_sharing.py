@@ -150,6 +150,22 @@ def test_only_while_a_model_fn_is_called():
         assert get('after', reuse=True).name == 'own/after:0'
 
 
+@pytest.mark.parametrize('devices', [None, 1, 2])
+def test_names_that_come_after(devices):
+    """Default names, which scopes count, go on from those of the model_fn, in a hook say."""
+
+    def model_fn(features, labels, mode):
+        with tf.variable_scope(None, 'block'):
+            return model(twice)(features, labels, mode)
+
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        replicated = estimator_mgpu.replicate(model_fn, devices=devices)
+        replicated(tf.zeros([4, 3]), tf.zeros([4, 1]), TRAIN)
+        with tf.variable_scope(None, 'block') as scope:
+            assert scope.name == 'block_1'
+
+
 def test_a_checkpoint_that_is_named(tmp_path):
     """`init_from_checkpoint` looks for a variable by its name, where `get_variable` keeps it."""
     path = str(tmp_path / 'saved')
