@@ -45,15 +45,25 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
 
 def has_effect(op: tf.Operation) -> bool:
     """Whether running an op changes anything, or is another time another thing."""
-    makes = all(t.dtype == tf.resource for t in op.outputs)  # a variable or a table
-    return op.op_def.is_stateful and op.type not in kinds.READS and not (makes and op.outputs)
+    if op.type in kinds.READS or op.type in kinds.REFERENCES:
+        return False
+    # What writes to a variable of TensorFlow 1's kind isn't called stateful.
+    if any(argument.is_ref for argument in op.op_def.input_arg):
+        return True
+    # A variable, a table or a queue is only made, by what it's referred to.
+    makes = all(t.dtype == tf.resource or private.is_reference(t) for t in op.outputs)
+    return op.op_def.is_stateful and not (makes and op.outputs)
 
 
 def effects_of(ops: Sequence[tf.Operation], also: Sequence[str] = ()) -> dict[tf.Operation, int]:
     """The ops with effects, or of other types, that each waits for, and itself: one bit each."""
     found: dict[tf.Operation, int] = {}
+    count = 0
     for op in ordered(ops):
-        found[op] = 1 << len(found) if has_effect(op) or op.type in also else 0
+        found[op] = 0
+        if has_effect(op) or op.type in also:
+            found[op] = 1 << count
+            count += 1
         for before in private.waited(op):
             found[op] |= found.get(before, 0)
     return found

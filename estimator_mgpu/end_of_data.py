@@ -1,0 +1,149 @@
+"""A step without a batch writes nothing: training to the end of the data is as many whole steps.
+
+When the data ends, the op that gets the batch fails, and so do all ops that follow from it. Other
+ops may have run by then, such as a counter, or the decay of moments that no example reaches. Here
+these wait for the batch. For example, `steps` below is 6 after six batches; undecorated it is 7:
+
+    train_op = tf.group(optimizer.minimize(loss), tf.assign_add(steps, 1))
+
+One `NoOp` a device stands for the batch, so that many writes cost one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private
+from estimator_mgpu.batch import parts_of
+from estimator_mgpu.partition.homes import home_of
+from estimator_mgpu.partition.rules import kinds
+from estimator_mgpu.partition.waits import has_effect, ordered
+
+
+def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
+    """Lists the dense tensors that a batch consists of; those of sparse and ragged ones, too."""
+    leaves = tf.nest.flatten([features, labels], expand_composites=True)
+    return [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
+
+
+def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
+    """Lets each op with an effect wait for the batch, if a step needs both of them.
+
+    A step is what an `EstimatorSpec` has, or what a hook runs that follows from the batch, such as
+    a train op of its own. What is run without a batch is left alone (initializers, queue runners),
+    and what the batch itself is made by.
+
+    Args:
+      graph: a finished one, divided or not.
+      batch: the tensors of the features and labels that the model_fn was given. A batch that
+        can't end, of constants or of what is fed, holds nothing.
+      spec: the `EstimatorSpec` of the model_fn.
+    """
+    parts = [part.op for tensor in batch for part in parts_of(tensor)]
+    arrivals = [op for op in dict.fromkeys(parts) if any(map(has_effect, private.backward([op])))]
+    if not arrivals:
+        return
+
+    making = private.backward(arrivals)
+    ends = [op for op in making if has_effect(op)]  # An iterator's or a queue's, almost always one.
+    late = set.intersection(*(_after(end) for end in ends))
+    step = _followers(ends)
+    results = _ops_of(spec)
+    if not step.isdisjoint(results):
+        step.update(results)
+
+    loops = _loops(graph)
+    held: dict[tf.Operation, None] = {}  # in the graph's order, each once
+    for op in graph.get_operations():
+        if op in late or op in making or not has_effect(op):
+            continue
+        if not step.isdisjoint(_followers([op], until=step)):
+            # An op within a loop can't wait for one outside: where the loop begins waits.
+            held.update(dict.fromkeys(loops.get(op, [op])))
+    _wait(graph, [op for op in held if op not in making], arrivals)
+
+
+def _ops_of(spec: Any) -> list[tf.Operation]:
+    """The ops of what an EstimatorSpec gives for a step."""
+    given = [spec.loss, spec.train_op, spec.predictions, spec.eval_metric_ops]
+    leaves = tf.nest.flatten(given, expand_composites=True)
+    ops = [leaf if isinstance(leaf, tf.Operation) else getattr(leaf, 'op', None) for leaf in leaves]
+    return [op for op in ops if op is not None]
+
+
+def _followers(ops: Sequence[tf.Operation], until: Container[tf.Operation] = ()) -> set[Any]:
+    """These ops and all that follow from them, but for what follows from some others."""
+    reached, stack = set(ops), list(ops)
+    while stack:
+        op = stack.pop()
+        if op not in until:
+            new = set(private.followers(op)) - reached
+            reached |= new
+            stack += new
+    return reached
+
+
+def _after(first: tf.Operation) -> set[tf.Operation]:
+    """An op and those that never run before it has.
+
+    An op waits for all of its inputs, but for two kinds. A `Merge` of v1 branches runs as soon as
+    one input is there; that of a loop, once it has what the loop begins with. And TensorFlow takes
+    calls of functions apart: ops in the branch that is taken don't wait for what only the other
+    branch is given. Only control edges hold for a whole call.
+    """
+    reached, stack = {first}, [first]
+    while stack:
+        op = stack.pop()
+        for user in private.followers(op):
+            if user.type in kinds.MERGE:
+                begin = [t.op for t in user.inputs if t.op.type not in kinds.NEXT]
+                waits = reached.issuperset(begin)
+            elif user.type in kinds.CALLERS:
+                waits = op in user.control_inputs
+            else:
+                waits = True
+            if waits and user not in reached:
+                reached.add(user)
+                stack.append(user)
+    return reached
+
+
+def _loops(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
+    """For each op within a v1 loop, the ops by which the outermost loop around it begins."""
+    ops = graph.get_operations()
+    if not any(op.type in kinds.ENTER for op in ops):
+        return {}
+    frames: dict[tf.Operation, tuple[bytes, ...]] = {}  # the loops around what an op gives
+    entries: dict[bytes, list[tf.Operation]] = {}  # by the outermost loop
+    for op in ordered(ops):
+        frame = max((frames.get(before, ()) for before in private.waited(op)), key=len, default=())
+        if op.type in kinds.ENTER:
+            name = op.get_attr('frame_name')
+            if not frame:
+                entries.setdefault(name, []).append(op)
+            frame = (*frame, name)
+        elif op.type in kinds.EXIT:
+            frame = frame[:-1]
+        frames[op] = frame
+    return {op: entries[frame[0]] for op, frame in frames.items() if frame}
+
+
+def _wait(
+    graph: tf.Graph, writes: Sequence[tf.Operation], arrivals: Sequence[tf.Operation]
+) -> None:
+    """Lets writes wait for the ops that have the batch, by one op on each device."""
+    host = arrivals[0].device
+    with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'):
+        there: dict[str, tf.Operation] = {}
+        for write in writes:
+            device = home_of(write) or host
+            if host not in there:
+                with tf.device(host or None), tf.control_dependencies(arrivals):
+                    there[host] = tf.no_op('is_there')
+            if device not in there:
+                with tf.device(device or None), tf.control_dependencies([there[host]]):
+                    there[device] = tf.no_op('is_there')
+            private.add_control_inputs(write, [there[device]])
