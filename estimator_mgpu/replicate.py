@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, cluster, compat, explanation, private, steps
+from estimator_mgpu import batch, checkpoints, cluster, compat, explanation, private, steps
 from estimator_mgpu.devices import Devices, check, host_of, resolve, warn_of_missing
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
@@ -138,8 +138,8 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             built = _build(model_fn, bound)
             place(options['variables'], ps or towers, before)
             spec, step = _divided(built, found, towers, before, options['batch_norm'])
-        if machines:
-            spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))
+        scaffold = checkpoints.watch(spec.scaffold or tf.train.Scaffold())
+        spec = spec._replace(scaffold=cluster.hold(scaffold) if machines else scaffold)
         steps.record(step)
         if mode in (None, compat.estimator.ModeKeys.TRAIN):
             explanation.tell()
