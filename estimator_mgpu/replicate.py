@@ -10,7 +10,16 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, checkpoints, cluster, compat, explanation, private, steps
+from estimator_mgpu import (
+    batch,
+    checkpoints,
+    cluster,
+    cluster_config,
+    compat,
+    explanation,
+    private,
+    steps,
+)
 from estimator_mgpu.devices import Devices, check, host_of, resolve, warn_of_missing
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
@@ -118,6 +127,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             )
         machines = getattr(config, 'machines', None)  # set by `cluster.Task.training`
         if machines is None and getattr(config, 'master', None):
+            cluster_config.check_read(config)
             raise ValueError(
                 'TF_CONFIG has several machines, and a plain Estimator would train on each by '
                 'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow.compat.v1 as tf  # noqa: F401, for the examples
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
-from estimator_mgpu import checkpoints, cluster, compat, explanation, machine_input
+from estimator_mgpu import checkpoints, cluster, cluster_config, compat, explanation, machine_input
 from estimator_mgpu.devices import CHIEF, Devices, check, resolve, session_config, spec_of
 from estimator_mgpu.replicate import replicate
 
@@ -116,7 +117,10 @@ class Estimator(_OnMachines):
                 f"devices={devices!r} has {jobs[0]!r}. An Estimator's devices are those of each "
                 "machine, without its job: ['/device:GPU:0', '/device:GPU:1']."
             )
-        config = config or compat.estimator.RunConfig()
+        if config is None:
+            cluster_config.check(os.environ.get('TF_CONFIG', '{}'))
+            config = compat.estimator.RunConfig()
+        cluster_config.check_read(config)
         session = copy.deepcopy(config.session_config)
         if config.master and session:
             del session.device_filters[:]  # They hide machines from each other.

@@ -22,7 +22,7 @@ import tensorflow.compat.v1 as tf
 import cluster_script
 import estimator_mgpu
 from cluster_script import STEPS, told
-from estimator_mgpu import cluster, compat, devices
+from estimator_mgpu import cluster, cluster_config, devices
 from models import adam, regression
 from towers import assert_close, free_addresses, saved_in
 
@@ -194,6 +194,26 @@ def test_sigterm(make):
     assert not chief.told('EVALUATED')
 
 
+def test_two_processes_that_are_one_task(make, one_device):
+    """On other machines, with the same TF_CONFIG: they end, and disturb nobody."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', sleep=1.5), two.start('worker')
+    chief.says('STEP 1\n')
+    here, there = free_addresses(2)
+    twins = {
+        'worker': two.start('worker', elsewhere=here),
+        'chief': two.start('chief', elsewhere=there),
+    }
+    for job, twin in twins.items():
+        told = f'this one, and one that answers at {two.jobs[job][0]}. End one, or give'
+        assert twin.ends(1).startswith(f'RuntimeError: Two processes are /job:{job}/task:0: {told}')
+        assert not twin.told('STEP')
+    for machine in (chief, worker):
+        machine.ends()
+    assert chief.told('STEP') == list(range(1, STEPS + 1))
+    two.comes_to(one_device[0])
+
+
 # From here on everything is in this process.
 
 
@@ -244,12 +264,12 @@ WRONG = [
 def test_what_tf_config_lacks(config_of):
     for text in ('{"cluster": ', '[]', '', '{"cluster": {"chief": 1}}', '{"task": [1]}'):
         with pytest.raises(ValueError, match='It needs to be a JSON object of objects'):
-            compat.check_tf_config(text)
+            cluster_config.check(text)
     for needs, changed in WRONG:
         with pytest.raises(ValueError, match=f'needs {needs}: on each machine it has the same'):
-            compat.check_tf_config(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
-    compat.check_tf_config(json.dumps({'cluster': TASKS, 'task': TASK}))
-    compat.check_tf_config('{}')
+            cluster_config.check(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
+    cluster_config.check(json.dumps({'cluster': TASKS, 'task': TASK}))
+    cluster_config.check('{}')
 
 
 @pytest.mark.core
