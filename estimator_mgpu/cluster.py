@@ -166,13 +166,8 @@ class Task:
         return ''
 
     def check_files(self, graph: tf.Graph) -> None:
-        """Fails if a task that is to save a part of a checkpoint doesn't see the model_dir.
-
-        The chief saves and restores all values, but those of tasks that a saver finds a variable
-        on: of the kind before resource variables, or put there by the model_fn.
-        """
-        saving = {machine_of(op.device) for op in graph.get_operations() if op.type in _SAVING}
-        others = sorted(saving - {CHIEF})
+        """Fails if a task that is to save a part of a checkpoint doesn't see the model_dir."""
+        others = sorted(saving_tasks(graph) - {CHIEF})
         if not others:
             return
         directory = os.path.join(self._model_dir, f'.{uuid.uuid4().hex}')
@@ -192,10 +187,10 @@ class Task:
                 session.run(tf.io.read_file(path))
         except _NOT_THERE as error:
             raise ValueError(
-                f'{task} has variables that it saves and restores itself, and does not see '
+                f'{task} has variables or iterators that it saves itself, and does not see '
                 f'model_dir={self._model_dir!r} of {CHIEF}. Give a directory of a file system of '
-                'all machines. The chief saves all variables if they are resource variables, which '
-                'tf.disable_v2_behavior() turns off, and the model_fn puts none on another task.'
+                'all machines. The chief saves all if there are only resource variables, which '
+                'tf.disable_v2_behavior() turns off, and the program puts none on another task.'
             ) from error
 
     @contextlib.contextmanager
@@ -235,7 +230,7 @@ class Task:
         text = error and f'{type(error).__name__}: {error}'
         said = json.dumps([text, _TERMINATED if self._terminated else 0])
         for task in self._others:  # each, whatever comes of one
-            if _listens(self.addresses[task]):
+            if reach.is_server(self.addresses[task]):
                 with contextlib.suppress(tf.errors.OpError):
                     with self._session_with(task) as (session, _, end, _):
                         session.run(end.assign(said))
@@ -277,6 +272,16 @@ def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
 
     scaffold.finalize = finalize_and_wait
     return scaffold
+
+
+def saving_tasks(graph: tf.Graph) -> set[str]:
+    """Names the tasks that write checkpoints, and read them.
+
+    That's the chief for all that `place` has put on others, as a saver doesn't see where. A saver
+    has a task save what it finds there itself: variables of the kind before resource variables, and
+    variables and iterators that a program has put there.
+    """
+    return {machine_of(op.device) for op in graph.get_operations() if op.type in _SAVING}
 
 
 def pin(graph: tf.Graph) -> None:

@@ -37,7 +37,7 @@ def is_server(address: str) -> bool:
     return answer is not None and _is_settings(answer)
 
 
-def check_server(task: str, address: str, patience: float = _PATIENCE) -> bool:
+def check_server(task: str, address: str) -> bool:
     """Raises RuntimeError if what listens at a task's address is no server of TensorFlow's.
 
     Returns:
@@ -48,9 +48,9 @@ def check_server(task: str, address: str, patience: float = _PATIENCE) -> bool:
     while (answer := _answer(address)) is None:
         if not listens(address):
             return False
-        if time.monotonic() > start + patience:
+        if time.monotonic() > start + _PATIENCE:
             raise RuntimeError(
-                f'{task} listens at {address}, but has not answered in {patience} seconds: its '
+                f'{task} listens at {address}, but has not answered in {_PATIENCE} seconds: its '
                 f'process is stopped, or another program has that port. {remedy}'
             )
         time.sleep(1)
