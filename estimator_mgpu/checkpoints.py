@@ -49,13 +49,9 @@ def check(model_dir: str) -> None:
     file = os.path.join(model_dir, 'checkpoint')
     if not tf.io.gfile.exists(file):
         return
-    try:
-        state = tf.train.get_checkpoint_state(model_dir)
-    except ValueError:  # It's empty.
-        state = None
-    if state is None:
+    path = _last(model_dir)
+    if not path:
         raise ValueError(f"{file}, which names the last checkpoint, can't be read. {_remedy(file)}")
-    path = state.model_checkpoint_path
     if not tf.io.gfile.exists(f'{path}.index') and not tf.io.gfile.glob(path):  # of TensorFlow 1's
         raise ValueError(f'{file} names {path}, and {path}.index is not there. {_remedy(file)}')
 
@@ -84,10 +80,10 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
         reason = _reason(error)
         if not _concerns(reason, model_dir):
             raise
-        names = _complete(model_dir)
+        name = os.path.basename(_last(model_dir))
         kept = 'There is no checkpoint yet'
-        if names:
-            kept = f'The checkpoints are kept, and training goes on from {names[-1]}'
+        if name in _complete(model_dir):
+            kept = f'The checkpoints are kept, and training goes on from {name}'
         raise _like(
             error,
             f"{model_dir} can't be written to: {reason}. {kept}. Make room there, or let this "
@@ -168,8 +164,12 @@ def _complete(directory: str) -> list[str]:
 
 
 def _last(model_dir: str) -> str:
-    """The path of the checkpoint that a model_dir's file `checkpoint` names."""
-    return tf.train.get_checkpoint_state(model_dir).model_checkpoint_path
+    """The path of the checkpoint that a model_dir's file `checkpoint` names; '' without one."""
+    try:
+        state = tf.train.get_checkpoint_state(model_dir)
+    except ValueError:  # It's empty.
+        return ''
+    return state.model_checkpoint_path if state else ''
 
 
 def _restored(error: tf.errors.OpError) -> str | None:

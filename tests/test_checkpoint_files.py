@@ -251,6 +251,12 @@ def test_a_full_disk(error, model_dir):
             'again.'
         )
         assert info.value.__cause__ is given
+    for text in (f'model_checkpoint_path: "{BEFORE}"', ''):  # before the last was noted; torn
+        kept = f'training goes on from {BEFORE}' if text else 'There is no checkpoint yet'
+        with pytest.raises(error, match=kept), checkpoints.explained(str(model_dir)):
+            (model_dir / 'checkpoint').write_text(text)
+            raise given
+        (model_dir / 'checkpoint').write_text(f'model_checkpoint_path: "{BEFORE}"')
 
 
 def test_errors_of_something_else(model_dir):
