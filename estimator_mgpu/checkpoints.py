@@ -90,7 +90,7 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
             'process write there, and start again.',
         ) from error
     except _READING as error:
-        if getattr(error.op, 'type', None) != 'RestoreV2':
+        if getattr(error.op, 'type', None) != 'RestoreV2' or _of_other_variables(error):
             raise
         raise _unreadable(error, _restored(error) or path or _last(model_dir)) from error
 
@@ -116,17 +116,21 @@ def _restore(restore: Any, session: tf.Session, path: str) -> None:
     try:
         restore(session, path)
     except _READING as error:
+        if _of_other_variables(error):
+            raise
         raise _unreadable(error, path) from error
 
 
-def _unreadable(error: Any, path: str) -> Exception:
+def _of_other_variables(error: Exception) -> bool:
+    """Whether a checkpoint's files are as they should be, but another model's."""
+    return 'not found in checkpoint' in _reason(error)
+
+
+def _unreadable(error: Exception, path: str) -> Exception:
     """The error to raise for a checkpoint that can't be restored."""
-    reason = _reason(error)
-    if 'not found in checkpoint' in reason:
-        return error  # The files are as they should be: it's another model's.
     directory, name = os.path.split(path)
-    file = os.path.join(directory, 'checkpoint')
-    return _like(error, f"The checkpoint {path} can't be read: {reason}. {_remedy(file, name)}")
+    remedy = _remedy(os.path.join(directory, 'checkpoint'), name)
+    return _like(error, f"The checkpoint {path} can't be read: {_reason(error)}. {remedy}")
 
 
 def _remedy(file: str, without: str = '') -> str:

@@ -71,8 +71,8 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         EstimatorV2.experimental_export_all_saved_models
     )
 
+    @functools.wraps(EstimatorV2.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """As Estimator's."""
         with _explanation(EstimatorV2.predict, self, *args, **kwargs):
             yield from super().predict(*args, **kwargs)
 
