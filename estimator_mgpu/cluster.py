@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -16,10 +15,17 @@ from typing import Any, NoReturn
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
+from estimator_mgpu import private, reach
+from estimator_mgpu.cluster_config import JOBS as _JOBS
 from estimator_mgpu.devices import CHIEF, machine_of, spec_of
+from estimator_mgpu.reach import listens as _listens
 
-_JOBS = ('chief', 'worker', 'ps')  # An evaluator is in no cluster.
+_SAVING = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')
+_NOT_THERE = (
+    tf.errors.FailedPreconditionError,
+    tf.errors.NotFoundError,
+    tf.errors.PermissionDeniedError,
+)
 _EVERY = 30  # seconds from one message to the next on what is waited for
 _GRACE = 20  # seconds after SIGTERM in which a task still serves the chief's last checkpoint
 _TERMINATED = 128 + signal.SIGTERM
@@ -67,29 +73,28 @@ class Task:
         start = due = time.monotonic()
         wanted = {task: self.addresses[task] for task in tasks or self.addresses}
         while (missing := [t for t, a in wanted.items() if not _listens(a)]) and not ended():
-            now, text = time.monotonic(), ', '.join(f'{t} at {wanted[t]}' for t in missing)
+            now = time.monotonic()
+            late = now - start > self._limit
             if self._terminated:
                 raise SystemExit(_TERMINATED)
-            if now - start > self._limit:
-                raise TimeoutError(
-                    f'{text}: not reached in {self._limit} seconds (session_creation_timeout_secs '
-                    'of RunConfig). Start the script there, and let its port through.'
-                )
-            if now >= due:
+            if late or now >= due:
+                text = ', '.join(reach.described(task, wanted[task]) for task in missing)
+                if late:
+                    raise TimeoutError(
+                        f'{text}: not reached in {self._limit} seconds '
+                        '(session_creation_timeout_secs of RunConfig). Start the script there, and '
+                        'let its port through.'
+                    )
                 tf.logging.warning(f'Waiting for {text}: the script has to be started there, too.')
                 due = now + _EVERY
             time.sleep(1)
 
-    def devices(self, model_dir: str) -> dict[str, list[str]]:
+    def devices(self) -> dict[str, list[str]]:
         """Waits for all tasks, and returns the devices of each; fails if they don't fit."""
         self.wait()
-        path = os.path.join(model_dir, f'.{uuid.uuid4().hex}')
-        tf.io.gfile.makedirs(path)
-        try:
-            for task in self._others:
-                self._check(task, path)
-        finally:
-            tf.io.gfile.rmtree(path)
+        self._check_alone()
+        for task in self._others:
+            self._check(task)
         # Servers keep tables, say, from one session to the next, in a container of the job's name.
         tf.Session.reset(self.server.target, [*_JOBS])
         with tf.Session(self.server.target) as session:
@@ -100,7 +105,8 @@ class Task:
     @contextlib.contextmanager
     def training(self, config: Any) -> Iterator[tf.train.SessionRunHook]:
         """Lets a RunConfig train on all machines, with a hook that ends it after SIGTERM's step."""
-        vars(config).update(machines=self.devices(config.model_dir), _master=self.server.target)
+        self._model_dir = config.model_dir
+        vars(config).update(machines=self.devices(), _master=self.server.target)
         hook, self._trains = tf.train.SessionRunHook(), True
         hook.after_run = lambda context, _: context.request_stop() if self._terminated else None
         try:
@@ -114,11 +120,14 @@ class Task:
     def serve(self) -> NoReturn:
         """Serves until the chief's process ends, and ends as that does."""
         self._trains = True
-        with self._session_with(self.name) as (session, known, end):
+        with self._session_with(self.name) as (session, known, end, _):
             session.run([known.assign(json.dumps(self.addresses)), end.assign('')])
-            value = end.value()
+            value, due = end.value(), time.monotonic()
             while not (said := session.run(value)):
                 self.wait([CHIEF], lambda: bool(session.run(value)))
+                if time.monotonic() >= due:
+                    self._check_alone()
+                    due = time.monotonic() + _EVERY
                 if self._terminated and time.monotonic() > self._terminated + _GRACE:
                     raise SystemExit(_TERMINATED)
                 time.sleep(1)
@@ -127,20 +136,79 @@ class Task:
             raise RuntimeError(f'The chief has failed: {error}')
         raise SystemExit(status)
 
+    def _check_alone(self) -> None:
+        """Fails if another process has this task's address: it's the same task, elsewhere."""
+        identity, start = uuid.uuid4().hex, time.monotonic()
+        with self._session_with(self.name) as (session, *_, process):
+            session.run(process.assign(identity))
+        address = self.addresses[self.name]
+        while self._identity_at(address) not in ('', identity):
+            if time.monotonic() > start + _EVERY:  # Until then a name may have been an old one.
+                atexit.unregister(self._end)  # The other tasks are the other process's.
+                raise RuntimeError(
+                    f'Two processes are {self.name}: this one, and one that answers at {address}. '
+                    'End one, or give this one its own type and index in TF_CONFIG, and its '
+                    "machine's address."
+                )
+            time.sleep(1)
+
+    def _identity_at(self, address: str) -> str:
+        """Tells which process has this task's address; '' if that isn't known.
+
+        Not each network lets a machine reach itself by the name that others use.
+        """
+        if reach.is_server(address):
+            with contextlib.suppress(tf.errors.OpError):
+                with self._session_with(self.name, f'grpc://{address}') as (session, *_, process):
+                    if session.run(tf.is_variable_initialized(process)):
+                        return session.run(process.value()).decode()
+                    return 'of a process that has just begun'
+        return ''
+
+    def check_files(self, graph: tf.Graph) -> None:
+        """Fails if a task that is to save a part of a checkpoint doesn't see the model_dir."""
+        others = sorted(saving_tasks(graph) - {CHIEF})
+        if not others:
+            return
+        directory = os.path.join(self._model_dir, f'.{uuid.uuid4().hex}')
+        tf.io.gfile.makedirs(directory)
+        try:
+            path = os.path.join(directory, 'file')
+            with tf.io.gfile.GFile(path, 'w') as file:
+                file.write('')
+            for task in others:
+                self._check_reads(task, path)
+        finally:
+            tf.io.gfile.rmtree(directory)
+
+    def _check_reads(self, task: str, path: str) -> None:
+        try:
+            with self._session_with(task) as (session, *_):
+                session.run(tf.io.read_file(path))
+        except _NOT_THERE as error:
+            raise ValueError(
+                f'{task} has variables or iterators that it saves itself, and does not see '
+                f'model_dir={self._model_dir!r} of {CHIEF}. Give a directory of a file system of '
+                'all machines. The chief saves all if there are only resource variables, which '
+                'tf.disable_v2_behavior() turns off, and the program puts none on another task.'
+            ) from error
+
     @contextlib.contextmanager
-    def _session_with(self, task: str) -> Iterator[Any]:
-        """A session of two tasks, and the variables on one of them."""
+    def _session_with(self, task: str, target: str = '') -> Iterator[Any]:
+        """A session of two tasks, by default from here, and the variables on one of them."""
         # Timeouts are of each call.
         config = tf.ConfigProto(device_filters=[self.name, task], operation_timeout_in_ms=60_000)
         with tf.Graph().as_default(), tf.device(f'{task}/cpu:0'), tf.container('estimator_mgpu'):
-            names = ('estimator_mgpu_cluster', 'estimator_mgpu_end')
+            names = (f'estimator_mgpu_{name}' for name in ('cluster', 'end', 'process'))
             strings = [tf.get_variable(name, [], tf.string, use_resource=True) for name in names]
-            with tf.Session(self.server.target, config=config) as session:
+            with tf.Session(target or self.server.target, config=config) as session:
                 yield session, *strings
 
-    def _check(self, task: str, path: str) -> None:
-        """Fails if another task has another cluster, or doesn't see what is in the model_dir."""
-        with self._session_with(task) as (session, known, _):
+    def _check(self, task: str) -> None:
+        """Fails if another task has another cluster, or isn't this script."""
+        while not reach.check_server(task, self.addresses[task]):
+            self.wait()
+        with self._session_with(task) as (session, known, *_):
             initialized, start = tf.is_variable_initialized(known), time.monotonic()
             while not session.run(initialized):  # It has only just begun to listen.
                 if time.monotonic() > start + _EVERY:
@@ -150,16 +218,10 @@ class Task:
                     )
                 time.sleep(0.1)
             theirs = json.loads(session.run(known.value()))
-            seen = session.run(tf.io.matching_files(path))
         if theirs != self.addresses:
             raise ValueError(
                 f'TF_CONFIG differs between machines: {task} has the cluster {theirs}, and '
                 f'{self.name} has {self.addresses}. Give every machine the same.'
-            )
-        if not seen.size:
-            raise ValueError(
-                f'{task} does not see model_dir={os.path.dirname(path)!r} of {self.name}. Give a '
-                'directory of a file system of all machines: each has a part of a checkpoint.'
             )
 
     def _end(self) -> None:
@@ -168,9 +230,9 @@ class Task:
         text = error and f'{type(error).__name__}: {error}'
         said = json.dumps([text, _TERMINATED if self._terminated else 0])
         for task in self._others:  # each, whatever comes of one
-            if _listens(self.addresses[task]):
+            if reach.is_server(self.addresses[task]):
                 with contextlib.suppress(tf.errors.OpError):
-                    with self._session_with(task) as (session, _, end):
+                    with self._session_with(task) as (session, _, end, _):
                         session.run(end.assign(said))
 
     def _terminate(self, number: int, frame: Any) -> None:
@@ -205,10 +267,21 @@ def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
         result = finalize()
         pin(tf.get_default_graph())
         _joined[0].wait()
+        _joined[0].check_files(tf.get_default_graph())
         return result
 
     scaffold.finalize = finalize_and_wait
     return scaffold
+
+
+def saving_tasks(graph: tf.Graph) -> set[str]:
+    """Names the tasks that write checkpoints, and read them.
+
+    That's the chief for all that `place` has put on others, as a saver doesn't see where. A saver
+    has a task save what it finds there itself: variables of the kind before resource variables, and
+    variables and iterators that a program has put there.
+    """
+    return {machine_of(op.device) for op in graph.get_operations() if op.type in _SAVING}
 
 
 def pin(graph: tf.Graph) -> None:
@@ -218,11 +291,3 @@ def pin(graph: tf.Graph) -> None:
         others = {*private.colocated_with(op)} - {op.name}  # A variable is colocated with itself.
         if spec_of(op.device).job is None and not held and not others:
             private.set_device(op, CHIEF + op.device)
-
-
-def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(':')
-    with contextlib.suppress(OSError):
-        socket.create_connection((host.strip('[]'), int(port)), timeout=5).close()
-        return True
-    return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -15,6 +14,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.tools import module_util
 from tensorflow.python.util import tf_export
+
+from estimator_mgpu import cluster_config
 
 _REMOVED = {
     'distribute.estimator_training': 'For the devices of one machine use estimator_mgpu.replicate.',
@@ -33,31 +34,6 @@ def check_tensorflow(version: str) -> None:
         raise ImportError(
             'estimator_mgpu runs on TensorFlow 2.15 to 2.21, and this is TensorFlow '
             f'{version}. Install a supported one: pip install "tensorflow>=2.15,<2.22"'
-        )
-
-
-def check_tf_config(text: str) -> None:
-    """Raises ValueError if a TF_CONFIG isn't a cluster with a chief, and a task; or has neither."""
-    try:
-        given = json.loads(text)
-        cluster, task = dict(given.get('cluster', {})), dict(given.get('task', {}))
-        found = [address for job in cluster.values() for address in job]
-        own = [a for a in found if re.fullmatch(r'[^/]+:[1-9][0-9]{0,4}', a)]
-        has = {
-            'no job but chief, worker and ps': {*cluster} <= {'chief', 'worker', 'ps', 'evaluator'},
-            'one chief': len(cluster.get('chief', ())) == 1,
-            'tasks of each job': all(cluster.values()),
-            'an address host:port of its own for each task': len({*own}) == len(found),
-            "the task's type and index": {'type', 'index'} <= {*task},
-        }
-        needs = next((what for what, there in has.items() if cluster and not there), '')
-    except (AttributeError, TypeError, ValueError) as error:
-        needs = f'to be a JSON object of objects ({error})'
-    if needs:
-        raise ValueError(
-            f'The environment variable TF_CONFIG is {text!r}. It needs {needs}: on each machine '
-            'it has the same cluster and its own task, as in {"cluster": {"chief": ["host0:2222"], '
-            '"worker": ["host1:2222"]}, "task": {"type": "worker", "index": 0}}.'
         )
 
 
@@ -180,7 +156,7 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 
 check_tensorflow(tf.__version__)
-check_tf_config(os.environ.get('TF_CONFIG', '{}'))
+cluster_config.check(os.environ.get('TF_CONFIG', '{}'))
 if _minor(tf.__version__) > (2, 15):
     _choose_keras()
     _restore_removed()

@@ -11,7 +11,17 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, cluster, compat, end_of_data, explanation, private, steps
+from estimator_mgpu import (
+    batch,
+    checkpoints,
+    cluster,
+    cluster_config,
+    compat,
+    end_of_data,
+    explanation,
+    private,
+    steps,
+)
 from estimator_mgpu.devices import Devices, checked, host_of, resolve, warn_of_missing
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
@@ -125,6 +135,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             )
         machines = getattr(config, 'machines', None)  # set by `cluster.Task.training`
         if machines is None and getattr(config, 'master', None):
+            cluster_config.check_read(config)
             raise ValueError(
                 'TF_CONFIG has several machines, and a plain Estimator would train on each by '
                 'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
@@ -150,8 +161,8 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             found = found.again()  # The model_fn may have said of what shape they are.
             spec, step = _divided(built, found, towers, before, options['batch_norm'])
         end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
-        if machines:
-            spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))
+        scaffold = checkpoints.watch(spec.scaffold or tf.train.Scaffold())
+        spec = spec._replace(scaffold=cluster.hold(scaffold) if machines else scaffold)
         steps.record(step)
         if mode in (None, compat.estimator.ModeKeys.TRAIN):
             explanation.tell()

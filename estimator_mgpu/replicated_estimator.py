@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 from tensorflow_estimator.python.estimator.estimator import EstimatorV2
 from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
-from estimator_mgpu import cluster, compat, explanation, machine_input
+from estimator_mgpu import checkpoints, cluster, cluster_config, compat, explanation, machine_input
 from estimator_mgpu.devices import CHIEF, Devices, resolve, session_config, spec_of
 from estimator_mgpu.replicate import replicate
 
 
+def _explanation(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """What explains errors with the checkpoint that a call of Estimator's method reads."""
+    arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+    return checkpoints.explained(arguments['self'].model_dir, arguments.get('checkpoint_path'))
+
+
+def _explained(method: Any) -> Any:
+    """A method of Estimator's whose errors with checkpoints are explained."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _explanation(method, *args, **kwargs):
+            return method(*args, **kwargs)
+
+    return call
+
+
 class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
-    """Trains on several machines, if TF_CONFIG has them."""
+    """Trains on several machines, if TF_CONFIG has them, and explains errors of checkpoints."""
 
     _joins: Any  # the RunConfig of a task of a cluster; None on one machine
 
@@ -35,13 +54,15 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
         options = self._model_fn.replicate_options
         by_machine = options['input'] == 'machine'
+        explained = checkpoints.explained(self.model_dir, None, self._warm_start_settings)
         if self._joins is None:
             input_fn = machine_input.in_context(input_fn) if by_machine else input_fn
-            return super().train(input_fn, hooks, *args, **kwargs)
+            with explained:
+                return super().train(input_fn, hooks, *args, **kwargs)
         task = cluster.join(self._joins)
         if task.name != CHIEF:
             task.serve()
-        with task.training(self._config) as hook:
+        with explained, task.training(self._config) as hook:
             if by_machine:
                 call = functools.partial(self._call_input_fn, mode=compat.estimator.ModeKeys.TRAIN)
                 towers = resolve(options['devices'], self._config.machines)
@@ -51,6 +72,17 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     def _call_input_fn(self, input_fn: Any, mode: str, input_context: Any = None) -> Any:
         compat.check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
+
+    evaluate = _explained(EstimatorV2.evaluate)
+    export_saved_model = _explained(EstimatorV2.export_saved_model)
+    experimental_export_all_saved_models = _explained(
+        EstimatorV2.experimental_export_all_saved_models
+    )
+
+    @functools.wraps(EstimatorV2.predict)
+    def predict(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with _explanation(EstimatorV2.predict, self, *args, **kwargs):
+            yield from super().predict(*args, **kwargs)
 
 
 class Estimator(_OnMachines):
@@ -94,12 +126,15 @@ class Estimator(_OnMachines):
                 f"devices={devices!r} has {jobs[0]!r}. An Estimator's devices are those of each "
                 "machine, without its job: ['/device:GPU:0', '/device:GPU:1']."
             )
-        config = compat.estimator.RunConfig() if config is None else config
+        if config is None:
+            cluster_config.check(os.environ.get('TF_CONFIG', '{}'))
+            config = compat.estimator.RunConfig()
         if not isinstance(config, compat.estimator.RunConfig):
             raise TypeError(
                 f'config={config!r} is of {type(config).__name__}. Give a tf.estimator.RunConfig, '
                 'or leave it out; hyperparameters go to params.'
             )
+        cluster_config.check_read(config)
         session = copy.deepcopy(config.session_config)
         if config.master and session:
             del session.device_filters[:]  # They hide machines from each other.
@@ -112,6 +147,7 @@ class Estimator(_OnMachines):
             alone = {'cluster': {'chief': [own]}, 'task': {'type': 'chief', 'index': 0}}
             config._init_distributed_setting_from_environment_var(alone)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
+        checkpoints.check_name(self.model_dir)
 
     def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:
         """Says how training would be divided, before it: nothing is run, and nothing is written.

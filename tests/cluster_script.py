@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu import cluster
 from models import floats, of_all_modes, weights
 
 STEPS = 20
@@ -84,11 +85,38 @@ def told(text, name):
     return [json.loads(line) for line in re.findall(rf'^{name} (.*)$', text, re.MULTILINE)]
 
 
-def main(model_dir, devices=2, stops=(STEPS,), parts=False, sleep=0, limit=300):
+def serve_at(address):
+    """Lets this process's server be at another address than TF_CONFIG's, as on another machine."""
+    server = tf.train.Server
+
+    def elsewhere(jobs, job, index, *args):
+        addresses = list(jobs[job])
+        addresses[index] = address
+        return server({**jobs, job: addresses}, job, index, *args)
+
+    tf.train.Server = elsewhere
+    cluster._EVERY = 1  # seconds, in which another process may be a name's old one
+
+
+def main(
+    model_dir,
+    devices=2,
+    stops=(STEPS,),
+    parts=False,
+    sleep=0,
+    limit=300,
+    elsewhere='',
+    v1=False,
+):
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
-    Sleeps after a step; waits for others up to a limit.
+    Sleeps after a step; waits for others up to a limit; has another address, as of another machine;
+    has variables as below tf.disable_v2_behavior().
     """
+    if elsewhere:
+        serve_at(elsewhere)
+    if v1:
+        tf.disable_resource_variables()
     tf.logging.set_verbosity(tf.logging.INFO)
     config = tf.estimator.RunConfig(
         model_dir, save_checkpoints_steps=5, session_creation_timeout_secs=limit

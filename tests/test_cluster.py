@@ -4,6 +4,7 @@ Each process is a machine with two logical CPU devices that runs cluster_script.
 """
 
 import contextlib
+import http.server
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from unittest import mock
@@ -22,7 +24,7 @@ import tensorflow.compat.v1 as tf
 import cluster_script
 import estimator_mgpu
 from cluster_script import STEPS, told
-from estimator_mgpu import cluster, compat, devices
+from estimator_mgpu import cluster, devices
 from models import adam, regression
 from towers import assert_close, free_addresses, saved_in
 
@@ -75,7 +77,7 @@ class Cluster:
     def start(self, job, index=0, **options):
         """Starts the script as a task."""
         tf_config = {'cluster': self.jobs, 'task': {'type': job, 'index': index}}
-        log = self.folder / f'{len(self.machines)}_{job}_{index}.log'
+        log = self.folder / f'{len([*self.folder.iterdir()])}_{job}_{index}.log'
         self.machines.append(Machine(tf_config, self.model_dir, log, options))
         return self.machines[-1]
 
@@ -181,9 +183,12 @@ def test_a_lost_machine_that_never_comes_back(make):
 
 
 def test_sigterm(make):
-    """Sent to all, it lets a step and a last checkpoint be finished; all end."""
+    """Sent to all, it lets a step and a last checkpoint be finished; all end.
+
+    Here each task saves the variables that it has, as they aren't resource variables.
+    """
     two = make(chief=1, worker=1)
-    chief, worker = two.start('chief', sleep=0.3), two.start('worker')
+    chief, worker = two.start('chief', sleep=0.3, v1=True), two.start('worker')
     chief.says('STEP 7\n')
     for machine in (worker, chief):
         machine.terminate()
@@ -192,6 +197,49 @@ def test_sigterm(make):
     reached = chief.told('STEP')[-1]
     assert 7 <= reached < STEPS and saved_in(two.model_dir)['global_step'] == reached
     assert not chief.told('EVALUATED')
+    parts = two.model_dir.glob(f'model.ckpt-{reached}.data-*')
+    assert len([*parts]) == 5  # of each device, and of the global step
+
+
+def test_ports_of_others(make):
+    """Another program at a worker's port, and a name that doesn't resolve, end in a sentence."""
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), http.server.BaseHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever).start()
+    taken, nowhere = '{}:{}'.format(*server.server_address), 'no-such-host.invalid:2222'
+    chiefs = []
+    for address in (taken, nowhere):
+        one = make(chief=1, worker=1)
+        one.jobs['worker'] = [address]
+        chiefs.append(one.start('chief', limit=2))
+    try:
+        told = f'RuntimeError: {WORKER} should be at {taken}, but another program has that port'
+        assert chiefs[0].ends(1).startswith(told)
+        told = f'{WORKER} at {nowhere} (the name no-such-host.invalid does not resolve)'
+        assert chiefs[1].ends(1).startswith(f'TimeoutError: {told}: not reached in 2 seconds')
+        assert f'Waiting for {told}: the script has to be' in chiefs[1].text()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_two_processes_that_are_one_task(make, one_device):
+    """On other machines, with the same TF_CONFIG: they end, and disturb nobody."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', sleep=1.5), two.start('worker')
+    chief.says('STEP 1\n')
+    here, there = free_addresses(2)
+    twins = {
+        'worker': two.start('worker', elsewhere=here),
+        'chief': two.start('chief', elsewhere=there),
+    }
+    for job, twin in twins.items():
+        told = f'this one, and one that answers at {two.jobs[job][0]}. End one, or give'
+        assert twin.ends(1).startswith(f'RuntimeError: Two processes are /job:{job}/task:0: {told}')
+        assert not twin.told('STEP')
+    for machine in (chief, worker):
+        machine.ends()
+    assert chief.told('STEP') == list(range(1, STEPS + 1))
+    two.comes_to(one_device[0])
 
 
 # From here on everything is in this process.
@@ -226,30 +274,6 @@ def test_the_config_of_a_task(config_of):
     assert config.session_config.graph_options.rewrite_options.disable_meta_optimizer
     one = estimator_mgpu.Estimator(linear, config=config_of(cluster={'chief': ['c0:1']}))
     assert one._joins is None  # One machine is no cluster.
-
-
-TASK = {'type': 'worker', 'index': 0}
-ADDRESS = 'an address host:port of its own for each task'
-ADDRESSES = [['w0'], ['http://w0:1'], ['w0:0'], ['w0:port'], [':1'], ['c0:1']]
-WRONG = [
-    ('one chief', {'cluster': {'worker': ['w0:1']}}),
-    ('no job but chief, worker and ps', {'cluster': {**TASKS, 'master': ['m0:1']}}),
-    ('tasks of each job', {'cluster': {**TASKS, 'worker': []}}),
-    *[(ADDRESS, {'cluster': {**TASKS, 'worker': given}}) for given in ADDRESSES],
-    ("the task's type and index", {'task': {'type': 'worker'}}),
-]
-
-
-@pytest.mark.core
-def test_what_tf_config_lacks(config_of):
-    for text in ('{"cluster": ', '[]', '', '{"cluster": {"chief": 1}}', '{"task": [1]}'):
-        with pytest.raises(ValueError, match='It needs to be a JSON object of objects'):
-            compat.check_tf_config(text)
-    for needs, changed in WRONG:
-        with pytest.raises(ValueError, match=f'needs {needs}: on each machine it has the same'):
-            compat.check_tf_config(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
-    compat.check_tf_config(json.dumps({'cluster': TASKS, 'task': TASK}))
-    compat.check_tf_config('{}')
 
 
 @pytest.mark.core
@@ -293,6 +317,7 @@ def task(config_of, monkeypatch):
     monkeypatch.setattr(signal, 'signal', lambda *args: None)
     monkeypatch.setattr(cluster, '_listens', lambda address: False)
     monkeypatch.setattr(cluster, 'time', Clock())
+    monkeypatch.setattr(socket, 'getaddrinfo', mock.Mock())  # Any name resolves.
     return cluster.Task(config_of('worker', 0).replace(session_creation_timeout_secs=100))
 
 
@@ -304,9 +329,13 @@ def test_waiting(task, caplog, monkeypatch):
     line = 'Waiting for /job:ps/task:0 at p0:1: the script has to be started there, too.'
     assert [m for m in caplog.messages if 'Waiting' in m] == [line] * 4
     assert cluster.time.now == 1101
+    with monkeypatch.context() as context:
+        context.setattr(socket, 'getaddrinfo', mock.Mock(side_effect=socket.gaierror))
+        with pytest.raises(TimeoutError, match=r'p0:1 \(the name p0 does not resolve\): not reach'):
+            task.wait([PS])
     monkeypatch.setattr(cluster, '_listens', lambda address: address != 'w1:1')
     caplog.clear()
-    task.wait(ended=lambda: cluster.time.now > 1110)
+    task.wait(ended=lambda: cluster.time.now > 1210)
     assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
     with pytest.raises(SystemExit, match='143'):  # It neither trains nor serves.
         task._terminate(signal.SIGTERM, None)
@@ -319,7 +348,8 @@ def test_waiting(task, caplog, monkeypatch):
 @pytest.mark.core
 def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
     session = types.SimpleNamespace(run=lambda fetches: b'')  # The chief has said nothing.
-    with_session = contextlib.nullcontext([session, mock.Mock(), mock.Mock()])
+    with_session = contextlib.nullcontext([session, mock.Mock(), mock.Mock(), mock.Mock()])
+    monkeypatch.setattr(task, '_check_alone', mock.Mock())
     monkeypatch.setattr(task, '_session_with', lambda name: with_session)
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
     sleep = cluster.time.sleep
@@ -343,7 +373,7 @@ def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
 def test_all_are_told_of_the_end(task, monkeypatch):
     """Also if one doesn't answer, as it's frozen say."""
     session_with = mock.Mock(side_effect=tf.errors.DeadlineExceededError(None, None, 'No answer.'))
-    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
+    monkeypatch.setattr(cluster.reach, 'is_server', lambda address: address != 'c0:1')
     monkeypatch.setattr(task, '_session_with', session_with)
     task._end()
     assert session_with.mock_calls == [mock.call('/job:worker/task:1'), mock.call(PS)]
@@ -417,10 +447,10 @@ def test_relay():
     assert devices.relay(both[:3], both[2], both[1]) == both[2]
 
 
-def test_each_training_begins_without_the_tables_of_the_last(three_machines, tmp_path, task):
+def test_each_training_begins_without_the_tables_of_the_last(three_machines, task):
     """Servers keep what a session has made, and a session of one machine begins with nothing."""
     task.server = types.SimpleNamespace(target=three_machines)
-    task._check, task.wait = mock.Mock(), mock.Mock()
+    task._check, task.wait, task._check_alone = mock.Mock(), mock.Mock(), mock.Mock()
     with tf.Graph().as_default():
         known = []
         for machine in (CHIEF, WORKER):
@@ -432,31 +462,31 @@ def test_each_training_begins_without_the_tables_of_the_last(three_machines, tmp
             session.run(initializer)
         with tf.Session(three_machines) as session:
             assert session.run(known) == [True, True]
-        found = task.devices(str(tmp_path))
+        found = task.devices()
         assert found[CHIEF] == CPUS[CHIEF] and found[WORKER] == CPUS[WORKER]
         with tf.Session(three_machines) as session:
             assert session.run(known) == [False, False]
     task.wait.assert_called_once_with()
     assert [call.args[0] for call in task._check.mock_calls] == [CHIEF, '/job:worker/task:1', PS]
-    assert not [*tmp_path.iterdir()]
 
 
-def test_machines_that_do_not_fit(three_machines, tmp_path, task):
-    """A port of something else, another TF_CONFIG, another file system."""
+def test_machines_that_do_not_fit(three_machines, task, monkeypatch):
+    """A port of something else, another TF_CONFIG."""
     task.name, task.server = CHIEF, types.SimpleNamespace(target=three_machines)
-    model_dir = tmp_path / 'of the chief'
+    server = mock.Mock(side_effect=[False, True, True, True])  # It has to be waited for again.
+    monkeypatch.setattr(cluster.reach, 'check_server', server)
+    monkeypatch.setattr(task, 'wait', mock.Mock())
 
     def check(known=None):
         if known is not None:
-            with task._session_with(WORKER) as (session, variable, _):
+            with task._session_with(WORKER) as (session, variable, *_):
                 session.run(variable.assign(json.dumps(known)))
-        task._check(WORKER, str(model_dir / 'file'))
+        task._check(WORKER)
 
     with pytest.raises(RuntimeError, match=f"{WORKER} listens at w0:1, but .* doesn't call train"):
         check()
     with pytest.raises(ValueError, match=f'TF_CONFIG differs .*: {WORKER} has the cluster {{}}'):
         check({})
-    with pytest.raises(ValueError, match=f'{WORKER} does not see .*of the chief. of {CHIEF}'):
-        check(task.addresses)
-    (model_dir / 'file').mkdir(parents=True)
-    check()
+    check(task.addresses)
+    task.wait.assert_called_once_with()
+    assert server.mock_calls == [mock.call(WORKER, 'w0:1')] * 4

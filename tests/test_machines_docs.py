@@ -9,7 +9,7 @@ import sys
 import tensorflow.compat.v1 as tf
 import yaml
 
-from estimator_mgpu import cluster, compat
+from estimator_mgpu import cluster, cluster_config
 from test_docs import ROOT, blocks_of
 
 SLURM = {'HOSTS': 'n8 n9 n10 ', 'SLURM_JOB_ID': '123456', 'SLURM_NTASKS': '3'}
@@ -31,7 +31,7 @@ def blocks(language):
 
 def read(tf_config, monkeypatch):
     """Returns the task, and the addresses of all."""
-    compat.check_tf_config(tf_config)
+    cluster_config.check(tf_config)
     monkeypatch.setenv('TF_CONFIG', tf_config)
     config = tf.estimator.RunConfig()
     found = cluster.addresses(config)
