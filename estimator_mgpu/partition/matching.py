@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from . import plan
 from .plan import OWN, REPLICATE, WHOLE, Division, Entries, Label, Need, Numbers, Placement, Shard
-from .rules.signature import Operand, Signature
+from .rules.signature import Operand, Signature, labels_of
 from .symbols import ONE, Rows, Size, per_row
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Matching:
         """
         batch, sharded = self.outer.rows, any(isinstance(p, Shard) for _, _, p in self._inputs)
         for tensor, operand, placement in self._inputs:
-            labelled, dims = _labels(operand), self.sizes.dims(tensor)
+            labelled, dims = labels_of(operand), self.sizes.dims(tensor)
             found: list[tuple[Label, Size, Rows]] = []
             if isinstance(placement, Shard) and labelled and dims:
                 found = [(labelled[placement.axis], dims[placement.axis], placement.rows)]
@@ -94,9 +94,9 @@ class Matching:
         if dims[axis] == ONE:
             return WHOLE  # It's repeated for all rows.
         factor = per_row(dims[axis], way.rows)
-        if factor is None and isinstance(way.label, str) and way.label[0].isupper():
-            return None  # One of them may be 1, and repeated.
-        return plan.Slice(axis, way.rows, factor or way.factor)
+        if factor is None:
+            return None  # It may be 1, and repeated: that rows are as many by chance tells nothing.
+        return plan.Slice(axis, way.rows, factor)
 
     def dims(self, way: Way | None = None) -> list[list[Size] | None]:
         """The dimensions of the outputs, as far as they are known."""
@@ -124,13 +124,8 @@ class Matching:
     def _size_of(self, label: Label) -> Size | None:
         """The size that all inputs agree that a dimension has."""
         found = {
-            (self.sizes.dims(tensor) or [])[_labels(operand).index(label)]
+            (self.sizes.dims(tensor) or [])[labels_of(operand).index(label)]
             for tensor, operand, _ in self._inputs
-            if label is not None and label in _labels(operand)
+            if label is not None and label in labels_of(operand)
         }
         return found.pop() if len(found) == 1 else None
-
-
-def _labels(operand: Operand) -> tuple[Label, ...]:
-    """Those of its dimensions."""
-    return () if isinstance(operand, (Entries, plan.Given, Numbers)) else operand

@@ -47,6 +47,11 @@ class Signature(NamedTuple):
     attrs: dict[str, Any] = {}  # attributes that towers' ops have otherwise
 
 
+def labels_of(operand: Operand) -> tuple[Label, ...]:
+    """Those of an input's own dimensions."""
+    return () if isinstance(operand, (Entries, Given, Numbers)) else operand
+
+
 Rule = Union[str, Callable[[tf.Operation, 'Sizes'], Union[str, Signature, None]]]
 
 FAMILIES = {  # rules that have a name
@@ -168,6 +173,11 @@ def _capitals(words: str) -> str:
 
 class Undivided(Exception):
     """An op can't be divided, and why."""
+
+
+def failure(op: tf.Operation, error: Exception) -> RuntimeError:
+    """Says of which op a rule fails, rather than says no."""
+    return RuntimeError(f'{op.name!r} (a {op.type}): {type(error).__name__}: {error}')
 
 
 def known(found: T | None, reason: str = '') -> T:
