@@ -25,6 +25,7 @@ from estimator_mgpu.partition.rules.signature import (
     signature_of,
 )
 from estimator_mgpu.partition.rules.sizes import Sizes
+from estimator_mgpu.partition.shapes import copy_of, takes
 from estimator_mgpu.partition.symbols import Rows, Size
 from estimator_mgpu.partition.towers import Towers
 from estimator_mgpu.partition.waits import dependents, ordered
@@ -76,20 +77,12 @@ class Call(NamedTuple):
     values: Sequence[Any]  # arrays, one for each input; None for a variable or a table
     used: Sequence[int]  # those of its outputs that anything uses
 
-    def copy(self, inputs: Sequence[tf.Tensor]) -> tf.Operation:
-        """Adds an op that does the same with other inputs; a ValueError if it doesn't take them."""
-        attrs = {name: value for name, value in self.op.node_def.attr.items() if name[0] != '_'}
-        types = [tensor.dtype.base_dtype for tensor in self.op.outputs]
-        name = f'tried/{self.op.name}'
-        return self.op.graph.create_op(
-            self.op.type, inputs, types, name=name, attrs=attrs, op_def=self.op.op_def
-        )
-
     def fed(self) -> tf.Operation:
         """Adds an op that does the same with whatever its inputs are fed."""
         inputs = zip(self.op.inputs, self.values)
-        return self.copy(
-            [t if value is None else tf.placeholder(t.dtype.base_dtype) for t, value in inputs]
+        return copy_of(
+            self.op,
+            [t if value is None else tf.placeholder(t.dtype.base_dtype) for t, value in inputs],
         )
 
     def key(self) -> Hashable:
@@ -209,15 +202,16 @@ def _dimension(call: Call, signature: Signature, label: Label, towers: int) -> D
         for sizes in (False, True)
     )
     lengths = [call.values[i].shape[axis] for i, axis in axes.items()]
+    told = [int(np.ravel(call.values[i])[at]) for i, at in positions.items()]
     size = max(lengths, default=1)
     if size == 1:
-        told = [int(np.ravel(call.values[i])[at]) for i, at in positions.items()]
         size = max([*told, 1] if lengths else told)
     dimension = Dimension(call, axes, positions, size, size if size > 1 else towers)
-    if not {*lengths} <= {1, size}:
+    others = {n for n in lengths if n != 1} | {n for n in told if n > 0 and size > 0 and n % size}
+    if others - {size}:
         raise AssertionError(
-            f'{dimension} It has one letter for dimensions of inputs {list(axes)}, which have '
-            f'{lengths} entries.'
+            f'{dimension} It has one letter for dimensions of inputs {[*axes, *positions]}, which '
+            f'have {lengths + told} entries.'
         )
     return dimension
 
@@ -293,7 +287,8 @@ class Trial:
         self.rows = tf.placeholder(tf.float32, [None], 'rows')  # that sizes are of
         self.sources: dict[int, tf.Tensor] = {}
         self._fed: tf.Tensor | None = None  # what is whole, if its size isn't known
-        self.op = dimension.call.copy([self._input(i) for i in range(len(dimension.call.values))])
+        inputs = [self._input(i) for i in range(len(dimension.call.values))]
+        self.op = copy_of(dimension.call.op, inputs)
 
     def _input(self, index: int) -> tf.Tensor:
         """What the copy is given for an input."""
@@ -331,23 +326,18 @@ class Trial:
                 if self._whole is None and rows < self._dimension.size:
                     raise AssertionError(f'{title} it fails: {_first(error)}') from error
                 return  # It isn't made for such sizes.
-            draws = self._alone.op_def.is_stateful and not all(
-                map(np.array_equal, expected, self._expected(session, values))
-            )
+            draws = self._draws(session, values, expected)
             try:
                 found = self._found(session, divided, {**feed, divided.total: rows})
             except tf.errors.OpError as error:
                 raise AssertionError(f'{title} a tower fails: {_first(error)}') from error
-            for index, (arrays, one) in enumerate(zip(found, expected)):
+            for output, arrays, one in zip(self._dimension.call.used, found, expected):
                 try:
                     for array in arrays:
-                        if draws:
-                            array, one = np.zeros_like(array), np.zeros_like(one)
-                        assert_same(array, one)
+                        assert_same(array, one, numbers=not draws)
                 except AssertionError as error:
-                    output = self._dimension.call.used[index]
-                    message = f'{title} output {output} is not that of one device: {error}'
-                    raise AssertionError(message) from error
+                    text = f'{title} output {output} is not that of one device: {error}'
+                    raise AssertionError(text) from error
 
     def _feed(self, rows: int, whole: int) -> tuple[dict[tf.Tensor, Any], list[Any]]:
         """What is fed, and what that makes of the op's inputs."""
@@ -367,6 +357,11 @@ class Trial:
         """What the op gives on one device."""
         fed = {t: value for t, value in zip(self._alone.inputs, values) if value is not None}
         return session.run([self._alone.outputs[i] for i in self._dimension.call.used], fed)
+
+    def _draws(self, session: tf.Session, values: Sequence[Any], first: Sequence[Any]) -> bool:
+        """Whether the op gives other numbers each time."""
+        stateful = self._alone.op_def.is_stateful
+        return stateful and not all(map(np.array_equal, first, self._expected(session, values)))
 
     def _found(self, session: tf.Session, divided: Towers, feed: dict[Any, Any]) -> list[Any]:
         """What towers' outputs come to; what each has, where that's said to be the same."""
@@ -394,35 +389,29 @@ class Trial:
 
 
 def _repeats(dimension: Dimension, indices: Sequence[int]) -> bool:
-    """Whether an op repeats what has one entry in some inputs: it's given that, or takes no other.
+    """Whether an op repeats what has one entry in some inputs.
 
-    No op is run with sizes that it may not be made for: some look at them only as the graph is
-    built, if at all.
+    It does if it's given that, or if TensorFlow takes one there, but no other number. No op is run
+    with what it may not be made for: a few crash then.
     """
-    shapes = [dimension.call.values[i].shape[dimension.axes[i]] for i in indices]
-    if all(size == 1 for size in shapes):
+    call = dimension.call
+    if all(call.values[i].shape[dimension.axes[i]] == 1 for i in indices):
         return dimension.size > 1
-    return _takes(dimension, indices, 1) and not _takes(dimension, indices, dimension.tried + 1)
 
+    def is_taken(count: int) -> bool:
+        return takes(call.op, [shape(i, count) for i in range(len(call.values))])
 
-def _takes(dimension: Dimension, indices: Sequence[int], count: int) -> bool:
-    """Whether the op can be made if some inputs have so many entries, others what they have."""
-    inputs = []
-    for i, (tensor, value) in enumerate(zip(dimension.call.op.inputs, dimension.call.values)):
-        if i in dimension.axes:
-            shape = list(value.shape)
-            shape[dimension.axes[i]] = count if i in indices else dimension.tried
-            tensor = tf.placeholder(tensor.dtype.base_dtype, shape)
-        elif i in dimension.positions:
-            tensor = tf.constant(dimension.vector(i, dimension.tried))
-        elif value is not None:
-            tensor = tf.constant(value, tensor.dtype.base_dtype)
-        inputs.append(tensor)
-    try:
-        dimension.call.copy(inputs)
-    except ValueError:
-        return False
-    return True
+    def shape(index: int, count: int) -> Any:
+        if index in dimension.positions:
+            return dimension.vector(index, dimension.tried)
+        if index not in dimension.axes:
+            value = call.values[index]
+            return value if _may_be_sizes(value) else np.shape(value)
+        dims = list(call.values[index].shape)
+        dims[dimension.axes[index]] = count if index in indices else dimension.tried
+        return dims
+
+    return is_taken(1) and not is_taken(dimension.tried + 1)
 
 
 def _divided(trials: Sequence[Trial], towers: int) -> Towers:
@@ -447,18 +436,18 @@ def session_of(towers: int) -> Iterator[tf.Session]:
         yield session
 
 
-def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
-    """Fails if numbers differ by more than rounding, or in shape or dtype."""
+def assert_same(found: np.ndarray, expected: np.ndarray, numbers: bool = True) -> None:
+    """Fails if arrays differ in shape or dtype, or in numbers by more than rounding."""
     np.testing.assert_equal((found.dtype, found.shape), (expected.dtype, expected.shape))
-    if expected.dtype.kind in 'fc':
+    if numbers and expected.dtype.kind in 'fc':
         sizes = np.abs(expected[np.isfinite(expected)])
         eps = 4 * np.finfo(expected.dtype).eps * max(np.median(sizes) if sizes.size else 0, 1)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=eps)
-    else:
+    elif numbers:
         np.testing.assert_array_equal(found, expected)
 
 
 def _first(error: tf.errors.OpError) -> str:
-    """The first of the errors that a step ended by."""
-    found = re.search(r'\(0\) (.*)', error.message)
+    """What the first op that failed says."""
+    found = re.search(r"(?:\(0\) |Node: '.*'\n)(?!Detected|\d+ root error)(.*)", error.message)
     return found[1] if found else error.message

@@ -402,11 +402,11 @@ EACH = {'strides': [1] * 4, 'padding': 'SAME'}
 
 
 def _conv_3d(op, b):
-    x, w = b.floats(2, 4, 4, 1), b.whole(2, 2, 2, 1, 1)
+    x, w = b.floats(2, 4, 4, 2), b.whole(2, 2, 2, 2, 3)
     y = tf.nn.conv3d(x, w, [1] * 5, 'SAME')
     y = tf.nn.max_pool3d(y, 3, 2, 'SAME') + tf.nn.avg_pool3d(y, 3, 2, 'SAME')
     [second] = _slopes(tf.nn.max_pool3d(tf.square(x), 3, 2, 'SAME'), x)
-    third = tf.gradients(second * b.floats(2, 4, 4, 1), x)
+    third = tf.gradients(second * b.floats(2, 4, 4, 2), x)
     return [y, *tf.gradients(y, x), *_slopes(y, x, w), second, *third]
 
 
@@ -433,7 +433,7 @@ def _batch_norm(op, b, forward, gradient):
 
 def _crop(op, b, gradient):
     boxes = tf.concat([b.floats(2) * 0.4, 0.5 + b.floats(2) * 0.4], 1)
-    images = b.whole(4, 6, 6, 1)
+    images = b.whole(4, 6, 6, 2)
     crops = ops.CropAndResize(image=images, boxes=boxes, box_ind=b.ints(), crop_size=[2, 2])
     return _slopes(crops, images, boxes) if gradient else crops
 
@@ -529,13 +529,51 @@ UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of
 def test_rule(name):
     assert name in SAMPLES, f'The rule for {name} has no sample.'
     for sampled in SAMPLES[name]:
-        with tf.Graph().as_default():
-            batch = Batch()
-            sampled(batch)
-        divided = check_rule(
-            lambda *given, made=sampled: made(Batch(given)), *batch.rows, types=[name]
-        )
-        assert (name in divided) == (sampled not in WHOLE)
+        assert (name in checked(name, sampled)) == (sampled not in WHOLE)
+
+
+def checked(name, sampled):
+    """Which types of a sample's ops are divided; those of one are tried along each dimension."""
+    with tf.Graph().as_default():
+        batch = Batch()
+        sampled(batch)
+    return check_rule(lambda *given: sampled(Batch(given)), *batch.rows, types=[name])
+
+
+@pytest.mark.parametrize(
+    ('name', 'wrong'),
+    [
+        ('Softmax', 'Sa -> Sa'),
+        ('FFT', 'Sa -> Sa'),
+        ('TopKV2', 'Sa * -> Sa Sa'),
+        ('NthElement', 'Sa * -> S (sum)'),
+        ('SparseSoftmaxCrossEntropyWithLogits', 'na n -> n na'),
+        ('Cholesky', 'Sa_ -> Sa_'),
+        ('Cholesky', 'S_a -> S_a'),
+        ('MatrixInverse', 'Sab -> Sab'),
+        ('MatrixSolve', 'Sa_ Sa_ -> Sa_'),
+        ('MatrixDiagPart', 'Sa_ -> Sa'),
+        ('LRN', 'n__c -> n__c'),
+        ('MaxPool', 'nh__ -> nh__'),
+        ('MaxPoolGrad', 'nS nS nS -> nS'),
+        ('Conv2D', 'nh__ * -> nh__'),
+        ('Conv2DBackpropInput', '#n__c * n__c -> n__c'),
+        ('CropAndResizeGradBoxes', 'b__c * b_ b -> b_ (sum)'),
+        ('Cumsum', 'S * -> S'),
+        ('ReverseV2', 'S * -> S'),
+        ('Sum', lambda op, sizes: 'abc * -> abc' if op.get_attr('keep_dims') else None),
+        ('ReverseSequence', 'nt_ n -> nt_'),
+        ('ArgMax', 'abc * -> ab (max)'),
+        ('Pad', 'S * -> S'),
+        ('SpaceToDepth', 'nhwc -> nhwc'),
+    ],
+)
+def test_wrong_rule(name, wrong, monkeypatch):
+    """Along dimension 0, that of the examples, most of them hold."""
+    monkeypatch.setitem(RULES, name, wrong)
+    with pytest.raises(AssertionError, match=f'The rule for {name}.* is wrong along dimension'):
+        for sampled in SAMPLES[name]:
+            checked(name, sampled)
 
 
 def test_types_of_ops_are_told_apart_in_rules_only():
@@ -547,7 +585,7 @@ def test_types_of_ops_are_told_apart_in_rules_only():
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
         called = [getattr(call.func, 'attr', getattr(call.func, 'id', '')) for call in calls]
         made = [call.args[0] for call, f in zip(calls, called) if f in ('add', '_add', 'node_def')]
-        for node in ast.walk(tree) if 'rules' not in path.parts else ():
+        for node in ast.walk(tree) if 'rules' not in path.relative_to(package).parts else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in made:
                 named |= {node.value} if op_def_registry.get(node.value) else set()
     assert named - {'B'} == set(sharding._PAIRWISE.values())  # B is a unit in explain, too.
