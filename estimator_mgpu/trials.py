@@ -61,13 +61,13 @@ def try_dimensions(
             alone = call.fed()
             for dimension in _dimensions(call, towers):
                 trials += _trials(dimension, alone)
-    if not trials:
-        return
-    divided = _divided(trials, towers)
-    with session_of(towers) as session:
-        for trial in trials:
-            if trial.op.name in divided.plan.ops:
-                trial.run(session, divided)
+    for static in {trial.static: None for trial in trials}:
+        group = [trial for trial in trials if trial.static == static]
+        divided = _divided(group, static, towers if static is None else min(static, towers))
+        with session_of(towers) as session:
+            for trial in group:
+                if trial.op.name in divided.plan.ops:
+                    trial.run(session, divided)
 
 
 class Call(NamedTuple):
@@ -207,8 +207,9 @@ def _dimension(call: Call, signature: Signature, label: Label, towers: int) -> D
     if size == 1:
         size = max([*told, 1] if lengths else told)
     dimension = Dimension(call, axes, positions, size, size if size > 1 else towers)
-    others = {n for n in lengths if n != 1} | {n for n in told if n > 0 and size > 0 and n % size}
-    if others - {size}:
+    unlike = [n for n in lengths if n not in (1, size)]
+    unlike += [n for n in told if n > 0 and size > 0 and n % size and size % n]
+    if unlike:
         raise AssertionError(
             f'{dimension} It has one letter for dimensions of inputs {[*axes, *positions]}, which '
             f'have {lengths + told} entries.'
@@ -262,29 +263,33 @@ def _trials(dimension: Dimension, alone: tf.Operation) -> Iterator[Trial]:
     """Yields the ways to shard an op along a dimension."""
     with contextlib.suppress(ValueError):  # It doesn't take more entries than its only one.
         yield Trial(dimension, alone)
+        yield Trial(dimension, alone, static=True)
     if len(dimension.axes) + len(dimension.positions) > 1:
         for index in dimension.axes:
-            yield Trial(dimension, alone, index)
+            yield Trial(dimension, alone, whole=index)
             if _repeats(dimension, [index]):
-                yield Trial(dimension, alone, index, one=True)
+                yield Trial(dimension, alone, whole=index, one=True)
 
 
 class Trial:
     """A copy of an op whose inputs that have a dimension are sharded along it.
 
-    That may be all of them but one that is `whole`: of known size if it has `one` entry, else of a
-    size that is known only when the step runs.
+    The graph knows how many examples there are if that's `static`. All inputs that have the
+    dimension are sharded, or all but one that is `whole`. How many entries this has only a step
+    knows, unless it's `one`.
     """
 
     def __init__(
         self,
         dimension: Dimension,
         alone: tf.Operation,
+        static: bool = False,
         whole: int | None = None,
         one: bool = False,
     ):
+        self.static = dimension.tried if static else None
         self._dimension, self._alone, self._whole, self._one = dimension, alone, whole, one
-        self.rows = tf.placeholder(tf.float32, [None], 'rows')  # that sizes are of
+        self.rows = tf.placeholder(tf.float32, [self.static], 'rows')  # that sizes are of
         self.sources: dict[int, tf.Tensor] = {}
         self._fed: tf.Tensor | None = None  # what is whole, if its size isn't known
         inputs = [self._input(i) for i in range(len(dimension.call.values))]
@@ -310,7 +315,7 @@ class Trial:
             self._fed = tf.placeholder(dtype, shape)
             return self._fed
         others = [i for i in range(len(shape)) if i != axis]
-        source = tf.placeholder(dtype, [None, *(shape[i] for i in others)])
+        source = tf.placeholder(dtype, [self.static, *(shape[i] for i in others)])
         self.sources[index] = source
         return tf.transpose(source, np.argsort([axis, *others])) if axis else source
 
@@ -320,6 +325,8 @@ class Trial:
             beside = '' if self._whole is None else f', and {whole} in input {self._whole},'
             title = f'{self._dimension} With {rows} entries there{beside}'
             feed, values = self._feed(rows, whole)
+            if divided.total is not None:
+                feed[divided.total] = rows
             try:
                 expected = self._expected(session, values)
             except tf.errors.OpError as error:
@@ -328,7 +335,7 @@ class Trial:
                 return  # It isn't made for such sizes.
             draws = self._draws(session, values, expected)
             try:
-                found = self._found(session, divided, {**feed, divided.total: rows})
+                found = self._found(session, divided, feed)
             except tf.errors.OpError as error:
                 raise AssertionError(f'{title} a tower fails: {_first(error)}') from error
             for output, arrays, one in zip(self._dimension.call.used, found, expected):
@@ -376,7 +383,8 @@ class Trial:
         """How many examples, and how many entries of what is whole, the op is run with."""
         dimension, count = self._dimension, self._dimension.tried
         if self._whole is None:
-            return [(rows, 0) for rows in sorted({count, min(count, towers - 1)}, reverse=True)]
+            counts = {count} if self.static else {count, min(count, towers - 1)}
+            return [(rows, 0) for rows in sorted(counts, reverse=True)]
         if self._one:
             return [(count, 1)]
         others = [index for index in dimension.axes if index != self._whole]
@@ -414,14 +422,15 @@ def _repeats(dimension: Dimension, indices: Sequence[int]) -> bool:
     return is_taken(1) and not is_taken(dimension.tried + 1)
 
 
-def _divided(trials: Sequence[Trial], towers: int) -> Towers:
-    """Divides all copies at once, by the rules alone; how many rows there are is fed."""
+def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers:
+    """Divides copies of ops at once, by the rules alone; how many rows there are may be fed."""
     graph = tf.get_default_graph()
     sources = [source for trial in trials for source in (trial.rows, *trial.sources.values())]
-    order = ordered(dependents(sources, frozenset()))
-    plan = propagate(sources, [], order, Rows('batch', None), RULES, PRODUCTS, frozenset())
+    order, rows = ordered(dependents(sources, frozenset())), Rows('batch', static)
+    plan = propagate(sources, [], order, rows, RULES, PRODUCTS, frozenset())
+    total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
-    return Towers(graph, plan, tf.placeholder(tf.int32, []), devices, settle(graph, plan), {})
+    return Towers(graph, plan, total, devices, settle(graph, plan), {})
 
 
 @contextlib.contextmanager
@@ -440,7 +449,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray, numbers: bool = True) -
     """Fails if arrays differ in shape or dtype, or in numbers by more than rounding."""
     np.testing.assert_equal((found.dtype, found.shape), (expected.dtype, expected.shape))
     if numbers and expected.dtype.kind in 'fc':
-        sizes = np.abs(expected[np.isfinite(expected)])
+        sizes = np.abs(expected[np.isfinite(expected)]).astype(np.float64)
         eps = 4 * np.finfo(expected.dtype).eps * max(np.median(sizes) if sizes.size else 0, 1)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=eps)
     elif numbers:
