@@ -52,18 +52,20 @@ def check_rule(
     towers: int = 3,
     types: Collection[str] | None = None,
 ) -> set[str]:
-    """Tries the rules of the ops that a function makes, and compares with one device.
+    """Tries the rules of the ops that a function makes, along each dimension that they name.
 
-    Each op by itself is sharded along each dimension that its rule names a letter for: what the
-    function gives it is transposed, so that the examples are along dimension 0, 1, ... of each
-    input in turn. Dimensions of one entry are made longer, if the op takes that. Where several
-    inputs have a letter, each is also given whole, of a size that is known only when the step runs;
-    and with one entry if the op repeats that, which is if the function gives it such an input, or
-    if TensorFlow accepts 1 there as the graph is built, but not another number. Last, the function
-    as a whole is sharded along dimension 0 of its arrays.
+    Each op by itself is given what it's given in the function, transposed so that the examples are
+    along a dimension that has a letter in the op's rule; one after another, all are tried:
 
-    Shards are uneven, and once one of them is empty. What isn't tried: sizes and attributes that no
-    op of the function has; other dimensions of ops in loops and branches than that of the examples.
+    - on uneven shards, one of them empty; with a number of examples that the graph knows, and with
+      one that it doesn't. A dimension of one entry is made longer, if the op takes that;
+    - if several inputs have the letter, with each in turn whole, of a size that only a step knows;
+    - and of one entry, if the op repeats that: because the function gives it such an input, or as
+      TensorFlow, when the graph is built, accepts 1 there and no other number.
+
+    Then the function as a whole is sharded along dimension 0 of its arrays. So ops in loops and
+    branches are, too, which aren't tried along others. Nor is any op with other attributes than the
+    function's. One that doesn't check its inputs' shapes may crash if its rule is wrong.
 
     Examples:
       >>> rows = np.random.randn(7, 3).astype('float32')

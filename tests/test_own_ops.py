@@ -143,6 +143,34 @@ def test_types_that_have_no_rule(types):
         check_rule(tf.nn.softmax, ROWS, types=types)
 
 
+def test_a_rule_that_fails():
+    register_rule('Cross', lambda op, sizes: 1 / 0)
+    with pytest.raises(RuntimeError, match=r"'Cross' \(a Cross\): ZeroDivisionError: division by"):
+        check_rule(tf.linalg.cross, ROWS, ROWS)
+
+
+def test_one_letter_for_dimensions_that_differ():
+    register_rule('ImageProjectiveTransformV3', 'n... _n * * -> n...')
+    message = r'It has one letter for dimensions of inputs \[0, 1\], which have \[7, 8\] entries'
+    with pytest.raises(AssertionError, match=message):
+        check_rule(moved, floats(7, 4, 4, 2), SHIFTS)
+
+
+def test_ops_in_v1_loops_are_not_tried():
+    """What they are given can't be fetched."""
+    register_rule('Cross', 'S S -> S')
+    with towers.behavior_of('v1'):
+        loop = lambda x: tf.while_loop(  # noqa: E731
+            lambda i, x: i < 2, lambda i, x: (i + 1, tf.linalg.cross(x, x + 1)), [0, x]
+        )
+        assert 'Cross' not in check_rule(loop, ROWS)
+
+
+def test_what_an_op_does_not_take():
+    """Three rows in place of the one that becomes a vector: it isn't held against the rule."""
+    assert check_rule(lambda x: tf.reshape(x[:1], [3]) + x, ROWS) == {'AddV2'}
+
+
 def test_a_dimension_of_one_entry(monkeypatch):
     """It's made longer."""
     monkeypatch.setitem(RULES, 'Softmax', 'S -> S')
