@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import towers
 from estimator_mgpu import check_rule, register_rule
+from estimator_mgpu.partition.matching import Matching
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.symbols import ONE
 from models import batches, floats, spec_of, step
@@ -221,6 +222,52 @@ def test_one_image_for_all_transforms(count):
         return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
 
     towers.compare(model_fn, [(SHIFTS[:count], None)], 2, static=False)
+
+
+@pytest.mark.parametrize(
+    ('function', 'rows', 'message'),
+    [
+        (tf.add, [ROWS, ROWS], 'With 7 entries there, and 1 in input 0'),
+        (lambda x: moved(x, SHIFTS[:1]), [floats(7, 4, 4, 2)], 'With 1 entries there, and 7 in'),
+    ],
+)
+def test_what_may_be_repeated_is_never_sliced(function, rows, message, monkeypatch):
+    """If it were, this would be found."""
+    register_rule('ImageProjectiveTransformV3', 'n... n_ * * -> n...')
+    check_rule(function, *rows)
+    monkeypatch.setattr(Matching, '_are_as_many', lambda *_: True)
+    with pytest.raises(AssertionError, match=message):
+        check_rule(function, *rows)
+
+
+def unknown(x, dtype=tf.float32):
+    """The same numbers, of which nobody knows how many they are."""
+    result = tf.numpy_function(lambda x: x.astype(dtype.as_numpy_dtype), [x], dtype)
+    result.set_shape([None, *x.shape[1:]])
+    return result
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ('op_type', 'function'),
+    [
+        ('ConcatV2', lambda x: tf.concat([x, unknown(x)], 1)),
+        ('Pack', lambda x: tf.stack([unknown(x), x], 1)),
+        ('MatMul', lambda x: tf.matmul(x, unknown(x), transpose_a=True)),
+        ('BatchMatMulV2', lambda x: tf.matmul(x[:, None], unknown(x)[:, :, None])),
+        ('Select', lambda x: tf.raw_ops.Select(condition=unknown(x[:, 0], tf.bool), x=x, y=2 * x)),
+        (
+            'SparseSoftmaxCrossEntropyWithLogits',
+            lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(
+                logits=x, labels=unknown(tf.cast(x[:, 0] > 0, tf.int32), tf.int32)
+            ),
+        ),
+    ],
+)
+def test_sizes_that_tensorflow_demands_to_be_equal(op_type, function):
+    """A tensor of as many rows as the batch, or else the op fails, is sliced."""
+    once = {'BatchMatMulV2'}  # It repeats one matrix.
+    assert (op_type in check_rule(function, ROWS, types=[])) == (op_type not in once)
 
 
 def test_what_is_not_known_to_be_of_the_batch():
