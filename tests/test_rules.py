@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -540,36 +541,54 @@ def checked(name, sampled):
     return check_rule(lambda *given: sampled(Batch(given)), *batch.rows, types=[name])
 
 
+def with_letters(rule):
+    """A rule with a letter in place of each word's first `_`, of each word's second, and so on."""
+    words = rule.split()
+    for i in range(max(word.count('_') for word in words)):
+        text = ' '.join(with_letter(word, i) for word in words)
+        yield text if 'z' in text.partition('->')[2] or '(' in text else f'{text} (sum)'
+
+
+def with_letter(word, i):
+    parts = word.split('_')
+    before, after = '_'.join(parts[: i + 1]), '_'.join(parts[i + 1 :])
+    return f'{before}z{after}' if len(parts) > i + 1 else word
+
+
+RIGHT = {  # with a letter as well
+    'S__z * -> S__z',  # the contrast of each channel by itself
+    'nz nm -> nm (sum)',  # How many are smaller can be counted in parts.
+}
+WRONG = [
+    (name, text)
+    for name, rule in RULES.items()
+    # Some kernels of recurrent layers read beyond what they are given, instead of failing.
+    if isinstance(rule, str) and '_' in rule and not re.search('LSTM|GRU', name)
+    for text in with_letters(rule)
+    if text not in RIGHT and not name.startswith('InTopK')  # There's no sum of bools.
+]
+
+
 @pytest.mark.parametrize(
     ('name', 'wrong'),
     [
-        ('Softmax', 'Sa -> Sa'),
-        ('FFT', 'Sa -> Sa'),
-        ('TopKV2', 'Sa * -> Sa Sa'),
-        ('NthElement', 'Sa * -> S (sum)'),
-        ('SparseSoftmaxCrossEntropyWithLogits', 'na n -> n na'),
-        ('Cholesky', 'Sa_ -> Sa_'),
-        ('Cholesky', 'S_a -> S_a'),
-        ('MatrixInverse', 'Sab -> Sab'),
-        ('MatrixSolve', 'Sa_ Sa_ -> Sa_'),
-        ('MatrixDiagPart', 'Sa_ -> Sa'),
+        *WRONG,
+        ('InTopKV2', 'nz n * -> n (any)'),
         ('LRN', 'n__c -> n__c'),
         ('MaxPool', 'nh__ -> nh__'),
         ('MaxPoolGrad', 'nS nS nS -> nS'),
         ('Conv2D', 'nh__ * -> nh__'),
-        ('Conv2DBackpropInput', '#n__c * n__c -> n__c'),
-        ('CropAndResizeGradBoxes', 'b__c * b_ b -> b_ (sum)'),
+        ('SpaceToDepth', 'nhwc -> nhwc'),
         ('Cumsum', 'S * -> S'),
         ('ReverseV2', 'S * -> S'),
-        ('Sum', lambda op, sizes: 'abc * -> abc' if op.get_attr('keep_dims') else None),
+        ('Pad', 'S * -> S'),
         ('ReverseSequence', 'nt_ n -> nt_'),
         ('ArgMax', 'abc * -> ab (max)'),
-        ('Pad', 'S * -> S'),
-        ('SpaceToDepth', 'nhwc -> nhwc'),
+        ('Sum', lambda op, sizes: 'abc * -> abc' if op.get_attr('keep_dims') else None),
     ],
 )
 def test_wrong_rule(name, wrong, monkeypatch):
-    """Along dimension 0, that of the examples, most of them hold."""
+    """Most hold along dimension 0, that of the examples."""
     monkeypatch.setitem(RULES, name, wrong)
     with pytest.raises(AssertionError, match=f'The rule for {name}.* is wrong along dimension'):
         for sampled in SAMPLES[name]:
