@@ -544,7 +544,8 @@ def checked(name, sampled):
 def with_letters(rule):
     """A rule with a letter in place of each word's first `_`, of each word's second, and so on."""
     words = rule.split()
-    for i in range(max(word.count('_') for word in words)):
+    inputs = words[: words.index('->')]
+    for i in range(max(word.count('_') for word in inputs)):
         text = ' '.join(with_letter(word, i) for word in words)
         yield text if 'z' in text.partition('->')[2] or '(' in text else f'{text} (sum)'
 
