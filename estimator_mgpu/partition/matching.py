@@ -107,6 +107,9 @@ class Matching:
         so where it takes two entries beside two, but neither one beside two nor two beside one.
         """
 
+        if isinstance(label, str) and label[0].isupper():
+            return False  # These are there to be repeated.
+
         def is_taken(own: int, others: int) -> bool:
             counts = [own if t is tensor else others for t, *_ in self._inputs]
             given = zip(self._inputs, counts)

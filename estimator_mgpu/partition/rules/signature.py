@@ -13,7 +13,7 @@ has them along all.
     'S+ -> S'                + is as many of the same as the op has
 
 Dimensions with one letter are as large, or of size 1 and repeated. What only a step knows the size
-of, beside rows, isn't sliced unless TensorFlow itself demands that sizes be equal.
+of, beside rows, isn't sliced, unless its letter is small and TensorFlow itself demands equal sizes.
 
 Where it takes more to tell, a rule is a function (op, sizes) that returns such a text, or where
 dimensions have to be worked out a `Signature`, or None where this op can't be divided.
