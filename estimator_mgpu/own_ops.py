@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, private
+from estimator_mgpu import batch, private, trials
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.signature import Rule, parsed
@@ -32,7 +32,7 @@ def register_rule(op_type: str, rule: Rule) -> None:
         'row by row' (of one input, rows first), 'last dimension' (each vector by itself), 'sum'
         (over rows) or 'matmul'. Or what these stand for, a text with a word for each input and each
         output, and in it a letter for each dimension; `*` is whole on each device. Or a function
-        (op, sizes) -> such a text, or None where the op can't be divided. `check_rule` runs it.
+        (op, sizes) -> such a text, or None where the op can't be divided. `check_rule` tries it.
 
     Raises:
       ValueError: for a text that isn't a rule, or a type that the package has a rule for.
@@ -46,26 +46,51 @@ def register_rule(op_type: str, rule: Rule) -> None:
     RULES[op_type] = rule
 
 
-def check_rule(function: Callable[..., Any], *rows: Any, towers: int = 3) -> set[str]:
-    """Runs ops on a batch and on uneven shards of it, one of them empty, and compares.
+def check_rule(
+    function: Callable[..., Any],
+    *rows: Any,
+    towers: int = 3,
+    types: Collection[str] | None = None,
+) -> set[str]:
+    """Tries the rules of the ops that a function makes, along each dimension that they name.
 
-    Rows are along dimension 0; to check others, as 'S_ -> S_' has, let `function` transpose, too.
+    Each op by itself is given what it's given in the function, transposed so that the examples are
+    along a dimension that has a letter in the op's rule; one after another, all are tried:
+
+    - on uneven shards, one of them empty; with a number of examples that the graph knows, and with
+      one that it doesn't. A dimension of one entry is made longer, if the op takes that;
+    - if several inputs have the letter, with each in turn whole, of a size that only a step knows;
+    - and of one entry, if the op repeats that: because the function gives it such an input, or as
+      TensorFlow, when the graph is built, accepts 1 there and no other number.
+
+    Then the function as a whole is sharded along dimension 0 of its arrays. So ops in loops and
+    branches are, too, which aren't tried along others. Nor is any op with other attributes than the
+    function's. One that doesn't check its inputs' shapes may crash if its rule is wrong.
 
     Examples:
-      >>> check_rule(tf.nn.softmax, np.random.randn(7, 3).astype('float32'))
+      >>> rows = np.random.randn(7, 3).astype('float32')
+      >>> check_rule(tf.nn.softmax, rows)
       {'Softmax'}
+      >>> register_rule('Cross', 'S S -> S')  # That is 'S_ S_ -> S_': it needs all of a vector.
+      >>> check_rule(tf.linalg.cross, rows, rows)  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      AssertionError: The rule for Cross, 'S S -> S', is wrong along dimension 1 of input 0 ...
 
     Args:
-      function: makes a tensor, or a nest of tensors, of tensors; twice, with nothing random in it.
+      function: makes a tensor, or a nest of tensors, of tensors. It's called several times, and has
+        nothing random in it.
       *rows: what it's called with: arrays with a row an example, as many rows in each.
       towers: how many shards there are, at least 2, and fewer than rows.
+      types: of which ops to try all dimensions, by type; all that the function makes, by default.
 
     Returns:
       The types of which all ops ran in towers. Others ran once: by their rule, or for lack of one.
 
     Raises:
-      AssertionError: if numbers differ by more than rounding, or in shape or dtype. TensorFlow's
-        own errors, if what towers have doesn't even fit together.
+      AssertionError: if numbers differ by more than rounding, or in shape or dtype, or if an op
+        fails on a shard. It says for which op, along which dimension of which input. TensorFlow's
+        own errors, if the function as a whole fails.
     """
     arrays = [np.asarray(given) for given in rows]
     counts = {array.shape[:1] for array in arrays}
@@ -74,28 +99,36 @@ def check_rule(function: Callable[..., Any], *rows: Any, towers: int = 3) -> set
             'Give arrays with as many rows each, and 2 towers or more, but fewer than rows. Given: '
             f'{[array.shape for array in arrays]}, towers={towers}.'
         )
+    if types is not None and (isinstance(types, str) or not RULES.keys() >= {*types}):
+        raise ValueError(
+            f'types={types!r}: give a list of types of ops that have rules, by register_rule() if '
+            'the package has none.'
+        )
+    with tf.Graph().as_default():
+        tensors, outputs = _called(function, arrays)
+        feed = dict(zip(tensors, arrays))
+        trials.try_dimensions(outputs, feed, towers, RULES if types is None else types)
     divided: set[str] = set()
     for count in (len(arrays[0]), towers - 1):
         given = [array[:count] for array in arrays]
         expected, _ = _results(function, given, 1)
-        found, types = _results(function, given, towers)
-        divided |= types
+        found, in_towers = _results(function, given, towers)
+        divided |= in_towers
         for one, other in zip(expected, found):
-            np.testing.assert_equal((other.dtype, other.shape), (one.dtype, one.shape))
-            if one.dtype.kind in 'fc':
-                sizes = np.abs(one[np.isfinite(one)])
-                eps = 4 * np.finfo(one.dtype).eps * max(np.median(sizes) if sizes.size else 0, 1)
-                np.testing.assert_allclose(other, one, rtol=1e-5, atol=eps)
-            else:
-                np.testing.assert_array_equal(other, one)
+            trials.assert_same(other, one)
     return divided
+
+
+def _called(function: Any, rows: list[Any]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Placeholders of rows, and what a function makes of them."""
+    tensors = [tf.placeholder(given.dtype, [None, *given.shape[1:]]) for given in rows]
+    return tensors, tf.nest.flatten(function(*tensors), expand_composites=True)
 
 
 def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], set[str]]:
     """What a function's tensors come to, and the types of the ops that are divided."""
     with tf.Graph().as_default() as graph:
-        tensors = [tf.placeholder(given.dtype, [None, *given.shape[1:]]) for given in rows]
-        made = tf.nest.flatten(function(*tensors), expand_composites=True)
+        tensors, made = _called(function, rows)
         types: set[str] = set()
         if towers > 1:
             seen = batch.look_at(tensors, None)
@@ -104,12 +137,7 @@ def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], se
             once = map(graph.get_operation_by_name, divided.plan.once)
             types = {*_types(graph, divided.plan.ops)} - {op.type for op in once}
             made = [divided.whole(t) for t in made]
-        config = tf.ConfigProto(device_count={'CPU': towers, 'GPU': 0})  # which round otherwise
-        # Of fused batch normalization it loses outputs that are fetched.
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-        with tf.Session(config=config) as session:
-            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
-            session.run(tf.tables_initializer())
+        with trials.session_of(towers) as session:
             return session.run(made, dict(zip(tensors, rows))), types
 
 

@@ -11,15 +11,18 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import towers
 from estimator_mgpu import check_rule, register_rule
+from estimator_mgpu.partition.matching import Matching
 from estimator_mgpu.partition.rules import RULES
+from estimator_mgpu.partition.symbols import ONE
 from models import batches, floats, spec_of, step
 
 ROWS = floats(7, 3)
+OPS = ('Dawsn', 'Centered', 'EuclideanNorm', 'Cross', 'ImageProjectiveTransformV3')
 
 
 @pytest.fixture(autouse=True)
 def no_rules_are_left(monkeypatch):
-    for name in ('Dawsn', 'Centered', 'EuclideanNorm'):
+    for name in OPS:
         monkeypatch.setitem(RULES, name, None)
         del RULES[name]
 
@@ -93,6 +96,205 @@ def test_a_rule_that_does_not_hold_beside_large_numbers(value):
     rows[0, 0] = value
     with pytest.raises(AssertionError, match='Mismatched elements'):
         check_rule(lambda x: tf.raw_ops.EuclideanNorm(input=x, axis=0), rows)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ('rule', 'message'),
+    [
+        (
+            'S S -> S',
+            "Cross, 'S S -> S', is wrong along dimension 1 of input 0 of 'Cross', .* fails",
+        ),
+        ('nS n_ -> nS', 'dimension 1 of input 0'),
+        ('_a S_ -> Sa', 'dimension 1 of input 0'),
+        ('n_ n_ -> * (sum)', 'dimension 0 of input 0 .* shape'),
+        ('n_ m_ -> n_ (sum)', 'dimension 0 of input 0'),
+        (lambda op, sizes: 'ab ab -> ab', 'rule for Cross is wrong along dimension 1 of input 0'),
+    ],
+)
+def test_a_rule_that_does_not_hold_along_another_dimension(rule, message):
+    """Along dimension 0 alone, that of the examples, the first three do."""
+    register_rule('Cross', rule)
+    with pytest.raises(AssertionError, match=f'(?s){message}'):
+        check_rule(tf.linalg.cross, ROWS, ROWS + 1)
+
+
+def test_a_rule_that_holds_along_other_dimensions():
+    register_rule('Cross', 'S_ S_ -> S_')
+    stacked = floats(4, 2, 3)
+    assert check_rule(tf.linalg.cross, stacked, stacked + 1) == {'Cross'}
+
+
+def test_ops_that_are_tried():
+    """Those that the outputs need, in a `tf.function`, too, of the types that are asked for."""
+    register_rule('Cross', 'S S -> S')
+    assert check_rule(lambda x: [x + 1, tf.linalg.cross(x, x)][0], ROWS) == {'AddV2', 'Cross'}
+    with pytest.raises(AssertionError, match='The rule for Cross'):
+        check_rule(tf.function(lambda x: tf.linalg.cross(x, x) + 1), ROWS)
+    function = lambda x: tf.linalg.cross(x, x) + 1  # noqa: E731
+    assert check_rule(function, ROWS, types=['AddV2']) == {'AddV2', 'Cross'}
+    with pytest.raises(AssertionError, match='The rule for Cross'):
+        check_rule(function, ROWS, types={'Cross'})
+
+
+@pytest.mark.parametrize('types', ['Softmax', ['Sotfmax']])
+def test_types_that_have_no_rule(types):
+    with pytest.raises(ValueError, match=f'types=.*{types[0]}.*: give a list of types of ops that'):
+        check_rule(tf.nn.softmax, ROWS, types=types)
+
+
+def test_a_rule_that_fails():
+    register_rule('Cross', lambda op, sizes: 1 / 0)
+    with pytest.raises(RuntimeError, match=r"'Cross' \(a Cross\): ZeroDivisionError: division by"):
+        check_rule(tf.linalg.cross, ROWS, ROWS)
+
+
+def test_one_letter_for_dimensions_that_differ():
+    register_rule('ImageProjectiveTransformV3', 'n... _n * * -> n...')
+    message = r'It has one letter for dimensions of inputs \[0, 1\], which have \[7, 8\] entries'
+    with pytest.raises(AssertionError, match=message):
+        check_rule(moved, floats(7, 4, 4, 2), SHIFTS)
+
+
+def test_ops_in_v1_loops_are_not_tried():
+    """What they are given can't be fetched."""
+    register_rule('Cross', 'S S -> S')
+    with towers.behavior_of('v1'):
+        loop = lambda x: tf.while_loop(  # noqa: E731
+            lambda i, x: i < 2, lambda i, x: (i + 1, tf.linalg.cross(x, x + 1)), [0, x]
+        )
+        assert 'Cross' not in check_rule(loop, ROWS)
+
+
+def test_what_an_op_does_not_take():
+    """Three rows in place of the one that becomes a vector: it isn't held against the rule."""
+    assert check_rule(lambda x: tf.reshape(x[:1], [3]) + x, ROWS) == {'AddV2'}
+
+
+def test_a_dimension_of_one_entry(monkeypatch):
+    """It's made longer."""
+    monkeypatch.setitem(RULES, 'Softmax', 'S -> S')
+    with pytest.raises(AssertionError, match='(?s)Softmax.* dimension 1 .*With 3 entries'):
+        check_rule(tf.nn.softmax, ROWS[:, :1])
+
+
+def moved(images, shifts):
+    return tf.raw_ops.ImageProjectiveTransformV3(
+        images=images,
+        transforms=shifts,
+        output_shape=[4, 4],
+        fill_value=0.0,
+        interpolation='BILINEAR',
+    )
+
+
+SHIFTS = np.array([[1, 0, i / 3, 0, 1, -i / 2, 0, 0] for i in range(7)], np.float32)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('static', [True, False])
+@pytest.mark.parametrize('rule', ['n... n_ * * -> n...', 'N... N_ * * -> N...'])
+def test_one_transform_for_all_images(rule, static):
+    """An input of one row, that is known beforehand or only when the step runs, is repeated."""
+    register_rule('ImageProjectiveTransformV3', rule)
+    images = floats(7, 4, 4, 2)
+
+    def function(images):
+        shape = [1 if static else None, 8]
+        return moved(images, tf.placeholder_with_default(SHIFTS[:1], shape))
+
+    divided = check_rule(function, images)
+    assert ('ImageProjectiveTransformV3' in divided) == static
+    assert 'ImageProjectiveTransformV3' in check_rule(moved, images, SHIFTS)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('count', [7, 1])
+def test_one_image_for_all_transforms(count):
+    """A batch of one example is repeated, too, beside as many rows as may be."""
+    register_rule('ImageProjectiveTransformV3', 'n... n_ * * -> n...')
+    images = floats(7, 4, 4, 2)
+
+    def model_fn(features, labels, mode):
+        scale = tf.get_variable('scale', [], initializer=tf.ones_initializer())
+        loss = scale * tf.reduce_mean(moved(images, features) * tf.range(7.0)[:, None, None, None])
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    towers.compare(model_fn, [(SHIFTS[:count], None)], 2, static=False)
+
+
+@pytest.mark.parametrize(
+    ('function', 'rows', 'message'),
+    [
+        (tf.add, [ROWS, ROWS], 'With 7 entries there, and 1 in input 0'),
+        (lambda x: moved(x, SHIFTS[:1]), [floats(7, 4, 4, 2)], 'With 1 entries there, and 7 in'),
+    ],
+)
+def test_what_may_be_repeated_is_never_sliced(function, rows, message, monkeypatch):
+    """If it were, this would be found."""
+    register_rule('ImageProjectiveTransformV3', 'n... n_ * * -> n...')
+    check_rule(function, *rows)
+    monkeypatch.setattr(Matching, '_are_as_many', lambda *_: True)
+    with pytest.raises(AssertionError, match=message):
+        check_rule(function, *rows)
+
+
+def unknown(x, dtype=tf.float32):
+    """The same numbers, of which nobody knows how many they are."""
+    result = tf.numpy_function(lambda x: x.astype(dtype.as_numpy_dtype), [x], dtype)
+    result.set_shape([None, *x.shape[1:]])
+    return result
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ('op_type', 'function'),
+    [
+        ('ConcatV2', lambda x: tf.concat([x, unknown(x)], 1)),
+        ('Pack', lambda x: tf.stack([unknown(x), x], 1)),
+        ('MatMul', lambda x: tf.matmul(x, unknown(x), transpose_a=True)),
+        ('BatchMatMulV2', lambda x: tf.matmul(x[:, None], unknown(x)[:, :, None])),
+        ('Select', lambda x: tf.raw_ops.Select(condition=unknown(x[:, 0], tf.bool), x=x, y=2 * x)),
+        (
+            'SparseSoftmaxCrossEntropyWithLogits',
+            lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(
+                logits=x, labels=unknown(tf.cast(x[:, 0] > 0, tf.int32), tf.int32)
+            ),
+        ),
+    ],
+)
+def test_sizes_that_tensorflow_demands_to_be_equal(op_type, function):
+    """A tensor of as many rows as the batch, or else the op fails, is sliced."""
+    once = {'BatchMatMulV2'}  # It repeats one matrix.
+    assert (op_type in check_rule(function, ROWS, types=[])) == (op_type not in once)
+
+
+def test_what_is_not_known_to_be_of_the_batch():
+    """A rule that takes it for one row is wrong where there are more."""
+
+    def rule(op, sizes):
+        size = sizes.dims(op.inputs[1])[0]
+        return 'S_ S_ -> S_' if size.rows or size.static else 'S_ * -> S_'
+
+    register_rule('Cross', rule)
+    with pytest.raises(
+        AssertionError, match='With 7 entries there, and 7 in input 1, a tower fails'
+    ):
+        check_rule(tf.linalg.cross, ROWS, ROWS + 1)
+
+
+def test_one_row_that_is_repeated(monkeypatch):
+    """TensorFlow takes it for a sum, and no other number, so it's tried beside more rows."""
+
+    def rule(op, sizes):
+        return 'n_ n_ -> n_' if sizes.dims(op.inputs[1])[0] != ONE else 'n_ n_ -> * (sum)'
+
+    monkeypatch.setitem(RULES, 'AddV2', rule)
+    with pytest.raises(
+        AssertionError, match='With 7 entries there, and 1 in input 1, a tower fails: Inp'
+    ):
+        check_rule(lambda x, y: tf.raw_ops.AddV2(x=x, y=y), ROWS, ROWS)
 
 
 def test_what_is_compared():

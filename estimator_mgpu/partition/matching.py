@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from . import plan
 from .plan import OWN, REPLICATE, WHOLE, Division, Entries, Label, Need, Numbers, Placement, Shard
-from .rules.signature import Operand, Signature
+from .rules.signature import Operand, Signature, labels_of
+from .shapes import takes
 from .symbols import ONE, Rows, Size, per_row
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Matching:
         """
         batch, sharded = self.outer.rows, any(isinstance(p, Shard) for _, _, p in self._inputs)
         for tensor, operand, placement in self._inputs:
-            labelled, dims = _labels(operand), self.sizes.dims(tensor)
+            labelled, dims = labels_of(operand), self.sizes.dims(tensor)
             found: list[tuple[Label, Size, Rows]] = []
             if isinstance(placement, Shard) and labelled and dims:
                 found = [(labelled[placement.axis], dims[placement.axis], placement.rows)]
@@ -94,9 +96,38 @@ class Matching:
         if dims[axis] == ONE:
             return WHOLE  # It's repeated for all rows.
         factor = per_row(dims[axis], way.rows)
-        if factor is None and isinstance(way.label, str) and way.label[0].isupper():
-            return None  # One of them may be 1, and repeated.
+        if factor is None and not self._are_as_many(tensor, way.label):
+            return None  # There may be one, which is repeated.
         return plan.Slice(axis, way.rows, factor or way.factor)
+
+    def _are_as_many(self, tensor: tf.Tensor, label: Label) -> bool:
+        """Whether a tensor has as many entries in a dimension as others, or else the op fails.
+
+        That they have one letter isn't enough: of one entry, they may be repeated. TensorFlow says
+        so where it takes two entries beside two, but neither one beside two nor two beside one.
+        """
+
+        if isinstance(label, str) and label[0].isupper():
+            return False  # These are there to be repeated.
+
+        def is_taken(own: int, others: int) -> bool:
+            counts = [own if t is tensor else others for t, *_ in self._inputs]
+            given = zip(self._inputs, counts)
+            return takes(self.op, [self._shape(t, o, label, count) for (t, o, _), count in given])
+
+        return is_taken(2, 2) and not is_taken(1, 2) and not is_taken(2, 1)
+
+    def _shape(self, tensor: tf.Tensor, operand: Operand, label: Label, count: int) -> Any:
+        """An input's shape, with so many entries in a dimension; of known numbers, these."""
+        labels = labels_of(operand)
+        if label in labels:
+            dims = [None] * len(labels) if tensor.shape.rank is None else tensor.shape.as_list()
+            dims[labels.index(label)] = count
+            return dims
+        numbers = self.sizes.numbers(tensor)
+        if numbers is None or tensor.shape.rank is None:
+            return tensor.shape
+        return np.reshape(numbers, tensor.shape.as_list())
 
     def dims(self, way: Way | None = None) -> list[list[Size] | None]:
         """The dimensions of the outputs, as far as they are known."""
@@ -124,13 +155,8 @@ class Matching:
     def _size_of(self, label: Label) -> Size | None:
         """The size that all inputs agree that a dimension has."""
         found = {
-            (self.sizes.dims(tensor) or [])[_labels(operand).index(label)]
+            (self.sizes.dims(tensor) or [])[labels_of(operand).index(label)]
             for tensor, operand, _ in self._inputs
-            if label is not None and label in _labels(operand)
+            if label is not None and label in labels_of(operand)
         }
         return found.pop() if len(found) == 1 else None
-
-
-def _labels(operand: Operand) -> tuple[Label, ...]:
-    """Those of its dimensions."""
-    return () if isinstance(operand, (Entries, plan.Given, Numbers)) else operand

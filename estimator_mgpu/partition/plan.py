@@ -86,8 +86,8 @@ class Value(NamedTuple):
     dtype: tf.DType
 
 
-# Of a dimension, in a rule; None is for one along which nothing can be divided. One that is a str
-# and begins with a capital is of dimensions of which those of size 1 are repeated.
+# Of a dimension, in a rule; None is for one along which nothing can be divided. Dimensions with the
+# same label are as large, or of size 1 and repeated.
 Label = Optional[Hashable]
 
 

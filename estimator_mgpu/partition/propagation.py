@@ -14,7 +14,7 @@ from .homes import bytes_of
 from .matching import Matching
 from .plan import OWN, REPLICATE, WHOLE, Division, Kept, Need, OpPlan, Partial, Placement, Shard
 from .rules import kinds, lists
-from .rules.signature import Rule, Undivided, signature_of
+from .rules.signature import Rule, Undivided, failure, signature_of
 from .rules.sizes import Sizes
 from .symbols import Entry, Rows, Size, per_row
 
@@ -103,8 +103,7 @@ class Pass:
         except Undivided as error:
             self.whole(op, placements, str(error) or self._reason(op, placements))
         except Exception as error:
-            what = f'{op.name!r} (a {op.type}): {type(error).__name__}'
-            raise RuntimeError(f'{what}: {error}') from error
+            raise failure(op, error) from error
         else:
             self.divide(op, found)
 

@@ -60,6 +60,11 @@ class Towers:
         name = self._wholes.get(tensor.name)
         return tensor if name is None else self.graph.get_tensor_by_name(name)
 
+    def of_each(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+        """What each tower has of a tensor that towers make."""
+        own = (self._own(tensor, i) for i in range(len(self.devices)))
+        return [*map(self.graph.get_tensor_by_name, own)]
+
     def _current(self, tensor: tf.Tensor) -> tf.Tensor:
         while tensor.name in self.instead:
             tensor = self.instead[tensor.name]

@@ -6,12 +6,14 @@ has them along all.
     'mk kn -> mn (sum)'      a letter is a dimension; one that no output has is reduced over
     'n_ n -> n'              _ is a dimension along which nothing can be divided
     'n... * -> n...'         ... are any number of those; * is whole on each tower, of any rank
-    'S S -> S'               a capital is any number of dimensions, matched from the last; one of
-                             size 1 is repeated
+    'S S -> S'               a capital is any number of dimensions, matched from the last
     '* I_ -> I...'           beside ... it's as many as elsewhere
     '#S * -> S'              # is a vector of sizes
     'n_ = -> n_'             = is what the tower's own op made, whatever that comes to as a whole
     'S+ -> S'                + is as many of the same as the op has
+
+Dimensions with one letter are as large, or of size 1 and repeated. What only a step knows the size
+of, beside rows, isn't sliced, unless its letter is small and TensorFlow itself demands equal sizes.
 
 Where it takes more to tell, a rule is a function (op, sizes) that returns such a text, or where
 dimensions have to be worked out a `Signature`, or None where this op can't be divided.
@@ -45,6 +47,11 @@ class Signature(NamedTuple):
     reduce: str | None = None  # outputs without the label, as `Partial.reduce`; None: all are alike
     dims: Sequence[list[Size] | None] | None = None  # outputs', where labels don't tell them
     attrs: dict[str, Any] = {}  # attributes that towers' ops have otherwise
+
+
+def labels_of(operand: Operand) -> tuple[Label, ...]:
+    """Those of an input's own dimensions."""
+    return () if isinstance(operand, (Entries, Given, Numbers)) else operand
 
 
 Rule = Union[str, Callable[[tf.Operation, 'Sizes'], Union[str, Signature, None]]]
@@ -168,6 +175,11 @@ def _capitals(words: str) -> str:
 
 class Undivided(Exception):
     """An op can't be divided, and why."""
+
+
+def failure(op: tf.Operation, error: Exception) -> RuntimeError:
+    """Says of which op a rule fails, rather than says no."""
+    return RuntimeError(f'{op.name!r} (a {op.type}): {type(error).__name__}: {error}')
 
 
 def known(found: T | None, reason: str = '') -> T:
