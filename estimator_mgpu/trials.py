@@ -425,7 +425,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     graph = tf.get_default_graph()
     sources = [source for trial in trials for source in (trial.rows, *trial.sources.values())]
     order, rows = ordered(dependents(sources, frozenset())), Rows('batch', static)
-    plan = propagate(sources, [], order, rows, RULES, PRODUCTS, frozenset())
+    plan = propagate(sources, [], order, rows, RULES, PRODUCTS, frozenset(), {})
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
     return Towers(graph, plan, total, devices, settle(graph, plan), {})
