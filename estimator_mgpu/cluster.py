@@ -210,9 +210,7 @@ class Task:
         )
 
     @contextlib.contextmanager
-    def training(
-        self, config: Any
-    ) -> Iterator[tuple[tf.train.SessionRunHook, tf.train.CheckpointSaverListener]]:
+    def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _BeforeCheckpoints]]:
         """Lets a RunConfig train on all machines, with a hook and a listener."""
         self._restarts, self._model_dir = Restarts(self.limit), config.model_dir
         seconds = config.session_config.operation_timeout_in_ms / 1000

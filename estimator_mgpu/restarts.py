@@ -8,6 +8,9 @@ import time
 import tensorflow.compat.v1 as tf
 
 _LONGEST_PAUSE = 30  # seconds
+_LONGEST_TEXT = 400  # characters of an error
+# Lines of an error that say where ops were made.
+_PLACES = r'Graph execution error|Detected at node|File "|Original stack trace|Node: |\[\[\{\{node'
 
 
 class Restarts:
@@ -62,11 +65,9 @@ class Restarts:
 
 
 def brief(error: Exception) -> str:
-    """An error of a session without where ops were made, and on one line."""
+    """The beginning of a session's error, without where its ops were made, on one line."""
     text = getattr(error, 'message', None) or str(error)
-    lines = [line.strip() for line in text.splitlines()]
-    told = [line for line in lines if line and not re.match(_PLACES, line)]
-    return f'{type(error).__name__}: {" ".join(told)}'
-
-
-_PLACES = r'Graph execution error|Detected at node|File \"|Original stack trace|Node: |\[\[\{\{node'
+    lines = [line.strip(' \t=') for line in text.splitlines()]
+    told = ' '.join(line for line in lines if line and not re.match(_PLACES, line))
+    shown = told if len(told) <= _LONGEST_TEXT else f'{told[:_LONGEST_TEXT]} ...'
+    return f'{type(error).__name__}: {shown}'

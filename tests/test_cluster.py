@@ -7,6 +7,8 @@ import contextlib
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,14 +36,14 @@ TASKS = {'worker': ['w0:1', 'w1:1'], 'ps': ['p0:1'], 'chief': ['c0:1']}
 class Machine(subprocess.Popen):
     """A process that runs the script."""
 
-    def __init__(self, tf_config, model_dir, log, options):
+    def __init__(self, tf_config, model_dir, log, options, within=()):
         sources = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
         given = {'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '2', 'PYTHONPATH': sources}
         environment = {**os.environ, **given, 'TF_CONFIG': json.dumps(tf_config)}
-        command = [sys.executable, cluster_script.__file__, model_dir, json.dumps(options)]
+        script = [sys.executable, cluster_script.__file__, model_dir, json.dumps(options)]
         self.text = log.read_text
         with open(log, 'w') as file:
-            super().__init__(command, env=environment, stdout=file, stderr=file)
+            super().__init__([*within, *script], env=environment, stdout=file, stderr=file)
 
     def told(self, name):
         return told(self.text(), name)
@@ -72,11 +74,11 @@ class Cluster:
         self.folder, self.model_dir = folder, folder / 'model'
         self.machines = []
 
-    def start(self, job, index=0, **options):
-        """Starts the script as a task."""
+    def start(self, job, index=0, within=(), **options):
+        """Starts the script as a task, maybe by another command."""
         tf_config = {'cluster': self.jobs, 'task': {'type': job, 'index': index}}
         log = self.folder / f'{len(self.machines)}_{job}_{index}.log'
-        self.machines.append(Machine(tf_config, self.model_dir, log, options))
+        self.machines.append(Machine(tf_config, self.model_dir, log, options, within))
         return self.machines[-1]
 
     def at(self, job, index=0):
@@ -192,6 +194,160 @@ def test_sigterm(make):
     reached = chief.told('STEP')[-1]
     assert 7 <= reached < STEPS and saved_in(two.model_dir)['global_step'] == reached
     assert not chief.told('EVALUATED')
+
+
+def test_all_end_as_the_chief(make):
+    """The evaluator, too: after the last checkpoint, however few steps that has."""
+    three = make(chief=1, worker=1, ps=1)
+    jobs = ('chief', 'worker', 'ps', 'evaluator')
+    chief, *others = [three.start(job, parts=True, stops=[10], status=3) for job in jobs[:3]]
+    # It waits for more steps than the chief makes.
+    evaluator = three.start('evaluator', parts=True)
+    for machine in (chief, *others, evaluator):
+        machine.ends(3)
+    for machine, name in zip((*others, evaluator), (WORKER, PS, 'the evaluator')):
+        assert f'The chief has ended with 3, and so does {name}.' in machine.text()
+    assert 'Saving dict for global step 10:' in evaluator.text()
+
+
+def test_the_evaluator_ends_by_the_error_of_the_chief(make):
+    two = make(chief=1, worker=1)
+    chief, worker = [two.start(job, parts=True, error='Boo') for job in ('chief', 'worker')]
+    evaluator = two.start('evaluator', parts=True, stops=[STEPS + 1])
+    assert chief.ends(1) == 'RuntimeError: Boo'
+    for machine in (worker, evaluator):
+        assert machine.ends(1) == 'RuntimeError: The chief has failed: RuntimeError: Boo'
+    assert f'Saving dict for global step {STEPS}:' in evaluator.text()
+
+
+def test_a_worker_that_another_one_cannot_reach(make):
+    """The chief reaches both; what a step fails by is in the log, and ends all in the end."""
+    three = make(chief=1, worker=2)
+    far = three.jobs['worker'][1]
+    chief, *workers = [
+        three.start('chief', limit=10),
+        three.start('worker', 0, unreached=[far]),
+        three.start('worker', 1),
+    ]
+    error = chief.ends(1)
+    assert re.match(r'TimeoutError: [0-9]+ sessions in [0-9]+ seconds made no new step', error)
+    assert 'UnavailableError' in error and '127.0.0.1:1:' in error
+    assert 'WARNING:tensorflow:The session was lost: UnavailableError: ' in chief.text()
+    assert ' It is loss 2 without a new step.' in chief.text()
+    for worker in workers:
+        assert worker.ends(1) == f'RuntimeError: The chief has failed: {error}'
+
+
+def test_a_worker_that_is_stopped_and_goes_on(make, one_device):
+    """It's named, and the step goes on when it does; SIGTERM ends the chief when it doesn't."""
+    three = make(chief=1, worker=2)
+    stopped, other = three.start('worker', 0), three.start('worker', 1)
+    chief = three.start('chief', sleep=0.3, step_limit=200)
+    chief.says('STEP 3\n')
+    stopped.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    chief.says(f'{three.at("worker")} has not answered for 2')
+    assert time.monotonic() - start < 60
+    stopped.send_signal(signal.SIGCONT)
+    chief.says(f'{three.at("worker")} answers again.')
+    reached = chief.told('STEP')[-1]
+    chief.says(f'STEP {reached + 2}\n')
+    stopped.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    start = time.monotonic()
+    chief.terminate()
+    chief.ends(143)
+    assert time.monotonic() - start < 30
+    assert f'SIGTERM came while a step waited: {three.at("worker")}' in chief.text()
+    other.ends(143)
+    stopped.send_signal(signal.SIGCONT)
+    stopped.kill()
+
+
+def test_a_step_that_takes_too_long(make):
+    three = make(chief=1, worker=2)
+    stopped, other = three.start('worker', 0), three.start('worker', 1)
+    chief = three.start('chief', sleep=0.3, step_limit=15)
+    chief.says('STEP 3\n')
+    stopped.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    error = chief.ends(1)
+    assert time.monotonic() - start < 60
+    assert error.startswith('TimeoutError: A call of the session took more than 15.0 seconds')
+    assert f'{three.at("worker")} has not answered for' in error
+    assert other.ends(1) == f'RuntimeError: The chief has failed: {error}'
+
+
+class Network:
+    """A bridge, and hosts at it that have an address each, or take that of another one."""
+
+    def __init__(self):
+        self.name = f'em{os.getpid() % 100_000}'
+        self.hosts = []
+        self.ip(f'link add {self.name} type bridge')
+        self.ip(f'addr add 10.213.0.254/24 dev {self.name}')
+        self.ip(f'link set {self.name} up')
+
+    def ip(self, arguments):
+        subprocess.run(['ip', *arguments.split()], check=True)
+
+    def host(self):
+        """Adds a host without an address; a command after the words that are returned runs there."""
+        host = f'{self.name}{len(self.hosts)}'
+        self.hosts.append(host)
+        self.ip(f'netns add {host}')
+        self.ip(f'link add {host} type veth peer name eth netns {host}')
+        self.ip(f'link set {host} master {self.name} up')
+        self.ip(f'-n {host} link set lo up')
+        self.ip(f'-n {host} link set eth up')
+        return ['ip', 'netns', 'exec', host]
+
+    def move(self, address, host, to):
+        """Takes an address from one host, if it has it, and gives it to another one."""
+        if host is not None:
+            self.ip(f'-n {self.hosts[host]} addr del {address}/24 dev eth')
+            self.ip(f'-n {self.hosts[host]} addr add 10.213.0.{100 + host}/24 dev eth')
+        self.ip(f'-n {self.hosts[to]} addr add {address}/24 dev eth')
+        self.ip(f'neigh flush dev {self.name}')
+
+    def close(self):
+        for host in self.hosts:
+            self.ip(f'netns del {host}')
+        self.ip(f'link del {self.name}')
+
+
+@pytest.fixture
+def network():
+    if os.geteuid() or not shutil.which('ip'):
+        pytest.skip('Networks are made by root, and by ip.')
+    made = Network()
+    yield made
+    made.close()
+
+
+def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
+    """As it goes on, at another address, it ends, and leaves the training to the other one."""
+    first, second = network.host(), network.host()
+    network.move('10.213.0.1', None, 0)
+    three = make(chief=1, worker=2)
+    ports = [address.rpartition(':')[2] for tasks in three.jobs.values() for address in tasks]
+    three.jobs = {
+        'chief': [f'10.213.0.1:{ports[0]}'],
+        'worker': [f'10.213.0.254:{port}' for port in ports[1:]],
+    }
+    workers = [three.start('worker', index) for index in range(2)]
+    stopped = three.start('chief', within=first, sleep=0.3)
+    stopped.says('STEP 7\n')
+    stopped.send_signal(signal.SIGSTOP)
+    network.move('10.213.0.1', 0, 1)
+    chief = three.start('chief', within=second, sleep=1.5)
+    chief.says('STEP 7\n')
+    stopped.send_signal(signal.SIGCONT)
+    error = stopped.ends(1)
+    assert re.match(r'RuntimeError: Another chief leads /job:worker/task:[01] at ', error)
+    for machine in (chief, *workers):
+        machine.ends(0)
+    three.comes_to(one_device[0])
 
 
 # From here on everything is in this process.
