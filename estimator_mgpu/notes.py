@@ -26,6 +26,8 @@ class Notes:
 
     def __init__(self, task: str, target: str, seconds: float = 10):
         config = tf.ConfigProto(device_filters=[task], operation_timeout_in_ms=int(1000 * seconds))
+        # A connection that others have may be of a network that the task has left since.
+        config.rpc_options.disable_session_connection_sharing = True
         self.graph = tf.Graph()
         with self.graph.as_default(), tf.device(f'{task}/cpu:0'), tf.container('estimator_mgpu'):
             self._text = tf.placeholder(tf.string, [])

@@ -51,7 +51,7 @@ class Watch:
         self._terminated = False
 
     def __enter__(self) -> Watch:
-        with contextlib.suppress(ValueError):  # Only the main thread may do this.
+        if threading.current_thread() is threading.main_thread():  # No other one may do this.
             self._listen_to_signals()
         self._threads = [
             threading.Thread(target=self._ask, args=[name]) for name in self._task.others

@@ -30,7 +30,7 @@ import estimator_mgpu
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(machines)
-FLAGS.set_default('train_steps', 600)
+FLAGS.set_default('train_steps', 200)  # Rounding grows with the steps.
 flags.DEFINE_integer('events', 25, 'How often something fails.', lower_bound=1)
 flags.DEFINE_float('pause', 6.0, 'Seconds from one event to the next, on average.')
 flags.DEFINE_float('stopped', 8.0, 'Seconds that a process is stopped, on average.')

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
@@ -24,7 +25,8 @@ import tensorflow.compat.v1 as tf
 import cluster_script
 import estimator_mgpu
 from cluster_script import STEPS, told
-from estimator_mgpu import cluster, compat, devices
+from estimator_mgpu import cluster, compat, devices, ending
+from estimator_mgpu.notes import Notes
 from models import adam, regression
 from towers import assert_close, free_addresses, saved_in
 
@@ -292,7 +294,7 @@ class Network:
         subprocess.run(['ip', *arguments.split()], check=True)
 
     def host(self):
-        """Adds a host without an address; a command after the words that are returned runs there."""
+        """Adds a host without an address; returns the words before a command that runs there."""
         host = f'{self.name}{len(self.hosts)}'
         self.hosts.append(host)
         self.ip(f'netns add {host}')
@@ -343,8 +345,8 @@ def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
     chief = three.start('chief', within=second, sleep=1.5)
     chief.says('STEP 7\n')
     stopped.send_signal(signal.SIGCONT)
-    error = stopped.ends(1)
-    assert re.match(r'RuntimeError: Another chief leads /job:worker/task:[01] at ', error)
+    stopped.ends(1)
+    assert re.search('Another chief leads /job:worker/task:[01] at ', stopped.text())
     for machine in (chief, *workers):
         machine.ends(0)
     three.comes_to(one_device[0])
@@ -472,12 +474,54 @@ def test_waiting(task, caplog, monkeypatch):
     task.wait()
 
 
+class Pad:
+    """Stands for the notes of a task."""
+
+    def __init__(self, **notes):
+        self.notes = notes
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def read(self, name):
+        return self.notes.get(name, '')
+
+    def write(self, name, text):
+        self.notes[name] = text
+
+
+class Silent(Pad):
+    """Those of a task whose process is stopped."""
+
+    def read(self, name):
+        raise tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')
+
+
+def ending_of(chief, error=None, status=0):
+    return ending.Ending(chief, error, status).text()
+
+
+@pytest.mark.core
+def test_a_task_that_listens_and_does_not_answer(task, caplog, monkeypatch):
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Silent() if name == PS else Pad())
+    task.wait()
+    with pytest.raises(TimeoutError, match=f'^{PS} at p0:1 .there, but without an answer.*100 sec'):
+        task.wait(answering=True)
+    assert caplog.text.count('is its process stopped?') == 4 and CHIEF not in caplog.text
+    assert not task.waits
+
+
 @pytest.mark.core
 def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
-    session = types.SimpleNamespace(run=lambda fetches: b'')  # The chief has said nothing.
-    with_session = contextlib.nullcontext([session, mock.Mock(), mock.Mock()])
-    monkeypatch.setattr(task, '_session_with', lambda name: with_session)
+    pad = Pad()  # The chief has said nothing.
+    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: pad)
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Pad())
+    task.server = mock.Mock()
     sleep = cluster.time.sleep
 
     def sleep_and_terminate(seconds):
@@ -489,20 +533,141 @@ def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
     with pytest.raises(SystemExit, match='143'):
         task.serve()
     assert cluster.time.now == 1071
+    assert json.loads(pad.read('cluster')) == task.addresses
     monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
-    task._terminated = 0
+    task.terminated = 0
     with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1: not reached'):
         task.serve()
 
 
 @pytest.mark.core
-def test_all_are_told_of_the_end(task, monkeypatch):
-    """Also if one doesn't answer, as it's frozen say."""
-    session_with = mock.Mock(side_effect=tf.errors.DeadlineExceededError(None, None, 'No answer.'))
-    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
-    monkeypatch.setattr(task, '_session_with', session_with)
+def test_a_chief_that_is_stopped_is_not_waited_for_for_ever(task, monkeypatch):
+    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: Pad())
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Silent())
+    task.server = mock.Mock()
+    with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1 .there, but without an answer'):
+        task.serve()
+    assert 1000 + 30 + 100 < cluster.time.now < 1000 + 30 + 110
+
+
+@pytest.mark.core
+def test_whose_end_it_is(task, monkeypatch):
+    """A task ends as the chief does that leads it now."""
+    pad = Pad(chief='new', end=ending_of('old', 'Boo', 1))
+    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: pad)
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Pad())
+    task.server = mock.Mock()
+    sleep = cluster.time.sleep
+
+    def sleep_and_end(seconds):
+        sleep(seconds)
+        if cluster.time.now == 1050:
+            pad.write('end', ending_of('new', status=7))
+
+    cluster.time.sleep = sleep_and_end
+    with pytest.raises(SystemExit, match='7'):
+        task.serve()
+    assert cluster.time.now == 1050
+
+
+@pytest.fixture
+def pads(task, monkeypatch, tmp_path):
+    """The notes of other tasks, each of which is there; the task leads them."""
+    pads = {name: Pad(chief=task.incarnation) for name in task.others}
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
+    task._model_dirs = [str(tmp_path)]
+    ending.leave(str(tmp_path), ending.Ending(task.incarnation))
+    return pads
+
+
+@pytest.mark.core
+def test_all_are_told_of_the_end(task, pads, monkeypatch, tmp_path):
+    """Also if one isn't there, doesn't answer, or has been started again."""
+    pads[PS] = Silent()
+    pads['/job:worker/task:1'] = Pad()
+    monkeypatch.setattr(task, '_exit', 3)
     task._end()
-    assert session_with.mock_calls == [mock.call('/job:worker/task:1'), mock.call(PS)]
+    told = ending_of(task.incarnation, status=3)
+    for name in (CHIEF, '/job:worker/task:1'):
+        assert pads[name].notes == {'chief': task.incarnation, 'end': told}
+    assert ending.read(str(tmp_path)) == (task.incarnation, None, 3)
+    task.terminated = 1
+    task._end()
+    assert ending.read(str(tmp_path)).status == 143
+    monkeypatch.setattr(sys, 'last_value', ValueError('Boo'), raising=False)
+    task._end()
+    assert ending.read(str(tmp_path)) == (task.incarnation, 'ValueError: Boo', 1)
+    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
+    task.tell(None, 5, but=['/job:worker/task:1'])
+    statuses = [json.loads(pads[name].read('end'))[2] for name in (CHIEF, '/job:worker/task:1')]
+    assert statuses == [1, 1]
+
+
+@pytest.mark.core
+def test_a_chief_that_was_replaced_tells_nobody(task, pads, tmp_path):
+    before = ending.Ending('new')
+    ending.leave(str(tmp_path), before)
+    pads[PS].notes['chief'] = 'new'
+    task.tell('Boo', 1)
+    assert not any(pad.read('end') for pad in pads.values())
+    pads[PS].notes['chief'] = ''
+    task.tell('Boo', 1)
+    assert ending.read(str(tmp_path)) == before  # It hasn't left a note on any task yet.
+
+
+@pytest.mark.core
+def test_who_leads(task, pads, tmp_path):
+    """A chief that begins takes over; later it leads what was started again, and nobody else's."""
+    pads[PS].notes.update(chief='old', end=ending_of('old'))
+    task._lead(str(tmp_path))
+    assert [pad.notes['chief'] for pad in pads.values()] == [task.incarnation] * 3
+    assert task.leads and pads[PS].notes['end'] == ''
+    pads[PS].notes.clear()
+    task._lead(str(tmp_path))
+    assert pads[PS].notes['chief'] == task.incarnation
+    pads[CHIEF].notes.clear()
+    pads[PS].notes['chief'] = 'new'
+    with pytest.raises(RuntimeError, match=f'Another chief leads {PS} at p0:1: it was started in'):
+        task._lead(str(tmp_path))
+    assert not pads[CHIEF].notes
+
+
+@pytest.mark.core
+def test_meeting_again(task, pads, monkeypatch, tmp_path):
+    """A task that goes as all meet is waited for again, up to the limit, by a chief that leads."""
+    gone = tf.errors.UnavailableError(None, None, 'Socket closed')
+    checks = mock.Mock(side_effect=[gone, None, None, None])
+    monkeypatch.setattr(task, '_check', checks)
+    with pytest.raises(tf.errors.UnavailableError):
+        task._meet(str(tmp_path))
+    task.leads = True
+    checks.side_effect = [gone, None, None, None]
+    task._meet(str(tmp_path))
+    assert len(checks.mock_calls) == 5
+
+    def check(name, path):
+        cluster.time.sleep(70)
+        raise gone
+
+    monkeypatch.setattr(task, '_check', check)
+    with pytest.raises(TimeoutError, match='did not all answer in 100 seconds'):
+        task._meet(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [ending.FILE]
+
+
+@pytest.mark.core
+def test_exits_are_noted(task, monkeypatch):
+    monkeypatch.setattr(sys, 'exit', sys.exit)
+    task._note_exit()
+    with pytest.raises(SystemExit, match='3'):
+        sys.exit(3)
+    assert task._exit == 3
+    with ThreadPoolExecutor() as pool, pytest.raises(SystemExit, match='4'):
+        pool.submit(sys.exit, 4).result()
+    assert task._exit == 3
 
 
 @pytest.mark.core
@@ -576,7 +741,7 @@ def test_relay():
 def test_each_training_begins_without_the_tables_of_the_last(three_machines, tmp_path, task):
     """Servers keep what a session has made, and a session of one machine begins with nothing."""
     task.server = types.SimpleNamespace(target=three_machines)
-    task._check, task.wait = mock.Mock(), mock.Mock()
+    task._meet = mock.Mock()
     with tf.Graph().as_default():
         known = []
         for machine in (CHIEF, WORKER):
@@ -592,20 +757,19 @@ def test_each_training_begins_without_the_tables_of_the_last(three_machines, tmp
         assert found[CHIEF] == CPUS[CHIEF] and found[WORKER] == CPUS[WORKER]
         with tf.Session(three_machines) as session:
             assert session.run(known) == [False, False]
-    task.wait.assert_called_once_with()
-    assert [call.args[0] for call in task._check.mock_calls] == [CHIEF, '/job:worker/task:1', PS]
-    assert not [*tmp_path.iterdir()]
+    task._meet.assert_called_once_with(str(tmp_path))
 
 
 def test_machines_that_do_not_fit(three_machines, tmp_path, task):
     """A port of something else, another TF_CONFIG, another file system."""
-    task.name, task.server = CHIEF, types.SimpleNamespace(target=three_machines)
+    task.name = CHIEF
+    task.notes_on = lambda name, seconds=3: Notes(name, three_machines, seconds)
     model_dir = tmp_path / 'of the chief'
 
     def check(known=None):
         if known is not None:
-            with task._session_with(WORKER) as (session, variable, _):
-                session.run(variable.assign(json.dumps(known)))
+            with task.notes_on(WORKER) as notes:
+                notes.write('cluster', json.dumps(known))
         task._check(WORKER, str(model_dir / 'file'))
 
     with pytest.raises(RuntimeError, match=f"{WORKER} listens at w0:1, but .* doesn't call train"):
