@@ -171,7 +171,7 @@ class Task:
             try:
                 for task in self.others:
                     self._check(task, path)
-                self._lead(model_dir)
+                self._lead()
                 met = True
             except _GONE as error:
                 if not self.leads:
@@ -184,7 +184,7 @@ class Task:
             finally:
                 tf.io.gfile.rmtree(path)
 
-    def _lead(self, model_dir: str) -> None:
+    def _lead(self) -> None:
         """Leaves a note on each task that this chief leads it, unless another does since."""
         with contextlib.ExitStack() as stack:
             notes = {task: stack.enter_context(self.notes_on(task)) for task in self.others}
@@ -197,9 +197,6 @@ class Task:
                     notes[task].write('end', '')
                     notes[task].write('chief', self.incarnation)
         self.leads = True
-        if model_dir not in self._model_dirs:
-            ending.leave(model_dir, ending.Ending(self.incarnation))
-            self._model_dirs.append(model_dir)
 
     def replaced_by(self, task: str) -> str:
         """Says that another chief is in the place of this one, by the task where that was seen."""
@@ -214,6 +211,9 @@ class Task:
         """Lets a RunConfig train on all machines, with a hook and a listener."""
         self._restarts, self._model_dir = Restarts(self.limit), config.model_dir
         seconds = config.session_config.operation_timeout_in_ms / 1000
+        if self._model_dir not in self._model_dirs:
+            ending.leave(self._model_dir, ending.Ending(self.incarnation))
+            self._model_dirs.append(self._model_dir)
         with Watch(self) as watch, private.lost_sessions(self._restarts.lost):
             machines = self.devices(config.model_dir)
             vars(config).update(machines=machines, _master=self.server.target)
@@ -309,7 +309,7 @@ class Task:
             self.tell(*ending.of_exit(self._exit))
 
     def tell(self, error: str | None, status: int, but: Iterable[str] = ()) -> None:
-        """Tells other tasks, and an evaluator, how this chief ends, unless another leads them."""
+        """Tells other tasks, and an evaluator, how this chief ends, unless it was replaced."""
         end = ending.Ending(self.incarnation, error, status)
         with contextlib.ExitStack() as stack:
             led = []
@@ -318,7 +318,7 @@ class Task:
                     with contextlib.suppress(tf.errors.OpError):
                         notes = stack.enter_context(self.notes_on(task))
                         chief = notes.read('chief')
-                        if chief not in ('', self.incarnation):
+                        if self.leads and chief not in ('', self.incarnation):
                             return
                         led.append(notes)
             for notes in led:

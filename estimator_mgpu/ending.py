@@ -57,6 +57,7 @@ def leave(model_dir: str, ending: Ending) -> None:
     before = read(model_dir)
     if ending.status is not None and before is not None and before.chief != ending.chief:
         return
+    tf.io.gfile.makedirs(model_dir)
     path = os.path.join(model_dir, FILE)
     with tf.io.gfile.GFile(f'{path}.{ending.chief}', 'w') as file:
         file.write(ending.text())

@@ -71,8 +71,9 @@ class Watch:
         for thread in self._threads:  # Each calls no longer than the time limit of notes.
             thread.join()
         if self._signals is not None:
-            os.close(signal.set_wakeup_fd(-1))
-            os.close(self._signals)
+            signal.set_wakeup_fd(-1)
+            for end in self._pipe:
+                os.close(end)
 
     def check(self) -> None:
         """Fails if another chief has replaced this one; asks tasks that weren't heard lately."""
@@ -172,15 +173,16 @@ class Watch:
 
     def _listen_to_signals(self) -> None:
         """Has the numbers of signals written to where a thread can read them."""
-        reads, writes = os.pipe()
+        self._pipe = os.pipe()
+        reads, writes = self._pipe
         os.set_blocking(writes, False)
         before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         if before == -1:
             self._signals = reads
             return
         signal.set_wakeup_fd(before)  # It's somebody else's.
-        os.close(reads)
-        os.close(writes)
+        for end in self._pipe:
+            os.close(end)
 
     def _wait_for_signals(self, seconds: float) -> None:
         if self._signals is None:

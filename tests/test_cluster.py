@@ -312,6 +312,10 @@ class Network:
         self.ip(f'-n {self.hosts[to]} addr add {address}/24 dev eth')
         self.ip(f'neigh flush dev {self.name}')
 
+    def cable(self, host, state):
+        """Cuts a host's cable (`down`), or mends it (`up`)."""
+        self.ip(f'link set {self.hosts[host]} {state}')
+
     def close(self):
         for host in self.hosts:
             self.ip(f'netns del {host}')
@@ -325,6 +329,26 @@ def network():
     made = Network()
     yield made
     made.close()
+
+
+def test_a_cable_that_is_cut_for_a_while(make, network, one_device):
+    """No packet gets through, and nobody hears of that; then the step goes on."""
+    host = network.host()
+    network.move('10.213.0.1', None, 0)
+    two = make(chief=1, worker=1)
+    ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
+    two.jobs = {'chief': [f'10.213.0.254:{ports[0]}'], 'worker': [f'10.213.0.1:{ports[1]}']}
+    worker, chief = two.start('worker', within=host), two.start('chief', sleep=0.3)
+    chief.says('STEP 7\n')
+    network.cable(0, 'down')
+    start = time.monotonic()
+    chief.says(f'{two.at("worker")} has not answered for 2')
+    assert time.monotonic() - start < 60
+    network.cable(0, 'up')
+    for machine in (chief, worker):
+        machine.ends(0)
+    assert f'{two.at("worker")} answers again.' in chief.text()
+    two.comes_to(one_device[0])
 
 
 def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
@@ -610,6 +634,7 @@ def test_all_are_told_of_the_end(task, pads, monkeypatch, tmp_path):
 def test_a_chief_that_was_replaced_tells_nobody(task, pads, tmp_path):
     before = ending.Ending('new')
     ending.leave(str(tmp_path), before)
+    task.leads = True
     pads[PS].notes['chief'] = 'new'
     task.tell('Boo', 1)
     assert not any(pad.read('end') for pad in pads.values())
@@ -619,19 +644,29 @@ def test_a_chief_that_was_replaced_tells_nobody(task, pads, tmp_path):
 
 
 @pytest.mark.core
-def test_who_leads(task, pads, tmp_path):
+def test_a_chief_that_fails_before_it_leads(task, pads):
+    """Those whom another process led until that was killed are told, too."""
+    for pad in pads.values():
+        pad.notes['chief'] = 'killed'
+    task.tell('Boo', 1)
+    told = {'chief': task.incarnation, 'end': ending_of(task.incarnation, 'Boo', 1)}
+    assert [pad.notes for pad in pads.values()] == [told] * 3
+
+
+@pytest.mark.core
+def test_who_leads(task, pads):
     """A chief that begins takes over; later it leads what was started again, and nobody else's."""
     pads[PS].notes.update(chief='old', end=ending_of('old'))
-    task._lead(str(tmp_path))
+    task._lead()
     assert [pad.notes['chief'] for pad in pads.values()] == [task.incarnation] * 3
     assert task.leads and pads[PS].notes['end'] == ''
     pads[PS].notes.clear()
-    task._lead(str(tmp_path))
+    task._lead()
     assert pads[PS].notes['chief'] == task.incarnation
     pads[CHIEF].notes.clear()
     pads[PS].notes['chief'] = 'new'
     with pytest.raises(RuntimeError, match=f'Another chief leads {PS} at p0:1: it was started in'):
-        task._lead(str(tmp_path))
+        task._lead()
     assert not pads[CHIEF].notes
 
 
@@ -656,6 +691,86 @@ def test_meeting_again(task, pads, monkeypatch, tmp_path):
     with pytest.raises(TimeoutError, match='did not all answer in 100 seconds'):
         task._meet(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [ending.FILE]
+
+
+@pytest.mark.core
+def test_each_session_begins_as_all_meet(task, pads, monkeypatch, tmp_path):
+    """So a worker that was started again with another cluster is found."""
+    monkeypatch.setattr(cluster, '_joined', [task])
+    monkeypatch.setattr(task, '_check', mock.Mock(side_effect=ValueError('TF_CONFIG differs')))
+    task._restarts, task._model_dir = mock.Mock(), str(tmp_path)
+    with tf.Graph().as_default():
+        scaffold = cluster.hold(tf.train.Scaffold(init_op=tf.no_op()))
+        with pytest.raises(ValueError, match='TF_CONFIG differs'):
+            scaffold.finalize()
+        task._restarts.begin.assert_not_called()
+        task._check.side_effect = None
+        scaffold.finalize()
+    task._restarts.begin.assert_called_once_with()
+    assert task._restarts.pause.call_count == 2
+
+
+@pytest.mark.core
+def test_a_call_beyond_its_limit(task, monkeypatch, tmp_path):
+    """Without a limit of the user's, the error is somebody else's."""
+    watching = mock.MagicMock()
+    watching.__enter__.return_value.silent.return_value = f'{PS} is silent'
+    monkeypatch.setattr(cluster, 'Watch', lambda task: watching)
+    monkeypatch.setattr(task, 'devices', lambda model_dir: {})
+    task.server = mock.Mock(target='grpc://c0:1')
+    late = tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')
+
+    def train(**options):
+        session_config = tf.ConfigProto(**options)
+        config = types.SimpleNamespace(model_dir=str(tmp_path), session_config=session_config)
+        with task.training(config):
+            assert config._master == 'grpc://c0:1'
+            raise late
+
+    match = f'more than 1.5 seconds .operation_timeout_in_ms of the session config.. {PS} is silent'
+    with pytest.raises(TimeoutError, match=match):
+        train(operation_timeout_in_ms=1500)
+    with pytest.raises(tf.errors.DeadlineExceededError):
+        train()
+    assert task._model_dirs == [str(tmp_path)]
+    assert ending.read(str(tmp_path)) == (task.incarnation, None, None)
+
+
+@pytest.mark.core
+def test_a_limit_of_calls_holds_for_closing_sessions(config_of):
+    """By gRPC, also to the chief itself; without a limit, values don't go that way."""
+    for seconds in (0, 60):
+        session_config = tf.ConfigProto(operation_timeout_in_ms=1000 * seconds)
+        config = config_of().replace(session_config=session_config)
+        found = estimator_mgpu.Estimator(linear, config=config).config.session_config
+        assert found.rpc_options.use_rpc_for_inprocess_master == bool(seconds)
+        assert not session_config.HasField('rpc_options')
+
+
+class Trained:
+    """Stands for Estimator.train(), and notes what it's given."""
+
+    def __call__(self, estimator, input_fn, hooks, steps, max_steps, saving_listeners):
+        self.hooks, self.saving_listeners = hooks, saving_listeners
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('saves', [None, 5])
+def test_a_checkpoint_is_looked_at_first_if_there_are_any(config_of, monkeypatch, saves):
+    """TensorFlow refuses a listener where nothing is saved."""
+    trained = Trained()
+    task = mock.MagicMock()
+    task.name = CHIEF
+    task.training.return_value.__enter__.return_value = 'hook', 'listener'
+    monkeypatch.setattr(cluster, 'join', lambda config: task)
+    monkeypatch.setattr(
+        'tensorflow_estimator.python.estimator.estimator.EstimatorV2.train',
+        lambda *args: trained(*args),
+    )
+    config = config_of().replace(save_checkpoints_steps=saves, save_checkpoints_secs=None)
+    estimator_mgpu.Estimator(linear, config=config, devices=1).train(None, ['own'])
+    assert trained.hooks == ['own', 'hook']
+    assert trained.saving_listeners == (['listener'] if saves else None)
 
 
 @pytest.mark.core
