@@ -9,8 +9,10 @@ import tensorflow.compat.v1 as tf
 
 _LONGEST_PAUSE = 30  # seconds
 _LONGEST_TEXT = 400  # characters of an error
-# Lines of an error that say where ops were made.
-_PLACES = r'Graph execution error|Detected at node|File "|Original stack trace|Node: |\[\[\{\{node'
+# Lines of an error that say where ops were made, and those in which gRPC repeats it.
+_LEFT_OUT = (
+    r':|Graph execution error|Detected at node|File "|Original stack trace|Node: |\[\[\{\{node'
+)
 
 
 class Restarts:
@@ -65,9 +67,9 @@ class Restarts:
 
 
 def brief(error: Exception) -> str:
-    """The beginning of a session's error, without where its ops were made, on one line."""
+    """The beginning of a session's error on one line, without where its ops were made."""
     text = getattr(error, 'message', None) or str(error)
     lines = [line.strip(' \t=') for line in text.splitlines()]
-    told = ' '.join(line for line in lines if line and not re.match(_PLACES, line))
+    told = ' '.join(line for line in lines if line and not re.match(_LEFT_OUT, line))
     shown = told if len(told) <= _LONGEST_TEXT else f'{told[:_LONGEST_TEXT]} ...'
     return f'{type(error).__name__}: {shown}'

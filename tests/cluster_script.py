@@ -147,6 +147,7 @@ def main(
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
         tf.estimator.train_and_evaluate(estimator, train, evaluation)
         leave(status, error)
+        return
     for stop in stops:
         estimator.train(remaining, [Watch(sleep)], max_steps=stop)
         result = estimator.evaluate(input_fn, steps=4)

@@ -15,6 +15,7 @@ Detected at node 'Adam' defined at (most recent call last):
 Node: 'Adam'
 =====================
 failed to connect to 10.0.0.1:2222
+:{"created":"@1.2","description":"Failed to pick subchannel"}
 \t [[{{node Adam}}]]
 Original stack trace for 'Adam':
 """,
