@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,8 @@ _with_variable_store = _find('ops.variable_scope', 'with_variable_store')
 
 _constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
 _get_function = _find('framework.ops', 'Graph._get_function')
+# What MonitoredSession logs by; it has nothing else that tells why a session was lost.
+_log = _find('training.monitored_session', 'logging')
 
 
 def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
@@ -180,3 +182,25 @@ def outermost(graph: tf.Graph) -> tf.Graph:
     while hasattr(graph, 'outer_graph'):
         graph = graph.outer_graph
     return graph
+
+
+@contextlib.contextmanager
+def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
+    """Calls a function with each error for which a MonitoredSession makes a new session."""
+    module = importlib.import_module('tensorflow.python.training.monitored_session')
+
+    class Log:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(_log, name)
+
+        def info(self, text: str, *args: Any) -> None:
+            _log.info(text, *args)
+            for error in args:
+                if isinstance(error, (tf.errors.AbortedError, tf.errors.UnavailableError)):
+                    tell(error)
+
+    module.logging = Log()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.logging = _log  # type: ignore[attr-defined]

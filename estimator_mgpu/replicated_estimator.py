@@ -40,9 +40,17 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     """Trains on several machines, if TF_CONFIG has them, and explains errors of checkpoints."""
 
     _joins: Any  # the RunConfig of a task of a cluster; None on one machine
+    _follower: Any  # an evaluator's, by which it follows the chief; None on other tasks
 
     # An Estimator's own class must override no method of it; this one isn't looked at.
-    def train(self, input_fn: Any, hooks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        input_fn: Any,
+        hooks: Any = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Any = None,
+    ) -> Any:
         """As Estimator's; on a task other than the chief it serves that, and never returns."""
         if self.config.task_type == 'evaluator':
             raise ValueError(
@@ -58,16 +66,25 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         if self._joins is None:
             input_fn = machine_input.in_context(input_fn) if by_machine else input_fn
             with explained:
-                return super().train(input_fn, hooks, *args, **kwargs)
+                return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
         task = cluster.join(self._joins)
         if task.name != CHIEF:
             task.serve()
-        with explained, task.training(self._config) as hook:
+        with explained, task.training(self._config) as (hook, listener):
             if by_machine:
                 call = functools.partial(self._call_input_fn, mode=compat.estimator.ModeKeys.TRAIN)
                 towers = resolve(options['devices'], self._config.machines)
                 input_fn = machine_input.read(call, input_fn, towers)
-            return super().train(input_fn, [*(hooks or []), hook], *args, **kwargs)
+            hooks = [*(hooks or []), hook]
+            if self.config.save_checkpoints_secs or self.config.save_checkpoints_steps:
+                saving_listeners = [*(saving_listeners or []), listener]
+            return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+
+    def latest_checkpoint(self) -> Any:
+        """As Estimator's; an evaluator ends as the chief has, after the last one."""
+        if self._follower is None:
+            return super().latest_checkpoint()
+        return self._follower.follow(super().latest_checkpoint)
 
     def _call_input_fn(self, input_fn: Any, mode: str, input_context: Any = None) -> Any:
         compat.check_input_fn(input_fn)
@@ -141,6 +158,9 @@ class Estimator(_OnMachines):
         base = None if session == get_default_session_config() else session
         config = config.replace(session_config=session_config(devices, base))
         self._joins = config if config.master else None
+        if config.session_config.operation_timeout_in_ms:
+            # Else the session's own process would wait for a task that doesn't answer, to close.
+            config.session_config.rpc_options.use_rpc_for_inprocess_master = True
         if config.master:  # What isn't training, a task does by itself.
             config = copy.deepcopy(config)
             own = config.cluster_spec.task_address(config.task_type, config.task_id)
@@ -148,6 +168,7 @@ class Estimator(_OnMachines):
             config._init_distributed_setting_from_environment_var(alone)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
         checkpoints.check_name(self.model_dir)
+        self._follower = cluster.follower(self.config)
 
     def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:
         """Says how training would be divided, before it: nothing is run, and nothing is written.

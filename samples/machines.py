@@ -81,9 +81,9 @@ def train():
     estimator.train(input_fn, [Tell()], max_steps=FLAGS.train_steps)
 
 
-def start(name, root, tf_config, *options):
-    """Starts this script as a process that sees no GPU: all would take the same one."""
-    command = [sys.executable, __file__, f'--seed={FLAGS.seed}', *options]
+def start(name, root, tf_config, *options, script=__file__):
+    """Starts a script as a process that sees no GPU: all would take the same one."""
+    command = [sys.executable, script, f'--seed={FLAGS.seed}', *options]
     command += [f'--train_steps={FLAGS.train_steps}', '--verbosity=info']
     env = {**os.environ, 'TF_CONFIG': json.dumps(tf_config), 'CUDA_VISIBLE_DEVICES': '-1'}
     with open(root / f'{name}.log', 'a') as log:
@@ -99,11 +99,15 @@ def lines_of(process, name):
         sys.exit(f'{name} has failed ({process.returncode}): see its log.')
 
 
+def free_addresses(count):
+    with contextlib.ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(count)]
+        return ['{}:{}'.format(*one.getsockname()) for one in free]
+
+
 def train_on_machines(root, running):
     """Starts a chief and two workers, kills one of these, and returns when all have ended."""
-    with contextlib.ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(3)]
-        chief, *workers = ['{}:{}'.format(*one.getsockname()) for one in free]
+    chief, *workers = free_addresses(3)
 
     def start_task(job, index):
         task = {'type': job, 'index': index}
@@ -124,6 +128,15 @@ def train_on_machines(root, running):
         sys.exit('All should have ended with 0.')
 
 
+def compare_with_one_device(root):
+    """Prints how far variables are from those of one device, and ends with 1 if that's far."""
+    several, one = (tf.train.load_checkpoint(str(root / n)) for n in ('machines', 'alone'))
+    names = [n for n, kind in one.get_variable_to_dtype_map().items() if kind != tf.variant]
+    largest = np.max([abs(several.get_tensor(n) - one.get_tensor(n)).max() for n in names])
+    print(f'largest difference of {len(names)} variables from one device: {largest:.1e}')
+    sys.exit(int(not largest < 1e-4))  # More isn't rounding.
+
+
 def main(argv):
     common.start(argv)
     if 'TF_CONFIG' in os.environ:
@@ -139,11 +152,7 @@ def main(argv):
     finally:
         for process in running.values():
             process.kill()
-    several, one = (tf.train.load_checkpoint(str(root / n)) for n in ('machines', 'alone'))
-    names = [n for n, kind in one.get_variable_to_dtype_map().items() if kind != tf.variant]
-    largest = np.max([abs(several.get_tensor(n) - one.get_tensor(n)).max() for n in names])
-    print(f'largest difference of {len(names)} variables from one device: {largest:.1e}')
-    sys.exit(int(not largest < 1e-4))  # More isn't rounding.
+    compare_with_one_device(root)
 
 
 if __name__ == '__main__':

@@ -98,6 +98,28 @@ def serve_at(address):
     cluster._EVERY = 1  # seconds, in which another process may be a name's old one
 
 
+def cut_off(addresses):
+    """Gives TensorFlow's server, in the place of addresses, one that nobody listens at."""
+    server = tf.train.Server
+
+    def cut(jobs, *args, **kwargs):
+        cut_jobs = {
+            job: ['127.0.0.1:1' if address in addresses else address for address in tasks]
+            for job, tasks in jobs.items()
+        }
+        return server(cut_jobs, *args, **kwargs)
+
+    tf.train.Server = cut
+
+
+def leave(status, error):
+    """How the script ends."""
+    if error:
+        raise RuntimeError(error)
+    if status is not None:
+        sys.exit(status)
+
+
 def main(
     model_dir,
     devices=2,
@@ -105,28 +127,48 @@ def main(
     parts=False,
     sleep=0,
     limit=300,
+    step_limit=0,
+    status=None,
+    error=None,
+    unreached=(),
     elsewhere='',
     v1=False,
 ):
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
-    Sleeps after a step; waits for others up to a limit; has another address, as of another machine;
-    has variables as below tf.disable_v2_behavior().
+    Args:
+      sleep: seconds after each step.
+      limit: seconds that others are waited for.
+      step_limit: seconds of each call of the session.
+      status: what sys.exit() is called with at the end.
+      error: of a RuntimeError at the end.
+      unreached: addresses that this machine's network has, for TensorFlow, nothing behind.
+      elsewhere: another address of this task, as of another machine.
+      v1: whether variables are as below tf.disable_v2_behavior().
     """
     if elsewhere:
         serve_at(elsewhere)
     if v1:
         tf.disable_resource_variables()
     tf.logging.set_verbosity(tf.logging.INFO)
+    session_config = None
+    if step_limit:
+        session_config = tf.ConfigProto(operation_timeout_in_ms=int(1000 * step_limit))
     config = tf.estimator.RunConfig(
-        model_dir, save_checkpoints_steps=5, session_creation_timeout_secs=limit
+        model_dir,
+        save_checkpoints_steps=5,
+        session_creation_timeout_secs=limit,
+        session_config=session_config,
     )
+    if unreached:
+        cut_off(unreached)
     options = {'devices': devices, 'input': 'machine' if parts else 'chief'}
     estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, **options)
     if parts:
         train = tf.estimator.TrainSpec(own_parts, stops[-1], [Watch(sleep)])
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
         tf.estimator.train_and_evaluate(estimator, train, evaluation)
+        leave(status, error)
         return
     for stop in stops:
         estimator.train(remaining, [Watch(sleep)], max_steps=stop)
@@ -134,6 +176,7 @@ def main(
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
     found = estimator.predict(lambda: input_fn().take(2))
     tell('PREDICTED', np.stack([one['output'] for one in found]).tolist())
+    leave(status, error)
 
 
 if __name__ == '__main__':

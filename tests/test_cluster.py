@@ -8,6 +8,8 @@ import http.server
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
@@ -24,7 +27,8 @@ import tensorflow.compat.v1 as tf
 import cluster_script
 import estimator_mgpu
 from cluster_script import STEPS, told
-from estimator_mgpu import cluster, devices
+from estimator_mgpu import cluster, devices, ending
+from estimator_mgpu.notes import Notes
 from models import adam, regression
 from towers import assert_close, free_addresses, saved_in
 
@@ -36,14 +40,14 @@ TASKS = {'worker': ['w0:1', 'w1:1'], 'ps': ['p0:1'], 'chief': ['c0:1']}
 class Machine(subprocess.Popen):
     """A process that runs the script."""
 
-    def __init__(self, tf_config, model_dir, log, options):
+    def __init__(self, tf_config, model_dir, log, options, within=()):
         sources = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
         given = {'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '2', 'PYTHONPATH': sources}
         environment = {**os.environ, **given, 'TF_CONFIG': json.dumps(tf_config)}
-        command = [sys.executable, cluster_script.__file__, model_dir, json.dumps(options)]
+        script = [sys.executable, cluster_script.__file__, model_dir, json.dumps(options)]
         self.text = log.read_text
         with open(log, 'w') as file:
-            super().__init__(command, env=environment, stdout=file, stderr=file)
+            super().__init__([*within, *script], env=environment, stdout=file, stderr=file)
 
     def told(self, name):
         return told(self.text(), name)
@@ -74,11 +78,11 @@ class Cluster:
         self.folder, self.model_dir = folder, folder / 'model'
         self.machines = []
 
-    def start(self, job, index=0, **options):
-        """Starts the script as a task."""
+    def start(self, job, index=0, within=(), **options):
+        """Starts the script as a task, maybe by another command."""
         tf_config = {'cluster': self.jobs, 'task': {'type': job, 'index': index}}
         log = self.folder / f'{len([*self.folder.iterdir()])}_{job}_{index}.log'
-        self.machines.append(Machine(tf_config, self.model_dir, log, options))
+        self.machines.append(Machine(tf_config, self.model_dir, log, options, within))
         return self.machines[-1]
 
     def at(self, job, index=0):
@@ -242,6 +246,184 @@ def test_two_processes_that_are_one_task(make, one_device):
     two.comes_to(one_device[0])
 
 
+def test_all_end_as_the_chief(make):
+    """The evaluator, too: after the last checkpoint, however few steps that has."""
+    three = make(chief=1, worker=1, ps=1)
+    jobs = ('chief', 'worker', 'ps', 'evaluator')
+    chief, *others = [three.start(job, parts=True, stops=[10], status=3) for job in jobs[:3]]
+    # It waits for more steps than the chief makes.
+    evaluator = three.start('evaluator', parts=True)
+    for machine in (chief, *others, evaluator):
+        machine.ends(3)
+    for machine, name in zip((*others, evaluator), (WORKER, PS, 'the evaluator')):
+        assert f'The chief has ended with 3, and so does {name}.' in machine.text()
+    assert 'Saving dict for global step 10:' in evaluator.text()
+
+
+def test_the_evaluator_ends_by_the_error_of_the_chief(make):
+    two = make(chief=1, worker=1)
+    chief, worker = [two.start(job, parts=True, error='Boo') for job in ('chief', 'worker')]
+    evaluator = two.start('evaluator', parts=True, stops=[STEPS + 1])
+    assert chief.ends(1) == 'RuntimeError: Boo'
+    for machine in (worker, evaluator):
+        assert machine.ends(1) == 'RuntimeError: The chief has failed: RuntimeError: Boo'
+    assert f'Saving dict for global step {STEPS}:' in evaluator.text()
+
+
+def test_a_worker_that_another_one_cannot_reach(make):
+    """The chief reaches both; what a step fails by is in the log, and ends all in the end."""
+    three = make(chief=1, worker=2)
+    far = three.jobs['worker'][1]
+    chief, *workers = [
+        three.start('chief', limit=10),
+        three.start('worker', 0, unreached=[far]),
+        three.start('worker', 1),
+    ]
+    error = chief.ends(1)
+    assert re.match(r'TimeoutError: [0-9]+ sessions in [0-9]+ seconds made no new step', error)
+    assert 'UnavailableError: ' in error and '/job:worker/replica:0/task:1' in error
+    assert 'WARNING:tensorflow:The session was lost: UnavailableError: ' in chief.text()
+    assert ' It is loss 2 without a new step.' in chief.text()
+    for worker in workers:
+        assert worker.ends(1) == f'RuntimeError: The chief has failed: {error}'
+
+
+def test_a_worker_that_is_stopped_and_goes_on(make, one_device):
+    """It's named, and the step goes on when it does; SIGTERM ends the chief when it doesn't."""
+    three = make(chief=1, worker=2)
+    stopped, other = three.start('worker', 0), three.start('worker', 1)
+    chief = three.start('chief', sleep=0.3, step_limit=200)
+    chief.says('STEP 3\n')
+    stopped.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    chief.says(f'{three.at("worker")} has not answered for 2')
+    assert time.monotonic() - start < 60
+    stopped.send_signal(signal.SIGCONT)
+    chief.says(f'{three.at("worker")} answers again.')
+    reached = chief.told('STEP')[-1]
+    chief.says(f'STEP {reached + 2}\n')
+    stopped.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    start = time.monotonic()
+    chief.terminate()
+    chief.ends(143)
+    assert time.monotonic() - start < 30
+    assert f'SIGTERM came while a step waited: {three.at("worker")}' in chief.text()
+    other.ends(143)
+    stopped.send_signal(signal.SIGCONT)
+    stopped.kill()
+
+
+def test_a_step_that_takes_too_long(make):
+    three = make(chief=1, worker=2)
+    stopped, other = three.start('worker', 0), three.start('worker', 1)
+    chief = three.start('chief', sleep=0.3, step_limit=15)
+    chief.says('STEP 3\n')
+    stopped.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    error = chief.ends(1)
+    assert time.monotonic() - start < 60
+    assert error.startswith('TimeoutError: A call of the session took more than 15.0 seconds')
+    assert f'{three.at("worker")} has not answered for' in error
+    assert other.ends(1) == f'RuntimeError: The chief has failed: {error}'
+
+
+class Network:
+    """A bridge, and hosts at it that have an address each, or take that of another one."""
+
+    def __init__(self):
+        self.name = f'em{os.getpid() % 100_000}'
+        self.hosts = []
+        self.ip(f'link add {self.name} type bridge')
+        self.ip(f'addr add 10.213.0.254/24 dev {self.name}')
+        self.ip(f'link set {self.name} up')
+
+    def ip(self, arguments):
+        subprocess.run(['ip', *arguments.split()], check=True)
+
+    def host(self):
+        """Adds a host without an address; returns the words before a command that runs there."""
+        host = f'{self.name}{len(self.hosts)}'
+        self.hosts.append(host)
+        self.ip(f'netns add {host}')
+        self.ip(f'link add {host} type veth peer name eth netns {host}')
+        self.ip(f'link set {host} master {self.name} up')
+        self.ip(f'-n {host} link set lo up')
+        self.ip(f'-n {host} link set eth up')
+        return ['ip', 'netns', 'exec', host]
+
+    def move(self, address, host, to):
+        """Takes an address from one host, if it has it, and gives it to another one."""
+        if host is not None:
+            self.ip(f'-n {self.hosts[host]} addr del {address}/24 dev eth')
+            self.ip(f'-n {self.hosts[host]} addr add 10.213.0.{100 + host}/24 dev eth')
+        self.ip(f'-n {self.hosts[to]} addr add {address}/24 dev eth')
+        self.ip(f'neigh flush dev {self.name}')
+
+    def cable(self, host, state):
+        """Cuts a host's cable (`down`), or mends it (`up`)."""
+        self.ip(f'link set {self.hosts[host]} {state}')
+
+    def close(self):
+        for host in self.hosts:
+            self.ip(f'netns del {host}')
+        self.ip(f'link del {self.name}')
+
+
+@pytest.fixture
+def network():
+    if os.geteuid() or not shutil.which('ip'):
+        pytest.skip('Networks are made by root, and by ip.')
+    made = Network()
+    yield made
+    made.close()
+
+
+def test_a_cable_that_is_cut_for_a_while(make, network, one_device):
+    """No packet gets through, and nobody hears of that; then the step goes on."""
+    host = network.host()
+    network.move('10.213.0.1', None, 0)
+    two = make(chief=1, worker=1)
+    ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
+    two.jobs = {'chief': [f'10.213.0.254:{ports[0]}'], 'worker': [f'10.213.0.1:{ports[1]}']}
+    worker, chief = two.start('worker', within=host), two.start('chief', sleep=0.3)
+    chief.says('STEP 7\n')
+    network.cable(0, 'down')
+    start = time.monotonic()
+    chief.says(f'{two.at("worker")} has not answered for 2')
+    assert time.monotonic() - start < 60
+    network.cable(0, 'up')
+    for machine in (chief, worker):
+        machine.ends(0)
+    assert f'{two.at("worker")} answers again.' in chief.text()
+    two.comes_to(one_device[0])
+
+
+def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
+    """As it goes on, at another address, it ends, and leaves the training to the other one."""
+    first, second = network.host(), network.host()
+    network.move('10.213.0.1', None, 0)
+    three = make(chief=1, worker=2)
+    ports = [address.rpartition(':')[2] for tasks in three.jobs.values() for address in tasks]
+    three.jobs = {
+        'chief': [f'10.213.0.1:{ports[0]}'],
+        'worker': [f'10.213.0.254:{port}' for port in ports[1:]],
+    }
+    workers = [three.start('worker', index) for index in range(2)]
+    stopped = three.start('chief', within=first, sleep=0.3)
+    stopped.says('STEP 7\n')
+    stopped.send_signal(signal.SIGSTOP)
+    network.move('10.213.0.1', 0, 1)
+    chief = three.start('chief', within=second, sleep=1.5)
+    chief.says('STEP 7\n')
+    stopped.send_signal(signal.SIGCONT)
+    stopped.ends(1)
+    assert re.search('Another chief leads /job:worker/task:[01] at ', stopped.text())
+    for machine in (chief, *workers):
+        machine.ends(0)
+    three.comes_to(one_device[0])
+
+
 # From here on everything is in this process.
 
 
@@ -315,6 +497,7 @@ def task(config_of, monkeypatch):
     """A worker that has no server, and to which no other task listens."""
     monkeypatch.setattr(tf.train, 'Server', lambda *args, **kwargs: None)
     monkeypatch.setattr(signal, 'signal', lambda *args: None)
+    monkeypatch.setattr(cluster.Task, '_check_alone', lambda self: None)
     monkeypatch.setattr(cluster, '_listens', lambda address: False)
     monkeypatch.setattr(cluster, 'time', Clock())
     monkeypatch.setattr(socket, 'getaddrinfo', mock.Mock())  # Any name resolves.
@@ -345,13 +528,54 @@ def test_waiting(task, caplog, monkeypatch):
     task.wait()
 
 
+class Pad:
+    """Stands for the notes of a task."""
+
+    def __init__(self, **notes):
+        self.notes = notes
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def read(self, name):
+        return self.notes.get(name, '')
+
+    def write(self, name, text):
+        self.notes[name] = text
+
+
+class Silent(Pad):
+    """Those of a task whose process is stopped."""
+
+    def read(self, name):
+        raise tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')
+
+
+def ending_of(chief, error=None, status=0):
+    return ending.Ending(chief, error, status).text()
+
+
+@pytest.mark.core
+def test_a_task_that_listens_and_does_not_answer(task, caplog, monkeypatch):
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Silent() if name == PS else Pad())
+    task.wait()
+    with pytest.raises(TimeoutError, match=f'^{PS} at p0:1 .there, but without an answer.*100 sec'):
+        task.wait(answering=True)
+    assert caplog.text.count('is its process stopped?') == 4 and CHIEF not in caplog.text
+    assert not task.waits
+
+
 @pytest.mark.core
 def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
-    session = types.SimpleNamespace(run=lambda fetches: b'')  # The chief has said nothing.
-    with_session = contextlib.nullcontext([session, mock.Mock(), mock.Mock(), mock.Mock()])
-    monkeypatch.setattr(task, '_check_alone', mock.Mock())
-    monkeypatch.setattr(task, '_session_with', lambda name: with_session)
+    pad = Pad()  # The chief has said nothing.
+    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: pad)
     monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Pad())
+    task.server = mock.Mock()
     sleep = cluster.time.sleep
 
     def sleep_and_terminate(seconds):
@@ -363,20 +587,232 @@ def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
     with pytest.raises(SystemExit, match='143'):
         task.serve()
     assert cluster.time.now == 1071
+    assert json.loads(pad.read('cluster')) == task.addresses
     monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
-    task._terminated = 0
+    task.terminated = 0
     with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1: not reached'):
         task.serve()
 
 
 @pytest.mark.core
-def test_all_are_told_of_the_end(task, monkeypatch):
-    """Also if one doesn't answer, as it's frozen say."""
-    session_with = mock.Mock(side_effect=tf.errors.DeadlineExceededError(None, None, 'No answer.'))
-    monkeypatch.setattr(cluster.reach, 'is_server', lambda address: address != 'c0:1')
-    monkeypatch.setattr(task, '_session_with', session_with)
+def test_a_chief_that_is_stopped_is_not_waited_for_for_ever(task, monkeypatch):
+    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: Pad())
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Silent())
+    task.server = mock.Mock()
+    with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1 .there, but without an answer'):
+        task.serve()
+    assert 1000 + 30 + 100 < cluster.time.now < 1000 + 30 + 110
+
+
+@pytest.mark.core
+def test_whose_end_it_is(task, monkeypatch):
+    """A task ends as the chief does that leads it now."""
+    pad = Pad(chief='new', end=ending_of('old', 'Boo', 1))
+    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: pad)
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Pad())
+    task.server = mock.Mock()
+    sleep = cluster.time.sleep
+
+    def sleep_and_end(seconds):
+        sleep(seconds)
+        if cluster.time.now == 1050:
+            pad.write('end', ending_of('new', status=7))
+
+    cluster.time.sleep = sleep_and_end
+    with pytest.raises(SystemExit, match='7'):
+        task.serve()
+    assert cluster.time.now == 1050
+
+
+@pytest.fixture
+def pads(task, monkeypatch, tmp_path):
+    """The notes of other tasks, each of which is there; the task leads them."""
+    pads = {name: Pad(chief=task.incarnation) for name in task.others}
+    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
+    task._model_dirs = [str(tmp_path)]
+    ending.leave(str(tmp_path), ending.Ending(task.incarnation))
+    return pads
+
+
+@pytest.mark.core
+def test_all_are_told_of_the_end(task, pads, monkeypatch, tmp_path):
+    """Also if one isn't there, doesn't answer, or has been started again."""
+    pads[PS] = Silent()
+    pads['/job:worker/task:1'] = Pad()
+    monkeypatch.setattr(task, '_exit', 3)
     task._end()
-    assert session_with.mock_calls == [mock.call('/job:worker/task:1'), mock.call(PS)]
+    told = ending_of(task.incarnation, status=3)
+    for name in (CHIEF, '/job:worker/task:1'):
+        assert pads[name].notes == {'chief': task.incarnation, 'end': told}
+    assert ending.read(str(tmp_path)) == (task.incarnation, None, 3)
+    task.terminated = 1
+    task._end()
+    assert ending.read(str(tmp_path)).status == 143
+    monkeypatch.setattr(sys, 'last_value', ValueError('Boo'), raising=False)
+    task._end()
+    assert ending.read(str(tmp_path)) == (task.incarnation, 'ValueError: Boo', 1)
+    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
+    task.tell(None, 5, but=['/job:worker/task:1'])
+    statuses = [json.loads(pads[name].read('end'))[2] for name in (CHIEF, '/job:worker/task:1')]
+    assert statuses == [1, 1]
+
+
+@pytest.mark.core
+def test_a_chief_that_was_replaced_tells_nobody(task, pads, tmp_path):
+    before = ending.Ending('new')
+    ending.leave(str(tmp_path), before)
+    task.leads = True
+    pads[PS].notes['chief'] = 'new'
+    task.tell('Boo', 1)
+    assert not any(pad.read('end') for pad in pads.values())
+    pads[PS].notes['chief'] = ''
+    task.tell('Boo', 1)
+    assert ending.read(str(tmp_path)) == before  # It hasn't left a note on any task yet.
+
+
+@pytest.mark.core
+def test_a_chief_that_fails_before_it_leads(task, pads):
+    """Those whom another process led until that was killed are told, too."""
+    for pad in pads.values():
+        pad.notes['chief'] = 'killed'
+    task.tell('Boo', 1)
+    told = {'chief': task.incarnation, 'end': ending_of(task.incarnation, 'Boo', 1)}
+    assert [pad.notes for pad in pads.values()] == [told] * 3
+
+
+@pytest.mark.core
+def test_who_leads(task, pads):
+    """A chief that begins takes over; later it leads what was started again, and nobody else's."""
+    pads[PS].notes.update(chief='old', end=ending_of('old'))
+    task._lead()
+    assert [pad.notes['chief'] for pad in pads.values()] == [task.incarnation] * 3
+    assert task.leads and pads[PS].notes['end'] == ''
+    pads[PS].notes.clear()
+    task._lead()
+    assert pads[PS].notes['chief'] == task.incarnation
+    pads[CHIEF].notes.clear()
+    pads[PS].notes['chief'] = 'new'
+    with pytest.raises(RuntimeError, match=f'Another chief leads {PS} at p0:1: it was started in'):
+        task._lead()
+    assert not pads[CHIEF].notes
+
+
+@pytest.mark.core
+def test_meeting_again(task, pads, monkeypatch, tmp_path):
+    """A task that goes as all meet is waited for again, up to the limit, by a chief that leads."""
+    gone = tf.errors.UnavailableError(None, None, 'Socket closed')
+    checks = mock.Mock(side_effect=[gone, None, None, None])
+    monkeypatch.setattr(task, '_check', checks)
+    with pytest.raises(tf.errors.UnavailableError):
+        task._meet()
+    task.leads = True
+    checks.side_effect = [gone, None, None, None]
+    task._meet()
+    assert len(checks.mock_calls) == 5
+
+    def check(name):
+        cluster.time.sleep(70)
+        raise gone
+
+    monkeypatch.setattr(task, '_check', check)
+    with pytest.raises(TimeoutError, match='did not all answer in 100 seconds'):
+        task._meet()
+    assert [path.name for path in tmp_path.iterdir()] == [ending.FILE]
+
+
+@pytest.mark.core
+def test_each_session_begins_as_all_meet(task, pads, monkeypatch, tmp_path):
+    """So a worker that was started again with another cluster is found."""
+    monkeypatch.setattr(cluster, '_joined', [task])
+    monkeypatch.setattr(task, '_check', mock.Mock(side_effect=ValueError('TF_CONFIG differs')))
+    task._restarts, task._model_dir = mock.Mock(), str(tmp_path)
+    with tf.Graph().as_default():
+        scaffold = cluster.hold(tf.train.Scaffold(init_op=tf.no_op()))
+        with pytest.raises(ValueError, match='TF_CONFIG differs'):
+            scaffold.finalize()
+        task._restarts.begin.assert_not_called()
+        task._check.side_effect = None
+        scaffold.finalize()
+    task._restarts.begin.assert_called_once_with()
+    assert task._restarts.pause.call_count == 2
+
+
+@pytest.mark.core
+def test_a_call_beyond_its_limit(task, monkeypatch, tmp_path):
+    """Without a limit of the user's, the error is somebody else's."""
+    watching = mock.MagicMock()
+    watching.__enter__.return_value.silent.return_value = f'{PS} is silent'
+    monkeypatch.setattr(cluster, 'Watch', lambda task: watching)
+    monkeypatch.setattr(task, 'devices', lambda: {})
+    task.server = mock.Mock(target='grpc://c0:1')
+    late = tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')
+
+    def train(**options):
+        session_config = tf.ConfigProto(**options)
+        config = types.SimpleNamespace(model_dir=str(tmp_path), session_config=session_config)
+        with task.training(config):
+            assert config._master == 'grpc://c0:1'
+            raise late
+
+    match = f'more than 1.5 seconds .operation_timeout_in_ms of the session config.. {PS} is silent'
+    with pytest.raises(TimeoutError, match=match):
+        train(operation_timeout_in_ms=1500)
+    with pytest.raises(tf.errors.DeadlineExceededError):
+        train()
+    assert task._model_dirs == [str(tmp_path)]
+    assert ending.read(str(tmp_path)) == (task.incarnation, None, None)
+
+
+@pytest.mark.core
+def test_a_limit_of_calls_holds_for_closing_sessions(config_of):
+    """By gRPC, also to the chief itself; without a limit, values don't go that way."""
+    for seconds in (0, 60):
+        session_config = tf.ConfigProto(operation_timeout_in_ms=1000 * seconds)
+        config = config_of().replace(session_config=session_config)
+        found = estimator_mgpu.Estimator(linear, config=config).config.session_config
+        assert found.rpc_options.use_rpc_for_inprocess_master == bool(seconds)
+        assert not session_config.HasField('rpc_options')
+
+
+class Trained:
+    """Stands for Estimator.train(), and notes what it's given."""
+
+    def __call__(self, estimator, input_fn, hooks, steps, max_steps, saving_listeners):
+        self.hooks, self.saving_listeners = hooks, saving_listeners
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('saves', [None, 5])
+def test_a_checkpoint_is_looked_at_first_if_there_are_any(config_of, monkeypatch, saves):
+    """TensorFlow refuses a listener where nothing is saved."""
+    trained = Trained()
+    task = mock.MagicMock()
+    task.name = CHIEF
+    task.training.return_value.__enter__.return_value = 'hook', 'listener'
+    monkeypatch.setattr(cluster, 'join', lambda config: task)
+    monkeypatch.setattr(
+        'tensorflow_estimator.python.estimator.estimator.EstimatorV2.train',
+        lambda *args: trained(*args),
+    )
+    config = config_of().replace(save_checkpoints_steps=saves, save_checkpoints_secs=None)
+    estimator_mgpu.Estimator(linear, config=config, devices=1).train(lambda: None, ['own'])
+    assert trained.hooks == ['own', 'hook']
+    assert trained.saving_listeners == (['listener'] if saves else None)
+
+
+@pytest.mark.core
+def test_exits_are_noted(task, monkeypatch):
+    monkeypatch.setattr(sys, 'exit', sys.exit)
+    task._note_exit()
+    with pytest.raises(SystemExit, match='3'):
+        sys.exit(3)
+    assert task._exit == 3
+    with ThreadPoolExecutor() as pool, pytest.raises(SystemExit, match='4'):
+        pool.submit(sys.exit, 4).result()
+    assert task._exit == 3
 
 
 @pytest.mark.core
@@ -450,7 +886,7 @@ def test_relay():
 def test_each_training_begins_without_the_tables_of_the_last(three_machines, task):
     """Servers keep what a session has made, and a session of one machine begins with nothing."""
     task.server = types.SimpleNamespace(target=three_machines)
-    task._check, task.wait, task._check_alone = mock.Mock(), mock.Mock(), mock.Mock()
+    task._meet = mock.Mock()
     with tf.Graph().as_default():
         known = []
         for machine in (CHIEF, WORKER):
@@ -466,21 +902,21 @@ def test_each_training_begins_without_the_tables_of_the_last(three_machines, tas
         assert found[CHIEF] == CPUS[CHIEF] and found[WORKER] == CPUS[WORKER]
         with tf.Session(three_machines) as session:
             assert session.run(known) == [False, False]
-    task.wait.assert_called_once_with()
-    assert [call.args[0] for call in task._check.mock_calls] == [CHIEF, '/job:worker/task:1', PS]
+    task._meet.assert_called_once_with()
 
 
 def test_machines_that_do_not_fit(three_machines, task, monkeypatch):
     """A port of something else, another TF_CONFIG."""
-    task.name, task.server = CHIEF, types.SimpleNamespace(target=three_machines)
+    task.name = CHIEF
+    task.notes_on = lambda name, seconds=3: Notes(name, three_machines, seconds)
     server = mock.Mock(side_effect=[False, True, True, True])  # It has to be waited for again.
     monkeypatch.setattr(cluster.reach, 'check_server', server)
     monkeypatch.setattr(task, 'wait', mock.Mock())
 
     def check(known=None):
         if known is not None:
-            with task._session_with(WORKER) as (session, variable, *_):
-                session.run(variable.assign(json.dumps(known)))
+            with task.notes_on(WORKER) as notes:
+                notes.write('cluster', json.dumps(known))
         task._check(WORKER)
 
     with pytest.raises(RuntimeError, match=f"{WORKER} listens at w0:1, but .* doesn't call train"):

@@ -156,6 +156,15 @@ def test_machines_fails_if_the_chief_does(tmp_path):
     assert 'Error' in (tmp_path / 'chief0.log').read_text()
 
 
+def test_storm(tmp_path):
+    """A short one, in which the chief is killed, too; those of 25 events last minutes."""
+    flags = '--devices=1', '--events=7', '--pause=2', '--stopped=3', '--train_steps=30', '--seed=1'
+    lines = run_python('storm.py', *flags, f'--model_dir={tmp_path}')
+    assert sum(bool(re.match(r'\d\. (kill|stop|cut) [a-z]+\d$', line)) for line in lines) == 7
+    assert lines[-2] == 'ended: chief0 with 0, worker0 with 0, worker1 with 0, ps0 with 0'
+    assert float(lines[-1].rpartition(' ')[2]) < 1e-5
+
+
 def test_memory():
     """No device has the whole batch, nor for the shape that gradients of convolutions ask for."""
     header, line = run_python('memory.py', '--models=cnn', '--devices=4')[-2:]

@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from cluster_script import dropped
 from estimator_mgpu import cluster
+from estimator_mgpu.notes import Notes
 from models import floats, of_all_modes
 from towers import TRAIN, free_addresses
 
@@ -27,7 +28,8 @@ def task(three_machines, tmp_path, monkeypatch):
     addresses = dict(zip(TASKS, ('c0:1', 'w0:1', 'w1:1')))
     server = types.SimpleNamespace(target=three_machines)
     vars(made).update(name=CHIEF, addresses=addresses, server=server, _model_dir=str(tmp_path))
-    made.wait = mock.Mock()
+    vars(made).update(incarnation='this one', _restarts=mock.Mock(), _meet=mock.Mock())
+    made.notes_on = lambda name, seconds=3: Notes(name, three_machines, seconds)
     monkeypatch.setattr(cluster, '_joined', [made])
     return made
 
@@ -118,16 +120,19 @@ def test_a_second_process_of_a_task(task, monkeypatch):
     own, other = [Server({'chief': [address]}, 'chief', 0) for address in (here, there)]
     task.server = own
     monkeypatch.setattr(cluster, '_EVERY', 1)
+    monkeypatch.setattr(
+        task, 'notes_on', lambda name: Notes(name, f'grpc://{task.addresses[name]}')
+    )
     task.addresses[CHIEF] = here
     task._check_alone()
     task.addresses[CHIEF] = there
     match = f'Two processes are {CHIEF}: this one, and one that answers at {there}. End one'
     with pytest.raises(RuntimeError, match=match):  # It has just begun.
         task._check_alone()
-    with task._session_with(CHIEF, other.target) as (session, *_, process):
-        session.run(process.assign('another'))
+    with Notes(CHIEF, other.target) as notes:
+        notes.write('process', 'another')
     with pytest.raises(RuntimeError, match=match):
         task._check_alone()
-    with_own, lost = task._session_with(CHIEF), tf.errors.UnavailableError(None, None, 'gone')
-    monkeypatch.setattr(task, '_session_with', mock.Mock(side_effect=[with_own, lost]))
+    lost = tf.errors.UnavailableError(None, None, 'gone')
+    monkeypatch.setattr(task, 'notes_on', mock.Mock(side_effect=lost))
     task._check_alone()  # It isn't known who that was.

@@ -1,0 +1,158 @@
+"""Trains on four machines that are four processes here, in a storm, and compares.
+
+    python samples/storm.py --events=25 --seed=1
+
+Again and again a process is killed and started again, or stopped for a while, or its connections
+are cut, be it that of the chief, a worker or the ps. As root on Linux only, connections can be cut
+(by `ss -K`). After that the variables have to be those of one device, undisturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import common
+import machines
+import tensorflow.compat.v1 as tf
+from absl import app, flags
+
+import estimator_mgpu
+
+FLAGS = flags.FLAGS
+
+flags.adopt_module_key_flags(machines)
+FLAGS.set_default('train_steps', 200)  # Rounding grows with the steps.
+flags.DEFINE_integer('events', 25, 'How often something fails.', lower_bound=1)
+flags.DEFINE_float('pause', 6.0, 'Seconds from one event to the next, on average.')
+flags.DEFINE_float('stopped', 8.0, 'Seconds that a process is stopped, on average.')
+
+TASKS = [('chief', 0), ('worker', 0), ('worker', 1), ('ps', 0)]
+STORM = 'storm'  # While there is such a file, a step takes its time.
+
+
+class TakeTime(tf.train.SessionRunHook):
+    """Keeps training from ending before the storm does: it waits after the last step but one."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def after_run(self, run_context, run_values):
+        step = run_context.session.run(tf.train.get_global_step())
+        while self.file.exists():
+            time.sleep(0.3)
+            if step != FLAGS.train_steps - 1:
+                break
+
+
+def train():
+    """Trains in this process, which is a task of a cluster if TF_CONFIG says so."""
+    config = estimator_mgpu.estimator.RunConfig(
+        FLAGS.model_dir,
+        tf_random_seed=FLAGS.seed,
+        save_checkpoints_steps=5,
+        session_creation_timeout_secs=300,
+    )
+    estimator = estimator_mgpu.Estimator(machines.model_fn, config=config, devices=common.devices())
+    hook = TakeTime(pathlib.Path(FLAGS.model_dir).parent / STORM)
+    estimator.train(machines.input_fn, [machines.Tell(), hook], max_steps=FLAGS.train_steps)
+
+
+class Cluster:
+    """The processes, and what happens to them."""
+
+    def __init__(self, root):
+        self.root = root
+        self.addresses = dict(zip(TASKS, machines.free_addresses(len(TASKS))))
+        self.running = {}
+        for task in TASKS:
+            self.start(task)
+
+    def start(self, task):
+        jobs = {}
+        for (job, _), address in self.addresses.items():
+            jobs.setdefault(job, []).append(address)
+        job, index = task
+        self.running[task] = machines.start(
+            f'{job}{index}',
+            self.root,
+            {'cluster': jobs, 'task': {'type': job, 'index': index}},
+            f'--model_dir={self.root / "machines"}',
+            f'--devices={FLAGS.devices}',
+            script=__file__,
+        )
+
+    def kill(self, task):
+        """A process dies, and is started again."""
+        process = self.running[task]
+        process.kill()
+        process.wait()
+        self.start(task)
+
+    def stop(self, task):
+        """A process is stopped for a while, as is a machine that swaps or migrates."""
+        process = self.running[task]
+        process.send_signal(signal.SIGSTOP)
+        seconds = random.uniform(0.0, 2 * FLAGS.stopped)
+        threading.Timer(seconds, process.send_signal, [signal.SIGCONT]).start()
+
+    def cut(self, task):
+        """All of a process's connections are reset."""
+        port = self.addresses[task].rpartition(':')[2]
+        ends = f'( sport = :{port} or dport = :{port} )'
+        command = ['ss', '-K', '-t', 'state', 'established', ends]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def storm(cluster):
+    """Lets things happen."""
+    events = [cluster.kill, cluster.stop]
+    if os.geteuid() == 0 and shutil.which('ss'):
+        events.append(cluster.cut)
+    else:
+        print('Connections are not cut: that needs root, and ss.')
+    for count in range(FLAGS.events):
+        time.sleep(random.uniform(0.0, 2 * FLAGS.pause))
+        event, task = random.choice(events), random.choice(TASKS)
+        if cluster.running[task].poll() is not None:
+            sys.exit(f'{"{}{}".format(*task)} has ended in the storm: see its log.')
+        print(f'{count + 1}. {event.__name__} {"{}{}".format(*task)}', flush=True)
+        event(task)
+
+
+def main(argv):
+    common.start(argv)
+    if 'TF_CONFIG' in os.environ:
+        return train()
+    random.seed(FLAGS.seed)
+    root = pathlib.Path(FLAGS.model_dir or tempfile.mkdtemp())
+    root.mkdir(parents=True, exist_ok=True)
+    print(f'Checkpoints and logs are in {root}.')
+    (root / STORM).touch()
+    cluster = Cluster(root)
+    try:
+        storm(cluster)
+        (root / STORM).unlink()
+        ends = {'{}{}'.format(*task): one.wait(300) for task, one in cluster.running.items()}
+        print('ended:', ', '.join(f'{name} with {status}' for name, status in ends.items()))
+        if any(ends.values()):
+            sys.exit('All should have ended with 0.')
+        options = [f'--model_dir={root / "alone"}']
+        alone = machines.start('alone', root, {}, *options, script=__file__)
+        alone.communicate()
+    finally:
+        for process in cluster.running.values():
+            process.kill()
+    machines.compare_with_one_device(root)
+
+
+if __name__ == '__main__':
+    app.run(main)

@@ -1,0 +1,285 @@
+"""A chief's questions to the other tasks, while it trains."""
+
+import contextlib
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import cluster, watch
+
+WORKER, PS = '/job:worker/task:0', '/job:ps/task:0'
+
+
+class Notes:
+    """What a task's notes say, or the error if it doesn't answer."""
+
+    def __init__(self, task, name):
+        self.task, self.name = task, name
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def read(self, name):
+        says = self.task.says[self.name]
+        if isinstance(says, Exception):
+            raise says
+        return says
+
+
+SILENT = tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')
+
+
+class Task:
+    """The chief; it notes what it tells the others as it ends."""
+
+    addresses = {WORKER: 'w0:1', PS: 'p0:1'}
+    others = [WORKER, PS]
+    limit = 100
+    incarnation = 'this'
+    leads = True
+    waits = False
+    replaced_by = cluster.Task.replaced_by
+
+    def __init__(self):
+        self.says = dict.fromkeys(self.others, 'this')
+        self.gone = ()
+        self.told = []
+        self.terminate = lambda number, frame: None
+
+    def listens(self, name):
+        return name not in self.gone
+
+    def notes_on(self, name):
+        return Notes(self, name)
+
+    def tell(self, error, status, but):
+        self.told.append((error, status, but))
+
+    def handles_sigterm(self):
+        return signal.getsignal(signal.SIGTERM) == self.terminate
+
+
+@pytest.fixture
+def task():
+    return Task()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list whose entry is the time."""
+    now = [1000.0]
+    monkeypatch.setattr(watch.time, 'monotonic', lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def watching(task, clock, monkeypatch):
+    """A watch without threads, that looks after so many seconds, when tasks have been heard."""
+    looks = watch.Watch(task)
+    for name in task.others:
+        looks.hear(name, task.notes_on(name))
+
+    def exits(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, '_exit', exits)
+
+    def look(seconds, heard=(PS,)):
+        clock[0] = 1000.0 + seconds
+        for name in heard:
+            looks.hear(name, task.notes_on(name))
+        looks.look(clock[0])
+
+    looks.after = look
+    return looks
+
+
+@pytest.mark.core
+def test_who_does_not_answer_is_named(watching, caplog):
+    silent = f'{WORKER} at w0:1 has not answered for %d seconds. Is its process stopped, or'
+    for seconds in (5, 20, 21, 22, 50, 51, 52):
+        watching.after(seconds)
+    found = [message[: message.index(' its machine')] for message in caplog.messages]
+    assert found == [silent % 21, silent % 51]
+    assert watching.silent() == f'{WORKER} at w0:1 has not answered for 52 seconds'
+    watching.after(53, [WORKER, PS])
+    watching.after(54)
+    assert caplog.messages[2:] == [f'{WORKER} at w0:1 answers again.']
+    assert not watching.silent()
+
+
+@pytest.mark.core
+def test_a_task_that_is_waited_for_is_not_named_twice(task, watching, caplog):
+    task.waits = True
+    watching.after(500)
+    task.waits = False
+    watching.after(515)
+    assert not caplog.messages
+    watching.after(521)
+    assert f'{WORKER} at w0:1 has not answered for 21 seconds' in caplog.text
+
+
+@pytest.mark.core
+def test_a_task_that_never_answers_again(task, watching, caplog):
+    """The chief ends a little later than one that waits for a task would."""
+    watching.after(115)
+    with pytest.raises(SystemExit, match='1'):
+        watching.after(116)
+    error = (
+        f'{WORKER} at w0:1 has not answered for 116 seconds (session_creation_timeout_secs: 100)'
+    )
+    assert task.told == [(error, 1, [WORKER])]
+    assert f'{error}. This process ends.' in caplog.messages
+
+
+@pytest.mark.core
+def test_sigterm_while_a_step_waits(task, watching, caplog):
+    watching._terminated = True
+    for seconds in (5, 10, 19):
+        watching.after(seconds, [])
+    watching.after(20, [WORKER, PS])
+    watching.after(30, [PS])  # All answered lately: the step only takes its time.
+    with pytest.raises(SystemExit, match='143'):
+        watching.after(31, [PS])
+    assert task.told == [(None, 143, [WORKER])]
+    error = f'SIGTERM came while a step waited: {WORKER} at w0:1 has not answered for 11 seconds'
+    assert f'{error}. This process ends.' in caplog.messages
+
+
+REPLACED = f'Another chief leads {WORKER} at w0:1'
+
+
+@pytest.mark.core
+def test_a_chief_that_was_replaced(task, watching):
+    """It fails as its step ends, or saves, and if that doesn't happen, nevertheless."""
+    watching.fail_if_replaced()
+    task.says[WORKER] = ''  # It has been started again.
+    watching.after(5, [WORKER])
+    watching.fail_if_replaced()
+    task.says[WORKER] = 'other'
+    watching.after(6, [WORKER])
+    with pytest.raises(RuntimeError, match=REPLACED):
+        watching.fail_if_replaced()
+    watching.after(21)
+    with pytest.raises(SystemExit, match='1'):
+        watching.after(22)
+    assert task.told[0][0].startswith(REPLACED)
+
+
+@pytest.mark.core
+def test_a_chief_that_begins_is_not_replaced_by_the_one_before(task, watching):
+    task.leads = False
+    task.says[WORKER] = 'before'
+    watching.after(5, [WORKER])
+    watching.fail_if_replaced()
+
+
+@pytest.mark.core
+def test_before_a_checkpoint(task, watching, clock):
+    """Tasks are asked if they weren't lately, as after a stop of this process."""
+    task.says[WORKER] = 'other'
+    watching.check()
+    clock[0] += 11
+    with pytest.raises(RuntimeError, match=REPLACED):
+        watching.check()
+
+
+@pytest.mark.core
+def test_a_checkpoint_does_not_wait_for_tasks_that_have_gone(task, watching, clock):
+    task.says.update({WORKER: SILENT, PS: 'other'})
+    task.gone = (PS,)
+    clock[0] += 11
+    watching.check()
+
+
+@contextlib.contextmanager
+def handler(function):
+    before = signal.signal(signal.SIGTERM, function)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(watch, 'EVERY', 0.01)
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.core
+def test_threads(task, quick):
+    """They ask until the end, whatever a task answers, and hear SIGTERM."""
+    task.says[PS] = SILENT
+    with handler(task.terminate), watch.Watch(task) as looks:
+        wait_for(lambda: WORKER in looks._answered)
+        task.gone = (PS,)
+        task.says[WORKER] = SILENT
+        assert not looks._terminated
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: looks._terminated)
+        task.says[WORKER] = 'other'
+        wait_for(lambda: looks.replaced)
+    assert not any(thread.is_alive() for thread in looks._threads)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.core
+def test_signals_of_somebody_else(task, quick):
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes)
+    with handler(task.terminate), watch.Watch(task) as looks:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert os.read(reads, 1)[0] == signal.SIGTERM
+    assert not looks._terminated
+    assert signal.set_wakeup_fd(-1) == writes
+    for end in (reads, writes):
+        os.close(end)
+
+
+@pytest.mark.core
+def test_a_chief_that_was_stopped_blames_nobody(task, clock, monkeypatch):
+    """The time for which its own process was stopped is no task's silence."""
+    looks = watch.Watch(task)
+    looks.hear(WORKER, task.notes_on(WORKER))
+    seen = []
+
+    def wait(seconds):
+        clock[0] += 1 if seen else 500
+
+    def look(now):
+        seen.append(now - looks._awake)
+        if len(seen) == 3:
+            looks._over.set()
+
+    monkeypatch.setattr(looks, '_wait_for_signals', wait)
+    monkeypatch.setattr(looks, 'look', look)
+    looks._look()
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.core
+def test_beside_the_main_thread(task, quick):
+    """Only the main thread may listen to signals."""
+
+    def watch_for_a_while():
+        with watch.Watch(task) as looks:
+            wait_for(lambda: WORKER in looks._answered)
+            return looks._signals
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(watch_for_a_while).result() is None
