@@ -102,26 +102,31 @@ KNOWN = {
 
 
 def check(case, modes=(MODES.EVAL, MODES.PREDICT)):
-    """Compares several devices with one, from the same values; returns how these are divided."""
+    """Compares several devices with one, from the same values; returns the training on several."""
+    with towers.behavior_of(case.behavior):
+        return _check(case, modes)
+
+
+def _check(case, modes):
     model_fn = random_graphs.model_fn_of(case)
     batches = random_graphs.batches_of(case)
-    values = towers.train(model_fn, batches, 0, steps=0, static=case.static).values
+    shared = {'static': case.static, 'epochs': case.epochs}
     try:
-        one = towers.train(model_fn, batches, 0, values=values, static=case.static)
+        one = towers.train(model_fn, batches, 0, **shared)
     except tf.errors.UnknownError as error:
         assert 'pyfunc' in str(error)
         return None  # TensorFlow differentiates a Python function once, and this has two losses.
     if not all(np.isfinite(v).all() for v in one.values.values()):
         return None  # One device diverges.
-    ours = towers.train(model_fn, batches, case.towers, values=values, static=case.static)
+    ours = towers.train(model_fn, batches, case.towers, values=one.start, **shared)
     exact = {'rtol': RTOL, 'floor': FLOOR}
     towers.assert_close([ours.values, ours.losses], [one.values, one.losses], **exact)
     for mode in modes:
-        shared = {'values': one.values, 'static': case.static, 'mode': mode}
+        shared.update(values=one.values, mode=mode)
         data = [(x, y if mode == MODES.EVAL else None) for x, y in batches]
         found, expected = (towers.evaluate(model_fn, data, n, **shared) for n in (case.towers, 0))
         towers.assert_close(found, expected, **exact)
-    return steps.of_graph(ours.graph).plan
+    return ours
 
 
 @pytest.mark.core
@@ -136,9 +141,13 @@ def case_of(name, sizes, static, loss='mean'):
 
 def check_each(name, sizes, static=False, loss='mean', modes=(MODES.EVAL,)):
     """Compares a model of one op; returns how it's divided."""
-    plan = check(case_of(name, sizes, static, loss), modes)
-    assert plan is not None
-    return plan
+    ours = check(case_of(name, sizes, static, loss), modes)
+    assert ours is not None
+    return plan_of(ours)
+
+
+def plan_of(run):
+    return steps.of_graph(run.graph).plan
 
 
 def assert_whole(plan, name, more):
@@ -166,7 +175,7 @@ def test_each_op_where_rows_are_known(name):
     else:
         case = case_of(name, [12 if name in EVEN else 7], static=True)
         model_fn, batches = random_graphs.model_fn_of(case), random_graphs.batches_of(case)
-        plan = steps.of_graph(towers.train(model_fn, batches, 3, steps=0).graph).plan
+        plan = plan_of(towers.train(model_fn, batches, 3, steps=0))
     assert_whole(plan, name, KNOWN)
 
 
