@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, cluster, compat, explanation, private, steps
+from estimator_mgpu import batch, cluster, compat, end_of_data, explanation, private, steps
 from estimator_mgpu.devices import Devices, check, host_of, resolve, warn_of_missing
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
@@ -128,6 +128,8 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         broadcast = options['broadcast']
         if config is not None and _is_export((features, labels), mode):
             return _build(model_fn, bound)  # A SavedModel goes anywhere: it names no device.
+        # Before the model_fn, which may take some out of a dict.
+        tensors = end_of_data.tensors_of(features, labels)
         if len(towers) == 1:
             spec = _build(model_fn, bound, '' if options['devices'] is None else towers[0])
             step = steps.Step(batch.examples_of(features, labels, broadcast), spec.loss, towers)
@@ -138,6 +140,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             built = _build(model_fn, bound)
             place(options['variables'], ps or towers, before)
             spec, step = _divided(built, found, towers, before, options['batch_norm'])
+        end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
         if machines:
             spec = spec._replace(scaffold=cluster.hold(spec.scaffold or tf.train.Scaffold()))
         steps.record(step)

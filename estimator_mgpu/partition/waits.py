@@ -45,8 +45,14 @@ def untie(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
 
 def has_effect(op: tf.Operation) -> bool:
     """Whether running an op changes anything, or is another time another thing."""
-    makes = all(t.dtype == tf.resource for t in op.outputs)  # a variable or a table
-    return op.op_def.is_stateful and op.type not in kinds.READS and not (makes and op.outputs)
+    if op.type in kinds.READS or op.type in kinds.REFERENCES:
+        return False
+    # What writes to a variable of TensorFlow 1's kind isn't called stateful.
+    if any(argument.is_ref for argument in op.op_def.input_arg):
+        return True
+    # A variable, a table or a queue is only made, by what it's referred to.
+    makes = all(t.dtype == tf.resource or private.is_reference(t) for t in op.outputs)
+    return op.op_def.is_stateful and not (makes and op.outputs)
 
 
 def effects_of(ops: Sequence[tf.Operation], also: Sequence[str] = ()) -> dict[tf.Operation, int]:

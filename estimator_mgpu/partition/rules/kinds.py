@@ -20,8 +20,15 @@ LOOPS = ('While', 'StatelessWhile')
 BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
 CALLERS = (*LOOPS, *BRANCHES, *CALLS)  # call functions
 NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}  # with gradients
+ENTER, EXIT = ('Enter', 'RefEnter'), ('Exit', 'RefExit')  # a v1 loop's begin and end
 NEXT = ('NextIteration', 'RefNextIteration')  # a v1 loop's way back
+MERGE = ('Merge', 'RefMerge')  # where a v1 loop's way back, or branches, come together
 READS = (READ, 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
 """What looks at a variable and leaves it as it is, though it counts as having state."""
+REFERENCES = (
+    *('RefIdentity', 'RefSelect', 'RefSwitch', *ENTER, *EXIT, *NEXT, *MERGE),
+    *('IsVariableInitialized', 'LookupTableFind', 'LookupTableSize', 'LookupTableExport'),
+)
+"""What takes a reference, such as a variable of TensorFlow 1's kind, and leaves it as it is."""
 KEEPS = ('AssignVariableOp', 'SaveV2')  # may keep a variable's value beyond the step
 FED = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')

@@ -1,0 +1,134 @@
+"""A step without a batch writes nothing: training to the end of the data is as many whole steps.
+
+When the data ends, the op that gets the batch fails, and so do all ops that follow from it. Other
+ops may have run by then, such as a counter, or the decay of moments that no example reaches. Here
+these wait for the batch. For example, `steps` below is 6 after six batches; undecorated it is 7:
+
+    train_op = tf.group(optimizer.minimize(loss), tf.assign_add(steps, 1))
+
+One `NoOp` a device stands for the batch, so that many writes cost one message.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import private
+from estimator_mgpu.batch import parts_of
+from estimator_mgpu.partition.homes import home_of
+from estimator_mgpu.partition.rules import kinds
+from estimator_mgpu.partition.waits import has_effect, ordered
+
+
+def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
+    """Lists the dense tensors that a batch consists of; those of sparse and ragged ones, too."""
+    leaves = tf.nest.flatten([features, labels], expand_composites=True)
+    return [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
+
+
+def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
+    """Lets each op with an effect wait for the batch, if a step needs both of them.
+
+    A step is what an `EstimatorSpec` has, or what a hook runs that follows from the batch, such as
+    a train op of its own. What is run without a batch is left alone (initializers, queue runners),
+    and what the batch itself is made by.
+
+    Args:
+      graph: a finished one, divided or not.
+      batch: the tensors of the features and labels that the model_fn was given. A batch that
+        can't end, of constants or of what is fed, holds nothing.
+      spec: the `EstimatorSpec` of the model_fn.
+    """
+    parts = [part.op for tensor in batch for part in parts_of(tensor)]
+    arrivals = [op for op in dict.fromkeys(parts) if any(map(has_effect, private.backward([op])))]
+    if not arrivals:
+        return
+
+    making = private.backward(arrivals)
+    step = _ops_of(spec)
+    if private.backward(step).isdisjoint(arrivals):
+        step = []
+    needed = private.backward(_followers(arrivals) + step)
+    order = ordered(sorted(needed, key=private.number))
+    late = _after_all(order, {op for op in making if has_effect(op)})
+    loops = _loops(order)
+
+    held: dict[tf.Operation, None] = {}  # in order, each once
+    for op in order:
+        if has_effect(op) and op not in late and op not in making:
+            # An op within a loop can't wait for one outside: where the loop begins waits.
+            held.update(dict.fromkeys(loops.get(op, [op])))
+    _wait(graph, [op for op in held if op not in making], arrivals)
+
+
+def _ops_of(spec: Any) -> list[tf.Operation]:
+    """The ops of what an EstimatorSpec gives for a step."""
+    given = [spec.loss, spec.train_op, spec.predictions, spec.eval_metric_ops]
+    leaves = tf.nest.flatten(given, expand_composites=True)
+    ops = [leaf if isinstance(leaf, tf.Operation) else getattr(leaf, 'op', None) for leaf in leaves]
+    return [op for op in ops if op is not None]
+
+
+def _followers(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """These ops, and all that follow from them."""
+    reached, stack = set(ops), list(ops)
+    while stack:
+        new = set(private.followers(stack.pop())) - reached
+        reached |= new
+        stack += new
+    return list(reached)
+
+
+def _after_all(order: Sequence[tf.Operation], first: Set[tf.Operation]) -> set[tf.Operation]:
+    """Those of the ops, in order, that run only after each of the first ones has."""
+    every = (1 << len(first)) - 1
+    own = {op: 1 << i for i, op in enumerate(first)}
+    after: dict[tf.Operation, int] = {}  # of the first ones, a bit for each
+    for op in order:
+        waited = [before for before in private.waited(op) if before.type not in kinds.NEXT]
+        bits = [after.get(before, 0) for before in waited]
+        # A v1 `Merge` runs as soon as one of its inputs is there, any other op after all.
+        combine = operator.and_ if op.type in kinds.MERGE else operator.or_
+        after[op] = functools.reduce(combine, bits) if bits else 0
+        after[op] |= own.get(op, 0)
+    return {op for op, bits in after.items() if bits == every}
+
+
+def _loops(order: Sequence[tf.Operation]) -> dict[tf.Operation, list[tf.Operation]]:
+    """For each op within a v1 loop, the ops by which the outermost loop around it begins."""
+    frames: dict[tf.Operation, tuple[bytes, ...]] = {}  # the loops around what an op gives
+    entries: dict[bytes, list[tf.Operation]] = {}  # by the outermost loop
+    for op in order:
+        frame = max((frames.get(before, ()) for before in private.waited(op)), key=len, default=())
+        if op.type in kinds.ENTER:
+            name = op.get_attr('frame_name')
+            if not frame:
+                entries.setdefault(name, []).append(op)
+            frame = (*frame, name)
+        elif op.type in kinds.EXIT:
+            frame = frame[:-1]
+        frames[op] = frame
+    return {op: entries[frame[0]] for op, frame in frames.items() if frame}
+
+
+def _wait(
+    graph: tf.Graph, writes: Sequence[tf.Operation], arrivals: Sequence[tf.Operation]
+) -> None:
+    """Lets writes wait for the ops that have the batch, by one op on each device."""
+    host = arrivals[0].device
+    with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'):
+        there: dict[str, tf.Operation] = {}
+        for write in writes:
+            device = home_of(write) or host
+            if host not in there:
+                with tf.device(host or None), tf.control_dependencies(arrivals):
+                    there[host] = tf.no_op('is_there')
+            if device not in there:
+                with tf.device(device or None), tf.control_dependencies([there[host]]):
+                    there[device] = tf.no_op('is_there')
+            private.add_control_inputs(write, [there[device]])
