@@ -135,13 +135,15 @@ def test_random_model(case):
     check(case)
 
 
-def case_of(name, sizes, static, loss='mean'):
-    return Case([name, 'dense'], [loss], ['momentum'], 'none', ['mean'], sizes, static, 3, 1)
+def case_of(name, sizes, static, loss='mean', **more):
+    return Case(
+        [name, 'dense'], [loss], ['momentum'], 'none', ['mean'], sizes, static, 3, 1, **more
+    )
 
 
-def check_each(name, sizes, static=False, loss='mean', modes=(MODES.EVAL,)):
+def check_each(name, sizes, static=False, modes=(MODES.EVAL,), **more):
     """Compares a model of one op; returns how it's divided."""
-    ours = check(case_of(name, sizes, static, loss), modes)
+    ours = check(case_of(name, sizes, static, **more), modes)
     assert ours is not None
     return plan_of(ours)
 
@@ -182,8 +184,7 @@ def test_each_op_where_rows_are_known(name):
 @pytest.mark.parametrize('name', sorted((OPS | EVEN).keys() - SIMPLE))
 def test_each_op_in_v1(name):
     """By TensorFlow 1's behavior, those with variables, loops or gradients."""
-    with towers.behavior_of('v1'):
-        check_each(name, [12, 12], static=True)
+    check_each(name, [12, 12], static=True, behavior='v1')
 
 
 @pytest.mark.parametrize('name', ['row_norm', 'embedded', 'dynamic_rnn'])

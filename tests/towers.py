@@ -6,10 +6,11 @@ tower that doesn't run on its device fails.
 A `model_fn` is called with features, labels and mode; `batches` are NumPy nests of features and
 labels, one a step; 0 `towers` run the model_fn as it is; `values` are what variables start from, by
 name. Options are `static`, whether the graph knows the batch size; `preprocess`, which makes
-features and labels of what is fed, as an input_fn does; `epochs`, in which an input pipeline has the
-batches, that are fed without it; `replicate`, and what that takes.
+features and labels of what is fed, as an input_fn does; `epochs`, so many of which an input
+pipeline gives, where nothing is fed; `replicate`, and what that takes.
 
-An input pipeline is read to its end, but by a model_fn as it is: that takes as many steps.
+An input pipeline is read to its end, but for a model_fn as it is: that takes as many steps, since
+it may write once more when it finds no batch.
 """
 
 import contextlib
