@@ -11,9 +11,7 @@ One `NoOp` a device stands for the batch, so that many writes cost one message.
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -50,17 +48,19 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
         return
 
     making = private.backward(arrivals)
-    step = _ops_of(spec)
-    if private.backward(step).isdisjoint(arrivals):
-        step = []
-    needed = private.backward(_followers(arrivals) + step)
-    order = ordered(sorted(needed, key=private.number))
-    late = _after_all(order, {op for op in making if has_effect(op)})
-    loops = _loops(order)
+    ends = [op for op in making if has_effect(op)]  # An iterator's or a queue's, almost always one.
+    late = set.intersection(*(_after(end) for end in ends))
+    step = _followers(ends)
+    results = _ops_of(spec)
+    if not step.isdisjoint(results):
+        step.update(results)
 
-    held: dict[tf.Operation, None] = {}  # in order, each once
-    for op in order:
-        if has_effect(op) and op not in late and op not in making:
+    loops = _loops(graph)
+    held: dict[tf.Operation, None] = {}  # in the graph's order, each once
+    for op in graph.get_operations():
+        if op in late or op in making or not has_effect(op):
+            continue
+        if not step.isdisjoint(_followers([op], until=step)):
             # An op within a loop can't wait for one outside: where the loop begins waits.
             held.update(dict.fromkeys(loops.get(op, [op])))
     _wait(graph, [op for op in held if op not in making], arrivals)
@@ -74,36 +74,51 @@ def _ops_of(spec: Any) -> list[tf.Operation]:
     return [op for op in ops if op is not None]
 
 
-def _followers(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """These ops, and all that follow from them."""
+def _followers(ops: Sequence[tf.Operation], until: Container[tf.Operation] = ()) -> set[Any]:
+    """These ops and all that follow from them, but for what follows from some others."""
     reached, stack = set(ops), list(ops)
     while stack:
-        new = set(private.followers(stack.pop())) - reached
-        reached |= new
-        stack += new
-    return list(reached)
+        op = stack.pop()
+        if op not in until:
+            new = set(private.followers(op)) - reached
+            reached |= new
+            stack += new
+    return reached
 
 
-def _after_all(order: Sequence[tf.Operation], first: Set[tf.Operation]) -> set[tf.Operation]:
-    """Those of the ops, in order, that run only after each of the first ones has."""
-    every = (1 << len(first)) - 1
-    own = {op: 1 << i for i, op in enumerate(first)}
-    after: dict[tf.Operation, int] = {}  # of the first ones, a bit for each
-    for op in order:
-        waited = [before for before in private.waited(op) if before.type not in kinds.NEXT]
-        bits = [after.get(before, 0) for before in waited]
-        # A v1 `Merge` runs as soon as one of its inputs is there, any other op after all.
-        combine = operator.and_ if op.type in kinds.MERGE else operator.or_
-        after[op] = functools.reduce(combine, bits) if bits else 0
-        after[op] |= own.get(op, 0)
-    return {op for op, bits in after.items() if bits == every}
+def _after(first: tf.Operation) -> set[tf.Operation]:
+    """An op and those that never run before it has.
+
+    An op with several inputs waits for all of them, but for two kinds. A `Merge` of v1 branches
+    runs as soon as one of its inputs is there; that of a loop, with what the loop begins with. And
+    TensorFlow takes apart what calls functions, so that what a branch needs which isn't taken isn't
+    waited for: only control edges hold for the whole call.
+    """
+    reached, stack = {first}, [first]
+    while stack:
+        op = stack.pop()
+        for user in private.followers(op):
+            if user.type in kinds.MERGE:
+                begin = [t.op for t in user.inputs if t.op.type not in kinds.NEXT]
+                waits = reached.issuperset(begin)
+            elif user.type in kinds.CALLERS:
+                waits = op in user.control_inputs
+            else:
+                waits = True
+            if waits and user not in reached:
+                reached.add(user)
+                stack.append(user)
+    return reached
 
 
-def _loops(order: Sequence[tf.Operation]) -> dict[tf.Operation, list[tf.Operation]]:
+def _loops(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
     """For each op within a v1 loop, the ops by which the outermost loop around it begins."""
+    ops = graph.get_operations()
+    if not any(op.type in kinds.ENTER for op in ops):
+        return {}
     frames: dict[tf.Operation, tuple[bytes, ...]] = {}  # the loops around what an op gives
     entries: dict[bytes, list[tf.Operation]] = {}  # by the outermost loop
-    for op in order:
+    for op in ordered(ops):
         frame = max((frames.get(before, ()) for before in private.waited(op)), key=len, default=())
         if op.type in kinds.ENTER:
             name = op.get_attr('frame_name')

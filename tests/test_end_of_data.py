@@ -11,6 +11,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu import cluster, machine_input
 from models import ROWS, floats, spec_of, step
 from towers import MODES, TRAIN, assert_close, load, session
 
@@ -27,6 +28,7 @@ def dataset():
 
 
 STEPS = 6
+MACHINES = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
 
 
 def error_of(features, labels):
@@ -98,16 +100,38 @@ def averaged(features, labels, mode):
         return spec_of(mode, loss, averages.apply(tf.trainable_variables()))
 
 
+def add_to(variable):
+    return lambda: tf.assign_add(variable, 1.0)
+
+
+def repeat(times, body):
+    """The last of what a body makes in a loop."""
+    return tf.while_loop(lambda i, _: i < times, lambda i, _: (i + 1, body(i)), (0, 0.0))[1]
+
+
 def counted(features, labels, mode):
-    """How many steps there were, and three times as many by a loop, and by a branch."""
-    count, in_loop, in_branch = map(counter, ['count', 'in_loop', 'in_branch'])
+    """How many steps there were: alone, in loops and branches, and in those within others."""
+    names = ['alone', 'in_loop', 'in_branch', 'first', 'others', 'looped_in_branch', 'after_branch']
+    alone, in_loop, in_branch, first, others, looped, after = map(counter, names)
+    gate = counter('gate')
     loss = error_of(features, labels)
-    _, tripled = tf.while_loop(
-        lambda i, _: i < 3, lambda i, _: (i + 1, tf.assign_add(in_loop, 1.0)), (0, 0.0)
-    )
-    gate = tf.get_variable('gate', [], trainable=False, initializer=tf.ones_initializer())
-    branch = tf.cond(gate > 0, lambda: tf.assign_add(in_branch, 1.0), lambda: 0.0)
-    return spec_of(mode, loss, momentum(loss), count.assign_add(1.0), tripled, branch)
+
+    def of_first_or_others(i):
+        return repeat(2, lambda j: tf.cond(tf.equal(j, 0), add_to(first), add_to(others)))
+
+    writes = [
+        momentum(loss),
+        alone.assign_add(1.0),
+        repeat(3, lambda i: tf.assign_add(in_loop, 1.0)),
+        tf.cond(gate < 1, add_to(in_branch), lambda: 0.0),
+        repeat(3, of_first_or_others),
+        tf.cond(gate < 1, lambda: repeat(2, lambda i: tf.assign_add(looped, 1.0)), lambda: 0.0),
+    ]
+    # The branch that is taken needs no batch, the other one does.
+    branch = tf.cond(gate < 1, lambda: 0.0, lambda: tf.reduce_sum(features['x']))
+    with tf.control_dependencies([branch]):
+        writes.append(tf.assign_add(after, 1.0))
+    return spec_of(mode, loss, *writes)
 
 
 def accumulated(features, labels, mode):
@@ -116,18 +140,16 @@ def accumulated(features, labels, mode):
     optimizer = tf.train.AdamOptimizer(0.1)
     [(gradient, w)] = optimizer.compute_gradients(loss)
     total = tf.get_variable('total', [3, 1], trainable=False, initializer=tf.zeros_initializer())
-    count = tf.get_variable(
-        'count', [], tf.int64, trainable=False, initializer=tf.ones_initializer()
-    )
+    turn = counter('turn')
 
     def apply():
         with tf.control_dependencies([optimizer.apply_gradients([(total.read_value() / 2, w)])]):
             return tf.group(total.assign(tf.zeros_like(total)))
 
     with tf.control_dependencies([total.assign_add(gradient)]):
-        train_op = tf.cond(tf.equal(count % 2, 1), apply, tf.no_op)
+        train_op = tf.cond(tf.equal(turn % 2, 1), apply, tf.no_op)
     with tf.control_dependencies([train_op]):
-        return spec_of(mode, loss, count.assign_add(1.0), step().assign_add(1))
+        return spec_of(mode, loss, turn.assign_add(1.0), step().assign_add(1))
 
 
 MODELS = {
@@ -143,22 +165,48 @@ MODELS = {
 }
 
 
-def runs_of(model_fn, towers, mode=TRAIN, *, runs=1, values=None, steps=None):
+def read_all():
+    """A batch, and what has it begin with the first one."""
+    iterator = tf.data.make_initializable_iterator(dataset())
+    return *iterator.get_next(), iterator.initializer
+
+
+def read_by_machine():
+    """The same batch, of which each of three machines reads a part."""
+
+    def input_fn(input_context):
+        n, i = input_context.num_input_pipelines, input_context.input_pipeline_id
+
+        def part(*batch):
+            rows = tf.shape(batch[1])[0]
+            return tf.nest.map_structure(lambda t: t[rows * i // n : rows * (i + 1) // n], batch)
+
+        return dataset().map(part)
+
+    features, labels = machine_input.read(lambda call: call(), input_fn, MACHINES)()
+    return features, labels, tf.tables_initializer()
+
+
+def runs_of(
+    model_fn, mode=TRAIN, *, devices=1, runs=1, values=None, steps=None, read=read_all, target=None
+):
     """Runs steps over and over, from the same values; yields the variables that they come to."""
-    with tf.Graph().as_default():
+    with tf.Graph().as_default() as graph:
         tf.train.create_global_step()
-        iterator = tf.data.make_initializable_iterator(dataset())
-        spec = model_fn(*iterator.get_next(), mode)
+        features, labels, begin = read()
+        spec = model_fn(features, labels, mode)
         updates = [update for _, update in spec.eval_metric_ops.values()]
-        fetches = [
-            t for t in (spec.train_op, spec.loss, spec.predictions, updates) if t is not None
-        ]
+        given = spec.train_op, spec.loss, spec.predictions, updates
+        fetches = [fetched for fetched in given if fetched is not None]
         variables = {v.op.name: v for v in tf.global_variables() + tf.local_variables()}
-        with session(towers) as sess:
-            sess.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        initializers = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+        if target:
+            cluster.pin(graph)
+        with tf.Session(target) if target else session(devices) as sess:
+            sess.run(initializers)
             for _ in range(runs):
                 load(sess, {variables[name]: value for name, value in (values or {}).items()})
-                sess.run(iterator.initializer)
+                sess.run(begin)
                 try:
                     for _ in range(1000 if steps is None else steps):
                         sess.run(fetches)
@@ -167,13 +215,19 @@ def runs_of(model_fn, towers, mode=TRAIN, *, runs=1, values=None, steps=None):
                 yield sess.run(variables)
 
 
+def known_steps(model_fn, mode=TRAIN):
+    """The initial values, and what as many steps come to on one device, undecorated."""
+    [values] = runs_of(model_fn, mode, steps=0)
+    [expected] = runs_of(model_fn, mode, values=values, steps=STEPS)
+    return values, expected
+
+
 def compare(model_fn, mode=TRAIN):
-    """Compares running to the end of the data with one undecorated device's known steps."""
-    [values] = runs_of(model_fn, 1, mode, steps=0)
-    [expected] = runs_of(model_fn, 1, mode, values=values, steps=STEPS)
-    for towers in (1, 2, 3, 4):
-        replicated = estimator_mgpu.replicate(model_fn, devices=towers)
-        for found in runs_of(replicated, towers, mode, runs=RUNS, values=values):
+    """Compares running to the end of the data, on one to four devices, with known steps."""
+    values, expected = known_steps(model_fn, mode)
+    for devices in (1, 2, 3, 4):
+        ours = estimator_mgpu.replicate(model_fn, devices=devices)
+        for found in runs_of(ours, mode, devices=devices, runs=RUNS, values=values):
             assert_close(found, expected, 1e-4)
     return expected
 
@@ -184,6 +238,17 @@ def test_training_to_the_end(name, behavior):
     assert compare(MODELS[name])['global_step'] == STEPS
 
 
+@pytest.mark.parametrize('read', [read_all, read_by_machine])
+@pytest.mark.parametrize('name', MODELS)
+def test_training_on_machines(name, read, three_machines):
+    values, expected = known_steps(MODELS[name])
+    devices = [f'{machine}/device:CPU:{i}' for machine in MACHINES for i in range(2)]
+    ours = estimator_mgpu.replicate(MODELS[name], devices=devices)
+    options = {'runs': RUNS, 'values': values, 'read': read, 'target': three_machines}
+    for found in runs_of(ours, devices=len(devices), **options):
+        assert_close(found, expected, 1e-4)
+
+
 def test_evaluating_to_the_end(behavior):
     """A metric and a counter that no example reaches."""
 
@@ -192,7 +257,7 @@ def test_evaluating_to_the_end(behavior):
         metrics = {
             'error': tf.metrics.mean(tf.abs(labels)),
             'unreached': tf.metrics.mean(unreached),
-            'count': (counter('count').value(), tf.assign_add(counter('counted'), 1.0)),
+            'count': (counter('other').value(), tf.assign_add(counter('counted'), 1.0)),
         }
         loss = error_of(features, labels)
         return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
@@ -212,3 +277,87 @@ def test_predicting_to_the_end(behavior):
         return tf.estimator.EstimatorSpec(mode, predictions=predictions)
 
     assert compare(model_fn, MODES.PREDICT)['counted'] == STEPS
+
+
+@pytest.mark.parametrize('devices', [1, 3])
+def test_an_estimator(devices, tmp_path):
+    """As many steps by train(), evaluate() and predict() as there are batches."""
+
+    def model_fn(features, labels, mode):
+        count = counter('counted')
+        counted = tf.assign_add(count, 1.0)
+        if mode == MODES.PREDICT:
+            each = tf.fill([tf.shape(features['x'])[0]], counted)
+            return tf.estimator.EstimatorSpec(mode, predictions={'count': each})
+        loss = error_of(features, labels)
+        return tf.estimator.EstimatorSpec(
+            mode,
+            loss=loss,
+            train_op=tf.group(momentum(loss), counted),
+            eval_metric_ops={'count': (count.value(), counted)},
+        )
+
+    estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), devices=devices)
+    for trained in (STEPS, 2 * STEPS):
+        estimator.train(dataset)
+        assert estimator.get_variable_value('counted') == trained
+    assert estimator.evaluate(dataset)['count'] == 3 * STEPS
+    predicted = [each['count'] for each in estimator.predict(dataset)]
+    assert len(predicted) == 2 * (2 * ROWS + 7) and predicted[-1] == 3 * STEPS
+
+
+def iterated(features, labels, mode):
+    """An iterator of the model's own."""
+    own = tf.data.make_initializable_iterator(tf.data.Dataset.range(100))
+    tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, own.initializer)
+    loss = error_of(features, labels)
+    number = tf.cast(own.get_next(), tf.float32)
+    return spec_of(mode, loss, momentum(loss), tf.assign(counter('own'), number))
+
+
+def queued(features, labels, mode):
+    """A queue that each step puts something into, and takes something out of."""
+    queue = tf.FIFOQueue(100, [tf.float32], [[]])
+    loss = error_of(features, labels)
+    with tf.control_dependencies([queue.enqueue(1.0)]):
+        taken = queue.dequeue()
+    return spec_of(mode, loss, momentum(loss), tf.assign_add(counter('own'), taken))
+
+
+@pytest.mark.parametrize('devices', [1, 3])
+@pytest.mark.parametrize('model_fn, last', [(iterated, STEPS - 1), (queued, STEPS)])
+def test_input_of_the_model_itself(model_fn, last, devices):
+    """Goes on with each step, and not beyond the last."""
+    estimator = estimator_mgpu.Estimator(model_fn, devices=devices)
+    estimator.train(dataset)
+    assert estimator.get_variable_value('own') == last
+    assert estimator.get_variable_value('global_step') == STEPS
+
+
+def test_batches_that_go_through_a_queue(behavior):
+    """What takes from it doesn't take a batch, which would be lost."""
+
+    def model_fn(features, labels, mode):
+        x, y = tf.train.batch(
+            [features['x'], labels], ROWS, 1, 500, True, allow_smaller_final_batch=True
+        )
+        loss = error_of({'x': x}, y)
+        rows = tf.cast(tf.shape(y)[0], tf.float32)
+        return spec_of(mode, loss, momentum(loss), tf.assign_add(counter('rows'), rows))
+
+    with tf.Graph().as_default():
+        tf.train.create_global_step()
+        features, labels, begin = read_all()
+        ours = estimator_mgpu.replicate(model_fn, devices=1)
+        spec = ours(features, labels, TRAIN)
+        [rows] = [v for v in tf.global_variables() if v.op.name == 'rows']
+        with session(1) as sess:
+            sess.run([tf.global_variables_initializer(), tf.local_variables_initializer(), begin])
+            coordinator = tf.train.Coordinator()
+            threads = tf.train.start_queue_runners(sess, coordinator)
+            with pytest.raises(tf.errors.OutOfRangeError):
+                while True:
+                    sess.run(spec.train_op)
+            coordinator.request_stop()
+            coordinator.join(threads)
+            assert sess.run(rows) == 2 * (2 * ROWS + 7)

@@ -58,8 +58,12 @@ def has_effect(op: tf.Operation) -> bool:
 def effects_of(ops: Sequence[tf.Operation], also: Sequence[str] = ()) -> dict[tf.Operation, int]:
     """The ops with effects, or of other types, that each waits for, and itself: one bit each."""
     found: dict[tf.Operation, int] = {}
+    count = 0
     for op in ordered(ops):
-        found[op] = 1 << len(found) if has_effect(op) or op.type in also else 0
+        found[op] = 0
+        if has_effect(op) or op.type in also:
+            found[op] = 1 << count
+            count += 1
         for before in private.waited(op):
             found[op] |= found.get(before, 0)
     return found
