@@ -13,6 +13,8 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 from hypothesis import strategies as st
 
+from models import LazyAdam
+
 WIDTH = 4
 IDS = 6
 
@@ -377,7 +379,7 @@ def _fused(x, c, training):
     options = {'center': False, 'scale': False, 'fused': True, 'name': c.name()}
     image = tf.layers.batch_normalization(image, training=training, **options)
     # float32 is rounded otherwise in another order: what it adds is small.
-    return x + 1e-5 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
+    return x + 1e-6 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
 
 
 OPS.update(
@@ -853,20 +855,6 @@ LOSSES = {
         -tf.reduce_mean((y - tf.reduce_mean(y, 0)) * (p - tf.reduce_mean(p, 0)))
     ),
 }
-
-
-class LazyAdam(tf.train.AdamOptimizer):
-    """Moments of an embedding's rows are those of the steps that look these up, as in contrib."""
-
-    def _apply_sparse_shared(self, grad, var, indices, scatter_add):
-        m, v = (self.get_slot(var, name) for name in 'mv')
-        beta1_power, beta2_power = self._get_beta_accumulators()
-        rate = self._lr * tf.sqrt(1 - beta2_power) / (1 - beta1_power)
-        mean = self._beta1 * tf.gather(m, indices) + (1 - self._beta1) * grad
-        square = self._beta2 * tf.gather(v, indices) + (1 - self._beta2) * tf.square(grad)
-        kept = [tf.scatter_update(m, indices, mean), tf.scatter_update(v, indices, square)]
-        step = tf.cast(rate, grad.dtype) * mean / (tf.sqrt(square) + self._epsilon)
-        return tf.group(scatter_add(var, indices, -step), *kept)
 
 
 def _decayed():
