@@ -187,6 +187,24 @@ def test_each_op_in_v1(name):
     check_each(name, [12, 12], static=True, behavior='v1')
 
 
+# What is written in the forward pass, or by what no example reaches.
+WRITING = """
+    averages_in_a_branch counted embedded_apart functions_with_effects loop_with_effects
+    moving_mean regularized_apart spectral_norm statistics_multiplied
+"""
+
+
+@pytest.mark.parametrize('name', WRITING.split())
+def test_what_writes_to_the_end_of_the_data(name, behavior):
+    """On batches of 6, 6 and 2 rows, twice."""
+    check_each(name, [6, 6, 2], epochs=2, behavior=behavior)
+
+
+def test_what_writes_in_a_loop_on_one_device():
+    """The loop's rows come from the batch, what it counts doesn't."""
+    check(case_of('loop_with_effects', [6], True, epochs=2)._replace(towers=1))
+
+
 @pytest.mark.parametrize('name', ['row_norm', 'embedded', 'dynamic_rnn'])
 def test_a_batch_without_rows(name):
     """Between others. A mean of nothing is nan on one device, too, so it's a sum here."""
