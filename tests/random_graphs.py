@@ -976,11 +976,13 @@ def batches_of(case):
 
 
 _EMBEDDED = [name for name in OPS if name.startswith('embedded')]
-# Some ops of all, and one more of those that look up rows of a table, or none.
+_APART = ['regularized_apart', 'spectral_norm', 'statistics_multiplied']
+# Some ops of all, and more of those that write what a batch has no part in.
 _ops = st.builds(
-    lambda some, more: some + more,
+    lambda some, embedded, apart: [*some, *embedded, *apart],
     st.lists(st.sampled_from(sorted(OPS)), min_size=1, max_size=5),
     st.lists(st.sampled_from(_EMBEDDED), max_size=1),
+    st.lists(st.sampled_from(_APART), max_size=1),
 )
 
 cases = st.builds(
