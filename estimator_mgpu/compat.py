@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import sys
@@ -167,12 +168,17 @@ def _publish_estimator() -> None:
             sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)  # to import
 
 
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """Leaves out of the log that each name of tf.estimator is advised against."""
+    texts = [argument for argument in record.args or () if isinstance(argument, str)]
+    return 'Use tf.keras instead.' not in texts  # Values of bfloat16 don't compare with a str.
+
+
 check_tensorflow(tf.__version__)
 check_tf_config(os.environ.get('TF_CONFIG', '{}'))
 if _minor(tf.__version__) > (2, 15):
     _choose_keras()
     _restore_removed()
     _publish_estimator()
-# Else each name of tf.estimator would be advised against in the log.
-tf.get_logger().addFilter(lambda record: 'Use tf.keras instead.' not in (record.args or ()))
+tf.get_logger().addFilter(_is_no_advice)
 estimator: Any = tf.compat.v1.estimator

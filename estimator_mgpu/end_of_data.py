@@ -89,10 +89,10 @@ def _followers(ops: Sequence[tf.Operation], until: Container[tf.Operation] = ())
 def _after(first: tf.Operation) -> set[tf.Operation]:
     """An op and those that never run before it has.
 
-    An op with several inputs waits for all of them, but for two kinds. A `Merge` of v1 branches
-    runs as soon as one of its inputs is there; that of a loop, with what the loop begins with. And
-    TensorFlow takes apart what calls functions, so that what a branch needs which isn't taken isn't
-    waited for: only control edges hold for the whole call.
+    An op waits for all of its inputs, but for two kinds. A `Merge` of v1 branches runs as soon as
+    one input is there; that of a loop, once it has what the loop begins with. And TensorFlow takes
+    calls of functions apart: ops in the branch that is taken don't wait for what only the other
+    branch is given. Only control edges hold for a whole call.
     """
     reached, stack = {first}, [first]
     while stack:

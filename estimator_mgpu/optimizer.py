@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import tensorflow.compat.v1 as tf
@@ -43,6 +45,17 @@ class TowerOptimizer:
         setattr(graph, _RECORD, [*getattr(graph, _RECORD, []), applied])
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The optimizer's own class, as on one device; `type` tells of a `TowerOptimizer`."""
+        return vars(type(self)).get('_own_class', type(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Makes copies of its own class, which pickle finds by its name, and adopts them."""
+        make, arguments, *state = tuple(super().__reduce_ex__(protocol))
+        own = [self.__class__ if one is type(self) else one for one in arguments]
+        return (_adopted, (make, *own), *state)
+
 
 def applied(graph: tf.Graph) -> list[tuple[Any, Any]]:
     """Lists the gradients that tower optimizers applied in a graph, each with its variable."""
@@ -55,20 +68,44 @@ def gradients_by_call(graph: tf.Graph) -> list[list[tf.Tensor]]:
     return [tf.nest.flatten(gradients, expand_composites=True) for gradients in found]
 
 
+_inside: list[int] = []  # the thread of each `tower_optimizers()` that hasn't ended yet
+_lock = threading.Lock()  # of `_inside`, of the constructor that it tells of, and of classes
+_at_the_end = contextlib.ExitStack()  # puts the constructor back
+
+
 @contextlib.contextmanager
 def tower_optimizers() -> Iterator[None]:
-    """Every optimizer that is made meanwhile is a `TowerOptimizer`."""
-    original = tf.train.Optimizer.__init__
+    """Every optimizer that this thread makes meanwhile is a `TowerOptimizer`.
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _adopt(self)
-
-    tf.train.Optimizer.__init__ = __init__
+    Several threads may be inside at once, and leave in any order: the constructor of optimizers is
+    replaced as the first one enters, and put back as the last one leaves.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        if not _inside:
+            original = tf.train.Optimizer.__init__
+            tf.train.Optimizer.__init__ = _adopting(original)
+            _at_the_end.callback(setattr, tf.train.Optimizer, '__init__', original)
+        _inside.append(thread)
     try:
         yield
     finally:
-        tf.train.Optimizer.__init__ = original
+        with _lock:
+            _inside.remove(thread)
+            if not _inside:
+                _at_the_end.close()
+
+
+def _adopting(constructor: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of optimizers, which adopts what a thread in `tower_optimizers()` makes."""
+
+    @functools.wraps(constructor)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        if threading.get_ident() in _inside:
+            _adopt(self)
+
+    return __init__
 
 
 def _wrapped(optimizer_or_optimizer_fn: Any) -> tf.train.Optimizer:
@@ -86,9 +123,23 @@ def _wrapped(optimizer_or_optimizer_fn: Any) -> tf.train.Optimizer:
 
 def _adopt(optimizer: tf.train.Optimizer) -> tf.train.Optimizer:
     """Makes an optimizer a tower optimizer, of its own class still."""
-    own = type(optimizer)
-    if not issubclass(own, TowerOptimizer):
-        names = {'__module__': own.__module__, '__qualname__': own.__qualname__}
-        optimizer.__class__ = type(own.__name__, (TowerOptimizer, own), names)
+    if not isinstance(optimizer, TowerOptimizer):
+        optimizer.__class__ = _tower_class(type(optimizer))
         optimizer._tower_optimizer = True
     return optimizer
+
+
+def _adopted(make: Callable[..., Any], *arguments: Any) -> tf.train.Optimizer:
+    """Makes a copy of an optimizer, as pickle does, a tower optimizer."""
+    return _adopt(make(*arguments))
+
+
+def _tower_class(own: type) -> type:
+    """Returns the class of an optimizer's tower optimizers, always the same one."""
+    names = {'__module__': own.__module__, '__qualname__': own.__qualname__, '_own_class': own}
+    with _lock:
+        subclasses: list[type] = own.__subclasses__()
+        for derived in subclasses:
+            if vars(derived).get('_own_class') is own:
+                return derived
+        return type(own.__name__, (TowerOptimizer, own), names)

@@ -5,10 +5,11 @@ Those that `tf.estimator` itself needs are in `compat`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,14 @@ number = _find('framework.ops', 'Operation._id').fget  # in the order in which o
 in_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')  # v1's, or None
 waiting = _find('framework.ops', 'Operation._control_outputs').fget  # the ops that wait for it
 _remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
+
+# A graph's variables by name, from which `tf.get_variable` takes them.
+_VariableStore: Any = _find('ops.variable_scope', '_VariableStore')
+_STORE_ATTRIBUTES = _find('ops.variable_scope', '_VariableStore.__slots__')
+_single_variable = _find('ops.variable_scope', '_VariableStore._get_single_variable')
+_partitioned_variable = _find('ops.variable_scope', '_VariableStore._get_partitioned_variable')
+_variable_store = _find('ops.variable_scope', '_get_default_variable_store')
+_with_variable_store = _find('ops.variable_scope', 'with_variable_store')
 
 _constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
 _get_function = _find('framework.ops', 'Graph._get_function')
@@ -84,6 +93,39 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
             f'graph in TensorFlow {tf.__version__}. Please report this.'
         )
     return found
+
+
+class _SharingStore(_VariableStore):
+    """Gives a variable that exists to whoever would make another one of its name.
+
+    It's what `tf.AUTO_REUSE` does where there is no `reuse`, but below scopes and custom getters:
+    these show what they show without it. `reuse=True` still demands a variable that exists.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, store: Any):
+        """Shares the variables of another store, which keeps those that are made here, too."""
+        super().__init__()
+        for name in _STORE_ATTRIBUTES:
+            setattr(self, name, getattr(store, name))
+
+    def _get_single_variable(self, *args: Any, reuse: Any = None, **kwargs: Any) -> Any:
+        return _single_variable(self, *args, reuse=reuse or tf.AUTO_REUSE, **kwargs)
+
+    def _get_partitioned_variable(self, *args: Any, reuse: Any = None, **kwargs: Any) -> Any:
+        return _partitioned_variable(self, *args, reuse=reuse or tf.AUTO_REUSE, **kwargs)
+
+
+@contextlib.contextmanager
+def shared_variables() -> Iterator[None]:
+    """Lets `tf.get_variable` share the variables of one name in the default graph."""
+    store = _variable_store()
+    if not isinstance(store, _VariableStore):
+        yield  # That of `track_tf1_style_variables`, which shares them itself.
+        return
+    with _with_variable_store(_SharingStore(store)):
+        yield
 
 
 def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None:

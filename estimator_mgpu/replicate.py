@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -12,6 +13,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, cluster, compat, end_of_data, explanation, private, steps
 from estimator_mgpu.devices import Devices, check, host_of, resolve, warn_of_missing
+from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
@@ -105,11 +107,6 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         arguments = wider.bind(*args, **kwargs).arguments
         names = ('features', 'labels', 'mode', 'config')
         features, labels, mode, config = map(arguments.get, names)
-        if private.outermost(tf.get_default_graph()) in _building:
-            raise ValueError(
-                'A replicated model_fn is called by another one, that of replicate_estimator() or '
-                'contrib say. Replicate it once.'
-            )
         current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
         if strategy := getattr(config, 'train_distribute', None) or current:
             raise ValueError(
@@ -149,7 +146,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         return spec
 
     vars(replicated).update(__signature__=wider, replicate_options=options)
-    return replicated
+    return ModelFunction(replicated, _replicated, options, model_fn)
 
 
 def replicate_model_fn(
@@ -178,18 +175,21 @@ def replicate_model_fn(
     inner: Any = replicate(devices=devices)(model_fn)
     takes = inspect.signature(inner).parameters
 
+    @functools.wraps(model_fn, updated=())
     def replicated_model_fn(
         features: Any, labels: Any, mode: str, params: Any = None, config: Any = None
     ) -> Any:
         given = dict(features=features, labels=labels, mode=mode, params=params, config=config)
         return inner(**{name: value for name, value in given.items() if name in takes})
 
-    signature = inspect.signature(replicated_model_fn)
-    vars(replicated_model_fn).update({**vars(inner), '__signature__': signature})
-    return replicated_model_fn
+    signature = inspect.signature(replicated_model_fn, follow_wrapped=False)
+    attributes = {'replicate_options': inner.replicate_options, '__signature__': signature}
+    vars(replicated_model_fn).update(attributes)
+    made_of = model_fn, loss_reduction, devices
+    return ModelFunction(replicated_model_fn, replicate_model_fn, *made_of)
 
 
-_building: list[tf.Graph] = []
+_building: set[tf.Graph] = set()  # whose model_fns are being called, in any thread
 
 
 def _divided(
@@ -225,19 +225,24 @@ def _divided(
 
 def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:
     """Calls a model_fn, and returns its EstimatorSpec, also where that is of a TPUEstimator."""
-    outer = tf.get_variable_scope()
-    scope = tf.variable_scope(outer, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False)
-    # A device string, unlike a function, stays out of the bodies of loops and branches.
-    with scope, tf.device(device), tower_optimizers():
-        _building.append(private.outermost(tf.get_default_graph()))
-        try:
+    graph = private.outermost(tf.get_default_graph())
+    if graph in _building:
+        raise ValueError(
+            'A replicated model_fn is called by another one, that of replicate_estimator() or '
+            'contrib say. Replicate it once.'
+        )
+    _building.add(graph)
+    try:
+        # A device string, unlike a function, stays out of the bodies of loops and branches.
+        pinned = tf.device(device) if device else contextlib.nullcontext()
+        with pinned, private.shared_variables(), tower_optimizers():
             spec = model_fn(*bound.args, **bound.kwargs)
-        except Exception as error:
-            if remedy := compat.legacy_keras_remedy(error):
-                raise RuntimeError(remedy) from error
-            raise
-        finally:
-            _building.pop()
+    except Exception as error:
+        if remedy := compat.legacy_keras_remedy(error):
+            raise RuntimeError(remedy) from error
+        raise
+    finally:
+        _building.remove(graph)
     spec = spec.as_estimator_spec() if hasattr(spec, 'as_estimator_spec') else spec
     if not isinstance(spec, compat.estimator.EstimatorSpec):
         raise TypeError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,9 +107,7 @@ def verify(
     config = compat.estimator.RunConfig(tf_random_seed=1, session_config=session_config(towers))
     result = Verification([])
     with contextlib.ExitStack() as stack:
-        logger = tf.get_logger()
-        stack.callback(logger.setLevel, logger.level)
-        logger.setLevel('ERROR')
+        stack.enter_context(_errors_only())
         one, several = (
             EstimatorV2(fn, stack.enter_context(tempfile.TemporaryDirectory()), config, params)
             for fn in (plain, replicate(plain, **options))
@@ -134,6 +133,20 @@ def verify(
                 result.differences.append(Difference(mode, what, *compared))
     print(result)
     return result
+
+
+@contextlib.contextmanager
+def _errors_only() -> Iterator[None]:
+    """Leaves out of TensorFlow's log what is no error, until all threads have left."""
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    tf.get_logger().addFilter(is_error)  # Unlike a level, it's put back in any order.
+    try:
+        yield
+    finally:
+        tf.get_logger().removeFilter(is_error)
 
 
 def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> tuple[Any, int]:

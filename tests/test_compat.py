@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -69,6 +70,14 @@ def test_versions():
         told = rf'2\.15 to 2\.21, .* {version}\. .*pip install "tensorflow>=2\.15,<2\.22"'
         with pytest.raises(ImportError, match=told):
             compat.check_tensorflow(version)
+
+
+@pytest.mark.parametrize('given', [1.5, [1.5, 2.5]], ids=['scalar', 'array'])
+def test_values_are_logged(given, caplog):
+    """Of any type: a loss of bfloat16 is, as training ends."""
+    value = np.array(given, tf.bfloat16.as_numpy_dtype)[()]
+    tf.compat.v1.logging.info('Loss for final step: %s.', value)
+    assert f'Loss for final step: {value}.' in caplog.text
 
 
 KERAS_3 = [
