@@ -101,3 +101,17 @@ def of_all_modes(forward, train=None, name=None):
 
     model_fn.__name__ = name or forward.__name__
     return model_fn
+
+
+class LazyAdam(tf.train.AdamOptimizer):
+    """Moments of an embedding's rows are those of the steps that look these up, as in contrib."""
+
+    def _apply_sparse_shared(self, grad, var, indices, scatter_add):
+        m, v = (self.get_slot(var, name) for name in 'mv')
+        beta1_power, beta2_power = self._get_beta_accumulators()
+        rate = self._lr * tf.sqrt(1 - beta2_power) / (1 - beta1_power)
+        mean = self._beta1 * tf.gather(m, indices) + (1 - self._beta1) * grad
+        square = self._beta2 * tf.gather(v, indices) + (1 - self._beta2) * tf.square(grad)
+        kept = [tf.scatter_update(m, indices, mean), tf.scatter_update(v, indices, square)]
+        step = tf.cast(rate, grad.dtype) * mean / (tf.sqrt(square) + self._epsilon)
+        return tf.group(scatter_add(var, indices, -step), *kept)

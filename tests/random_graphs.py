@@ -13,6 +13,8 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 from hypothesis import strategies as st
 
+from models import LazyAdam
+
 WIDTH = 4
 IDS = 6
 
@@ -32,6 +34,9 @@ class Case(typing.NamedTuple):
     static: bool  # whether the graph knows the number of rows
     towers: int
     seed: int  # of the batches
+    beside: list[str] = []  # what a step does besides
+    epochs: int = 0  # of an input pipeline; the batches are fed without it
+    behavior: str = 'v2'
 
 
 class Context:
@@ -52,6 +57,9 @@ class Context:
 
     def counter(self, *shape, **options):
         return tf.get_variable(self.name(), initializer=np.zeros(shape), trainable=False, **options)
+
+    def regularize(self, loss):
+        tf.add_to_collection(tf.GraphKeys.REGULARIZATION_LOSSES, loss)
 
     def table(self):
         return self.variable(IDS, WIDTH)
@@ -371,7 +379,7 @@ def _fused(x, c, training):
     options = {'center': False, 'scale': False, 'fused': True, 'name': c.name()}
     image = tf.layers.batch_normalization(image, training=training, **options)
     # float32 is rounded otherwise in another order: what it adds is small.
-    return x + 1e-5 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
+    return x + 1e-6 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
 
 
 OPS.update(
@@ -444,7 +452,7 @@ def keras_losses(x, c):
     output = model(x)
     losses = model.get_losses_for(None) + model.get_losses_for(x)
     assert len(losses) == 3
-    tf.add_to_collection(tf.GraphKeys.REGULARIZATION_LOSSES, tf.add_n(losses))
+    c.regularize(tf.add_n(losses))
     return x + output
 
 
@@ -474,6 +482,37 @@ def read_then_written(x, c):
         written = tf.assign_add(shift, 0.1)
     with tf.control_dependencies([written]):
         return tf.identity(x)
+
+
+# With variables that no example reaches.
+
+
+def regularized_apart(x, c):
+    c.regularize(0.1 * tf.nn.l2_loss(c.variable(WIDTH, WIDTH)))
+    return x
+
+
+def statistics_multiplied(x, c):
+    w = c.variable(WIDTH, WIDTH)
+    c.regularize(0.1 * tf.reduce_mean(w) * tf.reduce_sum(tf.square(w)))
+    return x
+
+
+def embedded_apart(x, c):
+    """Rows of a table whose ids aren't the batch's."""
+    c.regularize(0.1 * tf.nn.l2_loss(tf.nn.embedding_lookup(c.table(), [1, 4, 1])))
+    return x
+
+
+def spectral_norm(x, c):
+    """A step's power iteration goes on from that of the step before."""
+    w = c.variable(WIDTH, WIDTH)
+    u = tf.get_variable(c.name(), initializer=np.ones([1, WIDTH]), trainable=False)
+    v = tf.stop_gradient(tf.nn.l2_normalize(tf.matmul(u, w, transpose_b=True)))
+    after = tf.stop_gradient(tf.nn.l2_normalize(tf.matmul(v, w)))
+    norm = tf.reduce_sum(tf.matmul(v, w) * after)
+    with tf.control_dependencies([tf.assign(u, after)]):
+        return x @ (w / norm)
 
 
 # Loops, branches and functions.
@@ -817,10 +856,17 @@ LOSSES = {
     ),
 }
 
+
+def _decayed():
+    return tf.train.exponential_decay(0.05, tf.train.get_global_step(), 2, 0.7, staircase=True)
+
+
 OPTIMIZERS = {
     'sgd': lambda: tf.train.GradientDescentOptimizer(0.05),
+    'decayed': lambda: tf.train.GradientDescentOptimizer(_decayed()),
     'momentum': lambda: tf.train.MomentumOptimizer(0.05, 0.9),
     'adam': lambda: tf.train.AdamOptimizer(0.01, epsilon=0.1),
+    'lazy_adam': lambda: LazyAdam(0.01, epsilon=0.1),
     'adagrad': lambda: tf.train.AdagradOptimizer(0.01),
     'rmsprop': lambda: tf.train.RMSPropOptimizer(0.01, epsilon=0.1),
     'ftrl': lambda: tf.train.FtrlOptimizer(0.01, l2_regularization_strength=0.01),
@@ -833,8 +879,18 @@ CLIPS = {
     'global': lambda grads: tf.clip_by_global_norm(grads, 0.5)[0],
 }
 
+BESIDE = ['accumulation', 'averages', 'counter']
+
+
+def _steps_counted():
+    local = [tf.GraphKeys.LOCAL_VARIABLES, tf.GraphKeys.METRIC_VARIABLES]
+    steps = tf.get_variable('steps', [], initializer=tf.zeros_initializer(), collections=local)
+    return tf.identity(steps), tf.assign_add(steps, 1.0)
+
+
 METRICS = {
     'mean': lambda y, p: tf.metrics.mean(p + 3),
+    'steps': lambda y, p: _steps_counted(),  # of no batch
     'error': lambda y, p: tf.metrics.mean_absolute_error(y, p),
     'auc': lambda y, p: tf.metrics.auc(y[:, 0] > 0, tf.sigmoid(p[:, 0])),
     'accuracy': lambda y, p: tf.metrics.accuracy(tf.argmax(y, 1), tf.argmax(p, 1)),
@@ -859,12 +915,12 @@ def model_fn_of(case):
             return tf.estimator.EstimatorSpec(
                 mode, loss=losses[0], predictions=predictions, eval_metric_ops=metrics
             )
-        return tf.estimator.EstimatorSpec(mode, loss=losses[0], train_op=_train(case, losses))
+        return tf.estimator.EstimatorSpec(mode, loss=losses[0], train_op=_train(case, losses, c))
 
     return model_fn
 
 
-def _train(case, losses):
+def _train(case, losses, c):
     """All gradients are computed before a variable changes."""
     steps = []
     for i, (loss, name) in enumerate(zip(losses, case.optimizers)):
@@ -872,15 +928,39 @@ def _train(case, losses):
         grads = OPTIMIZERS[name]().compute_gradients(loss, variables)
         known = [(g, v) for g, v in grads if g is not None]
         if known:
-            steps.append((OPTIMIZERS[name](), CLIPS[case.clip]([g for g, _ in known]), known))
+            grads, variables = zip(*known)
+            steps.append((OPTIMIZERS[name](), CLIPS[case.clip](grads), variables))
+    apply = _accumulate if 'accumulation' in case.beside else _apply
     flat = [g for _, grads, _ in steps for g in grads]
     with tf.control_dependencies([*losses, *flat, *tf.get_collection(tf.GraphKeys.UPDATE_OPS)]):
-        updates = [
-            optimizer.apply_gradients(zip(grads, [v for _, v in known]))
-            for optimizer, grads, known in steps
-        ]
+        updates = [apply(*step, c) for step in steps]
+    if 'averages' in case.beside:
+        averages = tf.train.ExponentialMovingAverage(0.9, tf.train.get_global_step())
+        with tf.control_dependencies(updates):
+            updates.append(averages.apply(tf.trainable_variables()))
     with tf.control_dependencies(updates):
-        return tf.assign_add(tf.train.get_global_step(), 1).op
+        step = tf.assign_add(tf.train.get_global_step(), 1)
+    counted = [tf.assign_add(c.counter(), 1.0)] if 'counter' in case.beside else []
+    return tf.group(step, *counted)
+
+
+def _apply(optimizer, grads, variables, c):
+    return optimizer.apply_gradients(zip(grads, variables))
+
+
+def _accumulate(optimizer, grads, variables, c):
+    """Variables change in each second step, by the gradients of two."""
+    sums = [c.counter(*v.shape.as_list()) for v in variables]
+
+    def update():
+        with tf.control_dependencies(
+            [_apply(optimizer, [s.read_value() for s in sums], variables, c)]
+        ):
+            return tf.group(*(tf.assign(s, tf.zeros_like(s)) for s in sums))
+
+    added = [tf.assign_add(s, tf.convert_to_tensor(g)) for s, g in zip(sums, grads)]
+    with tf.control_dependencies(added):
+        return tf.cond(_odd(), update, tf.no_op)
 
 
 def batches_of(case):
@@ -895,15 +975,28 @@ def batches_of(case):
     return batches
 
 
+_EMBEDDED = [name for name in OPS if name.startswith('embedded')]
+_APART = ['regularized_apart', 'spectral_norm', 'statistics_multiplied']
+# Some ops of all, and more of those that write what a batch has no part in.
+_ops = st.builds(
+    lambda some, embedded, apart: [*some, *embedded, *apart],
+    st.lists(st.sampled_from(sorted(OPS)), min_size=1, max_size=5),
+    st.lists(st.sampled_from(_EMBEDDED), max_size=1),
+    st.lists(st.sampled_from(_APART), max_size=1),
+)
+
 cases = st.builds(
     Case,
-    ops=st.lists(st.sampled_from(sorted(OPS)), min_size=2, max_size=6),
+    ops=_ops,
     losses=st.lists(st.sampled_from(sorted(LOSSES)), min_size=1, max_size=2),
     optimizers=st.lists(st.sampled_from(sorted(OPTIMIZERS)), min_size=2, max_size=2),
     clip=st.sampled_from(sorted(CLIPS)),
     metrics=st.lists(st.sampled_from(sorted(METRICS)), max_size=2, unique=True),
-    sizes=st.lists(st.integers(1, 11), min_size=2, max_size=2),
+    sizes=st.builds(lambda rows, last: [rows, min(rows, last)], *[st.integers(1, 11)] * 2),
     static=st.booleans(),
-    towers=st.integers(2, 4),
+    towers=st.sampled_from([2, 3, 4, 1]),
     seed=st.integers(0, 99),
+    beside=st.lists(st.sampled_from(BESIDE), max_size=2, unique=True),
+    epochs=st.integers(1, 3),
+    behavior=st.sampled_from(['v2', 'v1']),
 )

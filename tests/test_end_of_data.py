@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import cluster, machine_input
-from models import ROWS, floats, spec_of, step
+from models import ROWS, LazyAdam, floats, spec_of, step
 from towers import MODES, TRAIN, assert_close, load, session
 
 RUNS = int(os.environ.get('RUNS', '2'))
@@ -56,29 +56,6 @@ def with_statistics(features, labels, mode):
     unreached = tf.get_variable('unreached', [4, 4])
     loss = error_of(features, labels) + tf.reduce_mean(unreached) * tf.reduce_max(unreached)
     return spec_of(mode, loss, momentum(loss))
-
-
-class LazyAdam(tf.train.AdamOptimizer):
-    """Updates moments only of the rows that a batch has."""
-
-    def _apply_sparse_shared(self, grad, var, indices, scatter_add):
-        beta1, beta2 = self._beta1_t, self._beta2_t
-        m, v = self.get_slot(var, 'm'), self.get_slot(var, 'v')
-        new_m = beta1 * tf.gather(m, indices) + (1 - beta1) * grad
-        new_v = beta2 * tf.gather(v, indices) + (1 - beta2) * tf.square(grad)
-        deltas = -self._lr_t * new_m / (tf.sqrt(new_v) + self._epsilon_t)
-        writes = [
-            tf.scatter_update(m, indices, new_m).op,
-            tf.scatter_update(v, indices, new_v).op,
-            scatter_add(var, indices, deltas),
-        ]
-        return tf.group(*writes)
-
-    def _resource_apply_sparse(self, grad, var, indices):
-        def scatter_add(variable, at, values):
-            return tf.scatter_add(variable, at, values).op
-
-        return self._apply_sparse_shared(grad, var, indices, scatter_add)
 
 
 def embedded_by(make_optimizer):

@@ -102,26 +102,31 @@ KNOWN = {
 
 
 def check(case, modes=(MODES.EVAL, MODES.PREDICT)):
-    """Compares several devices with one, from the same values; returns how these are divided."""
+    """Compares several devices with one, from the same values; returns the training on several."""
+    with towers.behavior_of(case.behavior):
+        return _check(case, modes)
+
+
+def _check(case, modes):
     model_fn = random_graphs.model_fn_of(case)
     batches = random_graphs.batches_of(case)
-    values = towers.train(model_fn, batches, 0, steps=0, static=case.static).values
+    shared = {'static': case.static, 'epochs': case.epochs}
     try:
-        one = towers.train(model_fn, batches, 0, values=values, static=case.static)
+        one = towers.train(model_fn, batches, 0, **shared)
     except tf.errors.UnknownError as error:
         assert 'pyfunc' in str(error)
         return None  # TensorFlow differentiates a Python function once, and this has two losses.
     if not all(np.isfinite(v).all() for v in one.values.values()):
         return None  # One device diverges.
-    ours = towers.train(model_fn, batches, case.towers, values=values, static=case.static)
+    ours = towers.train(model_fn, batches, case.towers, values=one.start, **shared)
     exact = {'rtol': RTOL, 'floor': FLOOR}
     towers.assert_close([ours.values, ours.losses], [one.values, one.losses], **exact)
     for mode in modes:
-        shared = {'values': one.values, 'static': case.static, 'mode': mode}
+        shared.update(values=one.values, mode=mode)
         data = [(x, y if mode == MODES.EVAL else None) for x, y in batches]
         found, expected = (towers.evaluate(model_fn, data, n, **shared) for n in (case.towers, 0))
         towers.assert_close(found, expected, **exact)
-    return steps.of_graph(ours.graph).plan
+    return ours
 
 
 @pytest.mark.core
@@ -130,15 +135,21 @@ def test_random_model(case):
     check(case)
 
 
-def case_of(name, sizes, static, loss='mean'):
-    return Case([name, 'dense'], [loss], ['momentum'], 'none', ['mean'], sizes, static, 3, 1)
+def case_of(name, sizes, static, loss='mean', **more):
+    return Case(
+        [name, 'dense'], [loss], ['momentum'], 'none', ['mean'], sizes, static, 3, 1, **more
+    )
 
 
-def check_each(name, sizes, static=False, loss='mean', modes=(MODES.EVAL,)):
+def check_each(name, sizes, static=False, modes=(MODES.EVAL,), **more):
     """Compares a model of one op; returns how it's divided."""
-    plan = check(case_of(name, sizes, static, loss), modes)
-    assert plan is not None
-    return plan
+    ours = check(case_of(name, sizes, static, **more), modes)
+    assert ours is not None
+    return plan_of(ours)
+
+
+def plan_of(run):
+    return steps.of_graph(run.graph).plan
 
 
 def assert_whole(plan, name, more):
@@ -166,15 +177,32 @@ def test_each_op_where_rows_are_known(name):
     else:
         case = case_of(name, [12 if name in EVEN else 7], static=True)
         model_fn, batches = random_graphs.model_fn_of(case), random_graphs.batches_of(case)
-        plan = steps.of_graph(towers.train(model_fn, batches, 3, steps=0).graph).plan
+        plan = plan_of(towers.train(model_fn, batches, 3, steps=0))
     assert_whole(plan, name, KNOWN)
 
 
 @pytest.mark.parametrize('name', sorted((OPS | EVEN).keys() - SIMPLE))
 def test_each_op_in_v1(name):
     """By TensorFlow 1's behavior, those with variables, loops or gradients."""
-    with towers.behavior_of('v1'):
-        check_each(name, [12, 12], static=True)
+    check_each(name, [12, 12], static=True, behavior='v1')
+
+
+# What is written in the forward pass, or by what no example reaches.
+WRITING = """
+    averages_in_a_branch counted embedded_apart functions_with_effects loop_with_effects
+    moving_mean regularized_apart spectral_norm statistics_multiplied
+"""
+
+
+@pytest.mark.parametrize('name', WRITING.split())
+def test_what_writes_to_the_end_of_the_data(name, behavior):
+    """On batches of 6, 6 and 2 rows, twice."""
+    check_each(name, [6, 6, 2], epochs=2, behavior=behavior)
+
+
+def test_what_writes_in_a_loop_on_one_device():
+    """The loop's rows come from the batch, what it counts doesn't."""
+    check(case_of('loop_with_effects', [6], True, epochs=2)._replace(towers=1))
 
 
 @pytest.mark.parametrize('name', ['row_norm', 'embedded', 'dynamic_rnn'])

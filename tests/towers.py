@@ -6,7 +6,11 @@ tower that doesn't run on its device fails.
 A `model_fn` is called with features, labels and mode; `batches` are NumPy nests of features and
 labels, one a step; 0 `towers` run the model_fn as it is; `values` are what variables start from, by
 name. Options are `static`, whether the graph knows the batch size; `preprocess`, which makes
-features and labels of what is fed, as an input_fn does; `replicate`, and what that takes.
+features and labels of what is fed, as an input_fn does; `epochs`, so many of which an input
+pipeline gives, where nothing is fed; `replicate`, and what that takes.
+
+An input pipeline is read to its end, but for a model_fn as it is: that takes as many steps, since
+it may write once more when it finds no batch.
 """
 
 import contextlib
@@ -15,6 +19,7 @@ import socket
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
@@ -30,6 +35,7 @@ class Run(NamedTuple):
     losses: list[float]
     graph: tf.Graph
     spec: Any
+    start: dict[str, np.ndarray]  # what the variables were before the first step
 
 
 class Evaluation(NamedTuple):
@@ -38,6 +44,7 @@ class Evaluation(NamedTuple):
     metrics: dict[str, np.ndarray]
     losses: list[float]
     predictions: list[Any]
+    values: dict[str, np.ndarray]  # of variables, the metrics' too
 
 
 def _placeholder(value, static):
@@ -46,6 +53,21 @@ def _placeholder(value, static):
     value = np.asarray(value)
     shape = value.shape if static else (None, *value.shape[1:])
     return tf.placeholder(value.dtype, shape if value.shape else [])
+
+
+def _pipeline(batches, epochs, static):
+    """What an input pipeline's iterator gives; only an epoch's last batch may be shorter."""
+    rows, *_ = sizes = [len(tf.nest.flatten(batch)[0]) for batch in batches]
+    assert {rows} >= set(sizes[:-1]) and sizes[-1] <= rows
+    leaves = enumerate(zip(*map(tf.nest.flatten, batches)))
+    examples = {str(i): np.concatenate(leaf) for i, leaf in leaves if leaf[0] is not None}
+    dataset = tf.data.Dataset.from_tensor_slices(examples)
+    dataset = dataset.batch(rows, drop_remainder=static).repeat(epochs).prefetch(1)
+    iterator = tf.data.make_initializable_iterator(dataset)
+    tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
+    found = iterator.get_next()
+    count = len(tf.nest.flatten(batches[0]))
+    return tf.nest.pack_sequence_as(batches[0], [found.get(str(i)) for i in range(count)])
 
 
 @contextlib.contextmanager
@@ -93,35 +115,55 @@ def _started(
     mode,
     static=True,
     preprocess=None,
+    epochs=None,
     replicate=estimator_mgpu.replicate,
     **options,
 ):
-    """A session of initialized variables, the EstimatorSpec, and what each step is fed."""
+    """A session of initialized variables, the EstimatorSpec, and what each step is fed.
+
+    After the last step of an input pipeline, there has to be none.
+    """
     with tf.Graph().as_default():
         tf.set_random_seed(7)
         tf.train.get_or_create_global_step()
-        inputs = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
+        if epochs:
+            inputs = _pipeline(batches, epochs, static)
+        else:
+            inputs = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
         if towers:
             model_fn = replicate(model_fn, devices=towers, **options)
         features, labels = preprocess(*inputs) if preprocess else inputs
         spec = model_fn(features=features, labels=labels, mode=mode)
-        feeds = []
-        for batch in batches:
-            pairs = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
-            feeds.append({tensor: value for tensor, value in pairs if tensor is not None})
+        feeds = [None] * len(batches) * (epochs or 0) or [_feed(inputs, one) for one in batches]
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
             sess.run(tf.local_variables_initializer())
             yield sess, spec, feeds
 
 
+def _feed(inputs, batch):
+    pairs = zip(tf.nest.flatten(inputs), tf.nest.flatten(batch))
+    return {tensor: value for tensor, value in pairs if tensor is not None}
+
+
+def _run(sess, fetches, feeds, ends):
+    """What is fetched in each step; where the data `ends`, one more finds none."""
+    found = [sess.run(fetches, feed) for feed in feeds]
+    if ends:
+        with pytest.raises(tf.errors.OutOfRangeError):
+            sess.run(fetches)
+    return found
+
+
 def train(model_fn, batches, towers, *, values=None, steps=None, **options):
     """Trains for one step a batch, or for so many steps."""
+    ends = bool(options.get('epochs') and towers and steps is None)
     with _started(model_fn, batches, towers, TRAIN, **options) as (sess, spec, feeds):
         variables = {v.op.name: v for v in tf.global_variables()}
         load(sess, {variables[name]: value for name, value in (values or {}).items()})
-        losses = [sess.run([spec.loss, spec.train_op], feed)[0] for feed in feeds[:steps]]
-        return Run(sess.run(variables), losses, sess.graph, spec)
+        start = sess.run(variables)
+        losses = [loss for loss, _ in _run(sess, [spec.loss, spec.train_op], feeds[:steps], ends)]
+        return Run(sess.run(variables), losses, sess.graph, spec, start)
 
 
 def load(sess, values):
@@ -145,14 +187,16 @@ def saved_in(model_dir):
 
 def evaluate(model_fn, batches, towers, *, mode=MODES.EVAL, values=None, **options):
     """Evaluates, or predicts, one step a batch."""
+    ends = bool(options.get('epochs') and towers)
     with _started(model_fn, batches, towers, mode, **options) as (sess, spec, feeds):
         updates = tf.group(*(update for _, update in spec.eval_metric_ops.values()))
         loss = tf.constant(0.0) if spec.loss is None else spec.loss
         if values:
             load(sess, {v: values[v.op.name] for v in tf.global_variables()})
-        steps = [sess.run([loss, spec.predictions, updates], feed)[:2] for feed in feeds]
+        losses, predictions, _ = zip(*_run(sess, [loss, spec.predictions, updates], feeds, ends))
         metrics = sess.run({name: value for name, (value, _) in spec.eval_metric_ops.items()})
-        return Evaluation(metrics, *map(list, zip(*steps)))
+        after = sess.run({v.op.name: v for v in tf.global_variables() + tf.local_variables()})
+        return Evaluation(metrics, list(losses), list(predictions), after)
 
 
 def assert_close(ours, one, rtol, name='', floor=0.0):
