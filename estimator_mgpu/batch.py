@@ -30,13 +30,13 @@ class Batch(NamedTuple):
         """What messages call the leaves of unknown rank."""
         return [_title(path) for path in self.unknown]
 
-    def again(self) -> Batch:
-        """Looks once more at the same leaves, after a model_fn, which may have said their shapes.
+    def with_shapes_of_model(self) -> Batch:
+        """Looks at the same leaves after the model_fn, which may have told the shapes of some.
 
-        It may have done so of what it makes of a leaf entry by entry, which has the leaf's shape.
+        A shape also counts if it is that of an elementwise result, such as a tf.cast.
         """
         for leaf in self.unknown.values():
-            said = _said(leaf) if isinstance(leaf, tf.Tensor) else None
+            said = _shape_told(leaf) if isinstance(leaf, tf.Tensor) else None
             if said is not None:
                 leaf.set_shape([None, *said[1:]] if said else [])
         return _batch_of({**self.leaves, **self.unknown})
@@ -145,7 +145,7 @@ def _rank(leaf: Any) -> int | None:
     return least if leaf.shape.rank is None else leaf.shape.rank
 
 
-def _said(tensor: tf.Tensor) -> list[int | None] | None:
+def _shape_told(tensor: tf.Tensor) -> list[int | None] | None:
     """Returns the shape that the graph tells of what is made of a tensor entry by entry.
 
     `tf.ensure_shape` tells it, or `set_shape` of what `tf.cast` returns. What reshapes a tensor
@@ -174,7 +174,7 @@ def _may_have_rows(path: Path, leaf: Any) -> bool:
         return _rank(leaf) != 0
     plain = (type(None), str, bytes, int, float, tf.DType)
     if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
-        return False  # NumPy arrays and scalars a model_fn makes constants.
+        return False  # A model_fn turns NumPy arrays and scalars into constants.
     raise TypeError(
         f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Let the '
         'input_fn give dense, sparse and ragged tensors, in any nest of dicts, tuples and lists, '

@@ -21,6 +21,10 @@ _WRITING = (
     RuntimeError,  # of what writes summaries
 )
 _READING = (tf.errors.DataLossError, tf.errors.NotFoundError, tf.errors.OutOfRangeError)
+# Also of one that can't be read, if it's an op that restores variables which fails.
+_RESTORING = (*_READING, tf.errors.FailedPreconditionError, tf.errors.PermissionDeniedError)
+# Types of ops that write checkpoints.
+SAVING = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')
 # What TensorFlow puts before a reason: the task, how many errors there are, and which this is.
 _FROM = re.compile(r'From /job:|\d+ root error\(s\) found')
 _FIRST = re.compile(r'\s*\(0\) [A-Z_ ]+: ')
@@ -52,7 +56,8 @@ def check(model_dir: str) -> None:
     path = _last(model_dir)
     if not path:
         raise ValueError(f"{file}, which names the last checkpoint, can't be read. {_remedy(file)}")
-    if not tf.io.gfile.exists(f'{path}.index') and not tf.io.gfile.glob(path):  # of TensorFlow 1's
+    # A V1 checkpoint is one file, without an index.
+    if not tf.io.gfile.exists(f'{path}.index') and not tf.io.gfile.glob(path):
         raise ValueError(f'{file} names {path}, and {path}.index is not there. {_remedy(file)}')
 
 
@@ -76,23 +81,34 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
         check(warm_start.ckpt_to_initialize_from)
     try:
         yield
-    except _WRITING as error:
-        reason = _reason(error)
-        if not _concerns(reason, model_dir):
+    except (*_RESTORING, *_WRITING) as error:
+        if _op_type(error) == 'RestoreV2':
+            if not isinstance(error, _RESTORING) or _of_other_variables(error):
+                raise
+            raise _unreadable(error, _restored(error) or path or _last(model_dir)) from error
+        # Summaries are written without an op.
+        writes = _op_type(error) in (None, *SAVING) and isinstance(error, _WRITING)
+        if not writes or not _concerns(_reason(error), model_dir):
             raise
-        name = os.path.basename(_last(model_dir))
-        kept = 'There is no checkpoint yet'
-        if name in _complete(model_dir):
-            kept = f'The checkpoints are kept, and training goes on from {name}'
-        raise _like(
-            error,
-            f"{model_dir} can't be written to: {reason}. {kept}. Make room there, or let this "
-            'process write there, and start again.',
-        ) from error
-    except _READING as error:
-        if getattr(error.op, 'type', None) != 'RestoreV2' or _of_other_variables(error):
-            raise
-        raise _unreadable(error, _restored(error) or path or _last(model_dir)) from error
+        raise _unwritable(error, model_dir) from error
+
+
+def _op_type(error: Exception) -> str | None:
+    """The type of the op that has failed; None for an error of something else."""
+    return getattr(getattr(error, 'op', None), 'type', None)
+
+
+def _unwritable(error: Exception, model_dir: str) -> Exception:
+    """The error to raise for a model_dir that can't be written to."""
+    name = os.path.basename(_last(model_dir))
+    kept = 'There is no checkpoint yet'
+    if name in _complete(model_dir):
+        kept = f'The checkpoints are kept, and training goes on from {name}'
+    return _like(
+        error,
+        f"{model_dir} can't be written to: {_reason(error)}. {kept}. Make room there, or let this "
+        'process write there, and start again.',
+    )
 
 
 def watch(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
@@ -115,7 +131,7 @@ def watch(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
 def _restore(restore: Any, session: tf.Session, path: str) -> None:
     try:
         restore(session, path)
-    except _READING as error:
+    except _RESTORING as error:
         if _of_other_variables(error):
             raise
         raise _unreadable(error, path) from error
@@ -199,7 +215,7 @@ def _reason(error: Any) -> str:
 
 
 def _like(error: Exception, text: str) -> Exception:
-    """An error of the same class; of data that ended too early, one that ends no training."""
+    """Makes an error of the same class, but for OutOfRangeError, which would end the data."""
     if isinstance(error, tf.errors.OutOfRangeError):
         return tf.errors.DataLossError(None, None, text)
     for kind in (*_WRITING[:-1], *_READING):

@@ -150,7 +150,7 @@ def _publish_estimator() -> None:
 
 
 def _is_no_advice(record: logging.LogRecord) -> bool:
-    """Leaves out of the log that each name of tf.estimator is advised against."""
+    """False for TensorFlow's advice against tf.estimator, which the log then leaves out."""
     texts = [argument for argument in record.args or () if isinstance(argument, str)]
     return 'Use tf.keras instead.' not in texts  # Values of bfloat16 don't compare with a str.
 

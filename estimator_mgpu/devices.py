@@ -74,7 +74,7 @@ def _gpus() -> list[list[Any]]:
 
 
 def checked(devices: Any) -> int | list[str] | None:
-    """Checks what can be told without a look at the machine; a generator is read, once for all."""
+    """Checks what can be told without a look at the machine; reads a generator into a list."""
     if devices is None:
         return None
     if isinstance(devices, (int, np.integer)) and not isinstance(devices, bool):

@@ -1,4 +1,4 @@
-"""A step without a batch writes nothing: training to the end of the data is as many whole steps.
+"""Lets a step's writes wait for its batch, so that a step that finds no batch writes nothing.
 
 When the data ends, the op that gets the batch fails, and so do all ops that follow from it. Other
 ops may have run by then, such as a counter, or the decay of moments that no example reaches. Here
@@ -43,27 +43,32 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
       spec: the `EstimatorSpec` of the model_fn.
     """
     parts = [part.op for tensor in batch for part in parts_of(tensor)]
-    arrivals = [op for op in dict.fromkeys(parts) if any(map(has_effect, private.backward([op])))]
-    if not arrivals:
-        return
+    batch_ops = [op for op in dict.fromkeys(parts) if any(map(has_effect, private.backward([op])))]
+    if batch_ops:
+        _wait(graph, _writes_to_hold(graph, batch_ops, spec), batch_ops)
 
-    making = private.backward(arrivals)
-    ends = [op for op in making if has_effect(op)]  # An iterator's or a queue's, almost always one.
-    late = set.intersection(*(_after(end) for end in ends))
-    step = _followers(ends)
+
+def _writes_to_hold(
+    graph: tf.Graph, batch_ops: Sequence[tf.Operation], spec: Any
+) -> list[tf.Operation]:
+    """The ops that have to wait for those that give the batch, in the graph's order."""
+    before_batch = private.backward(batch_ops)
+    sources = [op for op in before_batch if has_effect(op)]  # almost always one: an iterator's
+    waiting_already = set.intersection(*map(_after, sources))
+    step = _followers(sources)
     results = _ops_of(spec)
     if not step.isdisjoint(results):
         step.update(results)
 
     loops = _loops(graph)
-    held: dict[tf.Operation, None] = {}  # in the graph's order, each once
+    held: dict[tf.Operation, None] = {}  # a dict, for its order
     for op in graph.get_operations():
-        if op in late or op in making or not has_effect(op):
+        if op in waiting_already or op in before_batch or not has_effect(op):
             continue
         if not step.isdisjoint(_followers([op], until=step)):
             # An op within a loop can't wait for one outside: where the loop begins waits.
             held.update(dict.fromkeys(loops.get(op, [op])))
-    _wait(graph, [op for op in held if op not in making], arrivals)
+    return [op for op in held if op not in before_batch]
 
 
 def _ops_of(spec: Any) -> list[tf.Operation]:
@@ -75,7 +80,7 @@ def _ops_of(spec: Any) -> list[tf.Operation]:
 
 
 def _followers(ops: Sequence[tf.Operation], until: Container[tf.Operation] = ()) -> set[Any]:
-    """These ops and all that follow from them, but for what follows from some others."""
+    """Returns these ops and all that follow from them; goes no further than ops in `until`."""
     reached, stack = set(ops), list(ops)
     while stack:
         op = stack.pop()
@@ -132,16 +137,16 @@ def _loops(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
 
 
 def _wait(
-    graph: tf.Graph, writes: Sequence[tf.Operation], arrivals: Sequence[tf.Operation]
+    graph: tf.Graph, writes: Sequence[tf.Operation], batch_ops: Sequence[tf.Operation]
 ) -> None:
     """Lets writes wait for the ops that have the batch, by one op on each device."""
-    host = arrivals[0].device
+    host = batch_ops[0].device
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'):
         there: dict[str, tf.Operation] = {}
         for write in writes:
             device = home_of(write) or host
             if host not in there:
-                with tf.device(host or None), tf.control_dependencies(arrivals):
+                with tf.device(host or None), tf.control_dependencies(batch_ops):
                     there[host] = tf.no_op('is_there')
             if device not in there:
                 with tf.device(device or None), tf.control_dependencies([there[host]]):

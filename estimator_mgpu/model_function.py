@@ -64,7 +64,8 @@ class ModelFunction:
         """What pickle and copy do with it: see the module `copyreg` of Python."""
         if _named(self.__module__, self.__qualname__) is not self:
             return self._made_by
-        if protocol < 4:  # It knows no names with a dot, such as that of `_again`.
+        if protocol < 4:
+            # It writes `_again` as an attribute of this object: that would begin anew with this.
             return self.__qualname__
         return _found_or_made, (self._again,)
 

@@ -89,8 +89,9 @@ def check_rule(
 
     Raises:
       AssertionError: if numbers differ by more than rounding, or in shape or dtype, or if an op
-        fails on a shard. It says for which op, along which dimension of which input. TensorFlow's
-        own errors, if the function as a whole fails.
+        fails on a shard. For an op by itself it says which op, along which dimension of which
+        input; for the function as a whole, only what differs.
+      tf.errors.OpError: TensorFlow's own, if the function as a whole fails.
     """
     arrays = [np.asarray(given) for given in rows]
     counts = {array.shape[:1] for array in arrays}
@@ -99,7 +100,8 @@ def check_rule(
             'Give arrays with as many rows each, and 2 towers or more, but fewer than rows. Given: '
             f'{[array.shape for array in arrays]}, towers={towers}.'
         )
-    if types is not None and (isinstance(types, str) or not RULES.keys() >= {*types}):
+    listed = isinstance(types, Collection) and not isinstance(types, str)
+    if types is not None and not (listed and RULES.keys() >= {*types}):
         raise ValueError(
             f'types={types!r}: give a list of types of ops that have rules, by register_rule() if '
             'the package has none.'

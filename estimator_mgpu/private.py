@@ -100,8 +100,8 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
 class _SharingStore(_VariableStore):
     """Gives a variable that exists to whoever would make another one of its name.
 
-    It's what `tf.AUTO_REUSE` does where there is no `reuse`, but below scopes and custom getters:
-    these show what they show without it. `reuse=True` still demands a variable that exists.
+    It works like `tf.AUTO_REUSE`, but underneath scopes and custom getters, which therefore show
+    the user's own `reuse`. `reuse=True` still demands a variable that exists.
     """
 
     __slots__ = ()

@@ -158,7 +158,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
             built = _build(model_fn, bound)
             place(options['variables'], ps or towers, before)
-            found = found.again()  # The model_fn may have said of what shape they are.
+            found = found.with_shapes_of_model()
             spec, step = _divided(built, found, towers, before, options['batch_norm'])
         end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
         scaffold = checkpoints.watch(spec.scaffold or tf.train.Scaffold())

@@ -19,18 +19,18 @@ from estimator_mgpu.devices import CHIEF, Devices, resolve, session_config, spec
 from estimator_mgpu.replicate import replicate
 
 
-def _explanation(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """What explains errors with the checkpoint that a call of Estimator's method reads."""
+def _checkpoint_errors(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """A context that explains errors with the checkpoint that a call of a method reads."""
     arguments = inspect.signature(method).bind(*args, **kwargs).arguments
     return checkpoints.explained(arguments['self'].model_dir, arguments.get('checkpoint_path'))
 
 
-def _explained(method: Any) -> Any:
+def _explains_checkpoint_errors(method: Any) -> Any:
     """A method of Estimator's whose errors with checkpoints are explained."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _explanation(method, *args, **kwargs):
+        with _checkpoint_errors(method, *args, **kwargs):
             return method(*args, **kwargs)
 
     return call
@@ -90,15 +90,15 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         compat.check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
 
-    evaluate = _explained(EstimatorV2.evaluate)
-    export_saved_model = _explained(EstimatorV2.export_saved_model)
-    experimental_export_all_saved_models = _explained(
+    evaluate = _explains_checkpoint_errors(EstimatorV2.evaluate)
+    export_saved_model = _explains_checkpoint_errors(EstimatorV2.export_saved_model)
+    experimental_export_all_saved_models = _explains_checkpoint_errors(
         EstimatorV2.experimental_export_all_saved_models
     )
 
     @functools.wraps(EstimatorV2.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        with _explanation(EstimatorV2.predict, self, *args, **kwargs):
+        with _checkpoint_errors(EstimatorV2.predict, self, *args, **kwargs):
             yield from super().predict(*args, **kwargs)
 
 
@@ -219,7 +219,8 @@ def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: A
     if getattr(model_fn, '__self__', None) is estimator:
         model_fn = types.MethodType(model_fn.__func__, several)
     model_fn = replicate(devices=devices, **options)(model_fn)
-    # The settings as the estimator has understood them; the argument isn't kept.
+    # Estimator keeps no warm_start_from, only the settings made of it; and a model_fn that takes no
+    # params may be given none.
     settings = estimator._params or None, estimator._warm_start_settings
     Estimator.__init__(several, model_fn, estimator.model_dir, estimator.config, *settings)
     return several

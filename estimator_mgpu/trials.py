@@ -86,7 +86,7 @@ class Call(NamedTuple):
         )
 
     def key(self) -> Hashable:
-        """Is the same of ops that do the same with inputs of the same shapes."""
+        """A key that two ops share if they do the same with inputs of the same shapes."""
         attrs = self.op.node_def.attr
         own = [(name, attrs[name].SerializeToString()) for name in sorted(attrs) if name[0] != '_']
         given = [
@@ -176,7 +176,7 @@ class Dimension(NamedTuple):
 
 
 def _dimensions(call: Call, towers: int) -> Iterator[Dimension]:
-    """Yields the dimensions that an op's rule names, which it's asked for with rows along each."""
+    """Yields the dimensions that a rule names, asked with the examples along each in turn."""
     found = set()
     for index, value in enumerate(call.values):
         places = [(at, False) for at in range(0 if value is None else value.ndim)]
@@ -261,7 +261,9 @@ def _may_be_sizes(value: Any) -> bool:
 
 def _trials(dimension: Dimension, alone: tf.Operation) -> Iterator[Trial]:
     """Yields the ways to shard an op along a dimension."""
-    with contextlib.suppress(ValueError):  # It doesn't take more entries than its only one.
+    # An op may take no more than the only entry that it was given.
+    refused = (ValueError,) if dimension.size == 1 else ()
+    with contextlib.suppress(*refused):
         yield Trial(dimension, alone)
         yield Trial(dimension, alone, static=True)
     if len(dimension.axes) + len(dimension.positions) > 1:
@@ -445,6 +447,7 @@ def session_of(towers: int) -> Iterator[tf.Session]:
 
 def assert_same(found: np.ndarray, expected: np.ndarray, numbers: bool = True) -> None:
     """Fails if arrays differ in shape or dtype, or in numbers by more than rounding."""
+    found, expected = _array(found), _array(expected)
     np.testing.assert_equal((found.dtype, found.shape), (expected.dtype, expected.shape))
     if numbers and expected.dtype.kind in 'fc':
         sizes = np.abs(expected[np.isfinite(expected)]).astype(np.float64)

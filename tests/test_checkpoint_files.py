@@ -333,3 +333,26 @@ def test_checkpoints_of_tensorflow_1(tmp_path):
         checkpoints.check(str(tmp_path))
     (tmp_path / 'model.ckpt-1-00000-of-00001').write_text('')
     checkpoints.check(str(tmp_path))
+
+
+def test_errors_of_other_files(tmp_path):
+    """A directory that the input reads as a file, though the model_dir is in it."""
+
+    def reads_a_directory():
+        lines = tf.data.TextLineDataset(str(tmp_path))
+        return lines.map(lambda line: (tf.zeros([3]), tf.zeros([1]))).batch(2)
+
+    estimator = estimator_in(tmp_path / 'model')
+    with pytest.raises(tf.errors.FailedPreconditionError) as info:
+        estimator.train(reads_a_directory)
+    assert info.value.op.type == 'IteratorGetNext' and "can't be written" not in str(info.value)
+
+
+def test_a_directory_in_the_place_of_data(model_dir):
+    """It can't be read, whatever TensorFlow calls that."""
+    (model_dir / DATA).unlink()
+    (model_dir / DATA).mkdir()
+    with pytest.raises(tf.errors.FailedPreconditionError) as info:
+        estimator_in(model_dir).evaluate(input_fn, steps=1)
+    assert info.match(f"The checkpoint {model_dir}/{LAST} can't be read: .*; Is a directory")
+    assert f'{BEFORE} has all its files: to go on from it, remove the checkpoint' in str(info.value)

@@ -30,8 +30,8 @@ def divide(
 
     `total` is how many rows there are, an int32 scalar, if the graph doesn't know; `before` names
     ops that aren't the model's (the global step, say), which stay as they are. Returns None if the
-    whole graph does, as there are fewer rows than devices, or only ragged tensors and such of
-    unknown rank.
+    whole graph does, as there are fewer rows than devices, or only ragged tensors
+    and tensors of unknown rank.
     """
     sources, static, leaves, unknown = batch
     sparse = [leaf for leaf in leaves.values() if isinstance(leaf, tf.SparseTensor)]

@@ -97,7 +97,7 @@ class Matching:
             return WHOLE  # It's repeated for all rows.
         factor = per_row(dims[axis], way.rows)
         if factor is None and not self._are_as_many(tensor, way.label):
-            return None  # There may be one, which is repeated.
+            return None  # It may have one entry, which the op would repeat.
         return plan.Slice(axis, way.rows, factor or way.factor)
 
     def _are_as_many(self, tensor: tf.Tensor, label: Label) -> bool:

@@ -72,7 +72,7 @@ def transpose(op: tf.Operation, sizes: Sizes) -> Signature:
 
 
 def ensure_shape(op: tf.Operation, sizes: Sizes) -> Signature | None:
-    """Along the dimensions of which it ensures nothing that isn't known: towers ensure the rest.
+    """Sharded along dimensions for which the shape asks nothing new; towers check the others.
 
     What has to be so of all rows is ensured once; what comes out has these rows.
     """

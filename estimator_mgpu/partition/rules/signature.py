@@ -12,8 +12,9 @@ has them along all.
     'n_ = -> n_'             = is what the tower's own op made, whatever that comes to as a whole
     'S+ -> S'                + is as many of the same as the op has
 
-Dimensions with one letter are as large, or of size 1 and repeated. What only a step knows the size
-of, beside rows, isn't sliced, unless its letter is small and TensorFlow itself demands equal sizes.
+Dimensions with one letter are as large, or of size 1 and repeated. An input whose size only a
+step knows isn't sliced beside one with rows, unless its letter is lower-case and TensorFlow demands
+equal sizes.
 
 Where it takes more to tell, a rule is a function (op, sizes) that returns such a text, or where
 dimensions have to be worked out a `Signature`, or None where this op can't be divided.
