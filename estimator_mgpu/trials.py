@@ -261,9 +261,7 @@ def _may_be_sizes(value: Any) -> bool:
 
 def _trials(dimension: Dimension, alone: tf.Operation) -> Iterator[Trial]:
     """Yields the ways to shard an op along a dimension."""
-    # An op may take no more than the only entry that it was given.
-    refused = (ValueError,) if dimension.size == 1 else ()
-    with contextlib.suppress(*refused):
+    with contextlib.suppress(_NotTaken):
         yield Trial(dimension, alone)
         yield Trial(dimension, alone, static=True)
     if len(dimension.axes) + len(dimension.positions) > 1:
@@ -271,6 +269,10 @@ def _trials(dimension: Dimension, alone: tf.Operation) -> Iterator[Trial]:
             yield Trial(dimension, alone, whole=index)
             if _repeats(dimension, [index]):
                 yield Trial(dimension, alone, whole=index, one=True)
+
+
+class _NotTaken(Exception):
+    """An op takes no more than the only entry that it was given along a dimension."""
 
 
 class Trial:
@@ -295,7 +297,10 @@ class Trial:
         self.sources: dict[int, tf.Tensor] = {}
         self._fed: tf.Tensor | None = None  # what is whole, if its size isn't known
         inputs = [self._input(i) for i in range(len(dimension.call.values))]
-        self.op = copy_of(dimension.call.op, inputs)
+        try:
+            self.op = copy_of(dimension.call.op, inputs)
+        except ValueError as error:  # TensorFlow's, of shapes
+            raise _NotTaken from error
 
     def _input(self, index: int) -> tf.Tensor:
         """What the copy is given for an input."""
