@@ -173,8 +173,6 @@ class Task:
         while not met:
             self.wait(answering=self.leads)
             try:
-                if not self.leads:
-                    self._check_alone()
                 for task in self.others:
                     self._check(task)
                 self._lead()
@@ -240,6 +238,8 @@ class Task:
         """Lets a RunConfig train on all machines, with a hook and a listener."""
         self._restarts, self._model_dir = Restarts(self.limit), config.model_dir
         seconds = config.session_config.operation_timeout_in_ms / 1000
+        if not self.leads:
+            self._check_alone()
         if self._model_dir not in self._model_dirs:
             ending.leave(self._model_dir, ending.Ending(self.incarnation))
             self._model_dirs.append(self._model_dir)

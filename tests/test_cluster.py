@@ -329,13 +329,17 @@ def test_a_step_that_takes_too_long(make):
 
 
 class Network:
-    """A bridge, and hosts at it that have an address each, or take that of another one."""
+    """A bridge, and hosts at it that have an address each, or take that of another one.
+
+    Tests that run at the same time have networks of their own, of addresses that are for tests.
+    """
 
     def __init__(self):
         self.name = f'em{os.getpid() % 100_000}'
+        self.network = f'198.18.{os.getpid() % 256}'
         self.hosts = []
         self.ip(f'link add {self.name} type bridge')
-        self.ip(f'addr add 10.213.0.254/24 dev {self.name}')
+        self.ip(f'addr add {self.network}.254/24 dev {self.name}')
         self.ip(f'link set {self.name} up')
 
     def ip(self, arguments):
@@ -356,13 +360,16 @@ class Network:
         """Takes an address from one host, if it has it, and gives it to another one."""
         if host is not None:
             self.ip(f'-n {self.hosts[host]} addr del {address}/24 dev eth')
-            self.ip(f'-n {self.hosts[host]} addr add 10.213.0.{100 + host}/24 dev eth')
+            self.ip(f'-n {self.hosts[host]} addr add {self.network}.{100 + host}/24 dev eth')
         self.ip(f'-n {self.hosts[to]} addr add {address}/24 dev eth')
         self.ip(f'neigh flush dev {self.name}')
 
     def cable(self, host, state):
         """Cuts a host's cable (`down`), or mends it (`up`)."""
         self.ip(f'link set {self.hosts[host]} {state}')
+
+    def address(self, number):
+        return f'{self.network}.{number}'
 
     def close(self):
         for host in self.hosts:
@@ -382,10 +389,11 @@ def network():
 def test_a_cable_that_is_cut_for_a_while(make, network, one_device):
     """No packet gets through, and nobody hears of that; then the step goes on."""
     host = network.host()
-    network.move('10.213.0.1', None, 0)
+    here, there = network.address(254), network.address(1)
+    network.move(there, None, 0)
     two = make(chief=1, worker=1)
     ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
-    two.jobs = {'chief': [f'10.213.0.254:{ports[0]}'], 'worker': [f'10.213.0.1:{ports[1]}']}
+    two.jobs = {'chief': [f'{here}:{ports[0]}'], 'worker': [f'{there}:{ports[1]}']}
     worker, chief = two.start('worker', within=host), two.start('chief', sleep=0.3)
     chief.says('STEP 7\n')
     network.cable(0, 'down')
@@ -402,18 +410,19 @@ def test_a_cable_that_is_cut_for_a_while(make, network, one_device):
 def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
     """As it goes on, at another address, it ends, and leaves the training to the other one."""
     first, second = network.host(), network.host()
-    network.move('10.213.0.1', None, 0)
+    here, there = network.address(254), network.address(1)
+    network.move(there, None, 0)
     three = make(chief=1, worker=2)
     ports = [address.rpartition(':')[2] for tasks in three.jobs.values() for address in tasks]
     three.jobs = {
-        'chief': [f'10.213.0.1:{ports[0]}'],
-        'worker': [f'10.213.0.254:{port}' for port in ports[1:]],
+        'chief': [f'{there}:{ports[0]}'],
+        'worker': [f'{here}:{port}' for port in ports[1:]],
     }
     workers = [three.start('worker', index) for index in range(2)]
     stopped = three.start('chief', within=first, sleep=0.3)
     stopped.says('STEP 7\n')
     stopped.send_signal(signal.SIGSTOP)
-    network.move('10.213.0.1', 0, 1)
+    network.move(there, 0, 1)
     chief = three.start('chief', within=second, sleep=1.5)
     chief.says('STEP 7\n')
     stopped.send_signal(signal.SIGCONT)
