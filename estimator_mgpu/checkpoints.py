@@ -76,6 +76,11 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
         check(model_dir)
     else:
         check_name(path)
+        if tf.io.gfile.isdir(path):
+            raise ValueError(
+                f'checkpoint_path={path!r} is a directory. Give a checkpoint in it: '
+                f'tf.train.latest_checkpoint({path!r}), say.'
+            )
     if warm_start is not None:  # from a directory, or from a checkpoint
         check_name(warm_start.ckpt_to_initialize_from)
         check(warm_start.ckpt_to_initialize_from)
@@ -88,7 +93,9 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
             raise _unreadable(error, _restored(error) or path or _last(model_dir)) from error
         # Summaries are written without an op.
         writes = _op_type(error) in (None, *SAVING) and isinstance(error, _WRITING)
-        if not writes or not _concerns(_reason(error), model_dir):
+        # TensorFlow's own have 'FILE; No space left on device', say; others may be anybody's.
+        named = '; ' in _reason(error) or not isinstance(error, RuntimeError)
+        if not (writes and named) or not _concerns(_reason(error), model_dir):
             raise
         raise _unwritable(error, model_dir) from error
 

@@ -22,6 +22,9 @@ from estimator_mgpu.partition.homes import home_of
 from estimator_mgpu.partition.rules import kinds
 from estimator_mgpu.partition.waits import has_effect, ordered
 
+# What passes a variable on, into loops and branches of TensorFlow 1, say.
+_PASSING = (*kinds.ENTER, *kinds.MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
+
 
 def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
     """Lists the dense tensors that a batch consists of; those of sparse and ragged ones, too."""
@@ -30,45 +33,74 @@ def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
 
 
 def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
-    """Lets each op with an effect wait for the batch, if a step needs both of them.
+    """Lets what writes to variables and tables wait for the batch, if a step needs both of them.
 
     A step is what an `EstimatorSpec` has, or what a hook runs that follows from the batch, such as
-    a train op of its own. What is run without a batch is left alone (initializers, queue runners),
-    and what the batch itself is made by.
+    a train op of its own. All else stays as it is: what is run without a batch (initializers, what
+    a hook writes by itself), what the batch itself is made by, random numbers, queues, iterators
+    and Python functions.
 
     Args:
       graph: a finished one, divided or not.
       batch: the tensors of the features and labels that the model_fn was given. A batch that
-        can't end, of constants or of what is fed, holds nothing.
+        can't end, of constants or of what is there to be fed, holds nothing.
       spec: the `EstimatorSpec` of the model_fn.
     """
-    parts = [part.op for tensor in batch for part in parts_of(tensor)]
-    batch_ops = [op for op in dict.fromkeys(parts) if any(map(has_effect, private.backward([op])))]
-    if batch_ops:
-        _wait(graph, _writes_to_hold(graph, batch_ops, spec), batch_ops)
+    parts = list(dict.fromkeys(part for tensor in batch for part in parts_of(tensor)))
+    results = _ops_of(spec)
+    needed = private.backward(results)
+    # What a step doesn't need isn't run for it. Where hooks run all steps, it's what has users.
+    used = [t for t in parts if t.op in needed] or [t for t in parts if t.consumers()]
+    used = [t for t in used if _may_end(t)]
+    if used:
+        _wait(graph, _writes_to_hold(graph, used, results), used)
+
+
+def _may_end(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is made by an op such as an iterator's, and isn't there to be fed."""
+    return tensor.op.type not in kinds.FED and any(map(has_effect, private.backward([tensor.op])))
 
 
 def _writes_to_hold(
-    graph: tf.Graph, batch_ops: Sequence[tf.Operation], spec: Any
+    graph: tf.Graph, batch: Sequence[tf.Tensor], results: Sequence[tf.Operation]
 ) -> list[tf.Operation]:
-    """The ops that have to wait for those that give the batch, in the graph's order."""
-    before_batch = private.backward(batch_ops)
+    """The ops that have to wait for a batch, in the graph's order."""
+    before_batch = private.backward([tensor.op for tensor in batch])
     sources = [op for op in before_batch if has_effect(op)]  # almost always one: an iterator's
     waiting_already = set.intersection(*map(_after, sources))
     step = _followers(sources)
-    results = _ops_of(spec)
     if not step.isdisjoint(results):
         step.update(results)
 
     loops = _loops(graph)
     held: dict[tf.Operation, None] = {}  # a dict, for its order
     for op in graph.get_operations():
-        if op in waiting_already or op in before_batch or not has_effect(op):
+        if op in waiting_already or op in before_batch or not _writes(op):
             continue
         if not step.isdisjoint(_followers([op], until=step)):
             # An op within a loop can't wait for one outside: where the loop begins waits.
             held.update(dict.fromkeys(loops.get(op, [op])))
     return [op for op in held if op not in before_batch]
+
+
+def _writes(op: tf.Operation) -> bool:
+    """Whether an op, or a function that it calls, writes to a variable or a table."""
+    if not has_effect(op) or op.type in kinds.LOOKUPS:
+        return False
+    if op.type in kinds.CALLERS:
+        graphs = private.function_graphs(op)
+        inside = [inner for graph in graphs for inner in graph.get_operations()]
+        return any(map(_writes, inside)) or not graphs
+    return any(map(_is_state, op.inputs))
+
+
+def _is_state(tensor: tf.Tensor) -> bool:
+    """Whether a tensor refers to a variable or a table, or to an argument of a function."""
+    maker = tensor.op
+    while maker.type in _PASSING and maker.inputs:
+        maker = maker.inputs[0].op
+    refers = tensor.dtype == tf.resource or private.is_reference(tensor)
+    return refers and (maker.type in kinds.STATE or maker.type in kinds.FED)
 
 
 def _ops_of(spec: Any) -> list[tf.Operation]:
@@ -136,18 +168,21 @@ def _loops(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
     return {op: entries[frame[0]] for op, frame in frames.items() if frame}
 
 
-def _wait(
-    graph: tf.Graph, writes: Sequence[tf.Operation], batch_ops: Sequence[tf.Operation]
-) -> None:
-    """Lets writes wait for the ops that have the batch, by one op on each device."""
-    host = batch_ops[0].device
+def _wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[tf.Tensor]) -> None:
+    """Lets writes wait for the batch, by one op on each device.
+
+    That waits for the values of the batch rather than for the ops that make them, which don't run
+    where a hook feeds the values (unless TensorFlow's own optimizer of graphs undoes that).
+    """
+    host = batch[0].device
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'):
         there: dict[str, tf.Operation] = {}
         for write in writes:
             device = home_of(write) or host
             if host not in there:
-                with tf.device(host or None), tf.control_dependencies(batch_ops):
-                    there[host] = tf.no_op('is_there')
+                with tf.device(host or None):
+                    with tf.control_dependencies([tf.identity(t, 'is_there') for t in batch]):
+                        there[host] = tf.no_op('is_there')
             if device not in there:
                 with tf.device(device or None), tf.control_dependencies([there[host]]):
                     there[device] = tf.no_op('is_there')

@@ -45,10 +45,14 @@ class TowerOptimizer:
         setattr(graph, _RECORD, [*getattr(graph, _RECORD, []), applied])
         return super().apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
-    @property  # type: ignore[misc]
+    @property
     def __class__(self) -> type:
         """The optimizer's own class, as on one device; `type` tells of a `TowerOptimizer`."""
         return vars(type(self)).get('_own_class', type(self))
+
+    @__class__.setter
+    def __class__(self, other: type) -> None:
+        object.__dict__['__class__'].__set__(self, other)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Makes copies of its own class, which pickle finds by its name, and adopts them."""

@@ -338,3 +338,85 @@ def test_batches_that_go_through_a_queue(behavior):
             coordinator.request_stop()
             coordinator.join(threads)
             assert sess.run(rows) == 2 * (2 * ROWS + 7)
+
+
+def with_noise(features, labels, mode):
+    """Random numbers, in an initial value, too; and a feature that isn't used."""
+    start = tf.random.uniform([3, 1], seed=5)
+    noise = tf.reduce_sum(tf.random.normal([4], seed=1), name='noise')
+    shifted = tf.get_variable('shifted', initializer=start)
+    loss = error_of(features, labels) + tf.reduce_sum(tf.square(shifted - start)) + 0 * noise
+    return spec_of(mode, loss, momentum(loss), counter('counted').assign_add(1.0))
+
+
+class Runs(tf.train.SessionRunHook):
+    """Runs something by itself, after each step and at the end."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def after_run(self, run_context, run_values):
+        run_context.session.run(self.name)
+
+    def end(self, session):
+        session.run(self.name)
+
+
+@pytest.mark.parametrize('devices', [1, 2])
+def test_what_hooks_run_by_themselves(devices, behavior):
+    """Takes no batch, if it needs none."""
+
+    def input_fn():
+        unused = tf.data.make_one_shot_iterator(tf.data.Dataset.range(3)).get_next()
+        features, labels = tf.data.make_one_shot_iterator(dataset()).get_next()
+        return ({**features, 'unused': unused} if devices == 1 else features), labels
+
+    estimator = estimator_mgpu.Estimator(with_noise, devices=devices)
+    estimator.train(input_fn, [Runs('noise:0')])
+    assert estimator.get_variable_value('counted') == STEPS
+    assert estimator.get_variable_value('global_step') == STEPS
+
+
+class Feeds(tf.train.SessionRunHook):
+    """Feeds batches in the place of those that the input has, which is at its end."""
+
+    def before_run(self, run_context):
+        return tf.train.SessionRunArgs(None, {'x:0': floats(4, 3), 'y:0': floats(4, 1)})
+
+
+@pytest.mark.parametrize('devices', [1, 2])
+def test_batches_that_a_hook_feeds(devices, behavior):
+    def input_fn():
+        empty = dataset().map(lambda features, labels: (features['x'], labels)).take(0)
+        x, y = tf.data.make_one_shot_iterator(empty).get_next()
+        x = tf.placeholder_with_default(x, [None, 3], 'x')
+        return {'x': x}, tf.placeholder_with_default(y, [None, 1], 'y')
+
+    def model_fn(features, labels, mode):
+        loss = error_of(features, labels)
+        return spec_of(mode, loss, momentum(loss), counter('counted').assign_add(1.0))
+
+    estimator = estimator_mgpu.Estimator(model_fn, devices=devices)
+    estimator.train(input_fn, [Feeds()], steps=STEPS)
+    assert estimator.get_variable_value('counted') == STEPS
+
+
+def test_a_queue_that_the_step_itself_fills(tmp_path):
+    """Its batch is what an earlier step put into it."""
+
+    def input_fn():
+        queue = tf.FIFOQueue(9, [tf.float32], [[4, 3]], shared_name='filled')
+        first = queue.enqueue(floats(4, 3))
+        tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, first)
+        tf.add_to_collection('queue', queue)
+        return {'x': queue.dequeue()}, floats(4, 1)
+
+    def model_fn(features, labels, mode):
+        [queue] = tf.get_collection('queue')
+        loss = error_of(features, labels)
+        count = counter('counted').assign_add(1.0)
+        return spec_of(mode, loss, momentum(loss), queue.enqueue(floats(4, 3, seed=1)), count)
+
+    estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), devices=2)
+    estimator.train(input_fn, steps=STEPS)
+    assert estimator.get_variable_value('counted') == STEPS

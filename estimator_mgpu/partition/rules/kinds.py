@@ -32,4 +32,13 @@ REFERENCES = (
 )
 """What takes a reference, such as a variable of TensorFlow 1's kind, and leaves it as it is."""
 KEEPS = ('AssignVariableOp', 'SaveV2')  # may keep a variable's value beyond the step
+STATE = (
+    *('VarHandleOp', 'Variable', 'VariableV2'),
+    *('HashTableV2', 'MutableDenseHashTableV2', 'MutableHashTableV2'),
+    *('MutableHashTableOfTensorsV2', 'ConditionalAccumulator', 'SparseConditionalAccumulator'),
+    'ResourceConditionalAccumulator',
+)
+"""What makes a variable, a table or an accumulator: they keep what is written to them."""
+LOOKUPS = ('LookupTableExportV2', 'LookupTableFindV2', 'LookupTableSizeV2', 'VarIsInitializedOp')
+"""What looks at a table, or whether a variable has a value, and leaves it as it is."""
 FED = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
