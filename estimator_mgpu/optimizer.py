@@ -34,6 +34,11 @@ class TowerOptimizer:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return _wrapped(*args, **kwargs) if cls is TowerOptimizer else super().__new__(cls)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Tells an optimizer's own class, which may list its subclasses, only of a user's."""
+        if '_own_class' not in vars(cls):
+            super().__init_subclass__(**options)
+
     def __init__(self, *args: Any, **kwargs: Any):
         if not hasattr(self, '_tower_optimizer'):  # Otherwise it was given to the constructor.
             super().__init__(*args, **kwargs)

@@ -356,3 +356,19 @@ def test_a_directory_in_the_place_of_data(model_dir):
         estimator_in(model_dir).evaluate(input_fn, steps=1)
     assert info.match(f"The checkpoint {model_dir}/{LAST} can't be read: .*; Is a directory")
     assert f'{BEFORE} has all its files: to go on from it, remove the checkpoint' in str(info.value)
+
+
+def test_errors_of_hooks(tmp_path):
+    """Whatever file of the model_dir they speak of."""
+
+    class Fails(tf.train.SessionRunHook):
+        def begin(self):
+            raise RuntimeError(f'{tmp_path}/vocabulary was not found')
+
+    with pytest.raises(RuntimeError, match='/vocabulary was not found$'):
+        estimator_in(tmp_path).train(input_fn, [Fails()])
+
+
+def test_a_directory_in_the_place_of_a_checkpoint(model_dir):
+    with pytest.raises(ValueError, match=f"{model_dir}' is a directory. Give a checkpoint in it"):
+        estimator_in(model_dir).evaluate(input_fn, 1, checkpoint_path=str(model_dir))

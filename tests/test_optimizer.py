@@ -112,3 +112,28 @@ def test_current_tower_is_gone():
         estimator_mgpu.current_tower  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         estimator_mgpu.nothing  # noqa: B018
+
+
+def test_a_class_that_is_told_of_its_subclasses():
+    """It's told of a user's, and not of what makes its optimizers tower optimizers."""
+    known = []
+
+    class Listed(tf.train.GradientDescentOptimizer):
+        def __init_subclass__(cls, name):
+            known.append(name)
+
+    class Own(Listed, name='own'):
+        pass
+
+    assert isinstance(estimator_mgpu.TowerOptimizer(Own(0.1)), Own)
+    assert known == ['own']
+
+
+def test_an_optimizer_that_becomes_another():
+    optimizer = estimator_mgpu.TowerOptimizer(tf.train.GradientDescentOptimizer(0.1))
+
+    class Other(tf.train.GradientDescentOptimizer):
+        pass
+
+    optimizer.__class__ = Other
+    assert type(optimizer) is Other
