@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import private
+from estimator_mgpu.partition.rules import kinds
 
 # TensorFlow's errors of a file that can't be written, and of one that can't be read.
 _WRITING = (
@@ -23,8 +24,6 @@ _WRITING = (
 _READING = (tf.errors.DataLossError, tf.errors.NotFoundError, tf.errors.OutOfRangeError)
 # Also of one that can't be read, if it's an op that restores variables which fails.
 _RESTORING = (*_READING, tf.errors.FailedPreconditionError, tf.errors.PermissionDeniedError)
-# Types of ops that write checkpoints.
-SAVING = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')
 # What TensorFlow puts before a reason: the task, how many errors there are, and which this is.
 _FROM = re.compile(r'From /job:|\d+ root error\(s\) found')
 _FIRST = re.compile(r'\s*\(0\) [A-Z_ ]+: ')
@@ -87,12 +86,12 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
     try:
         yield
     except (*_RESTORING, *_WRITING) as error:
-        if _op_type(error) == 'RestoreV2':
+        if _op_type(error) == kinds.RESTORE:
             if not isinstance(error, _RESTORING) or _of_other_variables(error):
                 raise
             raise _unreadable(error, _restored(error) or path or _last(model_dir)) from error
         # Summaries are written without an op.
-        writes = _op_type(error) in (None, *SAVING) and isinstance(error, _WRITING)
+        writes = _op_type(error) in (None, *kinds.SAVING) and isinstance(error, _WRITING)
         # TensorFlow's own have 'FILE; No space left on device', say; others may be anybody's.
         named = '; ' in _reason(error) or not isinstance(error, RuntimeError)
         if not (writes and named) or not _concerns(_reason(error), model_dir):

@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import checkpoints, ending, private, reach
+from estimator_mgpu import ending, private, reach
 from estimator_mgpu.cluster_config import JOBS as _JOBS
 from estimator_mgpu.devices import CHIEF, machine_of, spec_of
 from estimator_mgpu.notes import Notes
+from estimator_mgpu.partition.rules import kinds
 from estimator_mgpu.reach import listens as _listens
 from estimator_mgpu.restarts import Restarts
 from estimator_mgpu.watch import Watch
@@ -470,7 +471,7 @@ def saving_tasks(graph: tf.Graph) -> set[str]:
     has a task save what it finds there itself: variables of the kind before resource variables, and
     variables and iterators that a program has put there.
     """
-    return {machine_of(op.device) for op in graph.get_operations() if op.type in checkpoints.SAVING}
+    return {machine_of(op.device) for op in graph.get_operations() if op.type in kinds.SAVING}
 
 
 def pin(graph: tf.Graph) -> None:

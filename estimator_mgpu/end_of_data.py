@@ -22,9 +22,6 @@ from estimator_mgpu.partition.homes import home_of
 from estimator_mgpu.partition.rules import kinds
 from estimator_mgpu.partition.waits import has_effect, ordered
 
-# What passes a variable on, into loops and branches of TensorFlow 1, say.
-_PASSING = (*kinds.ENTER, *kinds.MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
-
 
 def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
     """Lists the dense tensors that a batch consists of; those of sparse and ragged ones, too."""
@@ -97,7 +94,7 @@ def _writes(op: tf.Operation) -> bool:
 def _is_state(tensor: tf.Tensor) -> bool:
     """Whether a tensor refers to a variable or a table, or to an argument of a function."""
     maker = tensor.op
-    while maker.type in _PASSING and maker.inputs:
+    while maker.type in kinds.PASSING and maker.inputs:
         maker = maker.inputs[0].op
     refers = tensor.dtype == tf.resource or private.is_reference(tensor)
     return refers and (maker.type in kinds.STATE or maker.type in kinds.FED)

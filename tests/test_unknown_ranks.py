@@ -152,8 +152,10 @@ def test_rows_that_are_ensured(preprocess):
     """It's ensured of the whole batch, whatever towers have of it."""
     ours, _ = compare(nine_rows, even(), 2, preprocess=preprocess, static=False)
     assert 'EnsureShape' in plan_of(ours).once and 'net/MatMul' in plan_of(ours).ops
+    # Which op finds out first is chance, on one device as well.
+    match = r'not compatible with expected|Incompatible shapes: .(9,1. vs. .8|8,1. vs. .9),1'
     for towers in (0, 2):
-        with pytest.raises(tf.errors.InvalidArgumentError, match='not compatible with expected'):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=match):
             train(nine_rows, batches(8), towers, preprocess=preprocess, static=False)
 
 

@@ -32,6 +32,10 @@ REFERENCES = (
 )
 """What takes a reference, such as a variable of TensorFlow 1's kind, and leaves it as it is."""
 KEEPS = ('AssignVariableOp', 'SaveV2')  # may keep a variable's value beyond the step
+PASSING = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
+"""What passes a variable on, into loops and branches of TensorFlow 1, say."""
+SAVING = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')  # write checkpoints
+RESTORE = 'RestoreV2'  # reads one
 STATE = (
     *('VarHandleOp', 'Variable', 'VariableV2'),
     *('HashTableV2', 'MutableDenseHashTableV2', 'MutableHashTableV2'),
