@@ -18,11 +18,10 @@ from typing import Any, NoReturn
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import ending, private, reach
-from estimator_mgpu.cluster_config import JOBS as _JOBS
+from estimator_mgpu.cluster_config import JOBS
 from estimator_mgpu.devices import CHIEF, machine_of, spec_of
 from estimator_mgpu.notes import Notes
 from estimator_mgpu.partition.rules import kinds
-from estimator_mgpu.reach import listens as _listens
 from estimator_mgpu.restarts import Restarts
 from estimator_mgpu.watch import Watch
 
@@ -68,7 +67,7 @@ class Task:
         self._exit: Any = None  # what sys.exit() was called with
         self._trains = False
         self.terminated = 0.0
-        jobs = {job: spec.job_tasks(job) for job in spec.jobs if job in _JOBS}
+        jobs = {job: spec.job_tasks(job) for job in spec.jobs if job in JOBS}
         # Else to close a session would wait, in silence, for a task that has gone.
         os.environ.setdefault('GRPC_FAIL_FAST', 'true')
         try:
@@ -147,7 +146,7 @@ class Task:
 
     def listens(self, task: str) -> bool:
         """Whether there is a process at a task's address, maybe one that is stopped."""
-        return _listens(self.addresses[task])
+        return reach.listens(self.addresses[task])
 
     def notes_on(self, task: str, seconds: float = 3) -> Notes:
         """Returns the notes on a task; each call of its session has a time limit."""
@@ -161,7 +160,7 @@ class Task:
         """Waits for all tasks, and returns the devices of each; fails if they don't fit."""
         self._meet()
         # Servers keep tables, say, from one session to the next, in a container of the job's name.
-        tf.Session.reset(self.server.target, [*_JOBS])
+        tf.Session.reset(self.server.target, [*JOBS])
         with tf.Session(self.server.target) as session:
             specs = [spec_of(d.name).replace(replica=None) for d in session.list_devices()]
         names = [spec.to_string() for spec in specs if spec.device_type in ('CPU', 'GPU')]
@@ -305,15 +304,19 @@ class Task:
         self._trains = True
         with Notes(self.name, self.server.target, seconds=0) as notes:
             notes.write('cluster', json.dumps(self.addresses))
-            asks = time.monotonic() + _EVERY
-            checks = time.monotonic()
+            asks_chief_at = time.monotonic() + _EVERY
+            checks_alone_at = time.monotonic()
             while not (end := self._end_in(notes)):
                 now = time.monotonic()
-                self.wait([CHIEF], lambda: self._end_in(notes), answering=now > asks)
-                asks = now + _EVERY if now > asks else asks
-                if now >= checks:
+                asks_chief = now > asks_chief_at
+                self.wait([CHIEF], lambda: self._end_in(notes), answering=asks_chief)
+                if asks_chief:
+                    asks_chief_at = now + _EVERY
+
+                if now >= checks_alone_at:
                     self._check_alone()
-                    checks = time.monotonic() + _EVERY
+                    checks_alone_at = time.monotonic() + _EVERY
+
                 if self.terminated and time.monotonic() > self.terminated + _GRACE:
                     raise SystemExit(_TERMINATED)
                 time.sleep(1)
@@ -441,13 +444,13 @@ def follower(config: Any) -> ending.Follower | None:
     if config.task_type != 'evaluator' or not cluster.get('chief'):
         return None
     limit = config.session_creation_timeout_secs
-    return ending.Follower(config.model_dir, cluster['chief'][0], limit, _listens)
+    return ending.Follower(config.model_dir, cluster['chief'][0], limit, reach.listens)
 
 
 def addresses(config: Any) -> dict[str, str]:
     """Returns a RunConfig's tasks, the chief first, each with its address."""
     jobs = config.cluster_spec.as_dict()
-    return {f'/job:{job}/task:{i}': a for job in _JOBS for i, a in enumerate(jobs.get(job, ()))}
+    return {f'/job:{job}/task:{i}': a for job in JOBS for i, a in enumerate(jobs.get(job, ()))}
 
 
 def hold(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:

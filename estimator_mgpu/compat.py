@@ -52,6 +52,16 @@ def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, 
     return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
 
 
+def global_step_of(estimator: Any, graph: tf.Graph) -> Any:
+    """Returns the global step that an estimator makes to train; None if its model brings one."""
+    return estimator._create_and_assert_global_step(graph)
+
+
+def spec_of(estimator: Any, features: Any, labels: Any, mode: str) -> Any:
+    """Returns what an estimator's model_fn gives, called as the estimator calls it."""
+    return estimator._call_model_fn(features, labels, mode, estimator.config)
+
+
 def legacy_keras_remedy(error: Exception) -> str | None:
     """Returns what to do about an error of Keras 2 code that met Keras 3; None for other errors."""
     if not re.search(_KERAS_ERRORS, str(error)):

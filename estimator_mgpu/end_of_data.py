@@ -33,9 +33,9 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
     """Lets what writes to variables and tables wait for the batch, if a step needs both of them.
 
     A step is what an `EstimatorSpec` has, or what a hook runs that follows from the batch, such as
-    a train op of its own. All else stays as it is: what is run without a batch (initializers, what
-    a hook writes by itself), what the batch itself is made by, random numbers, queues, iterators
-    and Python functions.
+    a train op of its own. These don't wait: initializers, writes that only a hook runs, what the
+    batch itself is made by, random numbers, queues, iterators and Python functions. A write that
+    waits takes a batch wherever it runs, also if a hook runs it by itself.
 
     Args:
       graph: a finished one, divided or not.
@@ -44,9 +44,13 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
       spec: the `EstimatorSpec` of the model_fn.
     """
     parts = list(dict.fromkeys(part for tensor in batch for part in parts_of(tensor)))
+    if not any(map(_may_end, parts)):
+        return
+
     results = _ops_of(spec)
     needed = private.backward(results)
-    # What a step doesn't need isn't run for it. Where hooks run all steps, it's what has users.
+    # A step runs only what it needs of the batch. If the spec's results need nothing of it, hooks
+    # run the steps: then it's what any op uses.
     used = [t for t in parts if t.op in needed] or [t for t in parts if t.consumers()]
     used = [t for t in used if _may_end(t)]
     if used:

@@ -122,11 +122,11 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
     mode = compat.estimator.ModeKeys.TRAIN
     with tf.Graph().as_default() as graph:
         tf.set_random_seed(estimator.config.tf_random_seed)
-        step = estimator._create_and_assert_global_step(graph)
+        step = compat.global_step_of(estimator, graph)
         if step is not None:  # A SavedModel brings its own.
             graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))
         features, labels, _ = compat.features_and_labels(estimator, input_fn, mode)
-        spec = estimator._call_model_fn(features, labels, mode, estimator.config)
+        spec = compat.spec_of(estimator, features, labels, mode)
         variables: Counter[str] = Counter()
         for variable in tf.global_variables():
             variables[variable.device or _NOWHERE] += bytes_of(variable)

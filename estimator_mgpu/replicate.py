@@ -146,10 +146,10 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         broadcast = options['broadcast']
         if config is not None and _is_export((features, labels), mode):
             return _build(model_fn, bound)  # A SavedModel goes anywhere: it names no device.
-        # Before the model_fn, which may take some out of a dict.
+        # What the batch has is looked up before the model_fn, which may take some out of a dict.
         tensors = end_of_data.tensors_of(features, labels)
         if len(towers) == 1:
-            leaves = batch.leaves_of(features, labels, broadcast)  # which the model_fn may pop
+            leaves = batch.leaves_of(features, labels, broadcast)
             spec = _build(model_fn, bound, '' if options['devices'] is None else towers[0])
             step = steps.Step(batch.examples_of(leaves), spec.loss, towers)
         else:

@@ -163,7 +163,8 @@ class Dimension(NamedTuple):
         value = self.call.values[index]
         return np.reshape(self.sizes(index, count), value.shape).astype(value.dtype)
 
-    def __str__(self) -> str:
+    def complaint(self) -> str:
+        """Says that the rule is wrong along the dimension, and what to write instead."""
         op, rule = self.call.op, RULES[self.call.op.type]
         text = f', {rule!r},' if isinstance(rule, str) else ''
         index, at = next(iter([*self.axes.items(), *self.positions.items()]))
@@ -211,8 +212,8 @@ def _dimension(call: Call, signature: Signature, label: Label, towers: int) -> D
     unlike += [n for n in told if n > 0 and size > 0 and n % size and size % n]
     if unlike:
         raise AssertionError(
-            f'{dimension} It has one letter for dimensions of inputs {[*axes, *positions]}, which '
-            f'have {lengths + told} entries.'
+            f'{dimension.complaint()} It has one letter for dimensions of inputs '
+            f'{[*axes, *positions]}, which have {lengths + told} entries.'
         )
     return dimension
 
@@ -229,7 +230,8 @@ def _signature(
 ) -> Signature | None:
     """What an op's rule says if an input has rows along a dimension, or if an entry is as many.
 
-    Sizes of 1 are known or, so that labels of what is repeated stay, `ones` of unknown size.
+    With `ones`, sizes of 1 are given as unknown, so that the rule keeps the label of what the op
+    would repeat.
     """
     sizes = Sizes()
     for tensor, value in zip(call.op.inputs, call.values):
@@ -330,7 +332,7 @@ class Trial:
         """Compares what the op gives sharded and on one device, for several sizes."""
         for rows, whole in self._sizes(len(divided.devices)):
             beside = '' if self._whole is None else f', and {whole} in input {self._whole},'
-            title = f'{self._dimension} With {rows} entries there{beside}'
+            title = f'{self._dimension.complaint()} With {rows} entries there{beside}'
             feed, values = self._feed(rows, whole)
             if divided.total is not None:
                 feed[divided.total] = rows

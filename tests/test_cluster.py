@@ -507,7 +507,7 @@ def task(config_of, monkeypatch):
     monkeypatch.setattr(tf.train, 'Server', lambda *args, **kwargs: None)
     monkeypatch.setattr(signal, 'signal', lambda *args: None)
     monkeypatch.setattr(cluster.Task, '_check_alone', lambda self: None)
-    monkeypatch.setattr(cluster, '_listens', lambda address: False)
+    monkeypatch.setattr(cluster.reach, 'listens', lambda address: False)
     monkeypatch.setattr(cluster, 'time', Clock())
     monkeypatch.setattr(socket, 'getaddrinfo', mock.Mock())  # Any name resolves.
     return cluster.Task(config_of('worker', 0).replace(session_creation_timeout_secs=100))
@@ -525,7 +525,7 @@ def test_waiting(task, caplog, monkeypatch):
         context.setattr(socket, 'getaddrinfo', mock.Mock(side_effect=socket.gaierror))
         with pytest.raises(TimeoutError, match=r'p0:1 \(the name p0 does not resolve\): not reach'):
             task.wait([PS])
-    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'w1:1')
+    monkeypatch.setattr(cluster.reach, 'listens', lambda address: address != 'w1:1')
     caplog.clear()
     task.wait(ended=lambda: cluster.time.now > 1210)
     assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
@@ -533,7 +533,7 @@ def test_waiting(task, caplog, monkeypatch):
         task._terminate(signal.SIGTERM, None)
     with pytest.raises(SystemExit, match='143'):
         task.wait()
-    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(cluster.reach, 'listens', lambda address: True)
     task.wait()
 
 
@@ -569,7 +569,7 @@ def ending_of(chief, error=None, status=0):
 
 @pytest.mark.core
 def test_a_task_that_listens_and_does_not_answer(task, caplog, monkeypatch):
-    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(cluster.reach, 'listens', lambda address: True)
     monkeypatch.setattr(task, 'notes_on', lambda name: Silent() if name == PS else Pad())
     task.wait()
     with pytest.raises(TimeoutError, match=f'^{PS} at p0:1 .there, but without an answer.*100 sec'):
@@ -578,13 +578,23 @@ def test_a_task_that_listens_and_does_not_answer(task, caplog, monkeypatch):
     assert not task.waits
 
 
+@pytest.fixture
+def serves(task, monkeypatch):
+    """Gives the task, which is about to serve, notes of its own, and others theirs."""
+
+    def prepare(own, others=None):
+        monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: own)
+        monkeypatch.setattr(cluster.reach, 'listens', lambda address: True)
+        monkeypatch.setattr(task, 'notes_on', lambda name: others or Pad())
+        task.server = mock.Mock()
+
+    return prepare
+
+
 @pytest.mark.core
-def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
+def test_a_task_that_got_sigterm_serves_on_for_a_while(task, serves, monkeypatch):
     pad = Pad()  # The chief has said nothing.
-    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: pad)
-    monkeypatch.setattr(cluster, '_listens', lambda address: True)
-    monkeypatch.setattr(task, 'notes_on', lambda name: Pad())
-    task.server = mock.Mock()
+    serves(pad)
     sleep = cluster.time.sleep
 
     def sleep_and_terminate(seconds):
@@ -597,31 +607,25 @@ def test_a_task_that_got_sigterm_serves_on_for_a_while(task, monkeypatch):
         task.serve()
     assert cluster.time.now == 1071
     assert json.loads(pad.read('cluster')) == task.addresses
-    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
+    monkeypatch.setattr(cluster.reach, 'listens', lambda address: address != 'c0:1')
     task.terminated = 0
     with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1: not reached'):
         task.serve()
 
 
 @pytest.mark.core
-def test_a_chief_that_is_stopped_is_not_waited_for_for_ever(task, monkeypatch):
-    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: Pad())
-    monkeypatch.setattr(cluster, '_listens', lambda address: True)
-    monkeypatch.setattr(task, 'notes_on', lambda name: Silent())
-    task.server = mock.Mock()
+def test_a_chief_that_is_stopped_is_not_waited_for_for_ever(task, serves):
+    serves(Pad(), Silent())
     with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1 .there, but without an answer'):
         task.serve()
     assert 1000 + 30 + 100 < cluster.time.now < 1000 + 30 + 110
 
 
 @pytest.mark.core
-def test_whose_end_it_is(task, monkeypatch):
+def test_whose_end_it_is(task, serves):
     """A task ends as the chief does that leads it now."""
     pad = Pad(chief='new', end=ending_of('old', 'Boo', 1))
-    monkeypatch.setattr(cluster, 'Notes', lambda name, target, seconds: pad)
-    monkeypatch.setattr(cluster, '_listens', lambda address: True)
-    monkeypatch.setattr(task, 'notes_on', lambda name: Pad())
-    task.server = mock.Mock()
+    serves(pad)
     sleep = cluster.time.sleep
 
     def sleep_and_end(seconds):
@@ -639,7 +643,7 @@ def test_whose_end_it_is(task, monkeypatch):
 def pads(task, monkeypatch, tmp_path):
     """The notes of other tasks, each of which is there; the task leads them."""
     pads = {name: Pad(chief=task.incarnation) for name in task.others}
-    monkeypatch.setattr(cluster, '_listens', lambda address: True)
+    monkeypatch.setattr(cluster.reach, 'listens', lambda address: True)
     monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
     task._model_dirs = [str(tmp_path)]
     ending.leave(str(tmp_path), ending.Ending(task.incarnation))
@@ -663,7 +667,7 @@ def test_all_are_told_of_the_end(task, pads, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, 'last_value', ValueError('Boo'), raising=False)
     task._end()
     assert ending.read(str(tmp_path)) == (task.incarnation, 'ValueError: Boo', 1)
-    monkeypatch.setattr(cluster, '_listens', lambda address: address != 'c0:1')
+    monkeypatch.setattr(cluster.reach, 'listens', lambda address: address != 'c0:1')
     task.tell(None, 5, but=['/job:worker/task:1'])
     statuses = [json.loads(pads[name].read('end'))[2] for name in (CHIEF, '/job:worker/task:1')]
     assert statuses == [1, 1]

@@ -29,7 +29,7 @@ class Sharding:
 
     A tower that has no row computes on the first one instead, and is left out where towers meet. If
     there are no rows at all, no tower has any. `given` is how many there are, an int32 scalar, if
-    `rows` doesn't know; symbol(what a size depends on, tower, or None, dtype) says what that is.
+    `rows` doesn't know; symbol(symbol, tower or None, dtype) gives the value of a size's symbol.
 
     Sizes are worked out in the type of who wants them, as the model does: products are too large
     for int32 where a tensor, or what a model counts, has more than 2 ** 31 entries.
@@ -82,11 +82,9 @@ class Sharding:
 
     def _as(self, rows: Number, dtype: tf.DType) -> Number:
         """A number of rows, an int32 scalar if it isn't known, in another type."""
-        return (
-            rows
-            if isinstance(rows, int)
-            else self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
-        )
+        if isinstance(rows, int):
+            return rows
+        return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
 
     def _times(self, a: Number, b: Number, dtype: tf.DType) -> Number:
         if isinstance(a, int) and isinstance(b, int):

@@ -198,16 +198,16 @@ class Towers:
             return self._sharding_of(symbol).all_rows(dtype)
         name, index = symbol
         tensor, nodes = self.graph.get_tensor_by_name(name), self._nodes
-        of = tensor.dtype.base_dtype
+        own_type = tensor.dtype.base_dtype
         if not isinstance(symbol, Dim):
-            flat = nodes.add('Reshape', [self._whole(tensor), [-1]], nodes.host, T=of)
-            vector = nodes.cast(flat, of, dtype, nodes.host)
+            flat = nodes.add('Reshape', [self._whole(tensor), [-1]], nodes.host, T=own_type)
+            vector = nodes.cast(flat, own_type, dtype, nodes.host)
         elif name in self.plan.placements and name not in self._sources:
             own, to = self._own(tensor, tower or 0), self.devices[tower or 0]
-            vector = nodes.add('Shape', [own], to, T=of, out_type=dtype)
+            vector = nodes.add('Shape', [own], to, T=own_type, out_type=dtype)
         else:
             vector = nodes.add(
-                'Shape', [self._whole(tensor)], self._home(tensor), T=of, out_type=dtype
+                'Shape', [self._whole(tensor)], self._home(tensor), T=own_type, out_type=dtype
             )
         types = {'Tparams': dtype, 'Tindices': tf.int32}
         return nodes.add('Gather', [vector, index], nodes.host, **types)
