@@ -1,13 +1,15 @@
 """Train a TensorFlow Estimator's model_fn on several devices, with the numbers of one."""
 
-from estimator_mgpu.compat import estimator
+from estimator_mgpu.contrib import replicate_model_fn
+from estimator_mgpu.custom_ops.check_rule import check_rule
+from estimator_mgpu.custom_ops.register_rule import register_rule
 from estimator_mgpu.devices import session_config
 from estimator_mgpu.hooks import ProgressHook, ThroughputHook
 from estimator_mgpu.optimizer import TowerOptimizer
-from estimator_mgpu.own_ops import check_rule, register_rule
-from estimator_mgpu.replicate import replicate, replicate_model_fn
+from estimator_mgpu.replicate import replicate
 from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
-from estimator_mgpu.verification import verify
+from estimator_mgpu.tf_internals.tf_estimator import estimator
+from estimator_mgpu.verify import verify
 
 __version__ = '0.2.0'
 

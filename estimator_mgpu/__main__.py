@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import compat, devices
+from estimator_mgpu import devices
+from estimator_mgpu.tf_internals import tf_estimator
 
 PACKAGES = 'tensorflow-estimator', 'tf-keras', 'keras', 'protobuf', 'numpy', 'absl-py', 'tqdm'
 
@@ -56,7 +57,7 @@ def tf_layers() -> str:
         with tf.Graph().as_default():
             tf.layers.dense(tf.zeros([2, 3]), 1)
     except Exception as error:
-        return f'fail: {compat.legacy_keras_remedy(error) or error}'
+        return f'fail: {tf_estimator.legacy_keras_remedy(error) or error}'
     return ''
 
 
@@ -64,14 +65,14 @@ def towers() -> list[str]:
     """Returns the devices to train a step on: all GPUs, but two towers at least."""
     if len(found := devices.resolve(None)) > 1:
         return found
-    return found * 2 if devices.spec_of(found[0]).device_type == 'GPU' else devices.resolve(2)
+    return found * 2 if devices.device_spec(found[0]).device_type == 'GPU' else devices.resolve(2)
 
 
 def _model_fn(features: tf.Tensor, labels: tf.Tensor, mode: str) -> Any:
     hidden = tf.nn.tanh(features @ tf.get_variable('w', [3, 4]))
     loss = tf.reduce_mean(tf.square(hidden @ tf.get_variable('v', [4, 1]) - labels))
     train_op = tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, tf.train.get_global_step())
-    return compat.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    return tf_estimator.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
 
 def _input_fn() -> Any:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
-from estimator_mgpu.partition.rules import RULES, kinds
-from estimator_mgpu.partition.rules.signature import FAMILIES
+from estimator_mgpu.tf_internals import private
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have rows
 _PARTS = '_estimator_mgpu_parts'  # An attribute of the graph.
@@ -29,17 +27,6 @@ class Batch(NamedTuple):
     def unknown_titles(self) -> list[str]:
         """What messages call the leaves of unknown rank."""
         return [_title(path) for path in self.unknown]
-
-    def with_shapes_of_model(self) -> Batch:
-        """Looks at the same leaves after the model_fn, which may have told the shapes of some.
-
-        A shape also counts if it is that of an elementwise result, such as a tf.cast.
-        """
-        for leaf in self.unknown.values():
-            said = _shape_told(leaf) if isinstance(leaf, tf.Tensor) else None
-            if said is not None:
-                leaf.set_shape([None, *said[1:]] if said else [])
-        return _batch_of({**self.leaves, **self.unknown})
 
     def total(self) -> tf.Tensor:
         """How many rows there are, an int32 scalar; fails in a step in which they differ."""
@@ -91,10 +78,10 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
             'There is nothing to divide over the towers: no feature and no label has rows along '
             f'dimension 0. Given: {given}. Let the input_fn give batches, say by dataset.batch().'
         )
-    return _batch_of(found)
+    return batch_of(found)
 
 
-def _batch_of(leaves: dict[Path, Any]) -> Batch:
+def batch_of(leaves: dict[Path, Any]) -> Batch:
     """A batch of what may have rows, by what the graph knows of it now."""
     unknown = {path: leaf for path, leaf in leaves.items() if _rank(leaf) is None}
     found = {path: leaf for path, leaf in leaves.items() if _rank(leaf)}
@@ -143,29 +130,6 @@ def _rank(leaf: Any) -> int | None:
     """Returns how many dimensions it has, if the graph knows; a ragged tensor has 2 at least."""
     least = leaf.ragged_rank + 1 if isinstance(leaf, tf.RaggedTensor) else None
     return least if leaf.shape.rank is None else leaf.shape.rank
-
-
-def _shape_told(tensor: tf.Tensor) -> list[int | None] | None:
-    """Returns the shape that the graph tells of what is made of a tensor entry by entry.
-
-    `tf.ensure_shape` tells it, or `set_shape` of what `tf.cast` returns. What reshapes a tensor
-    doesn't: its dimension 0 may be another one.
-    """
-    stack, seen = [tensor], {tensor.name}
-    while stack:
-        own = stack.pop()
-        for user in own.consumers():
-            entries = user.type == kinds.ENSURE or RULES.get(user.type) == FAMILIES['elementwise']
-            alone = all(t is own or t.shape.rank == 0 for t in user.inputs)
-            if not entries or not alone or private.in_control_flow(user):
-                continue
-            [made] = user.outputs
-            if made.shape.rank is not None:
-                return made.shape.as_list()
-            if made.name not in seen:
-                seen.add(made.name)
-                stack.append(made)
-    return None
 
 
 def _may_have_rows(path: Path, leaf: Any) -> bool:

@@ -11,8 +11,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
-from estimator_mgpu.partition.rules import kinds
+from estimator_mgpu.tf_internals import op_types, private
 
 # TensorFlow's errors of a file that can't be written, and of one that can't be read.
 _WRITING = (
@@ -86,12 +85,12 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
     try:
         yield
     except (*_RESTORING, *_WRITING) as error:
-        if _op_type(error) == kinds.RESTORE:
+        if _op_type(error) == op_types.RESTORE:
             if not isinstance(error, _RESTORING) or _of_other_variables(error):
                 raise
             raise _unreadable(error, _restored(error) or path or _last(model_dir)) from error
         # Summaries are written without an op.
-        writes = _op_type(error) in (None, *kinds.SAVING) and isinstance(error, _WRITING)
+        writes = _op_type(error) in (None, *op_types.SAVING) and isinstance(error, _WRITING)
         # TensorFlow's own have 'FILE; No space left on device', say; others may be anybody's.
         named = '; ' in _reason(error) or not isinstance(error, RuntimeError)
         if not (writes and named) or not _concerns(_reason(error), model_dir):

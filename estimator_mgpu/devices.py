@@ -10,7 +10,8 @@ from typing import Any, Union
 
 import numpy as np
 import tensorflow.compat.v1 as tf
-from tensorflow_estimator.python.estimator.run_config import get_default_session_config
+
+from estimator_mgpu.tf_internals.tf_estimator import get_default_session_config
 
 Devices = Union[None, int, str, Iterable[str]]
 CHIEF = '/job:chief/task:0'  # the machine of what names none
@@ -42,7 +43,9 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
     listed = [_canonical(device) for device in devices] if isinstance(devices, list) else []
     gpus = {'': sum(len(parts) or 1 for parts in _gpus())}
     if machines:
-        training = [name for name in machines if spec_of(name).job != 'ps']  # which has variables
+        training = [
+            name for name in machines if device_spec(name).job != 'ps'
+        ]  # which has variables
         gpus = {name: sum('GPU' in device for device in machines[name]) for name in training}
     kind = 'GPU' if any(gpus.values()) else 'CPU'
     towers: list[str] = []
@@ -51,7 +54,7 @@ def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) 
         own = listed or [f'/device:{kind}:{i}' for i in range(count)]
         towers += [machine + device for device in own]
     for tower in towers:
-        spec = spec_of(tower)
+        spec = device_spec(tower)
         if machines and tower not in machines[machine_of(tower)]:
             raise ValueError(
                 f'devices={devices!r} asks for {tower!r}, but that machine has '
@@ -93,7 +96,7 @@ def checked(devices: Any) -> int | list[str] | None:
     return listed
 
 
-def spec_of(device: str) -> tf.DeviceSpec:
+def device_spec(device: str) -> tf.DeviceSpec:
     """Parses a device string; `/gpu:0`, `GPU:0` and `/device:GPU:0` are the same device."""
     return tf.DeviceSpec.from_string(device if device.startswith('/') else f'/{device}')
 
@@ -101,7 +104,7 @@ def spec_of(device: str) -> tf.DeviceSpec:
 @functools.cache
 def machine_of(device: str) -> str:
     """The task whose machine has a device: the chief, if it names none."""
-    spec = spec_of(device)
+    spec = device_spec(device)
     return f'/job:{spec.job}/task:{spec.task or 0}' if spec.job else CHIEF
 
 
@@ -113,14 +116,14 @@ def relay(devices: Sequence[str], device: str, home: str) -> str | None:
     machine = machine_of(device)
     if machine == machine_of(home):
         return None
-    like = machine + spec_of(home).replace(job=None, task=None).to_string()
+    like = machine + device_spec(home).replace(job=None, task=None).to_string()
     return like if like in devices else next(d for d in devices if machine_of(d) == machine)
 
 
 @functools.cache
 def host_of(device: str) -> str:
     """The CPU of a device's machine."""
-    return spec_of(device).replace(device_type='CPU', device_index=0).to_string()
+    return device_spec(device).replace(device_type='CPU', device_index=0).to_string()
 
 
 def _canonical(device: str) -> str:
@@ -130,7 +133,7 @@ def _canonical(device: str) -> str:
             f"'/device:GPU:0': {_LEGAL}."
         )
     with contextlib.suppress(ValueError):
-        spec = spec_of(device)
+        spec = device_spec(device)
         if spec.device_type in ('CPU', 'GPU') and spec.device_index is not None:
             return spec.to_string()
     raise ValueError(
@@ -170,7 +173,7 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
             split.add(memory_limit_mb=[part.memory_limit or 0 for part in parts])
     if base is None and len(towers) > 1:
         rewriting = config.graph_options.rewrite_options
-        rewriting.disable_meta_optimizer = all(spec_of(t).device_type == 'CPU' for t in towers)
+        rewriting.disable_meta_optimizer = all(device_spec(t).device_type == 'CPU' for t in towers)
         for name in _NO_FASTER:
             setattr(rewriting, name, rewriting.OFF)
     return config
@@ -190,5 +193,5 @@ def warn_of_missing(devices: Sequence[str], config: Any) -> None:
 
 def _cpus(devices: Sequence[str]) -> int:
     """Returns how many logical CPU devices a session needs."""
-    specs = map(spec_of, devices)
+    specs = map(device_spec, devices)
     return max((spec.device_index + 1 for spec in specs if spec.device_type == 'CPU'), default=1)

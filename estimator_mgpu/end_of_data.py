@@ -16,11 +16,11 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private
 from estimator_mgpu.batch import parts_of
-from estimator_mgpu.partition.homes import home_of
-from estimator_mgpu.partition.rules import kinds
-from estimator_mgpu.partition.waits import has_effect, ordered
+from estimator_mgpu.partition.towers.placement import home_of
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+from estimator_mgpu.tf_internals.effects import has_effect
+from estimator_mgpu.tf_internals.graphs import ordered
 
 
 def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
@@ -48,7 +48,7 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
         return
 
     results = _ops_of(spec)
-    needed = private.backward(results)
+    needed = graphs.backward(results)
     # A step runs only what it needs of the batch. If the spec's results need nothing of it, hooks
     # run the steps: then it's what any op uses.
     used = [t for t in parts if t.op in needed] or [t for t in parts if t.consumers()]
@@ -59,14 +59,14 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
 
 def _may_end(tensor: tf.Tensor) -> bool:
     """Whether a tensor is made by an op such as an iterator's, and isn't there to be fed."""
-    return tensor.op.type not in kinds.FED and any(map(has_effect, private.backward([tensor.op])))
+    return tensor.op.type not in op_types.FED and any(map(has_effect, graphs.backward([tensor.op])))
 
 
 def _writes_to_hold(
     graph: tf.Graph, batch: Sequence[tf.Tensor], results: Sequence[tf.Operation]
 ) -> list[tf.Operation]:
     """The ops that have to wait for a batch, in the graph's order."""
-    before_batch = private.backward([tensor.op for tensor in batch])
+    before_batch = graphs.backward([tensor.op for tensor in batch])
     sources = [op for op in before_batch if has_effect(op)]  # almost always one: an iterator's
     waiting_already = set.intersection(*map(_after, sources))
     step = _followers(sources)
@@ -86,10 +86,10 @@ def _writes_to_hold(
 
 def _writes(op: tf.Operation) -> bool:
     """Whether an op, or a function that it calls, writes to a variable or a table."""
-    if not has_effect(op) or op.type in kinds.LOOKUPS:
+    if not has_effect(op) or op.type in op_types.LOOKUPS:
         return False
-    if op.type in kinds.CALLERS:
-        graphs = private.function_graphs(op)
+    if op.type in op_types.CALLERS:
+        graphs = function_calls.function_graphs(op)
         inside = [inner for graph in graphs for inner in graph.get_operations()]
         return any(map(_writes, inside)) or not graphs
     return any(map(_is_state, op.inputs))
@@ -98,10 +98,10 @@ def _writes(op: tf.Operation) -> bool:
 def _is_state(tensor: tf.Tensor) -> bool:
     """Whether a tensor refers to a variable or a table, or to an argument of a function."""
     maker = tensor.op
-    while maker.type in kinds.PASSING and maker.inputs:
+    while maker.type in op_types.PASSING and maker.inputs:
         maker = maker.inputs[0].op
-    refers = tensor.dtype == tf.resource or private.is_reference(tensor)
-    return refers and (maker.type in kinds.STATE or maker.type in kinds.FED)
+    refers = tensor.dtype == tf.resource or graphs.is_reference(tensor)
+    return refers and (maker.type in op_types.STATE or maker.type in op_types.FED)
 
 
 def _ops_of(spec: Any) -> list[tf.Operation]:
@@ -118,7 +118,7 @@ def _followers(ops: Sequence[tf.Operation], until: Container[tf.Operation] = ())
     while stack:
         op = stack.pop()
         if op not in until:
-            new = set(private.followers(op)) - reached
+            new = set(graphs.followers(op)) - reached
             reached |= new
             stack += new
     return reached
@@ -135,11 +135,11 @@ def _after(first: tf.Operation) -> set[tf.Operation]:
     reached, stack = {first}, [first]
     while stack:
         op = stack.pop()
-        for user in private.followers(op):
-            if user.type in kinds.MERGE:
-                begin = [t.op for t in user.inputs if t.op.type not in kinds.NEXT]
+        for user in graphs.followers(op):
+            if user.type in op_types.MERGE:
+                begin = [t.op for t in user.inputs if t.op.type not in op_types.NEXT]
                 waits = reached.issuperset(begin)
-            elif user.type in kinds.CALLERS:
+            elif user.type in op_types.CALLERS:
                 waits = op in user.control_inputs
             else:
                 waits = True
@@ -152,18 +152,18 @@ def _after(first: tf.Operation) -> set[tf.Operation]:
 def _loops(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
     """For each op within a v1 loop, the ops by which the outermost loop around it begins."""
     ops = graph.get_operations()
-    if not any(op.type in kinds.ENTER for op in ops):
+    if not any(op.type in op_types.ENTER for op in ops):
         return {}
     frames: dict[tf.Operation, tuple[bytes, ...]] = {}  # the loops around what an op gives
     entries: dict[bytes, list[tf.Operation]] = {}  # by the outermost loop
     for op in ordered(ops):
-        frame = max((frames.get(before, ()) for before in private.waited(op)), key=len, default=())
-        if op.type in kinds.ENTER:
+        frame = max((frames.get(before, ()) for before in graphs.waited(op)), key=len, default=())
+        if op.type in op_types.ENTER:
             name = op.get_attr('frame_name')
             if not frame:
                 entries.setdefault(name, []).append(op)
             frame = (*frame, name)
-        elif op.type in kinds.EXIT:
+        elif op.type in op_types.EXIT:
             frame = frame[:-1]
         frames[op] = frame
     return {op: entries[frame[0]] for op, frame in frames.items() if frame}

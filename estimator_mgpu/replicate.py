@@ -6,28 +6,19 @@ import contextlib
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import (
-    batch,
-    checkpoints,
-    cluster,
-    cluster_config,
-    compat,
-    end_of_data,
-    explanation,
-    private,
-    steps,
-)
+from estimator_mgpu import batch, checkpoints, end_of_data, explain, steps, unknown_ranks
+from estimator_mgpu.cluster import task, tf_config
 from estimator_mgpu.devices import Devices, checked, host_of, resolve, warn_of_missing
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
-from estimator_mgpu.partition.homes import CHOICES, SPREAD, place
-from estimator_mgpu.partition.rules import kinds
+from estimator_mgpu.partition.towers.variables import CHOICES, SPREAD, place
+from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
 
 _LEGAL = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': ('chief', 'machine')}
 
@@ -133,9 +124,9 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
                 f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
                 'model_fn on several devices itself. Leave out train_distribute, or replicate().'
             )
-        machines = getattr(config, 'machines', None)  # set by `cluster.Task.training`
+        machines = getattr(config, 'machines', None)  # set by `task.Task.training`
         if machines is None and getattr(config, 'master', None):
-            cluster_config.check_read(config)
+            tf_config.check_read(config)
             raise ValueError(
                 'TF_CONFIG has several machines, and a plain Estimator would train on each by '
                 'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
@@ -158,58 +149,18 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
             built = _build(model_fn, bound)
             place(options['variables'], ps or towers, before)
-            found = found.with_shapes_of_model()
+            found = unknown_ranks.shapes_told_by_model(found)
             spec, step = _divided(built, found, towers, before, options['batch_norm'])
         end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
         scaffold = checkpoints.watch(spec.scaffold or tf.train.Scaffold())
-        spec = spec._replace(scaffold=cluster.hold(scaffold) if machines else scaffold)
+        spec = spec._replace(scaffold=task.hold(scaffold) if machines else scaffold)
         steps.record(step)
-        if mode in (None, compat.estimator.ModeKeys.TRAIN):
-            explanation.tell()
+        if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
+            explain.tell()
         return spec
 
     vars(replicated).update(__signature__=wider, replicate_options=options)
     return ModelFunction(replicated, _replicated, options, model_fn)
-
-
-def replicate_model_fn(
-    model_fn: Callable[..., Any],
-    loss_reduction: str = tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS,
-    devices: Sequence[str] | None = None,
-) -> Callable[..., Any]:
-    """`replicate()` with the arguments of `tf.contrib.estimator.replicate_model_fn`.
-
-    Examples:
-      >>> def model_fn(features, labels, mode):
-      ...     loss = tf.losses.mean_squared_error(labels, tf.layers.dense(features, 1))
-      ...     optimizer = TowerOptimizer(tf.train.GradientDescentOptimizer(0.1))
-      ...     train_op = optimizer.minimize(loss, tf.train.get_global_step())
-      ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
-      >>> replicated = replicate_model_fn(model_fn, devices=['/cpu:0', '/cpu:1'])
-
-    Args:
-      model_fn: as for `tf.estimator.Estimator`.
-      loss_reduction: it changes nothing, as the loss is what the model_fn makes of the whole batch.
-      devices: device strings, one a tower; None for every GPU, or a CPU where there is none.
-
-    Returns:
-      A function (features, labels, mode, params=None, config=None), called by position or by name.
-    """
-    inner: Any = replicate(devices=devices)(model_fn)
-    takes = inspect.signature(inner).parameters
-
-    @functools.wraps(model_fn, updated=())
-    def replicated_model_fn(
-        features: Any, labels: Any, mode: str, params: Any = None, config: Any = None
-    ) -> Any:
-        given = dict(features=features, labels=labels, mode=mode, params=params, config=config)
-        return inner(**{name: value for name, value in given.items() if name in takes})
-
-    signature = inspect.signature(replicated_model_fn, follow_wrapped=False)
-    attributes = {'replicate_options': inner.replicate_options, '__signature__': signature}
-    vars(replicated_model_fn).update(attributes)
-    made_of = model_fn, loss_reduction, devices
-    return ModelFunction(replicated_model_fn, replicate_model_fn, *made_of)
 
 
 _building: set[tf.Graph] = set()  # whose model_fns are being called, in any thread
@@ -249,7 +200,7 @@ def _divided(
 
 def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:
     """Calls a model_fn, and returns its EstimatorSpec, also where that is of a TPUEstimator."""
-    graph = private.outermost(tf.get_default_graph())
+    graph = graphs.outermost(tf.get_default_graph())
     if graph in _building:
         raise ValueError(
             'A replicated model_fn is called by another one, that of replicate_estimator() or '
@@ -259,16 +210,16 @@ def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: 
     try:
         # A device string, unlike a function, stays out of the bodies of loops and branches.
         pinned = tf.device(device) if device else contextlib.nullcontext()
-        with pinned, private.shared_variables(), tower_optimizers():
+        with pinned, variable_sharing.shared_variables(), tower_optimizers():
             spec = model_fn(*bound.args, **bound.kwargs)
     except Exception as error:
-        if remedy := compat.legacy_keras_remedy(error):
+        if remedy := tf_estimator.legacy_keras_remedy(error):
             raise RuntimeError(remedy) from error
         raise
     finally:
         _building.remove(graph)
     spec = spec.as_estimator_spec() if hasattr(spec, 'as_estimator_spec') else spec
-    if not isinstance(spec, compat.estimator.EstimatorSpec):
+    if not isinstance(spec, tf_estimator.estimator.EstimatorSpec):
         raise TypeError(
             f'The model_fn returned {spec!r} of {type(spec).__name__}. It has to return a '
             'tf.estimator.EstimatorSpec; is a return statement missing?'
@@ -278,7 +229,9 @@ def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: 
 
 def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     """Whether Estimator builds a graph to export: the batch is fed, and no step is trained."""
-    if mode == compat.estimator.ModeKeys.TRAIN and tf.get_collection(private.GLOBAL_STEP_READ):
+    if mode == tf_estimator.estimator.ModeKeys.TRAIN and tf.get_collection(
+        private.GLOBAL_STEP_READ
+    ):
         return False  # Estimator has read the global step before it trains; a batch may be fed.
     given = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
-    return any(op.type in kinds.FED for op in private.backward(given))
+    return any(op.type in op_types.FED for op in graphs.backward(given))

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow.compat.v1 as tf
-from tensorflow_estimator.python.estimator.estimator import EstimatorV2
-from tensorflow_estimator.python.estimator.run_config import get_default_session_config
 
-from estimator_mgpu import checkpoints, cluster, cluster_config, compat, explanation, machine_input
-from estimator_mgpu.devices import CHIEF, Devices, resolve, session_config, spec_of
+from estimator_mgpu import checkpoints, explain
+from estimator_mgpu.cluster import input as machine_input
+from estimator_mgpu.cluster import task, tf_config
+from estimator_mgpu.devices import CHIEF, Devices, device_spec, resolve, session_config
 from estimator_mgpu.replicate import replicate
+from estimator_mgpu.tf_internals import tf_estimator
+from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
 
 
 def _checkpoint_errors(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +59,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
                 "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
                 'call tf.estimator.train_and_evaluate().'
             )
-        compat.check_input_fn(input_fn)
+        tf_estimator.check_input_fn(input_fn)
         if isinstance(hooks, tf.train.SessionRunHook):
             raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
         options = self._model_fn.replicate_options
@@ -67,12 +69,14 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             input_fn = machine_input.in_context(input_fn) if by_machine else input_fn
             with explained:
                 return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
-        task = cluster.join(self._joins)
-        if task.name != CHIEF:
-            task.serve()
-        with explained, task.training(self._config) as (hook, listener):
+        own_task = task.join(self._joins)
+        if own_task.name != CHIEF:
+            own_task.serve()
+        with explained, own_task.training(self._config) as (hook, listener):
             if by_machine:
-                call = functools.partial(self._call_input_fn, mode=compat.estimator.ModeKeys.TRAIN)
+                call = functools.partial(
+                    self._call_input_fn, mode=tf_estimator.estimator.ModeKeys.TRAIN
+                )
                 towers = resolve(options['devices'], self._config.machines)
                 input_fn = machine_input.read(call, input_fn, towers)
             hooks = [*(hooks or []), hook]
@@ -87,7 +91,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         return self._follower.follow(super().latest_checkpoint)
 
     def _call_input_fn(self, input_fn: Any, mode: str, input_context: Any = None) -> Any:
-        compat.check_input_fn(input_fn)
+        tf_estimator.check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
 
     evaluate = _explains_checkpoint_errors(EstimatorV2.evaluate)
@@ -138,20 +142,20 @@ class Estimator(_OnMachines):
             )
         devices = model_fn.replicate_options['devices']  # type: ignore[attr-defined]
         listed = devices if isinstance(devices, list) else []
-        if jobs := [device for device in listed if spec_of(device).job]:
+        if jobs := [device for device in listed if device_spec(device).job]:
             raise ValueError(
                 f"devices={devices!r} has {jobs[0]!r}. An Estimator's devices are those of each "
                 "machine, without its job: ['/device:GPU:0', '/device:GPU:1']."
             )
         if config is None:
-            cluster_config.check(os.environ.get('TF_CONFIG', '{}'))
-            config = compat.estimator.RunConfig()
-        if not isinstance(config, compat.estimator.RunConfig):
+            tf_config.check(os.environ.get('TF_CONFIG', '{}'))
+            config = tf_estimator.estimator.RunConfig()
+        if not isinstance(config, tf_estimator.estimator.RunConfig):
             raise TypeError(
                 f'config={config!r} is of {type(config).__name__}. Give a tf.estimator.RunConfig, '
                 'or leave it out; hyperparameters go to params.'
             )
-        cluster_config.check_read(config)
+        tf_config.check_read(config)
         session = copy.deepcopy(config.session_config)
         if config.master and session:
             del session.device_filters[:]  # They hide machines from each other.
@@ -168,9 +172,9 @@ class Estimator(_OnMachines):
             config._init_distributed_setting_from_environment_var(alone)
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
         checkpoints.check_name(self.model_dir)
-        self._follower = cluster.follower(self.config)
+        self._follower = task.follower(self.config)
 
-    def explain(self, input_fn: Callable[..., Any]) -> explanation.Explanation:
+    def explain(self, input_fn: Callable[..., Any]) -> explain.Explanation:
         """Says how training would be divided, before it: nothing is run, and nothing is written.
 
         Examples:
@@ -188,7 +192,7 @@ class Estimator(_OnMachines):
         The `Explanation` is printed, too. A variable that the model_fn puts on no device, as
         Estimator does the global step, has none in it.
         """
-        found = explanation.explain(self, input_fn)
+        found = explain.explain(self, input_fn)
         print(found)
         return found
 
@@ -209,7 +213,7 @@ def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: A
       >>> isinstance(several, Estimator) and isinstance(several, tf.estimator.LinearRegressor)
       True
     """
-    if not isinstance(estimator, compat.estimator.Estimator):
+    if not isinstance(estimator, tf_estimator.estimator.Estimator):
         raise TypeError(
             f'replicate_estimator({estimator!r}) was given a {type(estimator).__name__}. It takes '
             'a tf.estimator.Estimator; a model_fn goes to replicate().'

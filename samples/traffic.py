@@ -15,9 +15,10 @@ import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 import estimator_mgpu
-from estimator_mgpu import cluster, explanation
+from estimator_mgpu import explain
+from estimator_mgpu.cluster import task as cluster
 from estimator_mgpu.devices import machine_of
-from estimator_mgpu.partition.homes import bytes_of
+from estimator_mgpu.partition.costs import bytes_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('machines', ['2', '3', '4'], 'Numbers of machines.')
@@ -67,7 +68,7 @@ def count(model_fn, machines):
         spec, _ = build(model_fn, machines)
         cluster.pin(graph)
         sent, received = collections.Counter(), collections.Counter()
-        for *ends, size in explanation.messages([spec.train_op, spec.loss.op], cluster.CHIEF):
+        for *ends, size in explain.messages([spec.train_op, spec.loss.op], cluster.CHIEF):
             source, target = map(machine_of, ends)
             if source != target:
                 sent[source] += size

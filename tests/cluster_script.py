@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import cluster
+from estimator_mgpu.cluster import task as cluster
 from models import floats, of_all_modes, weights
 
 STEPS = 20

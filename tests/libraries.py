@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 import tensorflow_gan as tfgan
 import tf_slim as slim
 
-from estimator_mgpu import private
+from estimator_mgpu.tf_internals import private
 from models import spec_of, step
 
 # Where BERT looks for it.

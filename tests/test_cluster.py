@@ -27,8 +27,10 @@ import tensorflow.compat.v1 as tf
 import cluster_script
 import estimator_mgpu
 from cluster_script import STEPS, told
-from estimator_mgpu import cluster, devices, ending
-from estimator_mgpu.notes import Notes
+from estimator_mgpu import devices
+from estimator_mgpu.cluster import ending
+from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.cluster.notes import Notes
 from models import adam, regression
 from towers import assert_close, free_addresses, saved_in
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import cluster_config
+from estimator_mgpu.cluster import tf_config as cluster_config
 from models import adam, regression
 
 pytestmark = pytest.mark.core

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from estimator_mgpu import compat
+from estimator_mgpu.tf_internals import tf_estimator
 
 HAS_ESTIMATOR = tf.__version__.startswith('2.15.')
 only_215 = pytest.mark.skipif(not HAS_ESTIMATOR, reason='only TensorFlow 2.15')
@@ -45,7 +45,7 @@ ADVICE = """
 import io, logging
 said = io.StringIO()
 tf.get_logger().addHandler(logging.StreamHandler(said))
-compat.estimator.RunConfig()
+tf_estimator.estimator.RunConfig()
 tf.compat.v1.train.StopAtStepHook(1)
 assert not said.getvalue(), said.getvalue()
 tf.compat.v1.to_float(1)
@@ -65,11 +65,11 @@ def run(script, before='', after='', **environment):
 
 def test_versions():
     for version in ('2.15.0', '2.16.0rc0', '2.21.3', '2.21.0-dev20260101'):
-        compat.check_tensorflow(version)
+        tf_estimator.check_tensorflow(version)
     for version in ('1.15.5', '2.2.0', '2.14.1', '2.22.0', '2.22.0-dev2026', '3.0.0', 'unknown'):
         told = rf'2\.15 to 2\.21, .* {version}\. .*pip install "tensorflow>=2\.15,<2\.22"'
         with pytest.raises(ImportError, match=told):
-            compat.check_tensorflow(version)
+            tf_estimator.check_tensorflow(version)
 
 
 @pytest.mark.parametrize('given', [1.5, [1.5, 2.5]], ids=['scalar', 'array'])
@@ -93,11 +93,11 @@ KERAS_3 = [
 def test_legacy_keras_remedy(monkeypatch):
     monkeypatch.setenv('TF_USE_LEGACY_KERAS', '0')
     for message in KERAS_3:
-        remedy = compat.legacy_keras_remedy(AttributeError(message))
+        remedy = tf_estimator.legacy_keras_remedy(AttributeError(message))
         assert f'pip install "tf-keras~=2.{tf.__version__.split(".")[1]}.0"' in remedy
         assert remedy.endswith('TF_USE_LEGACY_KERAS has to be 1 or unset, and is 0.')
     error = ValueError('Input 0 of layer "dense" is incompatible with the layer')
-    assert compat.legacy_keras_remedy(error) is None
+    assert tf_estimator.legacy_keras_remedy(error) is None
 
 
 @only_215
@@ -113,8 +113,8 @@ def test_touches_nothing_on_215():
             return modules, dict(os.environ), [dict(vars(space)) for space in namespaces]
 
         before = state()
-        from estimator_mgpu import compat
-        assert compat.estimator is before[2][1]['estimator']
+        from estimator_mgpu.tf_internals import tf_estimator
+        assert tf_estimator.estimator is before[2][1]['estimator']
         after = state()
         assert before[0].keys() <= after[0].keys()  # what is imported lazily may be, now
         assert all(after[0][name] is module for name, module in before[0].items())
@@ -136,14 +136,14 @@ def test_estimator_and_keras_2():
         import tensorflow as tf
         early = tf.compat.v1, tf.compat.v2
 
-        from estimator_mgpu import compat
+        from estimator_mgpu.tf_internals import tf_estimator
         import tensorflow.compat.v1 as v1
         from tensorflow.compat.v1 import estimator
         from tensorflow.estimator import Estimator
         from tensorflow.estimator.export import ServingInputReceiver
 
         for space in early[0], tf.compat.v1, v1, tf.compat.v1.compat.v1:
-            assert space.estimator is estimator is compat.estimator
+            assert space.estimator is estimator is tf_estimator.estimator
         for space in tf, early[1], tf.compat.v2:
             assert space.estimator.Estimator is Estimator
         assert Estimator is not estimator.Estimator
@@ -168,7 +168,7 @@ def test_without_tf_keras():
         import json, os, sys
         sys.modules['tf_keras'] = None  # As if it were not installed.
         import tensorflow as tf
-        from estimator_mgpu import compat
+        from estimator_mgpu.tf_internals import tf_estimator
         from tensorflow.python.distribute import estimator_training
         from tensorflow.python.tpu import session_support, tpu_embedding, tpu_embedding_gradient
 
@@ -184,7 +184,7 @@ def test_without_tf_keras():
         train()
         for name in 'dense', 'Dense', 'batch_normalization':
             error = error_of(lambda: getattr(v1.layers, name))
-            assert 'pip install "tf-keras~=' in compat.legacy_keras_remedy(error), error
+            assert 'pip install "tf-keras~=' in tf_estimator.legacy_keras_remedy(error), error
 
         for module, name in [
             (estimator_training, 'estimator_evaluate'),
@@ -215,7 +215,7 @@ def test_leaves_what_others_chose():
         import os
         import tensorflow as tf
         tf.estimator = 'of somebody else'
-        from estimator_mgpu import compat
+        from estimator_mgpu.tf_internals import tf_estimator
         assert os.environ['TF_USE_LEGACY_KERAS'] == '0'
         assert tf.keras.__version__.startswith('3.')
         assert tf.estimator == 'of somebody else'
@@ -235,7 +235,7 @@ def test_keras_in_use_and_no_tensorflow_estimator():
         tf.keras.layers
         sys.modules['tensorflow_estimator'] = None  # As if it were not installed.
         try:
-            from estimator_mgpu import compat
+            from estimator_mgpu.tf_internals import tf_estimator
         except ImportError as error:
             assert 'pip install "tensorflow-estimator==2.15.0"' in str(error), error
         else:

@@ -11,7 +11,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import cluster, machine_input
+from estimator_mgpu.cluster import input as machine_input
+from estimator_mgpu.cluster import task as cluster
 from models import ROWS, LazyAdam, floats, spec_of, step
 from towers import MODES, TRAIN, assert_close, load, session
 

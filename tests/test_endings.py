@@ -4,7 +4,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import ending
+from estimator_mgpu.cluster import ending
 from models import adam, regression
 
 

@@ -5,8 +5,9 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import devices, private
+from estimator_mgpu import devices
 from estimator_mgpu.partition import rules
+from estimator_mgpu.tf_internals import private
 from models import adam, regression, spec_of
 from towers import TRAIN
 

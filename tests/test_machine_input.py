@@ -5,7 +5,9 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import cluster, machine_input, private
+from estimator_mgpu.cluster import input as machine_input
+from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.tf_internals import graphs
 from models import adam, floats, regression, sgd, spec_of, weights
 from towers import assert_close
 
@@ -110,7 +112,7 @@ def test_no_machine_reads_for_others():
         features, labels = read_parts(PARTS['even'])()
         replicated = estimator_mgpu.replicate(regression(adam), devices=DEVICES)
         spec = replicated(features['x'], labels, TRAIN)
-        needed = private.backward([spec.train_op, spec.loss.op])
+        needed = graphs.backward([spec.train_op, spec.loss.op])
         assert not {features['x'].op, labels.op} & needed
         read = [op.device for op in needed if op.type == 'IteratorGetNext']
         assert [on for on in sorted(read) if 'CPU:0' in on] == [f'{t}/device:CPU:0' for t in TASKS]

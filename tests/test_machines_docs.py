@@ -9,7 +9,8 @@ import sys
 import tensorflow.compat.v1 as tf
 import yaml
 
-from estimator_mgpu import cluster, cluster_config
+from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.cluster import tf_config as cluster_config
 from test_docs import ROOT, blocks_of
 
 SLURM = {'HOSTS': 'n8 n9 n10 ', 'SLURM_JOB_ID': '123456', 'SLURM_NTASKS': '3'}

@@ -11,9 +11,9 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import towers
 from estimator_mgpu import check_rule, register_rule
-from estimator_mgpu.partition.matching import Matching
+from estimator_mgpu.partition.propagation.matching import Matching
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.partition.symbols import ONE
+from estimator_mgpu.partition.sizes import ONE
 from models import batches, floats, spec_of, step
 
 ROWS = floats(7, 3)

@@ -5,7 +5,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import explanation, private
+from estimator_mgpu import explain
+from estimator_mgpu.tf_internals import graphs
 from models import adam, batches, floats, sgd, spec_of, step, weights
 from towers import TRAIN, behavior_of, compare, nodes_of_a_step, session, train
 
@@ -62,7 +63,7 @@ def test_messages_of_a_step(towers):
     options = estimator_mgpu.session_config(2).graph_options
     with tf.Graph().as_default(), session(towers, graph_options=options) as run:
         spec = replicated(momentum, towers)
-        ends = explanation.messages([spec.train_op], '/device:CPU:0')
+        ends = explain.messages([spec.train_op], '/device:CPU:0')
         run.run(tf.global_variables_initializer())
         sent = sum(node.op == '_Send' for node in nodes_of_a_step(run, spec.train_op))
     others = towers - 1
@@ -107,7 +108,7 @@ def test_each_call_has_its_own_packs(counted):
         run.run(tf.global_variables_initializer())
         run.run(spec.train_op)
         assert run.run([v for v in tf.global_variables() if 'count' in v.name]) == [counted, 0]
-    assert not [op.name for op in private.backward([spec.train_op]) if 'gradients_1/' in op.name]
+    assert not [op.name for op in graphs.backward([spec.train_op]) if 'gradients_1/' in op.name]
 
 
 def test_what_towers_wait_for_is_in_no_pack():
@@ -139,7 +140,7 @@ def test_a_read_that_waits_is_in_no_pack():
 def test_a_loss_alone_needs_no_gradient():
     """Not even of packs: who fetches it draws no numbers for them, and changes nothing."""
     loss = train(momentum, batches(steps=1), 2).spec.loss.op
-    assert not [op.name for op in private.backward([loss]) if 'gradients/' in op.name]
+    assert not [op.name for op in graphs.backward([loss]) if 'gradients/' in op.name]
 
 
 def after_a_step(model_fn, towers, fetch, feed=None, first=None):
@@ -274,5 +275,5 @@ def test_many_groups_and_an_assignment_before_a_lookup():
 
     ours, _ = compare(model_fn, batches(16, steps=3), 2)
     lookups = of_graph(ours, 'ResourceGather')
-    waited = {op.type for lookup in lookups for op in private.backward([lookup])}
+    waited = {op.type for lookup in lookups for op in graphs.backward([lookup])}
     assert len(lookups) == 2 and 'AssignVariableOp' in waited

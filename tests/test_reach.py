@@ -8,7 +8,7 @@ import threading
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import reach
+from estimator_mgpu.cluster import reach
 from towers import free_addresses
 
 pytestmark = pytest.mark.core

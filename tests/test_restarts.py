@@ -3,7 +3,8 @@
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import private, restarts
+from estimator_mgpu.cluster import restarts
+from estimator_mgpu.tf_internals import lost_sessions
 
 ERROR = tf.errors.UnavailableError(
     None,
@@ -128,7 +129,7 @@ def test_what_sessions_are_lost_by():
         else:
             hook.after_run = lambda run_context, run_values: None
 
-    with tf.Graph().as_default(), private.lost_sessions(tell):
+    with tf.Graph().as_default(), lost_sessions.lost_sessions(tell):
         value = tf.constant(1.0)
         with tf.train.MonitoredSession(hooks=[hook]) as session:
             assert session.run(value) == 1

@@ -12,12 +12,12 @@ from tensorflow import raw_ops as ops
 from tensorflow.python.framework import op_def_registry
 
 import estimator_mgpu
-from estimator_mgpu.own_ops import check_rule
-from estimator_mgpu.partition import sharding
+from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.partition.plan import OWN
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.partition.rules.signature import parsed
-from estimator_mgpu.partition.rules.sizes import Sizes
+from estimator_mgpu.partition.rules.notation import parsed
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.towers import shards
 
 ROWS = 7
 SAMPLES, WHOLE = {}, []  # by types of ops; those that run once by their rule
@@ -610,7 +610,7 @@ def test_types_of_ops_are_told_apart_in_rules_only():
         for node in ast.walk(tree) if 'rules' not in path.relative_to(package).parts else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in made:
                 named |= {node.value} if op_def_registry.get(node.value) else set()
-    assert named - {'B'} == set(sharding._PAIRWISE.values())  # B is a unit in explain, too.
+    assert named - {'B'} == set(shards._PAIRWISE.values())  # B is a unit in explain, too.
 
 
 @pytest.mark.parametrize(('made', 'divided'), [('ZerosLike', True), ('OnesLike', False)])

@@ -9,8 +9,8 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from cluster_script import dropped
-from estimator_mgpu import cluster
-from estimator_mgpu.notes import Notes
+from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.cluster.notes import Notes
 from models import floats, of_all_modes
 from towers import TRAIN, free_addresses
 

@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import private
+from estimator_mgpu.tf_internals import variable_sharing
 from models import batches, sgd, spec_of
 from towers import TRAIN, assert_close, train
 
@@ -194,7 +194,7 @@ def test_another_store():
     class Model(tf.Module):
         @keras.track_tf1_style_variables
         def __call__(self, features):
-            with private.shared_variables():
+            with variable_sharing.shared_variables():
                 return features @ get() @ get()
 
     with tf.Graph().as_default():

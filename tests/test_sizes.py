@@ -5,10 +5,10 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps
-from estimator_mgpu.partition.nodes import Nodes
-from estimator_mgpu.partition.rules.sizes import Sizes
-from estimator_mgpu.partition.sharding import Sharding, _index_type
-from estimator_mgpu.partition.symbols import Entry, Rows, Size
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import Entry, Rows, Size
+from estimator_mgpu.partition.towers.node_builder import Nodes
+from estimator_mgpu.partition.towers.shards import Sharding, _index_type
 from models import batches, of_all_modes, weights
 from towers import compare
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import TowerOptimizer, optimizer, verification
+from estimator_mgpu import TowerOptimizer, optimizer, verify
 from models import adam, batches, predict, regression, sgd, spec_of
 from towers import TRAIN, assert_close, train
 
@@ -138,7 +138,7 @@ def test_trainings_in_threads():
 def test_verifications_that_overlap(caplog):
     """The log is muted until the last one ends, and then as before."""
     level = tf.get_logger().level
-    first, second = verification._errors_only(), verification._errors_only()
+    first, second = verify._errors_only(), verify._errors_only()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

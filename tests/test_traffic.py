@@ -6,9 +6,9 @@ import re
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import cluster
+from estimator_mgpu.cluster import task as cluster
 from estimator_mgpu.devices import machine_of
-from estimator_mgpu.partition.homes import bytes_of
+from estimator_mgpu.partition.costs import bytes_of
 from models import floats
 from test_samples import SAMPLES
 from towers import nodes_of_a_step

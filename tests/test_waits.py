@@ -6,7 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import private
+from estimator_mgpu.tf_internals import graphs
 from models import floats, of_all_modes, sgd, spec_of
 from towers import TRAIN, compare, session
 
@@ -16,7 +16,7 @@ BATCHES = [(floats(7, 3), floats(7, 1))] * 3
 
 def before(op):
     """The names of an op and all that it waits for."""
-    return {other.name for other in private.backward([op])}
+    return {other.name for other in graphs.backward([op])}
 
 
 def variable(name, *shape, **options):

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import cluster, watch
+from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.cluster import watch
 
 WORKER, PS = '/job:worker/task:0', '/job:ps/task:0'
 

@@ -1,1 +1,9 @@
-"""Divides a finished graph over devices: propagation makes a plan, towers and sums follow it."""
+"""Divides a finished graph over devices.
+
+In: the graph that a model_fn has built for the whole batch. Out: the same graph with a copy of most
+ops on each device, and the same results. `divide` has the steps in order, one folder each:
+
+    rewrites/ -> propagation/ (asks rules/) -> a Plan -> towers/
+
+`placements`, `plan` and `sizes` are the data that they hand on.
+"""

@@ -8,14 +8,16 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
 from estimator_mgpu.batch import Batch
-from .calls import inline
-from .homes import settle
-from .propagation import propagate
-from .rules import OF_DEVICE, PRODUCTS, RULES
-from .rules.batch_norm import expand
-from .symbols import Rows
-from .towers import Towers
-from .waits import dependents, fill, ordered, read_first, untie
+from estimator_mgpu.partition.propagation.engine import propagate
+from estimator_mgpu.partition.rewrites.batch_norm import expand
+from estimator_mgpu.partition.rewrites.fills import fill
+from estimator_mgpu.partition.rewrites.gradient_tuples import read_first, untie
+from estimator_mgpu.partition.rewrites.inline_calls import inline
+from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
+from estimator_mgpu.partition.sizes import Rows
+from estimator_mgpu.partition.towers.build import Towers
+from estimator_mgpu.partition.towers.placement import settle
+from estimator_mgpu.tf_internals.graphs import dependents, ordered
 
 
 def divide(

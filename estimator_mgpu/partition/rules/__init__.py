@@ -5,9 +5,9 @@ An op whose type isn't here runs once, on the whole batch, which is exact.
 
 from __future__ import annotations
 
-from . import dimensions as dims
-from . import kinds
-from .signature import Rule, by, table
+from estimator_mgpu.partition.rules import dimensions as dims
+from estimator_mgpu.partition.rules.notation import Rule, by, table
+from estimator_mgpu.tf_internals import op_types
 
 _ENTRIES = """
     Abs Acos Acosh Add AddN AddV2 Angle ApproximateEqual AsString Asin Asinh Atan Atan2 Atanh
@@ -28,7 +28,7 @@ _ENTRIES = """
 """
 _ALONE, _EACH, _GRADIENT = 'n... -> n...', 'n... * -> n...', 'n... n... n... -> n...'
 _FILTER = 'n... * n... -> * (sum)'
-_NORM, _NORM_GRAD = ' '.join(kinds.NORMS), ' '.join(kinds.NORMS.values())
+_NORM, _NORM_GRAD = ' '.join(op_types.NORMS), ' '.join(op_types.NORMS.values())
 _GIVEN, _GIVEN_GRAD = {False: 'n... *+ -> n... *+'}, {False: 'n... n... *+ -> n... *+ (sum)'}
 
 _PRODUCTS: dict[str, Rule] = {
@@ -91,7 +91,7 @@ _PRODUCTS: dict[str, Rule] = {
 _OTHERS: dict[str, Rule] = {
     _ENTRIES: 'S+ -> S',
     'Select': dims.select,
-    kinds.ENSURE: dims.ensure_shape,
+    op_types.ENSURE: dims.ensure_shape,
     'IdentityN': dims.each,
     'FakeQuantWithMinMaxVars': 'S * * -> S',
     'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import WHOLE, Entries, Label, Numbers
-from estimator_mgpu.partition.symbols import ONE, Size, per_row, product
-from .signature import Rule, Signature, known, letters, rank
+from estimator_mgpu.partition.rules.notation import Rule, Signature, known, letters, rank
+from estimator_mgpu.partition.sizes import ONE, Size, per_row, product
 
 if TYPE_CHECKING:
-    from .sizes import Sizes
+    from estimator_mgpu.partition.size_inference import Sizes
 
 
 def axes(op: tf.Operation, named: int | str, sizes: Sizes, count: int) -> list[int]:

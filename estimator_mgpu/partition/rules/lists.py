@@ -5,10 +5,11 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition import plan
-from estimator_mgpu.partition.plan import OWN, REPLICATE, WHOLE, Division, Kept, OpPlan, Shard
-from estimator_mgpu.partition.symbols import Rows
-from .kinds import EMPTY_LISTS
-from .sizes import Sizes
+from estimator_mgpu.partition.placements import REPLICATE, Kept, Placement, Shard
+from estimator_mgpu.partition.plan import OWN, WHOLE, Division, OpPlan
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import Rows
+from estimator_mgpu.tf_internals.op_types import EMPTY_LISTS
 
 _PUT = ('TensorListSetItem', 'TensorListPushBack', 'OptionalFromValue')
 _POP = ('TensorListPopBack', 'OptionalGetValue')
@@ -26,7 +27,7 @@ def any_shape(tensor: tf.Tensor) -> plan.Numbers:
     return plan.Numbers((-1,), scalar=True) if known is None else plan.Numbers((-1,) * known)
 
 
-def rule(op: tf.Operation, has: list[plan.Placement], rows: Rows, sizes: Sizes) -> Division | None:
+def rule(op: tf.Operation, has: list[Placement], rows: Rows, sizes: Sizes) -> Division | None:
     """What an op with lists comes to; None if it has to run once."""
     first, n = has[0] if has else REPLICATE, len(has)
     if op.type in ('Identity', 'ZerosLike', 'AddN', 'AddV2', 'Add'):
@@ -46,7 +47,7 @@ def rule(op: tf.Operation, has: list[plan.Placement], rows: Rows, sizes: Sizes) 
         if element == REPLICATE and op.type in _POP:
             sizes.know_values(op.outputs[-1], first.sizes)
         return Division(planned, [*gives, element]) if op.type in _POP else None
-    said: dict[str, plan.Placement] = {
+    said: dict[str, Placement] = {
         'TensorListLength': REPLICATE,
         'TensorListElementShape': Kept(REPLICATE),
         'TensorListResize': first,
@@ -64,7 +65,7 @@ def rule(op: tf.Operation, has: list[plan.Placement], rows: Rows, sizes: Sizes) 
     return Division(OpPlan(needs), [*gives, own], [*[None] * len(gives), dims])
 
 
-def _put(op: tf.Operation, has: list[plan.Placement], rows: Rows, sizes: Sizes) -> Division | None:
+def _put(op: tf.Operation, has: list[Placement], rows: Rows, sizes: Sizes) -> Division | None:
     """An element is set or added, or becomes an Optional."""
     *before, item = has
     if before and op.type == 'OptionalFromValue':

@@ -1,0 +1,42 @@
+"""The functions that ops call: loops, branches and `tf.function`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals.private import get_function
+
+
+def called(node: Any) -> list[Any]:
+    """Returns what a NodeDef says of the functions that it calls: a loop's condition is first."""
+    names = ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f')
+    values = [node.attr[name] for name in names if name in node.attr]
+    return [function for value in values for function in value.list.func or [value.func]]
+
+
+def function_graphs(op: tf.Operation) -> list[tf.Graph]:
+    """Returns the graphs of `called` functions; none where op.graph, an imported one, has none."""
+    found = [getattr(get_function(op.graph, f.name), 'graph', None) for f in called(op.node_def)]
+    return [] if None in found else found
+
+
+def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
+    """Returns a function's FunctionDef, which isn't to be changed, and its graph."""
+    function = get_function(graph, name)
+    definition = getattr(function, 'cached_definition', None) or function.definition
+    return definition, function.graph
+
+
+def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
+    """Lists the ops that a FunctionDef's nodes, in order, are in its graph, some by other names."""
+    arguments = {t.op.name for t in graph.inputs}
+    found = [op for op in graph.get_operations() if op.name not in arguments]
+    found = found[: len(definition.node_def)]  # Gradients of the function may have come since.
+    if [op.type for op in found] != [node.op for node in definition.node_def]:
+        raise RuntimeError(
+            f'The nodes of the function {definition.signature.name} are not in the order of its '
+            f'graph in TensorFlow {tf.__version__}. Please report this.'
+        )
+    return found

@@ -1,0 +1,59 @@
+"""TensorFlow's private names that are needed: importing this says which one has gone.
+
+Those that `tf.estimator` itself needs are in `compat`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+
+def _find(module: str, name: str) -> Any:
+    """Returns what a module of `tensorflow.python` has under a name: `Operation._id`, say."""
+    try:
+        return operator.attrgetter(name)(importlib.import_module(f'tensorflow.python.{module}'))
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f'TensorFlow {tf.__version__} has no tensorflow.python.{module} with {name}, which '
+            'estimator_mgpu needs. Install a TensorFlow that it was tested with (2.15 to 2.21).'
+        ) from error
+
+
+# The collection in which Estimator keeps its read of the global step when it trains.
+GLOBAL_STEP_READ = _find('training.training_util', 'GLOBAL_STEP_READ_KEY')
+# (nest): its leaves, in `tf.nest`'s order, each after the tuple of the keys that lead to it.
+leaves = _find('util.nest', 'flatten_with_tuple_paths')
+# Of an op that exists already, which comes first.
+add_control_inputs = _find('framework.ops', 'Operation._add_control_inputs')  # of other ops
+set_input = _find('framework.ops', 'Operation._update_input')  # (op, index, tensor)
+set_device = _find('framework.ops', 'Operation._set_device')
+# Lets it be elsewhere than the ops that it had to be with.
+free = functools.partial(_find('framework.ops', 'Operation._clear_attr'), attr_name='_class')
+number = _find('framework.ops', 'Operation._id').fget  # in the order in which ops were made
+in_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')  # v1's, or None
+waiting = _find('framework.ops', 'Operation._control_outputs').fget  # the ops that wait for it
+remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
+# A graph's variables by name, from which `tf.get_variable` takes them.
+VariableStore: Any = _find('ops.variable_scope', '_VariableStore')
+VARIABLE_STORE_ATTRIBUTES = _find('ops.variable_scope', '_VariableStore.__slots__')
+single_variable = _find('ops.variable_scope', '_VariableStore._get_single_variable')
+partitioned_variable = _find('ops.variable_scope', '_VariableStore._get_partitioned_variable')
+variable_store = _find('ops.variable_scope', '_get_default_variable_store')
+with_variable_store = _find('ops.variable_scope', 'with_variable_store')
+_constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
+get_function = _find('framework.ops', 'Graph._get_function')
+# What MonitoredSession logs by; it has nothing else that tells why a session was lost.
+session_log = _find('training.monitored_session', 'logging')
+
+
+def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """Returns the tensor's value if the graph alone determines it, else None."""
+    if tensor.dtype in (tf.resource, tf.variant):
+        return None  # TensorFlow makes no array of these, and says so by an error.
+    return _constant_value(tensor)

@@ -1,0 +1,178 @@
+"""tf.estimator, and Keras 2 where tf-keras is installed: see docs/tensorflow-2.16.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.tools import module_util
+from tensorflow.python.util import tf_export
+
+_REMOVED = {
+    'distribute.estimator_training': 'For the devices of one machine use estimator_mgpu.replicate.',
+    'tpu.session_support': 'Estimators on TPUs need TensorFlow 2.15.',
+    'tpu.tpu_embedding': 'TPU embeddings need TensorFlow 2.15.',
+    'tpu.tpu_embedding_gradient': 'TPU embeddings need TensorFlow 2.15.',
+}
+# What model code for Keras 2 runs into: tf.layers and tf.nn.rnn_cell, tf-keras asked for but not
+# installed, attributes and modules of tf.keras, and `from tensorflow.compat.v1.layers import`.
+_KERAS_ERRORS = r"Keras (3|cannot be)|_tf_keras|'DenseFeatures'|compat.v1.(keras'|layers.__init__)"
+
+
+def check_tensorflow(version: str) -> None:
+    """Raises ImportError if this version of TensorFlow is not supported."""
+    if not (2, 15) <= _minor(version) <= (2, 21):
+        raise ImportError(
+            'estimator_mgpu runs on TensorFlow 2.15 to 2.21, and this is TensorFlow '
+            f'{version}. Install a supported one: pip install "tensorflow>=2.15,<2.22"'
+        )
+
+
+def check_input_fn(input_fn: Any) -> None:
+    """Raises TypeError if it's no function: a Dataset, say."""
+    if not callable(input_fn):
+        raise TypeError(
+            f'input_fn={input_fn!r} is of {type(input_fn).__name__}. Give a function that makes '
+            'the batches: lambda: dataset.'
+        )
+
+
+def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list[Any]]:
+    """Returns the features and labels of an input_fn, and the hooks of a session that has them."""
+    check_input_fn(input_fn)
+    return estimator._get_features_and_labels_from_input_fn(input_fn, mode)
+
+
+def global_step_of(estimator: Any, graph: tf.Graph) -> Any:
+    """Returns the global step that an estimator makes to train; None if its model brings one."""
+    return estimator._create_and_assert_global_step(graph)
+
+
+def spec_of(estimator: Any, features: Any, labels: Any, mode: str) -> Any:
+    """Returns what an estimator's model_fn gives, called as the estimator calls it."""
+    return estimator._call_model_fn(features, labels, mode, estimator.config)
+
+
+def legacy_keras_remedy(error: Exception) -> str | None:
+    """Returns what to do about an error of Keras 2 code that met Keras 3; None for other errors."""
+    if not re.search(_KERAS_ERRORS, str(error)):
+        return None
+    major, minor = _minor(tf.__version__)
+    return (
+        'tf.layers, and tf.keras as Keras 2, need tf-keras on this TensorFlow: '
+        f'pip install "tf-keras~={major}.{minor}.0", and import estimator_mgpu before Keras is '
+        'first used. The environment variable TF_USE_LEGACY_KERAS has to be 1 or unset, and is '
+        f'{os.environ.get("TF_USE_LEGACY_KERAS", "unset")}.'
+    )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """(2, 15) of '2.15.1'; () of what is no version."""
+    return tuple(map(int, re.findall(r'\d+', version)[:2]))
+
+
+def _namespaces() -> Iterator[tuple[Any, str]]:
+    """TensorFlow's public namespaces, each with the version of its API."""
+    # These imports make a second `tf.compat.v1` and v2; callers may hold either.
+    importlib.import_module('tensorflow.compat.v1')
+    importlib.import_module('tensorflow.compat.v2')
+    for name, module in list(sys.modules.items()):
+        if re.fullmatch(r'tensorflow|tensorflow(\._api\.v2)?(\.compat\.v[12])+', name):
+            yield module, 'v1' if name.endswith('v1') else 'v2'
+
+
+def _choose_keras() -> None:
+    """Makes tf.keras Keras 2 where that is possible and nobody has chosen."""
+    if 'TF_USE_LEGACY_KERAS' in os.environ or not importlib.util.find_spec('tf_keras'):
+        return
+    names = {'v1': 'keras layers', 'v2': 'keras initializers losses metrics optimizers'}
+    found = [getattr(module, name) for module, api in _namespaces() for name in names[api].split()]
+    # A KerasLazyLoader says whether it was used; anything else is no lazy loader any more.
+    used = any(getattr(one, '_tfll_initialized', True) for one in found)
+    if used or 'tensorflow.keras' in sys.modules:
+        return
+    os.environ['TF_USE_LEGACY_KERAS'] = '1'
+    # Lazy attributes follow the variable; `from tensorflow.keras import` goes by older paths.
+    for module, api in _namespaces():
+        keras = f'tf_keras.api._{api}.keras'
+        layers = f'{keras}.__internal__.legacy.layers'
+        for name in (keras, layers) if api == 'v1' else (keras,):
+            module.__path__.insert(0, module_util.get_parent_dir_for_name(name))
+
+
+def _restore_removed() -> None:
+    """Adds what tensorflow-estimator imports from TensorFlow, where it is missing."""
+    for module, advice in _REMOVED.items():
+        name = f'tensorflow.python.{module}'
+        if name not in sys.modules and not importlib.util.find_spec(name):
+            sys.modules[name] = _RemovedModule(name, advice)
+    if not hasattr(tf_export, 'ESTIMATOR_API_NAME'):
+        tf_export.ESTIMATOR_API_NAME = tf_export.TENSORFLOW_API_NAME
+
+
+class _RemovedModule(types.ModuleType):
+    """Any name can be imported from it, and none can be called but what RunConfig needs."""
+
+    def should_run_distribute_coordinator(self, config: Any) -> bool:
+        return False
+
+    def init_run_config(self, config: Any, tf_config: dict[str, Any]) -> None:
+        """Prepares a RunConfig that has distribution strategies, for one machine."""
+        if config._experimental_distribute or tf_config.get('cluster'):
+            self.estimator_train()  # Says that it was removed.
+        config._init_distributed_setting_from_environment_var(tf_config)
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith('__'):
+            raise AttributeError(f'module {self.__name__!r} has no attribute {name!r}')
+        told = f'{self.__name__}.{name} was removed from TensorFlow 2.16. {self.__doc__}'
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError(told)
+
+        return type(name, (), {'__new__': fail})  # for isinstance()
+
+
+def _publish_estimator() -> None:
+    """Sets the attribute `estimator` of TensorFlow's namespaces, where it is missing."""
+    try:
+        importlib.import_module('tensorflow_estimator')
+    except ImportError as error:
+        remedy = legacy_keras_remedy(error) or 'pip install "tensorflow-estimator==2.15.0"'
+        raise ImportError(
+            f'TensorFlow {tf.__version__} has no tf.estimator of its own, and the package '
+            f'tensorflow-estimator cannot be imported ({error}). Remedy: {remedy}'
+        ) from error
+    for module, api in _namespaces():
+        if not hasattr(module, 'estimator'):
+            name = f'tensorflow_estimator.python.estimator.api._{api}.estimator'
+            module.estimator = importlib.import_module(name)
+            sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)  # to import
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """False for TensorFlow's advice against tf.estimator, which the log then leaves out."""
+    texts = [argument for argument in record.args or () if isinstance(argument, str)]
+    return 'Use tf.keras instead.' not in texts  # Values of bfloat16 don't compare with a str.
+
+
+check_tensorflow(tf.__version__)
+if _minor(tf.__version__) > (2, 15):
+    _choose_keras()
+    _restore_removed()
+    _publish_estimator()
+tf.get_logger().addFilter(_is_no_advice)
+estimator: Any = tf.compat.v1.estimator
+EstimatorV2: Any = importlib.import_module(
+    'tensorflow_estimator.python.estimator.estimator'
+).EstimatorV2
+get_default_session_config: Any = importlib.import_module(
+    'tensorflow_estimator.python.estimator.run_config'
+).get_default_session_config
