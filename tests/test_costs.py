@@ -9,6 +9,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.tf_internals import graphs
 from models import floats, spec_of, step
 
 ROWS = 24

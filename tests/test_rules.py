@@ -13,14 +13,14 @@ from tensorflow.python.framework import op_def_registry
 
 import estimator_mgpu
 from estimator_mgpu.custom_ops.check_rule import check_rule
-from estimator_mgpu.partition.plan import OWN
+from estimator_mgpu.partition.plan import LOCAL
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.notation import parsed
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.towers import shards
 
 ROWS = 7
-SAMPLES, WHOLE = {}, []  # by types of ops; those that run once by their rule
+SAMPLES, FULL = {}, []  # by types of ops; those that run once by their rule
 
 
 class Batch:
@@ -129,7 +129,7 @@ def sample(names, given, whole=False, **attrs):
         else:
             made = functools.partial(_called, name, given, attrs)
         SAMPLES.setdefault(name, []).append(made)
-        WHOLE.extend([made] * whole)
+        FULL.extend([made] * whole)
 
 
 def _called(name, words, attrs, batch):
@@ -532,7 +532,7 @@ UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of
 def test_rule(name):
     assert name in SAMPLES, f'The rule for {name} has no sample.'
     for sampled in SAMPLES[name]:
-        assert (name in checked(name, sampled)) == (sampled not in WHOLE)
+        assert (name in checked(name, sampled)) == (sampled not in FULL)
 
 
 def checked(name, sampled):
@@ -634,7 +634,7 @@ def test_what_a_branch_has_in_place_of_a_sum(made, divided):
         ('nS nS -> nS', [(5, 4), (5, 4)], [('n', 'S1')] * 2, [('n', 'S1')]),
         ('n_ * -> n...', [(5, 4), (4,)], [('n', None), ()], [('n', None)]),
         ('n... n... -> * (sum)', [(5, 4), (5, 4)], [('n', None)] * 2, [(None, None)]),
-        ('S_ = -> S_', [(5, 4), (4,)], [('S1', None), OWN], [('S1', None)]),
+        ('S_ = -> S_', [(5, 4), (4,)], [('S1', None), LOCAL], [('S1', None)]),
         *[(text, [(5, 4), (4,)], None, None) for text in ('n__ n -> n', 'n S -> nS', 'S S -> S_')],
     ],
 )

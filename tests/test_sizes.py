@@ -6,13 +6,13 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entry, Rows, Size
+from estimator_mgpu.partition.sizes import Entry, RowSpace, Size
 from estimator_mgpu.partition.towers.node_builder import Nodes
 from estimator_mgpu.partition.towers.shards import Sharding, _index_type
 from models import batches, of_all_modes, weights
 from towers import compare
 
-ROWS = Rows('batch', None)
+ROWS = RowSpace('batch', None)
 B = Size(1, (ROWS,))
 
 
@@ -91,7 +91,7 @@ def test_entries(make, expected):
 def test_quotients_are_whole():
     assert Size(6, (ROWS,)).over(Size(3)) == Size(2, (ROWS,))
     assert Size(6, (ROWS,)).over(Size(4)) is None and Size(6).over(B) is None
-    four = Rows('batch', 4)
+    four = RowSpace('batch', 4)
     assert Size(8).over(Size(1, (four,))) == Size(2)
     assert Size(6).over(Size(1, (four,))) is None
 
@@ -129,7 +129,7 @@ def test_a_loop_over_more_than_int32(static, known, each):
 
 def test_entries_of_large_tensors():
     """Those of each of 2 towers, of 1,500,000,001 rows; no tensor of them is made."""
-    rows = Rows('batch', None)
+    rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
         nodes = Nodes(graph, 'replicate', '/device:CPU:0')
         given, each = tf.constant(1_500_000_001), tf.constant(3_000_000_000, tf.int64).name
@@ -155,7 +155,7 @@ def test_entries_of_large_tensors():
 @pytest.mark.parametrize('entries, index', [(1, tf.int32), (7, tf.int64)])
 def test_rows_are_cut_by_what_can_count_them(entries, index):
     """A number of rows is int32, and cheap; of entries there may be more."""
-    rows = Rows('batch', None)
+    rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
         nodes, total = Nodes(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
         devices = ['/device:CPU:0'] * 2

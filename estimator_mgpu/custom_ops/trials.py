@@ -12,20 +12,20 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE
-from estimator_mgpu.partition.plan import Entries, Label
+from estimator_mgpu.partition.plan import Label, SizesOf
 from estimator_mgpu.partition.propagation.accepted_shapes import copy_of, takes
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.rewrites.inline_calls import inline
 from estimator_mgpu.partition.rules import PRODUCTS, RULES
 from estimator_mgpu.partition.rules.notation import (
+    NotSharded,
     Signature,
-    Undivided,
     failure,
     labels_of,
     signature_of,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Rows, Size
+from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.partition.towers.build import Towers
 from estimator_mgpu.partition.towers.placement import settle
 from estimator_mgpu.tf_internals import graphs, private
@@ -222,7 +222,7 @@ def _dimension(call: Call, signature: Signature, label: Label, towers: int) -> D
 def _labels(signature: Signature, sizes: bool) -> list[tuple[Label, ...]]:
     """The labels of each input's dimensions; or of the dimensions whose sizes its entries are."""
     if sizes:
-        return [own.labels if isinstance(own, Entries) else () for own in signature.inputs]
+        return [own.labels if isinstance(own, SizesOf) else () for own in signature.inputs]
     return [labels_of(own) for own in signature.inputs]
 
 
@@ -245,14 +245,14 @@ def _signature(
         entries = [Size(n) for n in np.ravel(value).tolist()] if _may_be_sizes(value) else []
         if tensor is call.op.inputs[index]:
             count = entries[at].number if is_size else value.shape[at]
-            rows = Rows('batch', count if count > 1 else towers)
+            rows = RowSpace('batch', count if count > 1 else towers)
             (entries if is_size else dims)[at] = Size(1, (rows,))
         sizes.know(tensor, dims)
         if entries:
             sizes.know_values(tensor, entries)
     try:
         return signature_of(RULES[call.op.type], call.op, sizes)
-    except Undivided:
+    except NotSharded:
         return None
     except Exception as error:
         raise failure(call.op, error) from error
@@ -434,7 +434,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     """Divides copies of ops at once, by the rules alone; how many rows there are may be fed."""
     graph = tf.get_default_graph()
     sources = [source for trial in trials for source in (trial.rows, *trial.sources.values())]
-    order, rows = ordered(dependents(sources, frozenset())), Rows('batch', static)
+    order, rows = ordered(dependents(sources, frozenset())), RowSpace('batch', static)
     plan = propagate(sources, [], order, rows, RULES, PRODUCTS, frozenset(), {})
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]

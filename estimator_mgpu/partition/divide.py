@@ -14,7 +14,7 @@ from estimator_mgpu.partition.rewrites.fills import fill
 from estimator_mgpu.partition.rewrites.gradient_tuples import read_first, untie
 from estimator_mgpu.partition.rewrites.inline_calls import inline
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
-from estimator_mgpu.partition.sizes import Rows
+from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers
 from estimator_mgpu.partition.towers.placement import settle
 from estimator_mgpu.tf_internals.graphs import dependents, ordered
@@ -47,7 +47,7 @@ def divide(
     unused = {name.partition(':')[0] for name in replaced}
     wholes = [*sparse, *unknown.values()]
     given = tf.nest.flatten([sources, wholes], expand_composites=True)
-    ops, rows = dependents(given, before), Rows('batch', static)
+    ops, rows = dependents(given, before), RowSpace('batch', static)
     read_first([graph.get_tensor_by_name(name).op for name in untied], before)
     reasons = {
         leaf.name: f'{title} has an unknown rank: give it a shape, say by set_shape([None, 3])'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
-from estimator_mgpu.partition.sizes import Rows, Size
+from estimator_mgpu.partition.sizes import RowSpace, Size
 
 
 @dataclass(frozen=True)
@@ -17,14 +17,14 @@ class Shard(NamedTuple):
     """Each tower has its rows: as many entries along an axis, from 0, for each row, in order."""
 
     axis: int
-    rows: Rows
+    rows: RowSpace
 
 
 class Partial(NamedTuple):
     """Each tower has what its rows come to: together, by a reduction, that is the value."""
 
     reduce: str  # 'sum', 'mean' (weighted by rows), 'max', 'min', 'prod', 'all' or 'any'
-    rows: Rows
+    rows: RowSpace
 
 
 class Kept(NamedTuple):

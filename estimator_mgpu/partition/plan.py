@@ -12,41 +12,43 @@ from estimator_mgpu.partition.placements import Placement
 
 if TYPE_CHECKING:
     from estimator_mgpu.partition.size_inference import Sizes
-    from estimator_mgpu.partition.sizes import Rows, Size
+    from estimator_mgpu.partition.sizes import RowSpace, Size
 
 
-class Given(enum.Enum):
+class Form(enum.Enum):
     """What needs no more than its name."""
 
-    OWN = 'what the tower itself has'
-    WHOLE = 'the whole value: gathered or reduced if the towers made it'
-    FIRST = 'the whole value on the first tower, and zeros on the others: what a sum begins with'
+    LOCAL = 'what the tower itself has'
+    FULL = 'the whole value: gathered or reduced if the towers made it'
+    FULL_ON_FIRST = (
+        'the whole value on the first tower, and zeros on the others: what a sum begins with'
+    )
 
 
 class Slice(NamedTuple):
     """The tower's rows of what is whole, with so many entries a row along an axis."""
 
     axis: int
-    rows: Rows
+    rows: RowSpace
     factor: Size
 
 
-class Local(NamedTuple):
+class LocalShape(NamedTuple):
     """A whole shape, but for the entry at a position, which goes by rows: it's the tower's own."""
 
     entries: tuple[Size, ...]
     position: int
-    rows: Rows
+    rows: RowSpace
 
 
-class Numbers(NamedTuple):
+class Constant(NamedTuple):
     """Known integers: a vector, or the only one as a scalar."""
 
     numbers: tuple[int, ...]
     scalar: bool = False
 
 
-class Value(NamedTuple):
+class VariableValue(NamedTuple):
     """The value of a variable, of a type, in place of the variable, which is only read."""
 
     dtype: tf.DType
@@ -57,14 +59,14 @@ class Value(NamedTuple):
 Label = Optional[Hashable]
 
 
-class Entries(NamedTuple):
+class SizesOf(NamedTuple):
     """What a rule says of an operand whose entries are sizes: of which dimensions, by label."""
 
     labels: tuple[Label, ...]
 
 
-Need = Union[Given, Value, Slice, Local, Numbers]
-OWN, WHOLE, FIRST = Given
+Need = Union[Form, VariableValue, Slice, LocalShape, Constant]
+LOCAL, FULL, FULL_ON_FIRST = Form
 
 
 class OpPlan(NamedTuple):
@@ -77,7 +79,7 @@ class OpPlan(NamedTuple):
     ] = ()  # by name, for each that `function_calls.called` has
 
 
-class Division(NamedTuple):
+class Decision(NamedTuple):
     """How an op runs in towers, what these have of its outputs, and the outputs' dimensions."""
 
     plan: OpPlan
@@ -88,7 +90,7 @@ class Division(NamedTuple):
 class Plan(NamedTuple):
     """How a graph is divided."""
 
-    rows: Rows  # those of the batch
+    rows: RowSpace  # those of the batch
     sources: Sequence[tf.Tensor]  # dense tensors of the batch with rows along dimension 0
     order: Sequence[tf.Operation]  # ops that depend on the batch, each after those it depends on
     ops: dict[str, OpPlan]  # those that run in towers, by name

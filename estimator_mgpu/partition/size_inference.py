@@ -15,8 +15,8 @@ import tensorflow.compat.v1 as tf
 from numpy import ndarray
 
 from estimator_mgpu.partition.placements import Shard
-from estimator_mgpu.partition.plan import Local
-from estimator_mgpu.partition.sizes import ONE, Dim, Entry, Rows, Size, per_row, product
+from estimator_mgpu.partition.plan import LocalShape
+from estimator_mgpu.partition.sizes import ONE, Dim, Entry, RowSpace, Size, per_row, product
 from estimator_mgpu.tf_internals import op_types
 
 _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'TruncatedNormal')
@@ -69,13 +69,13 @@ class Sizes:
         """Begins a row space with a tensor, if it's of floats and nobody knows how many rows."""
         dims = self.dims(tensor) if tensor.dtype.is_floating else None
         if dims and dims[0] == self.unknown(tensor, 0):
-            self.know(tensor, [Size(1, (Rows(tensor.name, None),)), *dims[1:]])
+            self.know(tensor, [Size(1, (RowSpace(tensor.name, None),)), *dims[1:]])
 
     def unknown(self, tensor: tf.Tensor, axis: int) -> Size:
         """A dimension that is known only when the step runs."""
         return Size(1, (Dim(f'{self._scope}{tensor.name}', axis),))
 
-    def per_row(self, tensor: tf.Tensor, axis: int, rows: Rows) -> Size | None:
+    def per_row(self, tensor: tf.Tensor, axis: int, rows: RowSpace) -> Size | None:
         """How many entries a row has in a dimension; None if that isn't known."""
         dims = self.dims(tensor)
         return None if dims is None else per_row(dims[axis], rows)
@@ -85,12 +85,12 @@ class Sizes:
         values = self._value(tensor)
         return None if values is None else list(values.flat)
 
-    def local(self, tensor: tf.Tensor, position: int, rows: Rows) -> Local | None:
+    def local(self, tensor: tf.Tensor, position: int, rows: RowSpace) -> LocalShape | None:
         """A shape whose entry at a position goes by rows; None if it isn't known to."""
         entries = self.entries(tensor) or []
         size = entries[position] if position < len(entries) else Size(-1)
         unknown = size == Size(-1) or per_row(size, rows) is None
-        return None if unknown else Local(tuple(entries), position, rows)
+        return None if unknown else LocalShape(tuple(entries), position, rows)
 
     def numbers(self, tensor: tf.Tensor) -> list[int] | None:
         """The entries of an integer tensor, if all are known numbers."""

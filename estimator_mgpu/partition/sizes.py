@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Union
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rows:
+class RowSpace:
     """A row space: says which rows a shard is of, and how many there are.
 
     Tensors of different row spaces are never combined row by row.
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     position: int
 
 
-Symbol = Union[Rows, Dim, Entry]
+Symbol = Union[RowSpace, Dim, Entry]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Size:
         return self.number
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> RowSpace | None:
         """The row space that it's a multiple of, if any."""
-        return next((s for s in self.symbols if isinstance(s, Rows)), None)
+        return next((s for s in self.symbols if isinstance(s, RowSpace)), None)
 
     @property
     def static(self) -> int | None:
@@ -106,7 +106,7 @@ def product(sizes: Sequence[Size]) -> Size:
     return math.prod(sizes, start=ONE)
 
 
-def per_row(size: Size, rows: Rows) -> Size | None:
+def per_row(size: Size, rows: RowSpace) -> Size | None:
     """How many entries a row has in a dimension; None if it doesn't go by rows."""
     found = size.over(Size(1, (rows,)))
     return found if found is not None and rows not in found.symbols else None

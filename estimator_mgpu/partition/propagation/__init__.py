@@ -1,5 +1,5 @@
 """Decides which ops are sharded, and where each tensor's values are.
 
-In: the placements of the batch. Out: a `Plan`. `engine` visits the ops in order and asks `rules` about
-each; nothing is added to the graph here.
+In: the placements of the batch. Out: a `Plan`. `engine` visits the ops in order and asks `rules`
+about each; nothing is added to the graph here.
 """

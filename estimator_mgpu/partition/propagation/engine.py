@@ -11,13 +11,13 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.costs import bytes_of
 from estimator_mgpu.partition.placements import REPLICATE, Kept, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Need, OpPlan
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan
 from estimator_mgpu.partition.propagation import loops as functions
 from estimator_mgpu.partition.propagation.matching import Matching
 from estimator_mgpu.partition.rules import lists
-from estimator_mgpu.partition.rules.notation import Rule, Undivided, failure, signature_of
+from estimator_mgpu.partition.rules.notation import NotSharded, Rule, failure, signature_of
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entry, Rows, Size, per_row
+from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, per_row
 from estimator_mgpu.tf_internals import op_types, private
 
 
@@ -25,7 +25,7 @@ def propagate(
     sources: Sequence[tf.Tensor],
     wholes: Sequence[tf.Tensor | tf.SparseTensor],
     order: Sequence[tf.Operation],
-    rows: Rows,
+    rows: RowSpace,
     table: dict[str, Rule],
     products: Container[str],
     unused: Set[str],
@@ -66,7 +66,7 @@ class Pass:
     It notes for the next, by name, which tensors have to be reduced and which ops have to run once.
     """
 
-    rows: Rows
+    rows: RowSpace
     table: dict[str, Rule]
     sizes: Sizes
     products: Container[str] = ()
@@ -96,13 +96,13 @@ class Pass:
         """Puts a reduction off, or divides an op by the rule for its type, or lets it run once."""
         if any(isinstance(p, Partial) for p in placements):
             if made := self.linear(op, placements):
-                needs = tuple(OWN if p == made else WHOLE for p in placements)
-                self.divide(op, Division(OpPlan(needs), [made]))
+                needs = tuple(LOCAL if p == made else FULL for p in placements)
+                self.divide(op, Decision(OpPlan(needs), [made]))
                 return
             placements = self.reduce(op, placements)
         try:
             found = self._division(op, placements)
-        except Undivided as error:
+        except NotSharded as error:
             self.whole(op, placements, str(error) or self._reason(op, placements))
         except Exception as error:
             raise failure(op, error) from error
@@ -123,10 +123,10 @@ class Pass:
         expected[parts] = [first] * len(placements[parts])
         return first if placements == expected else None
 
-    def _division(self, op: tf.Operation, placements: list[Placement]) -> Division:
+    def _division(self, op: tf.Operation, placements: list[Placement]) -> Decision:
         """What an op comes to; raises Undivided if it has to run once."""
         own = [p if getattr(p, 'rows', self.rows) == self.rows else REPLICATE for p in placements]
-        found: Division | None = None
+        found: Decision | None = None
         if op.type in op_types.CALLERS:
             found = functions.Call(Inside, self, op, own).division()
         elif op.type.startswith(op_types.LISTS) or any(isinstance(p, Kept) for p in placements):
@@ -141,7 +141,7 @@ class Pass:
                 self.sizes.know(output, dims)
             found = matching.division()
         if not found:
-            raise Undivided
+            raise NotSharded
         return found
 
     def _reason(self, op: tf.Operation, placements: list[Placement]) -> str:
@@ -161,13 +161,13 @@ class Pass:
     def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
         """Lets each tower make the empty lists that it's given as its own; False if it can't."""
         for tensor, need in given:
-            if need == OWN and tensor.dtype == tf.variant and self.seen(tensor) == REPLICATE:
+            if need == LOCAL and tensor.dtype == tf.variant and self.seen(tensor) == REPLICATE:
                 if tensor.op.type not in op_types.EMPTY_LISTS:
                     return False
                 self.ops[tensor.op.name] = lists.made_empty(tensor.op)
         return True
 
-    def divide(self, op: tf.Operation, found: Division) -> None:
+    def divide(self, op: tf.Operation, found: Decision) -> None:
         """Lets an op run in towers."""
         self.ops[op.name] = found.plan
         for output, placement in zip(op.outputs, found.placements):
@@ -229,15 +229,15 @@ class Inside(Pass):
             return
         calls = op.type in op_types.CALLERS
         if op.op_def.is_stateful and op.type not in op_types.READS and not calls:
-            raise Undivided(f'in it, a {op.type} has effects, or draws numbers')
+            raise NotSharded(f'in it, a {op.type} has effects, or draws numbers')
         placements = [self.seen(t) for t in op.inputs]
         whole = all(p == REPLICATE for p in placements)
         if op.type in op_types.SIZES:
             if not whole and any(self.sizes.entries(t) is None for t in op.outputs):
-                raise Undivided(f'the sizes of {op.name} are unknown')
+                raise NotSharded(f'the sizes of {op.name} are unknown')
         elif whole and not any(map(self.differs, op.inputs)):
             if calls:
-                raise Undivided(f'a {op.type} that is the same on all towers')
+                raise NotSharded(f'a {op.type} that is the same on all towers')
         elif whole and (op.type == op_types.BROADCAST_AXES or all(map(self._is_known, op.outputs))):
             pass  # Sizes, of which each tower computes its own.
         else:
@@ -260,41 +260,43 @@ class Inside(Pass):
         """Lets each tower make its rows of a constant or a fill."""
         dims = list(self.sizes.dims(op.outputs[0]) or [])
         if (own := per_row(dims[need.axis], self.rows)) is None:
-            raise Undivided(f'the size of {op.name} is unknown')
+            raise NotSharded(f'the size of {op.name} is unknown')
         needs: tuple[Need, ...] = (plan.Slice(need.axis, self.rows, own),)
         if op.type == op_types.FILL:
-            needs = (plan.Local(tuple(dims), need.axis, self.rows), WHOLE)
+            needs = (plan.LocalShape(tuple(dims), need.axis, self.rows), FULL)
         dims[need.axis] = own * Size(1, (self.rows,))
-        super().divide(op, Division(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
+        super().divide(op, Decision(OpPlan(needs), [Shard(need.axis, self.rows)], [dims]))
 
     def own_lists(self, given: Iterable[tuple[tf.Tensor, Need]]) -> bool:
         return not self.strict or super().own_lists(given)
 
     def whole(self, op: tf.Operation, placements: list[Placement], reason: str) -> NoReturn:
-        raise Undivided(f'in it, {op.name}: {reason}')
+        raise NotSharded(f'in it, {op.name}: {reason}')
 
     def reduce(self, op: tf.Operation, placements: list[Placement]) -> NoReturn:
-        raise Undivided(f'in it, {op.name} needs a sum over all rows')
+        raise NotSharded(f'in it, {op.name} needs a sum over all rows')
 
-    def divide(self, op: tf.Operation, found: Division) -> None:
+    def divide(self, op: tf.Operation, found: Decision) -> None:
         needs = tuple(self._possible(op, *given) for given in zip(op.inputs, found.plan.needs))
         super().divide(op, found._replace(plan=found.plan._replace(needs=needs)))
 
     def _possible(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> Need:
         """What an op is given inside for what it needs, if it can be."""
         differs = self.differs(tensor)
-        if need == WHOLE and (differs or self.seen(tensor) != REPLICATE):
-            raise Undivided(f'in it, {op.name} needs all rows')
+        if need == FULL and (differs or self.seen(tensor) != REPLICATE):
+            raise NotSharded(f'in it, {op.name} needs all rows')
         if isinstance(need, plan.Slice) and self._may_be_made(tensor):
             self.wanted[tensor.op] = need
-        elif self.strict and (isinstance(need, plan.Slice) or need == plan.FIRST):
-            raise Undivided(f'{op.type} needs rows of {tensor.name}')
-        elif isinstance(need, plan.Local):
+        elif self.strict and (isinstance(need, plan.Slice) or need == plan.FULL_ON_FIRST):
+            raise NotSharded(f'{op.type} needs rows of {tensor.name}')
+        elif isinstance(need, plan.LocalShape):
             more = [self.rows in e.symbols if differs else e.static is None for e in need.entries]
             if sum(more) > int(differs):  # The tower has its own rows.
-                raise Undivided(f'{op.type} needs other sizes')
-        whole = isinstance(need, plan.Numbers) or (isinstance(need, plan.Local) and not differs)
-        return need if whole else OWN
+                raise NotSharded(f'{op.type} needs other sizes')
+        whole = isinstance(need, plan.Constant) or (
+            isinstance(need, plan.LocalShape) and not differs
+        )
+        return need if whole else LOCAL
 
     def _may_be_made(self, tensor: tf.Tensor) -> bool:
         """Whether each tower can have its rows of a tensor: a whole argument, or of known size."""

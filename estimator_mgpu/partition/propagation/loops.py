@@ -10,8 +10,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.placements import REPLICATE, Kept, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, OpPlan
-from estimator_mgpu.partition.rules.notation import Undivided
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.tf_internals import function_calls, op_types, private
 
@@ -45,7 +45,7 @@ class Call:
         self.graphs = function_calls.function_graphs(op)
         self.bodies = self.graphs[1:] if self.loops else self.graphs
 
-    def division(self) -> Division | None:
+    def division(self) -> Decision | None:
         """What it comes to; None if it has to run once."""
         if all(p == REPLICATE for p in self.given) or not self.graphs:
             return None
@@ -59,17 +59,17 @@ class Call:
             inside, [decision] = self._run(condition, strict=True)
             same = decision == REPLICATE and not inside.differs(condition.outputs[0])
             if not same or len(self.wanted) > asked:
-                raise Undivided('rows say when it ends')
+                raise NotSharded('rows say when it ends')
             insides = (inside, *insides)
         needs = list(map(self._need, range(len(self.placed))))
         if not self.outer.own_lists(zip(self.arguments, needs)):
             return None
         made: list[Placement | None] = [placed for placed, _ in found]
         if self.loops:  # Nobody is given a variable, which it has the value of, or a tower's size.
-            alone = (plan.Value, plan.Local)
+            alone = (plan.VariableValue, plan.LocalShape)
             made = [None if isinstance(n, alone) else p for n, p in zip(needs, made)]
-        planned = OpPlan((*[WHOLE] * self.first, *needs), {}, [inside.ops for inside in insides])
-        return Division(planned, made, [dims for _, dims in found])
+        planned = OpPlan((*[FULL] * self.first, *needs), {}, [inside.ops for inside in insides])
+        return Decision(planned, made, [dims for _, dims in found])
 
     def _settle(self) -> None:
         """Finds out what arguments are inside; a loop returns what it's called with next."""
@@ -94,7 +94,7 @@ class Call:
             if isinstance(placed, Shard):  # A loop's condition has no shapes.
                 rank = argument.shape.rank or self.graphs[-1].inputs[i].shape.rank
                 if rank is None:
-                    raise Undivided(f'the size of {self.arguments[i].name} is unknown')
+                    raise NotSharded(f'the size of {self.arguments[i].name} is unknown')
                 factor = self._factor(i, placed.axis)
                 dims = inside.sizes.dims_of_rows(argument, placed, factor, rank)
                 inside.sizes.know(argument, dims)
@@ -113,10 +113,10 @@ class Call:
         output, tensors = self.op.outputs[i], [body.outputs[i] for body in self.bodies]
         placed = _joined(tensors, placements)
         if self.loops and placed != self.placed[i]:
-            raise Undivided(f'{output.name} is not what it was')
+            raise NotSharded(f'{output.name} is not what it was')
         if placed == REPLICATE and any(own.differs(t) for own, t in zip(insides, tensors)):
             if not self.loops or not (size := self._size(i)):
-                raise Undivided(f'{output.name} is a size that goes by rows')
+                raise NotSharded(f'{output.name} is a size that goes by rows')
             self.outer.sizes.know_values(output, size)
         if not isinstance(placed, Shard):
             return placed, None
@@ -125,7 +125,7 @@ class Call:
         factor = self._factor(i, axis) if self.loops else factors[0]
         known = factor is not None and (self.loops or factor.static is not None)
         if factor is None or not known or any(other != factor for other in factors):
-            raise Undivided(f'the size of {output.name} is unknown, or another')
+            raise NotSharded(f'the size of {output.name} is unknown, or another')
         rank = len(insides[0].sizes.dims(tensors[0]) or [])
         return placed, self.outer.sizes.dims_of_rows(output, placed, factor, rank)
 
@@ -135,13 +135,13 @@ class Call:
         if isinstance(placed, Shard) and placed != given:
             return plan.Slice(placed.axis, placed.rows, self._factor(i, placed.axis))
         if placed != REPLICATE:
-            return OWN if placed == given or isinstance(placed, Kept) else plan.FIRST
+            return LOCAL if placed == given or isinstance(placed, Kept) else plan.FULL_ON_FIRST
         rows = [at for at, n in enumerate(self._size(i)) if self.outer.rows in n.symbols]
         if not rows:
-            return self._value(i) or WHOLE
+            return self._value(i) or FULL
         local = self.outer.sizes.local(tensor, rows[0], self.outer.rows)
         if local is None or len(rows) > 1:
-            raise Undivided(f'the sizes in {tensor.name} are unknown')
+            raise NotSharded(f'the sizes in {tensor.name} are unknown')
         return local
 
     def _size(self, i: int) -> list[Size]:
@@ -150,13 +150,13 @@ class Call:
         stays = not self.loops or body.outputs[i] is body.inputs[i]
         return (self.outer.sizes.entries(self.arguments[i]) if stays else None) or []
 
-    def _value(self, i: int) -> plan.Value | None:
+    def _value(self, i: int) -> plan.VariableValue | None:
         """A variable's value, if that is all that a loop asks for of an argument."""
         users = [user for graph in self.graphs for user in graph.inputs[i].consumers()]
         # In a function, it's what calls that which would have to read it.
         read = users and self.loops and not isinstance(self.outer, self.inside)
         found = read and all(user.type == op_types.READ for user in users)
-        return plan.Value(users[0].get_attr('dtype')) if found else None
+        return plan.VariableValue(users[0].get_attr('dtype')) if found else None
 
     def _factor(self, i: int, axis: int) -> Size:
         """How many entries a row has in an argument."""
@@ -164,7 +164,7 @@ class Call:
         known = [self.outer.sizes.per_row(self.arguments[i], axis, self.outer.rows)]
         found = next(filter(None, [*known, *(need.factor for need in asked if need)]), None)
         if found is None:
-            raise Undivided(f'the size of {self.arguments[i].name} is unknown')
+            raise NotSharded(f'the size of {self.arguments[i].name} is unknown')
         return found
 
 
@@ -175,7 +175,7 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
         empty = isinstance(placed, Kept) and tensor.op.type in op_types.EMPTY_LISTS
         nothing = isinstance(placed, Partial) and placed.reduce == 'sum' and _is_zero(tensor)
         if own != placed and not (own == REPLICATE and (empty or nothing)):
-            raise Undivided(f'{tensor.name} has rows, or sums, in some branches only')
+            raise NotSharded(f'{tensor.name} has rows, or sums, in some branches only')
     return placed
 
 
@@ -195,4 +195,4 @@ def _meet(a: Placement, b: Placement) -> Placement:
         return a
     if a == REPLICATE and not (isinstance(b, Partial) and b.reduce != 'sum'):
         return b
-    raise Undivided(f'a {a} becomes a {b}')
+    raise NotSharded(f'a {a} becomes a {b}')

@@ -11,10 +11,18 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import OWN, WHOLE, Division, Entries, Label, Need, Numbers
+from estimator_mgpu.partition.plan import (
+    FULL,
+    LOCAL,
+    Constant,
+    Decision,
+    Label,
+    Need,
+    SizesOf,
+)
 from estimator_mgpu.partition.propagation.accepted_shapes import takes
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
-from estimator_mgpu.partition.sizes import ONE, Rows, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, per_row
 
 if TYPE_CHECKING:
     from estimator_mgpu.partition.propagation.engine import Pass
@@ -24,7 +32,7 @@ class Way(NamedTuple):
     """How to divide an op: along the dimensions of a label, with `factor` entries a row."""
 
     label: Label
-    rows: Rows
+    rows: RowSpace
     factor: Size
 
 
@@ -35,7 +43,7 @@ class Matching:
         self.op, self.signature, self.outer, self.sizes = op, signature, outer, outer.sizes
         self._inputs = list(zip(op.inputs, signature.inputs, has))
 
-    def division(self) -> Division | None:
+    def division(self) -> Decision | None:
         """In the first way that can be; None if there is none."""
         return next(filter(None, map(self._divided, self._ways())), None)
 
@@ -48,10 +56,10 @@ class Matching:
         batch, sharded = self.outer.rows, any(isinstance(p, Shard) for _, _, p in self._inputs)
         for tensor, operand, placement in self._inputs:
             labelled, dims = labels_of(operand), self.sizes.dims(tensor)
-            found: list[tuple[Label, Size, Rows]] = []
+            found: list[tuple[Label, Size, RowSpace]] = []
             if isinstance(placement, Shard) and labelled and dims:
                 found = [(labelled[placement.axis], dims[placement.axis], placement.rows)]
-            elif not sharded and isinstance(operand, Entries):
+            elif not sharded and isinstance(operand, SizesOf):
                 sizes = zip(operand.labels, self.sizes.entries(tensor) or [])
                 found = [(i, size, batch) for i, size in sizes if batch in size.symbols]
             elif not sharded and labelled and dims and tensor.name in self.outer.again:
@@ -63,7 +71,7 @@ class Matching:
                 if label is not None and factor is not None:
                     yield Way(label, rows, factor)
 
-    def _divided(self, way: Way) -> Division | None:
+    def _divided(self, way: Way) -> Decision | None:
         """What the op comes to if it's divided in a way; None if it can't be."""
         needs = [self._need(*given, way) for given in self._inputs]
         outputs = self.signature.outputs
@@ -73,29 +81,29 @@ class Matching:
         reduce = self.signature.reduce
         other = Partial(reduce, way.rows) if reduce else REPLICATE
         made = [Shard(o.index(way.label), way.rows) if way.label in o else other for o in outputs]
-        return Division(plan.OpPlan(tuple(needs), self.signature.attrs), made, dims)  # type: ignore
+        return Decision(plan.OpPlan(tuple(needs), self.signature.attrs), made, dims)  # type: ignore
 
     def _need(self, tensor: tf.Tensor, operand: Operand, has: Placement, way: Way) -> Need | None:
         """What towers are given for an operand; None if that can't be had."""
-        if isinstance(operand, (plan.Given, Numbers)):
-            return operand if operand != OWN or tensor.name in self.outer.placements else None
-        labelled = operand.labels if isinstance(operand, Entries) else operand
+        if isinstance(operand, (plan.Form, Constant)):
+            return operand if operand != LOCAL or tensor.name in self.outer.placements else None
+        labelled = operand.labels if isinstance(operand, SizesOf) else operand
         if way.label not in labelled:
-            return WHOLE
+            return FULL
         axis = labelled.index(way.label)
-        if isinstance(operand, Entries):
+        if isinstance(operand, SizesOf):
             entries = self.sizes.entries(tensor) or []
             if entries and entries[axis] == Size(-1):
                 # What is left, for a tower as for the whole batch.
-                return None if any(way.rows in entry.symbols for entry in entries) else WHOLE
+                return None if any(way.rows in entry.symbols for entry in entries) else FULL
             return self.sizes.local(tensor, axis, way.rows)
         if has == Shard(axis, way.rows):
-            return OWN
+            return LOCAL
         dims = self.sizes.dims(tensor)
         if dims is None:
             return None
         if dims[axis] == ONE:
-            return WHOLE  # It's repeated for all rows.
+            return FULL  # It's repeated for all rows.
         factor = per_row(dims[axis], way.rows)
         if factor is None and not self._are_as_many(tensor, way.label):
             return None  # It may have one entry, which the op would repeat.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import WHOLE, Entries, Label, Numbers
+from estimator_mgpu.partition.plan import FULL, Constant, Label, SizesOf
 from estimator_mgpu.partition.rules.notation import Rule, Signature, known, letters, rank
 from estimator_mgpu.partition.sizes import ONE, Size, per_row, product
 
@@ -47,7 +47,7 @@ def reduction(op: tf.Operation, sizes: Sizes) -> Signature | None:
     kept = own if op.get_attr('keep_dims') else [i for i in own if i not in gone]
     made = tuple(None if i in gone else i for i in kept)
     # The numbers: where the graph computes these, with one row they would come out otherwise.
-    return Signature([tuple(own), Numbers(tuple(gone))], [made], reduce=op.type.lower())
+    return Signature([tuple(own), Constant(tuple(gone))], [made], reduce=op.type.lower())
 
 
 def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
@@ -68,7 +68,7 @@ def transpose(op: tf.Operation, sizes: Sizes) -> Signature:
     """Dimensions change places."""
     own, order = range(rank(op.inputs[0], sizes)), known(sizes.numbers(op.inputs[1]))
     made = tuple(own[i] for i in order)
-    return Signature([tuple(own), Numbers(tuple(order))], [made])
+    return Signature([tuple(own), Constant(tuple(order))], [made])
 
 
 def ensure_shape(op: tf.Operation, sizes: Sizes) -> Signature | None:
@@ -124,7 +124,7 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature:
         begin = ONE not in (a, b) and _go_together(a, b)
         if begin and product(before[:i]).same_as(product(after[:j])):
             own[i] = new[j] = i
-    return Signature([tuple(own), Entries(tuple(new))], [tuple(new)], dims=[after])
+    return Signature([tuple(own), SizesOf(tuple(new))], [tuple(new)], dims=[after])
 
 
 def _begins(dims: list[Size]) -> list[Size]:
@@ -165,9 +165,9 @@ def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
     own = tuple(size if size in left else None for size in range(2, len(dims) + 2))
     made = tuple(size if size > 1 else None for size in left)
     if backward:
-        return Signature([Entries(own), WHOLE, WHOLE, WHOLE, made], [own])
+        return Signature([SizesOf(own), FULL, FULL, FULL, made], [own])
     ends = [own[axes[i]] if i in axes and not has('end', i) else None for i in range(len(end))]
-    return Signature([own, WHOLE, Entries(tuple(ends)), WHOLE], [made])
+    return Signature([own, FULL, SizesOf(tuple(ends)), FULL], [made])
 
 
 def slice_(op: tf.Operation, sizes: Sizes) -> Signature:
@@ -176,7 +176,7 @@ def slice_(op: tf.Operation, sizes: Sizes) -> Signature:
     dims = known(sizes.dims(op.inputs[0]))
     whole = [b == Size(0) and (s == Size(-1) or s.same_as(d)) for b, s, d in zip(begin, size, dims)]
     own = tuple(i if taken else None for i, taken in enumerate(whole))
-    return Signature([own, WHOLE, Entries(own)], [own])
+    return Signature([own, FULL, SizesOf(own)], [own])
 
 
 def pad(op: tf.Operation, sizes: Sizes) -> str:
@@ -193,7 +193,7 @@ def tile(op: tf.Operation, sizes: Sizes) -> Signature:
     kept = tuple(i if n == ONE else None for i, (_, n) in given)
     made = tuple(i if d == ONE != n else None for i, (d, n) in given)
     new = tuple(i if ONE in (d, n) else None for i, (d, n) in given)
-    return Signature([kept, Entries(made)], [new], dims=[[d * n for d, n in zip(dims, multiples)]])
+    return Signature([kept, SizesOf(made)], [new], dims=[[d * n for d, n in zip(dims, multiples)]])
 
 
 def matmul(op: tf.Operation, sizes: Sizes) -> str:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import Entries, Given, Label, Numbers
+from estimator_mgpu.partition.plan import Constant, Form, Label, SizesOf
 from estimator_mgpu.partition.sizes import ONE, Size
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar('T')
-Operand = Union[tuple[Label, ...], Entries, Given, Numbers]  # labels, or what towers are given
+Operand = Union[tuple[Label, ...], SizesOf, Form, Constant]  # labels, or what towers are given
 
 
 class Signature(NamedTuple):
@@ -53,7 +53,7 @@ class Signature(NamedTuple):
 
 def labels_of(operand: Operand) -> tuple[Label, ...]:
     """Those of an input's own dimensions."""
-    return () if isinstance(operand, (Entries, Given, Numbers)) else operand
+    return () if isinstance(operand, (SizesOf, Form, Constant)) else operand
 
 
 Rule = Union[str, Callable[[tf.Operation, 'Sizes'], Union[str, Signature, None]]]
@@ -144,7 +144,7 @@ def _signature(
     operands: list[Operand] = []
     for word, own, shape in zip(given, inputs, shapes):
         repeats = tuple(None if n == ONE and i in wide else i for i, n in zip(own, shape))
-        operands.append(Given.OWN if word == '=' else Entries(own) if '#' in word else repeats)
+        operands.append(Form.LOCAL if word == '=' else SizesOf(own) if '#' in word else repeats)
     dims = {own: shape for word, own, shape in zip(given, inputs, shapes) if '#' in word}
     return Signature(operands, outputs, reduce, [dims.get(own) for own in outputs])
 
@@ -175,7 +175,7 @@ def _capitals(words: str) -> str:
     return ''.join(filter(str.isupper, words))
 
 
-class Undivided(Exception):
+class NotSharded(Exception):
     """An op can't be divided, and why."""
 
 
@@ -187,7 +187,7 @@ def failure(op: tf.Operation, error: Exception) -> RuntimeError:
 def known(found: T | None, reason: str = '') -> T:
     """What was found of an op; raises Undivided if nothing was, by default as it needs all rows."""
     if found is None:
-        raise Undivided(reason)
+        raise NotSharded(reason)
     return found
 
 

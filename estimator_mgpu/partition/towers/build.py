@@ -13,17 +13,17 @@ from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import device_spec, host_of, relay
 from estimator_mgpu.partition.placements import Kept, Partial, Shard
 from estimator_mgpu.partition.plan import (
-    FIRST,
-    OWN,
-    Local,
+    FULL_ON_FIRST,
+    LOCAL,
+    Constant,
+    LocalShape,
     Need,
-    Numbers,
     OpPlan,
     Plan,
     Slice,
-    Value,
+    VariableValue,
 )
-from estimator_mgpu.partition.sizes import ONE, Dim, Rows
+from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace
 from estimator_mgpu.partition.towers.functions import adapt
 from estimator_mgpu.partition.towers.node_builder import Nodes, Number
 from estimator_mgpu.partition.towers.packing import packs
@@ -193,7 +193,7 @@ class Towers:
             received.update(pack.split(sent, self._nodes, device))
         return received[tensor.name]
 
-    def _sharding_of(self, rows: Rows) -> Sharding:
+    def _sharding_of(self, rows: RowSpace) -> Sharding:
         """How rows are divided: the batch's, or those that a tensor has, which is made whole."""
         if rows not in self._shardings:
             tensor = self.graph.get_tensor_by_name(rows.name)
@@ -204,7 +204,7 @@ class Towers:
 
     def _symbol(self, symbol: Any, tower: int | None, dtype: tf.DType) -> Number:
         """What a size depends on: a number, or an integer scalar of a type."""
-        if isinstance(symbol, Rows):
+        if isinstance(symbol, RowSpace):
             return self._sharding_of(symbol).all_rows(dtype)
         name, index = symbol
         tensor, nodes = self.graph.get_tensor_by_name(name), self._nodes
@@ -226,18 +226,20 @@ class Towers:
         """What a tower's op on a device is given."""
         dtype, op = tensor.dtype.base_dtype, tensor.op
         placement = self.plan.placements.get(tensor.name)
-        if need == OWN:
+        if need == LOCAL:
             return self._own(tensor, tower)
         if isinstance(need, Slice):
             return self._slice(tensor, need, tower)
-        if isinstance(need, (Local, Numbers)):
-            sharding = self._sharding_of(need.rows) if isinstance(need, Local) else self._sharding
+        if isinstance(need, (LocalShape, Constant)):
+            sharding = (
+                self._sharding_of(need.rows) if isinstance(need, LocalShape) else self._sharding
+            )
             numbers = sharding.integers(need, tower, tensor.shape.rank == 0, dtype)
             return self._nodes.tensor(numbers, dtype, dtype)
         made = placement is None or isinstance(placement, (Shard, Partial))
-        if need != FIRST and not made:
+        if need != FULL_ON_FIRST and not made:
             return self._own(tensor, tower)  # The same on all.
-        zeros, home = need == FIRST and tower > 0, self._home(tensor)
+        zeros, home = need == FULL_ON_FIRST and tower > 0, self._home(tensor)
         if placement is None and not zeros:
             if op.type == op_types.CONST and tensor.shape.num_elements() <= _SMALL:
                 value = op.get_attr('value').SerializeToString()
@@ -272,7 +274,7 @@ class Towers:
         given = [self._given(t, n, tower, device) for t, n in zip(op.inputs, planned.needs)]
         for i, tensor in enumerate(op.inputs if planned.functions else []):
             need, dtype = planned.needs[i], tensor.dtype.base_dtype
-            if isinstance(need, Value):
+            if isinstance(need, VariableValue):
                 home, read = self._home(tensor), [given[i], *waits]
                 value = self._nodes.add('ReadVariableOp', read, home, dtype=need.dtype)
                 given[i] = self._sent(value, need.dtype, home, device)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import Local, Numbers, OpPlan, Slice, Value
+from estimator_mgpu.partition.plan import Constant, LocalShape, OpPlan, Slice, VariableValue
 from estimator_mgpu.partition.towers.node_builder import const_def, set_attr
 from estimator_mgpu.tf_internals import function_calls, op_types, private
 
@@ -29,7 +29,7 @@ def adapt(sharding: Sharding, node: Any, planned: OpPlan, tower: int) -> None:
         del node.attr[attr]
     for key, value in planned.attrs.items():
         set_attr(node.attr[key], value)
-    values = {i: n.dtype for i, n in enumerate(planned.needs) if isinstance(n, Value)}
+    values = {i: n.dtype for i, n in enumerate(planned.needs) if isinstance(n, VariableValue)}
     for called, ops in zip(function_calls.called(node), planned.functions):
         called.name = _copy(sharding, called.name, ops, tower, values)
     for i, dtype in values.items():
@@ -72,7 +72,7 @@ def _copy(
                 value = private.constant_value(op.outputs[0])
                 own = np.take(value, range(start, start + size), need.axis)
                 set_attr(node.attr['value'], own)
-            elif isinstance(need, (Local, Numbers)):
+            elif isinstance(need, (LocalShape, Constant)):
                 tensor = op.inputs[position]
                 numbers = sharding.integers(need, tower, tensor.shape.rank == 0, tensor.dtype)
                 constant = definition.node_def.add()

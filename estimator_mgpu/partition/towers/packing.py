@@ -9,8 +9,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.costs import bytes_of
 from estimator_mgpu.partition.placements import Partial
-from estimator_mgpu.partition.plan import WHOLE, Plan
-from estimator_mgpu.partition.sizes import Rows
+from estimator_mgpu.partition.plan import FULL, Plan
+from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.node_builder import Nodes
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import effects_of, has_effect
@@ -90,14 +90,14 @@ def _inner(tensor: tf.Tensor) -> list[int]:
     return tensor.shape.as_list()[1:]
 
 
-def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, Rows | None]]:
+def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     """What towers read that doesn't follow from rows; and sums over rows that no tower reads."""
     dependent, towers = set(plan.order), [op for op in plan.order if op.name in plan.ops]
     waited = graphs.backward([before for op in towers for before in graphs.waited(op)])
     for op in towers:
         for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
             own = tensor.op in dependent or tensor.op.type == op_types.CONST
-            if need == WHOLE and tensor.dtype in _NUMBERS and not own:
+            if need == FULL and tensor.dtype in _NUMBERS and not own:
                 yield tensor, None
         for tensor in op.outputs if op not in waited else ():
             placement = plan.placements.get(tensor.name)

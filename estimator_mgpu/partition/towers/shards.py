@@ -13,8 +13,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import rows_of
 from estimator_mgpu.devices import relay
-from estimator_mgpu.partition.plan import Local, Numbers
-from estimator_mgpu.partition.sizes import Entry, Rows, Size, per_row
+from estimator_mgpu.partition.plan import Constant, LocalShape
+from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, per_row
 from estimator_mgpu.partition.towers.node_builder import Nodes, Number
 
 Extent = tuple[Number, Number]
@@ -35,7 +35,7 @@ class Sharding:
     for int32 where a tensor, or what a model counts, has more than 2 ** 31 entries.
     """
 
-    rows: Rows
+    rows: RowSpace
     given: tf.Tensor | None
     devices: Sequence[str]
     nodes: Nodes
@@ -95,10 +95,10 @@ class Sharding:
         return self.nodes.add('Mul', scalars, self.nodes.host, T=dtype)
 
     def integers(
-        self, need: Numbers | Local, tower: int, scalar: bool, dtype: tf.DType
+        self, need: Constant | LocalShape, tower: int, scalar: bool, dtype: tf.DType
     ) -> Number | list[Number]:
         """What a tower is given in place of a tensor of sizes."""
-        if isinstance(need, Numbers):
+        if isinstance(need, Constant):
             return need.numbers[0] if need.scalar else list(need.numbers)
         at = need.position
         factor = per_row(need.entries[at], need.rows)
