@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import device_spec, host_of, relay
-from estimator_mgpu.partition.placements import Kept, Partial, Shard
+from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     LOCAL,
@@ -120,7 +120,7 @@ class Towers:
     def _is_made(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor's whole value is another one than that which the user's op makes."""
         placement = self.plan.placements.get(tensor.name)
-        if tensor.name in self._sources or isinstance(placement, Kept):
+        if tensor.name in self._sources or isinstance(placement, NotGatherable):
             return False  # An op makes its own list, of what its inputs are as a whole.
         return placement is not None or self._is_size(tensor)
 
