@@ -60,7 +60,7 @@ def test_a_compiled_op(ops):
 
     assert what_runs_once() == dict.fromkeys(['Centered', 'Centered_1'], 'no rule for Centered')
     register_rule('Centered', by_axis)
-    assert what_runs_once() == {'Centered_1': 'this Centered needs all rows'}
+    assert what_runs_once() == {'Centered_1': 'this Centered needs all examples'}
     towers.compare(model_fn, batches(7), 3)
     assert check_rule(lambda x: ops.centered(x, axis=1), ROWS) == {'Centered'}
     assert check_rule(lambda x: ops.centered(x, axis=0), ROWS) == set()

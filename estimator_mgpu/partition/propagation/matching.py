@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -28,11 +28,9 @@ from estimator_mgpu.partition.plan import (
     Slice,
 )
 from estimator_mgpu.partition.propagation.accepted_shapes import takes
+from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, per_row
-
-if TYPE_CHECKING:
-    from estimator_mgpu.partition.propagation.scope import Scope
 
 
 class Way(NamedTuple):
