@@ -80,14 +80,16 @@ class Pass:
 
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
-        if op.type == op_types.GROUP:  # Stands for the control edges into it, tower by tower.
-            if private.waiting(op) and any(c.name in self.ops for c in op.control_inputs):
+        if op.type == op_types.NO_OP:  # Stands for the control edges into it, tower by tower.
+            if private.control_consumers(op) and any(c.name in self.ops for c in op.control_inputs):
                 self.ops[op.name] = OpPlan()
             return
         placements = [self.seen(t) for t in op.inputs]
-        if op.name in self.once or op.type in op_types.SIZES:  # These need no rows, and no reason.
+        if (
+            op.name in self.once or op.type in op_types.SHAPE_QUERIES
+        ):  # These need no rows, and no reason.
             self.whole(op, placements, 'its lists are used whole')
-        elif private.in_control_flow(op):
+        elif private.in_v1_control_flow(op):
             self.whole(op, placements, 'v1 control flow: call tf.enable_control_flow_v2() before')
         else:
             self.decide(op, placements)
@@ -115,9 +117,11 @@ class Pass:
         A product with what is whole isn't made of these: an infinite factor gives inf for the sum,
         but nan where a tower's part is 0. Nor is a quotient.
         """
-        parts = op_types.LINEAR.get(op.type, slice(0))
+        parts = op_types.PARTIAL_INPUTS.get(op.type, slice(0))
         first = next(iter(placements[parts]), None)
-        if not isinstance(first, Partial) or (first.reduce != 'sum' and op.type in op_types.SUMS):
+        if not isinstance(first, Partial) or (
+            first.reduce != 'sum' and op.type in op_types.PARTIAL_SUM_INPUTS
+        ):
             return None
         expected: list[Placement] = [REPLICATE] * len(placements)
         expected[parts] = [first] * len(placements[parts])
@@ -127,9 +131,11 @@ class Pass:
         """What an op comes to; raises Undivided if it has to run once."""
         own = [p if getattr(p, 'rows', self.rows) == self.rows else REPLICATE for p in placements]
         found: Decision | None = None
-        if op.type in op_types.CALLERS:
+        if op.type in op_types.FUNCTION_CALLERS:
             found = functions.Call(Inside, self, op, own).division()
-        elif op.type.startswith(op_types.LISTS) or any(isinstance(p, Kept) for p in placements):
+        elif op.type.startswith(op_types.LIST_PREFIXES) or any(
+            isinstance(p, Kept) for p in placements
+        ):
             found = lists.rule(op, own, self.rows, self.sizes)
             if found and not self.own_lists(zip(op.inputs, found.plan.needs)):
                 found = None
@@ -149,8 +155,8 @@ class Pass:
         before = [self.reasons[t.op.name][0] for t in op.inputs if t.op.name in self.reasons]
         ruled = (
             op.type in self.table
-            or op.type in op_types.CALLERS
-            or op.type.startswith(op_types.LISTS)
+            or op.type in op_types.FUNCTION_CALLERS
+            or op.type.startswith(op_types.LIST_PREFIXES)
         )
         if before and (ruled or all(p == REPLICATE for p in placements)):
             return before[0]
@@ -180,7 +186,9 @@ class Pass:
         """Lets an op run once."""
         self.once |= {t.op.name for t, p in zip(op.inputs, placements) if isinstance(p, Kept)}
         behind = self._behind(op)
-        if op.type in op_types.SIZES or (not behind and all(p == REPLICATE for p in placements)):
+        if op.type in op_types.SHAPE_QUERIES or (
+            not behind and all(p == REPLICATE for p in placements)
+        ):
             return
         reason = next((self.unknown[t.name] for t in op.inputs if t.name in self.unknown), reason)
         own = {t for t, p in zip(op.inputs, placements) if p != REPLICATE and t.op.name in self.ops}
@@ -199,7 +207,10 @@ class Pass:
         """Notes that partial results are to be reduced: where they come from, once for all."""
         for tensor in (t for t, p in zip(op.inputs, placements) if isinstance(p, Partial)):
             # Reducing before an op that only passes on what it's given first is as good.
-            while tensor.op.type in op_types.VIEWS and self.seen(tensor.op.inputs[0]) != REPLICATE:
+            while (
+                tensor.op.type in op_types.REARRANGEMENTS
+                and self.seen(tensor.op.inputs[0]) != REPLICATE
+            ):
                 tensor = tensor.op.inputs[0]
             self.reduced.add(tensor.name)
         return [REPLICATE if isinstance(p, Partial) else p for p in placements]
@@ -227,18 +238,20 @@ class Inside(Pass):
         if op in self.wanted:
             self._make(op, self.wanted[op])
             return
-        calls = op.type in op_types.CALLERS
-        if op.op_def.is_stateful and op.type not in op_types.READS and not calls:
+        calls = op.type in op_types.FUNCTION_CALLERS
+        if op.op_def.is_stateful and op.type not in op_types.VARIABLE_READS and not calls:
             raise NotSharded(f'in it, a {op.type} has effects, or draws numbers')
         placements = [self.seen(t) for t in op.inputs]
         whole = all(p == REPLICATE for p in placements)
-        if op.type in op_types.SIZES:
+        if op.type in op_types.SHAPE_QUERIES:
             if not whole and any(self.sizes.entries(t) is None for t in op.outputs):
                 raise NotSharded(f'the sizes of {op.name} are unknown')
         elif whole and not any(map(self.differs, op.inputs)):
             if calls:
                 raise NotSharded(f'a {op.type} that is the same on all towers')
-        elif whole and (op.type == op_types.BROADCAST_AXES or all(map(self._is_known, op.outputs))):
+        elif whole and (
+            op.type == op_types.BROADCAST_GRADIENT_ARGS or all(map(self._is_known, op.outputs))
+        ):
             pass  # Sizes, of which each tower computes its own.
         else:
             self.decide(op, placements)

@@ -155,7 +155,7 @@ class Call:
         users = [user for graph in self.graphs for user in graph.inputs[i].consumers()]
         # In a function, it's what calls that which would have to read it.
         read = users and self.loops and not isinstance(self.outer, self.inside)
-        found = read and all(user.type == op_types.READ for user in users)
+        found = read and all(user.type == op_types.READ_VARIABLE for user in users)
         return plan.VariableValue(users[0].get_attr('dtype')) if found else None
 
     def _factor(self, i: int, axis: int) -> Size:
@@ -181,8 +181,8 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
 
 def _is_zero(tensor: tf.Tensor) -> bool:
     """Whether it's nothing but zeros, which are a part of any sum."""
-    if tensor.op.type in op_types.ALIKE:
-        return not op_types.ALIKE[tensor.op.type]
+    if tensor.op.type in op_types.ZEROS_ONES_LIKE:
+        return not op_types.ZEROS_ONES_LIKE[tensor.op.type]
     value = private.constant_value(
         tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
     )

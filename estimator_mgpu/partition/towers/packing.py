@@ -13,7 +13,7 @@ from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.node_builder import Nodes
 from estimator_mgpu.tf_internals import graphs, op_types, private
-from estimator_mgpu.tf_internals.effects import effects_of, has_effect
+from estimator_mgpu.tf_internals.effects import has_side_effect, upstream_side_effects
 from estimator_mgpu.tf_internals.graphs import dependents
 
 _NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
@@ -51,7 +51,7 @@ class Pack:
         return found
 
 
-def packs(
+def find_packs(
     graph: tf.Graph,
     plan: Plan,
     calls: Sequence[Sequence[tf.Tensor]],
@@ -64,16 +64,16 @@ def packs(
     so there are no cycles.
     """
     ops = graph.get_operations()
-    if not calls or any(map(private.in_control_flow, ops)):
+    if not calls or any(map(private.in_v1_control_flow, ops)):
         return {}
-    needed = [graphs.backward([gradient.op for gradient in call]) for call in calls]
+    needed = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
     variables = {op for call in needed for op in call if op.outputs and not op.inputs}
     late = set(dependents([gradient for call in calls for gradient in call], frozenset()))
     # What variables' values may follow from before others have one: other than gradients do.
-    early = [op for op in ops if op not in late and has_effect(op)]
+    early = [op for op in ops if op not in late and has_side_effect(op)]
     written = {op: {t.op for t in op.inputs if t.dtype == tf.resource} for op in early}
-    first = graphs.backward([op for op in early if written[op] & variables])
-    effects = effects_of(ops, op_types.FED)
+    first = graphs.ancestors([op for op in early if written[op] & variables])
+    effects = upstream_side_effects(ops, op_types.PLACEHOLDERS)
     found: dict[Hashable, list[tf.Tensor]] = {}
     for tensor, rows in {t.name: (t, rows) for t, rows in _candidates(plan)}.values():
         users = frozenset(i for i, call in enumerate(needed) if tensor.op in call)
@@ -93,7 +93,7 @@ def _inner(tensor: tf.Tensor) -> list[int]:
 def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     """What towers read that doesn't follow from rows; and sums over rows that no tower reads."""
     dependent, towers = set(plan.order), [op for op in plan.order if op.name in plan.ops]
-    waited = graphs.backward([before for op in towers for before in graphs.waited(op)])
+    waited = graphs.ancestors([before for op in towers for before in graphs.direct_inputs(op)])
     for op in towers:
         for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
             own = tensor.op in dependent or tensor.op.type == op_types.CONST
