@@ -191,7 +191,7 @@ def _divided(
         return spec, step
     names = ('loss', 'predictions', 'train_op', 'eval_metric_ops')
     results = tf.nest.map_structure(
-        lambda leaf: towers.whole(leaf) if isinstance(leaf, tf.Tensor) else leaf,
+        lambda leaf: towers.full_value(leaf) if isinstance(leaf, tf.Tensor) else leaf,
         {name: getattr(spec, name) for name in names},
         expand_composites=True,
     )
@@ -200,7 +200,7 @@ def _divided(
 
 def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:
     """Calls a model_fn, and returns its EstimatorSpec, also where that is of a TPUEstimator."""
-    graph = graphs.outermost(tf.get_default_graph())
+    graph = graphs.outermost_graph(tf.get_default_graph())
     if graph in _building:
         raise ValueError(
             'A replicated model_fn is called by another one, that of replicate_estimator() or '

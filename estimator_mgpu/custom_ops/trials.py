@@ -388,7 +388,7 @@ class Trial:
         for i in self._dimension.call.used:
             output = self.op.outputs[i]
             alike = divided.plan.placements[output.name] == REPLICATE
-            fetches.append(divided.of_each(output) if alike else [divided.whole(output)])
+            fetches.append(divided.local_values(output) if alike else [divided.full_value(output)])
         return session.run(fetches, feed)
 
     def _sizes(self, towers: int) -> list[tuple[int, int]]:

@@ -64,7 +64,7 @@ def colocated_with(op: tf.Operation) -> list[str]:
     return [name.decode()[len('loc:@') :] for name in op.node_def.attr['_class'].list.s]
 
 
-def outermost(graph: tf.Graph) -> tf.Graph:
+def outermost_graph(graph: tf.Graph) -> tf.Graph:
     """Returns the graph that a function's graph is being traced for, or the graph itself."""
     while hasattr(graph, 'outer_graph'):
         graph = graph.outer_graph

@@ -25,7 +25,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace
 from estimator_mgpu.partition.towers.functions import adapt
-from estimator_mgpu.partition.towers.node_builder import Nodes, Number
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.packing import find_packs
 from estimator_mgpu.partition.towers.placement import device_of
 from estimator_mgpu.partition.towers.shards import Sharding
@@ -55,7 +55,7 @@ class Towers:
     def __post_init__(self) -> None:
         self._sources = {t.name for t in self.plan.sources}
         scope, host = self.graph.unique_name('replicate'), host_of(self.devices[0])
-        self._nodes, rows = Nodes(self.graph, scope, host), self.plan.rows
+        self._nodes, rows = NodeBuilder(self.graph, scope, host), self.plan.rows
         self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
         self._shardings = {rows: self._sharding}
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
@@ -64,13 +64,13 @@ class Towers:
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, and name
         self._build()
 
-    def whole(self, tensor: tf.Tensor) -> tf.Tensor:
+    def full_value(self, tensor: tf.Tensor) -> tf.Tensor:
         """The whole value of one of the user's tensors."""
         tensor = self._current(tensor)
         name = self._wholes.get(tensor.name)
         return tensor if name is None else self.graph.get_tensor_by_name(name)
 
-    def of_each(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+    def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of a tensor that towers make."""
         own = (self._own(tensor, i) for i in range(len(self.devices)))
         return [*map(self.graph.get_tensor_by_name, own)]
@@ -94,7 +94,7 @@ class Towers:
         for op, names in waits.items():
             for index, tensor in enumerate(list(op.inputs)):
                 if tensor.name in self._wholes:
-                    private.set_input(op, index, self.whole(tensor))
+                    private.set_input(op, index, self.full_value(tensor))
             if names != [before.name for before in op.control_inputs]:
                 graphs.set_control_inputs(op, [*map(self.graph.get_operation_by_name, names)])
 

@@ -11,7 +11,7 @@ from estimator_mgpu.partition.costs import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.node_builder import Nodes
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import has_side_effect, upstream_side_effects
 from estimator_mgpu.tf_internals.graphs import dependents
@@ -31,7 +31,7 @@ class Pack:
         self.dtype = self.tensors[0].dtype
         self._alike = [list(same) for _, same in itertools.groupby(self.tensors, _inner)]
 
-    def join(self, values: Sequence[str], nodes: Nodes, device: str) -> str:
+    def join(self, values: Sequence[str], nodes: NodeBuilder, device: str) -> str:
         """Makes the vector on a device, of values of the tensors in their order."""
         rest, vectors = iter(values), []
         for same in self._alike:
@@ -39,7 +39,7 @@ class Pack:
             vectors.append(nodes.add('Reshape', [rows, [-1]], device, T=self.dtype))
         return nodes.concat(vectors, 0, self.dtype, device)
 
-    def split(self, vector: str, nodes: Nodes, device: str) -> dict[str, str]:
+    def split(self, vector: str, nodes: NodeBuilder, device: str) -> dict[str, str]:
         """Makes the tensors' values of the vector on a device, by the tensors' names."""
         found: dict[str, str] = {}
         sizes = [sum(t.shape.num_elements() for t in same) for same in self._alike]
