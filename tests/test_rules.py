@@ -15,7 +15,7 @@ import estimator_mgpu
 from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.partition.plan import LOCAL
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.partition.rules.notation import parsed
+from estimator_mgpu.partition.rules.notation import parse
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.towers import shards
 
@@ -642,14 +642,14 @@ def test_text(text, shapes, inputs, outputs):
     """Of other ranks, it says nothing."""
     with tf.Graph().as_default():
         one, two = (tf.zeros(shape) for shape in shapes)
-        signature = parsed(text)((one + two).op, Sizes())
+        signature = parse(text)((one + two).op, Sizes())
     found = (signature.inputs, signature.outputs) if signature else (None, None)
     assert found == (inputs, outputs)
 
 
 def test_other_number_of_inputs():
     with tf.Graph().as_default(), pytest.raises(ValueError, match='1 words for 2 tensors'):
-        parsed('S -> S')(tf.add(1.0, 2.0).op, Sizes())
+        parse('S -> S')(tf.add(1.0, 2.0).op, Sizes())
 
 
 @pytest.mark.parametrize(
@@ -671,5 +671,5 @@ def test_other_number_of_inputs():
 )
 def test_malformed_text(text, problem):
     with pytest.raises(ValueError, match=problem) as error:
-        parsed(text)
+        parse(text)
     assert repr(text) in str(error.value) and "'mk kn -> mn (sum)'" in str(error.value)

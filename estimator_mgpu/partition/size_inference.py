@@ -15,7 +15,6 @@ import tensorflow.compat.v1 as tf
 from numpy import ndarray
 
 from estimator_mgpu.partition.placements import Shard
-from estimator_mgpu.partition.plan import LocalShape
 from estimator_mgpu.partition.sizes import ONE, Dim, Entry, RowSpace, Size, per_row, product
 from estimator_mgpu.tf_internals import op_types
 
@@ -34,12 +33,12 @@ class Sizes:
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}
 
-    def know(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
+    def set_dims(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
         """Says what the dimensions of a tensor are, if they are known."""
         if dims is not None:
             self._dims[tensor.name] = list(dims)
 
-    def know_values(self, tensor: tf.Tensor, values: Sequence[Size]) -> None:
+    def set_entries(self, tensor: tf.Tensor, values: Sequence[Size]) -> None:
         """Says what the entries of an integer scalar or vector are."""
         shape = -1 if tensor.shape.rank else ()
         self._values[tensor.name] = np.array(values, object).reshape(shape)
@@ -57,21 +56,21 @@ class Sizes:
     def static_dims(self, tensor: tf.Tensor, rank: int = 0) -> list[Size]:
         """Its dimensions as the graph itself has them; so many if even their number is unknown."""
         dims = [None] * rank if tensor.shape.rank is None else tensor.shape.as_list()
-        return [self.unknown(tensor, i) if d is None else Size(d) for i, d in enumerate(dims)]
+        return [self.unknown_dim(tensor, i) if d is None else Size(d) for i, d in enumerate(dims)]
 
-    def dims_of_rows(self, tensor: tf.Tensor, own: Shard, factor: Size, rank: int) -> list[Size]:
+    def dims_of_shard(self, tensor: tf.Tensor, own: Shard, factor: Size, rank: int) -> list[Size]:
         """Its dimensions, with rows along one; so many if even their number is unknown."""
         dims = self.static_dims(tensor, rank)
         dims[own.axis] = factor * Size(1, (own.rows,))
         return dims
 
-    def begin(self, tensor: tf.Tensor) -> None:
+    def start_row_space(self, tensor: tf.Tensor) -> None:
         """Begins a row space with a tensor, if it's of floats and nobody knows how many rows."""
         dims = self.dims(tensor) if tensor.dtype.is_floating else None
-        if dims and dims[0] == self.unknown(tensor, 0):
-            self.know(tensor, [Size(1, (RowSpace(tensor.name, None),)), *dims[1:]])
+        if dims and dims[0] == self.unknown_dim(tensor, 0):
+            self.set_dims(tensor, [Size(1, (RowSpace(tensor.name, None),)), *dims[1:]])
 
-    def unknown(self, tensor: tf.Tensor, axis: int) -> Size:
+    def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
         """A dimension that is known only when the step runs."""
         return Size(1, (Dim(f'{self._scope}{tensor.name}', axis),))
 
@@ -84,13 +83,6 @@ class Sizes:
         """The entries of a whole integer tensor, flat; None if not even their number is known."""
         values = self._value(tensor)
         return None if values is None else list(values.flat)
-
-    def local(self, tensor: tf.Tensor, position: int, rows: RowSpace) -> LocalShape | None:
-        """A shape whose entry at a position goes by rows; None if it isn't known to."""
-        entries = self.entries(tensor) or []
-        size = entries[position] if position < len(entries) else Size(-1)
-        unknown = size == Size(-1) or per_row(size, rows) is None
-        return None if unknown else LocalShape(tuple(entries), position, rows)
 
     def numbers(self, tensor: tf.Tensor) -> list[int] | None:
         """The entries of an integer tensor, if all are known numbers."""

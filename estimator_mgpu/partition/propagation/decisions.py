@@ -86,7 +86,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     else:
         dims = list(signature.dims or ())
     for output, output_dims in zip(op.outputs, dims):
-        scope.sizes.know(output, output_dims)
+        scope.sizes.set_dims(output, output_dims)
 
     return match.decision()
 

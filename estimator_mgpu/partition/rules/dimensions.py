@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import FULL, Constant, Label, SizesOf
-from estimator_mgpu.partition.rules.notation import Rule, Signature, known, letters, rank
+from estimator_mgpu.partition.rules.notation import Rule, Signature, letters, rank, require
 from estimator_mgpu.partition.sizes import ONE, Size, per_row, product
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def axes(op: tf.Operation, named: int | str, sizes: Sizes, count: int) -> list[int]:
     """The dimensions that an input or an attribute names, from 0."""
     given = sizes.numbers(op.inputs[named]) if isinstance(named, int) else op.get_attr(named)
-    return sorted({n % count for n in np.ravel(known(given)).tolist() if count})
+    return sorted({n % count for n in np.ravel(require(given)).tolist() if count})
 
 
 def along(named: int | str, text: str) -> Rule:
@@ -66,7 +66,7 @@ def squeeze(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
 def transpose(op: tf.Operation, sizes: Sizes) -> Signature:
     """Dimensions change places."""
-    own, order = range(rank(op.inputs[0], sizes)), known(sizes.numbers(op.inputs[1]))
+    own, order = range(rank(op.inputs[0], sizes)), require(sizes.numbers(op.inputs[1]))
     made = tuple(own[i] for i in order)
     return Signature([tuple(own), Constant(tuple(order))], [made])
 
@@ -76,7 +76,7 @@ def ensure_shape(op: tf.Operation, sizes: Sizes) -> Signature | None:
 
     What has to be so of all rows is ensured once; what comes out has these rows.
     """
-    dims, shape = known(sizes.dims(op.inputs[0])), tf.TensorShape(op.get_attr('shape'))
+    dims, shape = require(sizes.dims(op.inputs[0])), tf.TensorShape(op.get_attr('shape'))
     if shape.rank != len(dims):
         return None
     ensured = shape.as_list()
@@ -101,7 +101,7 @@ def gather(op: tf.Operation, sizes: Sizes) -> str:
 
 def segments(op: tf.Operation, sizes: Sizes) -> str:
     """Where the rows themselves tell how many segments there are, these are as large as they."""
-    known(sizes.numbers(op.inputs[2]))
+    require(sizes.numbers(op.inputs[2]))
     return f'I... I * -> * ({op.type.removeprefix("UnsortedSegment").lower()})'
 
 
@@ -112,10 +112,10 @@ def reshape(op: tf.Operation, sizes: Sizes) -> Signature:
     dimensions are a multiple of the rows, each row is the same contiguous block in both. Where it's
     only known when the step runs whether they are, nothing is divided along them.
     """
-    before, after = known(sizes.dims(op.inputs[0])), known(sizes.entries(op.inputs[1]))
+    before, after = require(sizes.dims(op.inputs[0])), require(sizes.entries(op.inputs[1]))
     if Size(-1) in after:  # is what is left
         at, left = after.index(Size(-1)), product(before).over(product(after) * Size(-1))
-        after[at] = left or sizes.unknown(op.outputs[0], at)
+        after[at] = left or sizes.unknown_dim(op.outputs[0], at)
     static = sizes.static_dims(op.outputs[0], len(after))
     after = [size if d.symbols or size.rows else d for d, size in zip(static, after)]
     own: list[Label] = [None] * len(before)
@@ -146,8 +146,8 @@ def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
     2, 3, 4, ..., tells which of them come out where; what isn't taken whole is of size 1.
     """
     backward = op.type == 'StridedSliceGrad'
-    dims = known(sizes.entries(op.inputs[0]) if backward else sizes.dims(op.inputs[0]))
-    begin, end, stride = (known(sizes.entries(t)) for t in list(op.inputs)[1:4])
+    dims = require(sizes.entries(op.inputs[0]) if backward else sizes.dims(op.inputs[0]))
+    begin, end, stride = (require(sizes.entries(t)) for t in list(op.inputs)[1:4])
 
     def has(mask: str, i: int) -> bool:
         return bool(op.get_attr(f'{mask}_mask') >> i & 1)
@@ -172,8 +172,8 @@ def strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
 
 def slice_(op: tf.Operation, sizes: Sizes) -> Signature:
     """`Slice`: along the dimensions that are taken from the first to the last entry."""
-    begin, size = (known(sizes.entries(t)) for t in list(op.inputs)[1:])
-    dims = known(sizes.dims(op.inputs[0]))
+    begin, size = (require(sizes.entries(t)) for t in list(op.inputs)[1:])
+    dims = require(sizes.dims(op.inputs[0]))
     whole = [b == Size(0) and (s == Size(-1) or s.same_as(d)) for b, s, d in zip(begin, size, dims)]
     own = tuple(i if taken else None for i, taken in enumerate(whole))
     return Signature([own, FULL, SizesOf(own)], [own])
@@ -181,14 +181,14 @@ def slice_(op: tf.Operation, sizes: Sizes) -> Signature:
 
 def pad(op: tf.Operation, sizes: Sizes) -> str:
     """`Pad` and `MirrorPad`: along the dimensions that nothing is added to."""
-    numbers = known(sizes.numbers(op.inputs[1]))
+    numbers = require(sizes.numbers(op.inputs[1]))
     row = letters(rank(op.inputs[0], sizes), [i // 2 for i, n in enumerate(numbers) if n])
     return f'{row} *+ -> {row}'
 
 
 def tile(op: tf.Operation, sizes: Sizes) -> Signature:
     """Along the dimensions that aren't repeated; and rows made of what is there once."""
-    dims, multiples = known(sizes.dims(op.inputs[0])), known(sizes.entries(op.inputs[1]))
+    dims, multiples = require(sizes.dims(op.inputs[0])), require(sizes.entries(op.inputs[1]))
     given = list(enumerate(zip(dims, multiples)))
     kept = tuple(i if n == ONE else None for i, (_, n) in given)
     made = tuple(i if d == ONE != n else None for i, (d, n) in given)

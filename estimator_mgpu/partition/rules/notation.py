@@ -85,11 +85,11 @@ def by(attribute: str, texts: Mapping[Any, str]) -> Rule:
 def signature_of(rule: Rule | None, op: tf.Operation, sizes: Sizes) -> Signature | None:
     """What a rule says of an op; None if there is none, or if it says that it can't be divided."""
     found = rule(op, sizes) if callable(rule) else rule
-    return parsed(found)(op, sizes) if isinstance(found, str) else found
+    return parse(found)(op, sizes) if isinstance(found, str) else found
 
 
 @functools.cache
-def parsed(text: str) -> Callable[[tf.Operation, Sizes], Signature | None]:
+def parse(text: str) -> Callable[[tf.Operation, Sizes], Signature | None]:
     """The rule that a text says; raises ValueError if it's malformed."""
     found = _TEXT.fullmatch(FAMILIES.get(text, text))
     problem = _problem(*found.groups()) if found else 'it has another form'
@@ -184,7 +184,7 @@ def failure(op: tf.Operation, error: Exception) -> RuntimeError:
     return RuntimeError(f'{op.name!r} (a {op.type}): {type(error).__name__}: {error}')
 
 
-def known(found: T | None, reason: str = '') -> T:
+def require(found: T | None, reason: str = '') -> T:
     """What was found of an op; raises Undivided if nothing was, by default as it needs all rows."""
     if found is None:
         raise NotSharded(reason)
@@ -196,7 +196,7 @@ def _shape(tensor: tf.Tensor, sizes: Sizes, word: str = '') -> list[Size]:
     if word in ('*', '='):
         return []
     found = sizes.entries(tensor) if '#' in word else sizes.dims(tensor)
-    return known(found, f'the rank of {tensor.name} is unknown')
+    return require(found, f'the rank of {tensor.name} is unknown')
 
 
 def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
