@@ -1,7 +1,7 @@
 """Symbolic sizes: products of numbers, of the number of examples and of unknown dimensions.
 
 An example is 4 * batch * T. With them, each tower can have its own version of a shape, and two
-sizes count as equal only if they are the same expression, not if they have the same value by chance.
+sizes count as equal only if they are the same expression, not if their values are equal by chance.
 """
 
 from __future__ import annotations
