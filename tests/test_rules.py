@@ -17,7 +17,7 @@ from estimator_mgpu.partition.plan import LOCAL
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.notation import NotSharded, parse
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.towers import shards
+from estimator_mgpu.partition.towers import collectives
 
 ROWS = 7
 SAMPLES, FULL = {}, []  # by types of ops; those that run once by their rule
@@ -610,7 +610,7 @@ def test_types_of_ops_are_told_apart_in_rules_only():
         for node in ast.walk(tree) if 'rules' not in path.relative_to(package).parts else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in made:
                 named |= {node.value} if op_def_registry.get(node.value) else set()
-    assert named - {'B'} == set(shards._PAIRWISE.values())  # B is a unit in explain, too.
+    assert named - {'B'} == set(collectives.PAIRWISE_OPS.values())  # B is a unit in explain, too.
 
 
 @pytest.mark.parametrize(('made', 'divided'), [('ZerosLike', True), ('OnesLike', False)])

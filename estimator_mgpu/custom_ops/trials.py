@@ -26,7 +26,7 @@ from estimator_mgpu.partition.rules.notation import (
 )
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size
-from estimator_mgpu.partition.towers.build import Towers
+from estimator_mgpu.partition.towers.build import Towers, build_towers
 from estimator_mgpu.partition.towers.placement import place_ops
 from estimator_mgpu.tf_internals import graphs, private
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order
@@ -442,7 +442,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     plan = propagate(sources, [], order, rows, RULES, PRODUCTS, frozenset(), {})
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
-    return Towers(graph, plan, total, devices, place_ops(graph, plan), {})
+    return build_towers(graph, plan, total, devices, place_ops(graph, plan), {})
 
 
 @contextlib.contextmanager

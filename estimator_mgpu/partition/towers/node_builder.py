@@ -1,4 +1,4 @@
-"""Builds nodes that are added to a graph all at once; some use ops that it has already."""
+"""Nodes that are added to a graph all at once; some depend on ops that it has already."""
 
 from __future__ import annotations
 
