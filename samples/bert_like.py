@@ -28,7 +28,7 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_integer('batch_size', 128, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 128, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 800, 'Steps to train, earlier ones included.', lower_bound=1)
 flags.DEFINE_integer('warmup_steps', 80, 'Steps in which the learning rate grows.', lower_bound=1)
 flags.DEFINE_float('learning_rate', 0.002, 'The learning rate after warming up.')

@@ -23,7 +23,7 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_integer('batch_size', 64, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 64, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 500, 'Steps to train.', lower_bound=1)
 flags.DEFINE_float('learning_rate', 0.01, "Adam's learning rate.")
 flags.DEFINE_integer('units', 128, 'Units of the LSTM.', lower_bound=1)

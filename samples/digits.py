@@ -23,7 +23,7 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)  # Its flags stand in --help, too.
-flags.DEFINE_integer('batch_size', 64, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 64, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 600, 'Steps to train.', lower_bound=1)
 flags.DEFINE_float('learning_rate', 0.003, "Adam's learning rate.")
 

@@ -26,7 +26,7 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_integer('batch_size', 128, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 128, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 5000, 'Steps to train.', lower_bound=1)
 flags.DEFINE_float('learning_rate', 0.001, "Both Adams' learning rate.")
 

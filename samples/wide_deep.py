@@ -30,7 +30,7 @@ fc = tf.feature_column
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_integer('batch_size', 64, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 64, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 300, 'Steps to train.', lower_bound=1)
 
 # Each is a number that stands for a category, and how many categories there are.
