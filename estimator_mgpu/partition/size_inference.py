@@ -108,7 +108,7 @@ class Sizes:
 
     def _found(self, tensor: tf.Tensor) -> ndarray | None:
         op, given = tensor.op, []
-        if op.type in op_types.SIZES:
+        if op.type in op_types.SHAPE_QUERIES:
             given = [self.dims(op.inputs[tensor.value_index])]
         elif op.type in _VALUES:
             given = [self._value(t) for t in op.inputs]
@@ -222,6 +222,6 @@ _VALUES: dict[str, Callable[..., Any]] = {  # (output, *inputs' values or dims) 
     'ZerosLike': lambda _, x: np.full_like(x, Size(0)),
     'OnesLike': lambda _, x: np.full_like(x, ONE),
     'Range': lambda _, *ends: _sizes(range(*map(_numbers, ends))[: _SMALL + 1]),
-    op_types.BROADCAST_AXES: _gradient_axes,
+    op_types.BROADCAST_GRADIENT_ARGS: _gradient_axes,
     'InvertPermutation': lambda _, x: _sizes(np.argsort(_numbers(x))),
 }

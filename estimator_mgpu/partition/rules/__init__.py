@@ -28,7 +28,7 @@ _ENTRIES = """
 """
 _ALONE, _EACH, _GRADIENT = 'n... -> n...', 'n... * -> n...', 'n... n... n... -> n...'
 _FILTER = 'n... * n... -> * (sum)'
-_NORM, _NORM_GRAD = ' '.join(op_types.NORMS), ' '.join(op_types.NORMS.values())
+_NORM, _NORM_GRAD = ' '.join(op_types.BATCH_NORMS), ' '.join(op_types.BATCH_NORMS.values())
 _GIVEN, _GIVEN_GRAD = {False: 'n... *+ -> n... *+'}, {False: 'n... n... *+ -> n... *+ (sum)'}
 
 _PRODUCTS: dict[str, Rule] = {
@@ -91,7 +91,7 @@ _PRODUCTS: dict[str, Rule] = {
 _OTHERS: dict[str, Rule] = {
     _ENTRIES: 'S+ -> S',
     'Select': dims.select,
-    op_types.ENSURE: dims.ensure_shape,
+    op_types.ENSURE_SHAPE: dims.ensure_shape,
     'IdentityN': dims.each,
     'FakeQuantWithMinMaxVars': 'S * * -> S',
     'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',
