@@ -1,7 +1,7 @@
 """Documentation, messages and comments use the words of docs/glossary.md, and not those given up.
 
-A reader who meets two words looks for two things. Each pattern below is a wording that was once used
-for a term of the glossary. The tests say where it is used, and what to write instead.
+A reader who meets two words looks for two things. Each pattern below is a wording that was once
+used for a term of the glossary. The tests say where it is used, and what to write instead.
 """
 
 import io
@@ -13,8 +13,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# What to say instead, by pattern. Case doesn't matter, and a line may be broken at each space. No file
-# is exempt: a pattern that is right in one place and wrong in another is too wide.
+# What to say instead, by pattern. Case doesn't matter, and a line may be broken at each space. No
+# file is exempt: a pattern that is right in one place and wrong in another is too wide.
 GIVEN_UP = {
     r'\bruns? whole\b': 'runs once',
     r'\b(made|makes?|becomes?|became) whole\b': 'gathered, reduced; the full value',
