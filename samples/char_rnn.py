@@ -146,8 +146,8 @@ def main(argv):
         print(f'--- {prompt!r} continues:\n{prompt}{decode(prediction["codes"])}')
     print('---')
     print(
-        f'{result["bits"]:.3f} bits per character of a held-out text of {test[0].size:,} characters; '
-        f'the frequencies of characters alone give {by_frequency:.3f} '
+        f'{result["bits"]:.3f} bits per character of a held-out text of {test[0].size:,} '
+        f'characters; the frequencies of characters alone give {by_frequency:.3f} '
         f'(devices={common.devices()}, {result["global_step"]} steps)'
     )
 
