@@ -21,7 +21,7 @@ def entries(make):
     with tf.Graph().as_default():
         x = tf.placeholder(tf.float32, [None, 3, 5])
         sizes = Sizes()
-        sizes.know(x, [B, Size(3), Size(5)])
+        sizes.set_dims(x, [B, Size(3), Size(5)])
         found = sizes.entries(make(tf.shape(x)))
         return None if found is None else [_told(size) for size in found]
 

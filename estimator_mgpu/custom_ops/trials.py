@@ -243,7 +243,7 @@ def _signature(
         if value is None:
             continue
         dims = [
-            sizes.unknown(tensor, axis) if n == 1 and ones else Size(n)
+            sizes.unknown_dim(tensor, axis) if n == 1 and ones else Size(n)
             for axis, n in enumerate(value.shape)
         ]
         entries = [Size(n) for n in np.ravel(value).tolist()] if _may_be_sizes(value) else []
@@ -251,9 +251,9 @@ def _signature(
             count = entries[at].number if is_size else value.shape[at]
             rows = RowSpace('batch', count if count > 1 else towers)
             (entries if is_size else dims)[at] = Size(1, (rows,))
-        sizes.know(tensor, dims)
+        sizes.set_dims(tensor, dims)
         if entries:
-            sizes.know_values(tensor, entries)
+            sizes.set_entries(tensor, entries)
     try:
         return signature_of(RULES[call.op.type], call.op, sizes)
     except NotSharded:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import Placement
-from estimator_mgpu.partition.sizes import RowSpace, Size
-
-if TYPE_CHECKING:
-    from estimator_mgpu.partition.size_inference import Sizes
-
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import RowSpace, Size, per_row
 
 # Forms in which a tower's copy of an op takes an input.
 
@@ -46,6 +43,24 @@ class LocalShape(NamedTuple):
     entries: tuple[Size, ...]  # of the full shape
     position: int  # of the entry that is replaced
     rows: RowSpace
+
+
+def local_shape_of(
+    entries: Sequence[Size] | None, position: int, rows: RowSpace
+) -> LocalShape | None:
+    """The local shape for a full shape; None if it isn't known what the entry is on a tower.
+
+    Args:
+      entries: of the full shape, such as [batch, 5]; None if they are unknown.
+      position: of the entry that towers replace. It has to be a multiple of the number of rows.
+      rows: which rows are sharded.
+    """
+    if entries is None or position >= len(entries):
+        return None
+    entry = entries[position]
+    if entry == Size(-1) or per_row(entry, rows) is None:
+        return None
+    return LocalShape(tuple(entries), position, rows)
 
 
 class Constant(NamedTuple):

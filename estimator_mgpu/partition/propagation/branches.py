@@ -157,4 +157,4 @@ def _output_dims(
     if factor is None or factor.static is None or any(other != factor for other in factors):
         raise NotSharded(f'the size of {output.name} is unknown, or not the same in all branches')
     rank = len(sizes[0].dims(returned[0]) or [])
-    return bodies[0].scope.sizes.dims_of_rows(output, placement, factor, rank)
+    return bodies[0].scope.sizes.dims_of_shard(output, placement, factor, rank)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, Shard
-from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Need, Slice
+from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Need, Slice, local_shape_of
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, Requests
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
@@ -69,11 +69,11 @@ class CalledFunctions:
             if rank is None:
                 raise NotSharded(f'the size of {self.arguments[index].name} is unknown')
             factor = self.factor(index, placement.axis)
-            dims = body.scope.sizes.dims_of_rows(argument, placement, factor, rank)
-            body.scope.sizes.know(argument, dims)
+            dims = body.scope.sizes.dims_of_shard(argument, placement, factor, rank)
+            body.scope.sizes.set_dims(argument, dims)
         sizes = self.sizes(index)
         if sizes and argument.shape.rank in (0, 1):
-            body.scope.sizes.know_values(argument, sizes)
+            body.scope.sizes.set_entries(argument, sizes)
 
     def shard_requested(self) -> None:
         """Shards the replicated arguments of which ops in the functions need a shard."""
@@ -128,7 +128,8 @@ class CalledFunctions:
         if not positions:
             return FULL
         argument = self.arguments[index]
-        local_shape = self.scope.sizes.local(argument, positions[0], self.scope.batch)
+        entries = self.scope.sizes.entries(argument)
+        local_shape = local_shape_of(entries, positions[0], self.scope.batch)
         if local_shape is None or len(positions) > 1:
             raise NotSharded(f'the sizes in {argument.name} are unknown')
         return local_shape

@@ -73,10 +73,8 @@ def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placemen
 
 
 def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
-    """By the rule for the op's type; None if there is none, or if it says no."""
+    """By the rule for the op's type; None if no input is sharded in a way that the rule allows."""
     signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
-    if signature is None:
-        return None
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
@@ -86,7 +84,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     else:
         dims = list(signature.dims or ())
     for output, output_dims in zip(op.outputs, dims):
-        scope.sizes.know(output, output_dims)
+        scope.sizes.set_dims(output, output_dims)
 
     return match.decision()
 

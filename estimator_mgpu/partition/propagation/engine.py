@@ -92,7 +92,7 @@ def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:
     """Begins with a dense tensor of the batch: it's sharded along dimension 0."""
     scope.placements[tensor.name] = Shard(0, scope.batch)
     dims = scope.sizes.dims(tensor) or []
-    scope.sizes.know(tensor, [Size(1, (scope.batch,)), *dims[1:]])
+    scope.sizes.set_dims(tensor, [Size(1, (scope.batch,)), *dims[1:]])
 
 
 def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor) -> None:
@@ -102,7 +102,7 @@ def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor) -> None:
     if isinstance(tensor, tf.SparseTensor):
         entries = scope.sizes.entries(tensor.dense_shape)
         if entries:
-            scope.sizes.know_values(tensor.dense_shape, [Size(1, (scope.batch,)), *entries[1:]])
+            scope.sizes.set_entries(tensor.dense_shape, [Size(1, (scope.batch,)), *entries[1:]])
 
 
 class _Pass:
@@ -191,7 +191,7 @@ class _Pass:
         if follows_gathered or uses_shards:
             for output in op.outputs:
                 self.scope.reshardable.add(output.name)
-                self.scope.sizes.begin(output)
+                self.scope.sizes.start_row_space(output)
 
     def _reduce_inputs(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
         """Notes that the partial results that an op uses are reduced, from the next pass on.

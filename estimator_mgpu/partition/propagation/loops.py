@@ -134,7 +134,7 @@ def _output_dims(
         sizes = functions.sizes(index)
         if not sizes:
             raise NotSharded(f'{output.name} is a size that depends on the tower')
-        functions.scope.sizes.know_values(output, sizes)
+        functions.scope.sizes.set_entries(output, sizes)
     if not isinstance(placement, Shard):
         return None
 
@@ -142,7 +142,7 @@ def _output_dims(
     if body.scope.sizes.per_row(returned, placement.axis, placement.rows) != factor:
         raise NotSharded(f'the size of {output.name} is unknown, or changes from step to step')
     rank = len(body.scope.sizes.dims(returned) or [])
-    return functions.scope.sizes.dims_of_rows(output, placement, factor, rank)
+    return functions.scope.sizes.dims_of_shard(output, placement, factor, rank)
 
 
 def _check_condition(functions: CalledFunctions, condition: tf.Graph) -> FunctionBody:

@@ -26,6 +26,7 @@ from estimator_mgpu.partition.plan import (
     OpPlan,
     SizesOf,
     Slice,
+    local_shape_of,
 )
 from estimator_mgpu.partition.propagation.accepted_shapes import takes
 from estimator_mgpu.partition.propagation.scope import Scope
@@ -181,7 +182,7 @@ class Match:
             # depends on the number of examples as well.
             others_depend = any(way.rows in entry.symbols for entry in entries)
             return None if others_depend else FULL
-        return self._sizes.local(tensor, position, way.rows)
+        return local_shape_of(entries, position, way.rows)
 
     def _need_of_full(self, tensor: tf.Tensor, axis: int, way: Way) -> Need | None:
         """The form of an input that isn't sharded along the axis, or along another one."""

@@ -78,7 +78,7 @@ class Scope:
             if placement is not None:
                 self.placements[output.name] = placement
         for output, dims in zip(op.outputs, decision.dims):
-            self.sizes.know(output, dims)
+            self.sizes.set_dims(output, dims)
 
     def make_empty_lists(self, inputs: Iterable[tuple[tf.Tensor, Need]]) -> bool:
         """Lets each tower make the empty lists that an op is to have as its own.

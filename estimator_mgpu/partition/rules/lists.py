@@ -21,7 +21,16 @@ from estimator_mgpu.partition.placements import (
     ShardList,
     SizeList,
 )
-from estimator_mgpu.partition.plan import FULL, LOCAL, Constant, Decision, Need, OpPlan, Slice
+from estimator_mgpu.partition.plan import (
+    FULL,
+    LOCAL,
+    Constant,
+    Decision,
+    Need,
+    OpPlan,
+    Slice,
+    local_shape_of,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.tf_internals.op_types import EMPTY_LISTS
@@ -116,7 +125,7 @@ def _get(op: tf.Operation, placement: ShardList, sizes: Sizes) -> Decision:
     stacked = int(op.type == 'TensorListStack')  # A new dimension comes first.
     shard = Shard(placement.axis + stacked, placement.rows)
     output = op.outputs[-1]
-    dims = sizes.dims_of_rows(output, shard, placement.factor, placement.rank + stacked)
+    dims = sizes.dims_of_shard(output, shard, placement.factor, placement.rank + stacked)
 
     # The last of several inputs is the shape of an element. A tower is given that of its shard if
     # it's known; otherwise any shape, as its elements have one.
@@ -124,7 +133,7 @@ def _get(op: tf.Operation, placement: ShardList, sizes: Sizes) -> Decision:
     needs[0] = LOCAL
     if len(op.inputs) > 1:
         shape = op.inputs[-1]
-        local_shape = sizes.local(shape, placement.axis, placement.rows)
+        local_shape = local_shape_of(sizes.entries(shape), placement.axis, placement.rows)
         needs[-1] = local_shape or _any_shape(shape)
 
     plan = OpPlan(tuple(needs))
@@ -137,7 +146,7 @@ def _pop(op: tf.Operation, placement: SizeList | NestedList, sizes: Sizes) -> De
     """An element of a list of sizes or of lists."""
     element: Placement
     if isinstance(placement, SizeList):
-        sizes.know_values(op.outputs[-1], placement.sizes)
+        sizes.set_entries(op.outputs[-1], placement.sizes)
         element = REPLICATE
     else:
         element = placement.element
