@@ -173,7 +173,7 @@ def test_each_op(name):
 def test_each_op_where_rows_are_known(name):
     """Numbers are compared where functions have sizes of their own."""
     if name in LOOPS.split():
-        plan = check_each(name, [7, 7], static=True)
+        plan = check_each(name, [7, 7], static=True, modes=())
     else:
         case = case_of(name, [12 if name in EVEN else 7], static=True)
         model_fn, batches = random_graphs.model_fn_of(case), random_graphs.batches_of(case)
@@ -184,7 +184,7 @@ def test_each_op_where_rows_are_known(name):
 @pytest.mark.parametrize('name', sorted((OPS | EVEN).keys() - SIMPLE))
 def test_each_op_in_v1(name):
     """By TensorFlow 1's behavior, those with variables, loops or gradients."""
-    check_each(name, [12, 12], static=True, behavior='v1')
+    check_each(name, [12, 12], static=True, modes=(), behavior='v1')
 
 
 # What is written in the forward pass, or by what no example reaches.
