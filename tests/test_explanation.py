@@ -159,7 +159,7 @@ def test_what_runs_once():
     found = explain(ranked)
     all_bytes = sum(sum(sizes.values()) for sizes in found.scopes.values())
     top, transposed = found.once
-    assert (top.name, top.why) == ('order/TopKV2', 'this TopKV2 needs all rows')
+    assert (top.name, top.why) == ('order/TopKV2', 'this TopKV2 needs all examples')
     assert top.gathered == FLOATS and top.share == pytest.approx(2 * FLOATS / all_bytes)
     assert top.line.startswith('test_explanation.py:')
     # It isn't given rows, but what was made of them.
@@ -195,7 +195,7 @@ def test_what_a_function_does():
     found = explain(lambda features, labels, mode: ranked(ordered(features), labels, mode))
     lines = [op.line for op in found.once if op.name.endswith('TopKV2')]
     assert len(lines) == 2 and '' in lines
-    assert ', no line, this TopKV2 needs all rows' in str(found)
+    assert ', no line, this TopKV2 needs all examples' in str(found)
 
 
 def test_fused_ops_that_nobody_runs():
@@ -244,7 +244,7 @@ def test_rows_that_may_not_be_the_batchs():
         return by_sgd(mode, tf.reduce_mean(tf.square(net - labels)))
 
     whys = {op.name: op.why for op in explain(model_fn).once}
-    assert whys['sub'] == "this Sub is given rows that may not be the batch's"
+    assert whys['sub'] == "the examples of this Sub's inputs may not be the batch's"
     assert 'MatMul' not in whys  # It's divided by itself.
 
 

@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import towers
 from estimator_mgpu import check_rule, register_rule
-from estimator_mgpu.partition.propagation.matching import Matching
+from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.sizes import ONE
 from models import batches, floats, spec_of, step
@@ -60,7 +60,7 @@ def test_a_compiled_op(ops):
 
     assert what_runs_once() == dict.fromkeys(['Centered', 'Centered_1'], 'no rule for Centered')
     register_rule('Centered', by_axis)
-    assert what_runs_once() == {'Centered_1': 'this Centered needs all rows'}
+    assert what_runs_once() == {'Centered_1': 'this Centered needs all examples'}
     towers.compare(model_fn, batches(7), 3)
     assert check_rule(lambda x: ops.centered(x, axis=1), ROWS) == {'Centered'}
     assert check_rule(lambda x: ops.centered(x, axis=0), ROWS) == set()
@@ -235,7 +235,7 @@ def test_what_may_be_repeated_is_never_sliced(function, rows, message, monkeypat
     """If it were, this would be found."""
     register_rule('ImageProjectiveTransformV3', 'n... n_ * * -> n...')
     check_rule(function, *rows)
-    monkeypatch.setattr(Matching, '_are_as_many', lambda *_: True)
+    monkeypatch.setattr(Match, '_must_be_equal', lambda *_: True)
     with pytest.raises(AssertionError, match=message):
         check_rule(function, *rows)
 

@@ -15,9 +15,9 @@ import estimator_mgpu
 from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.partition.plan import LOCAL
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.partition.rules.notation import parsed
+from estimator_mgpu.partition.rules.notation import NotSharded, parse
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.towers import shards
+from estimator_mgpu.partition.towers import collectives
 
 ROWS = 7
 SAMPLES, FULL = {}, []  # by types of ops; those that run once by their rule
@@ -610,7 +610,7 @@ def test_types_of_ops_are_told_apart_in_rules_only():
         for node in ast.walk(tree) if 'rules' not in path.relative_to(package).parts else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in made:
                 named |= {node.value} if op_def_registry.get(node.value) else set()
-    assert named - {'B'} == set(shards._PAIRWISE.values())  # B is a unit in explain, too.
+    assert named - {'B'} == set(collectives.PAIRWISE_OPS.values())  # B is a unit in explain, too.
 
 
 @pytest.mark.parametrize(('made', 'divided'), [('ZerosLike', True), ('OnesLike', False)])
@@ -635,21 +635,25 @@ def test_what_a_branch_has_in_place_of_a_sum(made, divided):
         ('n_ * -> n...', [(5, 4), (4,)], [('n', None), ()], [('n', None)]),
         ('n... n... -> * (sum)', [(5, 4), (5, 4)], [('n', None)] * 2, [(None, None)]),
         ('S_ = -> S_', [(5, 4), (4,)], [('S1', None), LOCAL], [('S1', None)]),
-        *[(text, [(5, 4), (4,)], None, None) for text in ('n__ n -> n', 'n S -> nS', 'S S -> S_')],
     ],
 )
 def test_text(text, shapes, inputs, outputs):
-    """Of other ranks, it says nothing."""
+    """The labels of an addition's dimensions."""
     with tf.Graph().as_default():
         one, two = (tf.zeros(shape) for shape in shapes)
-        signature = parsed(text)((one + two).op, Sizes())
-    found = (signature.inputs, signature.outputs) if signature else (None, None)
-    assert found == (inputs, outputs)
+        signature = parse(text).signature((one + two).op, Sizes())
+    assert (signature.inputs, signature.outputs) == (inputs, outputs)
+
+
+@pytest.mark.parametrize('text', ['n__ n -> n', 'n S -> nS', 'S S -> S_'])
+def test_text_for_other_ranks(text):
+    with tf.Graph().as_default(), pytest.raises(NotSharded):
+        parse(text).signature(tf.add(tf.zeros([5, 4]), tf.zeros([4])).op, Sizes())
 
 
 def test_other_number_of_inputs():
     with tf.Graph().as_default(), pytest.raises(ValueError, match='1 words for 2 tensors'):
-        parsed('S -> S')(tf.add(1.0, 2.0).op, Sizes())
+        parse('S -> S').signature(tf.add(1.0, 2.0).op, Sizes())
 
 
 @pytest.mark.parametrize(
@@ -671,5 +675,5 @@ def test_other_number_of_inputs():
 )
 def test_malformed_text(text, problem):
     with pytest.raises(ValueError, match=problem) as error:
-        parsed(text)
+        parse(text)
     assert repr(text) in str(error.value) and "'mk kn -> mn (sum)'" in str(error.value)

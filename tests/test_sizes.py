@@ -7,8 +7,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, RowSpace, Size
-from estimator_mgpu.partition.towers.node_builder import Nodes
-from estimator_mgpu.partition.towers.shards import Sharding, _index_type
+from estimator_mgpu.partition.towers.collectives import gather
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.shards import Shards, index_type
 from models import batches, of_all_modes, weights
 from towers import compare
 
@@ -21,7 +22,7 @@ def entries(make):
     with tf.Graph().as_default():
         x = tf.placeholder(tf.float32, [None, 3, 5])
         sizes = Sizes()
-        sizes.know(x, [B, Size(3), Size(5)])
+        sizes.set_dims(x, [B, Size(3), Size(5)])
         found = sizes.entries(make(tf.shape(x)))
         return None if found is None else [_told(size) for size in found]
 
@@ -131,17 +132,17 @@ def test_entries_of_large_tensors():
     """Those of each of 2 towers, of 1,500,000,001 rows; no tensor of them is made."""
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
-        nodes = Nodes(graph, 'replicate', '/device:CPU:0')
+        nodes = NodeBuilder(graph, 'replicate', '/device:CPU:0')
         given, each = tf.constant(1_500_000_001), tf.constant(3_000_000_000, tf.int64).name
 
         def symbol(of, tower, dtype):
             assert dtype == tf.int64
-            return sharding.all_rows(dtype) if of is rows else each
+            return shards.total_as(dtype) if of is rows else each
 
-        sharding = Sharding(rows, given, ['/device:CPU:0'] * 2, nodes, symbol)
+        shards = Shards(rows, given, ['/device:CPU:0'] * 2, nodes, symbol)
         entry = Size(2, (Entry(each, 0),))
-        extents = [sharding.extent(Size(7), 1, tf.int64), sharding.extent(entry, 1, tf.int64)]
-        total = sharding.number(Size(7, (rows,)), None, tf.int64)
+        extents = [shards.extent(Size(7), 1, tf.int64), shards.extent(entry, 1, tf.int64)]
+        total = shards.size_value(Size(7, (rows,)), None, tf.int64)
         nodes.build()
         assert session.run([extents, total]) == [
             [
@@ -157,17 +158,17 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
     """A number of rows is int32, and cheap; of entries there may be more."""
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
-        nodes, total = Nodes(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
+        nodes, total = NodeBuilder(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
         devices = ['/device:CPU:0'] * 2
-        sharding = Sharding(rows, total, devices, nodes, lambda *of: sharding.all_rows(of[-1]))
+        shards = Shards(rows, total, devices, nodes, lambda *of: shards.total_as(of[-1]))
         whole = tf.range(5 * entries)
-        parts = [sharding.slice(whole.name, tf.int32, 0, Size(entries), i, '') for i in range(2)]
-        joined = sharding.gather(parts, tf.int32, 0, Size(entries, (rows,)), '')
+        parts = [shards.slice(whole.name, tf.int32, 0, Size(entries), i, '') for i in range(2)]
+        joined = gather(shards, parts, tf.int32, 0, Size(entries, (rows,)), '')
         nodes.build()
         cuts = [op for op in graph.get_operations() if op.type == 'StridedSlice']
         assert {op.get_attr('Index') for op in cuts if op.name.startswith('replicate/Str')} == {
             index
         }
         np.testing.assert_array_equal(session.run(joined), np.arange(5 * entries))
-    assert _index_type(Size(2**31)) == tf.int64 and _index_type(Size(2**31 - 1)) == tf.int32
-    assert _index_type(Size(1, (Entry('n:0', 0),))) == tf.int64
+    assert index_type(Size(2**31)) == tf.int64 and index_type(Size(2**31 - 1)) == tf.int32
+    assert index_type(Size(1, (Entry('n:0', 0),))) == tf.int64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.partition.rules.notation import Rule, parsed
+from estimator_mgpu.partition.rules.notation import Rule, parse
 
 _KNOWN = frozenset(RULES)
 
@@ -34,5 +34,5 @@ def register_rule(op_type: str, rule: Rule) -> None:
     if op_type in _KNOWN:
         raise ValueError(f'{op_type} has a rule already. Register one for a type that has none.')
     if isinstance(rule, str):
-        parsed(rule)
+        parse(rule)
     RULES[op_type] = rule

@@ -1,15 +1,24 @@
-"""How many bytes a tensor has."""
+"""Estimates how many bytes a tensor has: what it costs to send or to copy it."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-_ROWS = 64  # stands for a dimension that isn't known
+_UNKNOWN_BATCH_SIZE = 64
 
 
 def bytes_of(tensor: Any) -> int:
-    """The bytes of a tensor, or of a variable's value; as if there were 64 rows, where unknown."""
-    first, *others = [None] if tensor.shape.rank is None else [*tensor.shape.as_list(), 1]
-    known = [_ROWS if first is None else first, *(1 if d is None else d for d in others)]
-    return math.prod(known) * (tensor.dtype.base_dtype.size or 1)
+    """The bytes of a tensor, or of a variable's value.
+
+    Dimension 0 counts as 64 if the graph doesn't know it, as that is mostly the batch, and other
+    dimensions as 1.
+    """
+    rank = tensor.shape.rank
+    dims = [None] if rank is None else tensor.shape.as_list()
+    sizes = [1 if size is None else size for size in dims]
+    if dims and dims[0] is None:
+        sizes[0] = _UNKNOWN_BATCH_SIZE
+
+    bytes_per_entry = tensor.dtype.base_dtype.size or 1  # strings have no size of their own
+    return math.prod(sizes) * bytes_per_entry

@@ -1,23 +1,27 @@
-"""The steps in their order: what is written otherwise, a plan, homes, towers."""
+"""The steps by which a finished graph is divided over devices, in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
 from estimator_mgpu.batch import Batch
 from estimator_mgpu.partition.propagation.engine import propagate
-from estimator_mgpu.partition.rewrites.batch_norm import expand
-from estimator_mgpu.partition.rewrites.fills import fill
-from estimator_mgpu.partition.rewrites.gradient_tuples import read_first, untie
-from estimator_mgpu.partition.rewrites.inline_calls import inline
+from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
+from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
+from estimator_mgpu.partition.rewrites.gradient_tuples import (
+    order_writes_after_reads,
+    untie_gradient_tuples,
+)
+from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.build import Towers
-from estimator_mgpu.partition.towers.placement import settle
-from estimator_mgpu.tf_internals.graphs import dependents, ordered
+from estimator_mgpu.partition.towers.build import Towers, build_towers
+from estimator_mgpu.partition.towers.placement import place_ops
+from estimator_mgpu.tf_internals.graphs import dependents, topological_order
 
 
 def divide(
@@ -25,35 +29,78 @@ def divide(
     batch: Batch,
     total: tf.Tensor | None,
     devices: Sequence[str],
-    before: Set[str] = frozenset(),
+    existing_ops: Set[str] = frozenset(),
     batch_norm: str = 'batch',
 ) -> Towers | None:
-    """Divides a finished graph over devices, one a tower.
+    """Divides a finished graph over devices, one for each tower.
 
-    `total` is how many rows there are, an int32 scalar, if the graph doesn't know; `before` names
-    ops that aren't the model's (the global step, say), which stay as they are. Returns None if the
-    whole graph does, as there are fewer rows than devices, or only ragged tensors
-    and tensors of unknown rank.
+    Args:
+      graph: the graph that the model_fn has built, which is changed.
+      batch: the features and labels that it was built for.
+      total: how many examples there are, an int32 scalar; None if the graph knows.
+      devices: one for each tower.
+      existing_ops: names of ops that were there before the model_fn, such as the global step; they
+        stay as they are.
+      batch_norm: 'batch' to normalize by the statistics of the global batch, 'device' by those of
+        each device's examples.
+
+    Returns:
+      The towers; None if the graph stays as it is, as there is nothing to shard.
     """
-    sources, static, leaves, unknown = batch
-    sparse = [leaf for leaf in leaves.values() if isinstance(leaf, tf.SparseTensor)]
-    if not (sources or sparse) or (static is not None and static < len(devices)):
+    if not _is_shardable(batch, len(devices)):
         return None
-    inlined, untied = inline(graph, before), untie(graph, before)
-    replaced = {**inlined, **untied, **fill(graph, before)}
-    own = OF_DEVICE if batch_norm == 'device' else {}
-    if not own:
-        replaced.update(expand(graph, before))
-    unused = {name.partition(':')[0] for name in replaced}
-    wholes = [*sparse, *unknown.values()]
-    given = tf.nest.flatten([sources, wholes], expand_composites=True)
-    ops, rows = dependents(given, before), RowSpace('batch', static)
-    read_first([graph.get_tensor_by_name(name).op for name in untied], before)
-    reasons = {
+    unsharded = _unsharded_leaves(batch)
+
+    inlined = inline_calls(graph, existing_ops)
+    untied = untie_gradient_tuples(graph, existing_ops)
+    replaced = {**inlined, **untied, **replace_likes_by_fills(graph, existing_ops)}
+    if batch_norm != 'device':
+        replaced.update(expand_batch_norm(graph, existing_ops))
+
+    inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
+    ops = dependents(inputs, existing_ops)
+    entries = [graph.get_tensor_by_name(name).op for name in untied]
+    order_writes_after_reads(entries, existing_ops)
+
+    plan = propagate(
+        batch.sources,
+        unsharded,
+        topological_order(ops),
+        RowSpace('batch', batch.static),
+        RULES | OF_DEVICE if batch_norm == 'device' else RULES,
+        PRODUCTS,
+        unused={name.partition(':')[0] for name in replaced},
+        reasons=_reasons_of_unknown_ranks(batch),
+    )
+    full_value_devices = place_ops(graph, plan)
+    calls = optimizer.gradients_by_call(graph)
+    return build_towers(graph, plan, total, devices, full_value_devices, replaced, calls)
+
+
+def _is_shardable(batch: Batch, towers: int) -> bool:
+    """Whether there are dense or sparse tensors to shard, and an example for each tower."""
+    if batch.static is not None and batch.static < towers:
+        return False
+    return bool(batch.sources or _sparse_leaves(batch))
+
+
+def _sparse_leaves(batch: Batch) -> list[tf.SparseTensor]:
+    return [leaf for leaf in batch.leaves.values() if isinstance(leaf, tf.SparseTensor)]
+
+
+def _unsharded_leaves(batch: Batch) -> list[Any]:
+    """The leaves of the batch that aren't sharded themselves, but whose results may be.
+
+    These are sparse tensors, whose dense counterparts have an example a row, and tensors of unknown
+    rank.
+    """
+    return [*_sparse_leaves(batch), *batch.unknown.values()]
+
+
+def _reasons_of_unknown_ranks(batch: Batch) -> dict[str, str]:
+    """For the names of tensors of unknown rank, why the ops that use them run once."""
+    return {
         leaf.name: f'{title} has an unknown rank: give it a shape, say by set_shape([None, 3])'
-        for title, leaf in zip(batch.unknown_titles, unknown.values())
+        for title, leaf in zip(batch.unknown_titles, batch.unknown.values())
         if isinstance(leaf, tf.Tensor)
     }
-    plan = propagate(sources, wholes, ordered(ops), rows, RULES | own, PRODUCTS, unused, reasons)
-    homes = settle(graph, plan)
-    return Towers(graph, plan, total, devices, homes, replaced, optimizer.gradients_by_call(graph))

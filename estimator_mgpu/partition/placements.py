@@ -1,4 +1,8 @@
-"""Placements: where a tensor's values are."""
+"""Placements: what each tower has of a tensor.
+
+`Replicate`, `Shard` and `Partial` are those of PyTorch's DTensor. The others are of TensorLists and
+Optionals, in which loops and branches keep what their gradients need: these cannot be gathered.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +14,76 @@ from estimator_mgpu.partition.sizes import RowSpace, Size
 
 @dataclass(frozen=True)
 class Replicate:
-    """The value itself; the op that makes it runs once, or alike on each tower."""
+    """The full value: the op that makes it runs once, or does the same on each tower."""
+
+
+REPLICATE = Replicate()
 
 
 class Shard(NamedTuple):
-    """Each tower has its rows: as many entries along an axis, from 0, for each row, in order."""
+    """Each tower has the entries of its examples, in the batch's order.
 
-    axis: int
-    rows: RowSpace
+    An example may have several entries along the axis: if [batch, time] was reshaped to
+    [batch * time], it has `time` of them.
+    """
+
+    axis: int  # the dimension that is sharded, from 0
+    rows: RowSpace  # whose shards these are: almost always the batch's
 
 
 class Partial(NamedTuple):
-    """Each tower has what its rows come to: together, by a reduction, that is the value."""
+    """Each tower has the result for its examples. Reduced over the towers, it's the full value."""
 
-    reduce: str  # 'sum', 'mean' (weighted by rows), 'max', 'min', 'prod', 'all' or 'any'
+    reduce: str  # 'sum', 'mean' (weighted by examples), 'max', 'min', 'prod', 'all' or 'any'
     rows: RowSpace
 
 
-class Kept(NamedTuple):
-    """What can't become whole: if that is needed, what makes it runs once.
+class NotGatherable:
+    """A value that cannot be gathered, such as a TensorList.
 
-    It's a TensorList or an Optional, by what towers have of its elements; or the shape of elements,
-    of which each tower has its own.
+    If another op needs all of it, the op that makes it runs once, unsharded.
     """
 
-    element: Placement
-    sizes: tuple[Size, ...] = ()  # how many entries a row has in elements; or those that are sizes
-    rank: int = 0  # of elements that have rows
+
+@dataclass(frozen=True)
+class ShardList(NotGatherable):
+    """A TensorList or an Optional. Each tower has one of its own, with its shards of the elements.
+
+    In a recurrent network, say, whose states of each step are [batch, units]: `axis` is 0.
+    """
+
+    axis: int  # of the elements
+    rows: RowSpace
+    factor: Size  # how many entries an example has along the axis
+    rank: int  # of the elements
 
 
-Placement = Union[Replicate, Shard, Partial, Kept]
-REPLICATE = Replicate()
+@dataclass(frozen=True)
+class SizeList(NotGatherable):
+    """A TensorList or an Optional whose elements are sizes, of which each tower has its own.
+
+    Of [2 * batch, 5], say, where an element is a shape.
+    """
+
+    sizes: tuple[Size, ...]  # the entries of an element
+
+
+@dataclass(frozen=True)
+class NestedList(NotGatherable):
+    """A TensorList or an Optional of what cannot be gathered, such as an inner loop's lists."""
+
+    element: ListPlacement | ElementShape
+
+
+@dataclass(frozen=True)
+class ElementShape(NotGatherable):
+    """The shape that a TensorList's elements have, of which each tower has its own."""
+
+
+ListPlacement = Union[ShardList, SizeList, NestedList]
+Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape]
+
+
+def rows_of(placement: Placement) -> RowSpace | None:
+    """The row space of which a tensor is a shard or a partial result; None if it's neither."""
+    return placement.rows if isinstance(placement, (Shard, Partial)) else None

@@ -1,99 +1,128 @@
-"""The plan, as data: where a tensor's numbers are, what runs in towers, and what that is given."""
+"""The plan, as data: which ops run on every tower, and in which form these take their inputs."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import Placement
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import RowSpace, Size, per_row
 
-if TYPE_CHECKING:
-    from estimator_mgpu.partition.size_inference import Sizes
-    from estimator_mgpu.partition.sizes import RowSpace, Size
+# Forms in which a tower's copy of an op takes an input.
 
 
 class Form(enum.Enum):
-    """What needs no more than its name."""
+    """Forms that need no more than their name."""
 
-    LOCAL = 'what the tower itself has'
-    FULL = 'the whole value: gathered or reduced if the towers made it'
-    FULL_ON_FIRST = (
-        'the whole value on the first tower, and zeros on the others: what a sum begins with'
-    )
+    LOCAL = "what the tower's own copy of the input's op makes"
+    FULL = 'the full value: gathered or reduced, if towers make it'
+    FULL_ON_FIRST = 'the full value on the first tower, and zeros on the others: for a partial sum'
+
+
+LOCAL, FULL, FULL_ON_FIRST = Form
 
 
 class Slice(NamedTuple):
-    """The tower's rows of what is whole, with so many entries a row along an axis."""
+    """The tower's shard of a full value."""
 
     axis: int
     rows: RowSpace
-    factor: Size
+    factor: Size  # how many entries an example has along the axis
 
 
 class LocalShape(NamedTuple):
-    """A whole shape, but for the entry at a position, which goes by rows: it's the tower's own."""
+    """A shape, such as [batch, 5], of which an entry is replaced by the size of the tower's shard.
 
-    entries: tuple[Size, ...]
-    position: int
+    On a tower with 3 examples, it's [3, 5].
+    """
+
+    entries: tuple[Size, ...]  # of the full shape
+    position: int  # of the entry that is replaced
     rows: RowSpace
 
 
+def local_shape_of(
+    entries: Sequence[Size] | None, position: int, rows: RowSpace
+) -> LocalShape | None:
+    """The local shape for a full shape; None if it isn't known what the entry is on a tower.
+
+    Args:
+      entries: of the full shape, such as [batch, 5]; None if they are unknown.
+      position: of the entry that towers replace. It has to be a multiple of the number of rows.
+      rows: which rows are sharded.
+    """
+    if entries is None or position >= len(entries):
+        return None
+    entry = entries[position]
+    if entry == Size(-1) or per_row(entry, rows) is None:
+        return None
+    return LocalShape(tuple(entries), position, rows)
+
+
 class Constant(NamedTuple):
-    """Known integers: a vector, or the only one as a scalar."""
+    """Known integers in place of the input: a vector, or a scalar."""
 
     numbers: tuple[int, ...]
-    scalar: bool = False
+    scalar: bool = False  # if so, there is one number
 
 
 class VariableValue(NamedTuple):
-    """The value of a variable, of a type, in place of the variable, which is only read."""
+    """The value of a variable in place of the variable, for a loop that only reads it."""
 
     dtype: tf.DType
 
 
-# Of a dimension, in a rule; None is for one along which nothing can be divided. Dimensions with the
-# same label are as large, or of size 1 and repeated.
+Need = Union[Form, Slice, LocalShape, Constant, VariableValue]
+
+
+# What a rule says of an operand's dimensions.
+
+# Dimensions with the same label have the same size, or size 1 and are broadcast. None is the label
+# of a dimension along which an op cannot be sharded.
 Label = Optional[Hashable]
 
 
 class SizesOf(NamedTuple):
-    """What a rule says of an operand whose entries are sizes: of which dimensions, by label."""
+    """Says that an operand is a vector of sizes: each entry is the size of a labelled dimension."""
 
     labels: tuple[Label, ...]
 
 
-Need = Union[Form, VariableValue, Slice, LocalShape, Constant]
-LOCAL, FULL, FULL_ON_FIRST = Form
+# What propagation decides.
 
 
 class OpPlan(NamedTuple):
-    """An op that runs in towers, in the graph or in a function that they call."""
+    """An op that runs on every tower, in the graph or in a function that the towers call."""
 
-    needs: tuple[Need, ...] = ()  # for its inputs; in a function, for a constant's own value
-    attrs: dict[str, Any] = {}  # attributes that it has otherwise there
-    functions: Sequence[
-        dict[str, OpPlan]
-    ] = ()  # by name, for each that `function_calls.called` has
+    # The form of each input. Of a constant in a function, whose value is sharded: the Slice.
+    needs: tuple[Need, ...] = ()
+    attrs: dict[str, Any] = {}  # attributes that are other ones than the op's
+    # The plans of the functions that it calls, in the order of `function_calls.called_functions`.
+    # Each is a dict of the ops that run on every tower, by name.
+    functions: Sequence[dict[str, OpPlan]] = ()
 
 
 class Decision(NamedTuple):
-    """How an op runs in towers, what these have of its outputs, and the outputs' dimensions."""
+    """How an op runs on every tower, and what follows for its outputs."""
 
     plan: OpPlan
-    placements: Sequence[Placement | None]  # None: nobody is given it
-    dims: Sequence[list[Size] | None] = ()  # None: they aren't known
+    placements: Sequence[Placement | None]  # None for an output that no op uses on a tower
+    dims: Sequence[list[Size] | None] = ()  # of each output's full value; None if unknown
 
 
 class Plan(NamedTuple):
-    """How a graph is divided."""
+    """How a graph is sharded."""
 
-    rows: RowSpace  # those of the batch
-    sources: Sequence[tf.Tensor]  # dense tensors of the batch with rows along dimension 0
+    rows: RowSpace  # the batch's
+    sources: Sequence[tf.Tensor]  # dense tensors of the batch, with the examples along dimension 0
     order: Sequence[tf.Operation]  # ops that depend on the batch, each after those it depends on
-    ops: dict[str, OpPlan]  # those that run in towers, by name
-    placements: dict[str, Placement]  # by name, what towers have of the tensors that they make
-    once: dict[str, tuple[str, int]]  # others given rows: why they run once, bytes gathered
+    ops: dict[str, OpPlan]  # ops that run on every tower, by name
+    placements: dict[str, Placement]  # of the tensors that towers make, by name
+    # Other ops that depend on the batch, by name: why they run once, and the bytes that are
+    # gathered for them.
+    once: dict[str, tuple[str, int]]
     sizes: Sizes

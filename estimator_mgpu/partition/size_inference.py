@@ -1,12 +1,13 @@
-"""Symbolic sizes: dimensions and integers as products of numbers, rows and unknown dimensions.
+"""What is known of sizes before the step runs: dimensions, and integers computed from them.
 
-What a graph computes of sizes (`Shape`, `StridedSlice`, `Prod`, ...) is such as 4 * batch * T. So a
-tower can have its own version of a shape, and no decision rests on numbers merely being equal.
+Comes in: the graph, and what propagation says of the dimensions of sharded tensors. Comes out:
+symbolic sizes (`sizes.py`). For example, if `x` has the shape [batch, 3, 5], then
+`tf.stack([tf.shape(x)[0], 15])` has the entries [batch, 15], and a tower's version of it can be
+made from these. What cannot be worked out becomes a symbol of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,213 +16,376 @@ import tensorflow.compat.v1 as tf
 from numpy import ndarray
 
 from estimator_mgpu.partition.placements import Shard
-from estimator_mgpu.partition.plan import LocalShape
-from estimator_mgpu.partition.sizes import ONE, Dim, Entry, RowSpace, Size, per_row, product
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    Dim,
+    Entry,
+    RowSpace,
+    Size,
+    UnknownSize,
+    per_row,
+    product,
+)
 from estimator_mgpu.tf_internals import op_types
 
 _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'TruncatedNormal')
 _STATELESS = ('StatelessRandomNormalV2', 'StatelessRandomUniformV2', 'StatelessTruncatedNormalV2')
-_SHAPES = {'ScatterNd': 2, 'SparseToDense': 1, **dict.fromkeys(('Fill', *_RANDOM, *_STATELESS), 0)}
-"""By type of op, which input says the shape of what it makes."""
-_SMALL = 64  # entries of a tensor that may be sizes
+# By type of op, which input is the shape of the output.
+_SHAPE_INPUTS = {
+    'ScatterNd': 2,
+    'SparseToDense': 1,
+    'Fill': 0,
+    **dict.fromkeys(_RANDOM, 0),
+    **dict.fromkeys(_STATELESS, 0),
+}
+_LARGEST = 64  # entries of a tensor: larger ones aren't sizes
 
 
 class Sizes:
-    """Knows tensors' dimensions and integer tensors' values: from the graph, or told by `know`."""
+    """The symbolic dimensions of tensors, and the symbolic entries of integer tensors.
+
+    They are inferred from the graph when they are asked for, or set. All are those of full values,
+    not of a tower's.
+
+    Args:
+      scope: tells the tensors of a function from those of the same name elsewhere.
+    """
 
     def __init__(self, scope: str = '') -> None:
-        self._scope = scope  # Tells a function's tensors from others of the same name.
+        self._scope = scope
         self._dims: dict[str, list[Size]] = {}
-        self._values: dict[str, ndarray | None] = {}
+        self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
 
-    def know(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
-        """Says what the dimensions of a tensor are, if they are known."""
+    def set_dims(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
+        """Sets the dimensions of a tensor; None leaves them as they are."""
         if dims is not None:
             self._dims[tensor.name] = list(dims)
 
-    def know_values(self, tensor: tf.Tensor, values: Sequence[Size]) -> None:
-        """Says what the entries of an integer scalar or vector are."""
+    def set_entries(self, tensor: tf.Tensor, entries: Sequence[Size]) -> None:
+        """Sets the entries of an integer scalar or vector."""
         shape = -1 if tensor.shape.rank else ()
-        self._values[tensor.name] = np.array(values, object).reshape(shape)
+        self._values[tensor.name] = np.array(entries, object).reshape(shape)
 
     def dims(self, tensor: tf.Tensor) -> list[Size] | None:
-        """The dimensions of the whole tensor; None if its rank is unknown."""
+        """The dimensions of a tensor; None if its rank is unknown."""
         if tensor.name not in self._dims and tensor.shape.rank is not None:
-            dims, at = self.static_dims(tensor), _SHAPES.get(tensor.op.type)
-            told = None if at is None else self.entries(tensor.op.inputs[at])
-            if told is not None:
-                dims = [size if dim.symbols else dim for dim, size in zip(dims, told)]
-            self._dims[tensor.name] = dims
+            self._dims[tensor.name] = self._infer_dims(tensor)
         return self._dims.get(tensor.name)
 
     def static_dims(self, tensor: tf.Tensor, rank: int = 0) -> list[Size]:
-        """Its dimensions as the graph itself has them; so many if even their number is unknown."""
-        dims = [None] * rank if tensor.shape.rank is None else tensor.shape.as_list()
-        return [self.unknown(tensor, i) if d is None else Size(d) for i, d in enumerate(dims)]
+        """The dimensions as TensorFlow knows them, and a symbol for each that it doesn't know.
 
-    def dims_of_rows(self, tensor: tf.Tensor, own: Shard, factor: Size, rank: int) -> list[Size]:
-        """Its dimensions, with rows along one; so many if even their number is unknown."""
+        Args:
+          tensor: the tensor.
+          rank: the number of dimensions, if TensorFlow doesn't know it either.
+        """
+        if tensor.shape.rank is None:
+            return [self.unknown_dim(tensor, axis) for axis in range(rank)]
+        return [
+            self.unknown_dim(tensor, axis) if length is None else Size(length)
+            for axis, length in enumerate(tensor.shape.as_list())
+        ]
+
+    def dims_of_shard(self, tensor: tf.Tensor, shard: Shard, factor: Size, rank: int) -> list[Size]:
+        """The dimensions of the full value of a sharded tensor.
+
+        Args:
+          tensor: the tensor.
+          shard: its placement.
+          factor: how many entries each row has along the axis of the shard.
+          rank: the number of dimensions, if TensorFlow doesn't know it.
+        """
         dims = self.static_dims(tensor, rank)
-        dims[own.axis] = factor * Size(1, (own.rows,))
+        dims[shard.axis] = factor * Size(1, (shard.rows,))
         return dims
 
-    def begin(self, tensor: tf.Tensor) -> None:
-        """Begins a row space with a tensor, if it's of floats and nobody knows how many rows."""
-        dims = self.dims(tensor) if tensor.dtype.is_floating else None
-        if dims and dims[0] == self.unknown(tensor, 0):
-            self.know(tensor, [Size(1, (RowSpace(tensor.name, None),)), *dims[1:]])
+    def start_row_space(self, tensor: tf.Tensor) -> None:
+        """Starts a row space with dimension 0 of a tensor, if nothing is known of its size.
 
-    def unknown(self, tensor: tf.Tensor, axis: int) -> Size:
-        """A dimension that is known only when the step runs."""
+        So what is computed from `tf.boolean_mask(x, mask)` can be sharded by the entries that are
+        left. Integers start none: they are indices, as those of `tf.where`, or sizes.
+        """
+        if not tensor.dtype.is_floating:
+            return
+        dims = self.dims(tensor)
+        if dims and dims[0] == self.unknown_dim(tensor, 0):
+            rows = RowSpace(tensor.name, None)
+            self.set_dims(tensor, [Size(1, (rows,)), *dims[1:]])
+
+    def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
+        """The symbol for a dimension that is known only when the step runs."""
         return Size(1, (Dim(f'{self._scope}{tensor.name}', axis),))
 
     def per_row(self, tensor: tf.Tensor, axis: int, rows: RowSpace) -> Size | None:
-        """How many entries a row has in a dimension; None if that isn't known."""
+        """How many entries each row has in a dimension; None if they aren't known to be as many."""
         dims = self.dims(tensor)
         return None if dims is None else per_row(dims[axis], rows)
 
     def entries(self, tensor: tf.Tensor) -> list[Size] | None:
-        """The entries of a whole integer tensor, flat; None if not even their number is known."""
-        values = self._value(tensor)
-        return None if values is None else list(values.flat)
-
-    def local(self, tensor: tf.Tensor, position: int, rows: RowSpace) -> LocalShape | None:
-        """A shape whose entry at a position goes by rows; None if it isn't known to."""
-        entries = self.entries(tensor) or []
-        size = entries[position] if position < len(entries) else Size(-1)
-        unknown = size == Size(-1) or per_row(size, rows) is None
-        return None if unknown else LocalShape(tuple(entries), position, rows)
+        """The entries of an integer tensor, flat; None if not even their number is known."""
+        value = self._value(tensor)
+        return None if value is None else list(value.flat)
 
     def numbers(self, tensor: tf.Tensor) -> list[int] | None:
-        """The entries of an integer tensor, if all are known numbers."""
+        """The entries of an integer tensor, if no one of them depends on the batch or the step."""
         entries = self.entries(tensor)
         if entries is None or any(entry.symbols for entry in entries):
             return None
         return [entry.number for entry in entries]
 
+    def _infer_dims(self, tensor: tf.Tensor) -> list[Size]:
+        """The dimensions of a tensor of known rank."""
+        dims = self.static_dims(tensor)
+        if tensor.op.type not in _SHAPE_INPUTS:
+            return dims
+        shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
+        if shape is None:
+            return dims
+        return [size if dim.symbols else dim for dim, size in zip(dims, shape)]
+
     def _value(self, tensor: tf.Tensor) -> ndarray | None:
+        """An array of the entries, in the tensor's shape; None if even the shape is unknown."""
         if tensor.name not in self._values:
-            self._values[tensor.name] = None  # Where a loop leads here again.
+            self._values[tensor.name] = None  # for a loop, which leads here again
             if tensor.dtype.base_dtype in (tf.int32, tf.int64):
-                self._values[tensor.name] = self._found(tensor)
+                self._values[tensor.name] = self._infer_value(tensor)
         return self._values[tensor.name]
 
-    def _found(self, tensor: tf.Tensor) -> ndarray | None:
-        op, given = tensor.op, []
-        if op.type in op_types.SIZES:
-            given = [self.dims(op.inputs[tensor.value_index])]
-        elif op.type in _VALUES:
-            given = [self._value(t) for t in op.inputs]
-        if given and not any(value is None for value in given):
-            with contextlib.suppress(ArithmeticError, LookupError, ValueError):
-                found = np.asarray(_VALUES[op.type](tensor, *given), object)
-                if found.size <= _SMALL and all(
-                    _fits(size, tensor.dtype.base_dtype) for size in found.flat
-                ):
-                    return found
-        count = tensor.shape.num_elements()
-        if count is None or count > _SMALL:
-            return None
+    def _infer_value(self, tensor: tf.Tensor) -> ndarray | None:
+        try:
+            return self._compute_value(tensor)
+        except UnknownSize:
+            return self._symbols(tensor)
+
+    def _compute_value(self, tensor: tf.Tensor) -> ndarray:
+        """The value as the tensor's op computes it; raises UnknownSize if that can't be told."""
+        op = tensor.op
         if op.type == op_types.CONST:
-            return _sizes(tf.make_ndarray(op.get_attr('value')))
+            return _constant(tensor)
+        inputs: list[Any]
+        if op.type in op_types.SHAPE_QUERIES:
+            inputs = [self.dims(op.inputs[tensor.value_index])]
+        elif op.type in _VALUE_FUNCTIONS and op.inputs:
+            inputs = [self._value(operand) for operand in op.inputs]
+        else:
+            raise UnknownSize(f'{op.type} computes no sizes')
+        if any(operand is None for operand in inputs):
+            raise UnknownSize(f'an input of {op.name} is unknown')
+
+        value = np.asarray(_VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
+        if value.size > _LARGEST:
+            raise UnknownSize(f'{tensor.name} is too large')
+        if not all(_fits(size, tensor.dtype.base_dtype) for size in value.flat):
+            raise UnknownSize(f'{tensor.name} overflows')
+        return value
+
+    def _symbols(self, tensor: tf.Tensor) -> ndarray | None:
+        """A symbol for each entry of a small tensor; None if it may be a large one."""
+        count = tensor.shape.num_elements()
+        if count is None or count > _LARGEST:
+            return None
         name = f'{self._scope}{tensor.name}'
-        entries = [Size(1, (Entry(name, i),)) for i in range(count)]
+        entries = [Size(1, (Entry(name, position),)) for position in range(count)]
         return np.array(entries, object).reshape(tensor.shape)
 
 
-_sizes = np.vectorize(lambda number: Size(int(number)), [object])  # of numbers
+# An array of `Size`, of an array of numbers.
+_sizes = np.vectorize(lambda number: Size(int(number)), [object])
+
+
+def _constant(tensor: tf.Tensor) -> ndarray:
+    count = tensor.shape.num_elements()
+    if count is None or count > _LARGEST:
+        raise UnknownSize(f'{tensor.name} is too large')
+    return _sizes(tf.make_ndarray(tensor.op.get_attr('value')))
 
 
 def _fits(size: Size, dtype: tf.DType) -> bool:
-    """Whether a model can have this number, rather than what is left of it in this type."""
+    """Whether a size can be computed in this type, without overflow."""
     number = size.number if size.static is None else size.static
     return dtype.min <= number <= dtype.max
 
 
 def _numbers(values: ndarray) -> Any:
-    """Known numbers: an int of a scalar, else lists."""
-    return np.vectorize(lambda size: size.known, [int])(values).tolist()
+    """The sizes as integers: one of a scalar, otherwise nested lists.
+
+    Raises:
+      UnknownSize: if any of them has symbols.
+    """
+    return np.vectorize(lambda size: size.as_integer(), [int])(values).tolist()
 
 
-def _strided_slice(tensor: tf.Tensor, x: ndarray, *ends: ndarray) -> Any:
+def _only_number(values: ndarray) -> int:
+    """The entry of a vector of one; raises UnknownSize for another number of entries."""
+    if values.shape != (1,):
+        raise UnknownSize('several dimensions are sliced')
+    [number] = _numbers(values)
+    return number
+
+
+def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of a NumPy function; raises UnknownSize if it refuses its arguments.
+
+    It refuses shapes or positions that don't fit. Then TensorFlow's op fails as well, when it runs;
+    in a branch that isn't taken it never does.
+    """
+    try:
+        return function(*args, **kwargs)
+    except (IndexError, ValueError) as error:
+        raise UnknownSize(str(error)) from error
+
+
+# Value functions: what an op computes of sizes. The first argument is the output; the others are
+# the values of the op's inputs, as arrays of `Size`.
+
+
+def _strided_slice(
+    tensor: tf.Tensor, x: ndarray, begin: ndarray, end: ndarray, stride: ndarray
+) -> Any:
+    """`x[begin:end:stride]` along the first dimension, or `x[begin]`."""
     op = tensor.op
     if op.get_attr('new_axis_mask') or op.get_attr('ellipsis_mask'):
-        raise ValueError('it brings in dimensions')
-    (begin,), (end,), (stride,) = map(_numbers, ends)
+        raise UnknownSize('the slice adds dimensions')
+    first: int | None = _only_number(begin)
+    last: int | None = _only_number(end)
+    step = _only_number(stride)
     if op.get_attr('shrink_axis_mask'):
-        return x[begin]
-    first = None if op.get_attr('begin_mask') else begin
-    return x[first : None if op.get_attr('end_mask') else end : stride]
+        return _numpy(x.__getitem__, first)
+    if op.get_attr('begin_mask'):
+        first = None
+    if op.get_attr('end_mask'):
+        last = None
+    return _numpy(x.__getitem__, slice(first, last, step))
 
 
 def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> ndarray:
-    (first,), (count,) = _numbers(begin), _numbers(size)
-    return x[first : None if count < 0 else first + count]
+    first = _only_number(begin)
+    count = _only_number(size)
+    if count < 0:  # -1 stands for all that are left.
+        return x[first:]
+    return x[first : first + count]
+
+
+def _pack(tensor: tf.Tensor, *values: ndarray) -> ndarray:
+    return _numpy(np.stack, values, tensor.op.get_attr('axis'))
+
+
+def _unpack(tensor: tf.Tensor, x: ndarray) -> Any:
+    return _numpy(np.take, x, tensor.value_index, tensor.op.get_attr('axis'))
+
+
+def _concat(_: tf.Tensor, *values_and_axis: ndarray) -> ndarray:
+    *values, axis = values_and_axis
+    return _numpy(np.concatenate, values, _numbers(axis))
+
+
+def _reshape(_: tf.Tensor, x: ndarray, shape: ndarray) -> ndarray:
+    return _numpy(np.reshape, x, _numbers(shape))
+
+
+def _expand_dims(_: tf.Tensor, x: ndarray, axis: ndarray) -> ndarray:
+    return _numpy(np.expand_dims, x, _numbers(_numpy(np.reshape, axis, ())))
+
+
+def _squeeze(tensor: tf.Tensor, x: ndarray) -> ndarray:
+    axes = tuple(tensor.op.get_attr('squeeze_dims')) or None
+    return _numpy(np.squeeze, x, axes)
 
 
 def _prod(tensor: tf.Tensor, x: ndarray, axes: ndarray) -> Any:
-    keeps = tensor.op.get_attr('keep_dims')
-    return np.prod(x, tuple(_numbers(axes.flatten())), keepdims=keeps, initial=ONE)
+    keep_dims = tensor.op.get_attr('keep_dims')
+    return _numpy(np.prod, x, tuple(_numbers(axes.flatten())), keepdims=keep_dims, initial=ONE)
 
 
 def _gather(_: tf.Tensor, x: ndarray, indices: ndarray, *axis: ndarray) -> ndarray:
-    numbers = np.array(_numbers(indices), int)
-    if x.ndim != 1 or (numbers < 0).any():
-        raise ValueError('it takes rows, or what is out of range')
-    return x[numbers]
+    positions = np.array(_numbers(indices), int)
+    if x.ndim != 1 or (positions < 0).any():
+        raise UnknownSize('entries of a vector are needed')
+    return _numpy(x.__getitem__, positions)
 
 
-def _dynamic_stitch(_: tf.Tensor, *given: ndarray) -> list[Size]:
-    half = len(given) // 2
-    pairs = list(zip(given[:half], given[half:]))
-    if any(at.shape != data.shape for at, data in pairs):
-        raise ValueError('it stitches rows')
-    found = {at.known: n for ats, data in pairs for at, n in zip(ats.flat, data.flat)}
-    return [found[i] for i in range(len(found))]
+def _dynamic_stitch(_: tf.Tensor, *indices_and_data: ndarray) -> list[Size]:
+    """Entry by entry, `result[indices[k]] = data[k]`; where several say so, the last one counts."""
+    half = len(indices_and_data) // 2
+    entries: dict[int, Size] = {}
+    for indices, data in zip(indices_and_data[:half], indices_and_data[half:]):
+        if indices.shape != data.shape:
+            raise UnknownSize('vectors are stitched, rather than their entries')
+        for position, entry in zip(indices.flat, data.flat):
+            entries[position.as_integer()] = entry
+    if set(entries) != set(range(len(entries))):
+        raise UnknownSize('nothing says what some entries are')
+    return [entries[position] for position in range(len(entries))]
 
 
 def _concat_offset(tensor: tf.Tensor, axis: ndarray, *shapes: ndarray) -> ndarray:
-    at, result = _numbers(axis), _sizes(np.zeros(len(shapes[0])))
-    result[at] = sum((shape[at] for shape in shapes[: tensor.value_index]), Size(0))
+    """Where a value begins in a concatenation: behind those before it, along the axis."""
+    result = _sizes(np.zeros(len(shapes[0])))
+    position = _numbers(axis)
+    before = shapes[: tensor.value_index]
+    lengths = [_numpy(shape.__getitem__, position) for shape in before]
+    _numpy(result.__setitem__, position, sum(lengths, Size(0)))
     return result
 
 
-def _gradient_axes(tensor: tf.Tensor, *shapes: ndarray) -> list[Size]:
-    """The dimensions of one operand that a gradient is summed over, after broadcasting."""
-    rank = max(map(len, shapes))
+def _fill(_: tf.Tensor, shape: ndarray, value: ndarray) -> ndarray:
+    return _numpy(np.broadcast_to, value, _numbers(shape))
+
+
+def _range(_: tf.Tensor, *start_limit_delta: ndarray) -> ndarray:
+    numbers = _numpy(range, *(_numbers(end) for end in start_limit_delta))
+    return _sizes(numbers[: _LARGEST + 1])
+
+
+def _broadcast_axes(tensor: tf.Tensor, *shapes: ndarray) -> list[Size]:
+    """The dimensions of an operand over which its gradient is summed, as it was broadcast in them.
+
+    For shapes [batch, 3] and [3], output 0 is [] and output 1 is [0].
+    """
+    rank = max(len(shape) for shape in shapes)
     padded = [[ONE] * (rank - len(shape)) + list(shape) for shape in shapes]
-    if any(ONE not in sizes and sizes[0].same_as(sizes[1]) is None for sizes in zip(*padded)):
-        raise ValueError('one of them may be 1')
-    return [Size(axis) for axis, size in enumerate(padded[tensor.value_index]) if size == ONE]
+    for one, other in zip(*padded):
+        if ONE not in (one, other) and one.same_as(other) is None:
+            raise UnknownSize('one of them may be 1')
+    operand = padded[tensor.value_index]
+    return [Size(axis) for axis, size in enumerate(operand) if size == ONE]
 
 
-_VALUES: dict[str, Callable[..., Any]] = {  # (output, *inputs' values or dims) -> value
-    **dict.fromkeys(['Shape', 'ShapeN'], lambda _, dims: dims),
+_VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    # Of the dimensions of a tensor:
+    'Shape': lambda _, dims: dims,
+    'ShapeN': lambda _, dims: dims,
     'Rank': lambda _, dims: Size(len(dims)),
     'Size': lambda _, dims: product(dims),
-    **dict.fromkeys(['Cast', 'Identity', 'StopGradient'], lambda _, x: x),
-    'StridedSlice': _strided_slice,
-    'Slice': _slice,
-    'Pack': lambda t, *x: np.stack(x, t.op.get_attr('axis')),
-    'Unpack': lambda t, x: np.take(x, t.value_index, t.op.get_attr('axis')),
-    'ConcatV2': lambda _, *x: np.concatenate(x[:-1], _numbers(x[-1])),
-    'Reshape': lambda _, x, shape: x.reshape(_numbers(shape)),
-    'ExpandDims': lambda _, x, axis: np.expand_dims(x, _numbers(axis.reshape(()))),
-    'Squeeze': lambda t, x: np.squeeze(x, tuple(t.op.get_attr('squeeze_dims')) or None),
-    'Mul': lambda _, a, b: a * b,
-    **dict.fromkeys(['Add', 'AddV2'], lambda _, a, b: a + b),
-    'Sub': lambda _, a, b: a + b * Size(-1),
-    'FloorDiv': lambda _, a, b: a // b,
-    'FloorMod': lambda _, a, b: a % b,
-    'Maximum': lambda _, a, b: np.maximum(a, b),
+    # Arithmetic:
+    'Add': lambda _, x, y: _numpy(np.add, x, y),
+    'AddV2': lambda _, x, y: _numpy(np.add, x, y),
+    'FloorDiv': lambda _, x, y: _numpy(np.floor_divide, x, y),
+    'FloorMod': lambda _, x, y: _numpy(np.remainder, x, y),
+    'Maximum': lambda _, x, y: _numpy(np.maximum, x, y),
+    'Mul': lambda _, x, y: _numpy(np.multiply, x, y),
     'Prod': _prod,
-    'GatherV2': _gather,
+    'Sub': lambda _, x, y: _numpy(np.add, x, y * Size(-1)),
+    # Values that are arranged anew:
+    'Cast': lambda _, x: x,
+    'ConcatV2': _concat,
     'DynamicStitch': _dynamic_stitch,
+    'ExpandDims': _expand_dims,
+    'GatherV2': _gather,
+    'Identity': lambda _, x: x,
+    'Pack': _pack,
+    'Reshape': _reshape,
+    'Slice': _slice,
+    'Squeeze': _squeeze,
+    'StopGradient': lambda _, x: x,
+    'StridedSlice': _strided_slice,
+    'Unpack': _unpack,
+    # New values:
     'ConcatOffset': _concat_offset,
-    'Fill': lambda _, shape, value: np.broadcast_to(value, _numbers(shape)),
-    'ZerosLike': lambda _, x: np.full_like(x, Size(0)),
-    'OnesLike': lambda _, x: np.full_like(x, ONE),
-    'Range': lambda _, *ends: _sizes(range(*map(_numbers, ends))[: _SMALL + 1]),
-    op_types.BROADCAST_AXES: _gradient_axes,
+    'Fill': _fill,
     'InvertPermutation': lambda _, x: _sizes(np.argsort(_numbers(x))),
+    'OnesLike': lambda _, x: np.full_like(x, ONE),
+    'Range': _range,
+    'ZerosLike': lambda _, x: np.full_like(x, Size(0)),
+    op_types.BROADCAST_GRADIENT_ARGS: _broadcast_axes,
 }

@@ -1,4 +1,8 @@
-"""Symbolic sizes: products of numbers, rows and unknown dimensions, such as 4 * batch * T."""
+"""Symbolic sizes: products of numbers, of the number of examples and of unknown dimensions.
+
+An example is 4 * batch * T. With them, each tower can have its own version of a shape, and two
+sizes count as equal only if they are the same expression, not if their values are equal by chance.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,21 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Union
+from typing import NamedTuple, Union
+
+
+class UnknownSize(Exception):
+    """A size that isn't known before the step runs, or that no product expresses."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSpace:
-    """A row space: says which rows a shard is of, and how many there are.
+    """What the rows of a tensor are: the examples of the batch, or the entries that a mask left.
 
     Tensors of different row spaces are never combined row by row.
     """
 
-    name: str  # `batch`, or the tensor that has them along dimension 0
+    name: str  # `batch`, or the tensor with which the row space starts: rows are its dimension 0
     static: int | None  # how many rows there are, if the graph knows
 
 
@@ -39,7 +47,10 @@ Symbol = Union[RowSpace, Dim, Entry]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A number times symbols; raises ValueError where what comes out can't be written as one."""
+    """A number times symbols: `Size(4, (batch, T))` is 4 * batch * T, and `Size(7)` is 7.
+
+    Arithmetic raises `UnknownSize` if its result isn't such a product: batch + 1 isn't.
+    """
 
     number: int  # the integer factor
     symbols: tuple[Symbol, ...] = ()  # the other factors, in a fixed order
@@ -51,51 +62,80 @@ class Size:
     def __add__(self, other: Size) -> Size:
         if self.symbols == other.symbols:
             return Size(self.number + other.number, self.symbols)
-        if self.number and other.number:
-            raise ValueError(f'{self} + {other} is no product')
-        return self if self.number else other
+        if self.number == 0:
+            return other
+        if other.number == 0:
+            return self
+        raise UnknownSize(f'{self} + {other} is not a product')
 
     def __floordiv__(self, other: Size) -> Size:
-        return self.over(other) or Size(self.known // other.known)
+        quotient = self.over(other)
+        if quotient is not None:
+            return quotient
+        dividend = self.as_integer()
+        divisor = other.as_integer()
+        if divisor == 0:
+            raise UnknownSize(f'{self} // 0')
+        return Size(dividend // divisor)
 
     def __mod__(self, other: Size) -> Size:
-        return Size(self.known % other.known)
+        dividend = self.as_integer()
+        divisor = other.as_integer()
+        if divisor == 0:
+            raise UnknownSize(f'{self} % 0')
+        return Size(dividend % divisor)
 
     def __ge__(self, other: Size) -> bool:
-        return self == other or self.known >= other.known
+        return self == other or self.as_integer() >= other.as_integer()
 
-    @property
-    def known(self) -> int:
-        """The number that it is without symbols; fails if it has any."""
+    def as_integer(self) -> int:
+        """The number of a size without symbols; raises UnknownSize if it has any.
+
+        Even of symbols that have a static value: a tower has another number of examples.
+        """
         if self.symbols:
-            raise ValueError(f'{self} is no known number')
+            raise UnknownSize(f'{self} depends on {self.symbols}')
         return self.number
 
     @property
     def rows(self) -> RowSpace | None:
-        """The row space that it's a multiple of, if any."""
-        return next((s for s in self.symbols if isinstance(s, RowSpace)), None)
+        """The row space whose number of rows is a factor, if any."""
+        for symbol in self.symbols:
+            if isinstance(symbol, RowSpace):
+                return symbol
+        return None
 
     @property
     def static(self) -> int | None:
-        """The number that it is, if the graph knows."""
-        known: list[Any] = [getattr(symbol, 'static', None) for symbol in self.symbols]
-        return None if None in known else math.prod(known, start=self.number)
+        """The number that it is for the global batch, if the graph knows."""
+        value = self.number
+        for symbol in self.symbols:
+            if not isinstance(symbol, RowSpace) or symbol.static is None:
+                return None
+            value *= symbol.static
+        return value
 
     def over(self, other: Size) -> Size | None:
-        """The quotient, if it's known to be a whole number."""
-        left = Counter(self.symbols)
-        left.subtract(other.symbols)
-        whole = other.number and self.number % other.number == 0
-        if whole and min(left.values(), default=0) >= 0:
-            return Size(self.number // other.number, tuple(left.elements()))
-        one, by = self.static, other.static
-        return Size(one // by) if one and by and one % by == 0 else None
+        """The quotient, if it's known to be an integer: 6 * batch over 2 is 3 * batch."""
+        remaining = Counter(self.symbols)
+        remaining.subtract(other.symbols)
+        has_symbols = all(count >= 0 for count in remaining.values())
+        if has_symbols and other.number and self.number % other.number == 0:
+            return Size(self.number // other.number, tuple(remaining.elements()))
+
+        dividend = self.static
+        divisor = other.static
+        if dividend and divisor and dividend % divisor == 0:
+            return Size(dividend // divisor)
+        return None
 
     def same_as(self, other: Size) -> bool | None:
-        """Whether both are one number; None if that can't be known before the step runs."""
-        one, two = self.static, other.static
-        return True if self == other else None if None in (one, two) else one == two
+        """Whether both are one number; None if that isn't known before the step runs."""
+        if self == other:
+            return True
+        if self.static is None or other.static is None:
+            return None
+        return self.static == other.static
 
 
 ONE = Size(1)
@@ -107,6 +147,8 @@ def product(sizes: Sequence[Size]) -> Size:
 
 
 def per_row(size: Size, rows: RowSpace) -> Size | None:
-    """How many entries a row has in a dimension; None if it doesn't go by rows."""
-    found = size.over(Size(1, (rows,)))
-    return found if found is not None and rows not in found.symbols else None
+    """How many entries each row has in a dimension: 4 of 4 * batch; None if they aren't as many."""
+    quotient = size.over(Size(1, (rows,)))
+    if quotient is None or rows in quotient.symbols:
+        return None
+    return quotient

@@ -1,198 +1,169 @@
-"""Loops and branches: what the functions that they call are given, and what they return."""
+"""How a `tf.while_loop` is sharded: each tower runs a loop of its own, over its own examples.
+
+A loop's variables are what its body is given and returns. The placement of each inside of the loop
+has to be one with which the body, given it, returns it: a fixed point. For example, in
+
+    loss, i = tf.while_loop(lambda loss, i: i < 5,
+                            lambda loss, i: (loss + tf.reduce_sum(x[:, i]), i + 1), [0.0, 0])
+
+`i` is replicated, and `loss` starts replicated, but the body returns a partial sum if `x` is
+sharded. So it's a partial sum inside, which starts with 0.0 on the first tower, and with zeros on
+the others.
+
+All towers make the same number of steps: the condition has to be replicated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition import plan
-from estimator_mgpu.partition.placements import REPLICATE, Kept, Partial, Placement, Shard
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
+from estimator_mgpu.partition.plan import (
+    FULL,
+    Decision,
+    LocalShape,
+    Need,
+    OpPlan,
+    VariableValue,
+)
+from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
+from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
+from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
-from estimator_mgpu.tf_internals import function_calls, op_types, private
-
-if TYPE_CHECKING:
-    from estimator_mgpu.partition.propagation.engine import Inside, Pass
+from estimator_mgpu.tf_internals import function_calls, op_types
 
 
-Wanted = dict[tf.Operation, plan.Slice]
-"""The rows that are asked for, inside, of what each op makes that is whole."""
+def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
+    """Decides how a loop runs; None if it runs once.
 
+    Args:
+      scope: the graph, or the function, that the loop is in.
+      op: a `While`.
+      placements: of the op's inputs, with which the loop's variables start.
 
-class Call:
-    """An op that calls functions, which each tower does with its own.
-
-    `While`: what each variable is to towers is a fixed point; the condition is the same on all. A
-    variable that starts whole and becomes rows is sliced before the loop. One that adds up what
-    rows come to starts at zero on all towers but the first.
-
-    `If`, `Case`, a call in a loop: all towers take one branch, and all branches return alike.
+    Raises:
+      NotSharded: if the loop has to run once, with the reason.
     """
+    graphs = function_calls.function_graphs(op)
+    if all(placement == REPLICATE for placement in placements) or not graphs:
+        return None
+    condition, body_graph = graphs
+    unchanged = {
+        index
+        for index, output in enumerate(body_graph.outputs)
+        if output is body_graph.inputs[index]
+    }
+    functions = CalledFunctions(scope, [body_graph], list(op.inputs), placements, unchanged)
 
-    def __init__(
-        self, inside: type[Inside], outer: Pass, op: tf.Operation, given: Sequence[Placement]
-    ):
-        self.inside, self.outer, self.op = inside, outer, op
-        self.first = int(op.type in op_types.BRANCHES)  # Which is taken isn't given to it.
-        self.arguments, self.given = list(op.inputs)[self.first :], given[self.first :]
-        self.placed = list(self.given)  # what arguments are to towers inside
-        self.wanted: Wanted = {}
-        self.loops = op.type in op_types.LOOPS
-        self.graphs = function_calls.function_graphs(op)
-        self.bodies = self.graphs[1:] if self.loops else self.graphs
+    _find_fixed_point(functions)
+    body, returned = functions.visit(body_graph, assumes=False)
+    output_dims = [
+        _output_dims(functions, body, output, placement, index)
+        for index, (output, placement) in enumerate(zip(op.outputs, returned))
+    ]
+    if all(placement == REPLICATE for placement in returned):
+        return None
+    condition_body = _check_condition(functions, condition)
 
-    def division(self) -> Decision | None:
-        """What it comes to; None if it has to run once."""
-        if all(p == REPLICATE for p in self.given) or not self.graphs:
-            return None
-        self._settle()
-        insides, returned = zip(*(self._run(body, strict=True) for body in self.bodies))
-        found = [self._output(i, insides, placed) for i, placed in enumerate(zip(*returned))]
-        if all(placed == REPLICATE for placed, _ in found):
-            return None
-        if self.loops:
-            asked, condition = len(self.wanted), self.graphs[0]
-            inside, [decision] = self._run(condition, strict=True)
-            same = decision == REPLICATE and not inside.differs(condition.outputs[0])
-            if not same or len(self.wanted) > asked:
-                raise NotSharded('rows say when it ends')
-            insides = (inside, *insides)
-        needs = list(map(self._need, range(len(self.placed))))
-        if not self.outer.own_lists(zip(self.arguments, needs)):
-            return None
-        made: list[Placement | None] = [placed for placed, _ in found]
-        if self.loops:  # Nobody is given a variable, which it has the value of, or a tower's size.
-            alone = (plan.VariableValue, plan.LocalShape)
-            made = [None if isinstance(n, alone) else p for n, p in zip(needs, made)]
-        planned = OpPlan((*[FULL] * self.first, *needs), {}, [inside.ops for inside in insides])
-        return Decision(planned, made, [dims for _, dims in found])
+    needs = functions.needs()
+    for index, need in enumerate(needs):
+        if need == FULL:
+            needs[index] = _variable_value(scope, graphs, index) or FULL
+    if not scope.make_empty_lists(zip(op.inputs, needs)):
+        return None
 
-    def _settle(self) -> None:
-        """Finds out what arguments are inside; a loop returns what it's called with next."""
-        while True:
-            before = list(self.placed), len(self.wanted)
-            for body in self.bodies:
-                _, returned = self._run(body, strict=False)
-                if self.loops:
-                    self.placed = list(map(_meet, self.placed, returned))
-                for i, argument in enumerate(body.inputs):
-                    if (need := self.wanted.get(argument.op)) and self.placed[i] == REPLICATE:
-                        self.placed[i] = Shard(need.axis, need.rows)
-            if before == (self.placed, len(self.wanted)):
-                return
-
-    def _run(self, graph: Any, strict: bool) -> tuple[Inside, list[Placement]]:
-        """A pass over a function, and the placements of what it returns."""
-        inside = self.inside(self.outer, graph, strict, self.wanted)
-        for i, (argument, placed) in enumerate(zip(graph.inputs, self.placed)):
-            if placed != REPLICATE:
-                inside.placements[argument.name] = placed
-            if isinstance(placed, Shard):  # A loop's condition has no shapes.
-                rank = argument.shape.rank or self.graphs[-1].inputs[i].shape.rank
-                if rank is None:
-                    raise NotSharded(f'the size of {self.arguments[i].name} is unknown')
-                factor = self._factor(i, placed.axis)
-                dims = inside.sizes.dims_of_rows(argument, placed, factor, rank)
-                inside.sizes.know(argument, dims)
-            if (size := self._size(i)) and argument.shape.rank in (0, 1):
-                inside.sizes.know_values(argument, size)
-        arguments = {t.op for t in graph.inputs}
-        for op in graph.get_operations():
-            if op not in arguments:
-                inside.visit(op)
-        return inside, [inside.seen(t) for t in graph.outputs]
-
-    def _output(
-        self, i: int, insides: Sequence[Inside], placements: Sequence[Placement]
-    ) -> tuple[Placement, list[Size] | None]:
-        """What towers have of an output, and its dimensions."""
-        output, tensors = self.op.outputs[i], [body.outputs[i] for body in self.bodies]
-        placed = _joined(tensors, placements)
-        if self.loops and placed != self.placed[i]:
-            raise NotSharded(f'{output.name} is not what it was')
-        if placed == REPLICATE and any(own.differs(t) for own, t in zip(insides, tensors)):
-            if not self.loops or not (size := self._size(i)):
-                raise NotSharded(f'{output.name} is a size that goes by rows')
-            self.outer.sizes.know_values(output, size)
-        if not isinstance(placed, Shard):
-            return placed, None
-        axis, rows = placed
-        factors = [own.sizes.per_row(t, axis, rows) for own, t in zip(insides, tensors)]
-        factor = self._factor(i, axis) if self.loops else factors[0]
-        known = factor is not None and (self.loops or factor.static is not None)
-        if factor is None or not known or any(other != factor for other in factors):
-            raise NotSharded(f'the size of {output.name} is unknown, or another')
-        rank = len(insides[0].sizes.dims(tensors[0]) or [])
-        return placed, self.outer.sizes.dims_of_rows(output, placed, factor, rank)
-
-    def _need(self, i: int) -> plan.Need:
-        """What towers' ops are given for an argument."""
-        tensor, placed, given = self.arguments[i], self.placed[i], self.given[i]
-        if isinstance(placed, Shard) and placed != given:
-            return plan.Slice(placed.axis, placed.rows, self._factor(i, placed.axis))
-        if placed != REPLICATE:
-            return LOCAL if placed == given or isinstance(placed, Kept) else plan.FULL_ON_FIRST
-        rows = [at for at, n in enumerate(self._size(i)) if self.outer.rows in n.symbols]
-        if not rows:
-            return self._value(i) or FULL
-        local = self.outer.sizes.local(tensor, rows[0], self.outer.rows)
-        if local is None or len(rows) > 1:
-            raise NotSharded(f'the sizes in {tensor.name} are unknown')
-        return local
-
-    def _size(self, i: int) -> list[Size]:
-        """The entries of an argument, if it's a size that stays what it is."""
-        body = self.graphs[-1]
-        stays = not self.loops or body.outputs[i] is body.inputs[i]
-        return (self.outer.sizes.entries(self.arguments[i]) if stays else None) or []
-
-    def _value(self, i: int) -> plan.VariableValue | None:
-        """A variable's value, if that is all that a loop asks for of an argument."""
-        users = [user for graph in self.graphs for user in graph.inputs[i].consumers()]
-        # In a function, it's what calls that which would have to read it.
-        read = users and self.loops and not isinstance(self.outer, self.inside)
-        found = read and all(user.type == op_types.READ for user in users)
-        return plan.VariableValue(users[0].get_attr('dtype')) if found else None
-
-    def _factor(self, i: int, axis: int) -> Size:
-        """How many entries a row has in an argument."""
-        asked = [self.wanted.get(body.inputs[i].op) for body in self.bodies]
-        known = [self.outer.sizes.per_row(self.arguments[i], axis, self.outer.rows)]
-        found = next(filter(None, [*known, *(need.factor for need in asked if need)]), None)
-        if found is None:
-            raise NotSharded(f'the size of {self.arguments[i].name} is unknown')
-        return found
+    # No op on a tower uses the output of a variable that is only read, or of a tower's own size.
+    output_placements = [
+        None if isinstance(need, (VariableValue, LocalShape)) else placement
+        for need, placement in zip(needs, returned)
+    ]
+    plan = OpPlan(tuple(needs), functions=[condition_body.scope.ops, body.scope.ops])
+    return Decision(plan, output_placements, output_dims)
 
 
-def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
-    """What branches return, each a tensor."""
-    placed = next((p for p in placements if p != REPLICATE), REPLICATE)
-    for tensor, own in zip(tensors, placements):
-        empty = isinstance(placed, Kept) and tensor.op.type in op_types.EMPTY_LISTS
-        nothing = isinstance(placed, Partial) and placed.reduce == 'sum' and _is_zero(tensor)
-        if own != placed and not (own == REPLICATE and (empty or nothing)):
-            raise NotSharded(f'{tensor.name} has rows, or sums, in some branches only')
-    return placed
+def _find_fixed_point(functions: CalledFunctions) -> None:
+    """Finds the placements of the loop's variables inside of the loop."""
+    while True:
+        placements = list(functions.placements)
+        request_count = len(functions.requests)
+        _, returned = functions.visit(functions.bodies[0], assumes=True)
+        for index, placement in enumerate(returned):
+            functions.placements[index] = _met(functions.placements[index], placement)
+        functions.shard_requested()
+        if (placements, request_count) == (functions.placements, len(functions.requests)):
+            return
 
 
-def _is_zero(tensor: tf.Tensor) -> bool:
-    """Whether it's nothing but zeros, which are a part of any sum."""
-    if tensor.op.type in op_types.ALIKE:
-        return not op_types.ALIKE[tensor.op.type]
-    value = private.constant_value(
-        tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
-    )
-    return value is not None and not np.any(value)
+def _met(before: Placement, after: Placement) -> Placement:
+    """The placement of a loop's variable that has one before a step, and another one after it.
+
+    What starts replicated can be sharded, made a list of shards, or a partial sum, before the loop.
+    What the body returns replicated is left as it was: the last visit tells if that holds.
+    """
+    if after in (before, REPLICATE):
+        return before
+    is_other_partial = isinstance(after, Partial) and after.reduce != 'sum'
+    if before == REPLICATE and not is_other_partial:
+        return after
+    raise NotSharded(f'in it, a {before} becomes a {after}')
 
 
-def _meet(a: Placement, b: Placement) -> Placement:
-    """What a loop's variable is, that starts as one and becomes another."""
-    if a == b or b == REPLICATE:
-        return a
-    if a == REPLICATE and not (isinstance(b, Partial) and b.reduce != 'sum'):
-        return b
-    raise NotSharded(f'a {a} becomes a {b}')
+def _output_dims(
+    functions: CalledFunctions,
+    body: FunctionBody,
+    output: tf.Tensor,
+    placement: Placement,
+    index: int,
+) -> list[Size] | None:
+    """The dimensions of an output, if it's sharded; None if it isn't.
+
+    Args:
+      functions: the loop's.
+      body: what was found of the loop's body.
+      output: of the loop.
+      placement: in which the body returns the output.
+      index: the output's.
+    """
+    if placement != functions.placements[index]:
+        raise NotSharded(f'{output.name} has another placement after a step than before')
+    returned = body.graph.outputs[index]
+    if placement == REPLICATE and body.differs(returned):
+        sizes = functions.sizes(index)
+        if not sizes:
+            raise NotSharded(f'{output.name} is a size that depends on the tower')
+        functions.scope.sizes.set_entries(output, sizes)
+    if not isinstance(placement, Shard):
+        return None
+
+    factor = functions.factor(index, placement.axis)
+    if body.scope.sizes.per_row(returned, placement.axis, placement.rows) != factor:
+        raise NotSharded(f'the size of {output.name} is unknown, or changes from step to step')
+    rank = len(body.scope.sizes.dims(returned) or [])
+    return functions.scope.sizes.dims_of_shard(output, placement, factor, rank)
+
+
+def _check_condition(functions: CalledFunctions, condition: tf.Graph) -> FunctionBody:
+    """Visits the condition, and raises NotSharded unless it's the same on all towers."""
+    request_count = len(functions.requests)
+    body, [decision] = functions.visit(condition, assumes=False)
+    is_same = decision == REPLICATE and not body.differs(condition.outputs[0])
+    if not is_same or len(functions.requests) > request_count:
+        raise NotSharded('the examples decide how many steps it takes')
+    return body
+
+
+def _variable_value(scope: Scope, graphs: Sequence[tf.Graph], index: int) -> Need | None:
+    """The value of a variable, if reading it is all that a loop does with an argument.
+
+    Then the variable is read once before the loop, and sent to each tower. A loop in a function
+    can't do so: it's the outermost one that would have to.
+    """
+    if scope.in_function:
+        return None
+    users = [user for graph in graphs for user in graph.inputs[index].consumers()]
+    if not users or any(user.type != op_types.READ_VARIABLE for user in users):
+        return None
+    return VariableValue(users[0].get_attr('dtype'))

@@ -1,171 +1,287 @@
-"""A rule's labels matched with what towers have: along which dimension an op can be divided."""
+"""Matches an op's signature with the placements of its inputs: along which label it's sharded.
+
+For example, a `MatMul` has the signature 'mk kn -> mn (sum)'. If its first input is sharded along
+dimension 0, labelled m, so is its output, and each tower needs the full second input, which has no
+m. If both inputs are sharded along k, the output is a partial sum.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition import plan
 from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
 from estimator_mgpu.partition.plan import (
     FULL,
     LOCAL,
     Constant,
     Decision,
+    Form,
     Label,
     Need,
+    OpPlan,
     SizesOf,
+    Slice,
+    local_shape_of,
 )
 from estimator_mgpu.partition.propagation.accepted_shapes import takes
+from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, per_row
 
-if TYPE_CHECKING:
-    from estimator_mgpu.partition.propagation.engine import Pass
-
 
 class Way(NamedTuple):
-    """How to divide an op: along the dimensions of a label, with `factor` entries a row."""
+    """A way to shard an op: along the dimensions with a label."""
 
     label: Label
     rows: RowSpace
-    factor: Size
+    factor: Size  # how many entries an example has in these dimensions
 
 
-class Matching:
-    """An op, its signature, the placements of its inputs, and what the pass knows of others."""
+class Match:
+    """An op with its signature.
 
-    def __init__(self, op: tf.Operation, signature: Signature, has: list[Placement], outer: Pass):
-        self.op, self.signature, self.outer, self.sizes = op, signature, outer, outer.sizes
-        self._inputs = list(zip(op.inputs, signature.inputs, has))
+    Args:
+      op: the op.
+      signature: what the rule for the op's type says of it.
+      placements: of the op's inputs; none is partial.
+      scope: the graph or function that the op is in.
+    """
 
-    def division(self) -> Decision | None:
-        """In the first way that can be; None if there is none."""
-        return next(filter(None, map(self._divided, self._ways())), None)
+    def __init__(
+        self, op: tf.Operation, signature: Signature, placements: Sequence[Placement], scope: Scope
+    ):
+        self._op = op
+        self._signature = signature
+        self._scope = scope
+        self._sizes = scope.sizes
+        self._inputs = list(zip(op.inputs, signature.inputs, placements))
+
+    def decision(self) -> Decision | None:
+        """How the op is sharded, in the first way that is possible; None if none is."""
+        for way in self._ways():
+            decision = self._decision(way)
+            if decision is not None:
+                return decision
+        return None
+
+    # Which ways there are.
 
     def _ways(self) -> Iterator[Way]:
-        """Yields ways to divide the op.
+        """Yields ways to shard the op, the best first.
 
-        They are along what inputs have their rows along. If none has rows, they are along what has
-        a size by rows, as where tensors are made, or what was made whole, of rows.
+        They are along the dimensions along which inputs are sharded. If no input is, the op may
+        still make its shard by itself, as `tf.zeros([batch, 3])`; or take one of what was gathered.
         """
-        batch, sharded = self.outer.rows, any(isinstance(p, Shard) for _, _, p in self._inputs)
+        any_sharded = any(isinstance(placement, Shard) for _, _, placement in self._inputs)
         for tensor, operand, placement in self._inputs:
-            labelled, dims = labels_of(operand), self.sizes.dims(tensor)
-            found: list[tuple[Label, Size, RowSpace]] = []
-            if isinstance(placement, Shard) and labelled and dims:
-                found = [(labelled[placement.axis], dims[placement.axis], placement.rows)]
-            elif not sharded and isinstance(operand, SizesOf):
-                sizes = zip(operand.labels, self.sizes.entries(tensor) or [])
-                found = [(i, size, batch) for i, size in sizes if batch in size.symbols]
-            elif not sharded and labelled and dims and tensor.name in self.outer.again:
-                rows = dims[0].rows or batch
-                if rows is batch or self.op.type in self.outer.products:  # These are worth it.
-                    found = [(labelled[0], dims[0], rows)]
-            for label, size, rows in found:
+            if isinstance(placement, Shard):
+                candidates = self._along_shard(tensor, operand, placement)
+            elif any_sharded:
+                candidates = []
+            elif isinstance(operand, SizesOf):
+                candidates = self._along_sizes(tensor, operand)
+            else:
+                candidates = self._along_gathered(tensor, operand)
+
+            for label, size, rows in candidates:
                 factor = per_row(size, rows)
                 if label is not None and factor is not None:
                     yield Way(label, rows, factor)
 
-    def _divided(self, way: Way) -> Decision | None:
-        """What the op comes to if it's divided in a way; None if it can't be."""
-        needs = [self._need(*given, way) for given in self._inputs]
-        outputs = self.signature.outputs
-        dims = self.dims(way)
-        if None in needs or any(way.label in o and d is None for o, d in zip(outputs, dims)):
-            return None
-        reduce = self.signature.reduce
-        other = Partial(reduce, way.rows) if reduce else REPLICATE
-        made = [Shard(o.index(way.label), way.rows) if way.label in o else other for o in outputs]
-        return Decision(plan.OpPlan(tuple(needs), self.signature.attrs), made, dims)  # type: ignore
+    def _along_shard(
+        self, tensor: tf.Tensor, operand: Operand, placement: Shard
+    ) -> list[tuple[Label, Size, RowSpace]]:
+        """The label, full size and row space of the dimension along which an input is sharded."""
+        labels = labels_of(operand)
+        dims = self._sizes.dims(tensor)
+        if not labels or not dims:
+            return []
+        return [(labels[placement.axis], dims[placement.axis], placement.rows)]
 
-    def _need(self, tensor: tf.Tensor, operand: Operand, has: Placement, way: Way) -> Need | None:
-        """What towers are given for an operand; None if that can't be had."""
-        if isinstance(operand, (plan.Form, Constant)):
-            return operand if operand != LOCAL or tensor.name in self.outer.placements else None
-        labelled = operand.labels if isinstance(operand, SizesOf) else operand
-        if way.label not in labelled:
+    def _along_sizes(
+        self, tensor: tf.Tensor, operand: SizesOf
+    ) -> list[tuple[Label, Size, RowSpace]]:
+        """The same for the entries of a shape that depend on the number of examples."""
+        batch = self._scope.batch
+        entries = self._sizes.entries(tensor) or []
+        return [
+            (label, size, batch)
+            for label, size in zip(operand.labels, entries)
+            if batch in size.symbols
+        ]
+
+    def _along_gathered(
+        self, tensor: tf.Tensor, operand: Operand
+    ) -> list[tuple[Label, Size, RowSpace]]:
+        """The same for dimension 0 of what was gathered.
+
+        If that has another row space than the batch's, as what `tf.boolean_mask` gives, only
+        products such as `MatMul` are worth sharding.
+        """
+        labels = labels_of(operand)
+        dims = self._sizes.dims(tensor)
+        if not labels or not dims or tensor.name not in self._scope.reshardable:
+            return []
+        rows = dims[0].rows or self._scope.batch
+        if rows is not self._scope.batch and self._op.type not in self._scope.rules.products:
+            return []
+        return [(labels[0], dims[0], rows)]
+
+    # What follows if the op is sharded in a way.
+
+    def _decision(self, way: Way) -> Decision | None:
+        """How the op runs if it's sharded in a way; None if that isn't possible."""
+        needs: list[Need] = []
+        for tensor, operand, placement in self._inputs:
+            need = self._need(tensor, operand, placement, way)
+            if need is None:
+                return None
+            needs.append(need)
+
+        outputs = self._signature.outputs
+        output_dims = self.dims(way)
+        placements: list[Placement | None] = []
+        for labels, dims in zip(outputs, output_dims):
+            if way.label in labels:
+                if dims is None:
+                    return None
+                placements.append(Shard(labels.index(way.label), way.rows))
+            elif self._signature.reduce:
+                placements.append(Partial(self._signature.reduce, way.rows))
+            else:
+                placements.append(REPLICATE)
+        return Decision(OpPlan(tuple(needs), self._signature.attrs), placements, output_dims)
+
+    def _need(
+        self, tensor: tf.Tensor, operand: Operand, placement: Placement, way: Way
+    ) -> Need | None:
+        """The form in which towers need an input; None if they can't have it."""
+        if isinstance(operand, (Form, Constant)):
+            has_local = tensor.name in self._scope.placements
+            return operand if operand != LOCAL or has_local else None
+        labels = operand.labels if isinstance(operand, SizesOf) else operand
+        if way.label not in labels:
             return FULL
-        axis = labelled.index(way.label)
+        axis = labels.index(way.label)
         if isinstance(operand, SizesOf):
-            entries = self.sizes.entries(tensor) or []
-            if entries and entries[axis] == Size(-1):
-                # What is left, for a tower as for the whole batch.
-                return None if any(way.rows in entry.symbols for entry in entries) else FULL
-            return self.sizes.local(tensor, axis, way.rows)
-        if has == Shard(axis, way.rows):
+            return self._need_of_sizes(tensor, axis, way)
+        if placement == Shard(axis, way.rows):
             return LOCAL
-        dims = self.sizes.dims(tensor)
+        return self._need_of_full(tensor, axis, way)
+
+    def _need_of_sizes(self, tensor: tf.Tensor, position: int, way: Way) -> Need | None:
+        """The form of a shape whose entry at a position is sharded."""
+        entries = self._sizes.entries(tensor) or []
+        if entries and entries[position] == Size(-1):
+            # -1 stands for what is left. It's the tower's share of that, unless another entry
+            # depends on the number of examples as well.
+            others_depend = any(way.rows in entry.symbols for entry in entries)
+            return None if others_depend else FULL
+        return local_shape_of(entries, position, way.rows)
+
+    def _need_of_full(self, tensor: tf.Tensor, axis: int, way: Way) -> Need | None:
+        """The form of an input that isn't sharded along the axis, or along another one."""
+        dims = self._sizes.dims(tensor)
         if dims is None:
             return None
         if dims[axis] == ONE:
-            return FULL  # It's repeated for all rows.
+            return FULL  # It's broadcast to all examples.
         factor = per_row(dims[axis], way.rows)
-        if factor is None and not self._are_as_many(tensor, way.label):
-            return None  # It may have one entry, which the op would repeat.
-        return plan.Slice(axis, way.rows, factor or way.factor)
+        if factor is None:
+            if not self._must_be_equal(tensor, way.label):
+                return None  # It may have one entry in this step, which the op would broadcast.
+            factor = way.factor
+        return Slice(axis, way.rows, factor)
 
-    def _are_as_many(self, tensor: tf.Tensor, label: Label) -> bool:
-        """Whether a tensor has as many entries in a dimension as others, or else the op fails.
+    # Whether a dimension of unknown size has as many entries as others with its label.
 
-        That they have one letter isn't enough: of one entry, they may be repeated. TensorFlow says
-        so where it takes two entries beside two, but neither one beside two nor two beside one.
+    def _must_be_equal(self, tensor: tf.Tensor, label: Label) -> bool:
+        """Whether the op fails unless a tensor's dimension is as large as others with its label.
+
+        One letter isn't enough to know: a dimension of size 1 may be broadcast. TensorFlow's shape
+        functions tell: the op takes sizes 2 and 2, but neither 1 and 2 nor 2 and 1.
         """
-
         if isinstance(label, str) and label[0].isupper():
-            return False  # These are there to be repeated.
+            return False  # Capitals are for dimensions that are broadcast.
 
-        def is_taken(own: int, others: int) -> bool:
-            counts = [own if t is tensor else others for t, *_ in self._inputs]
-            given = zip(self._inputs, counts)
-            return takes(self.op, [self._shape(t, o, label, count) for (t, o, _), count in given])
+        def is_taken(size: int, size_of_others: int) -> bool:
+            shapes = []
+            for other, operand, _ in self._inputs:
+                count = size if other is tensor else size_of_others
+                shapes.append(self._shape_with(other, operand, label, count))
+            return takes(self._op, shapes)
 
         return is_taken(2, 2) and not is_taken(1, 2) and not is_taken(2, 1)
 
-    def _shape(self, tensor: tf.Tensor, operand: Operand, label: Label, count: int) -> Any:
-        """An input's shape, with so many entries in a dimension; of known numbers, these."""
+    def _shape_with(self, tensor: tf.Tensor, operand: Operand, label: Label, size: int) -> Any:
+        """An input's shape, with a size for the labelled dimension; or its values, if known."""
         labels = labels_of(operand)
         if label in labels:
-            dims = [None] * len(labels) if tensor.shape.rank is None else tensor.shape.as_list()
-            dims[labels.index(label)] = count
+            if tensor.shape.rank is None:
+                dims: list[int | None] = [None] * len(labels)
+            else:
+                dims = tensor.shape.as_list()
+            dims[labels.index(label)] = size
             return dims
-        numbers = self.sizes.numbers(tensor)
+        numbers = self._sizes.numbers(tensor)
         if numbers is None or tensor.shape.rank is None:
             return tensor.shape
         return np.reshape(numbers, tensor.shape.as_list())
 
-    def dims(self, way: Way | None = None) -> list[list[Size] | None]:
-        """The dimensions of the outputs, as far as they are known."""
-        outputs = self.signature.outputs
-        told = self.signature.dims or [None] * len(outputs)
-        return [self._dims(*given, way) for given in zip(self.op.outputs, outputs, told)]
+    # The sizes of the outputs.
 
-    def _dims(
-        self, output: tf.Tensor, labels: Sequence[Label], told: list[Size] | None, way: Way | None
+    def dims(self, way: Way | None = None) -> list[list[Size] | None]:
+        """The dimensions of each output's full value; None for an output of unknown rank.
+
+        Args:
+          way: how the op is sharded; None if it isn't.
+        """
+        outputs = self._signature.outputs
+        by_rule = self._signature.dims or [None] * len(outputs)
+        return [
+            self._dims_of(output, labels, rule_dims, way)
+            for output, labels, rule_dims in zip(self._op.outputs, outputs, by_rule)
+        ]
+
+    def _dims_of(
+        self,
+        output: tf.Tensor,
+        labels: Sequence[Label],
+        by_rule: Sequence[Size] | None,
+        way: Way | None,
     ) -> list[Size] | None:
-        if output.shape.rank is None and told is None and not labels:
+        """One output's dimensions: numbers of the graph, else the rule's or inputs' sizes."""
+        if output.shape.rank is None and by_rule is None and not labels:
             return None
+        by_graph = self._sizes.static_dims(output, len(labels))
         dims: list[Size] = []
-        static = self.sizes.static_dims(output, len(labels))
-        for label, known, size in zip(labels, static, told or repeat(None)):
-            if way and label == way.label:
-                factor = per_row(size, way.rows) if size else way.factor
+        for label, graph_size, rule_size in zip(
+            labels, by_graph, by_rule or itertools.repeat(None)
+        ):
+            if way is not None and label == way.label:
+                factor = per_row(rule_size, way.rows) if rule_size else way.factor
                 if factor is None:
                     return None
                 dims.append(factor * Size(1, (way.rows,)))
+            elif graph_size.symbols:
+                dims.append(rule_size or self._size_of(label) or graph_size)
             else:
-                dims.append((size or self._size_of(label) or known) if known.symbols else known)
+                dims.append(graph_size)
         return dims
 
     def _size_of(self, label: Label) -> Size | None:
-        """The size that all inputs agree that a dimension has."""
-        found = {
-            (self.sizes.dims(tensor) or [])[labels_of(operand).index(label)]
-            for tensor, operand, _ in self._inputs
-            if label is not None and label in labels_of(operand)
-        }
-        return found.pop() if len(found) == 1 else None
+        """The size of the dimensions with a label, if all inputs agree."""
+        if label is None:
+            return None
+        sizes = set()
+        for tensor, operand, _ in self._inputs:
+            labels = labels_of(operand)
+            if label in labels:
+                dims = self._sizes.dims(tensor) or []
+                sizes.add(dims[labels.index(label)])
+        return sizes.pop() if len(sizes) == 1 else None

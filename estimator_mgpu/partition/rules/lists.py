@@ -1,95 +1,210 @@
-"""TensorLists and Optionals: where loops and branches keep what their gradients need."""
+"""Rules for TensorLists and Optionals, where loops and branches keep what their gradients need.
+
+A tower's list has the tower's shards of the elements. Lists cannot be gathered, so these rules are
+functions of the placements, rather than texts: an op with lists is sharded only if its lists are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition import plan
-from estimator_mgpu.partition.placements import REPLICATE, Kept, Placement, Shard
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.placements import (
+    REPLICATE,
+    ElementShape,
+    ListPlacement,
+    NestedList,
+    NotGatherable,
+    Placement,
+    Shard,
+    ShardList,
+    SizeList,
+)
+from estimator_mgpu.partition.plan import (
+    FULL,
+    LOCAL,
+    Constant,
+    Decision,
+    Need,
+    OpPlan,
+    Slice,
+    local_shape_of,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.tf_internals.op_types import EMPTY_LISTS
 
+# Ops that give a list like those that they are given.
+_SAME_PLACEMENT = ('Identity', 'ZerosLike', 'AddN', 'AddV2', 'Add')
+# The last input becomes an element of the list, which is the first input; or of a new Optional.
 _PUT = ('TensorListSetItem', 'TensorListPushBack', 'OptionalFromValue')
+# The last output is an element of the list, which is the first input.
 _POP = ('TensorListPopBack', 'OptionalGetValue')
 _GET = ('TensorListGetItem', 'TensorListStack', *_POP)
 
 
-def made_empty(op: tf.Operation) -> OpPlan:
-    """How each tower makes an empty list of its own."""
-    return OpPlan(tuple(any_shape(t) if i == 0 else FULL for i, t in enumerate(op.inputs)))
+def empty_list(op: tf.Operation) -> OpPlan:
+    """How each tower makes an empty list of its own: for elements of any size.
+
+    The first input of such an op is the shape of the elements, which is another one on towers.
+    """
+    needs: list[Need] = [FULL] * len(op.inputs)
+    if op.inputs:  # An `OptionalNone` has none.
+        needs[0] = _any_shape(op.inputs[0])
+    return OpPlan(tuple(needs))
 
 
-def any_shape(tensor: tf.Tensor) -> plan.Constant:
-    """In place of an element_shape: elements of any size, and of any rank if that isn't known."""
-    known = tensor.shape.num_elements() if tensor.shape.rank == 1 else None
-    return plan.Constant((-1,), scalar=True) if known is None else plan.Constant((-1,) * known)
+def decide(
+    op: tf.Operation, placements: Sequence[Placement], batch: RowSpace, sizes: Sizes
+) -> Decision | None:
+    """How an op with lists is sharded; None if it has to run once.
 
-
-def rule(op: tf.Operation, has: list[Placement], rows: RowSpace, sizes: Sizes) -> Decision | None:
-    """What an op with lists comes to; None if it has to run once."""
-    first, n = has[0] if has else REPLICATE, len(has)
-    if op.type in ('Identity', 'ZerosLike', 'AddN', 'AddV2', 'Add'):
-        return Decision(OpPlan((LOCAL,) * n), [first]) if {*has} == {first} else None
-    if op.type == 'TensorListFromTensor' and isinstance(first, Shard) and first.axis > 0:
-        made = _list_of(op.inputs[0], first, sizes, unstacked=1)
-        return Decision(OpPlan((LOCAL, any_shape(op.inputs[1]))), [made]) if made else None
+    Args:
+      op: one of TensorLists or Optionals, or one that is given some.
+      placements: of the op's inputs.
+      batch: the batch's row space.
+      sizes: where the sizes of an element that is a shape are recorded.
+    """
+    if op.type in _SAME_PLACEMENT:
+        if any(placement != placements[0] for placement in placements):
+            return None
+        return Decision(OpPlan((LOCAL,) * len(op.inputs)), [placements[0]])
+    if op.type == 'TensorListFromTensor':
+        return _unstack(op, placements[0], sizes)
     if op.type in _PUT:
-        return _put(op, has, rows, sizes)
-    if not isinstance(first, Kept):
+        return _put(op, placements, batch, sizes)
+    if not placements:
         return None
-    planned, element = OpPlan((LOCAL, FULL)[:n]), first.element
-    gives = [first] if op.type == 'TensorListPopBack' else []  # The list that is left.
+
+    first = placements[0]
+    if not isinstance(first, NotGatherable):
+        return None
     if op.type in EMPTY_LISTS:
-        return Decision(planned, [None])
-    if not isinstance(element, Shard):
-        if element == REPLICATE and op.type in _POP:
-            sizes.know_values(op.outputs[-1], first.sizes)
-        return Decision(planned, [*gives, element]) if op.type in _POP else None
-    said: dict[str, Placement] = {
-        'TensorListLength': REPLICATE,
-        'TensorListElementShape': Kept(REPLICATE),
-        'TensorListResize': first,
-    }
-    if op.type not in _GET:
-        return Decision(planned, [said[op.type]]) if op.type in said else None
-    stacked = op.type == 'TensorListStack'
-    own = Shard(element.axis + stacked, rows)
-    # A tower's shape of elements, if that can be told; otherwise elements say their own.
-    shapes = list(op.inputs)[max(1, n - 1) :]
-    told = [sizes.local(t, element.axis, rows) or any_shape(t) for t in shapes]
-    [factor], rank = first.sizes, first.rank + stacked
-    dims = sizes.dims_of_rows(op.outputs[-1], own, factor, rank)
-    needs = (LOCAL, *[FULL] * (n - 2), *told)
-    return Decision(OpPlan(needs), [*gives, own], [*[None] * len(gives), dims])
+        # One that is made like another one. Only ops on the same tower use it.
+        return _on_first_input(op, [None])
+    if isinstance(first, ShardList):
+        return _with_shards(op, first, sizes)
+    if op.type in _POP and isinstance(first, (SizeList, NestedList)):
+        return _pop(op, first, sizes)
+    return None
 
 
-def _put(op: tf.Operation, has: list[Placement], rows: RowSpace, sizes: Sizes) -> Decision | None:
-    """An element is set or added, or becomes an Optional."""
-    *before, item = has
-    if before and op.type == 'OptionalFromValue':
-        return None  # Several in one.
-    first, element = before[0] if before else REPLICATE, op.inputs[len(before)]
-    own = (LOCAL, *[FULL] * (len(before) - 1)) if before else ()
-    entries = tuple(sizes.entries(element) or ())
-    made: Kept | None = None
-    if isinstance(item, Shard):
-        made = _list_of(element, item, sizes)
-    elif isinstance(item, Kept):
-        made = Kept(item)
-    elif item == REPLICATE and isinstance(first, Kept) and isinstance(first.element, Shard):
-        need = plan.Slice(first.element.axis, rows, *first.sizes)
-        return Decision(OpPlan((*own, need)), [first])
-    elif item == REPLICATE and any(rows in entry.symbols for entry in entries):
-        made = Kept(REPLICATE, entries)
-    return Decision(OpPlan((*own, LOCAL)), [made]) if made and first in (REPLICATE, made) else None
+def _on_first_input(op: tf.Operation, placements: Sequence[Placement | None]) -> Decision:
+    """Each tower takes its own first input, and the full values of the others."""
+    needs: list[Need] = [LOCAL, FULL]
+    return Decision(OpPlan(tuple(needs[: len(op.inputs)])), placements)
 
 
-def _list_of(tensor: tf.Tensor, own: Shard, sizes: Sizes, unstacked: int = 0) -> Kept | None:
-    """A list of what towers have; None if it isn't known how many entries a row has."""
-    factor = sizes.per_row(tensor, own.axis, own.rows)
+def _unstack(op: tf.Operation, placement: Placement, sizes: Sizes) -> Decision | None:
+    """`TensorListFromTensor`: of [time, batch, units], it makes a list of [batch, units]."""
+    if not isinstance(placement, Shard) or placement.axis == 0:
+        return None
+    stacked = _list_of(op.inputs[0], placement, sizes)
+    if stacked is None:
+        return None
+    elements = ShardList(stacked.axis - 1, stacked.rows, stacked.factor, stacked.rank - 1)
+    return Decision(OpPlan((LOCAL, _any_shape(op.inputs[1]))), [elements])
+
+
+def _with_shards(op: tf.Operation, placement: ShardList, sizes: Sizes) -> Decision | None:
+    """What an op makes of a list of shards, but for those that put an element into it."""
+    if op.type == 'TensorListLength':
+        return _on_first_input(op, [REPLICATE])
+    if op.type == 'TensorListElementShape':
+        return _on_first_input(op, [ElementShape()])
+    if op.type == 'TensorListResize':
+        return _on_first_input(op, [placement])
+    if op.type in _GET:
+        return _get(op, placement, sizes)
+    return None
+
+
+def _get(op: tf.Operation, placement: ShardList, sizes: Sizes) -> Decision:
+    """An element of a list of shards, or all of them stacked, is a shard."""
+    stacked = int(op.type == 'TensorListStack')  # A new dimension comes first.
+    shard = Shard(placement.axis + stacked, placement.rows)
+    output = op.outputs[-1]
+    dims = sizes.dims_of_shard(output, shard, placement.factor, placement.rank + stacked)
+
+    # The last of several inputs is the shape of an element. A tower is given that of its shard if
+    # it's known; otherwise any shape, as its elements have one.
+    needs: list[Need] = [FULL] * len(op.inputs)
+    needs[0] = LOCAL
+    if len(op.inputs) > 1:
+        shape = op.inputs[-1]
+        local_shape = local_shape_of(sizes.entries(shape), placement.axis, placement.rows)
+        needs[-1] = local_shape or _any_shape(shape)
+
+    plan = OpPlan(tuple(needs))
+    if op.type == 'TensorListPopBack':
+        return Decision(plan, [placement, shard], [None, dims])  # The list that is left is first.
+    return Decision(plan, [shard], [dims])
+
+
+def _pop(op: tf.Operation, placement: SizeList | NestedList, sizes: Sizes) -> Decision:
+    """An element of a list of sizes or of lists."""
+    element: Placement
+    if isinstance(placement, SizeList):
+        sizes.set_entries(op.outputs[-1], placement.sizes)
+        element = REPLICATE
+    else:
+        element = placement.element
+    if op.type == 'TensorListPopBack':
+        return _on_first_input(op, [placement, element])  # The list that is left is first.
+    return _on_first_input(op, [element])
+
+
+def _put(
+    op: tf.Operation, placements: Sequence[Placement], batch: RowSpace, sizes: Sizes
+) -> Decision | None:
+    """An element is put into a list, or becomes an Optional."""
+    *before, item = placements
+    element = op.inputs[-1]
+    needs: list[Need] = []
+    current: Placement = REPLICATE  # An empty list, or none.
+    if before:
+        if op.type == 'OptionalFromValue':
+            return None  # Several values in one Optional.
+        current = before[0]
+        needs = [LOCAL, *[FULL] * (len(before) - 1)]
+
+    if item == REPLICATE and isinstance(current, ShardList):
+        need = Slice(current.axis, batch, current.factor)
+        return Decision(OpPlan((*needs, need)), [current])
+
+    result = _list_with(element, item, batch, sizes)
+    if result is None or current not in (REPLICATE, result):
+        return None
+    return Decision(OpPlan((*needs, LOCAL)), [result])
+
+
+def _list_with(
+    element: tf.Tensor, placement: Placement, batch: RowSpace, sizes: Sizes
+) -> ListPlacement | None:
+    """The placement of a list to which an element is added; None if it isn't known."""
+    if isinstance(placement, Shard):
+        return _list_of(element, placement, sizes)
+    if isinstance(placement, (ShardList, SizeList, NestedList, ElementShape)):
+        return NestedList(placement)
+    entries = sizes.entries(element) or []
+    if placement == REPLICATE and any(batch in size.symbols for size in entries):
+        return SizeList(tuple(entries))
+    return None
+
+
+def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes) -> ShardList | None:
+    """A list of shards like a tensor's; None if it isn't known how many entries an example has."""
+    factor = sizes.per_row(tensor, shard.axis, shard.rows)
     if factor is None or factor.static is None:
         return None
     rank = len(sizes.dims(tensor) or [])
-    return Kept(own._replace(axis=own.axis - unstacked), (factor,), rank - unstacked)
+    return ShardList(shard.axis, shard.rows, factor, rank)
+
+
+def _any_shape(shape: tf.Tensor) -> Constant:
+    """In place of the shape of elements: of any size, and of any rank if that isn't known."""
+    rank = shape.shape.num_elements() if shape.shape.rank == 1 else None
+    if rank is None:
+        return Constant((-1,), scalar=True)
+    return Constant((-1,) * rank)

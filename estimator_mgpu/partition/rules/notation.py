@@ -1,23 +1,41 @@
 """How a rule is written: a text with a word for each input and each output of an op.
 
-As in an einsum, dimensions with one letter go together: whatever has the rows along one of them
-has them along all.
+A word has a mark for each dimension, as in an einsum. Dimensions with one letter are sharded
+together: if an input is sharded along one of them, so are all inputs and outputs that have it.
 
-    'mk kn -> mn (sum)'      a letter is a dimension; one that no output has is reduced over
-    'n_ n -> n'              _ is a dimension along which nothing can be divided
-    'n... * -> n...'         ... are any number of those; * is whole on each tower, of any rank
-    'S S -> S'               a capital is any number of dimensions, matched from the last
-    '* I_ -> I...'           beside ... it's as many as elsewhere
-    '#S * -> S'              # is a vector of sizes
-    'n_ = -> n_'             = is what the tower's own op made, whatever that comes to as a whole
-    'S+ -> S'                + is as many of the same as the op has
+    a lower-case letter   a dimension along which the op can be sharded
+                          MatMul: 'mk kn -> mn (sum)'
+    _                     a dimension along which it can't: each tower needs all of it
+                          InTopK: 'n_ n -> n'
+    ...                   any number of dimensions like _
+                          MaxPool: 'n... -> n...'
+    a capital letter      any number of dimensions along which the op can be sharded
+                          Softmax: 'S_ -> S_'
+    *                     a tensor of any rank, which each tower needs in full
+                          Conv2D: 'n... * -> n...'
+    #                     a vector: the sizes of the dimensions that follow
+                          Fill: '#S * -> S'
+    =                     what another op made on the same tower, such as its batch norm statistics
+                          FusedBatchNormGrad, per device: 'n... n... * =+ -> n... *+ (sum)'
+    +                     as many inputs or outputs like this as the op has
+                          AddN: 'S+ -> S'
+    (sum)                 how the towers' results are reduced, if the outputs lack the letter
+                          L2Loss: 'S -> * (sum)'
 
-Dimensions with one letter are as large, or of size 1 and repeated. An input whose size only a
-step knows isn't sliced beside one with rows, unless its letter is lower-case and TensorFlow demands
-equal sizes.
+How to write "sum over n": leave n out of the output, and name the reduction: 'n... -> * (sum)'. If
+the op is sharded along n, each tower has a partial sum. An output that lacks the letter without a
+reduction is not allowed.
 
-Where it takes more to tell, a rule is a function (op, sizes) that returns such a text, or where
-dimensions have to be worked out a `Signature`, or None where this op can't be divided.
+A capital's dimensions are matched from the last, as in broadcasting: with 'S S -> S', shapes
+[8, 5] and [5] have the labels (S2, S1) and (S1,). In a word with `...`, a capital has as many
+dimensions as in another word without: in 'I_ -> I...' as many as the input has, but one.
+
+Dimensions with one letter have the same size, or size 1 and are broadcast. An operand with 1 entry
+is never sliced, so an operand whose size is known only when the step runs isn't sliced beside a
+sharded one, unless its letter is lower-case and TensorFlow demands equal sizes.
+
+If a text isn't enough, a rule is a function of the op and of the `Sizes`. It returns a text, or a
+`Signature`, which has the labels of all dimensions, or raises `NotSharded`.
 """
 
 from __future__ import annotations
@@ -26,37 +44,45 @@ import functools
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import Constant, Form, Label, SizesOf
+from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
 
-if TYPE_CHECKING:
-    from estimator_mgpu.partition.size_inference import Sizes
-
-
 T = TypeVar('T')
-Operand = Union[tuple[Label, ...], SizesOf, Form, Constant]  # labels, or what towers are given
+
+# What a rule says of an input: the labels of its dimensions, or what towers are given.
+Operand = Union[tuple[Label, ...], SizesOf, Form, Constant]
 
 
 class Signature(NamedTuple):
-    """What an op does along which dimensions."""
+    """A rule for one op, with the ranks of its tensors: the labels of their dimensions."""
 
     inputs: Sequence[Operand]  # one for each of the op's inputs
     outputs: Sequence[tuple[Label, ...]]  # the labels of each output's dimensions
-    reduce: str | None = None  # outputs without the label, as `Partial.reduce`; None: all are alike
-    dims: Sequence[list[Size] | None] | None = None  # outputs', where labels don't tell them
-    attrs: dict[str, Any] = {}  # attributes that towers' ops have otherwise
+    # How outputs without the label are reduced, as `Partial.reduce`; None if they are replicated.
+    reduce: str | None = None
+    dims: Sequence[list[Size] | None] | None = None  # outputs', if labels don't tell them
+    attrs: dict[str, Any] = {}  # attributes that are different on towers
 
 
-def labels_of(operand: Operand) -> tuple[Label, ...]:
-    """Those of an input's own dimensions."""
-    return () if isinstance(operand, (SizesOf, Form, Constant)) else operand
+# A text, or a function of an op. A user's function may also return None for "not sharded".
+Rule = Union[str, Callable[[tf.Operation, Sizes], Union[str, Signature, None]]]
 
 
-Rule = Union[str, Callable[[tf.Operation, 'Sizes'], Union[str, Signature, None]]]
+class NotSharded(Exception):
+    """Raised where an op has to run once, unsharded; the text, if any, says why."""
+
+
+def require(value: T | None, reason: str = '') -> T:
+    """The value; raises NotSharded if it's None, that is, if it's unknown."""
+    if value is None:
+        raise NotSharded(reason)
+    return value
+
 
 FAMILIES = {  # rules that have a name
     'elementwise': 'S+ -> S',
@@ -65,146 +91,273 @@ FAMILIES = {  # rules that have a name
     'sum': 'n... -> * (sum)',
     'matmul': 'mk kn -> mn (sum)',
 }
+
+
+# What rules are made of.
+
+
+def table(rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """The rule of each type of op, given rules of several: 'Softmax LogSoftmax': 'S_ -> S_'."""
+    by_type: dict[str, Rule] = {}
+    for op_types, rule in rules.items():
+        by_type.update(dict.fromkeys(op_types.split(), rule))
+    return by_type
+
+
+def by_attribute(attribute: str, texts: Mapping[Any, str]) -> Rule:
+    """A rule with a text for each value of an attribute. With other values an op isn't sharded."""
+
+    def rule(op: tf.Operation, sizes: Sizes) -> str:
+        return require(texts.get(op.get_attr(attribute)))
+
+    return rule
+
+
+def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
+    """The number of dimensions; raises NotSharded if it's unknown."""
+    return len(_dims(tensor, sizes))
+
+
+def word(count: int, unsharded: Sequence[int] = ()) -> str:
+    """A word with a letter for each of `count` dimensions, but `_` for unsharded ones: 'a_c'."""
+    letters = enumerate(string.ascii_lowercase[:count])
+    marks = ['_' if axis in unsharded else letter for axis, letter in letters]
+    return ''.join(marks) or '*'
+
+
+# What others ask of rules.
+
+
+def signature_of(rule: Rule | None, op: tf.Operation, sizes: Sizes) -> Signature:
+    """The signature that a rule has for an op.
+
+    Args:
+      rule: the one for the op's type; None if there is none.
+      op: the op.
+      sizes: of its tensors.
+
+    Raises:
+      NotSharded: if there is no rule, or if it says so.
+    """
+    statement = rule(op, sizes) if callable(rule) else rule
+    if statement is None:
+        raise NotSharded
+    if isinstance(statement, str):
+        return parse(statement).signature(op, sizes)
+    return statement
+
+
+def labels_of(operand: Operand) -> tuple[Label, ...]:
+    """The labels of an input's own dimensions."""
+    return () if isinstance(operand, (SizesOf, Form, Constant)) else operand
+
+
+def failure(op: tf.Operation, error: Exception) -> RuntimeError:
+    """The error for a rule that fails, rather than says "not sharded"."""
+    return RuntimeError(f'{op.name!r} (a {op.type}): {type(error).__name__}: {error}')
+
+
+# Texts.
+
 _DIMS = r'(?:[A-Za-z_]|\.\.\.)+'
-_INPUT, _OUTPUT = rf'(?:[*=]|#?{_DIMS})\+?', rf'(?:\*|{_DIMS})\+?'
+_INPUT = rf'(?:[*=]|#?{_DIMS})\+?'
+_OUTPUT = rf'(?:\*|{_DIMS})\+?'
 _REDUCE = r'(?: \((sum|mean|max|min|prod|all|any)\))?'
 _TEXT = re.compile(f'({_INPUT}(?: {_INPUT})*) -> ({_OUTPUT}(?: {_OUTPUT})*){_REDUCE}')
-_PART = re.compile(r'[A-Za-z_]|\.\.\.')
-
-
-def table(rows: Mapping[str, Rule]) -> dict[str, Rule]:
-    """The rules by types of ops, of rows such as 'Softmax LogSoftmax': 'S_ -> S_'."""
-    return {name: rule for names, rule in rows.items() for name in names.split()}
-
-
-def by(attribute: str, texts: Mapping[Any, str]) -> Rule:
-    """A rule for each value of an attribute; with other values an op isn't divided."""
-    return lambda op, sizes: texts.get(op.get_attr(attribute))
-
-
-def signature_of(rule: Rule | None, op: tf.Operation, sizes: Sizes) -> Signature | None:
-    """What a rule says of an op; None if there is none, or if it says that it can't be divided."""
-    found = rule(op, sizes) if callable(rule) else rule
-    return parsed(found)(op, sizes) if isinstance(found, str) else found
+_MARK = re.compile(r'[A-Za-z_]|\.\.\.')
 
 
 @functools.cache
-def parsed(text: str) -> Callable[[tf.Operation, Sizes], Signature | None]:
-    """The rule that a text says; raises ValueError if it's malformed."""
-    found = _TEXT.fullmatch(FAMILIES.get(text, text))
-    problem = _problem(*found.groups()) if found else 'it has another form'
-    if not found or problem:
-        raise ValueError(
-            f"{text!r} isn't a rule: {problem}. Rules are {', '.join(FAMILIES)}, or such as "
-            "'n... * -> n...' or 'mk kn -> mn (sum)': a word for each input, '->', a word for each "
-            'output, and the reduction, if any: sum, mean, max, min, prod, all or any. A word is '
-            "'*', or has a letter, '_' or '...' for each dimension."
-        )
-    return functools.partial(_signature, found[1].split(), found[2].split(), found[3])
+def parse(text: str) -> TextRule:
+    """The words of a text, or of the family that it names; raises ValueError if it's malformed."""
+    match = _TEXT.fullmatch(FAMILIES.get(text, text))
+    if match is None:
+        raise _malformed(text, 'it has another form')
+    rule = TextRule(match[1].split(), match[2].split(), match[3])
+    problem = _problem(rule)
+    if problem:
+        raise _malformed(text, problem)
+    return rule
 
 
-def _problem(given: str, made: str, reduce: str | None) -> str | None:
+def _malformed(text: str, problem: str) -> ValueError:
+    return ValueError(
+        f"{text!r} isn't a rule: {problem}. Rules are {', '.join(FAMILIES)}, or such as "
+        "'n... * -> n...' or 'mk kn -> mn (sum)': a word for each input, '->', a word for each "
+        'output, and the reduction, if any: sum, mean, max, min, prod, all or any. A word is '
+        "'*', or has a letter, '_' or '...' for each dimension."
+    )
+
+
+def _problem(rule: TextRule) -> str | None:
     """What is wrong with the words of a text; None if nothing is."""
-    letters, results = (set(filter(str.isalpha, words)) for words in (given, made))
-    alone = [_capitals(word) for word in given.split() if '...' not in word]
-    twice = [p for w in f'{given} {made}'.split() for p in [*letters, '...'] if w.count(p) > 1]
-    problems = {
-        "a word has a letter or '...' twice": twice,
-        'a word has two capitals': any(len(capitals) > 1 for capitals in alone),
-        "a capital only stands beside '...'": set(_capitals(given)) - set(''.join(alone)),
-        "two words have a '+'": max(given.count('+'), made.count('+')) > 1,
-        'an output has a letter that no input has': results - letters,
-        'no output has a letter, and nothing reduces it': letters - results and not reduce,
-    }
-    return next((problem for problem, holds in problems.items() if holds), None)
+    input_letters = _letters(rule.inputs)
+    output_letters = _letters(rule.outputs)
+    for one in (*rule.inputs, *rule.outputs):
+        if any(one.count(mark) > 1 for mark in (*input_letters, '...')):
+            return "a word has a letter or '...' twice"
+
+    # These say how many dimensions a capital has.
+    without_ellipsis = [one for one in rule.inputs if '...' not in one]
+    if any(len(_capitals(one)) > 1 for one in without_ellipsis):
+        return 'a word has two capitals'
+    if set(_capitals(''.join(rule.inputs))) - set(''.join(without_ellipsis)):
+        return "a capital only stands beside '...'"
+
+    for words in (rule.inputs, rule.outputs):
+        if ''.join(words).count('+') > 1:
+            return "two words have a '+'"
+    if output_letters - input_letters:
+        return 'an output has a letter that no input has'
+    if input_letters - output_letters and not rule.reduce:
+        return 'no output has a letter, and nothing reduces it'
+    return None
 
 
-def _signature(
-    given: Sequence[str], made: Sequence[str], reduce: str | None, op: tf.Operation, sizes: Sizes
-) -> Signature | None:
-    """What a text says of an op; None if the op's tensors are of other ranks."""
-    given, made = _repeated(given, len(op.inputs)), _repeated(made, len(op.outputs))
-    shapes = [_shape(tensor, sizes, word) for word, tensor in zip(given, op.inputs)]
-    lengths: dict[str, int] = {}  # of capitals
-    for word, shape in zip(given, shapes):
-        for capital in _capitals(word) if '...' not in word else '':
-            lengths[capital] = max(len(shape) - len(word.strip('#')) + 1, lengths.get(capital, 0))
-    inputs = [_labels(word, len(shape), lengths) for word, shape in zip(given, shapes)]
-    outputs: list[tuple[Label, ...]] = []
-    for word, tensor in zip(made, op.outputs):
-        if word == '*':
-            outputs.append((None,) * (tensor.shape.rank or 0))
+def _letters(words: Sequence[str]) -> set[str]:
+    return {mark for mark in ''.join(words) if mark.isalpha()}
+
+
+def _capitals(one: str) -> str:
+    return ''.join(mark for mark in one if mark.isupper())
+
+
+class TextRule(NamedTuple):
+    """A text: 'S S_ -> * (sum)' has the inputs 'S' and 'S_' and the output '*'."""
+
+    inputs: list[str]
+    outputs: list[str]
+    reduce: str | None
+
+    def signature(self, op: tf.Operation, sizes: Sizes) -> Signature:
+        """The labels of an op's dimensions.
+
+        Raises:
+          NotSharded: if the op's tensors are of other ranks.
+          ValueError: if the op has another number of inputs or outputs.
+        """
+        input_words = _word_for_each(self.inputs, len(op.inputs))
+        output_words = _word_for_each(self.outputs, len(op.outputs))
+        input_dims = [_dims(tensor, sizes, one) for one, tensor in zip(input_words, op.inputs)]
+
+        lengths = _lengths_of_capitals(input_words, input_dims)
+        input_labels = [
+            _labels(one, len(dims), lengths) for one, dims in zip(input_words, input_dims)
+        ]
+        output_labels = [
+            _output_labels(one, tensor, sizes, lengths)
+            for one, tensor in zip(output_words, op.outputs)
+        ]
+        for labels, dims in zip(input_labels, input_dims):
+            if len(labels) != len(dims):
+                raise NotSharded
+        for labels, tensor in zip(output_labels, op.outputs):
+            if tensor.shape.rank not in (None, len(labels)):
+                raise NotSharded
+
+        operands = _operands(input_words, input_labels, input_dims)
+        shapes = {
+            labels: dims
+            for one, labels, dims in zip(input_words, input_labels, input_dims)
+            if '#' in one
+        }
+        output_dims = [shapes.get(labels) for labels in output_labels]
+        return Signature(operands, output_labels, self.reduce, output_dims)
+
+
+def _word_for_each(words: Sequence[str], count: int) -> list[str]:
+    """A word for each of `count` tensors: ['n', 'S+'] for three is ['n', 'S', 'S']."""
+    repeats = 1 + count - len(words)  # of the word with a '+'
+    result: list[str] = []
+    for one in words:
+        if '+' in one:
+            result += [one.strip('+')] * repeats
         else:
-            count = rank(tensor, sizes) if '...' in word else sum(lengths.get(p, 1) for p in word)
-            outputs.append(_labels(word, count, lengths))
-    ranks = [*map(len, shapes), *(t.shape.rank for t in op.outputs)]
-    if any(n not in (None, len(own)) for own, n in zip([*inputs, *outputs], ranks)):
-        return None
-    wide = {i for pair in zip(inputs, shapes) for i, size in zip(*pair) if size != ONE}
-    operands: list[Operand] = []
-    for word, own, shape in zip(given, inputs, shapes):
-        repeats = tuple(None if n == ONE and i in wide else i for i, n in zip(own, shape))
-        operands.append(Form.LOCAL if word == '=' else SizesOf(own) if '#' in word else repeats)
-    dims = {own: shape for word, own, shape in zip(given, inputs, shapes) if '#' in word}
-    return Signature(operands, outputs, reduce, [dims.get(own) for own in outputs])
-
-
-def _repeated(words: Sequence[str], count: int) -> list[str]:
-    """A word for each tensor; that with a + for as many as there are."""
-    more = count - len(words)
-    result = [word.strip('+') for word in words for _ in range(1 + more * ('+' in word))]
+            result.append(one)
     if len(result) != count:
         raise ValueError(f'the rule has {len(words)} words for {count} tensors')
     return result
 
 
-def _labels(word: str, count: int, lengths: Mapping[str, int]) -> tuple[Label, ...]:
-    """A label for each of so many dimensions, if there can be as many."""
-    parts = _PART.findall(word)
-    free = '...' if '...' in parts else _capitals(word)[:1]
-    left = count - sum(lengths.get(part, 1) for part in parts if part != free)
-    result: list[Label] = []
-    for part in parts:
-        for i in range(left if part == free else lengths.get(part, 1), 0, -1):
-            named = f'{part}{i}' if part.isupper() else part
-            result.append(None if part in ('_', '...') else named)
-    return tuple(result)
-
-
-def _capitals(words: str) -> str:
-    return ''.join(filter(str.isupper, words))
-
-
-class NotSharded(Exception):
-    """An op can't be divided, and why."""
-
-
-def failure(op: tf.Operation, error: Exception) -> RuntimeError:
-    """Says of which op a rule fails, rather than says no."""
-    return RuntimeError(f'{op.name!r} (a {op.type}): {type(error).__name__}: {error}')
-
-
-def known(found: T | None, reason: str = '') -> T:
-    """What was found of an op; raises Undivided if nothing was, by default as it needs all rows."""
-    if found is None:
-        raise NotSharded(reason)
-    return found
-
-
-def _shape(tensor: tf.Tensor, sizes: Sizes, word: str = '') -> list[Size]:
-    """The dimensions that a word is about."""
-    if word in ('*', '='):
+def _dims(tensor: tf.Tensor, sizes: Sizes, one: str = '') -> list[Size]:
+    """The dimensions that a word is about: those of the input, or those whose sizes it has."""
+    if one in ('*', '='):
         return []
-    found = sizes.entries(tensor) if '#' in word else sizes.dims(tensor)
-    return known(found, f'the rank of {tensor.name} is unknown')
+    dims = sizes.entries(tensor) if '#' in one else sizes.dims(tensor)
+    return require(dims, f'the rank of {tensor.name} is unknown')
 
 
-def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
-    """The number of dimensions; raises Undivided if it's unknown."""
-    return len(_shape(tensor, sizes))
+def _lengths_of_capitals(
+    words: Sequence[str], input_dims: Sequence[Sequence[Size]]
+) -> dict[str, int]:
+    """How many dimensions each capital stands for: the most that an input leaves it.
+
+    With 'S_ S -> S' and inputs of ranks 3 and 1, S stands for 2 dimensions, or for 1.
+    """
+    lengths: dict[str, int] = {}
+    for one, dims in zip(words, input_dims):
+        if '...' in one:
+            continue
+        for capital in _capitals(one):
+            others = len(one.strip('#')) - 1
+            lengths[capital] = max(len(dims) - others, lengths.get(capital, 0))
+    return lengths
 
 
-def letters(count: int, whole: Sequence[int] = ()) -> str:
-    """A word with a letter for each of so many dimensions, but `_` for some."""
-    named = enumerate(string.ascii_lowercase[:count])
-    return ''.join('_' if i in whole else letter for i, letter in named) or '*'
+def _labels(one: str, count: int, lengths: Mapping[str, int]) -> tuple[Label, ...]:
+    """A label for each of `count` dimensions, if the word can have as many.
+
+    'nS' of 3 dimensions is ('n', 'S2', 'S1'): a capital is counted from the last, so that inputs of
+    fewer dimensions have the same labels as those that they are broadcast to.
+    """
+    marks = _MARK.findall(one)
+    # The mark that stands for what others leave: an ellipsis, otherwise a capital.
+    flexible = '...' if '...' in marks else _capitals(one)[:1]
+    left = count - sum(lengths.get(mark, 1) for mark in marks if mark != flexible)
+
+    labels: list[Label] = []
+    for mark in marks:
+        length = left if mark == flexible else lengths.get(mark, 1)
+        if mark in ('_', '...'):
+            labels += [None] * length
+        elif mark.isupper():
+            labels += [f'{mark}{i}' for i in range(length, 0, -1)]
+        else:
+            labels.append(mark)
+    return tuple(labels)
+
+
+def _output_labels(
+    one: str, tensor: tf.Tensor, sizes: Sizes, lengths: Mapping[str, int]
+) -> tuple[Label, ...]:
+    if one == '*':
+        return (None,) * (tensor.shape.rank or 0)
+    if '...' in one:
+        return _labels(one, rank(tensor, sizes), lengths)
+    return _labels(one, sum(lengths.get(mark, 1) for mark in one), lengths)
+
+
+def _operands(
+    words: Sequence[str],
+    input_labels: Sequence[tuple[Label, ...]],
+    input_dims: Sequence[Sequence[Size]],
+) -> list[Operand]:
+    """The operands; dimensions of size 1 that the op broadcasts lose their label."""
+    wide: set[Label] = set()  # labels of dimensions that have, or may have, more entries
+    for labels, dims in zip(input_labels, input_dims):
+        wide |= {label for label, size in zip(labels, dims) if size != ONE}
+
+    operands: list[Operand] = []
+    for one, labels, dims in zip(words, input_labels, input_dims):
+        if one == '=':
+            operands.append(Form.LOCAL)
+        elif '#' in one:
+            operands.append(SizesOf(labels))
+        else:
+            operands.append(
+                tuple(
+                    None if size == ONE and label in wide else label
+                    for label, size in zip(labels, dims)
+                )
+            )
+    return operands

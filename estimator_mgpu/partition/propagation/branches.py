@@ -1,0 +1,160 @@
+"""How `tf.cond`, `tf.switch_case` and calls of functions are sharded.
+
+All towers take the same branch, as the op that chooses one runs once. Each calls its own copy of
+the branch, with its shards of the arguments. All branches have to return an output in one
+placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import (
+    REPLICATE,
+    NotGatherable,
+    Partial,
+    Placement,
+    Shard,
+)
+from estimator_mgpu.partition.plan import FULL, Decision, OpPlan
+from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
+from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
+from estimator_mgpu.partition.propagation.scope import Scope
+from estimator_mgpu.partition.rules.notation import NotSharded
+from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.tf_internals import function_calls, op_types, private
+
+
+def decide_branches(
+    scope: Scope, op: tf.Operation, placements: Sequence[Placement]
+) -> Decision | None:
+    """Decides how an op that calls one of several functions runs; None if it runs once.
+
+    Args:
+      scope: the graph, or the function, that the op is in.
+      op: an `If`, a `Case`, or a call of one function.
+      placements: of the op's inputs.
+
+    Raises:
+      NotSharded: if the op has to run once, with the reason.
+    """
+    # The first input of `If` and `Case` chooses a branch, and isn't an argument of the branches.
+    chooses = 1 if op.type in op_types.BRANCHES else 0
+    arguments = list(op.inputs)[chooses:]
+    branches = function_calls.function_graphs(op)
+    is_replicated = all(placement == REPLICATE for placement in placements[chooses:])
+    if is_replicated or not branches:
+        return None
+
+    every_argument = range(len(arguments))
+    functions = CalledFunctions(
+        scope, branches, arguments, placements[chooses:], unchanged=every_argument
+    )
+    _place_arguments(functions)
+
+    bodies: list[FunctionBody] = []
+    returned: list[list[Placement]] = []  # by branch and output
+    for branch in branches:
+        body, output_placements = functions.visit(branch, assumes=False)
+        bodies.append(body)
+        returned.append(output_placements)
+
+    output_placements = []
+    output_dims = []
+    for index in range(len(op.outputs)):
+        placement = _joined(
+            [branch.outputs[index] for branch in branches],
+            [of_branch[index] for of_branch in returned],
+        )
+        output_placements.append(placement)
+        output_dims.append(_output_dims(op.outputs[index], placement, bodies, index))
+    if all(placement == REPLICATE for placement in output_placements):
+        return None
+
+    needs = functions.needs()
+    if not scope.make_empty_lists(zip(arguments, needs)):
+        return None
+    plan = OpPlan((*[FULL] * chooses, *needs), functions=[body.scope.ops for body in bodies])
+    return Decision(plan, output_placements, output_dims)
+
+
+def _place_arguments(functions: CalledFunctions) -> None:
+    """Visits the branches until it's clear which arguments they need as shards."""
+    while True:
+        placements = list(functions.placements)
+        request_count = len(functions.requests)
+        for branch in functions.bodies:
+            functions.visit(branch, assumes=True)
+            functions.shard_requested()
+        if (placements, request_count) == (functions.placements, len(functions.requests)):
+            return
+
+
+def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
+    """The one placement in which all branches return an output.
+
+    One branch may return a partial sum or a list, and another one what is empty: zeros, which are a
+    part of any sum, or a list without elements.
+
+    Args:
+      tensors: what each branch returns.
+      placements: of the tensors, inside of the branches.
+    """
+    joined: Placement = REPLICATE
+    for placement in placements:
+        if placement != REPLICATE:
+            joined = placement
+            break
+
+    for tensor, placement in zip(tensors, placements):
+        if placement == joined:
+            continue
+        is_empty_list = isinstance(joined, NotGatherable) and tensor.op.type in op_types.EMPTY_LISTS
+        is_zero = isinstance(joined, Partial) and joined.reduce == 'sum' and _is_zero(tensor)
+        if placement != REPLICATE or not (is_empty_list or is_zero):
+            raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
+    return joined
+
+
+def _is_zero(tensor: tf.Tensor) -> bool:
+    """Whether the graph alone tells that all of a tensor's entries are zeros."""
+    if tensor.op.type in op_types.ZEROS_ONES_LIKE:
+        return not op_types.ZEROS_ONES_LIKE[tensor.op.type]
+    filled = tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
+    value = private.constant_value(filled)
+    return value is not None and not np.any(value)
+
+
+def _output_dims(
+    output: tf.Tensor, placement: Placement, bodies: Sequence[FunctionBody], index: int
+) -> list[Size] | None:
+    """The dimensions of an output, if it's sharded; None if it isn't.
+
+    Args:
+      output: of the op that calls the branches.
+      placement: the output's.
+      bodies: what was found of the branches.
+      index: the output's.
+    """
+    returned = [body.graph.outputs[index] for body in bodies]
+    sizes = [body.scope.sizes for body in bodies]
+    if placement == REPLICATE:
+        for body, tensor in zip(bodies, returned):
+            if body.differs(tensor):
+                raise NotSharded(f'{output.name} is a size that depends on the tower')
+    if not isinstance(placement, Shard):
+        return None
+
+    axis = placement.axis
+    factors = [
+        of_branch.per_row(tensor, axis, placement.rows)
+        for of_branch, tensor in zip(sizes, returned)
+    ]
+    factor = factors[0]
+    if factor is None or factor.static is None or any(other != factor for other in factors):
+        raise NotSharded(f'the size of {output.name} is unknown, or not the same in all branches')
+    rank = len(sizes[0].dims(returned[0]) or [])
+    return bodies[0].scope.sizes.dims_of_shard(output, placement, factor, rank)

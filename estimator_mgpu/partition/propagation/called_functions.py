@@ -1,0 +1,135 @@
+"""What loops and branches have in common: functions, whose arguments are placed inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, Shard
+from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Need, Slice, local_shape_of
+from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, Requests
+from estimator_mgpu.partition.propagation.scope import Scope
+from estimator_mgpu.partition.rules.notation import NotSharded
+from estimator_mgpu.partition.sizes import Size
+
+
+class CalledFunctions:
+    """The functions that an op calls with the same arguments.
+
+    Args:
+      scope: the graph, or the function, that the op is in.
+      bodies: the functions' graphs. All take the same arguments.
+      arguments: the tensors that they are called with.
+      placements: of the arguments in `scope`.
+      unchanged: indices of the arguments that are the same in every call of a function.
+
+    Attributes:
+      placements: of the arguments inside of the functions. An argument that is replicated outside
+        may be sharded inside: it's sliced before the call.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        bodies: Sequence[Any],
+        arguments: Sequence[tf.Tensor],
+        placements: Sequence[Placement],
+        unchanged: Container[int],
+    ):
+        self.scope = scope
+        self.bodies = bodies
+        self.arguments = arguments
+        self.placements = list(placements)
+        self.requests: Requests = {}
+        self._placements_outside = placements
+        self._unchanged = unchanged
+
+    def visit(self, graph: Any, assumes: bool) -> tuple[FunctionBody, list[Placement]]:
+        """Visits the ops of a function; returns what was found, and its outputs' placements.
+
+        Args:
+          graph: one of the bodies, or another function that takes the same arguments.
+          assumes: as in `Scope`.
+        """
+        body = FunctionBody(self.scope, graph, assumes, self.requests)
+        for index, argument in enumerate(graph.inputs):
+            self._place_argument(body, index, argument)
+        return body, body.visit_all()
+
+    def _place_argument(self, body: FunctionBody, index: int, argument: tf.Tensor) -> None:
+        """Tells a function's body the placement and the sizes of an argument."""
+        placement = self.placements[index]
+        if placement != REPLICATE:
+            body.scope.placements[argument.name] = placement
+        if isinstance(placement, Shard):
+            # A loop's condition doesn't have the shapes of its arguments; its body does.
+            rank = argument.shape.rank or self.bodies[-1].inputs[index].shape.rank
+            if rank is None:
+                raise NotSharded(f'the size of {self.arguments[index].name} is unknown')
+            factor = self.factor(index, placement.axis)
+            dims = body.scope.sizes.dims_of_shard(argument, placement, factor, rank)
+            body.scope.sizes.set_dims(argument, dims)
+        sizes = self.sizes(index)
+        if sizes and argument.shape.rank in (0, 1):
+            body.scope.sizes.set_entries(argument, sizes)
+
+    def shard_requested(self) -> None:
+        """Shards the replicated arguments of which ops in the functions need a shard."""
+        for body in self.bodies:
+            for index, argument in enumerate(body.inputs):
+                request = self.requests.get(argument.op)
+                if request is not None and self.placements[index] == REPLICATE:
+                    self.placements[index] = Shard(request.axis, request.rows)
+
+    def sizes(self, index: int) -> list[Size]:
+        """The entries of an argument that is a size, and the same in every call; [] of others."""
+        if index not in self._unchanged:
+            return []
+        return self.scope.sizes.entries(self.arguments[index]) or []
+
+    def factor(self, index: int, axis: int) -> Size:
+        """How many entries an example has along an axis of an argument."""
+        argument = self.arguments[index]
+        factor = self.scope.sizes.per_row(argument, axis, self.scope.batch)
+        if factor is not None:
+            return factor
+        for body in self.bodies:
+            request = self.requests.get(body.inputs[index].op)
+            if request is not None:
+                return request.factor
+        raise NotSharded(f'the size of {argument.name} is unknown')
+
+    def needs(self) -> list[Need]:
+        """The forms in which each tower's copy of the op needs the arguments."""
+        return [self._need(index) for index in range(len(self.arguments))]
+
+    def _need(self, index: int) -> Need:
+        inside = self.placements[index]
+        outside = self._placements_outside[index]
+        if inside == REPLICATE:
+            return self._need_of_replicated(index)
+        if inside == outside:
+            return LOCAL
+        if isinstance(inside, Shard):
+            return Slice(inside.axis, inside.rows, self.factor(index, inside.axis))
+        if isinstance(inside, NotGatherable):
+            return LOCAL  # An empty list, of which each tower makes its own.
+        return FULL_ON_FIRST  # A partial sum begins with it: it counts once.
+
+    def _need_of_replicated(self, index: int) -> Need:
+        """A size may depend on the number of examples; then each tower is given its own."""
+        positions = [
+            position
+            for position, size in enumerate(self.sizes(index))
+            if self.scope.batch in size.symbols
+        ]
+        if not positions:
+            return FULL
+        argument = self.arguments[index]
+        entries = self.scope.sizes.entries(argument)
+        local_shape = local_shape_of(entries, positions[0], self.scope.batch)
+        if local_shape is None or len(positions) > 1:
+            raise NotSharded(f'the sizes in {argument.name} are unknown')
+        return local_shape

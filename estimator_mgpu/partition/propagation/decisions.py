@@ -1,0 +1,137 @@
+"""How one op runs, given the placements of its inputs.
+
+An op is sharded by its rule, a list by the rule for lists, and what calls functions by the rule for
+loops or branches. Whatever no rule can shard runs once: `NotSharded` is raised, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import (
+    REPLICATE,
+    NotGatherable,
+    Partial,
+    Placement,
+    rows_of,
+)
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.propagation.matching import Match
+from estimator_mgpu.partition.propagation.scope import Scope
+from estimator_mgpu.partition.rules import lists
+from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
+from estimator_mgpu.partition.sizes import RowSpace
+from estimator_mgpu.tf_internals import op_types
+
+
+def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision:
+    """Decides how an op runs on every tower.
+
+    Args:
+      scope: the graph or function that the op is in. Sizes that the op's rule tells are recorded.
+      op: one whose inputs are sharded, or one that may make its shard by itself, of sizes.
+      placements: of the op's inputs. None is a partial result.
+
+    Raises:
+      NotSharded: if the op has to run once. Its text is the reason; an empty one says that the op
+        needs all examples, or has no rule.
+      RuntimeError: if the op's rule fails.
+    """
+    try:
+        decision = _decision(scope, op, placements)
+    except NotSharded:
+        raise
+    except Exception as error:
+        raise failure(op, error) from error
+    if decision is None:
+        raise NotSharded
+    return decision
+
+
+def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
+    if op.type in op_types.FUNCTION_CALLERS:
+        rule = scope.rules.of_calls[op.type]
+        return rule(scope, op, _of_batch(placements, scope.batch))
+
+    has_lists = any(isinstance(placement, NotGatherable) for placement in placements)
+    if op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
+        decision = lists.decide(op, _of_batch(placements, scope.batch), scope.batch, scope.sizes)
+        if decision and not scope.make_empty_lists(zip(op.inputs, decision.plan.needs)):
+            return None
+        return decision
+
+    return _by_rule(scope, op, placements)
+
+
+def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placement]:
+    """The placements, but for shards of other row spaces: their full values are used."""
+    return [
+        placement if rows_of(placement) in (None, batch) else REPLICATE for placement in placements
+    ]
+
+
+def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
+    """By the rule for the op's type; None if no input is sharded in a way that the rule allows."""
+    signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
+    match = Match(op, signature, placements, scope)
+
+    # The sizes of outputs are worth knowing also if the op runs once.
+    computes_sizes = all(placement == REPLICATE for placement in placements)
+    if computes_sizes and not scope.follows_gathered(op):
+        dims = match.dims()
+    else:
+        dims = list(signature.dims or ())
+    for output, output_dims in zip(op.outputs, dims):
+        scope.sizes.set_dims(output, output_dims)
+
+    return match.decision()
+
+
+def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
+    """The partial result that an op makes of partial results; None if it needs the reduced ones.
+
+    For example, the sum of two partial sums is a partial sum, which is reduced once instead of
+    twice. A product of a partial sum and a replicated factor could be one as well, but isn't made
+    one: an infinite factor gives inf for the sum, but nan on a tower whose part is 0. Nor is a
+    quotient.
+    """
+    if op.type not in op_types.PARTIAL_INPUTS:
+        return None
+    summands = op_types.PARTIAL_INPUTS[
+        op.type
+    ]  # Which inputs may be partial; the others are replicated.
+    partials = placements[summands]
+    if not partials or not isinstance(partials[0], Partial):
+        return None
+    first = partials[0]
+    if first.reduce != 'sum' and op.type in op_types.PARTIAL_SUM_INPUTS:
+        return None
+
+    expected: list[Placement] = [REPLICATE] * len(placements)
+    expected[summands] = [first] * len(partials)
+    return first if list(placements) == expected else None
+
+
+def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial) -> Decision:
+    """The decision for an op that makes a partial result of partial results."""
+    needs = tuple(LOCAL if placement == partial else FULL for placement in placements)
+    return Decision(OpPlan(needs), [partial])
+
+
+def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> str:
+    """Why an op runs once for which nothing else was said."""
+    if not has_rule(scope, op):
+        return f'no rule for {op.type}'
+    of_batch = all(rows_of(placement) in (None, scope.batch) for placement in placements)
+    if of_batch:
+        return f'this {op.type} needs all examples'
+    return f"the examples of this {op.type}'s inputs may not be the batch's"
+
+
+def has_rule(scope: Scope, op: tf.Operation) -> bool:
+    """Whether there is a rule for the op's type, of any kind."""
+    if op.type in scope.rules.of_ops or op.type in op_types.FUNCTION_CALLERS:
+        return True
+    return op.type.startswith(op_types.LIST_PREFIXES)

@@ -1,0 +1,217 @@
+"""Propagation inside a function that every tower calls: a loop's body, say, or a branch.
+
+Towers call the function at different times, so nothing in it can be gathered, reduced or sliced. If
+an op asks for that, or has a side effect, the op that calls the function runs once: `NotSharded` is
+raised. Sizes are those of the tower's own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
+from estimator_mgpu.partition.plan import (
+    FULL,
+    FULL_ON_FIRST,
+    LOCAL,
+    Constant,
+    Decision,
+    LocalShape,
+    Need,
+    OpPlan,
+    Slice,
+)
+from estimator_mgpu.partition.propagation.decisions import (
+    decide,
+    default_reason,
+    pass_on,
+    passed_partial,
+)
+from estimator_mgpu.partition.propagation.scope import Scope
+from estimator_mgpu.partition.rules.notation import NotSharded
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import Entry, Size, per_row
+from estimator_mgpu.tf_internals import op_types
+
+Requests = dict[tf.Operation, Slice]
+"""Shards that ops in a function need of what is replicated there, by the op that makes it.
+
+An argument is sliced before the call instead. A constant or a fill is made as a shard by each
+tower.
+"""
+
+
+class FunctionBody:
+    """A pass over the ops of a function.
+
+    Args:
+      outer: the graph, or the function, that calls this one.
+      graph: the function's graph.
+      assumes: as in `Scope`: True while it isn't known yet how the arguments are placed.
+      requests: what ops in the function ask for is added to these.
+    """
+
+    def __init__(self, outer: Scope, graph: Any, assumes: bool, requests: Requests):
+        self.scope = Scope(
+            outer.batch,
+            outer.rules,
+            Sizes(f'{graph.name}/'),
+            in_function=True,
+            assumes=assumes,
+        )
+        self.graph = graph
+        self._requests = requests
+
+    def visit_all(self) -> list[Placement]:
+        """Visits all ops but the arguments; returns the placements of the function's outputs."""
+        arguments = {tensor.op for tensor in self.graph.inputs}
+        for op in self.graph.get_operations():
+            if op not in arguments:
+                self._visit(op)
+        return [self.scope.placement_of(tensor) for tensor in self.graph.outputs]
+
+    def differs(self, tensor: tf.Tensor) -> bool:
+        """Whether it's a size that is another one on each tower."""
+        entries = self.scope.sizes.entries(tensor) or []
+        return any(self.scope.batch in size.symbols for size in entries)
+
+    def _visit(self, op: tf.Operation) -> None:
+        if op in self._requests:
+            self._make_shard(op, self._requests[op])
+            return
+
+        calls = op.type in op_types.FUNCTION_CALLERS
+        if op.op_def.is_stateful and op.type not in op_types.VARIABLE_READS and not calls:
+            raise NotSharded(f'in it, a {op.type} has side effects, or draws random numbers')
+
+        placements = self.scope.placements_of_inputs(op)
+        if op.type in op_types.SHAPE_QUERIES:
+            self._check_sizes(op, placements)
+            return
+        if any(placement != REPLICATE for placement in placements):
+            self._decide(op, placements)
+            return
+
+        # All inputs are the same on all towers, but for sizes.
+        if not any(self.differs(tensor) for tensor in op.inputs):
+            if calls:
+                raise NotSharded(f'in it, a {op.type} is the same on all towers')
+            return
+        computes_sizes = op.type == op_types.BROADCAST_GRADIENT_ARGS or all(
+            self._is_known_size(tensor) for tensor in op.outputs
+        )
+        if not computes_sizes:  # Otherwise each tower computes its own.
+            self._decide(op, placements)
+
+    def _check_sizes(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
+        """An op such as `Shape` gives the sizes of a tower's own tensor, which have to be known."""
+        if all(placement == REPLICATE for placement in placements):
+            return
+        if any(self.scope.sizes.entries(tensor) is None for tensor in op.outputs):
+            raise NotSharded(f'the sizes of {op.name} are unknown')
+
+    def _is_known_size(self, tensor: tf.Tensor) -> bool:
+        """Whether its entries are sizes that are known, but for dimensions and examples."""
+        entries = self.scope.sizes.entries(tensor)
+        if entries is None:
+            return False
+        symbols = [symbol for size in entries for symbol in size.symbols]
+        return not any(isinstance(symbol, Entry) for symbol in symbols)
+
+    def _decide(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
+        """Lets an op run on every tower, or raises NotSharded."""
+        if any(isinstance(placement, Partial) for placement in placements):
+            partial = self._passed_partial(op, placements)
+            if partial is None:
+                raise NotSharded(f'in it, {op.name} needs a sum over all examples')
+            self._record(op, pass_on(op, placements, partial))
+            return
+        try:
+            decision = decide(self.scope, op, placements)
+        except NotSharded as error:
+            reason = str(error) or default_reason(self.scope, op, placements)
+            raise NotSharded(f'in it, {op.name}: {reason}') from error
+        self._record(op, decision)
+
+    def _passed_partial(self, op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
+        """As `passed_partial`. What is replicated now may turn out to be a partial sum as well."""
+        partial = passed_partial(op, placements)
+        if partial is None and self.scope.assumes:
+            partial_sum = Partial('sum', self.scope.batch)
+            assumed = [
+                partial_sum if placement == REPLICATE else placement for placement in placements
+            ]
+            partial = passed_partial(op, assumed)
+        return partial
+
+    def _record(self, op: tf.Operation, decision: Decision) -> None:
+        """Notes that an op runs on every tower, if its inputs can be had in the forms it needs."""
+        needs = tuple(
+            self._form_inside(op, tensor, need)
+            for tensor, need in zip(op.inputs, decision.plan.needs)
+        )
+        plan = decision.plan._replace(needs=needs)
+        self.scope.record(op, decision._replace(plan=plan))
+
+    def _form_inside(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> Need:
+        """The form of an input inside the function; raises NotSharded if it can't be had there."""
+        differs = self.differs(tensor)
+        if need == FULL:
+            if differs or self.scope.placement_of(tensor) != REPLICATE:
+                raise NotSharded(f'in it, {op.name} needs all examples')
+            return LOCAL
+
+        if isinstance(need, Slice) and self._can_be_made(tensor):
+            self._requests[tensor.op] = need
+            return LOCAL
+        if isinstance(need, Slice) or need == FULL_ON_FIRST:
+            if not self.scope.assumes:
+                raise NotSharded(f'in it, {op.type} needs a slice of {tensor.name}')
+            return LOCAL
+
+        if isinstance(need, LocalShape):
+            self._check_local_shape(op, need, differs)
+            return LOCAL if differs else need
+        return need if isinstance(need, Constant) else LOCAL
+
+    def _check_local_shape(self, op: tf.Operation, need: LocalShape, differs: bool) -> None:
+        """A shape can be the tower's own if all of its entries can be known inside the function.
+
+        If it's computed from the tower's own sizes, one entry depends on the number of examples,
+        and the tower has that already. Otherwise all entries have to be numbers.
+        """
+        if differs:
+            unknown = [size for size in need.entries if self.scope.batch in size.symbols]
+            allowed = 1
+        else:
+            unknown = [size for size in need.entries if size.static is None]
+            allowed = 0
+        if len(unknown) > allowed:
+            raise NotSharded(f'in it, {op.type} needs other sizes')
+
+    def _can_be_made(self, tensor: tf.Tensor) -> bool:
+        """Whether each tower can have its shard of a tensor: see `Requests`."""
+        if any(tensor is argument for argument in self.graph.inputs):
+            return self.scope.placement_of(tensor) == REPLICATE
+        if not self.scope.batch.static:
+            return False
+        if tensor.op.type == op_types.FILL:
+            return self.scope.sizes.numbers(tensor.op.inputs[0]) is not None
+        return tensor.op.type == op_types.CONST
+
+    def _make_shard(self, op: tf.Operation, request: Slice) -> None:
+        """Lets each tower make its shard of a constant or a fill."""
+        dims = list(self.scope.sizes.dims(op.outputs[0]) or [])
+        factor = per_row(dims[request.axis], self.scope.batch)
+        if factor is None:
+            raise NotSharded(f'the size of {op.name} is unknown')
+
+        needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, factor),)
+        if op.type == op_types.FILL:
+            needs = (LocalShape(tuple(dims), request.axis, self.scope.batch), FULL)
+        dims[request.axis] = factor * Size(1, (self.scope.batch,))
+        shard = Shard(request.axis, self.scope.batch)
+        self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))

@@ -1,0 +1,80 @@
+"""Layers and losses: convolutions, pooling, normalization, softmax, recurrent cells.
+
+All can be sharded by examples. Convolutions, pooling and normalization aren't sharded along height,
+width or channels: windows overlap, and statistics are of all entries. The gradient of weights is a
+partial sum on each tower.
+"""
+
+from __future__ import annotations
+
+from estimator_mgpu.partition.rules.notation import Rule, by_attribute, table
+from estimator_mgpu.tf_internals import op_types
+
+_ONE_INPUT = 'n... -> n...'
+_THREE_INPUTS = 'n... n... n... -> n...'
+_WITH_WEIGHTS = 'n... * -> n...'
+_GRADIENT_OF_WEIGHTS = 'n... * n... -> * (sum)'
+
+_NORMS = ' '.join(op_types.BATCH_NORMS)
+_NORM_GRADIENTS = ' '.join(op_types.BATCH_NORMS.values())
+# Fused batch normalization with given statistics, as in evaluation. In training, statistics are
+# those of the global batch: `rewrites/batch_norm.py` replaces the op by means, which are sharded.
+_NORM_OF_GIVEN = 'n... *+ -> n... *+'
+_NORM_GRADIENT_OF_GIVEN = 'n... n... *+ -> n... *+ (sum)'
+
+_RULES: dict[str, Rule] = {
+    # Dense layers. (Products are in `linear_algebra`.)
+    'BiasAdd': by_attribute('data_format', {b'NHWC': 'Sc c -> Sc', b'NCHW': 'ncS c -> ncS'}),
+    'BiasAddGrad': by_attribute(
+        'data_format', {b'NHWC': 'Sc -> c (sum)', b'NCHW': 'ncS -> c (sum)'}
+    ),
+    # Convolutions.
+    'Conv2D Conv3D DepthwiseConv2dNative Dilation2D': _WITH_WEIGHTS,
+    # The first input is the shape of the gradient, which has the examples' number in it.
+    'Conv2DBackpropInput DepthwiseConv2dNativeBackpropInput': '#n___ * n___ -> n___',
+    'Conv3DBackpropInputV2': '#n____ * n____ -> n____',
+    'Dilation2DBackpropInput': 'n... * n... -> n...',
+    'Conv2DBackpropFilter Conv3DBackpropFilterV2': _GRADIENT_OF_WEIGHTS,
+    'DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter': _GRADIENT_OF_WEIGHTS,
+    # Pooling.
+    'AvgPool AvgPool3D MaxPool MaxPool3D': _ONE_INPUT,
+    'AvgPoolGrad AvgPool3DGrad': '#n... n... -> n...',
+    'MaxPoolGrad MaxPool3DGrad MaxPoolGradGrad MaxPool3DGradGrad': _THREE_INPUTS,
+    'MaxPoolV2': 'n... * * -> n...',
+    'MaxPoolGradV2': 'n... n... n... * * -> n...',
+    # With the batch in the index, entries are counted from the batch's first.
+    'MaxPoolWithArgmax': by_attribute('include_batch_in_index', {False: 'n... -> n... n...'}),
+    'MaxPoolGradWithArgmax': by_attribute('include_batch_in_index', {False: _THREE_INPUTS}),
+    # Normalization.
+    'LRN': _ONE_INPUT,
+    'LRNGrad': _THREE_INPUTS,
+    _NORMS: by_attribute('is_training', {False: _NORM_OF_GIVEN}),
+    _NORM_GRADIENTS: by_attribute('is_training', {False: _NORM_GRADIENT_OF_GIVEN}),
+    # Softmax, and losses, of the last dimension.
+    'LogSoftmax Softmax': 'S_ -> S_',
+    'SoftmaxCrossEntropyWithLogits': 'S_ S_ -> S S_',
+    'SparseSoftmaxCrossEntropyWithLogits': 'n_ n -> n n_',
+    # Recurrent cells, whose weights and biases each tower needs in full.
+    'GRUBlockCell': 'n_ n_ * * * * -> n_+',
+    'GRUBlockCellGrad': 'n_ n_ * * * * n_+ -> n_+',
+    'LSTMBlockCell': 'n_ n_ n_ * * * * * -> n_+',
+    'LSTMBlockCellGrad': 'n_ n_ n_ * * * * * n_+ -> n_ n_ * * * (sum)',
+    # The sequence is time-major: [time, batch, depth].
+    'BlockLSTM BlockLSTMV2': '* _n_ n_ n_ * * * * * -> _n_+',
+    'BlockLSTMGrad BlockLSTMGradV2': '* _n_ n_ n_ * * * * * _n_+ -> _n_ n_ n_ *+ (sum)',
+    # Quantization, with a minimum and a maximum for each channel.
+    'FakeQuantWithMinMaxVarsPerChannel': 'S_ * * -> S_',
+    'FakeQuantWithMinMaxVarsPerChannelGradient': 'S_ S_ * * -> S_ * * (sum)',
+}
+RULES = table(_RULES)
+
+_OF_DEVICE: dict[str, Rule] = {
+    # Statistics that the op gives, for moving averages, are the mean of the towers'.
+    _NORMS: by_attribute('is_training', {False: _NORM_OF_GIVEN, True: 'n... *+ -> n... *+ (mean)'}),
+    # The statistics and reserved values are those of the same tower.
+    _NORM_GRADIENTS: by_attribute(
+        'is_training',
+        {False: _NORM_GRADIENT_OF_GIVEN, True: 'n... n... * =+ -> n... *+ (sum)'},
+    ),
+}
+OF_DEVICE = table(_OF_DEVICE)  # rules for `batch_norm='device'`: each tower has its own statistics

@@ -1,0 +1,124 @@
+"""Gathers and reductions: the value for the global batch, made from what each tower has of it.
+
+In: the names of the towers' local values, in the order of the towers. Out: the name of the value
+for the global batch, on one device. A tower without examples computes on the first example, so what
+it has is left out of a gather, and replaced by the reduction's neutral element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.devices import relay
+from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.partition.towers.shards import Shards, index_type
+
+PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
+"""For each reduction but the sum, the op that combines two partial results."""
+
+
+def gather(
+    shards: Shards, parts: Sequence[str], dtype: tf.DType, axis: int, size: Size, device: str
+) -> str:
+    """Concatenates the towers' shards on a device: all examples, in the order of the batch.
+
+    Args:
+      shards: which examples each tower has.
+      parts: the shards, one for each tower.
+      dtype: their type.
+      axis: the dimension along which they are sharded.
+      size: of that dimension, in the concatenation.
+      device: where the concatenation is made.
+    """
+    gathered = shards.nodes.concat(parts, axis, dtype, device)
+    if shards.active is None:
+        return gathered
+
+    # Towers without examples are the last ones: what they have is cut off.
+    index = index_type(size)
+    extent = (0, shards.size_value(size, None, index))
+    return shards.cut(gathered, dtype, axis, extent, device, index)
+
+
+def reduce(
+    shards: Shards, parts: Sequence[str], dtype: tf.DType, reduction: str, device: str
+) -> str:
+    """Reduces the towers' partial results on a device; `reduction` is that of a `Partial`."""
+    if reduction == 'mean':
+        return _reduce_mean(shards, parts, dtype, device)
+    if shards.active is not None:
+        parts = _without_empty_towers(shards, parts, dtype, reduction)
+
+    # The partial results of another machine are combined there first, and sent once.
+    groups: dict[str | int, list[str]] = {}
+    for tower, part in enumerate(parts):
+        sender = relay(shards.devices, shards.devices[tower], device)
+        groups.setdefault(sender or tower, []).append(part)
+    combined = [
+        _combine(shards, group, dtype, reduction, str(sender)) for sender, group in groups.items()
+    ]
+    return _combine(shards, combined, dtype, reduction, device)
+
+
+def _reduce_mean(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: str) -> str:
+    """Averages the towers' means, weighted by how many examples each has; in float32 at least."""
+    nodes = shards.nodes
+    wide = dtype if dtype.size > 2 else tf.float32
+    weighted = []
+    for part, count, tower_device in zip(parts, shards.counts, shards.devices):
+        mean = nodes.cast(part, dtype, wide, tower_device)
+        weight = nodes.tensor(count, wide)
+        weighted.append(nodes.add('Mul', [mean, weight], tower_device, T=wide))
+
+    total = reduce(shards, weighted, wide, 'sum', device)
+    count = nodes.tensor(shards.total, wide)
+    mean = nodes.add('RealDiv', [total, count], device, T=wide)
+    return nodes.cast(mean, wide, dtype, device)
+
+
+def _without_empty_towers(
+    shards: Shards, parts: Sequence[str], dtype: tf.DType, reduction: str
+) -> list[str]:
+    """Replaces the results of towers without examples by the neutral element.
+
+    It's a `where`, as what such a tower has may be inf or nan, which a product with 0 would keep.
+    The first tower is left as it is: if it has no example, or is the only one that has some, it has
+    computed on all there are.
+    """
+    assert shards.active is not None
+    neutral = _neutral_element(dtype, reduction)
+    replaced = [parts[0]]
+    for part, is_active, device in zip(parts[1:], shards.active[1:], shards.devices[1:]):
+        operands = [is_active, part, shards.nodes.const(neutral, dtype, device)]
+        replaced.append(shards.nodes.add('SelectV2', operands, device, T=dtype))
+    return replaced
+
+
+def _neutral_element(dtype: tf.DType, reduction: str) -> Any:
+    """The value that changes nothing if it's reduced with others: 0 for a sum."""
+    neutral = {'sum': 0, 'prod': 1, 'all': True, 'any': False}
+    if reduction in neutral:
+        return neutral[reduction]
+    if dtype.is_floating:
+        return -np.inf if reduction == 'max' else np.inf
+    return dtype.min if reduction == 'max' else dtype.max
+
+
+def _combine(
+    shards: Shards, parts: Sequence[str], dtype: tf.DType, reduction: str, device: str
+) -> str:
+    """Combines partial results on a device; a single one stays where it is."""
+    if len(parts) == 1:
+        return parts[0]
+    if reduction == 'sum':
+        return shards.nodes.add('AddN', parts, device, T=dtype, N=len(parts))
+
+    attrs = {} if dtype == tf.bool else {'T': dtype}
+    combined = parts[0]
+    for part in parts[1:]:
+        combined = shards.nodes.add(PAIRWISE_OPS[reduction], [combined, part], device, **attrs)
+    return combined

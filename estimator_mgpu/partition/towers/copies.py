@@ -1,0 +1,172 @@
+"""Each tower's copies of ops: where they run, what they are given, and what they wait for.
+
+In: an op and its `OpPlan`. Out: a node for each tower, named `replicate/tower_1/<op>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.devices import device_spec, host_of
+from estimator_mgpu.partition.placements import Partial, Shard
+from estimator_mgpu.partition.plan import (
+    FULL_ON_FIRST,
+    LOCAL,
+    Constant,
+    LocalShape,
+    Need,
+    OpPlan,
+    Plan,
+    Slice,
+    VariableValue,
+)
+from estimator_mgpu.partition.towers.functions import adapt_node
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.values import Values
+from estimator_mgpu.tf_internals import graphs, op_types
+
+_SMALL_CONSTANT = 1024  # entries of a constant that each tower has a copy of
+
+
+class Copies:
+    """Adds each tower's copies of ops.
+
+    Args:
+      plan: which ops are sharded, and what their copies are given.
+      devices: one for each tower.
+      values: what the copies are given.
+      nodes: where nodes are added.
+    """
+
+    def __init__(self, plan: Plan, devices: Sequence[str], values: Values, nodes: NodeBuilder):
+        self._plan = plan
+        self._devices = devices
+        self._values = values
+        self._nodes = nodes
+
+    def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
+        """Adds a copy of an op for each tower."""
+        definition = op.node_def
+        for tower in range(len(self._devices)):
+            device = self._device(op, tower)
+            control_inputs = self._control_inputs(op, tower)
+            operands = [
+                self._operand(tensor, need, tower, device)
+                for tensor, need in zip(op.inputs, op_plan.needs)
+            ]
+            if op_plan.functions:
+                operands = self._function_operands(
+                    op, op_plan, operands, control_inputs, tower, device
+                )
+            name = self._values.copy_name(op.name, tower)
+            node = self._nodes.copy(definition, name, [*operands, *control_inputs], device)
+            adapt_node(self._values.batch_shards, node, op_plan, tower)
+
+    def _device(self, op: tf.Operation, tower: int) -> str:
+        """Where a copy runs: on its tower's device, unless the user wants another kind."""
+        for operand in op.inputs:
+            if operand.dtype == tf.resource:
+                # An op that uses a variable or a table runs where that is.
+                return self._values.device_of_full(operand)
+
+        device = self._devices[tower]
+        if not op.device:
+            return device
+        wanted_kind = device_spec(op.device).device_type
+        if wanted_kind in (None, device_spec(device).device_type):
+            return device
+        return op.device
+
+    def _control_inputs(self, op: tf.Operation, tower: int) -> list[str]:
+        """What a copy waits for, as its op does: the tower's copies, and ops that run once."""
+        names = []
+        unsharded = []
+        for before in op.control_inputs:
+            # A NoOp that waits for nothing isn't worth waiting for.
+            is_immediate = before.type == op_types.NO_OP and not before.control_inputs
+            if before.name in self._plan.ops:
+                names.append(f'^{self._values.copy_name(before.name, tower)}')
+            elif not is_immediate:
+                unsharded.append(before)
+        if unsharded:
+            names.append(self._nodes.after(unsharded, host_of(self._devices[tower])))
+        return names
+
+    def _operand(self, tensor: tf.Tensor, need: Need, tower: int, device: str) -> str:
+        """What a copy on a device is given for an input of its op."""
+        if need == LOCAL:
+            return self._values.local(tensor, tower)
+        if isinstance(need, Slice):
+            return self._values.slice(tensor, need, tower)
+        if isinstance(need, (LocalShape, Constant)):
+            return self._local_sizes(tensor, need, tower)
+
+        placement = self._plan.placements.get(tensor.name)
+        if need == FULL_ON_FIRST:
+            full = self._full_operand(tensor, tower, device, or_zeros=tower > 0)
+            if tower > 0:
+                return self._nodes.add('ZerosLike', [full], device, T=tensor.dtype.base_dtype)
+            return full
+        if placement is not None and not isinstance(placement, (Shard, Partial)):
+            return self._values.local(tensor, tower)  # It's the same on all towers.
+        return self._full_operand(tensor, tower, device)
+
+    def _local_sizes(self, tensor: tf.Tensor, need: LocalShape | Constant, tower: int) -> str:
+        shards = self._values.batch_shards
+        if isinstance(need, LocalShape):
+            shards = self._values.shards_of(need.rows)
+        dtype = tensor.dtype.base_dtype
+        sizes = shards.local_sizes(need, tower, tensor.shape.rank == 0, dtype)
+        return self._nodes.tensor(sizes, dtype, dtype)
+
+    def _full_operand(
+        self, tensor: tf.Tensor, tower: int, device: str, or_zeros: bool = False
+    ) -> str:
+        """A full value on a device; with `or_zeros` only its shape counts."""
+        dtype = tensor.dtype.base_dtype
+        source = self._values.device_of_full(tensor)
+        if tensor.name not in self._plan.placements and not or_zeros:
+            is_constant = tensor.op.type == op_types.CONST
+            if is_constant and tensor.shape.num_elements() <= _SMALL_CONSTANT:
+                return self._copy_of_constant(tensor.op, tower)
+            if self._values.is_packed(tensor) and device != source:
+                return self._values.receive_packed(tensor, device)
+
+        full = self._values.full(tensor)
+        if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
+            return full  # These can't be sent to another device.
+        return self._values.send(full, dtype, source, device)
+
+    def _copy_of_constant(self, op: tf.Operation, tower: int) -> str:
+        value = op.get_attr('value').SerializeToString()
+        control_inputs = self._control_inputs(op, tower)
+        device = self._device(op, tower)
+        dtype = op.outputs[0].dtype.base_dtype
+        return self._nodes.add('Const', control_inputs, device, dtype=dtype, value=value)
+
+    def _function_operands(
+        self,
+        op: tf.Operation,
+        op_plan: OpPlan,
+        operands: Sequence[str],
+        control_inputs: Sequence[str],
+        tower: int,
+        device: str,
+    ) -> list[str]:
+        """What a copy of an op that calls functions is given: values of variables, say."""
+        function_operands = []
+        for tensor, need, operand in zip(op.inputs, op_plan.needs, operands):
+            dtype = tensor.dtype.base_dtype
+            if isinstance(need, VariableValue):
+                source = self._values.device_of_full(tensor)
+                read = self._nodes.add(
+                    'ReadVariableOp', [operand, *control_inputs], source, dtype=need.dtype
+                )
+                operand = self._values.send(read, need.dtype, source, device)
+            elif dtype != tf.resource:
+                # TensorFlow begins a loop on the devices of its inputs, so they are the tower's.
+                operand = self._nodes.add('Identity', [operand], self._devices[tower], T=dtype)
+            function_operands.append(operand)
+        return function_operands

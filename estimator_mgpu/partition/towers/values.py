@@ -1,0 +1,227 @@
+"""What each tower has of a tensor, and the value of the tensor for the global batch.
+
+In: a plan, and the devices on which full values are made. Out: names of tensors. A full value is
+made where it's first asked for: gathered, reduced, or taken from the first tower if all have the
+same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.batch import parts_of
+from estimator_mgpu.devices import relay
+from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
+from estimator_mgpu.partition.plan import Plan, Slice
+from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace
+from estimator_mgpu.partition.towers import collectives
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
+from estimator_mgpu.partition.towers.packing import Pack, find_packs
+from estimator_mgpu.partition.towers.placement import device_of
+from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.tf_internals import op_types
+
+
+class Values:
+    """Local and full values, by the names of their tensors.
+
+    Args:
+      graph: the user's.
+      plan: which tensors are sharded, and how.
+      total: how many examples there are, an int32 scalar; None if the plan knows.
+      devices: one for each tower.
+      full_value_devices: where full values are made, by the names of tensors.
+      calls: the gradients of each optimizer's call, which may be packed.
+      nodes: where nodes are added.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        plan: Plan,
+        total: tf.Tensor | None,
+        devices: Sequence[str],
+        full_value_devices: dict[str, str],
+        calls: Sequence[Sequence[tf.Tensor]],
+        nodes: NodeBuilder,
+    ):
+        self._graph = graph
+        self._plan = plan
+        self._devices = devices
+        self._full_value_devices = full_value_devices
+        self._nodes = nodes
+        self._source_names = {tensor.name for tensor in plan.sources}
+
+        self.batch_shards = Shards(plan.rows, total, devices, nodes, self._symbol_value)
+        self._shards = {plan.rows: self.batch_shards}
+        self._packs = find_packs(graph, plan, calls, self.device_of_full)
+
+        self.full_values: dict[str, str] = {}
+        """The full values that were made from local ones so far, by the names of the tensors."""
+        self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
+
+    def copy_name(self, op_name: str, tower: int) -> str:
+        """The name of a tower's copy of an op."""
+        return f'{self._nodes.scope}/tower_{tower}/{op_name}'
+
+    def local(self, tensor: tf.Tensor, tower: int) -> str:
+        """What a tower has of a tensor: an output of its copy of the op, or its shard of the batch."""
+        parts = parts_of(tensor)
+        if len(parts) > 1:
+            return self.batch_shards.join_parts(parts, tower)
+        if tensor.name in self._source_names:
+            return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
+        return f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
+
+    def slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
+        """A tower's slice of a full value, taken on the device that has the full value."""
+        shards = self.shards_of(need.rows)
+        full = self.full(tensor)
+        device = self.device_of_full(tensor)
+        return shards.slice(full, tensor.dtype.base_dtype, need.axis, need.factor, tower, device)
+
+    def full(self, tensor: tf.Tensor) -> str:
+        """The value for the global batch: the user's op's, or made from what towers have."""
+        if self._is_made_from_local(tensor) and tensor.name not in self.full_values:
+            self.full_values.update(self._make_full(tensor))
+        return self.full_values.get(tensor.name, tensor.name)
+
+    def device_of_full(self, tensor: tf.Tensor) -> str:
+        """The device of a full value, be it the user's op's or made from what towers have."""
+        if self._is_made_from_local(tensor):
+            return self._full_value_devices.get(tensor.name, self._devices[0])
+        is_source = tensor.name in self._source_names
+        return device_of(tensor.op) or (self._nodes.host if is_source else '')
+
+    def send(self, value: str, dtype: tf.DType, source: str, target: str) -> str:
+        """Sends a value to the machine of another device, once for all towers there."""
+        receiver = relay(self._devices, target, source)
+        if receiver is None:
+            return value
+        return self._nodes.add('Identity', [value], receiver, T=dtype)
+
+    def is_packed(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor shares messages with others."""
+        return tensor.name in self._packs
+
+    def receive_packed(self, tensor: tf.Tensor, device: str) -> str:
+        """The value of a packed tensor on another device, to which its pack is sent once."""
+        unpacked = self._unpacked[device]
+        source = self.device_of_full(tensor)
+        if tensor.name not in unpacked:
+            pack = self._packs[tensor.name]
+            names = [packed.name for packed in pack.tensors]
+            vector = pack.join(names, self._nodes, source)
+            vector = self.send(vector, pack.dtype, source, device)
+            unpacked.update(pack.split(vector, self._nodes, device))
+        return unpacked[tensor.name]
+
+    def shards_of(self, rows: RowSpace) -> Shards:
+        """The shards of a row space: the batch's, or one that a tensor with a full value has."""
+        if rows not in self._shards:
+            tensor = self._graph.get_tensor_by_name(rows.name)
+            with self._nodes.at_once(self.device_of_full(tensor)):
+                total = tf.shape(tensor)[0]
+            self._shards[rows] = Shards(rows, total, self._devices, self._nodes, self._symbol_value)
+        return self._shards[rows]
+
+    def _is_made_from_local(self, tensor: tf.Tensor) -> bool:
+        """Whether the full value is another tensor than the output of the user's op."""
+        if tensor.name in self._source_names:
+            return False
+        placement = self._plan.placements.get(tensor.name)
+        # A list can't be gathered. The user's op makes the full one, from full values.
+        if isinstance(placement, NotGatherable):
+            return False
+        return placement is not None or self._is_size_of_local(tensor)
+
+    def _is_size_of_local(self, tensor: tf.Tensor) -> bool:
+        """Whether an op asks for the size of something that only towers have.
+
+        The plan knows the size by other means, so nothing is gathered for it.
+        """
+        if tensor.op.type not in op_types.SHAPE_QUERIES:
+            return False
+        has_full_value = {t.name for t in self._plan.sources if len(parts_of(t)) == 1}
+        is_local = any(
+            operand.name in self._plan.placements and operand.name not in has_full_value
+            for operand in tensor.op.inputs
+        )
+        return is_local and self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
+
+    def _make_full(self, tensor: tf.Tensor) -> dict[str, str]:
+        """Makes a full value from local ones; returns it by name, with others of its pack."""
+        name = tensor.name
+        if self._is_size_of_local(tensor):
+            return {name: self._make_size(tensor)}
+
+        placement = self._plan.placements[name]
+        if not isinstance(placement, (Shard, Partial)):
+            return {name: self.local(tensor, 0)}  # It's the same on all towers.
+
+        shards = self.shards_of(placement.rows)
+        dtype = tensor.dtype.base_dtype
+        device = self.device_of_full(tensor)
+        if name in self._packs:
+            return self._reduce_pack(self._packs[name], shards, dtype, device)
+
+        parts = [self.local(tensor, tower) for tower in range(len(self._devices))]
+        if isinstance(placement, Partial):
+            return {name: collectives.reduce(shards, parts, dtype, placement.reduce, device)}
+
+        axis = placement.axis
+        size = (self._plan.sizes.dims(tensor) or [])[axis]
+        return {name: collectives.gather(shards, parts, dtype, axis, size, device)}
+
+    def _make_size(self, tensor: tf.Tensor) -> str:
+        dtype = tensor.dtype.base_dtype
+        entries = self._plan.sizes.entries(tensor) or []
+        values = [self.batch_shards.size_value(size, None, dtype) for size in entries]
+        return self._nodes.tensor(values if tensor.shape.rank else values[0], dtype, dtype)
+
+    def _reduce_pack(
+        self, pack: Pack, shards: Shards, dtype: tf.DType, device: str
+    ) -> dict[str, str]:
+        """Sums the partial sums of all tensors of a pack, as vectors."""
+        vectors = []
+        for tower, tower_device in enumerate(self._devices):
+            parts = [self.local(tensor, tower) for tensor in pack.tensors]
+            vectors.append(pack.join(parts, self._nodes, tower_device))
+        total = collectives.reduce(shards, vectors, dtype, 'sum', device)
+        return pack.split(total, self._nodes, device)
+
+    def _symbol_value(self, symbol: Any, tower: int | None, dtype: tf.DType) -> Number:
+        """The value of a symbol of a size: how many rows, a dimension, or a tensor's entry."""
+        if isinstance(symbol, RowSpace):
+            return self.shards_of(symbol).total_as(dtype)
+
+        name, index = symbol
+        tensor = self._graph.get_tensor_by_name(name)
+        if isinstance(symbol, Dim):
+            vector = self._shape(tensor, tower, dtype)
+        else:
+            vector = self._entries(tensor, dtype)
+        types = {'Tparams': dtype, 'Tindices': tf.int32}
+        return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
+
+    def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
+        """The entries of a tensor, as a vector."""
+        tensor_dtype = tensor.dtype.base_dtype
+        host = self._nodes.host
+        vector = self._nodes.add('Reshape', [self.full(tensor), [-1]], host, T=tensor_dtype)
+        return self._nodes.cast(vector, tensor_dtype, dtype, host)
+
+    def _shape(self, tensor: tf.Tensor, tower: int | None, dtype: tf.DType) -> str:
+        """The shape of what a tower has of a tensor, or of the full value if towers have none."""
+        is_local = tensor.name in self._plan.placements and tensor.name not in self._source_names
+        if is_local:
+            value = self.local(tensor, tower or 0)
+            device = self._devices[tower or 0]
+        else:
+            value = self.full(tensor)
+            device = self.device_of_full(tensor)
+        return self._nodes.add('Shape', [value], device, T=tensor.dtype.base_dtype, out_type=dtype)
