@@ -15,6 +15,8 @@ TF ?=
 DEVICES ?= 2
 # More arguments for pytest, such as ARGS='-k gradients'.
 ARGS ?=
+# One process for tests more than this machine has cores, as tests of clusters mostly wait.
+WORKERS ?= 3
 
 python := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 venv := .venv/python$(python)-tensorflow$(or $(TF),-newest)
@@ -34,7 +36,7 @@ digits: $(venv)/samples.stamp
 
 # From within the environment, so that nothing finds estimator_mgpu/ in the current directory.
 test: $(venv)/test.stamp
-	cd $(venv) && bin/pytest -q -n 2 $(ARGS) $(CURDIR)/tests
+	cd $(venv) && bin/pytest -q -n $(WORKERS) --dist worksteal $(ARGS) $(CURDIR)/tests
 
 # Beside the CPU-only TensorFlow, CUDA's own libraries: another 4 GB. Messages are counted on CPUs.
 test-gpu: $(venv)/test.stamp

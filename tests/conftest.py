@@ -74,3 +74,11 @@ def three_machines():
     jobs, config = {'chief': [chief], 'worker': workers}, tf.ConfigProto(device_count={'CPU': 2})
     tasks = [('chief', 0), ('worker', 0), ('worker', 1)]
     return [tf.train.Server(jobs, *task, config=config) for task in tasks][0].target
+
+
+WAITING = ('test_cluster.py', 'test_samples.py', 'test_benchmark.py', 'test_watch.py')
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the tests first that mostly wait for other processes: others run beside them."""
+    items.sort(key=lambda item: item.path.name not in WAITING)

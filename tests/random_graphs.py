@@ -19,7 +19,9 @@ WIDTH = 4
 IDS = 6
 
 OPS = {}
-SIMPLE = set()  # those of rows only
+SIMPLE = set()  # those that need no more than the examples
+SHARDED = set()  # those of which each op that is given examples runs on every device
+SHARDED_TYPES = {}  # types of ops, by model, that run on every device though some op runs once
 
 
 class Case(typing.NamedTuple):
@@ -69,115 +71,168 @@ class Context:
         return self.features['ids']
 
 
+def _sharded(function):
+    """Says of a model, as a decorator, that each of its ops runs on every device.
+
+    An op that isn't given examples runs once in any model. What is decorated is checked in
+    training, whether or not the graph knows how many examples a batch has.
+    """
+    SHARDED.add(function.__name__)
+    return function
+
+
+def _shards(*op_types):
+    """Says of a model some of whose ops run once that ops of these types run on every device."""
+
+    def decorate(function):
+        SHARDED_TYPES[function.__name__] = op_types
+        return function
+
+    return decorate
+
+
+def _all_sharded(**functions):
+    """Adds models of which the same holds."""
+    SHARDED.update(functions)
+    OPS.update(functions)
+
+
 def _simple(**functions):
-    for name, function in functions.items():
-        SIMPLE.add(name)
-        OPS[name] = lambda x, c, function=function: function(x)
+    """Returns models of functions that need no more than the examples."""
+    SIMPLE.update(functions)
+    return {name: _without_context(function) for name, function in functions.items()}
 
 
-# Row by row.
-_simple(
-    tanh=tf.tanh,
-    log_softmax=lambda x: 0.3 * tf.nn.log_softmax(x),
-    where_positive=lambda x: tf.where(x > 0, x, 0.1 * x),
-    divide=lambda x: x / (1.0 + tf.reduce_sum(tf.abs(x), 1, keepdims=True)),
-    cumsum_columns=lambda x: tf.cumsum(x, 1, reverse=True),
-    top_k_columns=lambda x: tf.nn.top_k(x, WIDTH).values,
-    transposed=lambda x: tf.transpose(tf.tanh(tf.transpose(x))),
-    flattened=lambda x: tf.reshape(tf.tanh(tf.reshape(x, [-1])), tf.shape(x)),
-    expanded=lambda x: tf.reshape(tf.squeeze(tf.expand_dims(x, 1)), [-1, WIDTH]),
-    split_columns=lambda x: tf.concat(tf.split(x, 2, 1)[::-1], 1),
-    stacked=lambda x: tf.reduce_mean(tf.stack([x, tf.sin(x)], 0), 0),
-    unstacked=lambda x: tf.stack(tf.unstack(x, axis=1)[::-1], 1),
-    padded=lambda x: tf.pad(x[:, 1:], [[0, 0], [0, 1]]),
-    one_hot=lambda x: x + tf.one_hot(tf.argmax(x, 1), WIDTH, dtype=tf.float64),
-    pairwise_columns=lambda x: tf.einsum('bij,bj->bi', x[:, :, None] * x[:, None, :], x) * 0.1,
-    batch_matmul=lambda x: tf.matmul(x[:, None, :], 0.2 * x[:, :, None] * x[:, None, :])[:, 0, :],
-    band=lambda x: tf.linalg.band_part(x[:, :, None] * x[:, None, :], 0, 1)[:, 0, :],
-    row_norm=lambda x: x / tf.norm(x + 4, axis=1, keepdims=True),
-    strided=lambda x: tf.concat([x[:, ::2], x[:, 1::2]], 1),
-    clip_rows=lambda x: tf.clip_by_norm(x, 1.0, [1]),
+def _without_context(function):
+    return lambda x, c: function(x)
+
+
+# Of each example by itself: every op runs on every device.
+_all_sharded(
+    **_simple(
+        tanh=tf.tanh,
+        log_softmax=lambda x: 0.3 * tf.nn.log_softmax(x),
+        where_positive=lambda x: tf.where(x > 0, x, 0.1 * x),
+        divide=lambda x: x / (1.0 + tf.reduce_sum(tf.abs(x), 1, keepdims=True)),
+        cumsum_columns=lambda x: tf.cumsum(x, 1, reverse=True),
+        top_k_columns=lambda x: tf.nn.top_k(x, WIDTH).values,
+        transposed=lambda x: tf.transpose(tf.tanh(tf.transpose(x))),
+        flattened=lambda x: tf.reshape(tf.tanh(tf.reshape(x, [-1])), tf.shape(x)),
+        split_columns=lambda x: tf.concat(tf.split(x, 2, 1)[::-1], 1),
+        stacked=lambda x: tf.reduce_mean(tf.stack([x, tf.sin(x)], 0), 0),
+        unstacked=lambda x: tf.stack(tf.unstack(x, axis=1)[::-1], 1),
+        padded=lambda x: tf.pad(x[:, 1:], [[0, 0], [0, 1]]),
+        one_hot=lambda x: x + tf.one_hot(tf.argmax(x, 1), WIDTH, dtype=tf.float64),
+        pairwise_columns=lambda x: tf.einsum('bij,bj->bi', x[:, :, None] * x[:, None, :], x) * 0.1,
+        batch_matmul=lambda x: tf.matmul(x[:, None, :], 0.2 * x[:, :, None] * x[:, None, :])[
+            :, 0, :
+        ],
+        band=lambda x: tf.linalg.band_part(x[:, :, None] * x[:, None, :], 0, 1)[:, 0, :],
+        row_norm=lambda x: x / tf.norm(x + 4, axis=1, keepdims=True),
+        strided=lambda x: tf.concat([x[:, ::2], x[:, 1::2]], 1),
+        clip_rows=lambda x: tf.clip_by_norm(x, 1.0, [1]),
+    )
 )
 
-# Over rows.
-_simple(
-    standardized=lambda x: (x - tf.reduce_mean(x, 0)) / (tf.math.reduce_std(x, 0) + 0.5),
-    batch_softmax=lambda x: 3 * tf.nn.softmax(x, 0),
-    less_max=lambda x: x - tf.reduce_max(x, 0),
-    less_min=lambda x: x - tf.reduce_min(x),
-    global_norm=lambda x: x / (1 + tf.norm(x)),
-    attention=lambda x: tf.matmul(tf.nn.softmax(tf.matmul(x, x, transpose_b=True)), x),
-    gram=lambda x: 0.2 * tf.matmul(x, tf.tanh(tf.matmul(x, x, transpose_a=True))),
-    whitened=lambda x: tf.matmul(
-        x, tf.linalg.inv(tf.matmul(x, x, transpose_a=True) + tf.eye(WIDTH, dtype=tf.float64))
-    ),
-    cumsum_rows=lambda x: 0.3 * tf.cumsum(x, 0),
-    roll_rows=lambda x: tf.roll(x, 1, 0),
-    sort_rows=lambda x: tf.sort(x, 0),
-    ranked=lambda x: tf.gather(x, tf.argsort(x[:, 0])),
-    first_row=lambda x: x - 0.5 * x[:1],
-    last_row=lambda x: x * tf.sigmoid(x[-1:][0]),
-    hardest=lambda x: x + 0.1 * tf.reduce_mean(tf.nn.top_k(x[:, 0], 1).values),
-    quantile=lambda x: x - tf.sort(tf.reshape(x, [-1]))[tf.size(x) // 2],
-    by_size=lambda x: x * (1 + 1 / tf.cast(tf.shape(x)[0], tf.float64)),
-    by_index=lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), tf.float64)[:, None],
-    outer_product=lambda x: 0.1 * tf.reduce_sum(x[:, None, :] * x[None, :, :], 1),
-    distances=lambda x: x + tf.reduce_mean(tf.abs(x[:, None, :] - x[None, :, :]), 1),
-    any_positive=lambda x: tf.where_v2(tf.reduce_any(x > 1, 0), x, 0.5 * x),
-    all_small=lambda x: tf.where_v2(tf.reduce_all(tf.abs(x) < 2), x, 0.5 * x),
-    sum_of_maxima=lambda x: x - 0.3 * (tf.reduce_max(x, 0) + tf.reduce_max(tf.sin(x), 0)),
-    product=lambda x: x + tf.reduce_prod(tf.tanh(x), 0),
-    masked=lambda x: x - tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)) * 0.1,
-    halves=lambda x: tf.concat([x[: tf.shape(x)[0] // 2], 2 * x[tf.shape(x)[0] // 2 :]], 0),
-    doubled=lambda x: tf.reduce_mean(tf.reshape(tf.concat([x, -x], 1), [-1, 2, WIDTH]), 1) + x,
-    repeated=lambda x: tf.reduce_sum(tf.reshape(tf.repeat(x, 2, 0), [-1, 2, WIDTH]), 1),
-    long=lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1])), [-1, WIDTH]) * 0.1,
-    logsumexp=lambda x: x - tf.reduce_logsumexp(x, 0),
-    wide=lambda x: tf.matmul(tf.transpose(tf.matmul(x, x, transpose_b=True)), x) * 0.1,
-    rows_in_halves=lambda x: tf.reshape(tf.reshape(x, [2 * tf.shape(x)[0], 2]) ** 3, [-1, WIDTH]),
-    above_diagonal=lambda x: x + tf.linalg.diag(x, k=1)[:, 0, 1:],
-    diagonal=lambda x: x * tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True))[:, None] * 0.1,
-    eye=lambda x: tf.matmul(tf.eye(tf.shape(x)[0], dtype=tf.float64) * 2.0, x),
-    ones=lambda x: x - tf.ones([tf.shape(x)[0], 1], tf.float64),
-    filled=lambda x: x * tf.fill(tf.shape(x), tf.constant(0.7, tf.float64)),
-    broadcast=lambda x: x + tf.broadcast_to(tf.reduce_sum(x, 0) * 0.1, tf.shape(x)),
-    string=lambda x: x + tf.strings.to_number(tf.as_string(tf.round(x)), tf.float64) * 0.1,
-    diagonals=lambda x: (
-        x + tf.einsum('bii->b', tf.reshape(tf.tile(x, [1, WIDTH]), [-1, WIDTH, WIDTH]))[:, None]
-    ),
-    interleaved=lambda x: x * tf.reduce_sum(tf.tanh(tf.reshape(x, [2, -1, 2])), [0, 2])[:, None],
-    seeded_dropout=lambda x: tf.nn.dropout(x, rate=0.4, seed=11),
-    seeded_noise=lambda x: x + tf.random.normal(tf.shape(x), 0, 0.1, tf.float64, seed=5),
-    noise_of_row=lambda x: x + tf.random.uniform([WIDTH], 0, 0.1, tf.float64, seed=3),
-    stateless=lambda x: x + tf.random.stateless_uniform(tf.shape(x), [1, 2], dtype=tf.float64),
-    shuffled=lambda x: tf.random.shuffle(x, seed=9),
-    second=lambda x: x + 0.1 * tf.gradients(tf.gradients(tf.reduce_sum(x**3), x)[0], x)[0],
-    saliency=lambda x: x + 0.1 * tf.gradients(tf.reduce_mean(tf.sin(x) * tf.norm(x + 3)), x)[0],
-    map_fn=lambda x: tf.map_fn(lambda r: r * tf.reduce_sum(r) * 0.2, x),
-    scan=lambda x: tf.scan(lambda a, r: 0.5 * a + tf.tanh(r), x),
-    while_loop=lambda x: _loop(3, lambda i, a: 0.5 * a + tf.sin(a), x),
-    while_whole=lambda x: (lambda w: _loop(2, lambda i, a: 0.5 * a + w, x))(tf.cumsum(x, 0)),
-    while_rows=lambda x: tf.while_loop(
-        lambda i, a: tf.logical_and(tf.reduce_max(tf.abs(a)) > 0.7, i < 9),
-        lambda i, a: (i + 1, a * 0.7),
-        (0, x),
-    )[1],
-    while_any=lambda x: tf.while_loop(
-        lambda _, a: tf.reduce_any(tf.abs(a) > 0.7), lambda i, a: (i + 1, a * 0.7), (0, x)
-    )[1],
-    while_counted=lambda x: tf.while_loop(
-        lambda i, a: i < tf.minimum(tf.shape(x)[0], 3),
-        lambda i, a: (i + 1, a + 0.1 * x[i]),
-        (0, x),
-    )[1],
-    cond=lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 0.5, lambda: x - 1),
-    case=lambda x: tf.case(
-        [(tf.reduce_max(x) > 2, lambda: x * 0.5), (tf.reduce_min(x) < -2, lambda: x + 1)],
-        lambda: tf.sin(x),
-    ),
-    switch_case=lambda x: tf.switch_case(
-        tf.cast(tf.reduce_sum(tf.abs(x)), tf.int32) % 2, [lambda: x * 0.7, lambda: tf.tanh(x)]
-    ),
+# ... and such that some op may run once.
+OPS.update(
+    **_simple(
+        expanded=lambda x: tf.reshape(tf.squeeze(tf.expand_dims(x, 1)), [-1, WIDTH]),
+    )
+)
+
+# Across examples: every op runs on every device.
+_all_sharded(
+    **_simple(
+        standardized=lambda x: (x - tf.reduce_mean(x, 0)) / (tf.math.reduce_std(x, 0) + 0.5),
+        less_max=lambda x: x - tf.reduce_max(x, 0),
+        less_min=lambda x: x - tf.reduce_min(x),
+        global_norm=lambda x: x / (1 + tf.norm(x)),
+        attention=lambda x: tf.matmul(tf.nn.softmax(tf.matmul(x, x, transpose_b=True)), x),
+        gram=lambda x: 0.2 * tf.matmul(x, tf.tanh(tf.matmul(x, x, transpose_a=True))),
+        whitened=lambda x: tf.matmul(
+            x, tf.linalg.inv(tf.matmul(x, x, transpose_a=True) + tf.eye(WIDTH, dtype=tf.float64))
+        ),
+        by_size=lambda x: x * (1 + 1 / tf.cast(tf.shape(x)[0], tf.float64)),
+        outer_product=lambda x: 0.1 * tf.reduce_sum(x[:, None, :] * x[None, :, :], 1),
+        distances=lambda x: x + tf.reduce_mean(tf.abs(x[:, None, :] - x[None, :, :]), 1),
+        any_positive=lambda x: tf.where_v2(tf.reduce_any(x > 1, 0), x, 0.5 * x),
+        all_small=lambda x: tf.where_v2(tf.reduce_all(tf.abs(x) < 2), x, 0.5 * x),
+        sum_of_maxima=lambda x: x - 0.3 * (tf.reduce_max(x, 0) + tf.reduce_max(tf.sin(x), 0)),
+        product=lambda x: x + tf.reduce_prod(tf.tanh(x), 0),
+        doubled=lambda x: tf.reduce_mean(tf.reshape(tf.concat([x, -x], 1), [-1, 2, WIDTH]), 1) + x,
+        repeated=lambda x: tf.reduce_sum(tf.reshape(tf.repeat(x, 2, 0), [-1, 2, WIDTH]), 1),
+        logsumexp=lambda x: x - tf.reduce_logsumexp(x, 0),
+        wide=lambda x: tf.matmul(tf.transpose(tf.matmul(x, x, transpose_b=True)), x) * 0.1,
+        rows_in_halves=lambda x: tf.reshape(
+            tf.reshape(x, [2 * tf.shape(x)[0], 2]) ** 3, [-1, WIDTH]
+        ),
+        above_diagonal=lambda x: x + tf.linalg.diag(x, k=1)[:, 0, 1:],
+        eye=lambda x: tf.matmul(tf.eye(tf.shape(x)[0], dtype=tf.float64) * 2.0, x),
+        ones=lambda x: x - tf.ones([tf.shape(x)[0], 1], tf.float64),
+        filled=lambda x: x * tf.fill(tf.shape(x), tf.constant(0.7, tf.float64)),
+        broadcast=lambda x: x + tf.broadcast_to(tf.reduce_sum(x, 0) * 0.1, tf.shape(x)),
+        string=lambda x: x + tf.strings.to_number(tf.as_string(tf.round(x)), tf.float64) * 0.1,
+        seeded_dropout=lambda x: tf.nn.dropout(x, rate=0.4, seed=11),
+        seeded_noise=lambda x: x + tf.random.normal(tf.shape(x), 0, 0.1, tf.float64, seed=5),
+        noise_of_row=lambda x: x + tf.random.uniform([WIDTH], 0, 0.1, tf.float64, seed=3),
+        stateless=lambda x: x + tf.random.stateless_uniform(tf.shape(x), [1, 2], dtype=tf.float64),
+        second=lambda x: x + 0.1 * tf.gradients(tf.gradients(tf.reduce_sum(x**3), x)[0], x)[0],
+        saliency=lambda x: x + 0.1 * tf.gradients(tf.reduce_mean(tf.sin(x) * tf.norm(x + 3)), x)[0],
+        while_loop=lambda x: _loop(3, lambda i, a: 0.5 * a + tf.sin(a), x),
+        cond=lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 0.5, lambda: x - 1),
+        case=lambda x: tf.case(
+            [(tf.reduce_max(x) > 2, lambda: x * 0.5), (tf.reduce_min(x) < -2, lambda: x + 1)],
+            lambda: tf.sin(x),
+        ),
+        switch_case=lambda x: tf.switch_case(
+            tf.cast(tf.reduce_sum(tf.abs(x)), tf.int32) % 2, [lambda: x * 0.7, lambda: tf.tanh(x)]
+        ),
+    )
+)
+
+# ... and such that some op may run once.
+OPS.update(
+    **_simple(
+        batch_softmax=lambda x: 3 * tf.nn.softmax(x, 0),
+        cumsum_rows=lambda x: 0.3 * tf.cumsum(x, 0),
+        roll_rows=lambda x: tf.roll(x, 1, 0),
+        sort_rows=lambda x: tf.sort(x, 0),
+        ranked=lambda x: tf.gather(x, tf.argsort(x[:, 0])),
+        first_row=lambda x: x - 0.5 * x[:1],
+        last_row=lambda x: x * tf.sigmoid(x[-1:][0]),
+        hardest=lambda x: x + 0.1 * tf.reduce_mean(tf.nn.top_k(x[:, 0], 1).values),
+        quantile=lambda x: x - tf.sort(tf.reshape(x, [-1]))[tf.size(x) // 2],
+        by_index=lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), tf.float64)[:, None],
+        masked=lambda x: x - tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)) * 0.1,
+        halves=lambda x: tf.concat([x[: tf.shape(x)[0] // 2], 2 * x[tf.shape(x)[0] // 2 :]], 0),
+        long=lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1])), [-1, WIDTH]) * 0.1,
+        diagonal=lambda x: (
+            x * tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True))[:, None] * 0.1
+        ),
+        diagonals=lambda x: (
+            x + tf.einsum('bii->b', tf.reshape(tf.tile(x, [1, WIDTH]), [-1, WIDTH, WIDTH]))[:, None]
+        ),
+        interleaved=lambda x: (
+            x * tf.reduce_sum(tf.tanh(tf.reshape(x, [2, -1, 2])), [0, 2])[:, None]
+        ),
+        shuffled=lambda x: tf.random.shuffle(x, seed=9),
+        map_fn=lambda x: tf.map_fn(lambda r: r * tf.reduce_sum(r) * 0.2, x),
+        scan=lambda x: tf.scan(lambda a, r: 0.5 * a + tf.tanh(r), x),
+        while_rows=lambda x: tf.while_loop(
+            lambda i, a: tf.logical_and(tf.reduce_max(tf.abs(a)) > 0.7, i < 9),
+            lambda i, a: (i + 1, a * 0.7),
+            (0, x),
+        )[1],
+        while_any=lambda x: tf.while_loop(
+            lambda _, a: tf.reduce_any(tf.abs(a) > 0.7), lambda i, a: (i + 1, a * 0.7), (0, x)
+        )[1],
+        while_counted=lambda x: tf.while_loop(
+            lambda i, a: i < tf.minimum(tf.shape(x)[0], 3),
+            lambda i, a: (i + 1, a + 0.1 * x[i]),
+            (0, x),
+        )[1],
+    )
 )
 
 
@@ -192,17 +247,28 @@ def asserted(x, c):
         return tf.identity(x)
 
 
+@_sharded
 def dense(x, c):
     return tf.tanh(tf.matmul(x, c.variable(WIDTH, WIDTH)) + c.variable(WIDTH))
 
 
+@_sharded
 def residual(x, c):
     return x + tf.matmul(tf.nn.relu(tf.matmul(x, c.variable(WIDTH, 7))), c.variable(7, WIDTH))
 
 
-# With variables, or with ids.
-OPS.update(
+# With variables, or with ids: every op runs on every device.
+_all_sharded(
     scaled_by_variable=lambda x, c: x * c.variable(WIDTH) + c.variable(1),
+    gathered_rows=lambda x, c: x + tf.gather(x, c.ids[:, 0] % tf.shape(x, out_type=tf.int64)[0]),
+    segments=lambda x, c: (
+        tf.gather(tf.math.unsorted_segment_sum(x, c.ids[:, 0], IDS), c.ids[:, 0]) * 0.3
+    ),
+    labels_of_all=lambda x, c: x + tf.reduce_mean(c.features['y']) - c.features['y'],
+)
+
+# ... and such that some op may run once.
+OPS.update(
     embedded=lambda x, c: x + tf.nn.embedding_lookup(c.table(), c.ids[:, 0]),
     embedded_mean=lambda x, c: x + tf.reduce_mean(tf.gather(c.table(), c.ids), 1),
     embedded_parts=lambda x, c: (
@@ -211,14 +277,9 @@ OPS.update(
     embedded_sparse=lambda x, c: (
         x + tf.nn.safe_embedding_lookup_sparse(c.table(), tf.sparse.from_dense(c.ids), None)
     ),
-    gathered_rows=lambda x, c: x + tf.gather(x, c.ids[:, 0] % tf.shape(x, out_type=tf.int64)[0]),
-    segments=lambda x, c: (
-        tf.gather(tf.math.unsorted_segment_sum(x, c.ids[:, 0], IDS), c.ids[:, 0]) * 0.3
-    ),
     scattered_column=lambda x, c: (
         x + tf.tensor_scatter_nd_add(tf.zeros_like(x), [[0, 0]], tf.reduce_sum(x)[None] * 0.1)
     ),
-    labels_of_all=lambda x, c: x + tf.reduce_mean(c.features['y']) - c.features['y'],
 )
 
 
@@ -228,16 +289,19 @@ def table_lookup(x, c):
     return x + tf.gather(c.table(), found)
 
 
+@_sharded
 def gather_nd(x, c):
     at = tf.stack([tf.range(tf.shape(x)[0], dtype=tf.int64), c.ids[:, 0] % WIDTH], 1)
     return x * tf.gather_nd(x, at)[:, None]
 
 
+@_sharded
 def beams(x, c):
     best = tf.nn.top_k(x @ c.variable(WIDTH, WIDTH), 2).indices
     return x + tf.reduce_mean(tf.gather(x, best, batch_dims=1), 1, keepdims=True)
 
 
+@_sharded
 def last_step(x, c):
     steps = tf.math.cumsum(tf.reshape(x, [-1, 2, WIDTH // 2]), 1)
     rows = tf.range(tf.shape(x)[0])
@@ -382,13 +446,14 @@ def _fused(x, c, training):
     return x + 1e-6 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
 
 
-OPS.update(
+_all_sharded(
     batch_norm=lambda x, c: 0.7 * tf.layers.batch_normalization(x, training=True, name=c.name()),
     fused_batch_norm=lambda x, c: _fused(x, c, True),
     fused_inference=lambda x, c: _fused(x, c, False),
 )
 
 
+@_sharded
 def averages_in_a_branch(x, c):
     """The recipe of many: averages of tensors, kept in a `cond` whose results are used."""
     mean, variance = tf.nn.moments(x, [0])
@@ -405,16 +470,19 @@ def averages_in_a_branch(x, c):
     return tf.nn.batch_normalization(x, *found, 0.5, None, 0.1)
 
 
+@_sharded
 def layer_norm(x, c):
     mean, variance = tf.nn.moments(x, [1], keepdims=True)
     return (x - mean) * tf.rsqrt(variance + 0.1) * c.variable(WIDTH)
 
 
+@_sharded
 def convolution(x, c):
     y = tf.nn.conv1d(x[:, :, None], c.variable(2, 1, 3), 1, 'SAME')
     return tf.reduce_sum(tf.nn.relu(y), 2)
 
 
+@_sharded
 def convolution_2d(x, c):
     image = tf.reshape(x, [-1, 2, 2, 1])
     y = tf.nn.relu(tf.nn.conv2d(image, c.variable(2, 2, 1, 3), 1, 'SAME'))
@@ -422,6 +490,7 @@ def convolution_2d(x, c):
     return tf.reshape(tf.reduce_sum(y, 3), [-1, WIDTH])
 
 
+@_sharded
 def heads(x, c):
     """Attention over columns: heads and rows change places."""
     q = tf.transpose(tf.reshape(x, [-1, 2, 2]), [1, 0, 2])
@@ -429,6 +498,7 @@ def heads(x, c):
     return tf.reshape(tf.transpose(tf.matmul(a, q), [1, 0, 2]), tf.shape(x))
 
 
+@_shards('While')
 def keras_lstm(x, c):
     """Id 0 is padding."""
     rows = tf.keras.layers.Embedding(IDS, 3, mask_zero=True, dtype=tf.float64)
@@ -436,12 +506,14 @@ def keras_lstm(x, c):
     return x + tf.keras.Sequential([rows, lstm])(c.ids)[:, -1]
 
 
+@_sharded
 def keras_attention(x, c):
     steps = tf.reshape(x, [-1, 2, WIDTH // 2])
     attention = tf.keras.layers.MultiHeadAttention(2, 3, use_bias=False, dtype=tf.float64)
     return x + tf.reshape(attention(steps, steps), [-1, WIDTH])
 
 
+@_sharded
 def keras_losses(x, c):
     """Of weights, of what layers give, and one that the model adds itself."""
     inputs = tf.keras.Input([WIDTH], dtype=tf.float64)
@@ -459,6 +531,7 @@ def keras_losses(x, c):
 # With variables that the forward pass writes.
 
 
+@_sharded
 def counted(x, c):
     """How many rows there were is read after it's written."""
     seen = c.counter()
@@ -468,12 +541,14 @@ def counted(x, c):
         return x / (1 + 0.1 * seen.read_value())
 
 
+@_sharded
 def moving_mean(x, c):
     m = c.counter(WIDTH)
     with tf.control_dependencies([tf.assign(m, 0.9 * m + 0.1 * tf.reduce_mean(x, 0))]):
         return x - m.read_value()
 
 
+@_sharded
 def read_then_written(x, c):
     """A loop has to read before the variable is written, in each tower."""
     w, shift = c.variable(WIDTH, WIDTH), c.counter()
@@ -487,23 +562,27 @@ def read_then_written(x, c):
 # With variables that no example reaches.
 
 
+@_sharded
 def regularized_apart(x, c):
     c.regularize(0.1 * tf.nn.l2_loss(c.variable(WIDTH, WIDTH)))
     return x
 
 
+@_sharded
 def statistics_multiplied(x, c):
     w = c.variable(WIDTH, WIDTH)
     c.regularize(0.1 * tf.reduce_mean(w) * tf.reduce_sum(tf.square(w)))
     return x
 
 
+@_sharded
 def embedded_apart(x, c):
     """Rows of a table whose ids aren't the batch's."""
     c.regularize(0.1 * tf.nn.l2_loss(tf.nn.embedding_lookup(c.table(), [1, 4, 1])))
     return x
 
 
+@_sharded
 def spectral_norm(x, c):
     """A step's power iteration goes on from that of the step before."""
     w = c.variable(WIDTH, WIDTH)
@@ -526,6 +605,14 @@ def _odd():
     return tf.equal(tf.train.get_or_create_global_step() % 2, 1)
 
 
+@_shards('While')
+def while_whole(x, c):
+    """The loop adds, in each round, what is computed once of the global batch."""
+    sums = tf.cumsum(x, 0)
+    return _loop(2, lambda i, h: 0.5 * h + sums, x)
+
+
+@_sharded
 def recurrent(x, c):
     """Each round reads the weights of the next."""
     w, u = c.variable(1, WIDTH), c.variable(WIDTH, WIDTH, scale=0.3)
@@ -536,6 +623,7 @@ def recurrent(x, c):
     return tf.while_loop(lambda i, *_: i < WIDTH, step, (0, tf.zeros_like(x), u))[1]
 
 
+@_sharded
 def recurrent_arrays(x, c):
     u = c.variable(WIDTH, WIDTH, scale=0.3)
     sequence = tf.stack([x, x * 0.5, -x])
@@ -543,6 +631,7 @@ def recurrent_arrays(x, c):
     return states[-1] + 0.1 * states[0]
 
 
+@_sharded
 def recurrent_lengths(x, c):
     """Of sequences of their own lengths; what is written to an array is used twice."""
     u = c.variable(WIDTH, WIDTH, scale=0.3)
@@ -557,6 +646,7 @@ def recurrent_lengths(x, c):
     return tf.reduce_mean(outputs, 0) + tf.reduce_max(tf.square(outputs), [0, 2])[:, None]
 
 
+@_sharded
 def dynamic_rnn(x, c):
     cell, steps = tf.nn.rnn_cell.GRUCell(WIDTH), tf.reshape(x, [-1, 2, WIDTH // 2])
     return x + tf.nn.dynamic_rnn(cell, steps, dtype=tf.float64, scope=c.name())[1]
@@ -570,6 +660,7 @@ def written_rows(x, c):
     return tf.reshape(kept.stack(), [-1, WIDTH])
 
 
+@_sharded
 def large_zeros(x, c):
     """Of so many entries that TensorFlow makes no constant of them."""
     wide = tf.tile(x, [1, 100])
@@ -595,16 +686,19 @@ def nested_loops(x, c):
     return tf.cond(_odd(), lambda: inner(x), lambda: inner(2.0 * x))
 
 
+@_sharded
 def shape_in_a_loop(x, c):
     shape = tf.shape(x)
     return _loop(2, lambda i, h: tf.reshape(tf.tanh(tf.reshape(h, [-1])), shape), x)
 
 
+@_shards('While')
 def sizes_in_a_loop(x, c):
     shape = tf.shape(tf.matmul(x, x, transpose_b=True))
     return _loop(2, lambda i, h: h + tf.ones([shape[1], 1], tf.float64), x)
 
 
+@_shards('While')
 def size_in_a_loop(x, c):
     """After the loop it's that of the whole batch, though each tower's loop has its own."""
 
@@ -616,6 +710,7 @@ def size_in_a_loop(x, c):
     return _loop(2, lambda i, h: loop(h), loop(x))
 
 
+@_shards('While')
 def embedded_in_a_loop(x, c):
     """Sparse gradients from inside a loop and a branch."""
     table, ids = c.table(), c.ids
@@ -638,6 +733,7 @@ def cond_by_rows_in_a_loop_in_a_cond(x, c):
     return tf.cond(_odd(), lambda: _loop(2, body, x), lambda: x)
 
 
+@_shards('If')
 def cond_of_several(x, c):
     """Lists and dicts, an output that does not depend on the shard, and an unused one."""
     w, v = c.variable(WIDTH, WIDTH), c.variable(WIDTH, WIDTH)
@@ -647,17 +743,21 @@ def cond_of_several(x, c):
     return tf.matmul(found['a'], found['b'][0])
 
 
-OPS.update(
+_all_sharded(
     # Of all rows, which towers have unevenly.
     mean_in_a_branch=lambda x, c: (
         x - tf.cond(_odd(), lambda: tf.reduce_mean(x, 0), lambda: tf.reduce_mean(2 * x, 0))
     ),
-    loop_with_rows_summed=lambda x, c: _loop(2, lambda i, h: h - 0.1 * tf.reduce_mean(h, 0), x),
     cond_on_placeholders=lambda x, c: tf.cond(
         tf.placeholder_with_default(False, []),
         lambda: x,
         lambda: tf.cond(_odd(), lambda: tf.tanh(x), lambda: tf.tanh(2.0 * x)),
     ),
+)
+
+# ... and such that some op may run once.
+OPS.update(
+    loop_with_rows_summed=lambda x, c: _loop(2, lambda i, h: h - 0.1 * tf.reduce_mean(h, 0), x),
 )
 
 
@@ -667,6 +767,7 @@ def _layer(c, **options):
     return tf.function(lambda v: tf.tanh(tf.matmul(v, w)), **options)
 
 
+@_sharded
 def function_in_a_loop(x, c):
     """One that asks not to be made a part of its caller, too."""
     layer = _layer(c)
@@ -674,6 +775,7 @@ def function_in_a_loop(x, c):
     return apart(x) + _loop(3, lambda i, h: layer(h) + h, x)
 
 
+@_shards('While')
 def function_of_autograph(x, c):
     layer = _layer(c)
 
@@ -691,6 +793,7 @@ def function_of_autograph(x, c):
     return call(x, 3)
 
 
+@_shards('PartitionedCall')
 def function_of_sizes(x, c):
     """A row has as many entries in what it returns as a variable says."""
     pieces = tf.get_variable(c.name(), initializer=2, trainable=False)
@@ -699,6 +802,7 @@ def function_of_sizes(x, c):
     return x + tf.reshape(tf.roll(flat, 1, 0), [-1, WIDTH])
 
 
+@_sharded
 def functions_with_effects(x, c):
     """What a function counts comes before what uses its results."""
     layer, calls = _layer(c), c.counter(use_resource=True)
@@ -732,6 +836,7 @@ def checkpointed(x, c):
     return inner(x)
 
 
+@_sharded
 def inner_step(x, c):
     """MAML: a loss after a step of gradient descent."""
     w = c.variable(WIDTH, WIDTH)
@@ -751,6 +856,7 @@ def third_derivatives(x, c):
     return x + 0.1 * tf.gradients(tf.reduce_sum(slope**2), x)[0]
 
 
+@_sharded
 def penalized(x, c):
     """WGAN's: slopes where real and generated rows are mixed, each in its own proportion."""
     share, fake = tf.sigmoid(10 * x[:, :1]), tf.matmul(x[:, ::-1], c.variable(WIDTH, WIDTH))
@@ -779,6 +885,7 @@ def taped(x, c):
     return x + slopes[:, :WIDTH] + tape.gradient(energy, x)
 
 
+@_sharded
 def directional(x, c):
     w = c.variable(WIDTH, WIDTH, use_resource=True)
     with tf2.autodiff.ForwardAccumulator(w, 0.1 * tf.ones([WIDTH, WIDTH], w.dtype)) as accumulator:

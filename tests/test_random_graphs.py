@@ -1,7 +1,5 @@
 """Random model_fns train, evaluate and predict on several devices as on one, in float64."""
 
-import re
-
 import hypothesis
 import numpy as np
 import pytest
@@ -10,16 +8,14 @@ import tensorflow.compat.v1 as tf
 import random_graphs
 import towers
 from estimator_mgpu import steps
-from random_graphs import EVEN, OPS, SIMPLE, Case
+from random_graphs import EVEN, OPS, SHARDED, SHARDED_TYPES, SIMPLE, Case
 
 MODES = tf.estimator.ModeKeys
 RTOL = 1e-10
 FLOOR = 1e-3  # What is smaller may be rounding of what isn't.
 
-# Each TensorFlow has other gradients of these.
-BY_VERSION = """
-    clipped_by_row_in_a_loop embedded_parts embedded_sparse pieces_by_variable third_derivatives
-"""
+# Models with sizes inside loops, branches and functions: their numbers are compared as well where
+# the graph knows how many examples a batch has.
 LOOPS = """
     clipped_by_row_in_a_loop cond cond_by_rows_in_a_loop_in_a_cond cond_in_a_loop cond_of_several
     cond_on_placeholders dynamic_rnn embedded_in_a_loop function_in_a_loop function_of_autograph
@@ -28,76 +24,14 @@ LOOPS = """
     shape_in_a_loop size_in_a_loop sizes_in_a_loop switch_case while_any while_counted while_loop
     while_whole written_rows
 """
-# What runs once, by its type, and in which models of one op.
-WHOLE = {
-    'AddV2': 'python_row',
-    'Assert': 'asserted',
-    'AssignAddVariableOp': 'loop_with_effects',
-    'CTCBeamSearchDecoder': 'decoded',
-    'ConcatV2': 'masked_centered',
-    'Cumsum': 'cumsum_rows long ragged_dense while_whole',
-    'DenseBincount': 'class_weights',
-    'EagerPyFunc': 'python_dense python_repeated python_row python_rows',
-    'Einsum': 'diagonals',
-    'GatherV2': 'clipped_by_row',
-    'Greater': 'cond_by_rows_in_a_loop_in_a_cond function_of_autograph while_rows',
-    'MatrixDiagPartV3': 'diagonal',
-    'Mul': 'masked_twice python_rows',
-    'PyFunc': 'numpy_function python_unknown',
-    'RandomShuffle': 'shuffled',
-    'Reshape': (
-        'clipped_by_row groups interleaved pairs_first pairs_with_left ragged_dense taped '
-        'unique_dense variables'
-    ),
-    'Roll': 'roll_rows',
-    'ScatterNd': 'masked_dense without_all without_padding',
-    'Softmax': 'batch_softmax',
-    'StridedSlice': (
-        'checkpointed first_row halves last_row masked_images masked_twice python_repeated '
-        'while_counted written_rows'
-    ),
-    'StringSplitV2': 'padded_words reduced_words',
-    'Sum': 'padded_words pairs_first python_row reduced_words',
-    'TanhGrad': 'masked_centered',
-    'TensorArrayV2Write': 'hessian',
-    'TensorListFromTensor': 'map_fn scan',
-    'TopKV2': 'hardest quantile ranked sort_rows',
-    'Transpose': 'clipped_by_row',
-    'Unique': 'embedded embedded_mean keras_lstm table_lookup unique_dense',
-    'Where': (
-        'masked masked_centered masked_dense masked_images masked_twice pairs_with_left '
-        'ragged_dense without_all without_padding'
-    ),
-    'in it, mul needs a sum over all rows': 'loop_with_rows_summed',
-    'its lists are used whole': 'embedded_in_a_loop nested_loops pairs_first',
-    'rows say when it ends': 'while_any',
-}
-# What else does where the graph doesn't know how many rows there are, or where it does.
-UNKNOWN = {
-    'AddN': 'pairs_first',
-    'AddV2': 'by_index pairs_first while_whole',
-    'BroadcastTo': 'repeated_dense',
-    'Cast': 'size_in_a_loop',
-    'MatMul': 'cond_of_several',
-    'OptionalFromValue': 'cond_in_a_loop',
-    'PartitionedCall': 'function_of_sizes',
-    'Shape': 'sizes_in_a_loop',
-    'Squeeze': 'expanded',
-    'Sum': 'embedded_in_a_loop ragged_dense repeated_dense unique_dense variables',
-    'TensorScatterAdd': 'scattered_column',
-    'UnsortedSegmentSum': 'clipped_by_row taped',
-    'cond:2 is a size that goes by rows': 'cond_of_several',
-}
-KNOWN = {
-    'AddN': 'cond_of_several',
-    'Roll': 'function_of_sizes',
-    'SelectV2': 'cond_by_rows_in_a_loop_in_a_cond',
-    'StridedSlice': 'quantile',
-    'Sum': 'python_rows written_rows',
-    'TanhGrad': 'nested_loops',
-    'UnsortedSegmentSum': 'unique_dense',
-    'Where': 'repeated_dense',
-    'zeros:0 has rows, or sums, in some branches only': 'embedded_in_a_loop',
+
+# An op of these types is worth sharding in any model.
+PRODUCTS = {
+    'BatchMatMulV2',
+    'Conv2D',
+    'Conv2DBackpropFilter',
+    'Conv2DBackpropInput',
+    'MatMul',
 }
 
 
@@ -142,49 +76,54 @@ def case_of(name, sizes, static, loss='mean', **more):
 
 
 def check_each(name, sizes, static=False, modes=(MODES.EVAL,), **more):
-    """Compares a model of one op; returns how it's divided."""
-    ours = check(case_of(name, sizes, static, **more), modes)
-    assert ours is not None
-    return plan_of(ours)
+    """Compares a model of one op; returns the training on several devices."""
+    run = check(case_of(name, sizes, static, **more), modes)
+    assert run is not None, 'TensorFlow itself cannot train this model.'
+    return run
 
 
-def plan_of(run):
-    return steps.of_graph(run.graph).plan
+def assert_sharded(run, name):
+    """Asserts what the model says of its ops, and that products run on every device."""
+    plan = steps.of_graph(run.graph).plan
+    unsharded = {}
+    for op_name, (reason, _) in plan.once.items():
+        op_type = run.graph.get_operation_by_name(op_name).type
+        # The loss subtracts the labels, whose examples aren't known to be those of the output.
+        if op_type != 'Sub':
+            unsharded.setdefault(op_type, []).append(f'{op_name}: {reason}')
 
+    for op_type, reasons in unsharded.items():
+        assert op_type not in PRODUCTS, reasons
+        assert name not in SHARDED, reasons
 
-def assert_whole(plan, name, more):
-    """Asserts what runs once, though it's given rows; all else runs in towers."""
-    reasons = [reason.rpartition(': ')[2] for reason, _ in plan.once.values()]
-    types = [re.search(r'[A-Z]\w+', reason) for reason in reasons]
-    found = {found[0] if found else reason for found, reason in zip(types, reasons)}
-    if name not in BY_VERSION.split():
-        expected = {t for table in (WHOLE, more) for t in table if name in table[t].split()}
-        assert found - {'Sub'} == expected  # The loss's, whose rows aren't known to be the batch's.
+    sharded = {run.graph.get_operation_by_name(op_name).type for op_name in plan.ops}
+    for op_type in SHARDED_TYPES.get(name, []):
+        assert sharded & {op_type, f'Stateless{op_type}', f'Stateful{op_type}'}, unsharded
 
 
 @pytest.mark.parametrize('name', sorted(OPS | EVEN))
 def test_each_op(name):
     """On batches of another size each."""
-    plan = check_each(name, [12, 6, 2] if name in EVEN else [7, 2, 1])
-    assert_whole(plan, name, UNKNOWN)
+    run = check_each(name, [12, 6, 2] if name in EVEN else [7, 2, 1])
+    assert_sharded(run, name)
 
 
 @pytest.mark.parametrize('name', sorted(OPS | EVEN))
-def test_each_op_where_rows_are_known(name):
-    """Numbers are compared where functions have sizes of their own."""
+def test_each_op_where_the_batch_size_is_known(name):
+    """Only models with sizes inside loops, branches and functions are run; graphs show the rest."""
     if name in LOOPS.split():
-        plan = check_each(name, [7, 7], static=True)
+        run = check_each(name, [7, 7], static=True, modes=())
     else:
         case = case_of(name, [12 if name in EVEN else 7], static=True)
-        model_fn, batches = random_graphs.model_fn_of(case), random_graphs.batches_of(case)
-        plan = plan_of(towers.train(model_fn, batches, 3, steps=0))
-    assert_whole(plan, name, KNOWN)
+        model_fn = random_graphs.model_fn_of(case)
+        run = towers.train(model_fn, random_graphs.batches_of(case), case.towers, steps=0)
+    assert_sharded(run, name)
 
 
 @pytest.mark.parametrize('name', sorted((OPS | EVEN).keys() - SIMPLE))
 def test_each_op_in_v1(name):
     """By TensorFlow 1's behavior, those with variables, loops or gradients."""
-    check_each(name, [12, 12], static=True, behavior='v1')
+    check_each(name, [12, 12], static=True, modes=(), behavior='v1')
 
 
 # What is written in the forward pass, or by what no example reaches.

@@ -93,8 +93,11 @@ def plan_of(run):
     return steps.of_graph(run.graph).plan
 
 
-@pytest.mark.parametrize('towers', [1, 2, 4], ids='towers={}'.format)
-@pytest.mark.parametrize('data', [even, short_last])
+@pytest.mark.parametrize(
+    ('data', 'towers'),
+    [(even, 4), (short_last, 1), (short_last, 2)],
+    ids=['even-4 towers', 'short_last-1 tower', 'short_last-2 towers'],
+)
 @pytest.mark.parametrize('model_fn', [*SAY, *SILENT], ids=lambda fn: fn.__name__)
 def test_features(model_fn, data, towers):
     static = data is even
