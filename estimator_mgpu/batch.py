@@ -57,7 +57,7 @@ def parts_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
 
 def leaves_of(features: Any, labels: Any, broadcast: Sequence[str]) -> dict[Path, Any]:
     """Returns the leaves of a batch, but for the features that `broadcast` names."""
-    leaves = dict(private.leaves({'features': features, 'labels': labels}))
+    leaves = dict(private.flatten_with_paths({'features': features, 'labels': labels}))
     whole = _broadcast_paths(leaves, broadcast)
     return {path: leaf for path, leaf in leaves.items() if path not in whole}
 

@@ -85,12 +85,14 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
     try:
         yield
     except (*_RESTORING, *_WRITING) as error:
-        if _op_type(error) == op_types.RESTORE:
+        if _op_type(error) == op_types.CHECKPOINT_READ:
             if not isinstance(error, _RESTORING) or _of_other_variables(error):
                 raise
             raise _unreadable(error, _restored(error) or path or _last(model_dir)) from error
         # Summaries are written without an op.
-        writes = _op_type(error) in (None, *op_types.SAVING) and isinstance(error, _WRITING)
+        writes = _op_type(error) in (None, *op_types.CHECKPOINT_WRITES) and isinstance(
+            error, _WRITING
+        )
         # TensorFlow's own have 'FILE; No space left on device', say; others may be anybody's.
         named = '; ' in _reason(error) or not isinstance(error, RuntimeError)
         if not (writes and named) or not _concerns(_reason(error), model_dir):

@@ -17,10 +17,10 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import parts_of
-from estimator_mgpu.partition.towers.placement import home_of
+from estimator_mgpu.partition.towers.placement import device_of
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
-from estimator_mgpu.tf_internals.effects import has_effect
-from estimator_mgpu.tf_internals.graphs import ordered
+from estimator_mgpu.tf_internals.effects import has_side_effect
+from estimator_mgpu.tf_internals.graphs import topological_order
 
 
 def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
@@ -48,7 +48,7 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
         return
 
     results = _ops_of(spec)
-    needed = graphs.backward(results)
+    needed = graphs.ancestors(results)
     # A step runs only what it needs of the batch. If the spec's results need nothing of it, hooks
     # run the steps: then it's what any op uses.
     used = [t for t in parts if t.op in needed] or [t for t in parts if t.consumers()]
@@ -59,15 +59,17 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
 
 def _may_end(tensor: tf.Tensor) -> bool:
     """Whether a tensor is made by an op such as an iterator's, and isn't there to be fed."""
-    return tensor.op.type not in op_types.FED and any(map(has_effect, graphs.backward([tensor.op])))
+    return tensor.op.type not in op_types.PLACEHOLDERS and any(
+        map(has_side_effect, graphs.ancestors([tensor.op]))
+    )
 
 
 def _writes_to_hold(
     graph: tf.Graph, batch: Sequence[tf.Tensor], results: Sequence[tf.Operation]
 ) -> list[tf.Operation]:
     """The ops that have to wait for a batch, in the graph's order."""
-    before_batch = graphs.backward([tensor.op for tensor in batch])
-    sources = [op for op in before_batch if has_effect(op)]  # almost always one: an iterator's
+    before_batch = graphs.ancestors([tensor.op for tensor in batch])
+    sources = [op for op in before_batch if has_side_effect(op)]  # almost always one: an iterator's
     waiting_already = set.intersection(*map(_after, sources))
     step = _followers(sources)
     if not step.isdisjoint(results):
@@ -86,9 +88,9 @@ def _writes_to_hold(
 
 def _writes(op: tf.Operation) -> bool:
     """Whether an op, or a function that it calls, writes to a variable or a table."""
-    if not has_effect(op) or op.type in op_types.LOOKUPS:
+    if not has_side_effect(op) or op.type in op_types.STATE_QUERIES:
         return False
-    if op.type in op_types.CALLERS:
+    if op.type in op_types.FUNCTION_CALLERS:
         graphs = function_calls.function_graphs(op)
         inside = [inner for graph in graphs for inner in graph.get_operations()]
         return any(map(_writes, inside)) or not graphs
@@ -98,10 +100,10 @@ def _writes(op: tf.Operation) -> bool:
 def _is_state(tensor: tf.Tensor) -> bool:
     """Whether a tensor refers to a variable or a table, or to an argument of a function."""
     maker = tensor.op
-    while maker.type in op_types.PASSING and maker.inputs:
+    while maker.type in op_types.FORWARD_VARIABLES and maker.inputs:
         maker = maker.inputs[0].op
-    refers = tensor.dtype == tf.resource or graphs.is_reference(tensor)
-    return refers and (maker.type in op_types.STATE or maker.type in op_types.FED)
+    refers = tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
+    return refers and (maker.type in op_types.STATE_HOLDERS or maker.type in op_types.PLACEHOLDERS)
 
 
 def _ops_of(spec: Any) -> list[tf.Operation]:
@@ -118,7 +120,7 @@ def _followers(ops: Sequence[tf.Operation], until: Container[tf.Operation] = ())
     while stack:
         op = stack.pop()
         if op not in until:
-            new = set(graphs.followers(op)) - reached
+            new = set(graphs.consumers_of(op)) - reached
             reached |= new
             stack += new
     return reached
@@ -135,11 +137,11 @@ def _after(first: tf.Operation) -> set[tf.Operation]:
     reached, stack = {first}, [first]
     while stack:
         op = stack.pop()
-        for user in graphs.followers(op):
+        for user in graphs.consumers_of(op):
             if user.type in op_types.MERGE:
-                begin = [t.op for t in user.inputs if t.op.type not in op_types.NEXT]
+                begin = [t.op for t in user.inputs if t.op.type not in op_types.NEXT_ITERATION]
                 waits = reached.issuperset(begin)
-            elif user.type in op_types.CALLERS:
+            elif user.type in op_types.FUNCTION_CALLERS:
                 waits = op in user.control_inputs
             else:
                 waits = True
@@ -156,8 +158,10 @@ def _loops(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
         return {}
     frames: dict[tf.Operation, tuple[bytes, ...]] = {}  # the loops around what an op gives
     entries: dict[bytes, list[tf.Operation]] = {}  # by the outermost loop
-    for op in ordered(ops):
-        frame = max((frames.get(before, ()) for before in graphs.waited(op)), key=len, default=())
+    for op in topological_order(ops):
+        frame = max(
+            (frames.get(before, ()) for before in graphs.direct_inputs(op)), key=len, default=()
+        )
         if op.type in op_types.ENTER:
             name = op.get_attr('frame_name')
             if not frame:
@@ -179,7 +183,7 @@ def _wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[tf.Te
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'):
         there: dict[str, tf.Operation] = {}
         for write in writes:
-            device = home_of(write) or host
+            device = device_of(write) or host
             if host not in there:
                 with tf.device(host or None):
                     with tf.control_dependencies([tf.identity(t, 'is_there') for t in batch]):

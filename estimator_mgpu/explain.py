@@ -19,7 +19,7 @@ from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.costs import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.towers.placement import home_of
+from estimator_mgpu.partition.towers.placement import device_of
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
@@ -136,7 +136,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         plan = known.plan
         for gradient, variable in optimizer.applied(graph):
             sparse = isinstance(gradient, tf.IndexedSlices)
-            while not sparse and gradient.op.type in op_types.VIEWS:
+            while not sparse and gradient.op.type in op_types.REARRANGEMENTS:
                 gradient = gradient.op.inputs[0]
             once = plan is None or (not sparse and gradient.op.name in plan.once)
             size = 0 if once else None if sparse else bytes_of(variable)
@@ -155,13 +155,13 @@ def messages(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, in
     """
 
     def place(op: tf.Operation) -> str:
-        found = home_of(op)
+        found = device_of(op)
         if not found:
             groups = map(op.graph.get_operation_by_name, graphs.colocated_with(op))
-            found = next(filter(None, map(home_of, groups)), first)
+            found = next(filter(None, map(device_of, groups)), first)
         return device_spec(found).to_string()
 
-    needed = {op: place(op) for op in graphs.backward(ops)}
+    needed = {op: place(op) for op in graphs.ancestors(ops)}
     sent = {(t.name, to): (t.op, t) for op, to in needed.items() for t in op.inputs}
     waits = {(o.name, to): (o, None) for op, to in needed.items() for o in op.control_inputs}
     return [
@@ -225,7 +225,7 @@ def _counted(plan: Plan) -> list[tf.Operation]:
 def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
     """By the outermost scope, in the model's order; gradients are in that of what they're of."""
     found: dict[str, Counter[str]] = {}
-    for op in sorted(_counted(plan), key=private.number):
+    for op in sorted(_counted(plan), key=private.creation_index):
         scope = re.sub(r'^gradients(_\d+)?/', '', op.name).partition('/')[0].removesuffix('_grad')
         for tensor in op.outputs:
             partial = isinstance(plan.placements.get(tensor.name), Partial)

@@ -17,7 +17,7 @@ from estimator_mgpu.devices import Devices, checked, host_of, resolve, warn_of_m
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
-from estimator_mgpu.partition.towers.variables import CHOICES, SPREAD, place
+from estimator_mgpu.partition.towers.variables import CHOICES, SPREAD, place_variables
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
 
 _LEGAL = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': ('chief', 'machine')}
@@ -148,7 +148,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
             before = {op.name for op in tf.get_default_graph().get_operations()}
             ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
             built = _build(model_fn, bound)
-            place(options['variables'], ps or towers, before)
+            place_variables(options['variables'], ps or towers, before)
             found = unknown_ranks.shapes_told_by_model(found)
             spec, step = _divided(built, found, towers, before, options['batch_norm'])
         end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
@@ -191,7 +191,7 @@ def _divided(
         return spec, step
     names = ('loss', 'predictions', 'train_op', 'eval_metric_ops')
     results = tf.nest.map_structure(
-        lambda leaf: towers.whole(leaf) if isinstance(leaf, tf.Tensor) else leaf,
+        lambda leaf: towers.full_value(leaf) if isinstance(leaf, tf.Tensor) else leaf,
         {name: getattr(spec, name) for name in names},
         expand_composites=True,
     )
@@ -200,7 +200,7 @@ def _divided(
 
 def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:
     """Calls a model_fn, and returns its EstimatorSpec, also where that is of a TPUEstimator."""
-    graph = graphs.outermost(tf.get_default_graph())
+    graph = graphs.outermost_graph(tf.get_default_graph())
     if graph in _building:
         raise ValueError(
             'A replicated model_fn is called by another one, that of replicate_estimator() or '
@@ -234,4 +234,4 @@ def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
     ):
         return False  # Estimator has read the global step before it trains; a batch may be fed.
     given = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
-    return any(op.type in op_types.FED for op in graphs.backward(given))
+    return any(op.type in op_types.PLACEHOLDERS for op in graphs.ancestors(given))

@@ -33,10 +33,11 @@ def _shape_told(tensor: tf.Tensor) -> list[int | None] | None:
         own = stack.pop()
         for user in own.consumers():
             entries = (
-                user.type == op_types.ENSURE or RULES.get(user.type) == FAMILIES['elementwise']
+                user.type == op_types.ENSURE_SHAPE
+                or RULES.get(user.type) == FAMILIES['elementwise']
             )
             alone = all(t is own or t.shape.rank == 0 for t in user.inputs)
-            if not entries or not alone or private.in_control_flow(user):
+            if not entries or not alone or private.in_v1_control_flow(user):
                 continue
             [made] = user.outputs
             if made.shape.rank is not None:

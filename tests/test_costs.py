@@ -43,7 +43,7 @@ def ops_of_a_step(model_fn, towers, rows=ROWS, sparse=False, **options):
         if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
         spec = model_fn(*batch, tf.estimator.ModeKeys.TRAIN)
-        return [op for op in graphs.backward([spec.train_op, spec.loss.op]) if op.type != 'Const']
+        return [op for op in graphs.ancestors([spec.train_op, spec.loss.op]) if op.type != 'Const']
 
 
 def types(ops):
@@ -110,7 +110,7 @@ def test_no_tower_waits_for_another(rows):
     ends = [op for op in ops if tower_of(op) is not None and op.type in kinds]
     assert len(ends) == 3 * (8 + 3 + 2)
     for op in ends:
-        others = {tower_of(other) for other in graphs.backward([op]) if other in ends}
+        others = {tower_of(other) for other in graphs.ancestors([op]) if other in ends}
         assert others <= {tower_of(op)}, op.name
 
 

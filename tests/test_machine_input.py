@@ -112,7 +112,7 @@ def test_no_machine_reads_for_others():
         features, labels = read_parts(PARTS['even'])()
         replicated = estimator_mgpu.replicate(regression(adam), devices=DEVICES)
         spec = replicated(features['x'], labels, TRAIN)
-        needed = graphs.backward([spec.train_op, spec.loss.op])
+        needed = graphs.ancestors([spec.train_op, spec.loss.op])
         assert not {features['x'].op, labels.op} & needed
         read = [op.device for op in needed if op.type == 'IteratorGetNext']
         assert [on for on in sorted(read) if 'CPU:0' in on] == [f'{t}/device:CPU:0' for t in TASKS]

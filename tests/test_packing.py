@@ -108,7 +108,7 @@ def test_each_call_has_its_own_packs(counted):
         run.run(tf.global_variables_initializer())
         run.run(spec.train_op)
         assert run.run([v for v in tf.global_variables() if 'count' in v.name]) == [counted, 0]
-    assert not [op.name for op in graphs.backward([spec.train_op]) if 'gradients_1/' in op.name]
+    assert not [op.name for op in graphs.ancestors([spec.train_op]) if 'gradients_1/' in op.name]
 
 
 def test_what_towers_wait_for_is_in_no_pack():
@@ -140,7 +140,7 @@ def test_a_read_that_waits_is_in_no_pack():
 def test_a_loss_alone_needs_no_gradient():
     """Not even of packs: who fetches it draws no numbers for them, and changes nothing."""
     loss = train(momentum, batches(steps=1), 2).spec.loss.op
-    assert not [op.name for op in graphs.backward([loss]) if 'gradients/' in op.name]
+    assert not [op.name for op in graphs.ancestors([loss]) if 'gradients/' in op.name]
 
 
 def after_a_step(model_fn, towers, fetch, feed=None, first=None):
@@ -275,5 +275,5 @@ def test_many_groups_and_an_assignment_before_a_lookup():
 
     ours, _ = compare(model_fn, batches(16, steps=3), 2)
     lookups = of_graph(ours, 'ResourceGather')
-    waited = {op.type for lookup in lookups for op in graphs.backward([lookup])}
+    waited = {op.type for lookup in lookups for op in graphs.ancestors([lookup])}
     assert len(lookups) == 2 and 'AssignVariableOp' in waited

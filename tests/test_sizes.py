@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, RowSpace, Size
-from estimator_mgpu.partition.towers.node_builder import Nodes
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.shards import Sharding, _index_type
 from models import batches, of_all_modes, weights
 from towers import compare
@@ -131,7 +131,7 @@ def test_entries_of_large_tensors():
     """Those of each of 2 towers, of 1,500,000,001 rows; no tensor of them is made."""
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
-        nodes = Nodes(graph, 'replicate', '/device:CPU:0')
+        nodes = NodeBuilder(graph, 'replicate', '/device:CPU:0')
         given, each = tf.constant(1_500_000_001), tf.constant(3_000_000_000, tf.int64).name
 
         def symbol(of, tower, dtype):
@@ -157,7 +157,7 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
     """A number of rows is int32, and cheap; of entries there may be more."""
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
-        nodes, total = Nodes(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
+        nodes, total = NodeBuilder(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
         devices = ['/device:CPU:0'] * 2
         sharding = Sharding(rows, total, devices, nodes, lambda *of: sharding.all_rows(of[-1]))
         whole = tf.range(5 * entries)

@@ -16,7 +16,7 @@ BATCHES = [(floats(7, 3), floats(7, 1))] * 3
 
 def before(op):
     """The names of an op and all that it waits for."""
-    return {other.name for other in graphs.backward([op])}
+    return {other.name for other in graphs.ancestors([op])}
 
 
 def variable(name, *shape, **options):

@@ -475,13 +475,17 @@ def saving_tasks(graph: tf.Graph) -> set[str]:
     has a task save what it finds there itself: variables of the kind before resource variables, and
     variables and iterators that a program has put there.
     """
-    return {machine_of(op.device) for op in graph.get_operations() if op.type in op_types.SAVING}
+    return {
+        machine_of(op.device)
+        for op in graph.get_operations()
+        if op.type in op_types.CHECKPOINT_WRITES
+    }
 
 
 def pin(graph: tf.Graph) -> None:
     """Puts on the chief what has been put on no task, but for what has to be with others."""
     for op in graph.get_operations():
-        held = any(t.dtype == tf.resource or graphs.is_reference(t) for t in op.inputs)
+        held = any(t.dtype == tf.resource or graphs.is_reference_variable(t) for t in op.inputs)
         others = {*graphs.colocated_with(op)} - {op.name}  # A variable is colocated with itself.
         if device_spec(op.device).job is None and not held and not others:
             private.set_device(op, CHIEF + op.device)

@@ -107,7 +107,7 @@ def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], se
             assert divided is not None  # Rows are dynamic.
             once = map(graph.get_operation_by_name, divided.plan.once)
             types = {*_types(graph, divided.plan.ops)} - {op.type for op in once}
-            made = [divided.whole(t) for t in made]
+            made = [divided.full_value(t) for t in made]
         with trials.session_of(towers) as session:
             return session.run(made, dict(zip(tensors, rows))), types
 

@@ -15,7 +15,7 @@ from estimator_mgpu.partition.placements import REPLICATE
 from estimator_mgpu.partition.plan import Label, SizesOf
 from estimator_mgpu.partition.propagation.accepted_shapes import copy_of, takes
 from estimator_mgpu.partition.propagation.engine import propagate
-from estimator_mgpu.partition.rewrites.inline_calls import inline
+from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rules import PRODUCTS, RULES
 from estimator_mgpu.partition.rules.notation import (
     NotSharded,
@@ -27,9 +27,9 @@ from estimator_mgpu.partition.rules.notation import (
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.partition.towers.build import Towers
-from estimator_mgpu.partition.towers.placement import settle
+from estimator_mgpu.partition.towers.placement import place_ops
 from estimator_mgpu.tf_internals import graphs, private
-from estimator_mgpu.tf_internals.graphs import dependents, ordered
+from estimator_mgpu.tf_internals.graphs import dependents, topological_order
 
 _SMALL = 64  # entries of an integer vector that may be sizes, or name dimensions
 
@@ -104,10 +104,14 @@ def _calls(
     types: Container[str],
 ) -> list[Call]:
     """Finds the ops that are to be tried, each once, and runs what they are given."""
-    replaced = inline(tf.get_default_graph(), frozenset())
+    replaced = inline_calls(tf.get_default_graph(), frozenset())
     outputs = [replaced.get(tensor.name, tensor) for tensor in outputs]
-    needed = graphs.backward([tensor.op for tensor in outputs])
-    ops = [op for op in sorted(needed, key=private.number) if op.type in types and _is_plain(op)]
+    needed = graphs.ancestors([tensor.op for tensor in outputs])
+    ops = [
+        op
+        for op in sorted(needed, key=private.creation_index)
+        if op.type in types and _is_plain(op)
+    ]
     with session_of(towers) as session:
         tensors = {t.name: t for op in ops for t in op.inputs if t.dtype != tf.resource}
         arrays = session.run(tensors, feed)
@@ -125,7 +129,7 @@ def _calls(
 def _is_plain(op: tf.Operation) -> bool:
     """Whether an op has a rule, and inputs that can be fetched."""
     lists = any(tensor.dtype == tf.variant for tensor in [*op.inputs, *op.outputs])
-    if RULES.get(op.type) is None or lists or private.in_control_flow(op):
+    if RULES.get(op.type) is None or lists or private.in_v1_control_flow(op):
         return False
     return all(map(op.graph.is_fetchable, op.inputs))
 
@@ -384,7 +388,7 @@ class Trial:
         for i in self._dimension.call.used:
             output = self.op.outputs[i]
             alike = divided.plan.placements[output.name] == REPLICATE
-            fetches.append(divided.of_each(output) if alike else [divided.whole(output)])
+            fetches.append(divided.local_values(output) if alike else [divided.full_value(output)])
         return session.run(fetches, feed)
 
     def _sizes(self, towers: int) -> list[tuple[int, int]]:
@@ -434,11 +438,11 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     """Divides copies of ops at once, by the rules alone; how many rows there are may be fed."""
     graph = tf.get_default_graph()
     sources = [source for trial in trials for source in (trial.rows, *trial.sources.values())]
-    order, rows = ordered(dependents(sources, frozenset())), RowSpace('batch', static)
+    order, rows = topological_order(dependents(sources, frozenset())), RowSpace('batch', static)
     plan = propagate(sources, [], order, rows, RULES, PRODUCTS, frozenset(), {})
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
-    return Towers(graph, plan, total, devices, settle(graph, plan), {})
+    return Towers(graph, plan, total, devices, place_ops(graph, plan), {})
 
 
 @contextlib.contextmanager

@@ -9,15 +9,18 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import optimizer
 from estimator_mgpu.batch import Batch
 from estimator_mgpu.partition.propagation.engine import propagate
-from estimator_mgpu.partition.rewrites.batch_norm import expand
-from estimator_mgpu.partition.rewrites.fills import fill
-from estimator_mgpu.partition.rewrites.gradient_tuples import read_first, untie
-from estimator_mgpu.partition.rewrites.inline_calls import inline
+from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
+from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
+from estimator_mgpu.partition.rewrites.gradient_tuples import (
+    order_writes_after_reads,
+    untie_gradient_tuples,
+)
+from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers
-from estimator_mgpu.partition.towers.placement import settle
-from estimator_mgpu.tf_internals.graphs import dependents, ordered
+from estimator_mgpu.partition.towers.placement import place_ops
+from estimator_mgpu.tf_internals.graphs import dependents, topological_order
 
 
 def divide(
@@ -39,21 +42,23 @@ def divide(
     sparse = [leaf for leaf in leaves.values() if isinstance(leaf, tf.SparseTensor)]
     if not (sources or sparse) or (static is not None and static < len(devices)):
         return None
-    inlined, untied = inline(graph, before), untie(graph, before)
-    replaced = {**inlined, **untied, **fill(graph, before)}
+    inlined, untied = inline_calls(graph, before), untie_gradient_tuples(graph, before)
+    replaced = {**inlined, **untied, **replace_likes_by_fills(graph, before)}
     own = OF_DEVICE if batch_norm == 'device' else {}
     if not own:
-        replaced.update(expand(graph, before))
+        replaced.update(expand_batch_norm(graph, before))
     unused = {name.partition(':')[0] for name in replaced}
     wholes = [*sparse, *unknown.values()]
     given = tf.nest.flatten([sources, wholes], expand_composites=True)
     ops, rows = dependents(given, before), RowSpace('batch', static)
-    read_first([graph.get_tensor_by_name(name).op for name in untied], before)
+    order_writes_after_reads([graph.get_tensor_by_name(name).op for name in untied], before)
     reasons = {
         leaf.name: f'{title} has an unknown rank: give it a shape, say by set_shape([None, 3])'
         for title, leaf in zip(batch.unknown_titles, unknown.values())
         if isinstance(leaf, tf.Tensor)
     }
-    plan = propagate(sources, wholes, ordered(ops), rows, RULES | own, PRODUCTS, unused, reasons)
-    homes = settle(graph, plan)
+    plan = propagate(
+        sources, wholes, topological_order(ops), rows, RULES | own, PRODUCTS, unused, reasons
+    )
+    homes = place_ops(graph, plan)
     return Towers(graph, plan, total, devices, homes, replaced, optimizer.gradients_by_call(graph))

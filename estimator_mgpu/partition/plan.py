@@ -101,8 +101,8 @@ class OpPlan(NamedTuple):
     # The form of each input. Of a constant in a function, whose value is sharded: the Slice.
     needs: tuple[Need, ...] = ()
     attrs: dict[str, Any] = {}  # attributes that are other ones than the op's
-    # The plans of the functions that it calls, in the order of `function_calls.called`; each is a
-    # dict of the ops that run on every tower, by name.
+    # The plans of the functions that it calls, in the order of `function_calls.called_functions`.
+    # Each is a dict of the ops that run on every tower, by name.
     functions: Sequence[dict[str, OpPlan]] = ()
 
 

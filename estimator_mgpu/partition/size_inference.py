@@ -163,7 +163,7 @@ class Sizes:
         if op.type == op_types.CONST:
             return _constant(tensor)
         inputs: list[Any]
-        if op.type in op_types.SIZES:
+        if op.type in op_types.SHAPE_QUERIES:
             inputs = [self.dims(op.inputs[tensor.value_index])]
         elif op.type in _VALUE_FUNCTIONS and op.inputs:
             inputs = [self._value(operand) for operand in op.inputs]
@@ -387,5 +387,5 @@ _VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'OnesLike': lambda _, x: np.full_like(x, ONE),
     'Range': _range,
     'ZerosLike': lambda _, x: np.full_like(x, Size(0)),
-    op_types.BROADCAST_AXES: _broadcast_axes,
+    op_types.BROADCAST_GRADIENT_ARGS: _broadcast_axes,
 }

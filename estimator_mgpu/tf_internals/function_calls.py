@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.tf_internals.private import get_function
 
 
-def called(node: Any) -> list[Any]:
+def called_functions(node: Any) -> list[Any]:
     """Returns what a NodeDef says of the functions that it calls: a loop's condition is first."""
     names = ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f')
     values = [node.attr[name] for name in names if name in node.attr]
@@ -18,7 +18,10 @@ def called(node: Any) -> list[Any]:
 
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:
     """Returns the graphs of `called` functions; none where op.graph, an imported one, has none."""
-    found = [getattr(get_function(op.graph, f.name), 'graph', None) for f in called(op.node_def)]
+    found = [
+        getattr(get_function(op.graph, f.name), 'graph', None)
+        for f in called_functions(op.node_def)
+    ]
     return [] if None in found else found
 
 

@@ -28,16 +28,20 @@ def _find(module: str, name: str) -> Any:
 # The collection in which Estimator keeps its read of the global step when it trains.
 GLOBAL_STEP_READ = _find('training.training_util', 'GLOBAL_STEP_READ_KEY')
 # (nest): its leaves, in `tf.nest`'s order, each after the tuple of the keys that lead to it.
-leaves = _find('util.nest', 'flatten_with_tuple_paths')
+flatten_with_paths = _find('util.nest', 'flatten_with_tuple_paths')
 # Of an op that exists already, which comes first.
 add_control_inputs = _find('framework.ops', 'Operation._add_control_inputs')  # of other ops
 set_input = _find('framework.ops', 'Operation._update_input')  # (op, index, tensor)
 set_device = _find('framework.ops', 'Operation._set_device')
 # Lets it be elsewhere than the ops that it had to be with.
-free = functools.partial(_find('framework.ops', 'Operation._clear_attr'), attr_name='_class')
-number = _find('framework.ops', 'Operation._id').fget  # in the order in which ops were made
-in_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')  # v1's, or None
-waiting = _find('framework.ops', 'Operation._control_outputs').fget  # the ops that wait for it
+clear_colocation = functools.partial(
+    _find('framework.ops', 'Operation._clear_attr'), attr_name='_class'
+)
+creation_index = _find('framework.ops', 'Operation._id').fget  # in the order in which ops were made
+in_v1_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')  # v1's, or None
+control_consumers = _find(
+    'framework.ops', 'Operation._control_outputs'
+).fget  # the ops that wait for it
 remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
 # A graph's variables by name, from which `tf.get_variable` takes them.
 VariableStore: Any = _find('ops.variable_scope', '_VariableStore')

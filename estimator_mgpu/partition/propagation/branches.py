@@ -121,8 +121,8 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
 
 def _is_zero(tensor: tf.Tensor) -> bool:
     """Whether the graph alone tells that all of a tensor's entries are zeros."""
-    if tensor.op.type in op_types.ALIKE:
-        return not op_types.ALIKE[tensor.op.type]
+    if tensor.op.type in op_types.ZEROS_ONES_LIKE:
+        return not op_types.ZEROS_ONES_LIKE[tensor.op.type]
     filled = tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
     value = private.constant_value(filled)
     return value is not None and not np.any(value)

@@ -51,12 +51,12 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
 
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
-    if op.type in op_types.CALLERS:
+    if op.type in op_types.FUNCTION_CALLERS:
         rule = scope.rules.of_calls[op.type]
         return rule(scope, op, _of_batch(placements, scope.batch))
 
     has_lists = any(isinstance(placement, NotGatherable) for placement in placements)
-    if op.type.startswith(op_types.LISTS) or has_lists:
+    if op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
         decision = lists.decide(op, _of_batch(placements, scope.batch), scope.batch, scope.sizes)
         if decision and not scope.make_empty_lists(zip(op.inputs, decision.plan.needs)):
             return None
@@ -97,14 +97,16 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     one: an infinite factor gives inf for the sum, but nan on a tower whose part is 0. Nor is a
     quotient.
     """
-    if op.type not in op_types.LINEAR:
+    if op.type not in op_types.PARTIAL_INPUTS:
         return None
-    summands = op_types.LINEAR[op.type]  # Which inputs may be partial; the others are replicated.
+    summands = op_types.PARTIAL_INPUTS[
+        op.type
+    ]  # Which inputs may be partial; the others are replicated.
     partials = placements[summands]
     if not partials or not isinstance(partials[0], Partial):
         return None
     first = partials[0]
-    if first.reduce != 'sum' and op.type in op_types.SUMS:
+    if first.reduce != 'sum' and op.type in op_types.PARTIAL_SUM_INPUTS:
         return None
 
     expected: list[Placement] = [REPLICATE] * len(placements)
@@ -130,6 +132,6 @@ def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placemen
 
 def has_rule(scope: Scope, op: tf.Operation) -> bool:
     """Whether there is a rule for the op's type, of any kind."""
-    if op.type in scope.rules.of_ops or op.type in op_types.CALLERS:
+    if op.type in scope.rules.of_ops or op.type in op_types.FUNCTION_CALLERS:
         return True
-    return op.type.startswith(op_types.LISTS)
+    return op.type.startswith(op_types.LIST_PREFIXES)

@@ -38,7 +38,7 @@ from estimator_mgpu.tf_internals import op_types, private
 CALL_RULES: dict[str, CallRule] = {
     **dict.fromkeys(op_types.LOOPS, decide_loop),
     **dict.fromkeys(op_types.BRANCHES, decide_branches),
-    **dict.fromkeys(op_types.CALLS, decide_branches),
+    **dict.fromkeys(op_types.PARTITIONED_CALLS, decide_branches),
 }
 
 
@@ -122,16 +122,16 @@ class _Pass:
 
     def visit(self, op: tf.Operation) -> None:
         """Decides how an op runs."""
-        if op.type == op_types.GROUP:
+        if op.type == op_types.NO_OP:
             self._visit_group(op)
             return
 
         placements = self.scope.placements_of_inputs(op)
-        if op.type in op_types.SIZES:
+        if op.type in op_types.SHAPE_QUERIES:
             self._run_unsharded(op, placements, '')  # It needs no values, and so no reason.
         elif op.name in self._run_once:
             self._run_unsharded(op, placements, 'another op needs all of its lists')
-        elif private.in_control_flow(op):
+        elif private.in_v1_control_flow(op):
             reason = 'v1 control flow: call tf.enable_control_flow_v2() before'
             self._run_unsharded(op, placements, reason)
         else:
@@ -140,7 +140,7 @@ class _Pass:
     def _visit_group(self, op: tf.Operation) -> None:
         """A `tf.group` stands for the control edges into it, on each tower for the tower's own."""
         waits_for_towers = any(before.name in self.scope.ops for before in op.control_inputs)
-        if waits_for_towers and private.waiting(op):
+        if waits_for_towers and private.control_consumers(op):
             self.scope.ops[op.name] = OpPlan()
 
     def _decide(self, op: tf.Operation, placements: list[Placement]) -> None:
@@ -172,7 +172,7 @@ class _Pass:
 
         follows_gathered = self.scope.follows_gathered(op)
         uses_towers = any(placement != REPLICATE for placement in placements)
-        if op.type in op_types.SIZES or not (follows_gathered or uses_towers):
+        if op.type in op_types.SHAPE_QUERIES or not (follows_gathered or uses_towers):
             return
 
         for tensor in op.inputs:
@@ -201,7 +201,7 @@ class _Pass:
         """
         for tensor, placement in zip(op.inputs, placements):
             if isinstance(placement, Partial):
-                while tensor.op.type in op_types.VIEWS:
+                while tensor.op.type in op_types.REARRANGEMENTS:
                     source = tensor.op.inputs[0]
                     if self.scope.placement_of(source) == REPLICATE:
                         break

@@ -83,12 +83,12 @@ class FunctionBody:
             self._make_shard(op, self._requests[op])
             return
 
-        calls = op.type in op_types.CALLERS
-        if op.op_def.is_stateful and op.type not in op_types.READS and not calls:
+        calls = op.type in op_types.FUNCTION_CALLERS
+        if op.op_def.is_stateful and op.type not in op_types.VARIABLE_READS and not calls:
             raise NotSharded(f'in it, a {op.type} has side effects, or draws random numbers')
 
         placements = self.scope.placements_of_inputs(op)
-        if op.type in op_types.SIZES:
+        if op.type in op_types.SHAPE_QUERIES:
             self._check_sizes(op, placements)
             return
         if any(placement != REPLICATE for placement in placements):
@@ -100,7 +100,7 @@ class FunctionBody:
             if calls:
                 raise NotSharded(f'in it, a {op.type} is the same on all towers')
             return
-        computes_sizes = op.type == op_types.BROADCAST_AXES or all(
+        computes_sizes = op.type == op_types.BROADCAST_GRADIENT_ARGS or all(
             self._is_known_size(tensor) for tensor in op.outputs
         )
         if not computes_sizes:  # Otherwise each tower computes its own.

@@ -164,6 +164,6 @@ def _variable_value(scope: Scope, graphs: Sequence[tf.Graph], index: int) -> Nee
     if scope.in_function:
         return None
     users = [user for graph in graphs for user in graph.inputs[index].consumers()]
-    if not users or any(user.type != op_types.READ for user in users):
+    if not users or any(user.type != op_types.READ_VARIABLE for user in users):
         return None
     return VariableValue(users[0].get_attr('dtype'))

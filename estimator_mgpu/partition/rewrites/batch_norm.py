@@ -21,24 +21,26 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.tf_internals import graphs, op_types, private
 
 
-def expand(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
+def expand_batch_norm(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """Lets whoever uses a fused op's outputs use sums; not in loops or of unknown rank.
 
     Returns, by the names of outputs, what is used in place of ops that nothing else needs then.
     """
     replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
-        trains = op.type in op_types.NORMS and op.name not in before and op.get_attr('is_training')
-        if not trains or op.inputs[0].shape.rank is None or private.in_control_flow(op):
+        trains = (
+            op.type in op_types.BATCH_NORMS and op.name not in before and op.get_attr('is_training')
+        )
+        if not trains or op.inputs[0].shape.rank is None or private.in_v1_control_flow(op):
             continue
-        users = [u for u in op.outputs[3].consumers() if u.type in op_types.NORMS.values()]
+        users = [u for u in op.outputs[3].consumers() if u.type in op_types.BATCH_NORMS.values()]
         with tf.control_dependencies(None), tf.device(op.device):
             with tf.name_scope(None), tf.name_scope(f'{op.name}/sums'):
                 by_sums = _by_sums(op, users)
         for fused, outputs in by_sums.items():
-            graphs.replace(fused, outputs, outputs[0].op)
+            graphs.redirect_consumers(fused, outputs, outputs[0].op)
             others = {u for t in fused.outputs for u in t.consumers()} - {*users}
-            if not any(map(graphs.followers, others)):
+            if not any(map(graphs.consumers_of, others)):
                 replaced.update((fused.outputs[i].name, t) for i, t in outputs.items())
     return replaced
 

@@ -12,7 +12,7 @@ from estimator_mgpu.tf_internals import function_calls, graphs, op_types, privat
 _AS_THEY_ARE = {'_noinline', '_XlaMustCompile'}  # attributes of functions and of calls
 
 
-def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
+def inline_calls(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     """Lets whoever uses what a `tf.function` returns use the function's own ops instead.
 
     The calls stay, to be fetched. Returns, by names of their outputs, what is used in their place.
@@ -20,24 +20,26 @@ def inline(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
     replaced: dict[str, tf.Tensor] = {}
     done = set(before)
     while calls := [
-        o for o in graph.get_operations() if o.type in op_types.CALLS and o.name not in done
+        o
+        for o in graph.get_operations()
+        if o.type in op_types.PARTITIONED_CALLS and o.name not in done
     ]:
         for op in calls:  # of functions that may call others
             done.add(op.name)
             if (function := _function(op)) is not None:
                 tensors, last = _body(op, function)
                 made = list(zip(op.outputs, tensors))  # A function may have got more since.
-                graphs.replace(op, {t.value_index: own for t, own in made}, last)
+                graphs.redirect_consumers(op, {t.value_index: own for t, own in made}, last)
                 replaced.update((t.name, own) for t, own in made)
     return replaced
 
 
 def _function(op: tf.Operation) -> Any:
     """The graph of what an op calls; None if it has to be called."""
-    if private.in_control_flow(op) or not function_calls.function_graphs(op):
+    if private.in_v1_control_flow(op) or not function_calls.function_graphs(op):
         return None
     definition, graph = function_calls.function_definition(
-        op.graph, function_calls.called(op.node_def)[0].name
+        op.graph, function_calls.called_functions(op.node_def)[0].name
     )
     kept = _AS_THEY_ARE.intersection([*definition.attr, *op.node_def.attr])
     return None if kept else graph

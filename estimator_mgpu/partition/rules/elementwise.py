@@ -114,6 +114,6 @@ _RULES: dict[str, Rule] = {
     'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',
     'IdentityN': _identity_n,
     'Select': _select,
-    op_types.ENSURE: _ensure_shape,
+    op_types.ENSURE_SHAPE: _ensure_shape,
 }
 RULES = table(_RULES)

@@ -15,8 +15,8 @@ _THREE_INPUTS = 'n... n... n... -> n...'
 _WITH_WEIGHTS = 'n... * -> n...'
 _GRADIENT_OF_WEIGHTS = 'n... * n... -> * (sum)'
 
-_NORMS = ' '.join(op_types.NORMS)
-_NORM_GRADIENTS = ' '.join(op_types.NORMS.values())
+_NORMS = ' '.join(op_types.BATCH_NORMS)
+_NORM_GRADIENTS = ' '.join(op_types.BATCH_NORMS.values())
 # Fused batch normalization with given statistics, as in evaluation. In training, statistics are
 # those of the global batch: `rewrites/batch_norm.py` replaces the op by means, which are sharded.
 _NORM_OF_GIVEN = 'n... *+ -> n... *+'

@@ -25,9 +25,9 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace
 from estimator_mgpu.partition.towers.functions import adapt
-from estimator_mgpu.partition.towers.node_builder import Nodes, Number
-from estimator_mgpu.partition.towers.packing import packs
-from estimator_mgpu.partition.towers.placement import home_of
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
+from estimator_mgpu.partition.towers.packing import find_packs
+from estimator_mgpu.partition.towers.placement import device_of
 from estimator_mgpu.partition.towers.shards import Sharding
 from estimator_mgpu.tf_internals import graphs, op_types, private
 
@@ -55,22 +55,22 @@ class Towers:
     def __post_init__(self) -> None:
         self._sources = {t.name for t in self.plan.sources}
         scope, host = self.graph.unique_name('replicate'), host_of(self.devices[0])
-        self._nodes, rows = Nodes(self.graph, scope, host), self.plan.rows
+        self._nodes, rows = NodeBuilder(self.graph, scope, host), self.plan.rows
         self._sharding = Sharding(rows, self.total, self.devices, self._nodes, self._symbol)
         self._shardings = {rows: self._sharding}
         self._wholes: dict[str, str] = {}  # by name, what is made of what towers have
         calls = [[*map(self._current, gradients)] for gradients in self.calls]
-        self._packs = packs(self.graph, self.plan, calls, self._home)
+        self._packs = find_packs(self.graph, self.plan, calls, self._home)
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, and name
         self._build()
 
-    def whole(self, tensor: tf.Tensor) -> tf.Tensor:
+    def full_value(self, tensor: tf.Tensor) -> tf.Tensor:
         """The whole value of one of the user's tensors."""
         tensor = self._current(tensor)
         name = self._wholes.get(tensor.name)
         return tensor if name is None else self.graph.get_tensor_by_name(name)
 
-    def of_each(self, tensor: tf.Tensor) -> list[tf.Tensor]:
+    def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of a tensor that towers make."""
         own = (self._own(tensor, i) for i in range(len(self.devices)))
         return [*map(self.graph.get_tensor_by_name, own)]
@@ -94,22 +94,22 @@ class Towers:
         for op, names in waits.items():
             for index, tensor in enumerate(list(op.inputs)):
                 if tensor.name in self._wholes:
-                    private.set_input(op, index, self.whole(tensor))
+                    private.set_input(op, index, self.full_value(tensor))
             if names != [before.name for before in op.control_inputs]:
                 graphs.set_control_inputs(op, [*map(self.graph.get_operation_by_name, names)])
 
     def _waits_of_whole(self, op: tf.Operation) -> list[str]:
         """Names what one of the user's ops waits for; a group for one op of each device."""
-        group, towers = op.type == op_types.GROUP, range(len(self.devices))
+        group, towers = op.type == op_types.NO_OP, range(len(self.devices))
         if group and op.name in self.plan.ops:
             return [self._copy(op.name, i) for i in towers]
-        joins, found = group and not private.in_control_flow(op), list[str]()
+        joins, found = group and not private.in_v1_control_flow(op), list[str]()
         once = defaultdict[str, list[tf.Operation]](list)  # by device
         for before in op.control_inputs:
             if before.name in self.plan.ops:
                 found += [self._copy(before.name, i) for i in towers]
             else:
-                once[home_of(before) or ''].append(before)
+                once[device_of(before) or ''].append(before)
         for device, waited in once.items():
             if joins and device and len(waited) > 1:
                 found.append(self._nodes.after(waited, device)[1:])
@@ -126,7 +126,7 @@ class Towers:
 
     def _is_size(self, tensor: tf.Tensor) -> bool:
         """Whether its op gives sizes of what towers have, which isn't gathered for that."""
-        if tensor.op.type not in op_types.SIZES:
+        if tensor.op.type not in op_types.SHAPE_QUERIES:
             return False
         kept = {t.name for t in self.plan.sources if len(parts_of(t)) == 1}
         made = any(t.name in self.plan.placements and t.name not in kept for t in tensor.op.inputs)
@@ -152,7 +152,7 @@ class Towers:
         """Where a tensor's whole value is made, be it by the user's op or of what towers have."""
         if self._is_made(tensor):
             return self.homes.get(tensor.name, self.devices[0])
-        return home_of(tensor.op) or (self._nodes.host if tensor.name in self._sources else '')
+        return device_of(tensor.op) or (self._nodes.host if tensor.name in self._sources else '')
 
     def _whole(self, tensor: tf.Tensor) -> str:
         """The whole value, be it the user's op's or made of what towers have."""
@@ -248,7 +248,7 @@ class Towers:
             if tensor.name in self._packs and device != home:
                 return self._received(tensor, device)
         whole = self._whole(tensor)
-        if dtype not in (tf.resource, tf.variant) and not graphs.is_reference(tensor):
+        if dtype not in (tf.resource, tf.variant) and not graphs.is_reference_variable(tensor):
             whole = self._sent(whole, dtype, home, device)
         return self._nodes.add('ZerosLike', [whole], device, T=dtype) if zeros else whole
 
@@ -289,6 +289,6 @@ class Towers:
         for before in op.control_inputs:
             if before.name in self.plan.ops:
                 waits.append(f'^{self._copy(before.name, tower)}')
-            elif before.type != op_types.GROUP or before.control_inputs:  # Else it's there at once.
+            elif before.type != op_types.NO_OP or before.control_inputs:  # Else it's there at once.
                 once.append(before)
         return [*waits, self._nodes.after(once, host_of(self.devices[tower]))] if once else waits

@@ -30,7 +30,7 @@ def adapt(sharding: Sharding, node: Any, planned: OpPlan, tower: int) -> None:
     for key, value in planned.attrs.items():
         set_attr(node.attr[key], value)
     values = {i: n.dtype for i, n in enumerate(planned.needs) if isinstance(n, VariableValue)}
-    for called, ops in zip(function_calls.called(node), planned.functions):
+    for called, ops in zip(function_calls.called_functions(node), planned.functions):
         called.name = _copy(sharding, called.name, ops, tower, values)
     for i, dtype in values.items():
         node.attr['T'].list.type[i] = dtype.as_datatype_enum
@@ -58,7 +58,7 @@ def _copy(
     renamed: dict[str, str] = {}
     for node, op in zip(list(definition.node_def), function_calls.function_ops(definition, graph)):
         given = node.input[0] if node.input else ''
-        if node.op == op_types.READ and given in read:
+        if node.op == op_types.READ_VARIABLE and given in read:
             renamed[f'{node.name}:value:0'] = f'{node.name}:output:0'
             node.op = op_types.IDENTITY
             node.attr.clear()

@@ -1,4 +1,4 @@
-"""Nodes to be added to a graph all at once, some of which depend on ops that it has already."""
+"""Builds nodes that are added to a graph all at once; some use ops that it has already."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Number = Union[int, str]
 """An integer that is known, or what an integer scalar is referred to by: int32 by default."""
 
 
-class Nodes:
+class NodeBuilder:
     """Collects NodeDefs under one scope. Tensors are referred to by name, the graph's own, too.
 
     Where an input is an integer, or a list of some, it's made a tensor on the `host`.

@@ -11,9 +11,9 @@ from estimator_mgpu.partition.costs import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.node_builder import Nodes
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.tf_internals import graphs, op_types, private
-from estimator_mgpu.tf_internals.effects import effects_of, has_effect
+from estimator_mgpu.tf_internals.effects import has_side_effect, upstream_side_effects
 from estimator_mgpu.tf_internals.graphs import dependents
 
 _NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
@@ -31,7 +31,7 @@ class Pack:
         self.dtype = self.tensors[0].dtype
         self._alike = [list(same) for _, same in itertools.groupby(self.tensors, _inner)]
 
-    def join(self, values: Sequence[str], nodes: Nodes, device: str) -> str:
+    def join(self, values: Sequence[str], nodes: NodeBuilder, device: str) -> str:
         """Makes the vector on a device, of values of the tensors in their order."""
         rest, vectors = iter(values), []
         for same in self._alike:
@@ -39,7 +39,7 @@ class Pack:
             vectors.append(nodes.add('Reshape', [rows, [-1]], device, T=self.dtype))
         return nodes.concat(vectors, 0, self.dtype, device)
 
-    def split(self, vector: str, nodes: Nodes, device: str) -> dict[str, str]:
+    def split(self, vector: str, nodes: NodeBuilder, device: str) -> dict[str, str]:
         """Makes the tensors' values of the vector on a device, by the tensors' names."""
         found: dict[str, str] = {}
         sizes = [sum(t.shape.num_elements() for t in same) for same in self._alike]
@@ -51,7 +51,7 @@ class Pack:
         return found
 
 
-def packs(
+def find_packs(
     graph: tf.Graph,
     plan: Plan,
     calls: Sequence[Sequence[tf.Tensor]],
@@ -64,16 +64,16 @@ def packs(
     so there are no cycles.
     """
     ops = graph.get_operations()
-    if not calls or any(map(private.in_control_flow, ops)):
+    if not calls or any(map(private.in_v1_control_flow, ops)):
         return {}
-    needed = [graphs.backward([gradient.op for gradient in call]) for call in calls]
+    needed = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
     variables = {op for call in needed for op in call if op.outputs and not op.inputs}
     late = set(dependents([gradient for call in calls for gradient in call], frozenset()))
     # What variables' values may follow from before others have one: other than gradients do.
-    early = [op for op in ops if op not in late and has_effect(op)]
+    early = [op for op in ops if op not in late and has_side_effect(op)]
     written = {op: {t.op for t in op.inputs if t.dtype == tf.resource} for op in early}
-    first = graphs.backward([op for op in early if written[op] & variables])
-    effects = effects_of(ops, op_types.FED)
+    first = graphs.ancestors([op for op in early if written[op] & variables])
+    effects = upstream_side_effects(ops, op_types.PLACEHOLDERS)
     found: dict[Hashable, list[tf.Tensor]] = {}
     for tensor, rows in {t.name: (t, rows) for t, rows in _candidates(plan)}.values():
         users = frozenset(i for i, call in enumerate(needed) if tensor.op in call)
@@ -93,7 +93,7 @@ def _inner(tensor: tf.Tensor) -> list[int]:
 def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     """What towers read that doesn't follow from rows; and sums over rows that no tower reads."""
     dependent, towers = set(plan.order), [op for op in plan.order if op.name in plan.ops]
-    waited = graphs.backward([before for op in towers for before in graphs.waited(op)])
+    waited = graphs.ancestors([before for op in towers for before in graphs.direct_inputs(op)])
     for op in towers:
         for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
             own = tensor.op in dependent or tensor.op.type == op_types.CONST

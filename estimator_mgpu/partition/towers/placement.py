@@ -13,7 +13,7 @@ from estimator_mgpu.tf_internals import graphs, private
 _ANYWHERE = (tf.string, tf.resource, tf.variant)  # These types' kernels aren't on every device.
 
 
-def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
+def place_ops(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     """Moves ops that run once, if they may be moved; returns where tensors are made whole."""
     fixed = {op: _fixed(op, plan) for op in graph.get_operations() if op.name not in plan.ops}
     free = [op for op, home in fixed.items() if home is None]
@@ -22,7 +22,7 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     def follow(name: str, users: Sequence[tf.Operation]) -> None:
         """Puts what has no home yet where the first of its users is that has one."""
         if name not in found and (with_home := [user for user in users if user.name in found]):
-            found[name] = found[min(with_home, key=private.number).name]
+            found[name] = found[min(with_home, key=private.creation_index).name]
 
     def follow_wholes() -> None:
         for name in plan.placements:
@@ -42,23 +42,25 @@ def settle(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     follow_wholes()
     for op in free:
         if op.name in found:
-            private.free(op)
+            private.clear_colocation(op)
             private.set_device(op, found[op.name])
     return found
 
 
-def home_of(op: tf.Operation) -> str | None:
+def device_of(op: tf.Operation) -> str | None:
     """An op's device, else that of the variable it uses, which may be ''; None if it uses none."""
-    used = (t.op for t in op.inputs if t.dtype == tf.resource or graphs.is_reference(t))
+    used = (t.op for t in op.inputs if t.dtype == tf.resource or graphs.is_reference_variable(t))
     return op.device or next((variable.device for variable in used), None)
 
 
 def _fixed(op: tf.Operation, plan: Plan) -> str | None:
     """The device of an op that can't be moved, '' if it isn't known; None if it can be."""
-    if (home := home_of(op)) is not None:
+    if (home := device_of(op)) is not None:
         return home
     tensors = [*op.inputs, *op.outputs]
-    special = any(t.dtype.base_dtype in _ANYWHERE or graphs.is_reference(t) for t in tensors)
-    fixed = special or not op.outputs or private.in_control_flow(op)
+    special = any(
+        t.dtype.base_dtype in _ANYWHERE or graphs.is_reference_variable(t) for t in tensors
+    )
+    fixed = special or not op.outputs or private.in_v1_control_flow(op)
     # It has to be with others, but for those that towers have copies of.
     return '' if fixed or any(name not in plan.ops for name in graphs.colocated_with(op)) else None

@@ -15,7 +15,7 @@ from estimator_mgpu.batch import rows_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.plan import Constant, LocalShape
 from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, per_row
-from estimator_mgpu.partition.towers.node_builder import Nodes, Number
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 
 Extent = tuple[Number, Number]
 """Where entries along a dimension start, and how many they are."""
@@ -38,7 +38,7 @@ class Sharding:
     rows: RowSpace
     given: tf.Tensor | None
     devices: Sequence[str]
-    nodes: Nodes
+    nodes: NodeBuilder
     symbol: Callable[[Any, Any, tf.DType], Number]
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from estimator_mgpu.tf_internals import graphs, private
 CPU, FIRST, SPREAD = CHOICES = ('cpu', 'first', 'spread')
 
 
-def place(choice: str, devices: Sequence[str], before: Set[str]) -> None:
+def place_variables(choice: str, devices: Sequence[str], before: Set[str]) -> None:
     """Puts a model's variables on devices, but for those that have one already.
 
     A variable under another's name goes with that: Adam's moments, say, be they slots or made by
