@@ -11,6 +11,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.tf_internals import private
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have rows
+# What to do about a feature or a label of unknown rank.
+RANK_REMEDY = 'give it a shape in the input_fn or the model_fn, say by tensor.set_shape([None, 3])'
 _PARTS = '_estimator_mgpu_parts'  # An attribute of the graph.
 Path = tuple[Any, ...]  # the keys that lead to a leaf of a nest, 'features' or 'labels' first
 

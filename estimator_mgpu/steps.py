@@ -26,7 +26,7 @@ class Step(NamedTuple):
     unknown: Sequence[str] = ()  # Features and labels of unknown rank, which stay whole.
 
     @property
-    def rows_per_tower(self) -> list[int] | None:
+    def examples_per_tower(self) -> list[int] | None:
         """How many rows each tower gets, in order; None if the batch size isn't static."""
         if not isinstance(self.examples, int):
             return None

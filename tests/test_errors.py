@@ -120,7 +120,7 @@ def test_options_that_there_are_not(make):
             make(regression(adam), **{name: 'all'})
         with pytest.raises(ValueError, match=f'is not known. Legal are {legal}.'):
             make(regression(adam), **{name: np.zeros(3)})
-    with pytest.raises(ValueError, match="broadcast goes with input='chief'"):
+    with pytest.raises(ValueError, match="broadcast needs input='chief'"):
         make(regression(adam), input='machine', broadcast=['x'])
     for name in ('loss_reduction', 'loss_weight'):
         with pytest.raises(TypeError, match=f'takes no {name}: .*whole batch.*Leave it out'):

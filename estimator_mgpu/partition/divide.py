@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
-from estimator_mgpu.batch import Batch
+from estimator_mgpu.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.rewrites.batch_norm import expand
 from estimator_mgpu.partition.rewrites.fills import fill
@@ -50,7 +50,7 @@ def divide(
     ops, rows = dependents(given, before), RowSpace('batch', static)
     read_first([graph.get_tensor_by_name(name).op for name in untied], before)
     reasons = {
-        leaf.name: f'{title} has an unknown rank: give it a shape, say by set_shape([None, 3])'
+        leaf.name: f'{title} has an unknown rank: {RANK_REMEDY}'
         for title, leaf in zip(batch.unknown_titles, unknown.values())
         if isinstance(leaf, tf.Tensor)
     }
