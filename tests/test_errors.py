@@ -33,7 +33,7 @@ BATCHES = {
     "feature 'a' is of .*Dataset.*dense, sparse and ragged": (
         lambda: {'a': tf.data.Dataset.range(3)},
     ),
-    'no feature and no label has rows.*batch': (
+    'no feature and no label has examples.*batch': (
         lambda: {'a': tf.constant(1.0)},
         {'labels': lambda: tf.constant(2.0)},
     ),

@@ -138,7 +138,7 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     estimator.train(batch_of(rows))
     estimator.evaluate(batch_of(rows))  # It says it once a training.
     [found] = lines_of(caplog)
-    assert f'its rows go to {line}' in found
+    assert f'its examples go to {line}' in found
 
 
 def ranked(features, labels, mode):
