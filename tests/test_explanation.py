@@ -83,7 +83,7 @@ def test_examples_per_tower():
     assert explain(rows=2, devices=3).examples_per_tower == [1, 1, 0]
     found = explain(input_fn=lambda: batch_of(12)().unbatch().batch(5))
     assert found.examples_per_tower is None
-    assert '  /device:CPU:1: its share of the rows\n' in str(found)
+    assert '  /device:CPU:1: its share of the examples\n' in str(found)
     found = explain(devices=1)
     assert found.towers == TOWERS[:1] and found.examples_per_tower == [12]
     assert found.traffic == {} and found.sharded == 0 and found.once == []
