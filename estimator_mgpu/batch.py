@@ -101,8 +101,9 @@ def batch_of(leaves: dict[Path, Any]) -> Batch:
         sizes = ', '.join(f'{_title(path)} has {rows}' for path, rows in known.items())
         raise ValueError(
             f'The numbers of examples along dimension 0 differ: {sizes}. Each needs one entry an '
-            "example: let the input_fn give batches, by dataset.batch() say. What isn't per example "
-            '(a vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to every tower.'
+            "example: let the input_fn give batches, by dataset.batch() say. What isn't per "
+            'example (a vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to '
+            'every tower.'
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
     static = {static_rows(t) for t in sources.values()}

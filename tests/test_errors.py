@@ -123,7 +123,7 @@ def test_options_that_there_are_not(make):
     with pytest.raises(ValueError, match="broadcast needs input='chief'"):
         make(regression(adam), input='machine', broadcast=['x'])
     for name in ('loss_reduction', 'loss_weight'):
-        with pytest.raises(TypeError, match=f'takes no {name}: .*whole batch.*Leave it out'):
+        with pytest.raises(TypeError, match=f'takes no {name}: .*global batch.*Leave it out'):
             make(regression(adam), devices=2, **{name: 'mean'})
     with pytest.raises(TypeError, match='takes no device: its options are devices, broad'):
         make(regression(adam), device=2)
