@@ -44,10 +44,11 @@ class Batch(NamedTuple):
         first, *others = counts.values()
         if others and None in map(static_rows, self.leaves.values()):
             rows = tf.stack(list(counts.values()))
+            # This text is in the graph.
             message = (
-                'features and labels must have the same number of examples along dimension 0, but '
-                'for those replicated on all towers: scalars, and what replicate(broadcast=[...]) '
-                f'names. The numbers of examples of {", ".join(map(_title, counts))} are'
+                'features and labels must have the same number of rows along dimension 0, but for '
+                'those that go whole to every tower: scalars, and what replicate(broadcast=[...]) '
+                f'names. The rows of {", ".join(map(_title, counts))} are'
             )
             same = tf.reduce_all(tf.equal(rows, first))
             with tf.control_dependencies([tf.Assert(same, [message, rows], summarize=100)]):
