@@ -33,7 +33,7 @@ BATCHES = {
     "feature 'a' is of .*Dataset.*dense, sparse and ragged": (
         lambda: {'a': tf.data.Dataset.range(3)},
     ),
-    'no feature and no label has rows.*batch': (
+    'no feature and no label has examples.*batch': (
         lambda: {'a': tf.constant(1.0)},
         {'labels': lambda: tf.constant(2.0)},
     ),
@@ -120,10 +120,10 @@ def test_options_that_there_are_not(make):
             make(regression(adam), **{name: 'all'})
         with pytest.raises(ValueError, match=f'is not known. Legal are {legal}.'):
             make(regression(adam), **{name: np.zeros(3)})
-    with pytest.raises(ValueError, match="broadcast goes with input='chief'"):
+    with pytest.raises(ValueError, match="broadcast needs input='chief'"):
         make(regression(adam), input='machine', broadcast=['x'])
     for name in ('loss_reduction', 'loss_weight'):
-        with pytest.raises(TypeError, match=f'takes no {name}: .*whole batch.*Leave it out'):
+        with pytest.raises(TypeError, match=f'takes no {name}: .*global batch.*Leave it out'):
             make(regression(adam), devices=2, **{name: 'mean'})
     with pytest.raises(TypeError, match='takes no device: its options are devices, broad'):
         make(regression(adam), device=2)
