@@ -23,36 +23,77 @@ def build(model_fn, features=None, labels=None, devices=2, config=None, **option
         return fn(features=features, labels=labels, mode=TRAIN, config=config)
 
 
-BATCHES = {
-    "feature 'a' has 4, feature 'b' has 5, labels has 4.*broadcast": (
-        lambda: {'a': tf.zeros([4, 3]), 'b': tf.zeros([5, 3])},
+def with_other_sizes():
+    return {'a': tf.zeros([4, 3]), 'b': tf.zeros([5, 3])}
+
+
+def with_a_vocabulary():
+    return {'a': tf.zeros([4, 3]), 'deep': {'vocabulary': tf.zeros([9])}}
+
+
+def with_a_dataset():
+    return {'a': tf.data.Dataset.range(3)}
+
+
+def with_nested_names():
+    return {'a': tf.zeros([4, 3]), 'b': {'c': tf.zeros([2])}}
+
+
+def scalar():
+    return tf.constant(2.0)
+
+
+def a_scalar():
+    return {'a': scalar()}
+
+
+ERRORS_OF_BATCHES = {
+    # what is given: (features, options), (error, what its message says)
+    'other sizes': (
+        (with_other_sizes, {}),
+        (ValueError, "feature 'a' has 4, feature 'b' has 5, labels has 4.*broadcast"),
     ),
-    r"feature 'deep/vocabulary' has 9.*named in replicate\(broadcast": (
-        lambda: {'a': tf.zeros([4, 3]), 'deep': {'vocabulary': tf.zeros([9])}},
+    'no batch dimension': (
+        (with_a_vocabulary, {}),
+        (ValueError, r"feature 'deep/vocabulary' has 9.*named in replicate\(broadcast"),
     ),
-    "feature 'a' is of .*Dataset.*dense, sparse and ragged": (
-        lambda: {'a': tf.data.Dataset.range(3)},
+    'a dataset': (
+        (with_a_dataset, {}),
+        (TypeError, "feature 'a' is of .*Dataset.*dense, sparse and ragged"),
     ),
-    'no feature and no label has examples.*batch': (
-        lambda: {'a': tf.constant(1.0)},
-        {'labels': lambda: tf.constant(2.0)},
+    'scalars only': (
+        (a_scalar, {'labels': scalar}),
+        (ValueError, 'no feature and no label has examples.*batch'),
     ),
-    "'vocab'.*no such feature.*are: a, b, b/c, c": (
-        lambda: {'a': tf.zeros([4, 3]), 'b': {'c': tf.zeros([2])}},
-        {'broadcast': ['vocab']},
+    'broadcast of no feature': (
+        (with_nested_names, {'broadcast': ['vocab']}),
+        (ValueError, "'vocab'.*no such feature.*are: a, b, b/c, c"),
     ),
-    r"\['vocab'\]": (None, {'broadcast': 'vocab'}),
-    r'broadcast=3 names no features. Give a list of their names': (None, {'broadcast': 3}),
-    r"broadcast=\[\['a'\]\] names no features": (None, {'broadcast': [['a']]}),
-    r"broadcast=b'a' names no features": (None, {'broadcast': b'a'}),
+    'broadcast is a text': (
+        (None, {'broadcast': 'vocab'}),
+        (TypeError, r"\['vocab'\]"),
+    ),
+    'broadcast is a number': (
+        (None, {'broadcast': 3}),
+        (TypeError, 'broadcast=3 names no features. Give a list of their names'),
+    ),
+    'broadcast is nested': (
+        (None, {'broadcast': [['a']]}),
+        (TypeError, r"broadcast=\[\['a'\]\] names no features"),
+    ),
+    'broadcast is bytes': (
+        (None, {'broadcast': b'a'}),
+        (TypeError, "broadcast=b'a' names no features"),
+    ),
 }
 
 
-@pytest.mark.parametrize('message', BATCHES)
-def test_batch(message):
-    features, *options = BATCHES[message]
-    with pytest.raises((ValueError, TypeError), match=f'(?s){message}'):
-        build(regression(adam), features, **dict(*options))
+@pytest.mark.parametrize(('given', 'expected'), ERRORS_OF_BATCHES.values(), ids=ERRORS_OF_BATCHES)
+def test_batch(given, expected):
+    features, options = given
+    error, message = expected
+    with pytest.raises(error, match=f'(?s){message}'):
+        build(regression(adam), features, **options)
 
 
 @pytest.mark.parametrize(
@@ -106,29 +147,48 @@ def test_fewer_gpus_than_asked_for(gpus):
             devices.resolve(given)
 
 
-LEGAL = {
-    'variables': 'cpu, first, spread',
-    'batch_norm': 'batch, device',
-    'input': 'chief, machine',
-}
+BOTH = [estimator_mgpu.replicate, estimator_mgpu.Estimator]
 
 
-@pytest.mark.parametrize('make', [estimator_mgpu.replicate, estimator_mgpu.Estimator])
-def test_options_that_there_are_not(make):
-    for name, legal in LEGAL.items():
-        with pytest.raises(ValueError, match=f"{name}='all' is not known. Legal are {legal}."):
-            make(regression(adam), **{name: 'all'})
-        with pytest.raises(ValueError, match=f'is not known. Legal are {legal}.'):
-            make(regression(adam), **{name: np.zeros(3)})
-    with pytest.raises(ValueError, match="broadcast needs input='chief'"):
-        make(regression(adam), input='machine', broadcast=['x'])
-    for name in ('loss_reduction', 'loss_weight'):
-        with pytest.raises(TypeError, match=f'takes no {name}: .*global batch.*Leave it out'):
-            make(regression(adam), devices=2, **{name: 'mean'})
-    with pytest.raises(TypeError, match='takes no device: its options are devices, broad'):
-        make(regression(adam), device=2)
-    with pytest.raises(TypeError, match='is of RunConfig, not a tf.ConfigProto'):
-        estimator_mgpu.session_config(2, tf.estimator.RunConfig())
+@pytest.mark.parametrize('make', BOTH)
+@pytest.mark.parametrize('value', ['all', np.zeros(3)], ids=['text', 'array'])
+@pytest.mark.parametrize(
+    ('name', 'legal'),
+    [
+        ('variables', 'cpu, first, spread'),
+        ('batch_norm', 'batch, device'),
+        ('input', 'chief, machine'),
+    ],
+)
+def test_unknown_value_of_an_option(name, legal, value, make):
+    with pytest.raises(ValueError, match=f'is not known. Legal are {legal}.') as error:
+        make(regression(adam), **{name: value})
+    if isinstance(value, str):
+        assert f'{name}={value!r} is not known' in str(error.value)
+
+
+@pytest.mark.parametrize('make', BOTH)
+@pytest.mark.parametrize(
+    ('options', 'error', 'message'),
+    [
+        ({'input': 'machine', 'broadcast': ['x']}, ValueError, "broadcast needs input='chief'"),
+        (
+            {'devices': 2, 'loss_reduction': 'mean'},
+            TypeError,
+            'takes no loss_reduction: .*global batch.*Leave it out',
+        ),
+        (
+            {'devices': 2, 'loss_weight': 'mean'},
+            TypeError,
+            'takes no loss_weight: .*global batch.*Leave it out',
+        ),
+        ({'device': 2}, TypeError, 'takes no device: its options are devices, broad'),
+    ],
+    ids=['broadcast of machines', 'loss_reduction', 'loss_weight', 'device'],
+)
+def test_options_that_there_are_not(options, error, message, make):
+    with pytest.raises(error, match=message):
+        make(regression(adam), **options)
 
 
 def test_a_rule_that_fails_says_what_failed(monkeypatch):
@@ -146,27 +206,59 @@ def test_a_rule_that_fails_says_what_failed(monkeypatch):
     assert isinstance(info.value.__cause__.__cause__, KeyError)
 
 
-def test_arguments_of_estimator_and_train():
-    with pytest.raises(TypeError, match='config={} is of dict. Give a tf.estimator.RunConfig, or'):
-        estimator_mgpu.Estimator(regression(adam), config={})
-    with pytest.raises(TypeError, match='base is of dict, not a tf.ConfigProto'):
-        estimator_mgpu.session_config(2, {})
-    estimator = estimator_mgpu.Estimator(regression(adam), devices=2)
-    dataset = tf.data.Dataset.from_tensors((tf.zeros([4, 3]), tf.zeros([4, 1])))
-    calls = [
-        estimator.train,
-        estimator.evaluate,
-        lambda given: next(estimator.predict(given)),
-        estimator.explain,
-        lambda given: estimator_mgpu.verify(regression(adam), given),
-        estimator_mgpu.Estimator(regression(adam), devices=2, input='machine').train,
-    ]
-    for call in calls:
-        with pytest.raises(TypeError, match='Give a function that makes the batches: lambda: data'):
-            call(dataset)
-    hook = estimator_mgpu.ProgressHook()
-    with pytest.raises(TypeError, match=r'is one hook. Give a list: hooks=\[hook\]'):
-        estimator.train(lambda: dataset, hook)
+def a_dataset():
+    return tf.data.Dataset.from_tensors((tf.zeros([4, 3]), tf.zeros([4, 1])))
+
+
+def estimator(**options):
+    return estimator_mgpu.Estimator(regression(adam), devices=2, **options)
+
+
+DATASET = 'Give a function that makes the batches: lambda: data'
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (
+            lambda: estimator_mgpu.Estimator(regression(adam), config={}),
+            'config={} is of dict. Give a tf.estimator.RunConfig, or',
+        ),
+        (
+            lambda: estimator_mgpu.session_config(2, {}),
+            'base is of dict, not a tf.ConfigProto',
+        ),
+        (
+            lambda: estimator_mgpu.session_config(2, tf.estimator.RunConfig()),
+            'is of RunConfig, not a tf.ConfigProto',
+        ),
+        (lambda: estimator().train(a_dataset()), DATASET),
+        (lambda: estimator(input='machine').train(a_dataset()), DATASET),
+        (lambda: estimator().evaluate(a_dataset()), DATASET),
+        (lambda: next(estimator().predict(a_dataset())), DATASET),
+        (lambda: estimator().explain(a_dataset()), DATASET),
+        (lambda: estimator_mgpu.verify(regression(adam), a_dataset()), DATASET),
+        (
+            lambda: estimator().train(a_dataset, estimator_mgpu.ProgressHook()),
+            r'is one hook. Give a list: hooks=\[hook\]',
+        ),
+    ],
+    ids=[
+        'config is a dict',
+        'base is a dict',
+        'base is a RunConfig',
+        'train on a dataset',
+        'train on machines on a dataset',
+        'evaluate a dataset',
+        'predict a dataset',
+        'explain a dataset',
+        'verify on a dataset',
+        'one hook',
+    ],
+)
+def test_arguments_of_another_type(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 def untrainable(features, labels, mode):
@@ -180,15 +272,33 @@ def nested(devices):
     return lambda features, labels, mode: replicated(features, labels, mode)
 
 
+def returning(value):
+    return lambda features, labels, mode: value
+
+
+NO_SPEC = 'has to return .*EstimatorSpec'
+TWICE = 'Replicate it once'
+
+
 @pytest.mark.parametrize(
     ('model_fn', 'error', 'message'),
     [
         (untrainable, ValueError, 'No gradients provided for any variable'),
-        *[(nested(devices), ValueError, 'Replicate it once') for devices in (None, 1, 2)],
-        *[
-            (lambda features, labels, mode, it=it: it, TypeError, 'has to return .*EstimatorSpec')
-            for it in (None, 3.0, 'loss')
-        ],
+        (nested(devices=None), ValueError, TWICE),
+        (nested(devices=1), ValueError, TWICE),
+        (nested(devices=2), ValueError, TWICE),
+        (returning(None), TypeError, NO_SPEC),
+        (returning(3.0), TypeError, NO_SPEC),
+        (returning('loss'), TypeError, NO_SPEC),
+    ],
+    ids=[
+        'no gradients',
+        'replicated twice',
+        'replicated twice, for one device',
+        'replicated twice, for two devices',
+        'returns nothing',
+        'returns a number',
+        'returns a text',
     ],
 )
 def test_model_fn(model_fn, error, message):
