@@ -1,4 +1,4 @@
-"""Train a TensorFlow Estimator's model_fn on several devices, with the numbers of one."""
+"""Train a TensorFlow Estimator on several devices, and get the results that one would give."""
 
 from estimator_mgpu.contrib import replicate_model_fn
 from estimator_mgpu.custom_ops.check_rule import check_rule
@@ -30,6 +30,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    gone = ' any more: a model_fn is called once, with the whole batch. Leave it out'
+    gone = ' any more: a model_fn is called once, with the global batch. Leave it out'
     why = gone if name == 'current_tower' else ''
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}{why}')

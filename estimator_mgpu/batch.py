@@ -1,4 +1,10 @@
-"""What a batch is: a nest of tensors, most of which have one row an example."""
+"""What a batch is: a nest of tensors, most of which have one entry for each example.
+
+In: features and labels as an input_fn gives them. Out: a `Batch`, which says what can be sharded,
+and how many examples there are. A batch with fewer examples than devices is sharded if only a step
+knows that; if the graph does, `partition.divide.divide()` leaves it whole, and the log says so
+(`explain.log_sharding`).
+"""
 
 from __future__ import annotations
 
@@ -10,18 +16,22 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import private
 
-TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have rows
+TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have examples
+# What to do about a feature or a label of unknown rank.
+RANK_REMEDY = 'give it a shape in the input_fn or the model_fn, say by tensor.set_shape([None, 3])'
 _PARTS = '_estimator_mgpu_parts'  # An attribute of the graph.
 Path = tuple[Any, ...]  # the keys that lead to a leaf of a nest, 'features' or 'labels' first
 
 
 class Batch(NamedTuple):
-    """What there is to divide of a batch."""
+    """What can be sharded of a batch."""
 
-    sources: list[tf.Tensor]  # Those that are dense, each once.
-    static: int | None  # How many rows there are, if the graph knows.
-    leaves: dict[Path, Any]  # All that has rows, sparse and ragged tensors too.
-    unknown: dict[Path, Any]  # Tensors of unknown rank: they stay whole, as they may have no rows.
+    sources: list[tf.Tensor]  # The dense tensors, each once.
+    static: int | None  # How many examples there are, if the graph knows.
+    leaves: dict[Path, Any]  # All with examples, sparse and ragged ones, too.
+    unknown: dict[
+        Path, Any
+    ]  # Tensors of unknown rank. They may be scalars, so they aren't sharded.
 
     @property
     def unknown_titles(self) -> list[str]:
@@ -29,11 +39,12 @@ class Batch(NamedTuple):
         return [_title(path) for path in self.unknown]
 
     def total(self) -> tf.Tensor:
-        """How many rows there are, an int32 scalar; fails in a step in which they differ."""
+        """The number of examples, an int32 scalar; a step fails if leaves differ in it."""
         counts = {path: rows_of(leaf) for path, leaf in self.leaves.items()}
         first, *others = counts.values()
         if others and None in map(static_rows, self.leaves.values()):
             rows = tf.stack(list(counts.values()))
+            # This text is in the graph.
             message = (
                 'features and labels must have the same number of rows along dimension 0, but for '
                 'those that go whole to every tower: scalars, and what replicate(broadcast=[...]) '
@@ -46,12 +57,12 @@ class Batch(NamedTuple):
 
 
 def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:
-    """Notes that a tensor has the rows of others, one after another, which machines have read."""
+    """Notes that a tensor is the concatenation of others, which machines have read."""
     setattr(tensor.graph, _PARTS, {**getattr(tensor.graph, _PARTS, {}), tensor.name: parts})
 
 
 def parts_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-    """Returns what machines have read of a tensor's rows; the tensor itself, if one has all."""
+    """Returns the parts of a tensor that machines have read; or the tensor, if one read it all."""
     return getattr(tensor.graph, _PARTS, {}).get(tensor.name, [tensor])
 
 
@@ -63,10 +74,11 @@ def leaves_of(features: Any, labels: Any, broadcast: Sequence[str]) -> dict[Path
 
 
 def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
-    """Finds what has rows in a batch, and adds no op to the graph.
+    """Finds what can be sharded in a batch, and adds no op to the graph.
 
-    Rows are along dimension 0. Scalars have none, nor what isn't a tensor (None, str, numbers), nor
-    the features that `broadcast` names: by their key, or by keys joined by `/`, all or the first.
+    Examples are along dimension 0. Not sharded are scalars, what isn't a tensor (None, str,
+    numbers), and the features that `broadcast` names: by their last key, or by their first keys
+    joined by `/`.
     """
     leaves = leaves_of(features, labels, broadcast)
     found = {path: leaf for path, leaf in leaves.items() if _may_have_rows(path, leaf)}
@@ -75,23 +87,24 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
         shapes = {p: getattr(leaf, 'shape', type(leaf).__name__) for p, leaf in leaves.items()}
         given = ', '.join(f'{_title(path)} ({shape})' for path, shape in shapes.items())
         raise ValueError(
-            'There is nothing to divide over the towers: no feature and no label has rows along '
+            'There is nothing to shard over the towers: no feature and no label has examples along '
             f'dimension 0. Given: {given}. Let the input_fn give batches, say by dataset.batch().'
         )
     return batch_of(found)
 
 
 def batch_of(leaves: dict[Path, Any]) -> Batch:
-    """A batch of what may have rows, by what the graph knows of it now."""
+    """A batch of leaves that may have examples, by what the graph knows of their shapes now."""
     unknown = {path: leaf for path, leaf in leaves.items() if _rank(leaf) is None}
     found = {path: leaf for path, leaf in leaves.items() if _rank(leaf)}
     known = {path: rows for path, leaf in found.items() if (rows := static_rows(leaf)) is not None}
     if len(set(known.values())) > 1:
         sizes = ', '.join(f'{_title(path)} has {rows}' for path, rows in known.items())
         raise ValueError(
-            f'The rows along dimension 0 differ in number: {sizes}. Each needs one row an example: '
-            "let the input_fn give batches, by dataset.batch() say. What isn't per example (a "
-            'vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to every tower.'
+            f'The numbers of examples along dimension 0 differ: {sizes}. Each needs one entry an '
+            "example: let the input_fn give batches, by dataset.batch() say. What isn't per "
+            'example (a vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to '
+            'every tower.'
         )
     sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
     static = {static_rows(t) for t in sources.values()}
@@ -100,7 +113,7 @@ def batch_of(leaves: dict[Path, Any]) -> Batch:
 
 
 def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:
-    """Returns how many rows a batch has that isn't divided: its labels, if it has any."""
+    """Returns how many examples an unsharded batch has: those of its labels, if it has any."""
     for _, leaf in sorted(leaves.items(), key=lambda item: item[0][0], reverse=True):
         if isinstance(leaf, TENSORS) and _rank(leaf):
             if (static := static_rows(leaf)) is not None:
@@ -111,7 +124,7 @@ def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:
 
 
 def rows_of(leaf: Any) -> tf.Tensor:
-    """Returns how many rows a dense, sparse or ragged tensor has: an int64 scalar."""
+    """Returns the size of dimension 0 of a dense, sparse or ragged tensor: an int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
     counts = []
@@ -122,7 +135,7 @@ def rows_of(leaf: Any) -> tf.Tensor:
 
 
 def static_rows(leaf: Any) -> int | None:
-    """Returns how many rows it has in every step, if the graph knows."""
+    """Returns the size of dimension 0, if the graph knows it."""
     return None if leaf.shape.rank is None else leaf.shape.as_list()[0]
 
 
@@ -133,14 +146,14 @@ def _rank(leaf: Any) -> int | None:
 
 
 def _may_have_rows(path: Path, leaf: Any) -> bool:
-    """Whether a leaf has rows, or nobody knows."""
+    """Whether a leaf has examples, or may have, as its rank is unknown."""
     if isinstance(leaf, TENSORS):
         return _rank(leaf) != 0
     plain = (type(None), str, bytes, int, float, tf.DType)
     if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
         return False  # A model_fn turns NumPy arrays and scalars into constants.
     raise TypeError(
-        f'{_title(path)} is of {type(leaf).__name__}, which cannot be divided over towers. Let the '
+        f'{_title(path)} is of {type(leaf).__name__}, which cannot be sharded over towers. Let the '
         'input_fn give dense, sparse and ragged tensors, in any nest of dicts, tuples and lists, '
         'or name it in replicate(broadcast=[...]).'
     )

@@ -30,7 +30,7 @@ def replicate_model_fn(
 
     Args:
       model_fn: as for `tf.estimator.Estimator`.
-      loss_reduction: it changes nothing, as the loss is what the model_fn makes of the whole batch.
+      loss_reduction: it changes nothing, as the model_fn computes the loss of the global batch.
       devices: device strings, one a tower; None for every GPU, or a CPU where there is none.
 
     Returns:

@@ -1,4 +1,8 @@
-"""What a model costs on several devices: what is divided, what isn't, and what each step moves."""
+"""What a model costs on several devices: what is sharded, what isn't, and what each step moves.
+
+In: a graph that `replicate()` has built, with its plan. Out: the `Explanation` that
+`Estimator.explain()` returns and prints, and the line in the log as training starts.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
 from estimator_mgpu import optimizer, steps
+from estimator_mgpu.batch import RANK_REMEDY
 from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.costs import bytes_of
 from estimator_mgpu.partition.placements import Partial
@@ -23,20 +28,20 @@ from estimator_mgpu.partition.towers.placement import device_of
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
-_WORTH_IT = 0.05  # of all output: the log is silent on what has less
+_WORTH_IT = 0.05  # a share of all output: the log is silent on less
+_SHOWN = 10  # entries of a section of the table
 _PACKAGES = (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(__file__))
 _REPLICATE = os.path.join(_PACKAGES[-1], 'replicate.py')  # calls the model_fn
-_REMEDY = 'give it a shape in the input_fn or the model_fn, say by tensor.set_shape([None, 3])'
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
 class Once(NamedTuple):
-    """An op that runs once, though it's given rows, or what another such op made of rows."""
+    """An op that runs once, unsharded, although what it computes depends on the batch."""
 
     name: str
-    why: str  # where it's given no rows itself, why that other op runs once
+    why: str  # why it runs once; or why the op that computes its inputs does
     gathered: int  # bytes gathered for it in a step; ops that need the same tensor share them
-    share: float  # its part of the bytes that all ops put out that depend on the batch, up to 1
+    share: float  # its part of the output, in bytes, of all ops that depend on the batch: 0 to 1
     line: str  # of the model_fn, or of what it calls: 'model.py:12'; '' if that isn't known
 
 
@@ -45,45 +50,49 @@ class Gradient(NamedTuple):
 
     variable: str
     bytes: int | None  # that each tower sends: 0 if it's made once; None: of the rows it gathers
-    device: str  # the variable's, where towers' gradients are summed
+    device: str  # the variable's, where the towers' gradients are summed
 
 
 class Traffic(NamedTuple):
-    """What a device sends to others in a step, and gets from them."""
+    """What a device sends to others in a step, and receives from them."""
 
     sent: int  # bytes
     received: int  # bytes
-    messages: int  # that it sends: a tensor is one for each device that needs it
+    messages: int  # that it sends: a tensor is one message for each device that needs it
 
 
 class Explanation(NamedTuple):
     """How a model trains on several devices. As a str it's a table.
 
-    Where only a step knows their number, bytes are of 64 rows; of 1 along unknown dimensions.
+    If the batch size is known only when a step runs, bytes are those of 64 examples. Other unknown
+    dimensions count as 1.
     """
 
     towers: list[str]  # one device string a tower
-    rows_per_tower: list[int] | None  # None if the batch size isn't static
+    examples_per_tower: list[int] | None  # None if the batch size isn't static
     variables: dict[str, int]  # bytes of variables, slots and the like included, by device
     gradients: list[Gradient]
     traffic: dict[str, Traffic]  # by device, of a step: the batch, variables, gradients and all
-    divided: int  # how many ops run in towers
+    sharded: int  # how many ops are sharded over the devices
     once: list[Once]  # the costliest first
-    scopes: dict[str, dict[str, int]]  # bytes that ops put out: 'shard', 'partial' and 'once'
-    unknown: list[str]  # features and labels of unknown rank: what is made of them runs once
+    scopes: dict[str, dict[str, int]]  # bytes of the ops' output: 'shard', 'partial' and 'once'
+    unknown: list[str]  # features and labels of unknown rank: ops on them run once
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON knows it."""
-        lists = {name: [e._asdict() for e in getattr(self, name)] for name in ('gradients', 'once')}
-        traffic = {device: moved._asdict() for device, moved in self.traffic.items()}
-        return {**self._asdict(), **lists, 'traffic': traffic}
+        values = self._asdict()
+        values['gradients'] = [gradient._asdict() for gradient in self.gradients]
+        values['once'] = [op._asdict() for op in self.once]
+        values['traffic'] = {device: moved._asdict() for device, moved in self.traffic.items()}
+        return values
 
     def draw(self, path: str) -> None:
         """Draws what each scope puts out, by placement, with Matplotlib: to 'plan.svg', say."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8, 1.5 + len(self.scopes) / 4), layout='constrained')
-        axes, left = figure.subplots(), [0.0] * len(self.scopes)
+        axes = figure.subplots()
+        left = [0.0] * len(self.scopes)
         for kind, color in ('shard', 'tab:blue'), ('partial', 'tab:green'), ('once', 'tab:red'):
             widths = [sizes.get(kind, 0) / 1e6 for sizes in self.scopes.values()]
             axes.barh(list(self.scopes), widths, left=left, label=kind, color=color)
@@ -94,81 +103,126 @@ class Explanation(NamedTuple):
         figure.savefig(path)
 
     def __str__(self) -> str:
-        rows: Sequence[Any] = self.rows_per_tower or ['its share of the'] * len(self.towers)
-        sent = [(g, 'gathered rows' if g.bytes is None else _size(g.bytes)) for g in self.gradients]
-        moved = [
-            f'{where}: {_size(t.sent)} out in {t.messages} messages, {_size(t.received)} in'
-            for where, t in self.traffic.items()
-        ]
-        parts = {
-            'towers': [f'{where}: {n} rows' for where, n in zip(self.towers, rows)],
-            'variables': [f'{where}: {_size(n)}' for where, n in self.variables.items()],
-            'gradients': [f'{g.variable}: {n}, summed on {g.device}' for g, n in sent],
-            'between devices, each step': moved,
-            f'of unknown rank, so it runs once: {_REMEDY}': self.unknown,
-            'ops': [f'{self.divided} run in towers', f'{len(self.once)} run once, on all rows'],
-            'run once: share of all output, name, bytes gathered, line, why': [
-                f'{op.share:.1%} {op.name}, {_size(op.gathered)}, {op.line or "no line"}, {op.why}'
-                for op in self.once
-            ],
-        }
-        lines = []
-        for title, entries in parts.items():
-            more = [f'and {len(entries) - 10} more'] if len(entries) > 10 else []
-            lines += [title, *(f'  {entry}' for entry in [*entries[:10], *more])] if entries else []
+        lines: list[str] = []
+        for title, entries in self._sections().items():
+            if entries:
+                lines.append(title)
+                lines += [f'  {entry}' for entry in entries[:_SHOWN]]
+            if len(entries) > _SHOWN:
+                lines.append(f'  and {len(entries) - _SHOWN} more')
         return '\n'.join(lines)
+
+    def _sections(self) -> dict[str, list[str]]:
+        """The entries of each section of the table, by its title."""
+        counts: Sequence[Any] = self.examples_per_tower or ['its share of the'] * len(self.towers)
+        gradients = []
+        for gradient in self.gradients:
+            size = 'gathered rows' if gradient.bytes is None else _size(gradient.bytes)
+            gradients.append(f'{gradient.variable}: {size}, summed on {gradient.device}')
+        traffic = [
+            f'{device}: {_size(moved.sent)} out in {moved.messages} messages, '
+            f'{_size(moved.received)} in'
+            for device, moved in self.traffic.items()
+        ]
+        once = [
+            f'{op.share:.1%} {op.name}, {_size(op.gathered)}, {op.line or "no line"}, {op.why}'
+            for op in self.once
+        ]
+        return {
+            'towers': [f'{device}: {n} examples' for device, n in zip(self.towers, counts)],
+            'variables': [f'{device}: {_size(n)}' for device, n in self.variables.items()],
+            'gradients': gradients,
+            'between devices, each step': traffic,
+            f'of unknown rank, so it runs once: {RANK_REMEDY}': self.unknown,
+            'ops': [
+                f'{self.sharded} are sharded over the devices',
+                f'{len(self.once)} run once, unsharded, on the global batch',
+            ],
+            'run once: share of all output, name, bytes gathered, line, why': once,
+        }
 
 
 def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
     """Builds an estimator's graph for training, in a graph of its own, and looks at it."""
-    mode = tf_estimator.estimator.ModeKeys.TRAIN
     with tf.Graph().as_default() as graph:
-        tf.set_random_seed(estimator.config.tf_random_seed)
-        step = tf_estimator.global_step_of(estimator, graph)
-        if step is not None:  # A SavedModel brings its own.
-            graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))
-        features, labels, _ = tf_estimator.features_and_labels(estimator, input_fn, mode)
-        spec = tf_estimator.spec_of(estimator, features, labels, mode)
+        spec = _build_for_training(estimator, input_fn, graph)
+
         variables: Counter[str] = Counter()
         for variable in tf.global_variables():
             variables[variable.device or _NOWHERE] += bytes_of(variable)
-        known, gradients = steps.of_graph(graph), []
-        plan = known.plan
-        for gradient, variable in optimizer.applied(graph):
-            sparse = isinstance(gradient, tf.IndexedSlices)
-            while not sparse and gradient.op.type in op_types.REARRANGEMENTS:
-                gradient = gradient.op.inputs[0]
-            once = plan is None or (not sparse and gradient.op.name in plan.once)
-            size = 0 if once else None if sparse else bytes_of(variable)
-            gradients.append(Gradient(variable.op.name, size, variable.device or _NOWHERE))
-        divided = (len(plan.ops), _once(plan, _line), _scopes(plan)) if plan else (0, [], {})
-        step_ops = [op for op in (spec.train_op, spec.loss) if op is not None]
-        moved = _traffic([getattr(op, 'op', op) for op in step_ops], known.devices[0])
-        parts = dict(sorted(variables.items())), gradients, moved, *divided
-        return Explanation(known.devices, known.rows_per_tower, *parts, list(known.unknown))
+        step = steps.of_graph(graph)
+        plan = step.plan
+        results = [result for result in (spec.train_op, spec.loss) if result is not None]
+        ops = [getattr(result, 'op', result) for result in results]
+        return Explanation(
+            towers=step.devices,
+            examples_per_tower=step.examples_per_tower,
+            variables=dict(sorted(variables.items())),
+            gradients=[_gradient(*pair, plan) for pair in optimizer.applied(graph)],
+            traffic=_traffic(ops, step.devices[0]),
+            sharded=len(plan.ops) if plan else 0,
+            once=_once(plan, _line) if plan else [],
+            scopes=_scopes(plan) if plan else {},
+            unknown=list(step.unknown),
+        )
+
+
+def _build_for_training(estimator: Any, input_fn: Callable[..., Any], graph: tf.Graph) -> Any:
+    """Builds what an estimator trains, in the default graph, and returns its EstimatorSpec."""
+    mode = tf_estimator.estimator.ModeKeys.TRAIN
+    tf.set_random_seed(estimator.config.tf_random_seed)
+    step = tf_estimator.global_step_of(estimator, graph)
+    if step is not None:  # A SavedModel brings its own.
+        graph.add_to_collection(private.GLOBAL_STEP_READ, tf.identity(step))
+    features, labels, _ = tf_estimator.features_and_labels(estimator, input_fn, mode)
+    return tf_estimator.spec_of(estimator, features, labels, mode)
+
+
+def _gradient(gradient: Any, variable: tf.Variable, plan: Plan | None) -> Gradient:
+    """Describes a gradient that is applied to a variable."""
+    device = variable.device or _NOWHERE
+    if plan is None:
+        return Gradient(variable.op.name, 0, device)
+    if isinstance(gradient, tf.IndexedSlices):
+        return Gradient(variable.op.name, None, device)
+    while gradient.op.type in op_types.REARRANGEMENTS:
+        gradient = gradient.op.inputs[0]
+    size = 0 if gradient.op.name in plan.once else bytes_of(variable)
+    return Gradient(variable.op.name, size, device)
 
 
 def messages(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, int]]:
-    """What devices send each other where ops run: from, to and bytes of each message.
+    """What devices send each other when ops run: from, to and bytes of each message.
 
-    TensorFlow sends a tensor once to each device. What is on none is taken to be on the first.
+    TensorFlow sends a tensor once to each device. An op without a device counts as on the first.
     """
+    devices = {op: _device(op, first) for op in graphs.ancestors(ops)}
 
-    def place(op: tf.Operation) -> str:
-        found = device_of(op)
-        if not found:
-            groups = map(op.graph.get_operation_by_name, graphs.colocated_with(op))
-            found = next(filter(None, map(device_of, groups)), first)
-        return device_spec(found).to_string()
+    # By key, so that what several ops on a device need counts once: tensors, then control edges.
+    sent: dict[tuple[str, str], tuple[tf.Operation, int]] = {}
+    for op, device in devices.items():
+        for tensor in op.inputs:
+            sent[tensor.name, device] = (tensor.op, bytes_of(tensor))
+    for op, device in devices.items():
+        for before in op.control_inputs:
+            sent[before.name, device] = (before, 0)
 
-    needed = {op: place(op) for op in graphs.ancestors(ops)}
-    sent = {(t.name, to): (t.op, t) for op, to in needed.items() for t in op.inputs}
-    waits = {(o.name, to): (o, None) for op, to in needed.items() for o in op.control_inputs}
     return [
-        (needed[op], to, bytes_of(tensor) if tensor is not None else 0)
-        for (_, to), (op, tensor) in {**sent, **waits}.items()
-        if needed[op] != to
+        (devices[source], device, size)
+        for (_, device), (source, size) in sent.items()
+        if devices[source] != device
     ]
+
+
+def _device(op: tf.Operation, first: str) -> str:
+    """The device of an op, or of what it's colocated with; else the first device."""
+    device = device_of(op)
+    if not device:
+        for name in graphs.colocated_with(op):
+            device = device_of(op.graph.get_operation_by_name(name))
+            if device:
+                break
+    return device_spec(device or first).to_string()
 
 
 def _traffic(ops: Sequence[tf.Operation], first: str) -> dict[str, Traffic]:
@@ -180,63 +234,87 @@ def _traffic(ops: Sequence[tf.Operation], first: str) -> dict[str, Traffic]:
     return {to: Traffic(sent[to], received[to], count[to]) for to in sorted({*count, *received})}
 
 
-def tell() -> None:
-    """Tells in the log how the default graph's batch is divided, and what costs most that isn't."""
+def log_sharding() -> None:
+    """Logs how the default graph's batch is sharded, and which unsharded ops cost most."""
     step = steps.of_graph(tf.get_default_graph())
-    rows: Sequence[Any] = step.rows_per_tower or ['its share'] * len(step.devices)
-    to = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, rows))
-    text, level = f'The input_fn gives the global batch; its rows go to {to}.', tf.logging.INFO
-    if step.plan is None and len(step.devices) > 1:
+    counts: Sequence[Any] = step.examples_per_tower or ['its share'] * len(step.devices)
+    devices = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, counts))
+    text = f'The input_fn gives the global batch; its examples go to {devices}.'
+    level = tf.logging.INFO
+
+    if step.plan is not None:
+        text += f' {len(step.plan.ops)} ops are sharded.{_costliest_once(step.plan)}'
+    elif len(step.devices) > 1:
         level = tf.logging.WARN  # More devices were asked for than have anything to do.
         text = (
-            'Nothing is divided: fewer rows than devices, or none in a dense or sparse tensor of '
-            'known rank.'
+            'Nothing is sharded: fewer examples than devices, or none in a dense or sparse tensor '
+            'of known rank.'
         )
-    if step.plan is not None:
-        text += f' {len(step.plan.ops)} ops run in towers.'
-        once = _once(step.plan, lambda op: '') if step.plan.once else []
-        shares: dict[str, float] = defaultdict(float)
-        for op in once:
-            shares[op.why] += op.share
-        why = max(shares, key=lambda why: shares[why], default='')
-        if shares[why] > _WORTH_IT:
-            name = next(op.name for op in once if op.why == why)
-            text += f' {shares[why]:.0%} of all output is of {name} and more that run once: {why}.'
     if step.unknown:
         names = ', '.join(step.unknown)
-        text += f' The rank of {names} is unknown, so what is made of it runs once: {_REMEDY}.'
+        text += f' The rank of {names} is unknown, so ops on it run once: {RANK_REMEDY}.'
     tf.logging.log(level, '%s', text)
 
 
+def _costliest_once(plan: Plan) -> str:
+    """Says for which reason most of the output is of ops that run once; '' if that is little."""
+    once = _once(plan, lambda op: '') if plan.once else []
+    shares: dict[str, float] = defaultdict(float)
+    for op in once:
+        shares[op.why] += op.share
+    why = max(shares, key=lambda why: shares[why], default='')
+    if shares[why] <= _WORTH_IT:
+        return ''
+
+    costliest = [op.name for op in once if op.why == why][0]
+    share = f'{shares[why]:.0%}'
+    return f' {share} of all output is of {costliest} and more that run once: {why}.'
+
+
 def _once(plan: Plan, line: Callable[[tf.Operation], str]) -> list[Once]:
-    """The ops that run once, the costliest first."""
+    """The ops that run once, the costliest first; `line` tells an op's line in the program."""
     total = sum(bytes_of(t) for op in _counted(plan) for t in op.outputs) or 1
-    ops = [op for op in plan.order if op.name in plan.once]
-    shares = [sum(map(bytes_of, op.outputs)) / total for op in ops]
-    found = [Once(op.name, *plan.once[op.name], n, line(op)) for op, n in zip(ops, shares)]
-    return sorted(found, key=lambda once: (-once.share, -once.gathered))
+    ops = []
+    for op in plan.order:
+        if op.name in plan.once:
+            why, gathered = plan.once[op.name]
+            share = sum(map(bytes_of, op.outputs)) / total
+            ops.append(Once(op.name, why, gathered, share, line(op)))
+    return sorted(ops, key=lambda once: (-once.share, -once.gathered))
 
 
 def _counted(plan: Plan) -> list[tf.Operation]:
-    """The ops that run in towers, or once though they follow from rows."""
+    """The ops that depend on the batch: the sharded ones, and those that run once."""
     return [op for op in plan.order if op.name in plan.ops or op.name in plan.once]
 
 
 def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
-    """By the outermost scope, in the model's order; gradients are in that of what they're of."""
-    found: dict[str, Counter[str]] = {}
+    """Bytes of output by outermost scope and kind, in the model's order.
+
+    Gradients count in the scope of the op whose gradients they are.
+    """
+    scopes: dict[str, Counter[str]] = {}
     for op in sorted(_counted(plan), key=private.creation_index):
         scope = re.sub(r'^gradients(_\d+)?/', '', op.name).partition('/')[0].removesuffix('_grad')
         for tensor in op.outputs:
-            partial = isinstance(plan.placements.get(tensor.name), Partial)
-            kind = 'once' if op.name in plan.once else 'partial' if partial else 'shard'
-            found.setdefault(scope, Counter())[kind] += bytes_of(tensor)
-    return {scope: dict(sizes) for scope, sizes in found.items()}
+            if op.name in plan.once:
+                kind = 'once'
+            elif isinstance(plan.placements.get(tensor.name), Partial):
+                kind = 'partial'
+            else:
+                kind = 'shard'
+            scopes.setdefault(scope, Counter())[kind] += bytes_of(tensor)
+    return {scope: dict(sizes) for scope, sizes in scopes.items()}
 
 
 def _line(op: tf.Operation) -> str:
-    """Where the program made an op: what a model_fn calls, but for installed packages."""
-    frames = reversed(list(op.traceback or ()))  # What tf.function made may have none.
+    """The line of the program that made an op: in the model_fn, or in what that calls.
+
+    Lines of installed packages don't count.
+    """
+    frames = reversed(list(op.traceback or ()))  # Ops of a tf.function may have none.
     inside = itertools.takewhile(lambda frame: frame.filename != _REPLICATE, frames)
-    own = (frame for frame in inside if not frame.filename.startswith(_PACKAGES))
-    return next((f'{os.path.basename(frame.filename)}:{frame.lineno}' for frame in own), '')
+    for frame in inside:
+        if not frame.filename.startswith(_PACKAGES):
+            return f'{os.path.basename(frame.filename)}:{frame.lineno}'
+    return ''

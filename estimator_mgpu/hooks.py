@@ -119,7 +119,7 @@ class ThroughputHook(_StepHook):
         if self._known['examples'] is None:
             raise ValueError(
                 'ThroughputHook() does not know how many examples a step has, as no replicated '
-                'model_fn that gets rows was called. Decorate the model_fn by '
+                'model_fn that gets examples was called. Decorate the model_fn by '
                 'estimator_mgpu.replicate(devices=1), or give ThroughputHook(batch_size=32), say.'
             )
 

@@ -1,4 +1,8 @@
-"""`replicate()`, and as contrib had it `replicate_model_fn()`: one model_fn on several devices."""
+"""`replicate()`: makes a model_fn that builds a graph for one device build one for several.
+
+In: a model_fn and options. Out: a model_fn with the same arguments and the same kind of
+EstimatorSpec, whose graph trains on all devices. The graph itself is divided by `partition`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -17,10 +21,14 @@ from estimator_mgpu.devices import Devices, checked, host_of, resolve, warn_of_m
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.towers.build import Towers
 from estimator_mgpu.partition.towers.variables import CHOICES, SPREAD, place_variables
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
 
 _LEGAL = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': ('chief', 'machine')}
+_RESULTS = ('loss', 'predictions', 'train_op', 'eval_metric_ops')  # of an EstimatorSpec
+
+_building: set[tf.Graph] = set()  # graphs whose model_fn is being called, in any thread
 
 
 def replicate(
@@ -33,10 +41,11 @@ def replicate(
     input: str = 'chief',
     **gone: Any,
 ) -> Callable[..., Any]:
-    """Makes a model_fn train on several devices, with the numbers of one.
+    """Makes a model_fn train on several devices, with the results that one device would give.
 
-    The model_fn is called once, with the whole batch. Of the graph that it built, what goes row by
-    row then runs on each device for its rows, sums over rows are added up, and the rest runs once.
+    The model_fn is called once, with the global batch. In the graph that it builds, ops on examples
+    are sharded: each device runs them on its part of the batch. Sums over the batch are reduced
+    over the devices, and all other ops run once, unsharded.
 
     Examples:
       >>> @replicate(devices=2)
@@ -47,178 +56,251 @@ def replicate(
       ...     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     Args:
-      model_fn: as for `tf.estimator.Estimator`. Its features and labels are nests of tensors with
-        one row an example along dimension 0. Without it, a decorator is returned.
-      devices: None for every GPU (one CPU device where there is none); an int for that many GPUs
-        (logical CPU devices where there is none); or a list of device strings, one a tower.
-      broadcast: names of features that go whole to every tower. Scalars do so by themselves.
-      variables: where variables live: 'spread' over the devices by bytes, on the 'first' device, or
-        on the 'cpu'. Those that the model_fn itself puts on a device stay there.
-      batch_norm: whether batch normalization takes the statistics of the whole 'batch', as on one
-        device, or of each 'device', which is faster and gives other numbers.
-      input: on several machines, with `Estimator`, whether the 'chief' reads the batches, or each
-        'machine' reads a part of each, by the `input_context` that its input_fn is given.
+      model_fn: as for `tf.estimator.Estimator`. Features and labels are nests of tensors whose
+        dimension 0 is the batch. If model_fn is left out, a decorator is returned.
+      devices: None for all GPUs (or one CPU device, if there are none); an int for that many GPUs
+        (or logical CPU devices, if there are no GPUs); or a list of device strings, one a tower.
+      broadcast: names of features that aren't sharded, but replicated on all devices. Scalars
+        always are.
+      variables: where variables are placed: 'spread' over the devices by their size in bytes, on
+        the 'first' device, or on the 'cpu'. A variable that the model_fn itself places stays there.
+      batch_norm: batch normalization uses the statistics of the global 'batch', as on one device,
+        or those of each 'device', which is faster, but gives other results.
+      input: for `Estimator` on several machines: the 'chief' reads the global batch, or each
+        'machine' reads its part, selected by the `input_context` that its input_fn is given.
+
+    Returns:
+      The replicated model_fn; or a decorator that returns it.
     """
-    for name in gone:
+    _check_no_unknown_options(gone)
+    devices = checked(devices)
+    choices = dict(variables=variables, batch_norm=batch_norm, input=input)
+    _check_choices(choices)
+    names = _names_of_features(broadcast)
+    if names and input != 'chief':
+        raise ValueError(
+            "broadcast needs input='chief': with input='machine', each machine reads a part of the "
+            'batch, which is sharded.'
+        )
+
+    options = dict(devices=devices, broadcast=names, **choices)
+    decorator = functools.partial(_replicated, options)
+    return decorator if model_fn is None else decorator(model_fn)
+
+
+def _check_no_unknown_options(unknown: dict[str, Any]) -> None:
+    for name in unknown:
         why = 'its options are devices, broadcast, variables, batch_norm and input'
         if name in ('loss_reduction', 'loss_weight'):
-            why = "a loss is what the model_fn makes of the whole batch, so it's needed no more"
+            why = (
+                "a loss is what the model_fn computes from the global batch, so it's needed no more"
+            )
         raise TypeError(f'replicate() takes no {name}: {why}. Leave it out.')
-    devices = checked(devices)
-    chosen = dict(variables=variables, batch_norm=batch_norm, input=input)
-    for name, value in chosen.items():
+
+
+def _check_choices(choices: dict[str, Any]) -> None:
+    for name, value in choices.items():
         if not isinstance(value, str) or value not in _LEGAL[name]:
             raise ValueError(f'{name}={value!r} is not known. Legal are {", ".join(_LEGAL[name])}.')
+
+
+def _names_of_features(broadcast: Any) -> list[str]:
+    """Checks the option `broadcast`, and returns it as a list."""
+    if broadcast is None:
+        return []
     if isinstance(broadcast, str):
         raise TypeError(f'broadcast={broadcast!r} is a str. Give a list of names: [{broadcast!r}].')
-    names = [] if broadcast is None else broadcast
-    names = list(names) if isinstance(names, Iterable) else [names]
+
+    names = list(broadcast) if isinstance(broadcast, Iterable) else [broadcast]
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
             f'broadcast={broadcast!r} names no features. Give a list of their names, such as '
             "['vocabulary'], or None."
         )
-    if names and input != 'chief':
-        raise ValueError("broadcast goes with input='chief': a machine's part of a batch has rows.")
-    options = dict(devices=devices, broadcast=names, **chosen)
-    decorator = functools.partial(_replicated, options)
-    return decorator if model_fn is None else decorator(model_fn)
+    return names
 
 
 def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A model_fn that builds what another one does, and divides it."""
-    if not callable(model_fn):
-        raise TypeError(
-            f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function. Devices are '
-            "given by name: replicate(devices=2); an estimator's model_fn is estimator.model_fn."
-        )
-    if hasattr(model_fn, 'replicate_options'):
-        raise ValueError('This model_fn is replicated already. Apply replicate() once.')
-    try:
-        signature = inspect.signature(model_fn)
-    except ValueError:  # Of dict, say, nobody knows.
-        signature = inspect.Signature()
-    if 'features' not in signature.parameters:
-        raise ValueError(
-            f'The model_fn takes {signature}, and no features. An Estimator calls it with '
-            'features, and with labels, mode, params and config if it takes them: name them so.'
-        )
-    # Estimator passes a model_fn just what it asks for.
-    kind, own = inspect.Parameter.POSITIONAL_OR_KEYWORD, signature.parameters
-    added = [inspect.Parameter(n, kind, default=None) for n in ('mode', 'config') if n not in own]
-    wider = signature.replace(parameters=sorted([*own.values(), *added], key=lambda p: p.kind))
+    """Returns a model_fn that builds the graph of another model_fn, for several devices.
+
+    Args:
+      options: the checked arguments of `replicate()`, by name.
+      model_fn: the model_fn to replicate.
+    """
+    _check_model_fn(model_fn)
+    signature = _signature_of(model_fn)
+    extended = _with_mode_and_config(signature)
 
     @functools.wraps(model_fn, updated=())
     def replicated(*args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly():
-            raise RuntimeError(
-                'A replicated model_fn builds a graph. Let an Estimator call it, or call it within '
-                '`with tf.Graph().as_default():`.'
-            )
-        arguments = wider.bind(*args, **kwargs).arguments
-        names = ('features', 'labels', 'mode', 'config')
-        features, labels, mode, config = map(arguments.get, names)
-        current = tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-        if strategy := getattr(config, 'train_distribute', None) or current:
-            raise ValueError(
-                f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
-                'model_fn on several devices itself. Leave out train_distribute, or replicate().'
-            )
+        _check_builds_graph()
+        arguments = extended.bind(*args, **kwargs).arguments
+        config = arguments.get('config')
         machines = getattr(config, 'machines', None)  # set by `task.Task.training`
-        if machines is None and getattr(config, 'master', None):
-            tf_config.check_read(config)
-            raise ValueError(
-                'TF_CONFIG has several machines, and a plain Estimator would train on each by '
-                'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
-            )
+        _check_config(config, machines)
+
         towers = resolve(options['devices'], machines)
         warn_of_missing(towers, config)
-        bound = inspect.BoundArguments(signature, arguments)  # Leaves out what it doesn't take.
-        broadcast = options['broadcast']
-        if config is not None and _is_export((features, labels), mode):
-            return _build(model_fn, bound)  # A SavedModel goes anywhere: it names no device.
-        # What the batch has is looked up before the model_fn, which may take some out of a dict.
-        tensors = end_of_data.tensors_of(features, labels)
-        if len(towers) == 1:
-            leaves = batch.leaves_of(features, labels, broadcast)
-            spec = _build(model_fn, bound, '' if options['devices'] is None else towers[0])
-            step = steps.Step(batch.examples_of(leaves), spec.loss, towers)
-        else:
-            found = batch.look_at(features, labels, broadcast)
-            before = {op.name for op in tf.get_default_graph().get_operations()}
-            ps = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
-            built = _build(model_fn, bound)
-            place_variables(options['variables'], ps or towers, before)
-            found = unknown_ranks.shapes_told_by_model(found)
-            spec, step = _divided(built, found, towers, before, options['batch_norm'])
-        end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
-        scaffold = checkpoints.watch(spec.scaffold or tf.train.Scaffold())
-        spec = spec._replace(scaffold=task.hold(scaffold) if machines else scaffold)
-        steps.record(step)
-        if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
-            explain.tell()
-        return spec
 
-    vars(replicated).update(__signature__=wider, replicate_options=options)
+        # Without what the model_fn doesn't take.
+        call = functools.partial(_call, model_fn, inspect.BoundArguments(signature, arguments))
+        return _build(call, arguments, options, towers, machines)
+
+    vars(replicated).update(__signature__=extended, replicate_options=options)
     return ModelFunction(replicated, _replicated, options, model_fn)
 
 
-_building: set[tf.Graph] = set()  # whose model_fns are being called, in any thread
+def _build(
+    call: Callable[..., Any],
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+    towers: list[str],
+    machines: dict[str, list[str]] | None,
+) -> Any:
+    """Builds the default graph for all towers, and returns its EstimatorSpec.
+
+    Args:
+      call: calls the model_fn; on a device, if it's given one.
+      arguments: the arguments of the model_fn, by name.
+      options: the checked arguments of `replicate()`, by name.
+      towers: a device for each tower.
+      machines: the devices of each machine; None on one machine.
+    """
+    features = arguments.get('features')
+    labels = arguments.get('labels')
+    mode = arguments.get('mode')
+    if arguments.get('config') is not None and _is_export((features, labels), mode):
+        return call()  # A SavedModel is loaded on any machine, so it names no device.
+
+    # The tensors are listed before the model_fn is called: it may take some out of a dict.
+    tensors = end_of_data.tensors_of(features, labels)
+    if len(towers) == 1:
+        spec, step = _build_on_one(call, features, labels, options, towers[0])
+    else:
+        spec, step = _build_on_several(call, features, labels, options, towers, machines)
+
+    end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
+    spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
+    steps.record(step)
+    if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
+        explain.log_sharding()
+    return spec
+
+
+def _build_on_one(
+    call: Callable[..., Any], features: Any, labels: Any, options: dict[str, Any], tower: str
+) -> tuple[Any, steps.Step]:
+    """Builds a graph for one device; returns its EstimatorSpec and a `Step`."""
+    leaves = batch.leaves_of(features, labels, options['broadcast'])
+    spec = call('' if options['devices'] is None else tower)
+    return spec, steps.Step(batch.examples_of(leaves), spec.loss, [tower])
+
+
+def _build_on_several(
+    call: Callable[..., Any],
+    features: Any,
+    labels: Any,
+    options: dict[str, Any],
+    towers: list[str],
+    machines: dict[str, list[str]] | None,
+) -> tuple[Any, steps.Step]:
+    """Builds a graph for several devices; returns its EstimatorSpec and a `Step`."""
+    global_batch = batch.look_at(features, labels, options['broadcast'])
+    ops_before = {op.name for op in tf.get_default_graph().get_operations()}
+
+    spec = call()
+    servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
+    place_variables(options['variables'], servers or towers, ops_before)
+
+    global_batch = unknown_ranks.shapes_told_by_model(global_batch)
+    return _divided(spec, global_batch, towers, ops_before, options['batch_norm'])
 
 
 def _divided(
-    spec: Any, found: batch.Batch, devices: list[str], before: set[str], batch_norm: str
+    spec: Any,
+    global_batch: batch.Batch,
+    devices: list[str],
+    ops_before: set[str],
+    batch_norm: str,
 ) -> tuple[Any, steps.Step]:
-    """Divides a graph, and returns its EstimatorSpec and what is known of its steps."""
+    """Divides the default graph; returns its EstimatorSpec and a `Step`.
+
+    Args:
+      spec: the EstimatorSpec of the undivided graph.
+      global_batch: the features and labels.
+      devices: one a tower.
+      ops_before: the names of ops that were there before the model_fn was called.
+      batch_norm: as for `replicate()`.
+    """
     graph = tf.get_default_graph()
+    static = global_batch.static
     with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device(host_of(devices[0])):
-        total = found.total() if found.static is None and found.leaves else None
-    collects = gc.isenabled()
-    gc.disable()  # It would look at each of the graph's ops over and over.
+        total = global_batch.total() if static is None and global_batch.leaves else None
+
     try:
-        towers = divide(graph, found, total, devices, before, batch_norm)
+        with _no_garbage_collection():
+            towers = divide(graph, global_batch, total, devices, ops_before, batch_norm)
     except Exception as error:
         raise RuntimeError(
             f'Dividing the graph over the devices failed: {error}. Please report the model, or '
             'mend your own rule; meanwhile replicate(devices=1) trains it on one device.'
         ) from error
-    finally:
-        if collects:
-            gc.enable()
-    examples = total if found.static is None else found.static
-    step = steps.Step(examples, spec.loss, devices, unknown=found.unknown_titles)
+
+    examples = total if static is None else static
+    step = steps.Step(examples, spec.loss, devices, unknown=global_batch.unknown_titles)
     if towers is None:
         return spec, step
-    names = ('loss', 'predictions', 'train_op', 'eval_metric_ops')
-    results = tf.nest.map_structure(
-        lambda leaf: towers.full_value(leaf) if isinstance(leaf, tf.Tensor) else leaf,
-        {name: getattr(spec, name) for name in names},
-        expand_composites=True,
-    )
-    return spec._replace(**results), step._replace(loss=results['loss'], plan=towers.plan)
+    spec = _with_full_values(spec, towers)
+    return spec, step._replace(loss=spec.loss, plan=towers.plan)
 
 
-def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:
-    """Calls a model_fn, and returns its EstimatorSpec, also where that is of a TPUEstimator."""
-    graph = graphs.outermost_graph(tf.get_default_graph())
-    if graph in _building:
-        raise ValueError(
-            'A replicated model_fn is called by another one, that of replicate_estimator() or '
-            'contrib say. Replicate it once.'
-        )
-    _building.add(graph)
+def _with_full_values(spec: Any, towers: Towers) -> Any:
+    """An EstimatorSpec whose results are full values: of the global batch, not of one tower."""
+
+    def full_value(leaf: Any) -> Any:
+        return towers.full_value(leaf) if isinstance(leaf, tf.Tensor) else leaf
+
+    results = {name: getattr(spec, name) for name in _RESULTS}
+    full = tf.nest.map_structure(full_value, results, expand_composites=True)
+    return spec._replace(**full)
+
+
+def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:
+    """An EstimatorSpec whose sessions explain errors of checkpoints, and wait for other tasks."""
+    scaffold = checkpoints.watch(spec.scaffold or tf.train.Scaffold())
+    if waits_for_tasks:
+        scaffold = task.hold(scaffold)
+    return spec._replace(scaffold=scaffold)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Turns Python's garbage collector off: it would visit all ops of the graph over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
-        # A device string, unlike a function, stays out of the bodies of loops and branches.
-        pinned = tf.device(device) if device else contextlib.nullcontext()
-        with pinned, variable_sharing.shared_variables(), tower_optimizers():
-            spec = model_fn(*bound.args, **bound.kwargs)
-    except Exception as error:
-        if remedy := tf_estimator.legacy_keras_remedy(error):
-            raise RuntimeError(remedy) from error
-        raise
+        yield
     finally:
-        _building.remove(graph)
-    spec = spec.as_estimator_spec() if hasattr(spec, 'as_estimator_spec') else spec
+        if was_enabled:
+            gc.enable()
+
+
+def _call(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:
+    """Calls a model_fn, and returns its EstimatorSpec, also if it returns a TPUEstimatorSpec."""
+    with _not_nested():
+        try:
+            # A device string, unlike a function, stays out of the bodies of loops and branches.
+            pinned = tf.device(device) if device else contextlib.nullcontext()
+            with pinned, variable_sharing.shared_variables(), tower_optimizers():
+                spec = model_fn(*bound.args, **bound.kwargs)
+        except Exception as error:
+            remedy = tf_estimator.legacy_keras_remedy(error)
+            if remedy:
+                raise RuntimeError(remedy) from error
+            raise
+
+    if hasattr(spec, 'as_estimator_spec'):
+        spec = spec.as_estimator_spec()
     if not isinstance(spec, tf_estimator.estimator.EstimatorSpec):
         raise TypeError(
             f'The model_fn returned {spec!r} of {type(spec).__name__}. It has to return a '
@@ -227,11 +309,92 @@ def _build(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: 
     return spec
 
 
-def _is_export(batch: tuple[Any, Any], mode: str | None) -> bool:
+@contextlib.contextmanager
+def _not_nested() -> Iterator[None]:
+    """Fails if a replicated model_fn is called by another one, in the same graph."""
+    graph = graphs.outermost_graph(tf.get_default_graph())
+    if graph in _building:
+        raise ValueError(
+            'A replicated model_fn is called by another one, that of replicate_estimator() or '
+            'contrib say. Replicate it once.'
+        )
+    _building.add(graph)
+    try:
+        yield
+    finally:
+        _building.remove(graph)
+
+
+def _check_model_fn(model_fn: Any) -> None:
+    if not callable(model_fn):
+        raise TypeError(
+            f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function. Devices are '
+            "given by name: replicate(devices=2); an estimator's model_fn is estimator.model_fn."
+        )
+    if hasattr(model_fn, 'replicate_options'):
+        raise ValueError('This model_fn is replicated already. Apply replicate() once.')
+
+
+def _signature_of(model_fn: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature of a model_fn; fails if it takes no features."""
+    try:
+        signature = inspect.signature(model_fn)
+    except ValueError:  # Some built-in types, such as dict, have none.
+        signature = inspect.Signature()
+    if 'features' not in signature.parameters:
+        raise ValueError(
+            f'The model_fn takes {signature}, and no features. An Estimator calls it with '
+            'features, and with labels, mode, params and config if it takes them: name them so.'
+        )
+    return signature
+
+
+def _with_mode_and_config(signature: inspect.Signature) -> inspect.Signature:
+    """Adds the parameters mode and config, if they are missing.
+
+    An Estimator passes only what a signature names, and a replicated model_fn needs both.
+    """
+    parameters = list(signature.parameters.values())
+    for name in ('mode', 'config'):
+        if name not in signature.parameters:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter(name, kind, default=None))
+    # By kind, as Python wants it: **kwargs comes last.
+    parameters.sort(key=lambda parameter: parameter.kind)
+    return signature.replace(parameters=parameters)
+
+
+def _check_builds_graph() -> None:
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            'A replicated model_fn builds a graph. Let an Estimator call it, or call it within '
+            '`with tf.Graph().as_default():`.'
+        )
+
+
+def _check_config(config: Any, machines: Any) -> None:
+    """Fails if something else would use several devices or machines."""
+    strategy = getattr(config, 'train_distribute', None)
+    if not strategy and tf.distribute.has_strategy():
+        strategy = tf.distribute.get_strategy()
+    if strategy:
+        raise ValueError(
+            f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
+            'model_fn on several devices itself. Leave out train_distribute, or replicate().'
+        )
+    if machines is None and getattr(config, 'master', None):
+        tf_config.check_read(config)
+        raise ValueError(
+            'TF_CONFIG has several machines, and a plain Estimator would train on each by '
+            'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
+        )
+
+
+def _is_export(features_and_labels: Sequence[Any], mode: str | None) -> bool:
     """Whether Estimator builds a graph to export: the batch is fed, and no step is trained."""
-    if mode == tf_estimator.estimator.ModeKeys.TRAIN and tf.get_collection(
-        private.GLOBAL_STEP_READ
-    ):
+    trains = mode == tf_estimator.estimator.ModeKeys.TRAIN
+    if trains and tf.get_collection(private.GLOBAL_STEP_READ):
         return False  # Estimator has read the global step before it trains; a batch may be fed.
-    given = [t.op for t in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(t)]
-    return any(op.type in op_types.PLACEHOLDERS for op in graphs.ancestors(given))
+    leaves = tf.nest.flatten(features_and_labels, expand_composites=True)
+    ops = [leaf.op for leaf in leaves if tf.is_tensor(leaf)]
+    return any(op.type in op_types.PLACEHOLDERS for op in graphs.ancestors(ops))

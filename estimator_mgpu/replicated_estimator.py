@@ -175,7 +175,7 @@ class Estimator(_OnMachines):
         self._follower = task.follower(self.config)
 
     def explain(self, input_fn: Callable[..., Any]) -> explain.Explanation:
-        """Says how training would be divided, before it: nothing is run, and nothing is written.
+        """Shows how training would be sharded. Runs no step, and writes nothing.
 
         Examples:
           >>> columns = [tf.feature_column.numeric_column('x')]
@@ -183,11 +183,11 @@ class Estimator(_OnMachines):
           >>> input_fn = lambda: ({'x': tf.ones([10])}, tf.ones([10]))
           >>> found = estimator.explain(input_fn)  # doctest: +ELLIPSIS
           towers
-            /device:CPU:0: 5 rows
+            /device:CPU:0: 5 examples
             ...
           ops
-            ... run in towers
-            0 run once, on all rows
+            ... are sharded over the devices
+            0 run once, unsharded, on the global batch
 
         The `Explanation` is printed, too. A variable that the model_fn puts on no device, as
         Estimator does the global step, has none in it.

@@ -19,15 +19,15 @@ def is_count(value: Any) -> bool:
 class Step(NamedTuple):
     """What is known of a training step."""
 
-    examples: int | tf.Tensor | None  # The rows of the whole batch: an int if they're static.
+    examples: int | tf.Tensor | None  # In the global batch: an int if it's static.
     loss: tf.Tensor | None
     devices: list[str]  # One a tower; none if the model_fn isn't replicated.
     plan: Any = None  # How its graph was divided, a `Plan`; None if it wasn't.
-    unknown: Sequence[str] = ()  # Features and labels of unknown rank, which stay whole.
+    unknown: Sequence[str] = ()  # Features and labels of unknown rank, which aren't sharded.
 
     @property
-    def rows_per_tower(self) -> list[int] | None:
-        """How many rows each tower gets, in order; None if the batch size isn't static."""
+    def examples_per_tower(self) -> list[int] | None:
+        """How many examples each tower gets, in order; None if the batch size isn't static."""
         if not isinstance(self.examples, int):
             return None
         size, more = divmod(self.examples, len(self.devices))

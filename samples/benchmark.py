@@ -1,4 +1,4 @@
-"""Times one device, replicate() and MirroredStrategy side by side.
+"""Measures the time of one device, of replicate() and of MirroredStrategy, side by side.
 
     python samples/benchmark.py --models=mlp,deep --towers=2,8 --rounds=3
     python samples/benchmark.py --devices=GPU --towers=2,4
@@ -6,16 +6,18 @@
     python samples/benchmark.py --setups=replicate,optimized --models=deep
     python samples/benchmark.py --setups=replicate,other --other=../estimator_mgpu-0.1
 
-Each set-up runs in a process of its own, and every round has each of them once. As machines are
-noisy, what counts are ratios of runs of one round: the tables give their medians, and in brackets
-their least and greatest. Start-up is all from the call of train() to the end of the first step,
-with the checkpoint that Estimator writes before it. One device and MirroredStrategy have
-Estimator's own session config. The set-up `optimized` is replicate() with that, rather than with
-session_config()'s, which leaves out optimizers of the graph. The set-up `other` is replicate() of
-another version of the package, with those of the options that it knows.
+Each set-up runs in a process of its own, and each round runs every set-up once. As machines are
+noisy, only runs of the same round are compared: the tables give the medians of these ratios, and
+their minimum and maximum in brackets. Start-up is the time from the call of train() to the end of
+the first step. It includes the checkpoint that Estimator writes before this step.
 
-The model `cnn` has batch normalization: replicate() takes the statistics of the whole batch, unless
---batch_norm=device says that it's those of each device, as MirroredStrategy's are.
+One device and MirroredStrategy use Estimator's default session config. The set-up `optimized` is
+replicate() with this config, too; otherwise replicate() uses session_config(), which turns off some
+of TensorFlow's graph optimizers. The set-up `other` is replicate() of another version of the
+package. It gets those of the options that it supports.
+
+The model `cnn` has batch normalization. replicate() uses the statistics of the whole batch. With
+--batch_norm=device it uses those of each device, as MirroredStrategy does.
 """
 
 from __future__ import annotations
@@ -57,21 +59,30 @@ MEASURES = {  # What a run gives, and the unit it's printed in.
 }
 
 MODELS = {**benchmark_models.MODELS, **benchmark_models.LARGE}
-flags.DEFINE_list('models', list(benchmark_models.MODELS), f'Which models, of {", ".join(MODELS)}.')
-flags.DEFINE_list('towers', ['2', '4', '8'], 'How many towers.')
 flags.DEFINE_list(
-    'setups', [REPLICATE, MIRRORED], f'What is compared with one device, of {", ".join(SETUPS)}.'
+    'models', list(benchmark_models.MODELS), f'Models to run, of {", ".join(MODELS)}.'
+)
+flags.DEFINE_list('towers', ['2', '4', '8'], 'Numbers of towers.')
+flags.DEFINE_list(
+    'setups', [REPLICATE, MIRRORED], f'Set-ups to compare with one device, of {", ".join(SETUPS)}.'
 )
 flags.DEFINE_enum(
-    'devices', 'CPU', ['CPU', 'GPU', 'GPU:0'], 'Logical CPU devices, GPUs, or one for all towers.'
+    'devices',
+    'CPU',
+    ['CPU', 'GPU', 'GPU:0'],
+    'Logical CPU devices, GPUs, or one GPU for all towers.',
 )
-flags.DEFINE_string('variables', None, "replicate()'s choice of where variables live.")
-flags.DEFINE_enum('batch_norm', 'batch', ['batch', 'device'], "replicate()'s choice of statistics.")
-flags.DEFINE_string('other', None, 'The directory of another estimator_mgpu/, for set-up other.')
-flags.DEFINE_integer('rounds', 3, 'How often each set-up runs.', lower_bound=1)
-flags.DEFINE_float('seconds', 5, 'How long steps are timed, after the first ones.', lower_bound=0)
-flags.DEFINE_string('output', 'benchmark', 'Where the tables go: this .md, .json and .png.')
-flags.DEFINE_string('run', None, 'The one run, in JSON, that this process is for.')
+flags.DEFINE_string('variables', None, 'The argument variables= of replicate().')
+flags.DEFINE_enum(
+    'batch_norm', 'batch', ['batch', 'device'], 'The argument batch_norm= of replicate().'
+)
+flags.DEFINE_string('other', None, 'Directory with another estimator_mgpu/, for the set-up other.')
+flags.DEFINE_integer('rounds', 3, 'How many times each set-up runs.', lower_bound=1)
+flags.DEFINE_float(
+    'seconds', 5, 'For how long steps are measured, after the first ones.', lower_bound=0
+)
+flags.DEFINE_string('output', 'benchmark', 'Output files: this name with .md, .json and .png.')
+flags.DEFINE_string('run', None, 'Internal: the run of this process, as JSON.')
 
 for flag, legal in (('models', MODELS), ('setups', SETUPS)):
     flags.register_validator(

@@ -1,4 +1,4 @@
-"""The models that benchmark.py times: ordinary model_fns, and a batch for each."""
+"""The models that benchmark.py measures: an ordinary model_fn and a batch for each."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Spec = estimator_mgpu.estimator.EstimatorSpec
 
 
 class Model(NamedTuple):
-    """What is timed.
+    """A model and its batch.
 
     Attributes:
       logits: a function of the features that builds the forward pass.
       optimizer: a function that makes the optimizer.
-      features: a function of a number of rows that draws features.
+      features: a function of a number of examples that draws features.
       classes: labels are in [0, classes).
-      batch: rows of the global batch.
+      batch: the number of examples in the global batch.
     """
 
     logits: Callable

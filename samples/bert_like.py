@@ -1,12 +1,12 @@
-"""Tells which package a line of Python is from: a small transformer, trained on several devices.
+"""Trains a small transformer on several devices: from which package is this line of Python?
 
     python samples/bert_like.py --devices=2
 
-It is trained as BERT is, with what such code brings along: an optimizer of its own, whose weight
-decay isn't part of the loss, a learning rate that warms up and then falls, and gradients that come
-from tf.gradients and are clipped by their global norm. The lines are those of nine packages of
-Python's own standard library. At the end it says of some lines that it hasn't seen where it takes
-them to be from.
+The training code is like BERT's. It has an optimizer of its own, whose weight decay isn't part of
+the loss. The learning rate warms up and then falls. Gradients come from tf.gradients and are
+clipped by their global norm. The lines of Python come from nine packages of the standard library.
+At the end, the sample prints some lines that the model hasn't seen, each with the package that it
+predicts.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_integer('batch_size', 128, 'Rows of a batch, over all devices.', lower_bound=1)
-flags.DEFINE_integer('train_steps', 800, 'Steps to train, earlier ones included.', lower_bound=1)
-flags.DEFINE_integer('warmup_steps', 80, 'Steps in which the learning rate grows.', lower_bound=1)
-flags.DEFINE_float('learning_rate', 0.002, 'The learning rate after warming up.')
-flags.DEFINE_integer('hidden', 64, 'Numbers that stand for a token.', lower_bound=1)
-flags.DEFINE_integer('layers', 2, 'Layers of the transformer.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 128, 'Examples in a global batch.', lower_bound=1)
+flags.DEFINE_integer(
+    'train_steps', 800, 'Total steps to train, those of earlier runs included.', lower_bound=1
+)
+flags.DEFINE_integer(
+    'warmup_steps', 80, 'Steps during which the learning rate grows.', lower_bound=1
+)
+flags.DEFINE_float('learning_rate', 0.002, 'Learning rate after the warm-up.')
+flags.DEFINE_integer('hidden', 64, 'Size of the vector for each token.', lower_bound=1)
+flags.DEFINE_integer('layers', 2, 'Number of layers of the transformer.', lower_bound=1)
 
 PACKAGES = ['asyncio', 'email', 'http', 'importlib', 'logging', 'multiprocessing']
 PACKAGES += ['unittest', 'urllib', 'xml']
@@ -197,7 +201,7 @@ def main(argv):
     most = np.bincount(test[1]).max() / len(test[1])
     print(
         f'accuracy {result["accuracy"]:.4f} on {len(test[1])} held-out lines of {len(PACKAGES)} '
-        f'packages, the most frequent of which has {most:.4f} of them '
+        f'packages, {most:.4f} of them from the most frequent package '
         f'(devices={common.devices()}, {result["global_step"]} steps)'
     )
 

@@ -1,9 +1,10 @@
-"""Learns to write Python, a character at a time: an LSTM, trained on several devices.
+"""Trains an LSTM on several devices to write Python, one character at a time.
 
     python samples/char_rnn.py --devices=2
 
-It reads the source of Python's own standard library, is then asked about a part that it hasn't
-seen, and goes on with the prompts of --prompts. The more --train_steps, the more Python it gets.
+The model is trained on the source code of Python's standard library, and evaluated on a part that
+it hasn't seen. It then continues the texts of --prompts. With more --train_steps, the result
+looks more like Python.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_integer('batch_size', 64, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 64, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 500, 'Steps to train.', lower_bound=1)
-flags.DEFINE_float('learning_rate', 0.01, "Adam's learning rate.")
-flags.DEFINE_integer('units', 128, 'Units of the LSTM.', lower_bound=1)
-flags.DEFINE_list('prompts', ['def read', 'class Po'], 'What it goes on with, all equally long.')
-flags.DEFINE_integer('length', 200, 'How many characters it writes.', lower_bound=1)
-flags.DEFINE_float('temperature', 0.5, 'The lower, the less it dares.', lower_bound=0.01)
+flags.DEFINE_float('learning_rate', 0.01, 'Learning rate of Adam.')
+flags.DEFINE_integer('units', 128, 'Number of units of the LSTM.', lower_bound=1)
+flags.DEFINE_list('prompts', ['def read', 'class Po'], 'Texts to continue, all of the same length.')
+flags.DEFINE_integer('length', 200, 'Number of characters to write.', lower_bound=1)
+flags.DEFINE_float(
+    'temperature', 0.5, 'A lower value gives less surprising text.', lower_bound=0.01
+)
 
 WINDOW = 64  # Characters of a training example.
 CHARACTERS = '\n' + ''.join(map(chr, range(32, 127)))
@@ -140,11 +143,11 @@ def main(argv):
     result = writer.evaluate(test_input_fn)
 
     for prompt, prediction in zip(FLAGS.prompts, writer.predict(prompts_input_fn)):
-        print(f'--- {prompt!r} goes on:\n{prompt}{decode(prediction["codes"])}')
+        print(f'--- {prompt!r} continues:\n{prompt}{decode(prediction["codes"])}')
     print('---')
     print(
-        f'{result["bits"]:.3f} bits a character of {test[0].size:,} unseen ones; their '
-        f'frequencies alone give {by_frequency:.3f} '
+        f'{result["bits"]:.3f} bits per character of a held-out text of {test[0].size:,} '
+        f'characters; the frequencies of characters alone give {by_frequency:.3f} '
         f'(devices={common.devices()}, {result["global_step"]} steps)'
     )
 

@@ -1,11 +1,13 @@
-"""The flags that all samples have, and what they show."""
+"""What all samples share: flags for devices, and the log."""
 
 from __future__ import annotations
 
 import os
 import re
 
-os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')  # What TensorFlow's C++ says, but for crashes.
+os.environ.setdefault(
+    'TF_CPP_MIN_LOG_LEVEL', '3'
+)  # Hides the log of TensorFlow's C++ code, except crashes.
 
 import tensorflow.compat.v1 as tf  # noqa: E402
 from absl import app, flags, logging  # noqa: E402
@@ -18,10 +20,10 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string(
     'devices',
     '',
-    'How many devices, or which: 2, or /device:GPU:0,/device:GPU:1. Every GPU if empty, or one CPU '
-    'device where there is none.',
+    'A number of devices, such as 2, or a list, such as /device:GPU:0,/device:GPU:1. If empty: '
+    'every GPU, or one CPU device if there is no GPU.',
 )
-flags.DEFINE_string('model_dir', None, 'Where checkpoints go; a temporary directory if not given.')
+flags.DEFINE_string('model_dir', None, 'Directory for checkpoints. Default: a temporary directory.')
 flags.DEFINE_integer('seed', 1, 'Random seed.')
 
 

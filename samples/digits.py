@@ -1,9 +1,9 @@
-"""Recognises handwritten digits, trained on several devices.
+"""Trains a convolutional network on several devices to recognize handwritten digits.
 
     python samples/digits.py --devices=2
 
-Where there is no GPU, a count of devices means that many logical CPU devices. Which digits it takes
-for which others is drawn to confusion.png, next to the checkpoints.
+If there is no GPU, --devices=2 means two logical CPU devices. The confusion matrix is drawn to
+confusion.png, next to the checkpoints.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)  # Its flags stand in --help, too.
-flags.DEFINE_integer('batch_size', 64, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 64, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 600, 'Steps to train.', lower_bound=1)
-flags.DEFINE_float('learning_rate', 0.003, "Adam's learning rate.")
+flags.DEFINE_float('learning_rate', 0.003, 'Learning rate of Adam.')
 
 
 def model_fn(features, labels, mode, params):
@@ -108,7 +108,7 @@ def main(argv):
     digits = [prediction['digit'] for prediction in classifier.predict(test_input_fn)]
     picture = pathlib.Path(classifier.model_dir) / 'confusion.png'
     draw_confusion(test[1], digits, picture)
-    print(f'Which digits it takes for which others: {picture}')
+    print(f'Confusion matrix: {picture}')
     print(
         f'accuracy {result["accuracy"]:.4f} on {len(test[1])} held-out digits '
         f'(devices={devices}, {result["global_step"]} steps)'

@@ -1,11 +1,11 @@
-"""Draws handwritten digits, having seen 1,797 real ones: a GAN, trained on several devices.
+"""Trains a GAN on several devices to draw handwritten digits, from 1,797 real ones.
 
     python samples/gan.py --devices=2
 
-The generator draws the digit that it's asked for. The discriminator is given a picture and a digit,
-and tells whether a person wrote it. Each has its own optimizer, and gets the gradient of the whole
-batch, whatever the number of devices. What the generator draws is in drawn.png, next to the
-checkpoints, and a classifier that has only seen real digits tries to read it.
+The generator gets a digit and draws it. The discriminator gets a picture and a digit, and decides
+whether the picture is real. Each has its own optimizer, and gets the gradient of the whole batch,
+whatever the number of devices. The generator's drawings are saved to drawn.png, next to the
+checkpoints. At the end, a classifier that was trained on real digits only tries to read them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ estimator = estimator_mgpu.estimator  # tf.estimator, also where TensorFlow no l
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_integer('batch_size', 128, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 128, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 5000, 'Steps to train.', lower_bound=1)
-flags.DEFINE_float('learning_rate', 0.001, "Both Adams' learning rate.")
+flags.DEFINE_float('learning_rate', 0.001, 'Learning rate of both Adam optimizers.')
 
 NOISE = 16  # How many random numbers a drawing starts from.
 SIDE = 8  # Pictures are 8 by 8 pixels, from 0 to 1.
@@ -120,7 +120,7 @@ def main(argv):
     grid = framed.reshape(10, 10, SIDE + 2, SIDE + 2).swapaxes(1, 2).reshape(10 * (SIDE + 2), -1)
     picture = pathlib.Path(gan.model_dir) / 'drawn.png'
     image.imsave(picture, np.kron(grid, np.ones([4, 4])), cmap='gray')
-    print(f'What it draws, a row for each digit: {picture}')
+    print(f'Drawings, one row for each digit: {picture}')
 
     reader = neighbors.KNeighborsClassifier(3).fit(pictures.reshape(len(pictures), -1), digits)
     read = reader.predict(drawn.reshape(len(drawn), -1))

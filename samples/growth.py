@@ -1,10 +1,10 @@
-"""Draws how the time that it takes to divide a model grows with its ops, and with the devices.
+"""Plots how the time to divide a model grows with its number of ops, and of devices.
 
     python samples/growth.py --ops=1000,2000,5000,10000 --devices=2,4,8,16
 
-Both are relative to how long the model_fn alone takes: what propagation and building add to that.
-Nothing is run. By ops it's for eight devices, and by devices for a model of 5,000 ops, which are
-dense layers, their gradients and updates.
+The time is what propagation and building add to the model_fn, and is also given relative to the
+time of the model_fn alone. No step is run. The first plot is for eight devices. The second is for
+a model of 5,000 ops: dense layers, their gradients and updates.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from absl import app, flags
 import estimator_mgpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list('ops', ['1000', '2000', '5000', '10000', '20000', '50000'], 'Of one device.')
-flags.DEFINE_list('devices', ['2', '4', '8', '16', '32', '64'], 'How many logical CPU devices.')
-flags.DEFINE_string('output', 'growth.svg', 'The picture.')
+flags.DEFINE_list(
+    'ops',
+    ['1000', '2000', '5000', '10000', '20000', '50000'],
+    'Numbers of ops of the model on one device.',
+)
+flags.DEFINE_list('devices', ['2', '4', '8', '16', '32', '64'], 'Numbers of logical CPU devices.')
+flags.DEFINE_string('output', 'growth.svg', 'Output file of the plot.')
 for flag in ('ops', 'devices'):
     flags.register_validator(
         flag,

@@ -1,10 +1,11 @@
-"""Trains on three machines that are three processes here, kills one of them, and compares.
+"""Trains on three machines, kills one of them, and compares the result with one device.
 
     python samples/machines.py
 
-A chief and two workers are started, each with its TF_CONFIG. A worker is killed and started again:
-the chief restores the last checkpoint and goes on. Then one device trains on the same batches.
-Where TF_CONFIG is set, this is one task of a cluster, whose machines have the same --model_dir.
+The machines are three processes on this machine: a chief and two workers, each with its
+TF_CONFIG. A worker is killed and started again; the chief restores the last checkpoint and
+continues. Then one device trains on the same batches. If TF_CONFIG is already set, this script
+runs as one task of that cluster; all tasks need the same --model_dir.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)  # Its flags stand in --help, too.
 flags.DEFINE_integer('train_steps', 300, 'Steps to train.', lower_bound=12)
-flags.DEFINE_bool('kill', True, 'Whether a worker is killed in the middle.')
+flags.DEFINE_bool('kill', True, 'Whether to kill a worker during training.')
 
 
 def model_fn(features, labels, mode):

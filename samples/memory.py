@@ -1,11 +1,11 @@
-"""Tells how much memory a step takes on the busiest device, as a part of one device's.
+"""Prints the peak memory of a step on the busiest device, as a part of what one device needs.
 
     python samples/memory.py --models=cnn,transformer --devices=4
 
-It's the most that what a step makes has at once, by what TensorFlow traced of every op's output and
-scratch space (`RunMetadata`): activations, gradients and updates. What lasts isn't in it, such as
-variables. Of four devices each has 25% if all is divided; small batches of large layers have more,
-as each device makes a gradient of every weight.
+The peak is computed from TensorFlow's trace (`RunMetadata`) of the outputs and the scratch space
+of all ops: activations, gradients and updates. Variables, which stay from step to step, aren't
+counted. With four devices, 25% is a perfect split. Small batches with large layers need more, as
+each device computes a gradient of every weight.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from absl import app, flags
 import estimator_mgpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_multi_enum('models', ['cnn', 'transformer', 'lstm'], benchmark_models.MODELS, 'Which.')
-flags.DEFINE_integer('devices', 4, 'How many logical CPU devices.', lower_bound=2)
+flags.DEFINE_multi_enum(
+    'models', ['cnn', 'transformer', 'lstm'], benchmark_models.MODELS, 'Models.'
+)
+flags.DEFINE_integer('devices', 4, 'Number of logical CPU devices.', lower_bound=2)
 
 
 def peaks(model, devices):

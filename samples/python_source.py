@@ -1,4 +1,4 @@
-"""Text to learn from that everybody has: the source of Python's own standard library."""
+"""Training data that every machine has: the source code of Python's standard library."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""Trains separate models on several devices at the same time, each in a process of its own.
+"""Trains several separate models at the same time, each on one device and in its own process.
 
     python samples/separate.py --devices=2 --learning_rates=0.0003,0.001,0.003,0.01
 
-This is not what estimator_mgpu is for: that trains one model on several devices. For several models
-you don't need it, but a process for each, that sees one GPU only: CUDA_VISIBLE_DEVICES says which,
-and has to be set before TensorFlow starts. To the process, its GPU is /device:GPU:0, so that what
-it runs needs no change. Here that's digits.py, once for each learning rate. There may be more of
-them than devices: each device takes the next one when it's done. Where there's no GPU, the
-processes share the CPU.
+You don't need estimator_mgpu for this: it trains one model on several devices. To train several
+models, start a process for each, which sees one GPU only. CUDA_VISIBLE_DEVICES chooses the GPU, and
+has to be set before TensorFlow starts. In its process the GPU is /device:GPU:0, so the script that
+runs there needs no change.
+
+This sample runs digits.py once for each learning rate. If there are more learning rates than
+devices, each device takes the next one when it has finished. Without GPUs, the processes share the
+CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from absl import app, flags
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_list('learning_rates', ['0.0003', '0.001', '0.003', '0.01'], 'One for each model.')
+flags.DEFINE_list(
+    'learning_rates', ['0.0003', '0.001', '0.003', '0.01'], 'Learning rates, one for each model.'
+)
 flags.DEFINE_integer('train_steps', 200, 'Steps to train.', lower_bound=1)
 
 SCRIPT = pathlib.Path(__file__).with_name('digits.py')

@@ -1,11 +1,11 @@
-"""Tells which share of a step's heavy kernels the busiest device runs, model by model.
+"""Prints, for each model, the share of a step's heavy kernels that the busiest device runs.
 
     python samples/shares.py
     python samples/shares.py --models=lstm,gan --devices=4 --whole
 
-Heavy are matrix products, convolutions, softmax, tanh, sigmoid and lookups, with their gradients.
-They are counted as TensorFlow traced them (`RunMetadata`), those inside of functions and loops each
-time that they ran. Of four devices each has 25% if all is divided.
+Heavy kernels are matrix products, convolutions, softmax, tanh, sigmoid and lookups, with their
+gradients. They are counted in TensorFlow's trace (`RunMetadata`); a kernel inside of a function
+or a loop counts each time that it runs. With four devices, 25% is a perfect split.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from absl import app, flags
 from estimator_mgpu import steps
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list('models', list(shares_models.MODELS), 'Which models.')
-flags.DEFINE_integer('devices', 4, 'How many logical CPU devices.', lower_bound=2)
+flags.DEFINE_list('models', list(shares_models.MODELS), 'Models to run.')
+flags.DEFINE_integer('devices', 4, 'Number of logical CPU devices.', lower_bound=2)
 flags.DEFINE_bool('whole', False, 'Whether to list the ops that run once, and why.')
 flags.register_validator(
     'models',

@@ -204,7 +204,7 @@ def convolutions(features):
 
 
 def _attend(net, length, heads=2, relative=False):
-    """Self-attention whose rows see only what isn't padding."""
+    """Self-attention with a mask for padding."""
     steps, each = net.shape[1], UNITS // heads
     split = tf.reshape(tf.layers.dense(net, 3 * UNITS), [-1, steps, 3, heads, each])
     queries, keys, values = tf.unstack(tf.transpose(split, [2, 0, 3, 1, 4]))
@@ -233,7 +233,7 @@ def transformer(features):
 
 @model(**TOKENS, length=SEQUENCES['length'], **LABELS)
 def padding_removed(features):
-    """Its feed-forward layers see only what isn't padding."""
+    """Its feed-forward layers get only tokens that aren't padding."""
     net = tf.nn.embedding_lookup(tf.get_variable('table', [50, UNITS]), features['ids'])
     for layer in range(2):
         with tf.variable_scope(f'layer{layer}'):
@@ -247,7 +247,7 @@ def padding_removed(features):
 
 @model(**TOKENS, length=SEQUENCES['length'])
 def masked_language_model(features):
-    """Its loss is that of what `boolean_mask` leaves."""
+    """Its loss is computed from what `boolean_mask` selects."""
     net = tf.nn.embedding_lookup(tf.get_variable('table', [50, UNITS]), features['ids'])
     net += _attend(net, features['length'])
     mask = tf.sequence_mask(features['length'], STEPS)
@@ -276,7 +276,7 @@ def _decoder(features):
 
 @model(**TOKENS, length=SEQUENCES['length'])
 def greedy_decoder(features):
-    """It goes on until all rows are finished."""
+    """It continues until all examples are finished."""
     table, cell, project, state = _decoder(features)
 
     def body(i, state, token, finished, written):

@@ -1,10 +1,11 @@
-"""Trains on four machines that are four processes here, in a storm, and compares.
+"""Trains on four machines while tasks fail at random, and compares the result with one device.
 
     python samples/storm.py --events=25 --seed=1
 
-Again and again a process is killed and started again, or stopped for a while, or its connections
-are cut, be it that of the chief, a worker or the ps. As root on Linux only, connections can be cut
-(by `ss -K`). After that the variables have to be those of one device, undisturbed.
+The machines are four processes on this machine: a chief, two workers and a ps. Again and again,
+one of them is killed and started again, or stopped for a while, or its connections are cut.
+Connections can only be cut on Linux as root (by `ss -K`). At the end, the variables have to be
+the same as after an undisturbed training on one device.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(machines)
 FLAGS.set_default('train_steps', 200)  # Rounding grows with the steps.
-flags.DEFINE_integer('events', 25, 'How often something fails.', lower_bound=1)
-flags.DEFINE_float('pause', 6.0, 'Seconds from one event to the next, on average.')
-flags.DEFINE_float('stopped', 8.0, 'Seconds that a process is stopped, on average.')
+flags.DEFINE_integer('events', 25, 'Number of faults.', lower_bound=1)
+flags.DEFINE_float('pause', 6.0, 'Average number of seconds between two faults.')
+flags.DEFINE_float('stopped', 8.0, 'Average number of seconds for which a process is stopped.')
 
 TASKS = [('chief', 0), ('worker', 0), ('worker', 1), ('ps', 0)]
 STORM = 'storm'  # While there is such a file, a step takes its time.
@@ -118,7 +119,7 @@ def storm(cluster):
     if os.geteuid() == 0 and shutil.which('ss'):
         events.append(cluster.cut)
     else:
-        print('Connections are not cut: that needs root, and ss.')
+        print('Connections are not cut: this needs root and ss.')
     for count in range(FLAGS.events):
         time.sleep(random.uniform(0.0, 2 * FLAGS.pause))
         event, task = random.choice(events), random.choice(TASKS)

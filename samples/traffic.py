@@ -1,10 +1,11 @@
-"""Bytes that machines send each other in a step, by the edges of the graph between tasks.
-
-For each model and number of machines, of two devices each, a line has the most that a machine sends
-and receives, and the greater as a part of the bytes of all trained variables. A ring of M machines
-that adds up gradients moves 2 (M - 1) / M of them each way. Nothing is run: tasks are just names.
+"""Prints how many bytes machines send each other in a step.
 
     python traffic.py
+
+There is one line for each model and number of machines, with two devices each. It gives the
+largest number of bytes that a machine sends, and that a machine receives. The larger of both is
+also given relative to the bytes of all trained variables. For comparison, a ring all-reduce on M
+machines moves 2 (M - 1) / M of them each way. The bytes are counted in the graph; no step is run.
 """
 
 from __future__ import annotations

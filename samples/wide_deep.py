@@ -1,14 +1,14 @@
-"""Tells voters from what they answered in a survey: a wide and deep model on several devices.
+"""Trains a wide and deep model on several devices to predict votes from the answers in a survey.
 
     python samples/wide_deep.py --devices=2
 
-It's a canned estimator, so there's no model_fn to decorate: replicate_estimator() takes it whole.
-The wide part is linear, over categories and pairs of them, trained by FTRL; the deep part is a
-network over embeddings and numbers, trained by Adagrad.
+The model is a canned estimator, which has no model_fn to decorate, so the sample uses
+replicate_estimator(). The wide part is a linear model of categories and pairs of categories,
+trained by FTRL. The deep part is a network of embeddings and numbers, trained by Adagrad.
 
-The table is the American National Election Study of 1996: 944 people, their age, income, education,
-party and views, and whether they'd vote for Clinton (0) or Dole (1). It comes with statsmodels. How
-many of Dole's voters are found, for how many of Clinton's taken for these, is drawn to roc.png.
+The data is the American National Election Study of 1996, which comes with statsmodels: 944
+people, their age, income, education, party and views, and whether they would vote for Clinton (0)
+or Dole (1). The ROC curve is drawn to roc.png.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ fc = tf.feature_column
 FLAGS = flags.FLAGS
 
 flags.adopt_module_key_flags(common)
-flags.DEFINE_integer('batch_size', 64, 'Rows of a batch, over all devices.', lower_bound=1)
+flags.DEFINE_integer('batch_size', 64, 'Examples in a global batch.', lower_bound=1)
 flags.DEFINE_integer('train_steps', 300, 'Steps to train.', lower_bound=1)
 
 # Each is a number that stands for a category, and how many categories there are.
@@ -107,12 +107,12 @@ def main(argv):
     matplotlib.use('Agg')  # Draws to files, without a screen.
     picture = pathlib.Path(classifier.model_dir) / 'roc.png'
     metrics.RocCurveDisplay.from_predictions(test[1], said).figure_.savefig(picture)
-    print(f'How many voters of Dole it finds: {picture}')
+    print(f'ROC curve: {picture}')
     chance = max(result['label/mean'], 1 - result['label/mean'])
     print(
         f'accuracy {result["accuracy"]:.4f}, AUC {result["auc"]:.4f} on {len(test[1])} held-out '
-        f'voters (devices={common.devices()}, {result["global_step"]} steps; to say the same of '
-        f'all would be right for {chance:.4f})'
+        f'voters (devices={common.devices()}, {result["global_step"]} steps; the '
+        f'more frequent answer alone is right for {chance:.4f})'
     )
 
 

@@ -1,4 +1,4 @@
-"""What the docs say is run: docstrings, the README and each page of docs/."""
+"""Runs the code in the docs: in docstrings, the README and each page of docs/."""
 
 import ast
 import contextlib
@@ -47,13 +47,13 @@ def test_every_public_name_has_an_example_and_is_in_the_api_page():
 
 @pytest.mark.parametrize('name', sorted(PAGES))
 def test_page(name, tmp_path, monkeypatch, caplog):
-    """The blocks of a page, one after another, Python's in one namespace."""
+    """Runs the blocks of a page one after another, those in Python in one namespace."""
     monkeypatch.chdir(tmp_path)
     Page(ROOT / name, caplog).run()
 
 
 def blocks_of(path):
-    """Returns the languages and texts of blocks, these in the lines where they are in the page."""
+    """Returns each block's language and text, padded so that line numbers are the page's."""
     text = path.read_text()
     found = list(FENCE.finditer(text))
     assert len(re.findall('^ *(```|~~~)', text, re.MULTILINE)) == 2 * len(found), 'an odd fence'
@@ -81,7 +81,7 @@ class Page:
         self._printed = printed.getvalue()
 
     def diff(self, block):
-        """Its new side runs; its old side is Python, and is another."""
+        """Runs the new side. The old side has to parse, and has to be different."""
         lines = block.splitlines()
         assert all(line[:1] in ('', ' ', '+', '-') for line in lines), block
         new, old = (
@@ -92,13 +92,13 @@ class Page:
         self.python(new)
 
     def text(self, block):
-        """What the block before it printed or logged, where '...' stands for anything."""
+        """Checks what the block before it printed or logged; '...' matches anything."""
         pattern = '.*'.join(map(re.escape, block.strip().split('...')))
         told = '\n'.join([self._printed, *self._caplog.messages])
         assert re.search(pattern, told, re.DOTALL), told
 
     def bash(self, block):
-        """A script for elsewhere."""
+        """Checks the syntax: the script is for other machines."""
         subprocess.run(['bash', '-n'], input=block, text=True, check=True)
 
     def yaml(self, block):
@@ -112,7 +112,7 @@ class Page:
 
 
 def run(command):
-    """Returns what a command prints, if it's cheap; otherwise checks that all it names is there."""
+    """Runs a command if it's cheap, and returns its output. Otherwise checks what it names."""
     if command[0] == 'make':
         return done(['make', '-n', *command[1:]], ROOT)
     if command == ['python', '-m', 'estimator_mgpu']:
@@ -143,7 +143,7 @@ def run(command):
 
 @functools.cache
 def environment_report():
-    """What the command prints. tests/test_environment.py is about what it finds."""
+    """Returns what the command prints; tests/test_environment.py checks the contents."""
     return done([sys.executable, '-m', 'estimator_mgpu'], None)
 
 
@@ -158,7 +158,7 @@ def done(command, directory):
 
 
 def test_links():
-    """Those of the navigation and, as GitHub shows them, of the pages beside docs/."""
+    """The navigation lists all pages; links of the pages outside of docs/ work on GitHub."""
     listed = re.findall(r': (\S+\.md)$', (ROOT / 'mkdocs.yml').read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in ROOT.glob('docs/*.md'))
     for name in ('README.md', 'CONTRIBUTING.md'):
@@ -167,7 +167,7 @@ def test_links():
 
 
 def test_own_errors_are_quoted_as_they_are():
-    """Of each that docs/errors.md quotes, what is between its '...' is in one text of the code."""
+    """For each message in docs/errors.md, one string of the code contains all its parts."""
     page = (ROOT / 'docs' / 'errors.md').read_text()
     own = page.partition('## From estimator_mgpu')[2]
     quotes = re.findall(r'^- `` ?(.+?) ?``', own, re.MULTILINE)
@@ -179,7 +179,7 @@ def test_own_errors_are_quoted_as_they_are():
 
 
 def texts_of(path):
-    """The texts in a module. What is put into a text stands there as `...`."""
+    """Yields the strings in a module. In an f-string, `...` stands for each value."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             yield ''.join(v.value if isinstance(v, ast.Constant) else '...' for v in node.values)

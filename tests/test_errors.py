@@ -63,7 +63,7 @@ ERRORS_OF_BATCHES = {
     ),
     'scalars only': (
         (a_scalar, {'labels': scalar}),
-        (ValueError, 'no feature and no label has rows.*batch'),
+        (ValueError, 'no feature and no label has examples.*batch'),
     ),
     'broadcast of no feature': (
         (with_nested_names, {'broadcast': ['vocab']}),
@@ -171,16 +171,16 @@ def test_unknown_value_of_an_option(name, legal, value, make):
 @pytest.mark.parametrize(
     ('options', 'error', 'message'),
     [
-        ({'input': 'machine', 'broadcast': ['x']}, ValueError, "broadcast goes with input='chief'"),
+        ({'input': 'machine', 'broadcast': ['x']}, ValueError, "broadcast needs input='chief'"),
         (
             {'devices': 2, 'loss_reduction': 'mean'},
             TypeError,
-            'takes no loss_reduction: .*whole batch.*Leave it out',
+            'takes no loss_reduction: .*global batch.*Leave it out',
         ),
         (
             {'devices': 2, 'loss_weight': 'mean'},
             TypeError,
-            'takes no loss_weight: .*whole batch.*Leave it out',
+            'takes no loss_weight: .*global batch.*Leave it out',
         ),
         ({'device': 2}, TypeError, 'takes no device: its options are devices, broad'),
     ],

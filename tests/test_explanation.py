@@ -42,7 +42,7 @@ def explain(model_fn=model_fn, rows=12, input_fn=None, devices=2, **options):
 def test_spread(capsys):
     found = explain(devices=3)
     assert found.towers == TOWERS
-    assert found.rows_per_tower == [4, 4, 4]
+    assert found.examples_per_tower == [4, 4, 4]
     # A variable and its slot: twice 4 bytes a float. Estimator's int64 global step is nowhere.
     assert found.variables == {'(no device)': 8, **dict(zip(TOWERS, (720, 480, 240)))}
     # Of each variable, to the two other devices, and as much of gradients back; the rows of the
@@ -56,8 +56,8 @@ def test_spread(capsys):
     assert list(found.traffic) == TOWERS and found.traffic[TOWERS[1]].messages == 2 + 2 + 1 + 1
     assert found.gradients == [('a', 360, TOWERS[0]), ('b', 240, TOWERS[1]), ('c', 120, TOWERS[2])]
     assert '  b: 240B, summed on /device:CPU:1\n' in str(found)
-    assert found.once == [] and found.divided > 5
-    assert '  0 run once, on all rows' in str(found)
+    assert found.once == [] and found.sharded > 5
+    assert '  0 run once, unsharded, on the global batch' in str(found)
     assert capsys.readouterr().out == f'{found}\n'
 
 
@@ -79,14 +79,14 @@ def test_the_readme_gives_these_bytes(variables):
     assert busiest[variables] <= most <= busiest[variables] + 12 * (3 + 1 + 1) * 4 + 40
 
 
-def test_rows_per_tower():
-    assert explain(rows=2, devices=3).rows_per_tower == [1, 1, 0]
+def test_examples_per_tower():
+    assert explain(rows=2, devices=3).examples_per_tower == [1, 1, 0]
     found = explain(input_fn=lambda: batch_of(12)().unbatch().batch(5))
-    assert found.rows_per_tower is None
-    assert '  /device:CPU:1: its share of the rows\n' in str(found)
+    assert found.examples_per_tower is None
+    assert '  /device:CPU:1: its share of the examples\n' in str(found)
     found = explain(devices=1)
-    assert found.towers == TOWERS[:1] and found.rows_per_tower == [12]
-    assert found.traffic == {} and found.divided == 0 and found.once == []
+    assert found.towers == TOWERS[:1] and found.examples_per_tower == [12]
+    assert found.traffic == {} and found.sharded == 0 and found.once == []
     assert sum(found.variables.values()) == 2 * 4 * 180 + 8
 
 
@@ -138,7 +138,7 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     estimator.train(batch_of(rows))
     estimator.evaluate(batch_of(rows))  # It says it once a training.
     [found] = lines_of(caplog)
-    assert f'its rows go to {line}' in found
+    assert f'its examples go to {line}' in found
 
 
 def ranked(features, labels, mode):
@@ -227,11 +227,11 @@ def test_gradients_that_are_made_once_go_nowhere():
 
 
 @pytest.mark.parametrize('rows', [lambda: (floats(12, 3), floats(12, 1)), batch_of(1)])
-def test_nothing_is_divided(rows, caplog):
+def test_nothing_is_sharded(rows, caplog):
     """Constants, and fewer rows than devices where their number is known."""
     found = explain(input_fn=rows)
-    assert found.divided == 0 and found.once == []
-    assert 'Nothing is divided: fewer rows than devices, or none in a dense' in caplog.text
+    assert found.sharded == 0 and found.once == []
+    assert 'Nothing is sharded: fewer examples than devices, or none in a dense' in caplog.text
 
 
 def test_rows_that_may_not_be_the_batchs():
@@ -260,7 +260,7 @@ def test_more_than_ten(caplog):
     assert str(found).endswith(f'\n  and {len(found.once) - 10} more')
     [line] = lines_of(caplog)
     share = sum(op.share for op in found.once)
-    assert f' {found.divided} ops run in towers. {share:.0%} of all output' in line
+    assert f' {found.sharded} ops are sharded. {share:.0%} of all output' in line
     assert line.endswith(f'{found.once[0].name} and more that run once: {found.once[0].why}.')
 
 
@@ -272,7 +272,7 @@ def test_the_log_is_silent_on_what_costs_little(caplog):
     found = explain(model_fn)
     assert 0 < sum(op.share for op in found.once) < 0.05
     [line] = lines_of(caplog)
-    assert line.endswith(f' {found.divided} ops run in towers.')
+    assert line.endswith(f' {found.sharded} ops are sharded.')
 
 
 def test_as_a_dict_and_a_drawing(tmp_path):

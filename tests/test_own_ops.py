@@ -325,5 +325,5 @@ def test_rules_that_cannot_be():
     ('rows', 'count'), [([], 3), ([ROWS[:3]], 3), ([ROWS, ROWS[:5]], 3), ([ROWS], 1)]
 )
 def test_rows_that_do_not_do(rows, count):
-    with pytest.raises(ValueError, match=f'Give arrays with as many rows each.*towers={count}'):
+    with pytest.raises(ValueError, match=f'Give arrays with as many examples each.*towers={count}'):
         check_rule(tf.math.special.dawsn, *rows, towers=count)

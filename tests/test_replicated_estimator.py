@@ -81,7 +81,7 @@ def test_a_saved_model(tmp_path):
     assert found[0][0]['global_step'] == 6
     for ours in found[1:]:
         assert_close(ours, found[0], 1e-5)
-    assert estimator.explain(input_fn).divided
+    assert estimator.explain(input_fn).sharded
 
 
 class Scaled(tf.estimator.Estimator):
@@ -115,7 +115,7 @@ def test_a_users_class(tmp_path):
     assert type(estimator).__name__ == 'Scaled' and type(estimator).__mro__[1] is Scaled
     assert isinstance(estimator, estimator_mgpu.Estimator)
     assert estimator.config.session_config.device_count['CPU'] == 3
-    assert estimator.explain(input_fn).divided
+    assert estimator.explain(input_fn).sharded
     assert estimator.train(input_fn).get_variable_value('global_step') == 6
     copied = copy.deepcopy(estimator)
     assert type(copied) is type(estimator) and copied.scale == 2.0

@@ -91,8 +91,8 @@ def test_digits_draws_the_same_on_two_devices_as_on_one(tmp_path):
 # What a sample's last line says, and from what to what the numbers in it may be.
 TRAINED = {
     'wide_deep.py --train_steps=200': (
-        'accuracy #, AUC # on 189 held-out voters (devices=#, # steps; to say the same of all '
-        'would be right for #)',
+        'accuracy #, AUC # on 189 held-out voters (devices=#, # steps; the more frequent '
+        'answer alone is right for #)',
         [(0.8, 1), (0.88, 1), (2, 2), (200, 200), (0.58, 0.583)],
     ),
     'gan.py --train_steps=2000': (
@@ -100,11 +100,12 @@ TRAINED = {
         [(60, 100), (2, 2), (2000, 2000)],  # 10 by chance
     ),
     'char_rnn.py --train_steps=120 --units=64 --length=50 --prompts=def,for': (
-        '# bits a character of # unseen ones; their frequencies alone give # (devices=#, # steps)',
+        '# bits per character of a held-out text of # characters; the frequencies of characters '
+        'alone give # (devices=#, # steps)',
         [(1, 4), (90_000, 100_000), (4.5, 5), (2, 2), (120, 120)],
     ),
     'bert_like.py --train_steps=200 --warmup_steps=20 --hidden=32 --layers=1': (
-        'accuracy # on # held-out lines of # packages, the most frequent of which has # of them '
+        'accuracy # on # held-out lines of # packages, # of them from the most frequent package '
         '(devices=#, # steps)',
         [(0.45, 1), (1000, 10_000), (9, 9), (0, 0.3), (2, 2), (200, 200)],
     ),
@@ -120,7 +121,7 @@ def test_trains_on_two_devices(command, tmp_path):
     if 'gan' in command:
         assert (tmp_path / 'drawn.png').read_bytes().startswith(PNG)
     if 'char_rnn' in command:
-        pattern = r"--- 'def' goes on:\ndef(.{50})\n--- 'for' goes on:\nfor(.{50})\n---"
+        pattern = r"--- 'def' continues:\ndef(.{50})\n--- 'for' continues:\nfor(.{50})\n---"
         written = re.fullmatch(pattern, '\n'.join(lines[1:-1]), re.DOTALL)
         assert written, lines
         assert written[1] != written[2]

@@ -77,8 +77,8 @@ def add(features):
 SAY = [set_shape, ensure_shape, shape_of_a_cast, ensured_after_a_cast, ensures_nothing]
 SILENT = [reshape, add]
 
-WHY = 'has an unknown rank: give it a shape, say by set_shape([None, 3])'
 REMEDY = 'give it a shape in the input_fn or the model_fn, say by tensor.set_shape([None, 3])'
+WHY = f'has an unknown rank: {REMEDY}'
 
 
 def even():
@@ -229,11 +229,11 @@ def test_the_log_and_explain_say_so(known_labels, caplog):
     end = f' The rank of {names} is unknown, so what is made of it runs once: {REMEDY}.'
     assert told.getMessage().endswith(end)
     assert told.levelname == ('INFO' if known_labels else 'WARNING')
-    assert ('Nothing is divided' in told.getMessage()) != known_labels
+    assert ('Nothing is sharded' in told.getMessage()) != known_labels
     found = estimator.explain(lambda: generated(known_labels))
     assert found.unknown == found.as_dict()['unknown'] == names.split(', ')
     assert f'of unknown rank, so it runs once: {REMEDY}\n  features\n' in str(found)
-    assert bool(found.divided) == known_labels
-    if found.divided:
+    assert bool(found.sharded) == known_labels
+    if found.sharded:
         [op] = [op for op in found.once if op.name == 'Reshape']
         assert op.why == f'features {WHY}'

@@ -66,7 +66,8 @@ def check_rule(
     counts = {array.shape[:1] for array in arrays}
     if len(counts) != 1 or counts == {()} or not 1 < towers < len(arrays[0]):
         raise ValueError(
-            'Give arrays with as many rows each, and 2 towers or more, but fewer than rows. Given: '
+            'Give arrays with as many examples each, and 2 towers or more, but fewer than '
+            'examples. Given: '
             f'{[array.shape for array in arrays]}, towers={towers}.'
         )
     listed = isinstance(types, Collection) and not isinstance(types, str)

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
-from estimator_mgpu.batch import Batch
+from estimator_mgpu.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
@@ -100,7 +100,7 @@ def _unsharded_leaves(batch: Batch) -> list[Any]:
 def _reasons_of_unknown_ranks(batch: Batch) -> dict[str, str]:
     """For the names of tensors of unknown rank, why the ops that use them run once."""
     return {
-        leaf.name: f'{title} has an unknown rank: give it a shape, say by set_shape([None, 3])'
+        leaf.name: f'{title} has an unknown rank: {RANK_REMEDY}'
         for title, leaf in zip(batch.unknown_titles, batch.unknown.values())
         if isinstance(leaf, tf.Tensor)
     }

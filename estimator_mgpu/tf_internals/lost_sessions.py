@@ -1,4 +1,10 @@
-"""The errors for which a MonitoredSession makes a new session."""
+"""Observes the errors for which a `MonitoredSession` makes a new session.
+
+TensorFlow has no hook for that: `_RecoverableSession` catches the error, logs it at the level INFO,
+and goes on with a new session. So for as long as `lost_sessions` lasts, the name `logging` in
+TensorFlow's module `monitored_session` refers to an object that passes everything on to the real
+log, and looks at the errors among the arguments.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +20,12 @@ from estimator_mgpu.tf_internals.private import session_log
 
 @contextlib.contextmanager
 def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
-    """Calls a function with each error for which a MonitoredSession makes a new session."""
+    """Calls `tell` with each error for which a `MonitoredSession` makes a new session."""
     module = importlib.import_module('tensorflow.python.training.monitored_session')
 
     class Log:
+        """TensorFlow's log, but for `info`, by which the error is logged."""
+
         def __getattr__(self, name: str) -> Any:
             return getattr(session_log, name)
 

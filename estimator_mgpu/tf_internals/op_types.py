@@ -1,64 +1,85 @@
-"""Types of ops that dividing a graph has to tell from others, by what they are."""
+"""Types of ops that the package has to tell apart by what they do, each with the reason why."""
 
-CONST, FILL, NO_OP, IDENTITY, READ_VARIABLE = 'Const', 'Fill', 'NoOp', 'Identity', 'ReadVariableOp'
+# Ops that towers' graphs are built of, or that are looked for by their type.
+CONST = 'Const'
+FILL = 'Fill'
+NO_OP = 'NoOp'
+IDENTITY = 'Identity'
+READ_VARIABLE = 'ReadVariableOp'
 ENSURE_SHAPE = 'EnsureShape'
-ZEROS_ONES_LIKE = {
-    'ZerosLike': 0,
-    'OnesLike': 1,
-}  # make a tensor like another, of entries of this value
+
+ZEROS_ONES_LIKE = {'ZerosLike': 0, 'OnesLike': 1}
+"""Ops that fill a tensor of another one's shape, and by what: they need no value, only a shape."""
+
 _IDENTITIES = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
 REARRANGEMENTS = (*_IDENTITIES, 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose')
-"""What can be taken of towers' partial results, be they reduced before or after."""
-PARTIAL_SUM_INPUTS = {  # of partial sums only; which inputs these are, as in PARTIAL_INPUTS
+"""Ops that keep all entries: it's the same to reduce partial results before or after these."""
+
+PARTIAL_SUM_INPUTS = {
     **dict.fromkeys(['Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub'], slice(None)),
-    'StridedSliceGrad': slice(-1, None),  # only the last, which comes out between zeros
+    'StridedSliceGrad': slice(-1, None),  # only the last input, which is put between zeros
 }
+"""Linear ops, and which of their inputs may be partial sums: the output then is one as well."""
+
 PARTIAL_INPUTS = {
     **PARTIAL_SUM_INPUTS,
     **dict.fromkeys(REARRANGEMENTS, slice(1)),
     'ConcatV2': slice(-1),
 }
-"""Which inputs are partial results, of which it makes one like these; others are whole."""
-SHAPE_QUERIES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])  # look only at a tensor's dimensions
-BROADCAST_GRADIENT_ARGS = (
-    'BroadcastGradientArgs'  # tells which dimensions gradients are summed over
-)
-EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')  # without elements
-LIST_PREFIXES = ('TensorList', 'Optional')  # what the types of ops on these begin with
+"""The same, with ops for which the partial results may be of any reduction, such as a maximum."""
+
+SHAPE_QUERIES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
+"""Ops that ask only for dimensions: nothing has to be gathered for them."""
+BROADCAST_GRADIENT_ARGS = 'BroadcastGradientArgs'
+"""Gives the dimensions over which a gradient is summed, computed from two shapes."""
+
+LIST_PREFIXES = ('TensorList', 'Optional')
+"""How the types of ops on lists and optionals begin: these can't be gathered."""
+EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
+"""Lists without elements, so that each tower can make its own."""
+
 PARTITIONED_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 LOOPS = ('While', 'StatelessWhile')
 BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
-FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)  # call functions
-BATCH_NORMS = {
-    f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')
-}  # with gradients
-ENTER, EXIT = ('Enter', 'RefEnter'), ('Exit', 'RefExit')  # a v1 loop's begin and end
-NEXT_ITERATION = ('NextIteration', 'RefNextIteration')  # a v1 loop's way back
-MERGE = ('Merge', 'RefMerge')  # where a v1 loop's way back, or branches, come together
+FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
+"""Ops that call functions: whether they can be sharded depends on the functions' ops."""
+
+BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}
+"""Fused batch normalization, with its gradient: they need statistics of the global batch."""
+
+# The ops of a v1 loop: where it begins and ends, its way back, and where that joins its begin.
+# (Branches join at a `Merge`, too.) Walks over a graph must not run in circles.
+ENTER = ('Enter', 'RefEnter')
+EXIT = ('Exit', 'RefExit')
+NEXT_ITERATION = ('NextIteration', 'RefNextIteration')
+MERGE = ('Merge', 'RefMerge')
+
 VARIABLE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
-"""What looks at a variable and leaves it as it is, though it counts as having state."""
+"""Ops that only read a variable: TensorFlow calls them stateful, but they have no side effect."""
 REFERENCE_READS = (
     *('RefIdentity', 'RefSelect', 'RefSwitch', *ENTER, *EXIT, *NEXT_ITERATION, *MERGE),
     *('IsVariableInitialized', 'LookupTableFind', 'LookupTableSize', 'LookupTableExport'),
 )
-"""What takes a reference, such as a variable of TensorFlow 1's kind, and leaves it as it is."""
-KEEP_READ_VALUES = ('AssignVariableOp', 'SaveV2')  # may keep a variable's value beyond the step
+"""Ops that take a reference, such as a v1 variable, without a write to it: no side effect."""
+KEEP_READ_VALUES = ('AssignVariableOp', 'SaveV2')
+"""Ops that may keep a variable's value beyond the step: writes don't wait for reads for these."""
 FORWARD_VARIABLES = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
-"""What passes a variable on, into loops and branches of TensorFlow 1, say."""
-CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')  # write checkpoints
-CHECKPOINT_READ = 'RestoreV2'  # reads one
+"""Ops that pass a variable on, for example into a v1 loop: what uses them uses the variable."""
+
+CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')
+CHECKPOINT_READ = 'RestoreV2'
+
 STATE_HOLDERS = (
     *('VarHandleOp', 'Variable', 'VariableV2'),
     *('HashTableV2', 'MutableDenseHashTableV2', 'MutableHashTableV2'),
     *('MutableHashTableOfTensorsV2', 'ConditionalAccumulator', 'SparseConditionalAccumulator'),
     'ResourceConditionalAccumulator',
 )
-"""What makes a variable, a table or an accumulator: they keep what is written to them."""
+"""Variables, tables and accumulators: they keep what a step writes, so writes wait for a batch."""
 STATE_QUERIES = (
-    'LookupTableExportV2',
-    'LookupTableFindV2',
-    'LookupTableSizeV2',
-    'VarIsInitializedOp',
+    *('LookupTableExportV2', 'LookupTableFindV2', 'LookupTableSizeV2', 'VarIsInitializedOp'),
 )
-"""What looks at a table, or whether a variable has a value, and leaves it as it is."""
+"""Ops that only look at a table, or whether a variable has a value: they needn't wait for it."""
+
 PLACEHOLDERS = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
+"""Ops whose values are fed: there, a batch doesn't end."""

@@ -1,6 +1,6 @@
-"""TensorFlow's private names that are needed: importing this says which one has gone.
+"""TensorFlow's private names that are needed: importing this says which one is missing.
 
-Those that `tf.estimator` itself needs are in `compat`.
+Those that `tf.estimator` itself needs are in `tf_estimator`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ def _find(module: str, name: str) -> Any:
 
 # The collection in which Estimator keeps its read of the global step when it trains.
 GLOBAL_STEP_READ = _find('training.training_util', 'GLOBAL_STEP_READ_KEY')
+
 # (nest): its leaves, in `tf.nest`'s order, each after the tuple of the keys that lead to it.
 flatten_with_paths = _find('util.nest', 'flatten_with_tuple_paths')
-# Of an op that exists already, which comes first.
-add_control_inputs = _find('framework.ops', 'Operation._add_control_inputs')  # of other ops
+
+# Changes of an op that exists already; the op is the first argument.
+add_control_inputs = _find('framework.ops', 'Operation._add_control_inputs')  # (op, other ops)
+remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
 set_input = _find('framework.ops', 'Operation._update_input')  # (op, index, tensor)
 set_device = _find('framework.ops', 'Operation._set_device')
-# Lets it be elsewhere than the ops that it had to be with.
+# Lets an op run elsewhere than the ops with which it was colocated.
 clear_colocation = functools.partial(
     _find('framework.ops', 'Operation._clear_attr'), attr_name='_class'
 )
-creation_index = _find('framework.ops', 'Operation._id').fget  # in the order in which ops were made
-in_v1_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')  # v1's, or None
-control_consumers = _find(
-    'framework.ops', 'Operation._control_outputs'
-).fget  # the ops that wait for it
-remove_control_inputs = _find('framework.ops', 'Operation._remove_all_control_inputs')
+
+# Facts about an op.
+creation_index = _find('framework.ops', 'Operation._id').fget  # the order in which ops were made
+control_consumers = _find('framework.ops', 'Operation._control_outputs').fget
+in_v1_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')  # or None
+
 # A graph's variables by name, from which `tf.get_variable` takes them.
 VariableStore: Any = _find('ops.variable_scope', '_VariableStore')
 VARIABLE_STORE_ATTRIBUTES = _find('ops.variable_scope', '_VariableStore.__slots__')
@@ -50,9 +53,11 @@ single_variable = _find('ops.variable_scope', '_VariableStore._get_single_variab
 partitioned_variable = _find('ops.variable_scope', '_VariableStore._get_partitioned_variable')
 variable_store = _find('ops.variable_scope', '_get_default_variable_store')
 with_variable_store = _find('ops.variable_scope', 'with_variable_store')
+
 _constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
 get_function = _find('framework.ops', 'Graph._get_function')
-# What MonitoredSession logs by; it has nothing else that tells why a session was lost.
+
+# The log of MonitoredSession, which has nothing else that tells why a session was lost.
 session_log = _find('training.monitored_session', 'logging')
 
 

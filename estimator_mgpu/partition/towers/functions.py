@@ -1,88 +1,143 @@
-"""Each tower's own copies of the functions that its ops call, with its device on every node.
+"""Each tower's copies of the functions that its ops call: loops, branches and `tf.function`.
 
-TensorFlow takes loops apart, and then places all nodes without a device on the session's first one.
+In: the copy of a node that calls functions, and the functions' plans. Out: new functions in the
+graph's library, with the tower's device on every node. TensorFlow takes loops apart when a session
+begins, and then places all nodes without a device on the session's first one.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import Constant, LocalShape, OpPlan, Slice, VariableValue
 from estimator_mgpu.partition.towers.node_builder import const_def, set_attr
+from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import function_calls, op_types, private
 
-if TYPE_CHECKING:
-    from estimator_mgpu.partition.towers.shards import Shards
+# Attributes that say where the user's op is, and which shapes it has for the global batch.
+_ATTRS_OF_GLOBAL_BATCH = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
 
 
-# Attributes that say where the user's op is, and what it makes.
-_OF_THE_WHOLE = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
-
-
-def adapt_node(shards: Shards, node: Any, planned: OpPlan, tower: int) -> None:
-    """Makes the copy of a node, in the graph or in a function, that of a tower."""
-    for attr in _OF_THE_WHOLE.intersection(node.attr):
+def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: int) -> None:
+    """Changes the copy of a node, in the graph or in a function, into that of a tower."""
+    for attr in _ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
         del node.attr[attr]
-    for key, value in planned.attrs.items():
+    for key, value in op_plan.attrs.items():
         set_attr(node.attr[key], value)
-    values = {i: n.dtype for i, n in enumerate(planned.needs) if isinstance(n, VariableValue)}
-    for called, ops in zip(function_calls.called_functions(node), planned.functions):
-        called.name = _copy(shards, called.name, ops, tower, values)
-    for i, dtype in values.items():
-        node.attr['T'].list.type[i] = dtype.as_datatype_enum
-    for shape in node.attr['output_shapes'].list.shape if 'output_shapes' in node.attr else ():
-        shape.Clear()
-        shape.unknown_rank = True
+
+    variable_dtypes = {
+        position: need.dtype
+        for position, need in enumerate(op_plan.needs)
+        if isinstance(need, VariableValue)
+    }
+    called = function_calls.called_functions(node)
+    for function, op_plans in zip(called, op_plan.functions):
+        function.name = _copy_function(shards, function.name, op_plans, tower, variable_dtypes)
+    for position, dtype in variable_dtypes.items():
+        node.attr['T'].list.type[position] = dtype.as_datatype_enum
+
+    if 'output_shapes' in node.attr:
+        for shape in node.attr['output_shapes'].list.shape:
+            shape.Clear()
+            shape.unknown_rank = True
 
 
-def _copy(
-    shards: Shards, name: str, ops: dict[str, OpPlan], tower: int, values: dict[int, Any]
+def _copy_function(
+    shards: Shards,
+    name: str,
+    op_plans: dict[str, OpPlan],
+    tower: int,
+    variable_dtypes: dict[int, Any],
 ) -> str:
-    """Adds a tower's copy of a function, given `values` of variables; returns its name."""
+    """Adds a tower's copy of a function; returns its name.
+
+    Args:
+      shards: which examples each tower has.
+      name: of the function.
+      op_plans: of the ops in it that are sharded, by name.
+      tower: whose copy it is.
+      variable_dtypes: by position, the types of arguments that are the values of variables in the
+        copy, and variables in the function.
+    """
     original, graph = function_calls.function_definition(shards.nodes.graph, name)
     definition = copy.deepcopy(original)
-    signature, device = definition.signature, shards.devices[tower]
-    made = shards.nodes.graph_def.library.function
-    signature.name = f'{name}_{shards.nodes.scope.replace("/", "_")}_{len(made)}'
+    library = shards.nodes.graph_def.library.function
+    scope = shards.nodes.scope.replace('/', '_')
+    definition.signature.name = f'{name}_{scope}_{len(library)}'
     definition.arg_attr.clear()
     definition.resource_arg_unique_id.clear()
-    read = {signature.input_arg[i].name: t.as_datatype_enum for i, t in values.items()}
-    for arg in signature.input_arg:
-        arg.type = read.get(arg.name, arg.type)
-    for arg in signature.output_arg:
-        arg.type = read.get(definition.ret[arg.name], arg.type)
-    renamed: dict[str, str] = {}
-    for node, op in zip(list(definition.node_def), function_calls.function_ops(definition, graph)):
-        given = node.input[0] if node.input else ''
-        if node.op == op_types.READ_VARIABLE and given in read:
+
+    types_of_values = {
+        definition.signature.input_arg[position].name: dtype.as_datatype_enum
+        for position, dtype in variable_dtypes.items()
+    }
+    _set_signature_types(definition, types_of_values)
+
+    renamed: dict[str, str] = {}  # outputs of nodes that are called otherwise in the copy
+    device = shards.devices[tower]
+    # A list, as constants are added to the nodes on the way.
+    nodes = list(definition.node_def)
+    for node, op in zip(nodes, function_calls.function_ops(definition, graph)):
+        operand = node.input[0] if node.input else ''
+        is_value = operand in types_of_values
+        if node.op == op_types.READ_VARIABLE and is_value:
+            _replace_read(node, types_of_values[operand])
             renamed[f'{node.name}:value:0'] = f'{node.name}:output:0'
-            node.op = op_types.IDENTITY
-            node.attr.clear()
-            node.attr['T'].type = read[given]
-        resources = any(t.dtype == tf.resource for t in op.inputs)
-        node.device = '' if resources and given not in read else device
-        planned = ops.get(op.name, OpPlan())
-        for position, need in enumerate(planned.needs):
-            if isinstance(need, Slice):
-                start, size = map(int, shards.extent(need.factor, tower))
-                value = private.constant_value(op.outputs[0])
-                own = np.take(value, range(start, start + size), need.axis)
-                set_attr(node.attr['value'], own)
-            elif isinstance(need, (LocalShape, Constant)):
-                tensor = op.inputs[position]
-                numbers = shards.local_sizes(need, tower, tensor.shape.rank == 0, tensor.dtype)
-                constant = definition.node_def.add()
-                constant.CopyFrom(const_def(numbers, tensor.dtype))
-                constant.name, constant.device = f'given_{len(definition.node_def)}', device
-                node.input[position] = f'{constant.name}:output:0'
-        adapt_node(shards, node, planned, tower)
+
+        # What uses a variable has to run where that is.
+        uses_resource = any(t.dtype == tf.resource for t in op.inputs)
+        node.device = '' if uses_resource and not is_value else device
+
+        op_plan = op_plans.get(op.name, OpPlan())
+        _set_local_constants(shards, definition, node, op, op_plan, tower)
+        adapt_node(shards, node, op_plan, tower)
+
+    _rename_tensors(definition, renamed)
+    library.append(definition)
+    return definition.signature.name
+
+
+def _set_signature_types(definition: Any, types_of_values: dict[str, int]) -> None:
+    """Sets the types of arguments, and of outputs that are one, that have become values."""
+    for arg in definition.signature.input_arg:
+        arg.type = types_of_values.get(arg.name, arg.type)
+    for arg in definition.signature.output_arg:
+        arg.type = types_of_values.get(definition.ret[arg.name], arg.type)
+
+
+def _replace_read(node: Any, dtype: int) -> None:
+    """Turns the read of a variable into an `Identity` of the variable's value."""
+    node.op = op_types.IDENTITY
+    node.attr.clear()
+    node.attr['T'].type = dtype
+
+
+def _set_local_constants(
+    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: int
+) -> None:
+    """Gives a node the tower's slice of a constant, or its own sizes, as constants."""
+    for position, need in enumerate(op_plan.needs):
+        if isinstance(need, Slice):
+            start, size = map(int, shards.extent(need.factor, tower))
+            value = private.constant_value(op.outputs[0])
+            set_attr(node.attr['value'], np.take(value, range(start, start + size), need.axis))
+        elif isinstance(need, (LocalShape, Constant)):
+            operand = op.inputs[position]
+            sizes = shards.local_sizes(need, tower, operand.shape.rank == 0, operand.dtype)
+            constant = definition.node_def.add()
+            constant.CopyFrom(const_def(sizes, operand.dtype))
+            constant.name = f'given_{len(definition.node_def)}'
+            constant.device = shards.devices[tower]
+            node.input[position] = f'{constant.name}:output:0'
+
+
+def _rename_tensors(definition: Any, renamed: dict[str, str]) -> None:
     for node in definition.node_def:
         node.input[:] = [renamed.get(name, name) for name in node.input]
-    for output, name in dict(definition.ret).items():  # An older protobuf stops at a change.
+    # A copy of the map, as older versions of protobuf stop iterating at a change.
+    for output, name in dict(definition.ret).items():
         definition.ret[output] = renamed.get(name, name)
-    made.append(definition)
-    return signature.name

@@ -1,4 +1,23 @@
-"""Small variables that towers read, and small gradients that they sum: packed in few messages."""
+"""Packs: small tensors that are sent between devices as one vector, rather than one by one.
+
+Towers read many small variables, and sum many small gradients. A message costs about the same
+whether it has 10 bytes or 10,000, so tensors of a pack share one.
+
+A pack makes its tensors depend on each other: whoever fetches one computes all of them. So packs
+are safe only if that is not noticed. Tensors share a pack if all of these are the same for them:
+
+- *The optimizer calls whose gradients need them*: a step of one optimizer doesn't compute another
+  one's gradients.
+- *The side effects and placeholders that they depend on*: to fetch one tensor never counts a
+  counter, draws a random number, or asks for a value to be fed, that it wouldn't without the pack.
+- *Their row space, dtype and device*: the entries of a vector have one type and live on one device,
+  and are reduced together.
+
+Moreover, no tower's op may lie between two tensors of a pack, since the graph would then have a
+cycle. Therefore only two kinds of tensors are packed (`_candidates`): values that depend on no
+example, such as those of variables; and partial sums on which no tower's op depends. Tensors that
+the first value of a variable may depend on are left out (`_needed_by_first_writes`).
+"""
 
 from __future__ import annotations
 
@@ -16,90 +35,137 @@ from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import has_side_effect, upstream_side_effects
 from estimator_mgpu.tf_internals.graphs import dependents
 
-_NUMBERS = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
+_PACKED_TYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 _LARGEST = 1 << 16  # bytes of a tensor: copying a larger one costs more than its message
 
 
 class Pack:
-    """Tensors of one type, whose entries make a vector.
+    """Tensors of one type whose entries make a vector.
 
-    Those that are alike but for their first dimension are reshaped together: fewer ops.
+    Tensors with the same shape but for dimension 0 are concatenated first, and reshaped together:
+    that takes fewer ops.
     """
 
     def __init__(self, tensors: Sequence[tf.Tensor]):
-        self.tensors = sorted(tensors, key=_inner)
+        self.tensors = sorted(tensors, key=_inner_shape)
         self.dtype = self.tensors[0].dtype
-        self._alike = [list(same) for _, same in itertools.groupby(self.tensors, _inner)]
+        self._groups = [list(group) for _, group in itertools.groupby(self.tensors, _inner_shape)]
 
     def join(self, values: Sequence[str], nodes: NodeBuilder, device: str) -> str:
-        """Makes the vector on a device, of values of the tensors in their order."""
-        rest, vectors = iter(values), []
-        for same in self._alike:
-            rows = nodes.concat([next(rest) for _ in same], 0, self.dtype, device)
+        """Makes the vector on a device, from values of `tensors`, in their order."""
+        remaining = iter(values)
+        vectors = []
+        for group in self._groups:
+            values_of_group = [next(remaining) for _ in group]
+            rows = nodes.concat(values_of_group, 0, self.dtype, device)
             vectors.append(nodes.add('Reshape', [rows, [-1]], device, T=self.dtype))
         return nodes.concat(vectors, 0, self.dtype, device)
 
     def split(self, vector: str, nodes: NodeBuilder, device: str) -> dict[str, str]:
-        """Makes the tensors' values of the vector on a device, by the tensors' names."""
-        found: dict[str, str] = {}
-        sizes = [sum(t.shape.num_elements() for t in same) for same in self._alike]
-        for same, part in zip(self._alike, nodes.split(vector, sizes, self.dtype, device)):
-            rows = nodes.add('Reshape', [part, [-1, *_inner(same[0])]], device, T=self.dtype)
-            counts = [t.shape.as_list()[0] for t in same]
-            values = nodes.split(rows, counts, self.dtype, device)
-            found.update(zip((t.name for t in same), values))
-        return found
+        """Splits the vector on a device; returns the tensors' values, by the tensors' names."""
+        sizes = [sum(t.shape.num_elements() for t in group) for group in self._groups]
+        parts = nodes.split(vector, sizes, self.dtype, device)
+
+        values_by_name: dict[str, str] = {}
+        for group, part in zip(self._groups, parts):
+            shape = [-1, *_inner_shape(group[0])]
+            rows = nodes.add('Reshape', [part, shape], device, T=self.dtype)
+            row_counts = [tensor.shape.as_list()[0] for tensor in group]
+            values = nodes.split(rows, row_counts, self.dtype, device)
+            values_by_name.update(zip([tensor.name for tensor in group], values))
+        return values_by_name
 
 
 def find_packs(
     graph: tf.Graph,
     plan: Plan,
     calls: Sequence[Sequence[tf.Tensor]],
-    home: Callable[[tf.Tensor], str],
+    device_of_full: Callable[[tf.Tensor], str],
 ) -> dict[str, Pack]:
-    """Returns the pack of each tensor that is in one, by its name; `calls` are of optimizers.
+    """Returns the pack of each tensor that is in one, by its name.
 
-    Of a pack, the same calls' gradients need all tensors, which need the same effects and what is
-    fed: so whoever fetches one runs nothing else that counts. No tower's op is between two of them,
-    so there are no cycles.
+    Args:
+      graph: the user's, before towers are added. With v1 control flow there are no packs.
+      plan: which ops are sharded.
+      calls: the gradients of each optimizer's call.
+      device_of_full: gives the device of a tensor's value for the global batch.
     """
     ops = graph.get_operations()
     if not calls or any(map(private.in_v1_control_flow, ops)):
         return {}
-    needed = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
-    variables = {op for call in needed for op in call if op.outputs and not op.inputs}
-    late = set(dependents([gradient for call in calls for gradient in call], frozenset()))
-    # What variables' values may follow from before others have one: other than gradients do.
-    early = [op for op in ops if op not in late and has_side_effect(op)]
-    written = {op: {t.op for t in op.inputs if t.dtype == tf.resource} for op in early}
-    first = graphs.ancestors([op for op in early if written[op] & variables])
+
+    ops_of_calls = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
+    before_first_values = _needed_by_first_writes(ops, calls, ops_of_calls)
     effects = upstream_side_effects(ops, op_types.PLACEHOLDERS)
-    found: dict[Hashable, list[tf.Tensor]] = {}
-    for tensor, rows in {t.name: (t, rows) for t, rows in _candidates(plan)}.values():
-        users = frozenset(i for i, call in enumerate(needed) if tensor.op in call)
-        known = tensor.shape.rank and tensor.shape.is_fully_defined()
-        if known and users and tensor.op not in first and 0 < bytes_of(tensor) <= _LARGEST:
-            key = rows, users, effects[tensor.op], tensor.dtype, home(tensor)
-            found.setdefault(key, []).append(tensor)
-    made = [Pack(tensors) for tensors in found.values() if len(tensors) > 1]
-    return {tensor.name: pack for pack in made for tensor in pack.tensors}
+
+    # The last row space counts of a tensor that is a candidate twice.
+    candidates = {tensor.name: (tensor, rows) for tensor, rows in _candidates(plan)}
+    groups: dict[Hashable, list[tf.Tensor]] = {}
+    for tensor, rows in candidates.values():
+        users = frozenset(i for i, call in enumerate(ops_of_calls) if tensor.op in call)
+        if users and tensor.op not in before_first_values and _is_small(tensor):
+            device = device_of_full(tensor)
+            key = (rows, users, effects[tensor.op], tensor.dtype, device)
+            groups.setdefault(key, []).append(tensor)
+
+    packs = [Pack(tensors) for tensors in groups.values() if len(tensors) > 1]
+    return {tensor.name: pack for pack in packs for tensor in pack.tensors}
 
 
-def _inner(tensor: tf.Tensor) -> list[int]:
-    """All dimensions but the first: what a pack is sorted by."""
+def _is_small(tensor: tf.Tensor) -> bool:
+    """Whether a tensor has a dimension to pack it by, a known shape, and few bytes but some."""
+    if not tensor.shape.rank or not tensor.shape.is_fully_defined():
+        return False
+    return 0 < bytes_of(tensor) <= _LARGEST
+
+
+def _needed_by_first_writes(
+    ops: Sequence[tf.Operation],
+    calls: Sequence[Sequence[tf.Tensor]],
+    ops_of_calls: Sequence[set[tf.Operation]],
+) -> set[tf.Operation]:
+    """The ops that may run while some variables have no value yet.
+
+    An initial value may be computed from the batch and from another variable. A pack of what it
+    needs would read variables that aren't initialized. So ops count that a write to a variable
+    depends on, unless the write depends on gradients.
+    """
+    variables = {op for call in ops_of_calls for op in call if op.outputs and not op.inputs}
+    after_gradients = set(dependents([g for call in calls for g in call], frozenset()))
+
+    first_writes = []
+    for op in ops:
+        if op not in after_gradients and has_side_effect(op):
+            written = {operand.op for operand in op.inputs if operand.dtype == tf.resource}
+            if written & variables:
+                first_writes.append(op)
+    return graphs.ancestors(first_writes)
+
+
+def _inner_shape(tensor: tf.Tensor) -> list[int]:
+    """All dimensions but the first."""
     return tensor.shape.as_list()[1:]
 
 
 def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
-    """What towers read that doesn't follow from rows; and sums over rows that no tower reads."""
-    dependent, towers = set(plan.order), [op for op in plan.order if op.name in plan.ops]
-    waited = graphs.ancestors([before for op in towers for before in graphs.direct_inputs(op)])
-    for op in towers:
+    """Tensors that may be packed: with their row space if they are summed over towers, or None.
+
+    These are values that towers read and that depend on no example, but for constants, of which
+    each tower has its own; and partial sums, if no tower's op depends on them.
+    """
+    dependent = set(plan.order)
+    sharded = [op for op in plan.order if op.name in plan.ops]
+    needed_by_towers = graphs.ancestors(
+        [before for op in sharded for before in graphs.direct_inputs(op)]
+    )
+    for op in sharded:
         for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
-            own = tensor.op in dependent or tensor.op.type == op_types.CONST
-            if need == FULL and tensor.dtype in _NUMBERS and not own:
+            is_sent = tensor.op not in dependent and tensor.op.type != op_types.CONST
+            if need == FULL and tensor.dtype in _PACKED_TYPES and is_sent:
                 yield tensor, None
-        for tensor in op.outputs if op not in waited else ():
+        if op in needed_by_towers:
+            continue
+        for tensor in op.outputs:
             placement = plan.placements.get(tensor.name)
             if isinstance(placement, Partial) and placement.reduce == 'sum':
                 yield tensor, placement.rows

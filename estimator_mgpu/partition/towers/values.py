@@ -69,7 +69,7 @@ class Values:
         return f'{self._nodes.scope}/tower_{tower}/{op_name}'
 
     def local(self, tensor: tf.Tensor, tower: int) -> str:
-        """What a tower has of a tensor: an output of its copy of the op, or its shard of the batch."""
+        """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
