@@ -17,6 +17,7 @@ PACKAGE = pathlib.Path(estimator_mgpu.__file__).parent
 PLACES = [
     PACKAGE / 'tf_internals' / 'op_types.py',
     PACKAGE / 'partition' / 'size_inference.py',  # tables of ops that compute sizes
+    *(PACKAGE / 'partition' / 'rewrites').rglob('*.py'),
     *(PACKAGE / 'partition' / 'rules').rglob('*.py'),
 ]
 
@@ -26,7 +27,6 @@ MAKES_AN_OP = {'add', '_add', '_binary', 'node_def'}
 # Elsewhere, strings that are types of ops, and what else they stand for.
 ALLOWED = {
     'explain.py': {'B'},  # bytes
-    'partition/rewrites/batch_norm.py': {'FusedBatchNormV3'},  # alone has a factor
     'partition/towers/collectives.py': {
         *('Maximum', 'Minimum', 'Mul', 'LogicalAnd', 'LogicalOr'),  # ops that are made of two parts
     },

@@ -38,58 +38,86 @@ def test_all_three_forms():
     assert {op.device for op in of_tower_1(built(twice))} - {''} == {'/device:CPU:0'}
 
 
-# Which GPU each variable is on.
+def embedded(features, labels, mode):
+    """A table that is looked up, a layer's kernel and bias, and an op that is put on the CPU."""
+    table = tf.get_variable('table', [9, 3])
+    ids = tf.cast(features, tf.int32)
+    vectors = tf.reduce_sum(tf.gather(table, ids), 1)
+
+    with tf.device('/cpu:0'):
+        pinned = tf.reduce_sum(features, 1, keepdims=True, name='pinned')
+
+    output = tf.layers.dense(vectors + pinned, 1)
+    loss = tf.losses.mean_squared_error(labels, output)
+    return spec_of(mode, loss, adam(loss))
+
+
+# On which GPU each variable of this model is.
 PLACES = {
     'first': {'table': 0, 'kernel': 0, 'bias': 0},
     'spread': {'table': 0, 'kernel': 1, 'bias': 2},
 }
-# What lies between a gradient's sum and its use.
-KEPT = 'Identity', 'Mul', 'Reshape', 'SplitV', 'Unique', 'UnsortedSegmentSum'
+
+
+def tower_of(op):
+    """Returns the number of an op's tower, or None."""
+    found = re.match(r'replicate/tower_(\d)/', op.name)
+    return int(found[1]) if found else None
+
+
+def variable_of(op):
+    """Returns the variable that an op's name names, or None."""
+    found = re.search('table|kernel|bias', op.name)
+    return found[0] if found else None
+
+
+def sums_before(update):
+    """Returns the ops that sum, or concatenate, what towers gave for the gradient of an update."""
+    between = 'Identity', 'Mul', 'Reshape', 'SplitV', 'Unique', 'UnsortedSegmentSum'
+    sums = []
+    remaining = [tensor.op for tensor in update.inputs]
+    while remaining:
+        op = remaining.pop()
+        if op.name.startswith('replicate/') and op.type in ('AddN', 'ConcatV2'):
+            sums.append(op)
+        elif op.type in between:
+            remaining += [tensor.op for tensor in op.inputs]
+    return sums
 
 
 @pytest.mark.parametrize('variables', PLACES)
 @pytest.mark.parametrize('devices', [None, 4, [f'/gpu:{i}' for i in range(4)]], ids=repr)
 def test_placement_on_gpus(devices, variables, gpus):
-    """Of every op in the graph: tower i on GPU i, what uses or updates a variable with that."""
-
-    def model_fn(features, labels, mode):
-        table = tf.get_variable('table', [9, 3])
-        ids = tf.cast(features, tf.int32)
-        with tf.device('/cpu:0'):
-            pinned = tf.reduce_sum(features, 1, keepdims=True, name='pinned')
-        output = tf.layers.dense(tf.reduce_sum(tf.gather(table, ids), 1) + pinned, 1)
-        loss = tf.losses.mean_squared_error(labels, output)
-        return spec_of(mode, loss, adam(loss))
-
-    gpus(*[None] * 4)
-    ops = built(estimator_mgpu.replicate(model_fn, devices=devices, variables=variables), 8)
+    """Tower i is on GPU i. What makes, looks up or updates a variable is where that is."""
+    gpus(None, None, None, None)
     places = {name: f'/device:GPU:{i}' for name, i in PLACES[variables].items()}
-    found = {kind: 0 for kind in ('ResourceGather', 'VarHandleOp', 'ResourceApplyAdam')}
-    sums = {name: set() for name in places}
+    ops = built(estimator_mgpu.replicate(embedded, devices=devices, variables=variables), 8)
+
+    pinned = [op for op in ops if re.search(r'(^|/)pinned(/|$)', op.name)]
+    assert {op.device for op in pinned} == {'/device:CPU:0'}
+
+    # The lookups of four towers, and the model_fn's own, which nothing uses any more.
+    lookups = [op for op in ops if op.type == 'ResourceGather']
+    assert len([op for op in lookups if tower_of(op) is not None]) == 4
+    for op in lookups:
+        assert op.device == places['table'] or tower_of(op) is None and not op.device, op
+
     for op in ops:
-        tower = re.match(r'replicate/tower_(\d)/', op.name)
-        variable = re.search(r'table|kernel|bias', op.name)
-        if re.search(r'(^|/)pinned(/|$)', op.name):
-            assert op.device == '/device:CPU:0', op
-        elif op.type == 'ResourceGather':
-            found[op.type] += bool(tower)
-            assert op.device == places['table'] or not tower and not op.device, op
-        elif tower and op.type != 'NoOp':
-            assert op.device == f'/device:GPU:{tower[1]}', op
-        elif op.type in found and variable:
-            found[op.type] += 1
-            if op.type == 'VarHandleOp':  # Its users have to be where it is.
-                assert op.device == places[variable[0]], op
-        if op.type in ('ResourceApplyAdam', 'ResourceScatterAdd') and variable:
-            waiting = [t.op for t in op.inputs]
-            while waiting:  # for the sum that the gradient is
-                before = waiting.pop()
-                if before.name.startswith('replicate/') and before.type in ('AddN', 'ConcatV2'):
-                    sums[variable[0]].add(before.device)
-                elif before.type in KEPT:
-                    waiting += [t.op for t in before.inputs]
-    assert found == {'ResourceGather': 4, 'VarHandleOp': 9, 'ResourceApplyAdam': 2}
-    assert sums['kernel'] == {places['kernel']} and sums['bias'] == {places['bias']}
+        if tower_of(op) is not None and op.type != 'NoOp' and op not in [*pinned, *lookups]:
+            assert op.device == f'/device:GPU:{tower_of(op)}', op
+
+    # Each variable and Adam's two moments of it. What uses a handle has to be where that is.
+    handles = [op for op in ops if op.type == 'VarHandleOp' and variable_of(op)]
+    assert len(handles) == 3 * len(places)
+    for op in handles:
+        assert op.device == places[variable_of(op)], op
+
+    updates = [op for op in ops if op.type == 'ResourceApplyAdam' and variable_of(op)]
+    assert {variable_of(op) for op in updates} == {'kernel', 'bias'}
+    assert len(updates) == 2
+    for op in updates:
+        assert {sum.device for sum in sums_before(op)} == {places[variable_of(op)]}, op
+
     assert len(of_tower_1(ops)) > 20
 
 

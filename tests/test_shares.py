@@ -71,5 +71,6 @@ def test_the_table():
 
 
 def test_models_that_are_none():
-    [message] = flag_errors('shares', '--models=lstm,rnn')
-    assert 'Legal are lstm, gru' in message
+    flag = '--models=lstm,rnn'
+    errors = flag_errors({'shares': [flag]})
+    assert 'Legal are lstm, gru' in errors['shares', flag]
