@@ -13,21 +13,40 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import tensorflow.compat.v1 as tf
 
-if TYPE_CHECKING:
-    from estimator_mgpu.cluster.notes import Notes
-    from estimator_mgpu.cluster.task import Task
-
+from estimator_mgpu.cluster.notes import Notes
 
 EVERY = 5  # seconds from one question to the next
 _SILENT = 20  # seconds without an answer, after which the log names a task
 _AGAIN = 30  # seconds from one such message to the next
 _GRACE = 15  # seconds that a step may take after what should end it, if a task doesn't answer
 _WITHIN = 10  # seconds in which a task that is well has answered
+
+
+class Watcher(Protocol):
+    """What a `Watch` needs of the `Task` whose process it's in."""
+
+    others: list[str]  # the names of all other tasks
+    addresses: dict[str, str]
+    incarnation: str
+    leads: bool  # whether the other tasks have been told that this one is their chief
+    waits: bool
+    limit: float  # seconds for which it waits for a task
+
+    def listens(self, task: str) -> bool: ...
+
+    def notes_on(self, task: str) -> Notes: ...
+
+    def handles_sigterm(self) -> bool: ...
+
+    def replaced_by(self, task: str) -> str: ...
+
+    def tell(self, error: str | None, status: int, but: Iterable[str] = ()) -> None: ...
 
 
 class Watch:
@@ -40,7 +59,7 @@ class Watch:
       replaced: the task by which another chief was found to be in the place of this one, or ''.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Watcher) -> None:
         self.replaced = ''
         self._task = task
         self._over = threading.Event()
