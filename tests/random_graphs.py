@@ -21,7 +21,10 @@ IDS = 6
 OPS = {}
 SIMPLE = set()  # those that need no more than the examples
 SHARDED = set()  # those of which each op that is given examples runs on every device
-SHARDED_TYPES = {}  # types of ops, by model, that run on every device though some op runs once
+SHARDED_TYPES = {}  # by model: see _shards()
+# Those with a matrix product that may run once, if the graph doesn't know how many examples a batch
+# has: they reshape by it.
+RESHAPED_PRODUCTS = {'groups', 'taped'}
 
 
 class Case(typing.NamedTuple):
@@ -81,11 +84,14 @@ def _sharded(function):
     return function
 
 
-def _shards(*op_types):
-    """Says of a model some of whose ops run once that ops of these types run on every device."""
+def _shards(op_type, always=True):
+    """Says of a model some of whose ops run once that an op of this type runs on every device.
+
+    If not `always`, it does where the graph knows how many examples a batch has.
+    """
 
     def decorate(function):
-        SHARDED_TYPES[function.__name__] = op_types
+        SHARDED_TYPES[function.__name__] = op_type, always
         return function
 
     return decorate
@@ -605,7 +611,7 @@ def _odd():
     return tf.equal(tf.train.get_or_create_global_step() % 2, 1)
 
 
-@_shards('While')
+@_shards('While', always=False)
 def while_whole(x, c):
     """The loop adds, in each round, what is computed once of the global batch."""
     sums = tf.cumsum(x, 0)
@@ -692,7 +698,7 @@ def shape_in_a_loop(x, c):
     return _loop(2, lambda i, h: tf.reshape(tf.tanh(tf.reshape(h, [-1])), shape), x)
 
 
-@_shards('While')
+@_shards('While', always=False)
 def sizes_in_a_loop(x, c):
     shape = tf.shape(tf.matmul(x, x, transpose_b=True))
     return _loop(2, lambda i, h: h + tf.ones([shape[1], 1], tf.float64), x)
@@ -710,7 +716,7 @@ def size_in_a_loop(x, c):
     return _loop(2, lambda i, h: loop(h), loop(x))
 
 
-@_shards('While')
+@_shards('While', always=False)
 def embedded_in_a_loop(x, c):
     """Sparse gradients from inside a loop and a branch."""
     table, ids = c.table(), c.ids
@@ -733,7 +739,7 @@ def cond_by_rows_in_a_loop_in_a_cond(x, c):
     return tf.cond(_odd(), lambda: _loop(2, body, x), lambda: x)
 
 
-@_shards('If')
+@_shards('If', always=False)
 def cond_of_several(x, c):
     """Lists and dicts, an output that does not depend on the shard, and an unused one."""
     w, v = c.variable(WIDTH, WIDTH), c.variable(WIDTH, WIDTH)
@@ -793,7 +799,7 @@ def function_of_autograph(x, c):
     return call(x, 3)
 
 
-@_shards('PartitionedCall')
+@_shards('PartitionedCall', always=False)
 def function_of_sizes(x, c):
     """A row has as many entries in what it returns as a variable says."""
     pieces = tf.get_variable(c.name(), initializer=2, trainable=False)
@@ -1006,49 +1012,64 @@ METRICS = {
 
 
 def model_fn_of(case):
+    """Returns the model_fn: the case's ops one after another, and a layer."""
+
     def model_fn(features, labels, mode):
         c = Context(features)
         x = features['x']
         for name in case.ops:
-            x = (OPS | EVEN)[name](x, c)
+            op = (OPS | EVEN)[name]
+            x = op(x, c)
+
         output = tf.matmul(x, c.variable(WIDTH, WIDTH)) + c.variable(WIDTH)
         predictions = {'output': output, 'best': tf.argmax(output, 1)}
         if mode == tf.estimator.ModeKeys.PREDICT:
             return tf.estimator.EstimatorSpec(mode, predictions=predictions)
+
         losses = [LOSSES[name](labels, output) for name in case.losses]
         losses[0] += tf.add_n([*tf.losses.get_regularization_losses(), 0.0 * losses[0]])
+
         if mode == tf.estimator.ModeKeys.EVAL:
             metrics = {name: METRICS[name](labels, output) for name in case.metrics}
             return tf.estimator.EstimatorSpec(
                 mode, loss=losses[0], predictions=predictions, eval_metric_ops=metrics
             )
+
         return tf.estimator.EstimatorSpec(mode, loss=losses[0], train_op=_train(case, losses, c))
 
     return model_fn
 
 
 def _train(case, losses, c):
-    """All gradients are computed before a variable changes."""
-    steps = []
+    """Returns a train_op: all gradients are computed before a variable changes."""
+    # Each loss trains every other variable, if there are two.
+    updates_to_make = []
     for i, (loss, name) in enumerate(zip(losses, case.optimizers)):
+        optimizer = OPTIMIZERS[name]()
         variables = tf.trainable_variables()[i :: len(losses)]
-        grads = OPTIMIZERS[name]().compute_gradients(loss, variables)
-        known = [(g, v) for g, v in grads if g is not None]
-        if known:
-            grads, variables = zip(*known)
-            steps.append((OPTIMIZERS[name](), CLIPS[case.clip](grads), variables))
+        pairs = OPTIMIZERS[name]().compute_gradients(loss, variables)
+        pairs = [(gradient, v) for gradient, v in pairs if gradient is not None]
+        if pairs:
+            gradients, variables = zip(*pairs)
+            updates_to_make.append((optimizer, CLIPS[case.clip](gradients), variables))
+
+    before = [*losses, *tf.get_collection(tf.GraphKeys.UPDATE_OPS)]
+    for _, gradients, _ in updates_to_make:
+        before += gradients
     apply = _accumulate if 'accumulation' in case.beside else _apply
-    flat = [g for _, grads, _ in steps for g in grads]
-    with tf.control_dependencies([*losses, *flat, *tf.get_collection(tf.GraphKeys.UPDATE_OPS)]):
-        updates = [apply(*step, c) for step in steps]
+    with tf.control_dependencies(before):
+        updates = [apply(*update, c) for update in updates_to_make]
+
     if 'averages' in case.beside:
         averages = tf.train.ExponentialMovingAverage(0.9, tf.train.get_global_step())
         with tf.control_dependencies(updates):
             updates.append(averages.apply(tf.trainable_variables()))
+
     with tf.control_dependencies(updates):
         step = tf.assign_add(tf.train.get_global_step(), 1)
-    counted = [tf.assign_add(c.counter(), 1.0)] if 'counter' in case.beside else []
-    return tf.group(step, *counted)
+    if 'counter' in case.beside:
+        return tf.group(step, tf.assign_add(c.counter(), 1.0))
+    return tf.group(step)
 
 
 def _apply(optimizer, grads, variables, c):

@@ -56,18 +56,27 @@ def _placeholder(value, static):
 
 
 def _pipeline(batches, epochs, static):
-    """What an input pipeline's iterator gives; only an epoch's last batch may be shorter."""
-    rows, *_ = sizes = [len(tf.nest.flatten(batch)[0]) for batch in batches]
-    assert {rows} >= set(sizes[:-1]) and sizes[-1] <= rows
-    leaves = enumerate(zip(*map(tf.nest.flatten, batches)))
-    examples = {str(i): np.concatenate(leaf) for i, leaf in leaves if leaf[0] is not None}
+    """Returns an input pipeline's batch; only the last one of an epoch may be shorter."""
+    sizes = [len(tf.nest.flatten(batch)[0]) for batch in batches]
+    batch_size = sizes[0]
+    assert all(size == batch_size for size in sizes[:-1])
+    assert sizes[-1] <= batch_size
+
+    # One array for each tensor of the batches, by its place among them; None has none.
+    examples = {}
+    for i, leaf in enumerate(zip(*map(tf.nest.flatten, batches))):
+        if leaf[0] is not None:
+            examples[str(i)] = np.concatenate(leaf)
+
     dataset = tf.data.Dataset.from_tensor_slices(examples)
-    dataset = dataset.batch(rows, drop_remainder=static).repeat(epochs).prefetch(1)
+    dataset = dataset.batch(batch_size, drop_remainder=static).repeat(epochs).prefetch(1)
     iterator = tf.data.make_initializable_iterator(dataset)
     tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
-    found = iterator.get_next()
+
+    tensors = iterator.get_next()
     count = len(tf.nest.flatten(batches[0]))
-    return tf.nest.pack_sequence_as(batches[0], [found.get(str(i)) for i in range(count)])
+    leaves = [tensors.get(str(i)) for i in range(count)]
+    return tf.nest.pack_sequence_as(batches[0], leaves)
 
 
 @contextlib.contextmanager
@@ -128,13 +137,16 @@ def _started(
         tf.train.get_or_create_global_step()
         if epochs:
             inputs = _pipeline(batches, epochs, static)
+            feeds = [None] * len(batches) * epochs
         else:
             inputs = tf.nest.map_structure(lambda x: _placeholder(x, static), batches[0])
+            feeds = [_feed(inputs, batch) for batch in batches]
+
         if towers:
             model_fn = replicate(model_fn, devices=towers, **options)
         features, labels = preprocess(*inputs) if preprocess else inputs
         spec = model_fn(features=features, labels=labels, mode=mode)
-        feeds = [None] * len(batches) * (epochs or 0) or [_feed(inputs, one) for one in batches]
+
         with session(towers) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
             sess.run(tf.local_variables_initializer())
