@@ -46,9 +46,9 @@ class Batch(NamedTuple):
             rows = tf.stack(list(counts.values()))
             # This text is in the graph.
             message = (
-                'features and labels must have the same number of rows along dimension 0, but for '
-                'those that go whole to every tower: scalars, and what replicate(broadcast=[...]) '
-                f'names. The rows of {", ".join(map(_title, counts))} are'
+                'features and labels must have the same number of examples along dimension 0, but '
+                'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
+                f'names. The numbers of examples of {", ".join(map(_title, counts))} are'
             )
             same = tf.reduce_all(tf.equal(rows, first))
             with tf.control_dependencies([tf.Assert(same, [message, rows], summarize=100)]):

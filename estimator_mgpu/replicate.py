@@ -226,7 +226,7 @@ def _divided(
     """Divides the default graph; returns its EstimatorSpec and a `Step`.
 
     Args:
-      spec: the EstimatorSpec of the undivided graph.
+      spec: the EstimatorSpec that the model_fn has returned.
       global_batch: the features and labels.
       devices: one a tower.
       ops_before: the names of ops that were there before the model_fn was called.

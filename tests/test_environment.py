@@ -79,7 +79,7 @@ def test_explain(explain, devices, capsys):
     options = ['--devices', devices, '--params', '{"units": 5}', '--draw', 'plan.svg']
     assert explain(*GIVEN, *options) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ['towers', '  /device:CPU:0: 4 rows', '  /device:CPU:1: 4 rows']
+    assert lines[:3] == ['towers', '  /device:CPU:0: 4 examples', '  /device:CPU:1: 4 examples']
     assert '  net/kernel: 60.0B, summed on /device:CPU:0' in lines  # 3 * 5 * 4 bytes
     assert any('order/TopKV2' in line and 'program.py:6' in line for line in lines)
     assert '<!-- order -->' in pathlib.Path('plan.svg').read_text()

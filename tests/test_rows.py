@@ -110,7 +110,7 @@ def test_no_labels_and_features_in_a_tuple():
 def test_rows_that_differ_when_the_step_runs():
     data = [(floats(6, 3), floats(5, 1))]
     loss = with_loss(lambda labels, output: tf.reduce_mean(output) + tf.reduce_mean(labels))
-    with pytest.raises(tf.errors.InvalidArgumentError, match='same number of rows'):
+    with pytest.raises(tf.errors.InvalidArgumentError, match='same number of examples'):
         train(loss, data, 2, static=False)
 
 

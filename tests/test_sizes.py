@@ -7,8 +7,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, RowSpace, Size
-from estimator_mgpu.partition.towers.collectives import gather
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
 from models import batches, of_all_modes, weights
 from towers import compare

@@ -6,7 +6,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import TowerOptimizer, optimizer, verify
+from estimator_mgpu import TowerOptimizer, optimizer
+from estimator_mgpu.verify import _errors_only
 from models import adam, batches, predict, regression, sgd, spec_of
 from towers import TRAIN, assert_close, train
 
@@ -138,7 +139,7 @@ def test_trainings_in_threads():
 def test_verifications_that_overlap(caplog):
     """The log is muted until the last one ends, and then as before."""
     level = tf.get_logger().level
-    first, second = verify._errors_only(), verify._errors_only()
+    first, second = _errors_only(), _errors_only()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

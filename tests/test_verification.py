@@ -8,7 +8,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import verify
+from estimator_mgpu.verify import _compare
 from models import adam, floats, of_all_modes, predict, spec_of, step
 
 FEATURES, LABELS = floats(40, 3), floats(40, 1, seed=1) + 2
@@ -153,10 +153,10 @@ def test_rounding_of_other_types(dtype):
 
 def test_values_that_are_no_numbers_are_compared():
     two = [np.array([x, np.nan, -np.inf]) for x in (1.0, 1.0 + 1e-6)]
-    relative, exact = verify._compare(two[1], two[0], 0.0, 1e-4)
+    relative, exact = _compare(two[1], two[0], 0.0, 1e-4)
     assert exact and relative == pytest.approx(1e-6, rel=1e-3)
     other = np.array([1.0, 2.0, -np.inf])
-    assert not verify._compare(other, two[0], 0.0, 1e-4)[1]
+    assert not _compare(other, two[0], 0.0, 1e-4)[1]
 
 
 def test_numbers_of_numpy():

@@ -40,6 +40,7 @@ def check_rule(
       >>> rows = np.random.randn(7, 3).astype('float32')
       >>> check_rule(tf.nn.softmax, rows)
       {'Softmax'}
+      >>> from estimator_mgpu import register_rule
       >>> register_rule('Cross', 'S S -> S')  # That is 'S_ S_ -> S_': it needs all of a vector.
       >>> check_rule(tf.linalg.cross, rows, rows)  # doctest: +ELLIPSIS
       Traceback (most recent call last):
@@ -54,7 +55,7 @@ def check_rule(
       types: of which ops to try all dimensions, by type; all that the function makes, by default.
 
     Returns:
-      The types of which all ops ran in towers. Others ran once: by their rule, or for lack of one.
+      The types of which all ops were sharded. Others ran once: by their rule, or for lack of one.
 
     Raises:
       AssertionError: if numbers differ by more than rounding, or in shape or dtype, or if an op
@@ -114,7 +115,7 @@ def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], se
 
 
 def _types(graph: tf.Graph, plans: dict[str, Any]) -> Iterator[str]:
-    """Those of ops that run in towers, in functions that they call, too."""
+    """The types of the ops that are sharded, also in functions that they call."""
     for name, plan in plans.items():
         op = graph.get_operation_by_name(name)
         yield op.type

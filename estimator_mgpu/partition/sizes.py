@@ -21,7 +21,7 @@ class UnknownSize(Exception):
 class RowSpace:
     """What the rows of a tensor are: the examples of the batch, or the entries that a mask left.
 
-    Tensors of different row spaces are never combined row by row.
+    Tensors of different row spaces are never combined as if their rows were the same.
     """
 
     name: str  # `batch`, or the tensor with which the row space starts: rows are its dimension 0

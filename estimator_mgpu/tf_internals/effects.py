@@ -1,4 +1,4 @@
-"""Which ops have effects."""
+"""Which ops have side effects: they change something, or give another result when run again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from estimator_mgpu.tf_internals.graphs import topological_order
 
 
 def has_side_effect(op: tf.Operation) -> bool:
-    """Whether running an op changes anything, or is another time another thing."""
+    """Whether an op changes state, or may give another result when it's run again."""
     if op.type in op_types.VARIABLE_READS or op.type in op_types.REFERENCE_READS:
         return False
-    # What writes to a variable of TensorFlow 1's kind isn't called stateful.
+    # An op that writes to a reference variable isn't called stateful.
     if any(argument.is_ref for argument in op.op_def.input_arg):
         return True
-    # A variable, a table or a queue is only made, by what it's referred to.
+    # An op that only makes the handle of a variable, a table or a queue has no side effect.
     makes = all(t.dtype == tf.resource or graphs.is_reference_variable(t) for t in op.outputs)
     return op.op_def.is_stateful and not (makes and op.outputs)
 
@@ -25,7 +25,12 @@ def has_side_effect(op: tf.Operation) -> bool:
 def upstream_side_effects(
     ops: Sequence[tf.Operation], also: Sequence[str] = ()
 ) -> dict[tf.Operation, int]:
-    """The ops with effects, or of other types, that each waits for, and itself: one bit each."""
+    """For each op, the ops with side effects that it depends on, and itself, as bits of an int.
+
+    Args:
+      ops: those that are looked at.
+      also: types of further ops that count as if they had side effects.
+    """
     found: dict[tf.Operation, int] = {}
     count = 0
     for op in topological_order(ops):

@@ -17,7 +17,10 @@ def called_functions(node: Any) -> list[Any]:
 
 
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:
-    """Returns the graphs of `called` functions; none where op.graph, an imported one, has none."""
+    """Returns the graphs of the functions that an op calls; [] if one is missing.
+
+    An imported graph has none.
+    """
     found = [
         getattr(get_function(op.graph, f.name), 'graph', None)
         for f in called_functions(op.node_def)
@@ -33,7 +36,10 @@ def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
 
 
 def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
-    """Lists the ops that a FunctionDef's nodes, in order, are in its graph, some by other names."""
+    """Lists the ops of a function's graph that match the nodes of its FunctionDef, in their order.
+
+    Their names may differ.
+    """
     arguments = {t.op.name for t in graph.inputs}
     found = [op for op in graph.get_operations() if op.name not in arguments]
     found = found[: len(definition.node_def)]  # Gradients of the function may have come since.

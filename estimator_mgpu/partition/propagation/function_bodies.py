@@ -2,7 +2,7 @@
 
 Towers call the function at different times, so nothing in it can be gathered, reduced or sliced. If
 an op asks for that, or has a side effect, the op that calls the function runs once: `NotSharded` is
-raised. Sizes are those of the tower's own tensors.
+raised. Sizes are in terms of the global batch, which stands for the tower's examples in a function.
 """
 
 from __future__ import annotations

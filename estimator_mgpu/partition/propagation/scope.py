@@ -36,7 +36,8 @@ class Scope:
     Attributes:
       batch: the batch's row space.
       rules: by types of ops.
-      sizes: the sizes of tensors: of the full ones in the graph, of a tower's own in a function.
+      sizes: the sizes of tensors, in terms of the global batch. In a function, which each tower
+        calls, the batch in them stands for the tower's examples.
       in_function: nothing can be gathered, reduced or sliced in a function.
       assumes: while it isn't known yet how a loop's variables are placed, a function may be visited
         on the assumption that whatever an op needs is there.

@@ -1,8 +1,8 @@
-"""Fused batch normalization in training, written by sums that can be divided.
+"""Fused batch normalization in training, written as sums, which can be sharded.
 
-A fused op normalizes by the statistics of all that it's given. Here they become ordinary sums, and
-are given to an op that only applies them. The op itself stays, for whoever fetches it. Where each
-device takes its own statistics, the rules `OF_DEVICE` stand in place of this.
+A fused op normalizes by the statistics of its whole input. Here these become ordinary sums, which
+are given to an op that only applies them. The op itself stays, for whoever fetches it. If each
+device takes its own statistics, the rules `OF_DEVICE` are used instead.
 
 The gradients are those of Ioffe & Szegedy (2015), section 3, with n entries a channel:
 
@@ -21,15 +21,25 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.tf_internals import graphs, op_types, private
 
 
-def expand_batch_norm(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
-    """Lets whoever uses a fused op's outputs use sums; not in loops or of unknown rank.
+def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
+    """Replaces the outputs of fused batch normalizations by sums.
 
-    Returns, by the names of outputs, what is used in place of ops that nothing else needs then.
+    Those in v1 control flow, or of inputs of unknown rank, stay as they are.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      existing_ops: names of ops that were there before the model_fn, which stay as they are.
+
+    Returns:
+      By the name of an output, the tensor that is used in its place, if nothing but fetches needs
+      the fused op any more.
     """
     replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
         trains = (
-            op.type in op_types.BATCH_NORMS and op.name not in before and op.get_attr('is_training')
+            op.type in op_types.BATCH_NORMS
+            and op.name not in existing_ops
+            and op.get_attr('is_training')
         )
         if not trains or op.inputs[0].shape.rank is None or private.in_v1_control_flow(op):
             continue
@@ -61,7 +71,7 @@ def _by_sums(
     spread = tf.reshape(mean, [-1] + [1] * (x.shape.rank - 1 - channels))
     variance = total(out_backprop=tf.squared_difference(x, spread)) / n
     attrs.update(mean=mean, variance=variance, is_training=False)
-    # Identities: all that depends on what is differentiated by is looked at.
+    # Identities, since tf.gradients visits everything downstream of what it differentiates by.
     inputs = x, scale, offset = [tf.identity(t) for t in (x, scale, offset)]
     y = tf.raw_ops.FusedBatchNormV3(x=x, scale=scale, offset=offset, **attrs).y
     unbiased = variance * (n / tf.maximum(n - 1, 1))

@@ -1,4 +1,10 @@
-"""Zeros and ones of a tensor's shape become fills."""
+"""`ZerosLike` and `OnesLike` become fills, which need a tensor's shape and not its values.
+
+For example, if a loss is `sum(losses) / sum(ones_like(losses))`, each tower's share of it would
+wait for the losses of all towers, though only their number is needed:
+
+    losses --> OnesLike        =>        losses --> Shape --> Fill
+"""
 
 from __future__ import annotations
 
@@ -8,24 +14,33 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import graphs, op_types, private
 
+_NOT_FILLED = (tf.string, tf.resource, tf.variant)
 
-def replace_likes_by_fills(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
-    """Lets whoever uses zeros or ones of a tensor's shape use a fill, that waits for its size.
 
-    Else each tower's loss waits for all losses where it's divided by how many there are.
+def replace_likes_by_fills(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
+    """Replaces the outputs of `ZerosLike` and `OnesLike` by fills, but in v1 control flow.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      existing_ops: names of ops that were there before the model_fn, which stay as they are.
+
+    Returns:
+      By the name of an output, the tensor that is used in its place.
     """
-    replaced = {}
+    replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
-        value = op_types.ZEROS_ONES_LIKE.get(op.type)
-        if op.name in before or value is None or private.in_v1_control_flow(op):
+        if op.type not in op_types.ZEROS_ONES_LIKE or op.name in existing_ops:
             continue
-        [x], [like] = op.inputs, op.outputs
-        if like.dtype in (tf.string, tf.resource, tf.variant) or not like.consumers():
+        output = op.outputs[0]
+        is_used = bool(output.consumers())
+        if not is_used or output.dtype in _NOT_FILLED or private.in_v1_control_flow(op):
             continue
+
+        value = op_types.ZEROS_ONES_LIKE[op.type]
         with tf.control_dependencies(op.control_inputs), tf.device(op.device), tf.name_scope(None):
-            # tf.shape() would make a number of a batch's static size.
-            shape = tf.raw_ops.Shape(input=x, name=f'{op.name}/shape')
-            filled = tf.fill(shape, tf.cast(value, like.dtype), f'{op.name}/fill')
+            # Unlike tf.shape(), this isn't a constant if the graph knows the shape.
+            shape = tf.raw_ops.Shape(input=op.inputs[0], name=f'{op.name}/shape')
+            filled = tf.fill(shape, tf.cast(value, output.dtype), f'{op.name}/fill')
         graphs.redirect_consumers(op, {0: filled}, op)
-        replaced[like.name] = filled
+        replaced[output.name] = filled
     return replaced

@@ -1,4 +1,9 @@
-"""Calls of functions become part of the graph: what they call is then divided as anything else."""
+"""Calls of a `tf.function` become part of the graph, so that what they call is sharded as usual.
+
+    x --> PartitionedCall(f) --> user        =>        x --> ops of f --> user
+
+Loops and branches call functions, too; these stay, and are sharded by `propagation`.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +14,54 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 
-_AS_THEY_ARE = {'_noinline', '_XlaMustCompile'}  # attributes of functions and of calls
+# Attributes, of functions and of calls, that say that a function has to be called.
+_STAYS_A_CALL = {'_noinline', '_XlaMustCompile'}
 
 
-def inline_calls(graph: tf.Graph, before: Set[str]) -> dict[str, tf.Tensor]:
-    """Lets whoever uses what a `tf.function` returns use the function's own ops instead.
+def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
+    """Replaces the outputs of calls by those of the called function's own ops, added to the graph.
 
-    The calls stay, to be fetched. Returns, by names of their outputs, what is used in their place.
+    The calls stay in the graph, for whoever fetches them.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      existing_ops: names of ops that were there before the model_fn, which stay as they are.
+
+    Returns:
+      By the name of a call's output, the tensor that is used in its place.
     """
     replaced: dict[str, tf.Tensor] = {}
-    done = set(before)
-    while calls := [
-        o
-        for o in graph.get_operations()
-        if o.type in op_types.PARTITIONED_CALLS and o.name not in done
-    ]:
-        for op in calls:  # of functions that may call others
-            done.add(op.name)
-            if (function := _function(op)) is not None:
-                tensors, last = _body(op, function)
-                made = list(zip(op.outputs, tensors))  # A function may have got more since.
-                graphs.redirect_consumers(op, {t.value_index: own for t, own in made}, last)
-                replaced.update((t.name, own) for t, own in made)
-    return replaced
+    visited = set(existing_ops)
+    while True:
+        calls = [
+            op
+            for op in graph.get_operations()
+            if op.type in op_types.PARTITIONED_CALLS and op.name not in visited
+        ]
+        if not calls:
+            return replaced
+        for call in calls:  # The functions may call others, which are visited next.
+            visited.add(call.name)
+            function = _function_to_inline(call)
+            if function is None:
+                continue
+            outputs, last = _body(call, function)
+            # The function may have got further outputs since it was called.
+            pairs = list(zip(call.outputs, outputs))
+            graphs.redirect_consumers(
+                call, {output.value_index: inlined for output, inlined in pairs}, last
+            )
+            replaced.update((output.name, inlined) for output, inlined in pairs)
 
 
-def _function(op: tf.Operation) -> Any:
-    """The graph of what an op calls; None if it has to be called."""
-    if private.in_v1_control_flow(op) or not function_calls.function_graphs(op):
+def _function_to_inline(call: tf.Operation) -> Any:
+    """The graph of the function that an op calls; None if it has to be called."""
+    if private.in_v1_control_flow(call) or not function_calls.function_graphs(call):
         return None
-    definition, graph = function_calls.function_definition(
-        op.graph, function_calls.called_functions(op.node_def)[0].name
-    )
-    kept = _AS_THEY_ARE.intersection([*definition.attr, *op.node_def.attr])
-    return None if kept else graph
+    [called] = function_calls.called_functions(call.node_def)
+    definition, graph = function_calls.function_definition(call.graph, called.name)
+    attributes = {*definition.attr, *call.node_def.attr}
+    return None if attributes & _STAYS_A_CALL else graph
 
 
 def _body(op: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operation]:

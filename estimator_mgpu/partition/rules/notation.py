@@ -28,7 +28,7 @@ reduction is not allowed.
 
 A capital's dimensions are matched from the last, as in broadcasting: with 'S S -> S', shapes
 [8, 5] and [5] have the labels (S2, S1) and (S1,). In a word with `...`, a capital has as many
-dimensions as in another word without: in 'I_ -> I...' as many as the input has, but one.
+dimensions as in a word without `...`: in 'I_ -> I...', as many as the input has, minus one.
 
 Dimensions with one letter have the same size, or size 1 and are broadcast. An operand with 1 entry
 is never sliced, so an operand whose size is known only when the step runs isn't sliced beside a

@@ -98,7 +98,7 @@ def find_packs(
     before_first_values = _needed_by_first_writes(ops, calls, ops_of_calls)
     effects = upstream_side_effects(ops, op_types.PLACEHOLDERS)
 
-    # The last row space counts of a tensor that is a candidate twice.
+    # If a tensor is a candidate twice, its last row space wins.
     candidates = {tensor.name: (tensor, rows) for tensor, rows in _candidates(plan)}
     groups: dict[Hashable, list[tf.Tensor]] = {}
     for tensor, rows in candidates.values():

@@ -1,4 +1,8 @@
-"""Where variables live; and ops that run once: at the variable that they serve, if any."""
+"""On which device ops that run once run, and on which one sums and gathers are made.
+
+That is the device of the variable that they serve: a gradient is summed where its variable lives.
+`variables` decides where variables live.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _ANYWHERE = (tf.string, tf.resource, tf.variant)  # These types' kernels aren't 
 
 
 def place_ops(graph: tf.Graph, plan: Plan) -> dict[str, str]:
-    """Moves ops that run once, if they may be moved; returns where tensors are made whole."""
+    """Moves ops that run once, if they may be moved; returns the devices of ops and full values."""
     fixed = {op: _fixed(op, plan) for op in graph.get_operations() if op.name not in plan.ops}
     free = [op for op, home in fixed.items() if home is None]
     found = {op.name: home for op, home in fixed.items() if home}  # by names of ops and of tensors

@@ -5,7 +5,7 @@ starts and how large it is, along any dimension; and nodes that take the shard o
 
 For example, 3 towers share 7 examples as 3, 2 and 2: the second has the examples from 3 on. If
 there are only 2 examples, the third tower has none. It computes on the first example instead, since
-many kernels fail without one; `collectives` leaves its results out.
+many kernels fail without one; `reduce_and_gather` leaves its results out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Shards:
         self._symbol_value = symbol_value
 
         self.total: Number
-        self.counts: Sequence[Number]  # how many rows each tower has
+        self.counts: Sequence[Number]  # how many rows the shard of each tower has
         self.active: Sequence[str] | None = None  # whether a tower has any; None: all always have
         self._extents: Sequence[Extent]  # the rows on which each tower computes
         # For each tower, its extent in what each machine has read.

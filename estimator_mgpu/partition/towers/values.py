@@ -18,7 +18,7 @@ from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import Plan, Slice
 from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace
-from estimator_mgpu.partition.towers import collectives
+from estimator_mgpu.partition.towers import reduce_and_gather
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
 from estimator_mgpu.partition.towers.placement import device_of
@@ -171,11 +171,11 @@ class Values:
 
         parts = [self.local(tensor, tower) for tower in range(len(self._devices))]
         if isinstance(placement, Partial):
-            return {name: collectives.reduce(shards, parts, dtype, placement.reduce, device)}
+            return {name: reduce_and_gather.reduce(shards, parts, dtype, placement.reduce, device)}
 
         axis = placement.axis
         size = (self._plan.sizes.dims(tensor) or [])[axis]
-        return {name: collectives.gather(shards, parts, dtype, axis, size, device)}
+        return {name: reduce_and_gather.gather(shards, parts, dtype, axis, size, device)}
 
     def _make_size(self, tensor: tf.Tensor) -> str:
         dtype = tensor.dtype.base_dtype
@@ -191,7 +191,7 @@ class Values:
         for tower, tower_device in enumerate(self._devices):
             parts = [self.local(tensor, tower) for tensor in pack.tensors]
             vectors.append(pack.join(parts, self._nodes, tower_device))
-        total = collectives.reduce(shards, vectors, dtype, 'sum', device)
+        total = reduce_and_gather.reduce(shards, vectors, dtype, 'sum', device)
         return pack.split(total, self._nodes, device)
 
     def _symbol_value(self, symbol: Any, tower: int | None, dtype: tf.DType) -> Number:

@@ -1,4 +1,7 @@
-"""Gathers and reductions: the value for the global batch, made from what each tower has of it.
+"""How towers' results are reduced and gathered: sums, means, concatenations.
+
+They make the value for the global batch from what each tower has of it. On which device that is
+done, such as where gradients are summed, is decided in `placement`.
 
 In: the names of the towers' local values, in the order of the towers. Out: the name of the value
 for the global batch, on one device. A tower without examples computes on the first example, so what
