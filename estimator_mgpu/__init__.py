@@ -1,4 +1,7 @@
-"""Train a TensorFlow Estimator on several devices, and get the results that one would give."""
+"""Train a TensorFlow Estimator on several devices, and get the results that one would give.
+
+Start with `replicate`, which decorates a model_fn, or with `Estimator`.
+"""
 
 from estimator_mgpu.contrib import replicate_model_fn
 from estimator_mgpu.custom_ops.check_rule import check_rule

@@ -1,9 +1,11 @@
 """What a batch is: a nest of tensors, most of which have one entry for each example.
 
 In: features and labels as an input_fn gives them. Out: a `Batch`, which says what can be sharded,
-and how many examples there are. A batch with fewer examples than devices is sharded if only a step
-knows that; if the graph does, `partition.divide.divide()` leaves it whole, and the log says so
-(`explain.log_sharding`).
+and how many examples there are.
+
+If the graph knows that a batch has fewer examples than devices, `partition.divide.divide()` shards
+nothing, and the log says so (`explain.log_sharding`). If only a step knows, the batch is sharded,
+and some towers have no example: see `partition.towers.shards`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A model_dir's checkpoints: a sentence for what is wrong with their files. Nothing is changed."""
+"""What is wrong with the files of a model_dir's checkpoints, in a sentence. Nothing is changed.
+
+The checkpoints themselves are those of one device, as variables keep their names and shapes:
+training can go on from them on any number of devices, or without this package.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ these wait for the batch. For example, `steps` below is 6 after six batches; und
 
     train_op = tf.group(optimizer.minimize(loss), tf.assign_add(steps, 1))
 
-One `NoOp` a device stands for the batch, so that many writes cost one message.
+One `NoOp` a device stands for the batch, so that many writes cost one message. If several machines
+read the batch, `cluster.input` says what happens when one of them has no more data.
 """
 
 from __future__ import annotations

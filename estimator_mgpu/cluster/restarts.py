@@ -1,4 +1,4 @@
-"""Sessions that are lost, one after another, without a new step in between."""
+"""Sessions that are lost one after another, without a new step between: when a worker dies, say."""
 
 from __future__ import annotations
 

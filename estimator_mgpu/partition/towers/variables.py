@@ -1,4 +1,4 @@
-"""Where variables live."""
+"""Where variables live, by `replicate(variables=...)`: spread over the devices by default."""
 
 from __future__ import annotations
 
