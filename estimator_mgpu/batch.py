@@ -31,9 +31,8 @@ class Batch(NamedTuple):
     sources: list[tf.Tensor]  # The dense tensors, each once.
     static: int | None  # How many examples there are, if the graph knows.
     leaves: dict[Path, Any]  # All with examples, sparse and ragged ones, too.
-    unknown: dict[
-        Path, Any
-    ]  # Tensors of unknown rank. They may be scalars, so they aren't sharded.
+    # Tensors of unknown rank. They may be scalars, so they aren't sharded.
+    unknown: dict[Path, Any]
 
     @property
     def unknown_titles(self) -> list[str]:

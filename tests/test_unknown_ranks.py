@@ -226,7 +226,7 @@ def test_the_log_and_explain_say_so(known_labels, caplog):
     estimator.train(lambda: generated(known_labels))
     names = 'features' if known_labels else 'features, labels'
     [told] = [record for record in caplog.records if 'rank of' in record.getMessage()]
-    end = f' The rank of {names} is unknown, so what is made of it runs once: {REMEDY}.'
+    end = f' The rank of {names} is unknown, so ops on it run once: {REMEDY}.'
     assert told.getMessage().endswith(end)
     assert told.levelname == ('INFO' if known_labels else 'WARNING')
     assert ('Nothing is sharded' in told.getMessage()) != known_labels
