@@ -23,8 +23,8 @@ SIMPLE = set()  # those that need no more than the examples
 SHARDED = set()  # those of which each op that is given examples runs on every device
 SHARDED_TYPES = {}  # by model: see _shards()
 # Those with a matrix product that may run once, if the graph doesn't know how many examples a batch
-# has: they reshape by it.
-RESHAPED_PRODUCTS = {'groups', 'taped'}
+# has: they reshape by it. That of clipped_by_row does on TensorFlow 2.15 only.
+RESHAPED_PRODUCTS = {'clipped_by_row', 'groups', 'taped'}
 
 
 class Case(typing.NamedTuple):
