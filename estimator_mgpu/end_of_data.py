@@ -12,7 +12,7 @@ read the batch, `cluster.input` says what happens when one of them has no more d
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -40,8 +40,8 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
 
     Args:
       graph: a finished one, divided or not.
-      batch: the tensors of the features and labels that the model_fn was given. A batch that
-        can't end, of constants or of what is there to be fed, holds nothing.
+      batch: the tensors of the features and labels that the model_fn was called with. If they are
+        constants or placeholders, the batch can't end, and nothing waits.
       spec: the `EstimatorSpec` of the model_fn.
     """
     parts = list(dict.fromkeys(part for tensor in batch for part in parts_of(tensor)))
@@ -50,8 +50,8 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
 
     results = _ops_of(spec)
     needed = graphs.ancestors(results)
-    # A step runs only what it needs of the batch. If the spec's results need nothing of it, hooks
-    # run the steps: then it's what any op uses.
+    # A step gets only those tensors of the batch that it needs. If the spec's results need none,
+    # it's hooks that run the steps: then all tensors count that any op uses.
     used = [t for t in parts if t.op in needed] or [t for t in parts if t.consumers()]
     used = [t for t in used if _may_end(t)]
     if used:
@@ -72,7 +72,7 @@ def _writes_to_hold(
     before_batch = graphs.ancestors([tensor.op for tensor in batch])
     sources = [op for op in before_batch if has_side_effect(op)]  # almost always one: an iterator's
     waiting_already = set.intersection(*map(_after, sources))
-    step = _followers(sources)
+    step = graphs.descendants(sources)
     if not step.isdisjoint(results):
         step.update(results)
 
@@ -81,7 +81,7 @@ def _writes_to_hold(
     for op in graph.get_operations():
         if op in waiting_already or op in before_batch or not _writes(op):
             continue
-        if not step.isdisjoint(_followers([op], until=step)):
+        if not step.isdisjoint(graphs.descendants([op], until=step)):
             # An op within a loop can't wait for one outside: where the loop begins waits.
             held.update(dict.fromkeys(loops.get(op, [op])))
     return [op for op in held if op not in before_batch]
@@ -92,9 +92,10 @@ def _writes(op: tf.Operation) -> bool:
     if not has_side_effect(op) or op.type in op_types.STATE_QUERIES:
         return False
     if op.type in op_types.FUNCTION_CALLERS:
-        graphs = function_calls.function_graphs(op)
-        inside = [inner for graph in graphs for inner in graph.get_operations()]
-        return any(map(_writes, inside)) or not graphs
+        bodies = function_calls.function_graphs(op)
+        if not bodies:
+            return True  # Nobody knows.
+        return any(_writes(inner) for body in bodies for inner in body.get_operations())
     return any(map(_is_state, op.inputs))
 
 
@@ -109,22 +110,10 @@ def _is_state(tensor: tf.Tensor) -> bool:
 
 def _ops_of(spec: Any) -> list[tf.Operation]:
     """The ops of what an EstimatorSpec gives for a step."""
-    given = [spec.loss, spec.train_op, spec.predictions, spec.eval_metric_ops]
-    leaves = tf.nest.flatten(given, expand_composites=True)
+    results = [spec.loss, spec.train_op, spec.predictions, spec.eval_metric_ops]
+    leaves = tf.nest.flatten(results, expand_composites=True)
     ops = [leaf if isinstance(leaf, tf.Operation) else getattr(leaf, 'op', None) for leaf in leaves]
     return [op for op in ops if op is not None]
-
-
-def _followers(ops: Sequence[tf.Operation], until: Container[tf.Operation] = ()) -> set[Any]:
-    """Returns these ops and all that follow from them; goes no further than ops in `until`."""
-    reached, stack = set(ops), list(ops)
-    while stack:
-        op = stack.pop()
-        if op not in until:
-            new = set(graphs.consumers_of(op)) - reached
-            reached |= new
-            stack += new
-    return reached
 
 
 def _after(first: tf.Operation) -> set[tf.Operation]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 
 import tensorflow.compat.v1 as tf
 
@@ -46,12 +45,7 @@ class Notes:
     def __enter__(self) -> Notes:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with contextlib.suppress(tf.errors.OpError):  # The task may have gone.
             self.session.close()
 

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol
 
 import tensorflow.compat.v1 as tf
@@ -81,12 +80,7 @@ class Watch:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         for thread in self._threads:  # Each calls no longer than the time limit of notes.
             thread.join()

@@ -23,18 +23,20 @@ def check_rule(
 ) -> set[str]:
     """Tries the rules of the ops that a function makes, along each dimension that they name.
 
-    Each op by itself is given what it's given in the function, transposed so that the examples are
-    along a dimension that has a letter in the op's rule; one after another, all are tried:
+    First, each op is tried alone, with the inputs that it has in the function. Once for each letter
+    of its rule, these are transposed so that the examples are along the dimension with the letter.
+    The op is then tried with:
 
-    - on uneven shards, one of them empty; with a number of examples that the graph knows, and with
-      one that it doesn't. A dimension of one entry is made longer, if the op takes that;
-    - if several inputs have the letter, with each in turn whole, of a size that only a step knows;
-    - and of one entry, if the op repeats that: because the function gives it such an input, or as
-      TensorFlow, when the graph is built, accepts 1 there and no other number.
+    - shards of different sizes, one of them empty; the graph knows how many examples there are, or
+      it doesn't. If the dimension has one entry, it's made longer, if the op takes that;
+    - if several inputs have the letter, each of them in turn unsharded, and of a size that is known
+      only when the step runs;
+    - each of them in turn with one entry, if the op broadcasts it: because the function has such an
+      input, or because TensorFlow accepts 1 there, and no other number, when it builds the graph.
 
-    Then the function as a whole is sharded along dimension 0 of its arrays. So ops in loops and
-    branches are, too, which aren't tried along others. Nor is any op with other attributes than the
-    function's. One that doesn't check its inputs' shapes may crash if its rule is wrong.
+    Then the whole function is sharded along dimension 0 of its arrays. Ops in loops and branches
+    are tried only so, and all ops only with the attributes that they have in the function. An op
+    that doesn't check the shapes of its inputs may crash if its rule is wrong.
 
     Examples:
       >>> rows = np.random.randn(7, 3).astype('float32')
@@ -50,8 +52,8 @@ def check_rule(
     Args:
       function: makes a tensor, or a nest of tensors, of tensors. It's called several times, and has
         nothing random in it.
-      *rows: what it's called with: arrays with a row an example, as many rows in each.
-      towers: how many shards there are, at least 2, and fewer than rows.
+      *rows: what it's called with: arrays with the examples along dimension 0, as many in each.
+      towers: how many shards there are, at least 2, and fewer than examples.
       types: of which ops to try all dimensions, by type; all that the function makes, by default.
 
     Returns:

@@ -18,8 +18,10 @@ def has_side_effect(op: tf.Operation) -> bool:
     if any(argument.is_ref for argument in op.op_def.input_arg):
         return True
     # An op that only makes the handle of a variable, a table or a queue has no side effect.
-    makes = all(t.dtype == tf.resource or graphs.is_reference_variable(t) for t in op.outputs)
-    return op.op_def.is_stateful and not (makes and op.outputs)
+    only_makes_handles = bool(op.outputs) and all(
+        output.dtype == tf.resource or graphs.is_reference_variable(output) for output in op.outputs
+    )
+    return op.op_def.is_stateful and not only_makes_handles
 
 
 def upstream_side_effects(
@@ -31,13 +33,13 @@ def upstream_side_effects(
       ops: those that are looked at.
       also: types of further ops that count as if they had side effects.
     """
-    found: dict[tf.Operation, int] = {}
-    count = 0
+    effects: dict[tf.Operation, int] = {}
+    next_bit = 1
     for op in topological_order(ops):
-        found[op] = 0
+        effects[op] = 0
         if has_side_effect(op) or op.type in also:
-            found[op] = 1 << count
-            count += 1
+            effects[op] = next_bit
+            next_bit <<= 1
         for before in graphs.direct_inputs(op):
-            found[op] |= found.get(before, 0)
-    return found
+            effects[op] |= effects.get(before, 0)
+    return effects

@@ -21,11 +21,11 @@ def function_graphs(op: tf.Operation) -> list[tf.Graph]:
 
     An imported graph has none.
     """
-    found = [
-        getattr(get_function(op.graph, f.name), 'graph', None)
-        for f in called_functions(op.node_def)
-    ]
-    return [] if None in found else found
+    graphs = []
+    for called in called_functions(op.node_def):
+        function = get_function(op.graph, called.name)
+        graphs.append(getattr(function, 'graph', None))
+    return [] if None in graphs else graphs
 
 
 def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
@@ -41,11 +41,11 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
     Their names may differ.
     """
     arguments = {t.op.name for t in graph.inputs}
-    found = [op for op in graph.get_operations() if op.name not in arguments]
-    found = found[: len(definition.node_def)]  # Gradients of the function may have come since.
-    if [op.type for op in found] != [node.op for node in definition.node_def]:
+    ops = [op for op in graph.get_operations() if op.name not in arguments]
+    ops = ops[: len(definition.node_def)]  # Gradients of the function may have come since.
+    if [op.type for op in ops] != [node.op for node in definition.node_def]:
         raise RuntimeError(
             f'The nodes of the function {definition.signature.name} are not in the order of its '
             f'graph in TensorFlow {tf.__version__}. Please report this.'
         )
-    return found
+    return ops

@@ -1,8 +1,8 @@
-"""Walks over a graph that is finished, and changes of it."""
+"""Walks over a finished graph, and changes to it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from graphlib import TopologicalSorter
 
 import tensorflow.compat.v1 as tf
@@ -35,7 +35,8 @@ def direct_inputs(op: tf.Operation) -> list[tf.Operation]:
 
 def ancestors(ops: Sequence[tf.Operation]) -> set[tf.Operation]:
     """Returns these ops, and all that they wait for, by data or control."""
-    seen, stack = set(ops), list(ops)
+    seen = set(ops)
+    stack = list(ops)
     while stack:
         before = set(direct_inputs(stack.pop()))
         stack += before - seen
@@ -43,15 +44,38 @@ def ancestors(ops: Sequence[tf.Operation]) -> set[tf.Operation]:
     return seen
 
 
+def descendants(
+    ops: Sequence[tf.Operation], until: Container[tf.Operation] = ()
+) -> set[tf.Operation]:
+    """Returns these ops, and all that wait for them, but for what waits for ops in `until` only."""
+    seen = set(ops)
+    stack = list(ops)
+    while stack:
+        op = stack.pop()
+        if op not in until:
+            new = set(consumers_of(op)) - seen
+            seen |= new
+            stack += new
+    return seen
+
+
 def redirect_consumers(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation) -> None:
-    """Gives whoever uses an op's outputs others; whoever waits for it waits for `last` instead."""
-    for index, tensor in outputs.items():
-        for user in op.outputs[index].consumers():
-            for i, given in enumerate(user.inputs):
-                if given is op.outputs[index]:
-                    set_input(user, i, tensor)
-    for user in control_consumers(op):
-        set_control_inputs(user, [*(c for c in user.control_inputs if c is not op), last])
+    """Lets the consumers of an op use other tensors, and those that wait for it another op.
+
+    Args:
+      op: the op, which stays in the graph.
+      outputs: by the index of an output, the tensor that is used in its place.
+      last: the op that is waited for in place of `op`.
+    """
+    for index, replacement in outputs.items():
+        output = op.outputs[index]
+        for consumer in output.consumers():
+            for position, operand in enumerate(consumer.inputs):
+                if operand is output:
+                    set_input(consumer, position, replacement)
+    for consumer in control_consumers(op):
+        others = [before for before in consumer.control_inputs if before is not op]
+        set_control_inputs(consumer, [*others, last])
 
 
 def is_reference_variable(tensor: tf.Tensor) -> bool:
@@ -71,13 +95,18 @@ def outermost_graph(graph: tf.Graph) -> tf.Graph:
     return graph
 
 
-def dependents(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operation]:
-    """All of the model's ops that depend on the sources, in the order in which they were made."""
+def dependents(sources: Sequence[tf.Tensor], excluded: Set[str]) -> list[tf.Operation]:
+    """The ops that depend on tensors, in the order in which they were made.
+
+    Args:
+      sources: the tensors.
+      excluded: names of ops that are left out, with what depends on the tensors by these only.
+    """
     reached: set[tf.Operation] = set()
     stack = [op for t in sources for op in t.consumers()]
     while stack:
         op = stack.pop()
-        if op not in reached and op.name not in before:
+        if op not in reached and op.name not in excluded:
             reached.add(op)
             stack += consumers_of(op)
     return sorted(reached, key=creation_index)
@@ -85,5 +114,8 @@ def dependents(sources: Sequence[tf.Tensor], before: Set[str]) -> list[tf.Operat
 
 def topological_order(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
     """The ops, each after those that it depends on."""
-    given = {op: [] if op.type in NEXT_ITERATION else direct_inputs(op) for op in ops}
-    return [op for op in TopologicalSorter(given).static_order() if op in given]
+    inputs: dict[tf.Operation, list[tf.Operation]] = {}
+    for op in ops:
+        # A v1 loop's way back would make a circle.
+        inputs[op] = [] if op.type in NEXT_ITERATION else direct_inputs(op)
+    return [op for op in TopologicalSorter(inputs).static_order() if op in inputs]

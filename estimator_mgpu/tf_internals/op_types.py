@@ -77,7 +77,10 @@ STATE_HOLDERS = (
 )
 """Variables, tables and accumulators: they keep what a step writes, so writes wait for a batch."""
 STATE_QUERIES = (
-    *('LookupTableExportV2', 'LookupTableFindV2', 'LookupTableSizeV2', 'VarIsInitializedOp'),
+    'LookupTableExportV2',
+    'LookupTableFindV2',
+    'LookupTableSizeV2',
+    'VarIsInitializedOp',
 )
 """Ops that only look at a table, or whether a variable has a value: they needn't wait for it."""
 

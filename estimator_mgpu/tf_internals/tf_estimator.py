@@ -170,9 +170,12 @@ if _minor(tf.__version__) > (2, 15):
     _publish_estimator()
 tf.get_logger().addFilter(_is_no_advice)
 estimator: Any = tf.compat.v1.estimator
-EstimatorV2: Any = importlib.import_module(
-    'tensorflow_estimator.python.estimator.estimator'
-).EstimatorV2
-get_default_session_config: Any = importlib.import_module(
+
+# Only now does TensorFlow have what these modules import. The rest of the package takes them from
+# here, and so never before.
+_estimator_module: Any = importlib.import_module('tensorflow_estimator.python.estimator.estimator')
+EstimatorV2: Any = _estimator_module.EstimatorV2
+_run_config_module: Any = importlib.import_module(
     'tensorflow_estimator.python.estimator.run_config'
-).get_default_session_config
+)
+get_default_session_config: Any = _run_config_module.get_default_session_config

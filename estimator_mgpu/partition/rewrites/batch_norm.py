@@ -56,35 +56,63 @@ def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.T
 
 
 def _by_sums(
-    op: tf.Operation, users: Sequence[tf.Operation]
+    op: tf.Operation, gradients: Sequence[tf.Operation]
 ) -> dict[tf.Operation, dict[int, tf.Tensor]]:
-    """What a fused op and its gradients come to: outputs, by their indices."""
+    """Adds the ops that compute a fused op's outputs, and those of its gradients, from sums.
+
+    Returns:
+      By op, its outputs, by their indices.
+    """
     x, scale, offset, *moving = op.inputs
-    attrs = {name: op.get_attr(name) for name in ('epsilon', 'data_format')}
-    last = attrs['data_format'] in (b'NHWC', b'NDHWC')
-    channels = x.shape.rank - 1 if last else 1
+    rank = x.shape.rank
+    epsilon = op.get_attr('epsilon')
+    data_format = op.get_attr('data_format')
+    channels_last = data_format in (b'NHWC', b'NDHWC')
+    channel_axis = rank - 1 if channels_last else 1
     x = tf.cast(x, tf.float32)
-    axes = [i for i in range(x.shape.rank) if i != channels]
-    n = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), axes)), tf.float32)
-    total = functools.partial(tf.raw_ops.BiasAddGrad, data_format='NHWC' if last else 'NCHW')
-    mean = total(out_backprop=x) / n
-    spread = tf.reshape(mean, [-1] + [1] * (x.shape.rank - 1 - channels))
-    variance = total(out_backprop=tf.squared_difference(x, spread)) / n
-    attrs.update(mean=mean, variance=variance, is_training=False)
+
+    # The number of entries of a channel, and the mean and the variance of these.
+    other_axes = [axis for axis in range(rank) if axis != channel_axis]
+    n = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), other_axes)), tf.float32)
+    sum_of_channels = functools.partial(
+        tf.raw_ops.BiasAddGrad, data_format='NHWC' if channels_last else 'NCHW'
+    )
+    mean = sum_of_channels(out_backprop=x) / n
+    mean_by_channel = tf.reshape(mean, [-1] + [1] * (rank - 1 - channel_axis))
+    squares = tf.squared_difference(x, mean_by_channel)
+    variance = sum_of_channels(out_backprop=squares) / n
+
+    # An op that applies these statistics, as in evaluation: it's elementwise but for channels.
+    normalize = functools.partial(
+        tf.raw_ops.FusedBatchNormV3,
+        epsilon=epsilon,
+        data_format=data_format,
+        mean=mean,
+        variance=variance,
+        is_training=False,
+    )
     # Identities, since tf.gradients visits everything downstream of what it differentiates by.
-    inputs = x, scale, offset = [tf.identity(t) for t in (x, scale, offset)]
-    y = tf.raw_ops.FusedBatchNormV3(x=x, scale=scale, offset=offset, **attrs).y
-    unbiased = variance * (n / tf.maximum(n - 1, 1))
+    x, scale, offset = [tf.identity(tensor) for tensor in (x, scale, offset)]
+    y = normalize(x=x, scale=scale, offset=offset).y
+
+    # The statistics that the op gives, averaged with earlier ones if it's told to.
+    batch_mean = mean
+    batch_variance = variance * (n / tf.maximum(n - 1, 1))  # the unbiased one
     new = op.get_attr('exponential_avg_factor') if op.type == 'FusedBatchNormV3' else 1.0
     if new != 1:
-        mean = moving[0] * (1 - new) + mean * new
-        unbiased = moving[1] * (1 - new) + unbiased * new
-    made = {op: {0: tf.cast(y, op.inputs[0].dtype), 1: mean, 2: unbiased}}
-    for user in users:
-        with tf.device(user.device):
-            dx, *sums = tf.gradients(y, inputs, tf.cast(user.inputs[0], tf.float32))
-            by = scale * tf.rsqrt(variance + attrs['epsilon']) / n
-            others = dict(scale=by * sums[0], offset=by * sums[1])
-            dx -= tf.raw_ops.FusedBatchNormV3(x=x, **others, **attrs).y
-            made[user] = {0: tf.cast(dx, user.inputs[0].dtype), 1: sums[0], 2: sums[1]}
-    return made
+        moving_mean, moving_variance = moving
+        batch_mean = moving_mean * (1 - new) + batch_mean * new
+        batch_variance = moving_variance * (1 - new) + batch_variance * new
+    outputs = {op: {0: tf.cast(y, op.inputs[0].dtype), 1: batch_mean, 2: batch_variance}}
+
+    # See the formula above: the gradient for given statistics, less the two terms that depend on
+    # them, which are normalized as x is.
+    for gradient in gradients:
+        with tf.device(gradient.device):
+            dy = tf.cast(gradient.inputs[0], tf.float32)
+            dx, d_scale, d_offset = tf.gradients(y, [x, scale, offset], dy)
+            scale_over_n = scale * tf.rsqrt(variance + epsilon) / n
+            dx -= normalize(x=x, scale=scale_over_n * d_scale, offset=scale_over_n * d_offset).y
+            dx = tf.cast(dx, gradient.inputs[0].dtype)
+            outputs[gradient] = {0: dx, 1: d_scale, 2: d_offset}
+    return outputs

@@ -45,7 +45,7 @@ def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor
             function = _function_to_inline(call)
             if function is None:
                 continue
-            outputs, last = _body(call, function)
+            outputs, last = _add_body(call, function)
             # The function may have got further outputs since it was called.
             pairs = list(zip(call.outputs, outputs))
             graphs.redirect_consumers(
@@ -64,32 +64,52 @@ def _function_to_inline(call: tf.Operation) -> Any:
     return None if attributes & _STAYS_A_CALL else graph
 
 
-def _body(op: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operation]:
-    """Adds a function's ops; returns its outputs, and an op that waits for all it does."""
-    given = {t.name: own for t, own in zip(function.inputs, op.inputs)}
-    waited = {f'^{t.op.name}': own for t, own in zip(function.inputs, op.inputs)}
+def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operation]:
+    """Adds a function's ops to the graph that calls it.
+
+    Args:
+      call: the op that calls the function.
+      function: the function's graph.
+
+    Returns:
+      The function's outputs, and an op that waits for all that the function does.
+    """
+    # By name, the tensors that take the place of the function's arguments, and as control inputs.
+    tensors: dict[str, tf.Tensor] = {}
+    controls: dict[str, tf.Tensor] = {}
+    for argument, operand in zip(function.inputs, call.inputs):
+        tensors[argument.name] = operand
+        controls[f'^{argument.op.name}'] = operand
+
     definition = function.as_graph_def()
-    nodes = [node for node in definition.node if f'^{node.name}' not in waited]
+    nodes = [node for node in definition.node if f'^{node.name}' not in controls]
     for node in nodes:
         node.attr.pop('_class', None)
     used = {name for node in nodes for name in node.input}
     used |= {f'{name}:0' for name in used}
-    made = [t.name for t in function.outputs if t.name not in given]
-    scope = f'{op.name}/inlined'
-    with tf.control_dependencies(None), tf.device(op.device), tf.name_scope(None):
-        found = tf.import_graph_def(
+    input_map = {name: tensor for name, tensor in {**tensors, **controls}.items() if name in used}
+
+    scope = f'{call.name}/inlined'
+    computed = [tensor.name for tensor in function.outputs if tensor.name not in tensors]
+    effects = [effect.name for effect in function.control_outputs]
+    with tf.control_dependencies(None), tf.device(call.device), tf.name_scope(None):
+        elements = tf.import_graph_def(
             tf.GraphDef(node=nodes, versions=definition.versions),  # The graph has its library.
-            {name: tensor for name, tensor in {**given, **waited}.items() if name in used},
-            return_elements=made + [effect.name for effect in function.control_outputs],
+            input_map,
+            return_elements=computed + effects,
             name=scope,
         )
-        given.update(zip(made, found))
-        outputs = [given[t.name] for t in function.outputs]
-        waits = [*found[len(made) :], *op.control_inputs, *(t.op for t in outputs)]
-        with tf.control_dependencies(waits):
-            last = tf.no_op(f'{op.name}/done')
-    for node in nodes if op.control_inputs else ():
-        own = op.graph.get_operation_by_name(f'{scope}/{node.name}')
-        if own.op_def.is_stateful:
-            private.add_control_inputs(own, op.control_inputs)
+        tensors.update(zip(computed, elements))
+        outputs = [tensors[tensor.name] for tensor in function.outputs]
+        inlined_effects = elements[len(computed) :]
+        output_ops = [output.op for output in outputs]
+        with tf.control_dependencies([*inlined_effects, *call.control_inputs, *output_ops]):
+            last = tf.no_op(f'{call.name}/done')
+
+    # What the call waited for, its stateful ops wait for.
+    if call.control_inputs:
+        for node in nodes:
+            inlined = call.graph.get_operation_by_name(f'{scope}/{node.name}')
+            if inlined.op_def.is_stateful:
+                private.add_control_inputs(inlined, call.control_inputs)
     return outputs, last

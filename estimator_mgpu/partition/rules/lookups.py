@@ -6,6 +6,8 @@ of the table.
 
 from __future__ import annotations
 
+import string
+
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules.axes import along_axes, axes_of
@@ -20,7 +22,7 @@ def _gather(op: tf.Operation, sizes: Sizes) -> str:
     is for a row of the table: 'a_P aI * -> aIP'.
     """
     [axis] = axes_of(op, 2, sizes, rank(op.inputs[0], sizes))
-    before = 'abcdefghijklmnopqrstuvwxyz'[:axis]
+    before = string.ascii_lowercase[:axis]
     batch = before[: op.get_attr('batch_dims')]
     return f'{before}_P {batch}I * -> {before}IP'
 

@@ -1,4 +1,8 @@
-"""Nodes that are added to a graph all at once; some depend on ops that it has already."""
+"""Nodes that are added to a graph all at once, which is much faster than one by one.
+
+In: types of ops, and names of tensors: the graph's own, or outputs of nodes that were added before.
+Out: names of the nodes' outputs; and with `build()` the nodes in the graph.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +21,35 @@ Number = Union[int, str]
 
 
 class NodeBuilder:
-    """Collects NodeDefs under one scope. Tensors are referred to by name, the graph's own, too.
+    """Collects NodeDefs under one scope.
 
-    Where an input is an integer, or a list of some, it's made a tensor on the `host`.
+    An input that is an integer, or a list of integers, becomes a tensor on the `host`.
+
+    Args:
+      graph: to which the nodes are added.
+      scope: what the nodes' names begin with.
+      host: the device on which sizes are computed.
     """
 
     def __init__(self, graph: tf.Graph, scope: str, host: str):
-        self.graph, self.scope, self.host = graph, scope, host
+        self.graph = graph
+        self.scope = scope
+        self.host = host
         self.graph_def = tf.GraphDef()
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
-        self._made: dict[Hashable, str] = {}
-        self._waits: dict[str, Sequence[tf.Operation]] = {}
+        # Names of nodes, by what they are: the same node is added only once.
+        self._names: dict[Hashable, str] = {}
+        # Ops of the graph that a node waits for, by the node's name.
+        self._control_inputs: dict[str, Sequence[tf.Operation]] = {}
+        # Value, dtype and device of constants, by the names of their outputs.
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
 
     @contextlib.contextmanager
     def at_once(self, device: str) -> Iterator[None]:
-        """Where TensorFlow's own functions add ops of how many rows there are."""
+        """A context for ops that TensorFlow's functions add to the graph, without `build()`.
+
+        They compute how many rows there are, and which of them each tower has.
+        """
         scope = tf.name_scope(f'{self.scope}/rows/')
         with tf.control_dependencies(None), tf.device(device), scope:
             yield
@@ -47,7 +64,7 @@ class NodeBuilder:
 
     def add(self, op: str, inputs: Sequence[Any], device: str, **attrs: Hashable) -> str:
         """Adds a node, unless there is the same already; returns what its output is called."""
-        names = [given if isinstance(given, str) else self.tensor(given) for given in inputs]
+        names = [name if isinstance(name, str) else self.tensor(name) for name in inputs]
         key = (op, *names, device, *attrs.items())
         return f'{self._once(key, lambda: node_def(op, **attrs), names, device)}:0'
 
@@ -99,41 +116,56 @@ class NodeBuilder:
     def after(self, ops: Sequence[tf.Operation], device: str) -> str:
         """Adds a NoOp that waits for ops of the graph; returns it as a control input."""
         name = self._once((frozenset(ops), device), lambda: node_def('NoOp'), [], device)
-        self._waits[name] = ops
+        self._control_inputs[name] = ops
         return f'^{name}'
 
     def _once(self, key: Any, make: Callable[[], Any], inputs: Sequence[str], device: str) -> str:
-        if key not in self._made:
+        """Adds a node unless there is one with the key; returns its name."""
+        if key not in self._names:
             definition = make()
-            self._made[key] = f'{self.scope}/{definition.op}_{len(self._made)}'
-            self.copy(definition, self._made[key], inputs, device)
-        return self._made[key]
+            self._names[key] = f'{self.scope}/{definition.op}_{len(self._names)}'
+            self.copy(definition, self._names[key], inputs, device)
+        return self._names[key]
 
     def build(self) -> None:
         """Adds all nodes to the graph."""
-        nodes = self.graph_def.node
-        for node in list(nodes):  # A constant is made where it's used, rather than sent there.
-            for i, name in enumerate(node.input):
-                value, dtype, device = self._consts.get(name, (None, None, node.device))
-                # On a GPU, int32 is in the host's memory; whatever else is a size is not.
-                gpu = 'GPU' in node.device
-                at = host_of(node.device) if gpu and dtype != tf.int32 else node.device
-                if device not in (node.device, at):
-                    node.input[i] = self.const(value, dtype, at)
-        made = {node.name for node in nodes}
-        used = {name for node in nodes for name in node.input if name[0] != '^'}
-        outside = [name for name in used if name.partition(':')[0] not in made]
-        # Importing a device takes as long as all the rest of a node.
-        devices = {node.name: node.device for node in nodes if node.device}
-        for node in nodes:
+        self._copy_constants()
+
+        # To import a device takes as long as to import all the rest of a node.
+        devices = {node.name: node.device for node in self.graph_def.node if node.device}
+        for node in self.graph_def.node:
             node.device = ''
         with self.graph.as_default(), tf.control_dependencies(None), tf.device(None):
-            given = {name: self.graph.get_tensor_by_name(name) for name in outside}
-            tf.import_graph_def(self.graph_def, given, name='')
+            tf.import_graph_def(self.graph_def, self._inputs_from_graph(), name='')
         for name, device in devices.items():
             private.set_device(self.graph.get_operation_by_name(name), device)
-        for name, ops in self._waits.items():
+
+        for name, ops in self._control_inputs.items():
             private.add_control_inputs(self.graph.get_operation_by_name(name), list(ops))
+
+    def _copy_constants(self) -> None:
+        """Makes a constant on each device that uses it, rather than send it there."""
+        for node in list(self.graph_def.node):
+            for position, name in enumerate(node.input):
+                if name not in self._consts:
+                    continue
+                value, dtype, device = self._consts[name]
+                # On a GPU, int32 is in the host's memory anyhow; sizes of other types are not.
+                is_on_gpu = 'GPU' in node.device and dtype != tf.int32
+                wanted = host_of(node.device) if is_on_gpu else node.device
+                if device not in (node.device, wanted):
+                    node.input[position] = self.const(value, dtype, wanted)
+
+    def _inputs_from_graph(self) -> dict[str, tf.Tensor]:
+        """The graph's own tensors that nodes use, by name."""
+        nodes = self.graph_def.node
+        names_of_nodes = {node.name for node in nodes}
+        used = {name for node in nodes for name in node.input if not name.startswith('^')}
+        return {
+            name: self.graph.get_tensor_by_name(name)
+            for name in used
+            if name.partition(':')[0] not in names_of_nodes
+        }
 
 
 def node_def(op: str, **attrs: Any) -> Any:

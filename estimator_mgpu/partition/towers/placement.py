@@ -14,57 +14,103 @@ from estimator_mgpu.partition.costs import bytes_of
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import graphs, private
 
-_ANYWHERE = (tf.string, tf.resource, tf.variant)  # These types' kernels aren't on every device.
+_NOT_ON_EVERY_DEVICE = (tf.string, tf.resource, tf.variant)  # types whose ops may lack a kernel
 
 
 def place_ops(graph: tf.Graph, plan: Plan) -> dict[str, str]:
-    """Moves ops that run once, if they may be moved; returns the devices of ops and full values."""
-    fixed = {op: _fixed(op, plan) for op in graph.get_operations() if op.name not in plan.ops}
-    free = [op for op, home in fixed.items() if home is None]
-    found = {op.name: home for op, home in fixed.items() if home}  # by names of ops and of tensors
+    """Moves ops that run once, if they may be moved.
 
-    def follow(name: str, users: Sequence[tf.Operation]) -> None:
-        """Puts what has no home yet where the first of its users is that has one."""
-        if name not in found and (with_home := [user for user in users if user.name in found]):
-            found[name] = found[min(with_home, key=private.creation_index).name]
+    For example, with the variable `w` on the second device, the ops of
 
-    def follow_wholes() -> None:
-        for name in plan.placements:
-            follow(name, graph.get_tensor_by_name(name).consumers())
+        update = -0.1 * tf.clip_by_norm(gradient, 1.0)   # assigned to w
 
-    for op in reversed(free):  # What becomes of a gradient is where its variable is.
-        given = max(map(bytes_of, op.inputs), default=0)
-        for tensor in op.outputs:
-            if bytes_of(tensor) >= given:
-                follow(op.name, tensor.consumers())
-    follow_wholes()
-    for op in free:
-        if op.name not in found and len(op.inputs):
-            biggest = max(op.inputs, key=bytes_of)
-            if home := found.get(biggest.name) or found.get(biggest.op.name):
-                found[op.name] = home
-    follow_wholes()
-    for op in free:
-        if op.name in found:
+    are placed there, and the partial sums of `gradient` are reduced there.
+
+    Args:
+      graph: the user's, before towers are added.
+      plan: which ops are sharded.
+
+    Returns:
+      The devices of ops, by the ops' names; and those on which full values of sharded tensors are
+      made, by the tensors' names. What isn't in it may be anywhere.
+    """
+    devices: dict[str, str] = {}
+    movable: list[tf.Operation] = []
+    for op in graph.get_operations():
+        if op.name in plan.ops:
+            continue
+        device = _fixed_device(op, plan)
+        if device is None:
+            movable.append(op)
+        elif device:
+            devices[op.name] = device
+
+    # Backwards, from a variable: what its update is computed from is placed where the update is.
+    for op in reversed(movable):
+        largest_input = max(map(bytes_of, op.inputs), default=0)
+        for output in op.outputs:
+            if bytes_of(output) >= largest_input:  # A small result is rather sent.
+                _follow_consumers(op.name, output, devices)
+    _place_full_values(graph, plan, devices)
+
+    # Forwards: what is left is placed where its largest input is.
+    for op in movable:
+        if op.name not in devices and len(op.inputs):
+            largest = max(op.inputs, key=bytes_of)
+            device = devices.get(largest.name) or devices.get(largest.op.name)
+            if device:
+                devices[op.name] = device
+    _place_full_values(graph, plan, devices)
+
+    for op in movable:
+        if op.name in devices:
             private.clear_colocation(op)
-            private.set_device(op, found[op.name])
-    return found
+            private.set_device(op, devices[op.name])
+    return devices
+
+
+def _place_full_values(graph: tf.Graph, plan: Plan, devices: dict[str, str]) -> None:
+    """Decides where full values of sharded tensors are made: where they are used."""
+    for name in plan.placements:
+        _follow_consumers(name, graph.get_tensor_by_name(name), devices)
+
+
+def _follow_consumers(name: str, tensor: tf.Tensor, devices: dict[str, str]) -> None:
+    """Gives a name, if it has no device yet, that of the tensor's first consumer that has one."""
+    if name in devices:
+        return
+    placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op.name in devices]
+    if placed:
+        first = min(placed, key=private.creation_index)
+        devices[name] = devices[first.name]
 
 
 def device_of(op: tf.Operation) -> str | None:
-    """An op's device, else that of the variable it uses, which may be ''; None if it uses none."""
-    used = (t.op for t in op.inputs if t.dtype == tf.resource or graphs.is_reference_variable(t))
-    return op.device or next((variable.device for variable in used), None)
+    """An op's device, or else that of the variable that it uses.
+
+    Returns:
+      '' if it uses a variable without a device, and None if it uses none.
+    """
+    if op.device:
+        return op.device
+    for operand in op.inputs:
+        if operand.dtype == tf.resource or graphs.is_reference_variable(operand):
+            return operand.op.device
+    return None
 
 
-def _fixed(op: tf.Operation, plan: Plan) -> str | None:
-    """The device of an op that can't be moved, '' if it isn't known; None if it can be."""
-    if (home := device_of(op)) is not None:
-        return home
-    tensors = [*op.inputs, *op.outputs]
-    special = any(
-        t.dtype.base_dtype in _ANYWHERE or graphs.is_reference_variable(t) for t in tensors
-    )
-    fixed = special or not op.outputs or private.in_v1_control_flow(op)
-    # It has to be with others, but for those that towers have copies of.
-    return '' if fixed or any(name not in plan.ops for name in graphs.colocated_with(op)) else None
+def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:
+    """The device of an op that can't be moved, '' if it isn't known; None if it can be moved."""
+    device = device_of(op)
+    if device is not None:
+        return device
+    if not op.outputs or private.in_v1_control_flow(op):
+        return ''
+    for tensor in [*op.inputs, *op.outputs]:
+        is_special = tensor.dtype.base_dtype in _NOT_ON_EVERY_DEVICE
+        if is_special or graphs.is_reference_variable(tensor):
+            return ''
+    # It has to stay with the ops that it's colocated with, unless towers have copies of these.
+    if any(name not in plan.ops for name in graphs.colocated_with(op)):
+        return ''
+    return None

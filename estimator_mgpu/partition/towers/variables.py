@@ -15,37 +15,62 @@ from estimator_mgpu.tf_internals import graphs, private
 CPU, FIRST, SPREAD = CHOICES = ('cpu', 'first', 'spread')
 
 
-def place_variables(choice: str, devices: Sequence[str], before: Set[str]) -> None:
-    """Puts a model's variables on devices, but for those that have one already.
+def place_variables(choice: str, devices: Sequence[str], existing_ops: Set[str]) -> None:
+    """Places a model's variables on devices, but for those that have one already.
 
-    A variable under another's name goes with that: Adam's moments, say, be they slots or made by
-    hand. What else has to be where a variable is follows by itself, as TensorFlow places it.
+    Slots such as Adam's moments go with their variable, and so does any variable whose name begins
+    with another one's. TensorFlow itself places what else has to be where a variable is.
+
+    Args:
+      choice: one of `CHOICES`.
+      devices: one for each tower, or for each parameter server.
+      existing_ops: names of ops that were there before the model_fn: their variables stay.
     """
-    made = [v for v in tf.global_variables() + tf.local_variables() if v.op.name not in before]
-    variables = [v for v in made if not v.device]
-    names = {v.op.name for v in variables}
-    groups: dict[str, list[Any]] = {}
+    variables = [
+        variable
+        for variable in tf.global_variables() + tf.local_variables()
+        if variable.op.name not in existing_ops and not variable.device
+    ]
+    names = {variable.op.name for variable in variables}
+    groups: dict[str, list[Any]] = {}  # of variables that are placed together
     for variable in variables:
         groups.setdefault(_leader(variable, names), []).append(variable)
-    sized = [(sum(map(bytes_of, group)), group) for group in groups.values()]
+
     load: Counter[str] = Counter()  # bytes, of devices and of machines
-    for size, group in sorted(sized, key=lambda pair: -pair[0]):
-        if choice == CPU:
-            device = '/device:CPU:0'
-        elif choice == FIRST or not any(variable.trainable for variable in group):
-            device = devices[0]  # Counters, metrics, moving averages: towers don't need them.
-        else:
-            device = min(devices, key=lambda d: (load[d], load[machine_of(d)]))
-        load[device] += size
-        load[machine_of(device)] += size
+    # The largest first: so the bytes are spread most evenly.
+    for group in sorted(groups.values(), key=_bytes_of_group, reverse=True):
+        device = _device_for(group, choice, devices, load)
+        load[device] += _bytes_of_group(group)
+        load[machine_of(device)] += _bytes_of_group(group)
         for variable in group:
             private.set_device(variable.op, device)
 
 
+def _bytes_of_group(group: Sequence[Any]) -> int:
+    return sum(bytes_of(variable) for variable in group)
+
+
+def _device_for(
+    group: Sequence[Any], choice: str, devices: Sequence[str], load: Counter[str]
+) -> str:
+    """The device for some variables; spread, the one that has the fewest bytes so far."""
+    if choice == CPU:
+        return '/device:CPU:0'
+    is_trained = any(variable.trainable for variable in group)
+    if choice == FIRST or not is_trained:
+        return devices[0]  # Towers don't need counters, metrics and moving averages.
+    return min(devices, key=lambda device: (load[device], load[machine_of(device)]))
+
+
 def _leader(variable: Any, names: set[str]) -> str:
-    """Returns the name of the variable that another goes with: its own, if there is none."""
-    own = variable.op.name
-    groups = graphs.colocated_with(variable.op)
-    parts = own.split('/')
-    above = ['/'.join(parts[:i]) for i in range(1, len(parts))]
-    return next((name for name in [*groups, *above] if name in names - {own}), own)
+    """The name of the variable that another one is placed with: its own, if there is none.
+
+    It's one that the variable is colocated with, or whose name is above it: `w` for `w/Adam`.
+    """
+    name = variable.op.name
+    parts = name.split('/')
+    names_above = ['/'.join(parts[:count]) for count in range(1, len(parts))]
+    for candidate in [*graphs.colocated_with(variable.op), *names_above]:
+        if candidate in names and candidate != name:
+            return candidate
+    return name
