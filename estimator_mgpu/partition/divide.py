@@ -21,7 +21,8 @@ from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
 from estimator_mgpu.partition.towers.placement import place_ops
-from estimator_mgpu.tf_internals.graphs import dependents, topological_order
+from estimator_mgpu.tf_internals.graphs import dependents
+from estimator_mgpu.tf_internals.v1_loops import find_loops, order_units
 
 
 def divide(
@@ -65,7 +66,7 @@ def divide(
     plan = propagate(
         batch.sources,
         unsharded,
-        topological_order(ops),
+        order_units(ops, find_loops(graph)),
         RowSpace('batch', batch.static),
         RULES | OF_DEVICE if batch_norm == 'device' else RULES,
         PRODUCTS,

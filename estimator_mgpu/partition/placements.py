@@ -72,7 +72,7 @@ class SizeList(NotGatherable):
 class NestedList(NotGatherable):
     """A TensorList or an Optional of what cannot be gathered, such as an inner loop's lists."""
 
-    element: ListPlacement | ElementShape
+    element: ListPlacement | ElementShape | Flow
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,23 @@ class ElementShape(NotGatherable):
     """The shape that a TensorList's elements have, of which each tower has its own."""
 
 
-ListPlacement = Union[ShardList, SizeList, NestedList]
-Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape]
+@dataclass(frozen=True)
+class ReplicateList(NotGatherable):
+    """A TensorArray or a stack. Each tower has one of its own, with the same elements."""
+
+
+REPLICATE_LIST = ReplicateList()
+
+
+@dataclass(frozen=True)
+class Flow(NotGatherable):
+    """What orders the ops on a TensorArray, of which each tower has its own."""
+
+
+FLOW = Flow()
+
+ListPlacement = Union[ShardList, SizeList, NestedList, ReplicateList]
+Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape, Flow]
 
 
 def rows_of(placement: Placement) -> RowSpace | None:

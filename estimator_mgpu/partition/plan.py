@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from typing import Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
@@ -100,7 +100,8 @@ class OpPlan(NamedTuple):
 
     # The form of each input. Of a constant in a function, whose value is sharded: the Slice.
     needs: tuple[Need, ...] = ()
-    attrs: dict[str, Any] = {}  # attributes that are other ones than the op's
+    # Attributes that are other ones than the op's. A shape may be a LocalShape.
+    attrs: dict[str, Any] = {}
     # The plans of the functions that it calls, in the order of `function_calls.called_functions`.
     # Each is a dict of the ops that run on every tower, by name.
     functions: Sequence[dict[str, OpPlan]] = ()
@@ -112,6 +113,8 @@ class Decision(NamedTuple):
     plan: OpPlan
     placements: Sequence[Placement | None]  # None for an output that no op uses on a tower
     dims: Sequence[list[Size] | None] = ()  # of each output's full value; None if unknown
+    # The placements, from now on, of TensorArrays and stacks that the op uses, with their handles.
+    lists: Sequence[tuple[tf.Tensor, Placement]] = ()
 
 
 class Plan(NamedTuple):
@@ -126,3 +129,5 @@ class Plan(NamedTuple):
     # gathered for them.
     once: dict[str, tuple[str, int]]
     sizes: Sizes
+    # Names of the ops that are in v1 loops: they can use only what is there.
+    in_loops: Set[str] = frozenset()

@@ -165,6 +165,8 @@ class Sizes:
         inputs: list[Any]
         if op.type in op_types.SHAPE_QUERIES:
             inputs = [self.dims(op.inputs[tensor.value_index])]
+        elif op.type in op_types.SWITCH:
+            inputs = [self._value(op.inputs[0])]  # Whichever output it goes to.
         elif op.type in _VALUE_FUNCTIONS and op.inputs:
             inputs = [self._value(operand) for operand in op.inputs]
         else:
@@ -379,6 +381,7 @@ _VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'Squeeze': _squeeze,
     'StopGradient': lambda _, x: x,
     'StridedSlice': _strided_slice,
+    'Switch': lambda _, x: x,
     'Unpack': _unpack,
     # New values:
     'ConcatOffset': _concat_offset,

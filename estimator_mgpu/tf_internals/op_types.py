@@ -15,6 +15,27 @@ _IDENTITIES = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
 REARRANGEMENTS = (*_IDENTITIES, 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose')
 """Ops that keep all entries: it's the same to reduce partial results before or after these."""
 
+# The ops of a v1 loop: where it begins and ends, its way back, where that joins its begin, its
+# condition, and where a step goes on or ends. Branches begin at a `Switch`, too, and join at a
+# `Merge`. Walks over a graph must not run in circles.
+ENTER = ('Enter', 'RefEnter')
+EXIT = ('Exit', 'RefExit')
+NEXT_ITERATION = ('NextIteration', 'RefNextIteration')
+MERGE = ('Merge', 'RefMerge')
+LOOP_CONDITION = 'LoopCond'
+SWITCH = ('Switch', 'RefSwitch')
+V1_LOOP = 'v1 loop'
+"""The type of a whole v1 loop, in place of its ops: there is no op of this type."""
+PASS_ON = ('Identity', 'Switch')
+"""Ops whose outputs are their first input."""
+
+HANDLE_PREFIXES = ('TensorArray', 'Stack')
+"""How the types of ops begin that use a TensorArray or a stack, v1 loops' lists, by a handle."""
+NEW_HANDLES = ('TensorArrayV3', 'StackV2')
+"""TensorArrays and stacks without elements."""
+HANDLES = (*NEW_HANDLES, 'TensorArrayGradV3', 'StackPopV2')
+"""Where handles come from."""
+
 PARTIAL_SUM_INPUTS = {
     **dict.fromkeys(['Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub'], slice(None)),
     'StridedSliceGrad': slice(-1, None),  # only the last input, which is put between zeros
@@ -23,7 +44,7 @@ PARTIAL_SUM_INPUTS = {
 
 PARTIAL_INPUTS = {
     **PARTIAL_SUM_INPUTS,
-    **dict.fromkeys(REARRANGEMENTS, slice(1)),
+    **dict.fromkeys([*REARRANGEMENTS, *SWITCH], slice(1)),
     'ConcatV2': slice(-1),
 }
 """The same, with ops for which the partial results may be of any reduction, such as a maximum."""
@@ -46,13 +67,6 @@ FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
 
 BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""
-
-# The ops of a v1 loop: where it begins and ends, its way back, and where that joins its begin.
-# (Branches join at a `Merge`, too.) Walks over a graph must not run in circles.
-ENTER = ('Enter', 'RefEnter')
-EXIT = ('Exit', 'RefExit')
-NEXT_ITERATION = ('NextIteration', 'RefNextIteration')
-MERGE = ('Merge', 'RefMerge')
 
 VARIABLE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
 """Ops that only read a variable: TensorFlow calls them stateful, but they have no side effect."""

@@ -75,10 +75,9 @@ def decide_branches(
         return None
 
     needs = functions.needs()
-    if not scope.make_empty_lists(zip(arguments, needs)):
-        return None
     plan = OpPlan((*[FULL] * chooses, *needs), functions=[body.scope.ops for body in bodies])
-    return Decision(plan, output_placements, output_dims)
+    decision = Decision(plan, output_placements, output_dims)
+    return decision if scope.make_lists(op, decision) else None
 
 
 def _place_arguments(functions: CalledFunctions) -> None:

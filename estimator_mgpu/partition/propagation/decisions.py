@@ -17,10 +17,10 @@ from estimator_mgpu.partition.placements import (
     Placement,
     rows_of,
 )
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import lists
+from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.tf_internals import op_types
@@ -51,16 +51,21 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
 
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
-    if op.type in op_types.FUNCTION_CALLERS:
+    if op.type in scope.rules.of_calls:
         rule = scope.rules.of_calls[op.type]
         return rule(scope, op, _of_batch(placements, scope.batch))
+
+    if op.type.startswith(op_types.HANDLE_PREFIXES):
+        of_list = scope.placement_of_list(op.inputs[0])
+        decision = handles.decide(
+            op, [of_list, *placements[1:]], scope.batch, scope.sizes, scope.in_function
+        )
+        return decision if decision and scope.make_lists(op, decision) else None
 
     has_lists = any(isinstance(placement, NotGatherable) for placement in placements)
     if op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
         decision = lists.decide(op, _of_batch(placements, scope.batch), scope.batch, scope.sizes)
-        if decision and not scope.make_empty_lists(zip(op.inputs, decision.plan.needs)):
-            return None
-        return decision
+        return decision if decision and scope.make_lists(op, decision) else None
 
     return _by_rule(scope, op, placements)
 
@@ -97,6 +102,8 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     one: an infinite factor gives inf for the sum, but nan on a tower whose part is 0. Nor is a
     quotient.
     """
+    if op.type in op_types.MERGE:
+        return _passed_by_merge(placements)
     if op.type not in op_types.PARTIAL_INPUTS:
         return None
     summands = op_types.PARTIAL_INPUTS[
@@ -114,10 +121,25 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     return first if list(placements) == expected else None
 
 
+def _passed_by_merge(placements: Sequence[Placement]) -> Partial | None:
+    """The partial sum that comes out of the branches of a `tf.cond`, if one of them makes one.
+
+    A value that another branch gives then counts on the first tower, and on the others as zeros.
+    """
+    partials = {placement for placement in placements if placement != REPLICATE}
+    for partial in partials:
+        if isinstance(partial, Partial) and partial.reduce == 'sum' and len(partials) == 1:
+            return partial
+    return None
+
+
 def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial) -> Decision:
     """The decision for an op that makes a partial result of partial results."""
+    if op.type in op_types.MERGE:
+        needs = tuple(LOCAL if placement == partial else FULL_ON_FIRST for placement in placements)
+        return Decision(OpPlan(needs), [partial, REPLICATE])  # Output 1 says which input it was.
     needs = tuple(LOCAL if placement == partial else FULL for placement in placements)
-    return Decision(OpPlan(needs), [partial])
+    return Decision(OpPlan(needs), [partial] * len(op.outputs))
 
 
 def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> str:
@@ -132,6 +154,6 @@ def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placemen
 
 def has_rule(scope: Scope, op: tf.Operation) -> bool:
     """Whether there is a rule for the op's type, of any kind."""
-    if op.type in scope.rules.of_ops or op.type in op_types.FUNCTION_CALLERS:
+    if op.type in scope.rules.of_ops or op.type in scope.rules.of_calls:
         return True
-    return op.type.startswith(op_types.LIST_PREFIXES)
+    return op.type.startswith((*op_types.LIST_PREFIXES, *op_types.HANDLE_PREFIXES))

@@ -21,6 +21,7 @@ from estimator_mgpu.partition.placements import (
 )
 from estimator_mgpu.partition.plan import OpPlan, Plan
 from estimator_mgpu.partition.propagation.branches import decide_branches
+from estimator_mgpu.partition.propagation.conditionals import decide_merge, decide_switch
 from estimator_mgpu.partition.propagation.decisions import (
     decide,
     default_reason,
@@ -30,22 +31,27 @@ from estimator_mgpu.partition.propagation.decisions import (
 )
 from estimator_mgpu.partition.propagation.loops import decide_loop
 from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
+from estimator_mgpu.partition.propagation.v1_loops import decide_v1_loop
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
 
 CALL_RULES: dict[str, CallRule] = {
     **dict.fromkeys(op_types.LOOPS, decide_loop),
     **dict.fromkeys(op_types.BRANCHES, decide_branches),
     **dict.fromkeys(op_types.PARTITIONED_CALLS, decide_branches),
+    **dict.fromkeys(op_types.SWITCH, decide_switch),
+    **dict.fromkeys(op_types.MERGE, decide_merge),
+    op_types.V1_LOOP: decide_v1_loop,
 }
 
 
 def propagate(
     sources: Sequence[tf.Tensor],
     unsharded: Sequence[tf.Tensor | tf.SparseTensor],
-    order: Sequence[tf.Operation],
+    order: Sequence[Unit],
     batch: RowSpace,
     rules: dict[str, Rule],
     products: Container[str],
@@ -57,7 +63,8 @@ def propagate(
     Args:
       sources: dense tensors of the batch, with the examples along dimension 0.
       unsharded: what else depends on the batch: sparse tensors, and tensors of unknown rank.
-      order: the ops that depend on any of these, each after those that it depends on.
+      order: the ops that depend on any of these, each after those that it depends on; a v1 loop
+        in the place of its ops.
       batch: the batch's row space.
       rules: by type of op.
       products: types of ops that are worth sharding along other row spaces than the batch's.
@@ -71,21 +78,42 @@ def propagate(
     once: set[str] = set()
     while True:
         noted_before = len(reduced), len(once)
-        scope = Scope(batch, Rules(rules, CALL_RULES, products), Sizes(), reduced=reduced)
+        scope = Scope(
+            batch, Rules(rules, CALL_RULES, products), Sizes(), reduced=reduced, run_once=once
+        )
         for tensor in sources:
             _begin_sharded(scope, tensor)
         for tensor in unsharded:
             _begin_unsharded(scope, tensor)
 
-        graph_pass = _Pass(scope, once, reasons)
+        graph_pass = _Pass(scope, reasons)
         for op in order:
             if op.name not in unused:
                 graph_pass.visit(op)
 
         if noted_before == (len(reduced), len(once)):
             return Plan(
-                batch, sources, order, scope.ops, scope.placements, graph_pass.once, scope.sizes
+                batch,
+                sources,
+                [op for unit in order for op in _boundary(unit)],
+                scope.ops,
+                scope.placements,
+                graph_pass.once,
+                scope.sizes,
+                in_loops=_in_loops(order),
             )
+
+
+def _boundary(unit: Unit) -> Sequence[tf.Operation]:
+    """The op, or the ops of a v1 loop that are connected with ops outside of it."""
+    return [*unit.enters, *unit.exits] if isinstance(unit, V1Loop) else [unit]
+
+
+def _in_loops(order: Sequence[Unit]) -> set[str]:
+    """Names of the ops whose inputs are in v1 loops."""
+    loops = [unit for unit in order if isinstance(unit, V1Loop)]
+    entered = {enter for loop in loops for enter in loop.enters}
+    return {op.name for loop in loops for op in loop.all_ops if op not in entered}
 
 
 def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:
@@ -109,19 +137,17 @@ class _Pass:
     """One pass over the ops of the graph.
 
     Args:
-      scope: what is known and decided. Its `reduced` lasts from pass to pass.
-      run_once: names of ops that have to run once. It lasts from pass to pass.
+      scope: what is known and decided. Its `reduced` and `run_once` last from pass to pass.
       reasons: by the name of a tensor, why ops that use it run once.
     """
 
-    def __init__(self, scope: Scope, run_once: set[str], reasons: Mapping[str, str]):
+    def __init__(self, scope: Scope, reasons: Mapping[str, str]):
         self.scope = scope
         self.once: dict[str, tuple[str, int]] = {}  # as in `Plan`
-        self._run_once = run_once
         self._reasons = reasons
 
-    def visit(self, op: tf.Operation) -> None:
-        """Decides how an op runs."""
+    def visit(self, op: Unit) -> None:
+        """Decides how an op, or a v1 loop, runs."""
         if op.type == op_types.NO_OP:
             self._visit_group(op)
             return
@@ -129,11 +155,8 @@ class _Pass:
         placements = self.scope.placements_of_inputs(op)
         if op.type in op_types.SHAPE_QUERIES:
             self._run_unsharded(op, placements, '')  # It needs no values, and so no reason.
-        elif op.name in self._run_once:
+        elif any(member.name in self.scope.run_once for member in _boundary(op)):
             self._run_unsharded(op, placements, 'another op needs all of its lists')
-        elif private.in_v1_control_flow(op):
-            reason = 'v1 control flow: call tf.enable_control_flow_v2() before'
-            self._run_unsharded(op, placements, reason)
         else:
             self._decide(op, placements)
 
@@ -143,7 +166,7 @@ class _Pass:
         if waits_for_towers and private.control_consumers(op):
             self.scope.ops[op.name] = OpPlan()
 
-    def _decide(self, op: tf.Operation, placements: list[Placement]) -> None:
+    def _decide(self, op: Unit, placements: list[Placement]) -> None:
         """Lets an op run on every tower if it can be sharded, and otherwise once."""
         if any(isinstance(placement, Partial) for placement in placements):
             partial = passed_partial(op, placements)
@@ -162,13 +185,11 @@ class _Pass:
         else:
             self.scope.record(op, decision)
 
-    def _run_unsharded(
-        self, op: tf.Operation, placements: Sequence[Placement], reason: str
-    ) -> None:
+    def _run_unsharded(self, op: Unit, placements: Sequence[Placement], reason: str) -> None:
         """Lets an op run once, with the full values of its inputs."""
         for tensor, placement in zip(op.inputs, placements):
             if isinstance(placement, NotGatherable):
-                self._run_once.add(tensor.op.name)  # from the next pass on
+                self.scope.run_once.add(passed_on(tensor).op.name)  # from the next pass on
 
         follows_gathered = self.scope.follows_gathered(op)
         uses_towers = any(placement != REPLICATE for placement in placements)
@@ -184,7 +205,11 @@ class _Pass:
             for tensor, placement in zip(op.inputs, placements)
             if placement != REPLICATE and tensor.op.name in self.scope.ops
         }
-        self.once[op.name] = reason, sum(bytes_of(tensor) for tensor in gathered)
+        bytes_gathered = sum(bytes_of(tensor) for tensor in gathered)
+        members = op.exits if isinstance(op, V1Loop) else [op]
+        for member in members:
+            self.once[member.name] = reason, bytes_gathered
+            bytes_gathered = 0
 
         self._reduce_inputs(op, placements)
         uses_shards = any(isinstance(placement, Shard) for placement in placements)
@@ -193,7 +218,7 @@ class _Pass:
                 self.scope.reshardable.add(output.name)
                 self.scope.sizes.start_row_space(output)
 
-    def _reduce_inputs(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
+    def _reduce_inputs(self, op: Unit, placements: Sequence[Placement]) -> None:
         """Notes that the partial results that an op uses are reduced, from the next pass on.
 
         They are reduced where they come from, once for all who use them: reducing before an op that
@@ -208,7 +233,7 @@ class _Pass:
                     tensor = source
                 self.scope.reduced.add(tensor.name)
 
-    def _reason(self, op: tf.Operation, placements: Sequence[Placement]) -> str:
+    def _reason(self, op: Unit, placements: Sequence[Placement]) -> str:
         """Why an op runs once. If it's for the sake of an op before, it's that op's reason."""
         reasons_before = [
             self.once[tensor.op.name][0] for tensor in op.inputs if tensor.op.name in self.once

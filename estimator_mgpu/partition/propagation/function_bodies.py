@@ -35,6 +35,7 @@ from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, Size, per_row
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.v1_loops import Unit
 
 Requests = dict[tf.Operation, Slice]
 """Shards that ops in a function need of what is replicated there, by the op that makes it.
@@ -78,20 +79,23 @@ class FunctionBody:
         entries = self.scope.sizes.entries(tensor) or []
         return any(self.scope.batch in size.symbols for size in entries)
 
-    def _visit(self, op: tf.Operation) -> None:
+    def _visit(self, op: Unit) -> None:
         if op in self._requests:
             self._make_shard(op, self._requests[op])
             return
+        if op.type in op_types.NEW_HANDLES:
+            return  # Each tower makes its own list.
 
         calls = op.type in op_types.FUNCTION_CALLERS
-        if op.op_def.is_stateful and op.type not in op_types.VARIABLE_READS and not calls:
-            raise NotSharded(f'in it, a {op.type} has side effects, or draws random numbers')
+        uses_lists = op.type == op_types.V1_LOOP or op.type.startswith(op_types.HANDLE_PREFIXES)
+        if not (calls or uses_lists):
+            self._check_effects(op)
 
         placements = self.scope.placements_of_inputs(op)
         if op.type in op_types.SHAPE_QUERIES:
             self._check_sizes(op, placements)
             return
-        if any(placement != REPLICATE for placement in placements):
+        if uses_lists or any(placement != REPLICATE for placement in placements):
             self._decide(op, placements)
             return
 
@@ -105,6 +109,12 @@ class FunctionBody:
         )
         if not computes_sizes:  # Otherwise each tower computes its own.
             self._decide(op, placements)
+
+    def _check_effects(self, op: tf.Operation) -> None:
+        reads = op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS)
+        changes_reference = any(argument.is_ref for argument in op.op_def.input_arg)
+        if not reads and (op.op_def.is_stateful or changes_reference):
+            raise NotSharded(f'in it, a {op.type} has side effects, or draws random numbers')
 
     def _check_sizes(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
         """An op such as `Shape` gives the sizes of a tower's own tensor, which have to be known."""
@@ -121,7 +131,7 @@ class FunctionBody:
         symbols = [symbol for size in entries for symbol in size.symbols]
         return not any(isinstance(symbol, Entry) for symbol in symbols)
 
-    def _decide(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
+    def _decide(self, op: Unit, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower, or raises NotSharded."""
         if any(isinstance(placement, Partial) for placement in placements):
             partial = self._passed_partial(op, placements)
@@ -147,7 +157,7 @@ class FunctionBody:
             partial = passed_partial(op, assumed)
         return partial
 
-    def _record(self, op: tf.Operation, decision: Decision) -> None:
+    def _record(self, op: Unit, decision: Decision) -> None:
         """Notes that an op runs on every tower, if its inputs can be had in the forms it needs."""
         needs = tuple(
             self._form_inside(op, tensor, need)
@@ -156,7 +166,7 @@ class FunctionBody:
         plan = decision.plan._replace(needs=needs)
         self.scope.record(op, decision._replace(plan=plan))
 
-    def _form_inside(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> Need:
+    def _form_inside(self, op: Unit, tensor: tf.Tensor, need: Need) -> Need:
         """The form of an input inside the function; raises NotSharded if it can't be had there."""
         differs = self.differs(tensor)
         if need == FULL:
@@ -211,7 +221,7 @@ class FunctionBody:
 
         needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, factor),)
         if op.type == op_types.FILL:
-            needs = (LocalShape(tuple(dims), request.axis, self.scope.batch), FULL)
+            needs = (LocalShape(tuple(dims), request.axis, self.scope.batch), LOCAL)
         dims[request.axis] = factor * Size(1, (self.scope.batch,))
         shard = Shard(request.axis, self.scope.batch)
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))

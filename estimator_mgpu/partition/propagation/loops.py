@@ -11,15 +11,25 @@ sharded. So it's a partial sum inside, which starts with 0.0 on the first tower,
 the others.
 
 All towers make the same number of steps: the condition has to be replicated.
+
+This module is about loops that call functions; `v1_loops` is about those of TensorFlow 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
+from estimator_mgpu.partition.placements import (
+    REPLICATE,
+    REPLICATE_LIST,
+    NotGatherable,
+    Partial,
+    Placement,
+    Shard,
+)
 from estimator_mgpu.partition.plan import (
     FULL,
     Decision,
@@ -58,8 +68,9 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
     }
     functions = CalledFunctions(scope, [body_graph], list(op.inputs), placements, unchanged)
 
-    _find_fixed_point(functions)
+    find_fixed_point(functions)
     body, returned = functions.visit(body_graph, assumes=False)
+    check_fixed_point(functions, body, returned)
     output_dims = [
         _output_dims(functions, body, output, placement, index)
         for index, (output, placement) in enumerate(zip(op.outputs, returned))
@@ -71,9 +82,7 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
     needs = functions.needs()
     for index, need in enumerate(needs):
         if need == FULL:
-            needs[index] = _variable_value(scope, graphs, index) or FULL
-    if not scope.make_empty_lists(zip(op.inputs, needs)):
-        return None
+            needs[index] = variable_value(scope, graphs, index) or FULL
 
     # No op on a tower uses the output of a variable that is only read, or of a tower's own size.
     output_placements = [
@@ -81,10 +90,11 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
         for need, placement in zip(needs, returned)
     ]
     plan = OpPlan(tuple(needs), functions=[condition_body.scope.ops, body.scope.ops])
-    return Decision(plan, output_placements, output_dims)
+    decision = Decision(plan, output_placements, output_dims)
+    return decision if scope.make_lists(op, decision) else None
 
 
-def _find_fixed_point(functions: CalledFunctions) -> None:
+def find_fixed_point(functions: CalledFunctions) -> None:
     """Finds the placements of the loop's variables inside of the loop."""
     while True:
         placements = list(functions.placements)
@@ -101,14 +111,42 @@ def _met(before: Placement, after: Placement) -> Placement:
     """The placement of a loop's variable that has one before a step, and another one after it.
 
     What starts replicated can be sharded, made a list of shards, or a partial sum, before the loop.
-    What the body returns replicated is left as it was: the last visit tells if that holds.
+    What the body returns replicated is left as it was: the last visit tells if that holds. Likewise
+    for a list into which values are put that weren't known to be sharded.
     """
     if after in (before, REPLICATE):
         return before
     is_other_partial = isinstance(after, Partial) and after.reduce != 'sum'
     if before == REPLICATE and not is_other_partial:
         return after
+    if before == REPLICATE_LIST and isinstance(after, NotGatherable):
+        return after
     raise NotSharded(f'in it, a {before} becomes a {after}')
+
+
+def check_fixed_point(
+    functions: CalledFunctions, body: FunctionBody, returned: Sequence[Placement]
+) -> None:
+    """Checks that a loop's variables are after a step as they were before it.
+
+    Args:
+      functions: the loop's.
+      body: what was found of the loop's body.
+      returned: the placements in which the body returns the variables.
+
+    Raises:
+      NotSharded: if the placement or the size of a variable is another one, or isn't known.
+    """
+    for index, (tensor, placement) in enumerate(zip(body.graph.outputs, returned)):
+        name = functions.arguments[index].name
+        if placement != functions.placements[index]:
+            raise NotSharded(f'in it, {name} has another placement after a step than before')
+        if placement == REPLICATE and body.differs(tensor) and not functions.sizes(index):
+            raise NotSharded(f'in it, {name} is a size that depends on the tower')
+        if isinstance(placement, Shard):
+            factor = functions.factor(index, placement.axis)
+            if body.scope.sizes.per_row(tensor, placement.axis, placement.rows) != factor:
+                raise NotSharded(f'the size of {name} is unknown, or changes from step to step')
 
 
 def _output_dims(
@@ -127,20 +165,12 @@ def _output_dims(
       placement: in which the body returns the output.
       index: the output's.
     """
-    if placement != functions.placements[index]:
-        raise NotSharded(f'{output.name} has another placement after a step than before')
     returned = body.graph.outputs[index]
     if placement == REPLICATE and body.differs(returned):
-        sizes = functions.sizes(index)
-        if not sizes:
-            raise NotSharded(f'{output.name} is a size that depends on the tower')
-        functions.scope.sizes.set_entries(output, sizes)
+        functions.scope.sizes.set_entries(output, functions.sizes(index))
     if not isinstance(placement, Shard):
         return None
-
     factor = functions.factor(index, placement.axis)
-    if body.scope.sizes.per_row(returned, placement.axis, placement.rows) != factor:
-        raise NotSharded(f'the size of {output.name} is unknown, or changes from step to step')
     rank = len(body.scope.sizes.dims(returned) or [])
     return functions.scope.sizes.dims_of_shard(output, placement, factor, rank)
 
@@ -155,7 +185,7 @@ def _check_condition(functions: CalledFunctions, condition: tf.Graph) -> Functio
     return body
 
 
-def _variable_value(scope: Scope, graphs: Sequence[tf.Graph], index: int) -> Need | None:
+def variable_value(scope: Scope, graphs: Sequence[Any], index: int) -> Need | None:
     """The value of a variable, if reading it is all that a loop does with an argument.
 
     Then the variable is read once before the loop, and sent to each tower. A loop in a function

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import REPLICATE, Placement
-from estimator_mgpu.partition.plan import LOCAL, Decision, Need, OpPlan
-from estimator_mgpu.partition.rules import lists
+from estimator_mgpu.partition.placements import REPLICATE, REPLICATE_LIST, Placement
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
 
-CallRule = Callable[['Scope', tf.Operation, Sequence[Placement]], Optional[Decision]]
+CallRule = Callable[['Scope', Any, Sequence[Placement]], Optional[Decision]]
 """Decides how an op that calls functions runs on every tower; None if it runs once."""
 
 
@@ -42,6 +43,7 @@ class Scope:
       assumes: while it isn't known yet how a loop's variables are placed, a function may be visited
         on the assumption that whatever an op needs is there.
       reduced: names of tensors, partial results of towers, that are reduced where they are made.
+      run_once: names of ops that have to run once.
       reshardable: names of tensors that were gathered, or made once of such. They may be sharded
         again, along dimension 0.
       ops: what was decided for ops that run on every tower, by name.
@@ -54,6 +56,7 @@ class Scope:
     in_function: bool = False
     assumes: bool = False
     reduced: set[str] = field(default_factory=set)
+    run_once: set[str] = field(default_factory=set)
     reshardable: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
@@ -64,40 +67,103 @@ class Scope:
             return REPLICATE
         return self.placements.get(tensor.name, REPLICATE)
 
-    def placements_of_inputs(self, op: tf.Operation) -> list[Placement]:
+    def placements_of_inputs(self, op: Unit) -> list[Placement]:
         """The placements of an op's inputs, in order."""
         return [self.placement_of(tensor) for tensor in op.inputs]
 
-    def follows_gathered(self, op: tf.Operation) -> bool:
+    def follows_gathered(self, op: Unit) -> bool:
         """Whether an op uses what was gathered, or what was made once of such."""
         return any(tensor.name in self.reshardable for tensor in op.inputs)
 
-    def record(self, op: tf.Operation, decision: Decision) -> None:
-        """Notes that an op runs on every tower."""
-        self.ops[op.name] = decision.plan
-        for output, placement in zip(op.outputs, decision.placements):
+    def record(self, unit: Unit, decision: Decision) -> None:
+        """Notes that an op, or a v1 loop, runs on every tower."""
+        if isinstance(unit, V1Loop):
+            [ops] = decision.plan.functions
+            self.ops.update(ops)
+            for enter, need in zip(unit.enters, decision.plan.needs):
+                self.ops[enter.name] = OpPlan((need,))
+        else:
+            self.ops[unit.name] = decision.plan
+        for output, placement in zip(unit.outputs, decision.placements):
             if placement is not None:
                 self.placements[output.name] = placement
-        for output, dims in zip(op.outputs, decision.dims):
+        for output, dims in zip(unit.outputs, decision.dims):
             self.sizes.set_dims(output, dims)
+        for handle, list_placement in decision.lists:
+            self._place_list(handle, list_placement)
 
-    def make_empty_lists(self, inputs: Iterable[tuple[tf.Tensor, Need]]) -> bool:
-        """Lets each tower make the empty lists that an op is to have as its own.
+    # Lists, of which each tower has its own.
 
-        A list that is empty on one device is so on every tower, but has elements of other sizes.
+    def placement_of_list(self, handle: tf.Tensor) -> Placement:
+        """The placement of the TensorArray or the stack that a handle names."""
+        return self.placement_of(passed_on(handle))
 
-        Args:
-          inputs: the tensors that an op uses, each with the form in which it needs the tensor.
+    def _place_list(self, handle: tf.Tensor, placement: Placement) -> None:
+        """Notes the placement of a TensorArray or a stack."""
+        source = passed_on(handle)
+        self.placements[source.name] = placement
+        if source.op.type in op_types.NEW_HANDLES:
+            plan = handles.new_list(source.op, placement)
+            self.ops[source.op.name] = plan._replace(needs=(LOCAL,)) if self.in_function else plan
+
+    def make_lists(self, op: Unit, decision: Decision) -> bool:
+        """Lets each tower make the lists that an op is to have as its own.
+
+        A list that is empty on one device is so on every tower, but has elements of other sizes. A
+        TensorArray with elements can be made by each tower if these are replicated.
 
         Returns:
-          False if one of them is a list that isn't empty and that towers don't have.
+          False if one of them is a list that towers neither have nor can make.
         """
         if self.assumes:
             return True
-        for tensor, need in inputs:
-            is_list = need == LOCAL and tensor.dtype == tf.variant
-            if is_list and self.placement_of(tensor) == REPLICATE:
-                if tensor.op.type not in op_types.EMPTY_LISTS:
-                    return False
-                self.ops[tensor.op.name] = lists.empty_list(tensor.op)
+        placements = {passed_on(handle).name: placement for handle, placement in decision.lists}
+        made: dict[str, OpPlan] = {}
+        for tensor, need in zip(op.inputs, decision.plan.needs):
+            is_missing = need == LOCAL and self.placement_of(tensor) == REPLICATE
+            if is_missing and not self._make_list(tensor, placements, made):
+                return False
+        self.ops.update(made)
         return True
+
+    def _make_list(
+        self, tensor: tf.Tensor, placements: Mapping[str, Placement], made: dict[str, OpPlan]
+    ) -> bool:
+        """Lets each tower make one list.
+
+        Args:
+          tensor: a TensorList, or the handle or a flow of a TensorArray or a stack.
+          placements: of lists, by the names of their handles.
+          made: the plans of the ops that make the list are added to these.
+
+        Returns:
+          False if that isn't possible.
+        """
+        op = tensor.op
+        if tensor.dtype == tf.variant:
+            if op.type not in op_types.EMPTY_LISTS:
+                return False
+            made[op.name] = lists.empty_list(op)
+            return True
+        if self.in_function or op.name in self.ops or op.name in made:
+            return True  # Towers have copies of all that is in a loop.
+        if op.name in self.run_once:
+            return False
+
+        if op.type in op_types.NEW_HANDLES:
+            made[op.name] = handles.new_list(op, REPLICATE)
+        elif op.type == op_types.CONST:
+            made[op.name] = OpPlan()  # A flow that begins with 0.0, as in a sum of them.
+        elif op.type == op_types.IDENTITY:
+            made[op.name] = OpPlan((LOCAL,))
+        elif op.type in handles.PUTS:
+            if placements.get(passed_on(op.inputs[0]).name) != REPLICATE_LIST:
+                return False
+            made[op.name] = OpPlan((LOCAL, *[FULL] * (len(op.inputs) - 2), LOCAL))
+        else:
+            return False
+        return all(
+            self._make_list(operand, placements, made)
+            for operand, need in zip(op.inputs, made[op.name].needs)
+            if need == LOCAL
+        )

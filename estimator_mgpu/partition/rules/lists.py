@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import (
+    FLOW,
     REPLICATE,
     ElementShape,
     ListPlacement,
@@ -66,6 +67,8 @@ def decide(
       batch: the batch's row space.
       sizes: where the sizes of an element that is a shape are recorded.
     """
+    if FLOW in placements:
+        return _flow(op, placements)
     if op.type in _SAME_PLACEMENT:
         if any(placement != placements[0] for placement in placements):
             return None
@@ -88,6 +91,15 @@ def decide(
     if op.type in _POP and isinstance(first, (SizeList, NestedList)):
         return _pop(op, first, sizes)
     return None
+
+
+def _flow(op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
+    """What comes of flows, as sums of them in gradients; each tower has its own."""
+    is_flow = all(placement in (FLOW, REPLICATE) for placement in placements)
+    if op.type not in _SAME_PLACEMENT or not is_flow:
+        return None
+    needs = tuple(LOCAL if placement == FLOW else FULL for placement in placements)
+    return Decision(OpPlan(needs), [FLOW])
 
 
 def _on_first_input(op: tf.Operation, placements: Sequence[Placement | None]) -> Decision:

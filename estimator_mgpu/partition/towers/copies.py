@@ -23,9 +23,10 @@ from estimator_mgpu.partition.plan import (
     VariableValue,
 )
 from estimator_mgpu.partition.towers.functions import adapt_node
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder, const_def
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals.v1_loops import entered
 
 _SMALL_CONSTANT = 1024  # entries of a constant that each tower has a copy of
 
@@ -50,26 +51,35 @@ class Copies:
         """Adds a copy of an op for each tower."""
         definition = op.node_def
         for tower in range(len(self._devices)):
-            device = self._device(op, tower)
+            device = self._device(op, op_plan, tower)
             control_inputs = self._control_inputs(op, tower)
             operands = [
-                self._operand(tensor, need, tower, device)
+                self._operand(op, tensor, need, tower, device)
                 for tensor, need in zip(op.inputs, op_plan.needs)
             ]
             if op_plan.functions:
                 operands = self._function_operands(
                     op, op_plan, operands, control_inputs, tower, device
                 )
+            elif op.type in op_types.ENTER:
+                operands = self._values_of_variables(op, op_plan, operands, control_inputs, device)
             name = self._values.copy_name(op.name, tower)
             node = self._nodes.copy(definition, name, [*operands, *control_inputs], device)
             adapt_node(self._values.batch_shards, node, op_plan, tower)
 
-    def _device(self, op: tf.Operation, tower: int) -> str:
+            # Each tower's v1 loop has a frame of its own.
+            if op.type in op_types.ENTER:
+                frame = self._values.copy_name(node.attr['frame_name'].s.decode(), tower)
+                node.attr['frame_name'].s = frame.encode()
+
+    def _device(self, op: tf.Operation, op_plan: OpPlan, tower: int) -> str:
         """Where a copy runs: on its tower's device, unless the user wants another kind."""
-        for operand in op.inputs:
-            if operand.dtype == tf.resource:
-                # An op that uses a variable or a table runs where that is.
-                return self._values.device_of_full(operand)
+        for operand, need in zip(op.inputs, op_plan.needs):
+            if operand.dtype == tf.resource and not isinstance(need, VariableValue):
+                source = entered(operand)
+                if source.op.type not in op_types.HANDLES:
+                    # An op that uses a variable or a table runs where that is.
+                    return self._values.device_of_full(source)
 
         device = self._devices[tower]
         if not op.device:
@@ -94,13 +104,18 @@ class Copies:
             names.append(self._nodes.after(unsharded, host_of(self._devices[tower])))
         return names
 
-    def _operand(self, tensor: tf.Tensor, need: Need, tower: int, device: str) -> str:
+    def _operand(
+        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: int, device: str
+    ) -> str:
         """What a copy on a device is given for an input of its op."""
-        if need == LOCAL:
+        is_read_in_loop = op.name in self._plan.in_loops and isinstance(need, VariableValue)
+        if need == LOCAL or is_read_in_loop:
             return self._values.local(tensor, tower)
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
         if isinstance(need, (LocalShape, Constant)):
+            if op.name in self._plan.in_loops:
+                return self._local_sizes_in_loop(tensor, need, tower, device)
             return self._local_sizes(tensor, need, tower)
 
         placement = self._plan.placements.get(tensor.name)
@@ -139,10 +154,21 @@ class Copies:
             return full  # These can't be sent to another device.
         return self._values.send(full, dtype, source, device)
 
+    def _local_sizes_in_loop(
+        self, tensor: tf.Tensor, need: LocalShape | Constant, tower: int, device: str
+    ) -> str:
+        """A constant in a v1 loop. It waits for what it replaces, and so is in the same frame."""
+        dtype = tensor.dtype.base_dtype
+        shards = self._values.batch_shards
+        sizes = shards.local_sizes(need, tower, tensor.shape.rank == 0, dtype)
+        value = const_def(sizes, dtype).attr['value'].tensor.SerializeToString()
+        replaced = f'^{self._values.copy_name(tensor.op.name, tower)}'
+        return self._nodes.add('Const', [replaced], device, dtype=dtype, value=value)
+
     def _copy_of_constant(self, op: tf.Operation, tower: int) -> str:
         value = op.get_attr('value').SerializeToString()
         control_inputs = self._control_inputs(op, tower)
-        device = self._device(op, tower)
+        device = self._device(op, OpPlan(), tower)
         dtype = op.outputs[0].dtype.base_dtype
         return self._nodes.add('Const', control_inputs, device, dtype=dtype, value=value)
 
@@ -156,17 +182,32 @@ class Copies:
         device: str,
     ) -> list[str]:
         """What a copy of an op that calls functions is given: values of variables, say."""
+        operands = self._values_of_variables(op, op_plan, operands, control_inputs, device)
         function_operands = []
-        for tensor, need, operand in zip(op.inputs, op_plan.needs, operands):
+        for tensor, operand in zip(op.inputs, operands):
             dtype = tensor.dtype.base_dtype
+            if dtype != tf.resource:
+                # TensorFlow begins a loop on the devices of its inputs, so they are the tower's.
+                operand = self._nodes.add('Identity', [operand], self._devices[tower], T=dtype)
+            function_operands.append(operand)
+        return function_operands
+
+    def _values_of_variables(
+        self,
+        op: tf.Operation,
+        op_plan: OpPlan,
+        operands: Sequence[str],
+        control_inputs: Sequence[str],
+        device: str,
+    ) -> list[str]:
+        """The operands, with the value of each variable that a loop only reads."""
+        values = []
+        for tensor, need, operand in zip(op.inputs, op_plan.needs, operands):
             if isinstance(need, VariableValue):
                 source = self._values.device_of_full(tensor)
                 read = self._nodes.add(
                     'ReadVariableOp', [operand, *control_inputs], source, dtype=need.dtype
                 )
                 operand = self._values.send(read, need.dtype, source, device)
-            elif dtype != tf.resource:
-                # TensorFlow begins a loop on the devices of its inputs, so they are the tower's.
-                operand = self._nodes.add('Identity', [operand], self._devices[tower], T=dtype)
-            function_operands.append(operand)
-        return function_operands
+            values.append(operand)
+        return values

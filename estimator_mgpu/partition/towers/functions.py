@@ -16,7 +16,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.plan import Constant, LocalShape, OpPlan, Slice, VariableValue
 from estimator_mgpu.partition.towers.node_builder import const_def, set_attr
 from estimator_mgpu.partition.towers.shards import Shards
-from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.tf_internals import function_calls, op_types
 
 # Attributes that say where the user's op is, and which shapes it has for the global batch.
 _ATTRS_OF_GLOBAL_BATCH = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
@@ -27,7 +27,12 @@ def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: int) -> None:
     for attr in _ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
         del node.attr[attr]
     for key, value in op_plan.attrs.items():
+        if isinstance(value, LocalShape):
+            value = _static_shape(shards, value, tower)
         set_attr(node.attr[key], value)
+    for need in op_plan.needs:
+        if node.op == op_types.CONST and isinstance(need, Slice):
+            _slice_constant(shards, node, need, tower)
 
     variable_dtypes = {
         position: need.dtype
@@ -38,7 +43,12 @@ def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: int) -> None:
     for function, op_plans in zip(called, op_plan.functions):
         function.name = _copy_function(shards, function.name, op_plans, tower, variable_dtypes)
     for position, dtype in variable_dtypes.items():
-        node.attr['T'].list.type[position] = dtype.as_datatype_enum
+        if node.op == op_types.READ_VARIABLE:
+            _replace_read(node, dtype.as_datatype_enum)
+        elif node.op in op_types.ENTER:
+            node.attr['T'].type = dtype.as_datatype_enum
+        else:
+            node.attr['T'].list.type[position] = dtype.as_datatype_enum
 
     if 'output_shapes' in node.attr:
         for shape in node.attr['output_shapes'].list.shape:
@@ -116,16 +126,26 @@ def _replace_read(node: Any, dtype: int) -> None:
     node.attr['T'].type = dtype
 
 
+def _static_shape(shards: Shards, need: LocalShape, tower: int) -> tf.TensorShape:
+    """A tower's shape, as far as it's known before a step."""
+    sizes = shards.local_sizes(need, tower, False, tf.int32)
+    assert isinstance(sizes, list)
+    return tf.TensorShape([size if isinstance(size, int) and size >= 0 else None for size in sizes])
+
+
+def _slice_constant(shards: Shards, node: Any, need: Slice, tower: int) -> None:
+    """Turns the copy of a constant into the tower's slice of it."""
+    start, size = map(int, shards.extent(need.factor, tower))
+    value = tf.make_ndarray(node.attr['value'].tensor)
+    set_attr(node.attr['value'], np.take(value, range(start, start + size), need.axis))
+
+
 def _set_local_constants(
     shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: int
 ) -> None:
-    """Gives a node the tower's slice of a constant, or its own sizes, as constants."""
+    """Gives a node the tower's own sizes, as constants."""
     for position, need in enumerate(op_plan.needs):
-        if isinstance(need, Slice):
-            start, size = map(int, shards.extent(need.factor, tower))
-            value = private.constant_value(op.outputs[0])
-            set_attr(node.attr['value'], np.take(value, range(start, start + size), need.axis))
-        elif isinstance(need, (LocalShape, Constant)):
+        if isinstance(need, (LocalShape, Constant)):
             operand = op.inputs[position]
             sizes = shards.local_sizes(need, tower, operand.shape.rank == 0, operand.dtype)
             constant = definition.node_def.add()

@@ -1,0 +1,114 @@
+"""How a loop of TensorFlow 1 is sharded, which is made of ops: towers have copies of all of them.
+
+As in `loops`, the placement of each variable is a fixed point: the body, given it, returns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, Shard
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
+from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
+from estimator_mgpu.partition.propagation.loops import (
+    check_fixed_point,
+    find_fixed_point,
+    variable_value,
+)
+from estimator_mgpu.partition.propagation.scope import Scope
+from estimator_mgpu.partition.rules.notation import NotSharded
+from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.tf_internals.v1_loops import V1Loop
+
+
+def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) -> Decision | None:
+    """Decides how a loop runs; None if it runs once.
+
+    Args:
+      scope: the graph, or the loop around it, that the loop is in.
+      loop: the loop.
+      placements: of its inputs.
+
+    Returns:
+      A decision whose only function has the plans of all of the loop's ops.
+
+    Raises:
+      NotSharded: if the loop has to run once, with the reason.
+    """
+    # Towers have copies of a loop in a loop in any case, and lists change in it.
+    is_replicated = all(placement == REPLICATE for placement in placements)
+    if is_replicated and not scope.in_function:
+        return None
+    if loop.body is None:
+        raise NotSharded('the ops of this v1 loop are connected in an unusual way')
+
+    # The placements of lists are those of their handles, whatever passes these on.
+    begin = [
+        scope.placement_of_list(tensor) if tensor.dtype == tf.resource else placement
+        for tensor, placement in zip(loop.inputs, placements)
+    ]
+    functions = CalledFunctions(scope, [loop.body], loop.inputs, begin, loop.body.unchanged)
+    find_fixed_point(functions)
+    body, returned = functions.visit(loop.body, assumes=False)
+    check_fixed_point(functions, body, returned)
+    _check_condition(body, loop.body.condition)
+
+    output_placements = [body.scope.placement_of(result) for result in loop.body.results]
+    output_dims = [
+        _output_dims(functions, body, output, result)
+        for output, result in zip(loop.outputs, loop.body.results)
+    ]
+    lists = [
+        (tensor, placement)
+        for tensor, placement in zip(loop.inputs, returned)
+        if tensor.dtype == tf.resource and isinstance(placement, NotGatherable)
+    ]
+    decision = Decision(_plan(functions, body, loop), output_placements, output_dims, lists)
+    return decision if scope.make_lists(loop, decision) else None
+
+
+def _check_condition(body: FunctionBody, condition: tf.Tensor) -> None:
+    """Raises NotSharded unless the condition is the same on all towers."""
+    if body.scope.placement_of(condition) != REPLICATE or body.differs(condition):
+        raise NotSharded('the examples decide how many steps it takes')
+
+
+def _output_dims(
+    functions: CalledFunctions, body: FunctionBody, output: tf.Tensor, result: tf.Tensor
+) -> list[Size] | None:
+    """The dimensions of an output, if it's sharded; None if it isn't.
+
+    Args:
+      functions: the loop's.
+      body: what was found of the loop's body.
+      output: of the loop.
+      result: the same, in the loop.
+    """
+    placement = body.scope.placement_of(result)
+    if placement == REPLICATE and body.differs(result) and output.consumers():
+        raise NotSharded(f'{output.name} is a size that depends on the tower')
+    if not isinstance(placement, Shard):
+        return None
+
+    factor = body.scope.sizes.per_row(result, placement.axis, placement.rows)
+    if factor is None or factor.static is None:
+        raise NotSharded(f'the size of {output.name} is unknown')
+    rank = len(body.scope.sizes.dims(result) or [])
+    return functions.scope.sizes.dims_of_shard(output, placement, factor, rank)
+
+
+def _plan(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPlan:
+    """The forms of what comes in, and the plans of all ops."""
+    needs = functions.needs()
+    ops = {op.name: OpPlan((LOCAL,) * len(op.inputs)) for op in loop.all_ops}
+    ops.update(body.scope.ops)
+    for index, enter in enumerate(loop.enters):
+        value = variable_value(functions.scope, [loop.body], index)
+        if needs[index] == FULL and value is not None:
+            needs[index] = value
+            for read in enter.outputs[0].consumers():
+                ops[read.name] = OpPlan((value,))
+    return OpPlan(tuple(needs), functions=[ops])

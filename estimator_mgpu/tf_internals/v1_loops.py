@@ -1,0 +1,270 @@
+"""The `while_loop`s of TensorFlow 1: loops that are made of ops, rather than of functions.
+
+Each variable of such a loop goes around in a circle:
+
+    start --> Enter --> Merge --> Switch ----> Exit --> result
+                          ^        ^  |
+                          |        |  +--> ops of the body --> NextIteration --+
+                          |        |                                           |
+                          |     LoopCond <-- ops of the condition <-- Merge    |
+                          +----------------------------------------------------+
+
+What the loop only uses, a constant of the loop, comes in by an `Enter` alone. All ops between
+`Enter` and `Exit` are in one *frame*: they can use only what is in the frame. A loop in a loop has
+a frame in a frame.
+
+Loops are found by the types of their ops, since an imported graph has nothing else that tells.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import NamedTuple, Union
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.graphs import direct_inputs, topological_order
+
+Frame = tuple[str, ...]
+"""A frame, by its name and before it those of the frames around it; () is the graph itself."""
+
+
+class LoopVariable(NamedTuple):
+    """The ops of one variable of a loop."""
+
+    enter: tf.Operation
+    merge: tf.Operation
+    switch: tf.Operation
+    next_iteration: tf.Operation
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether each step leaves it as it is."""
+        return passed_on(self.next_iteration.inputs[0]) is self.merge.outputs[0]
+
+
+@dataclass(eq=False)
+class V1Loop:
+    """A loop. Like an op, it has a type, a name, inputs and outputs.
+
+    Attributes:
+      name: that of its frame.
+      enters: the ops by which all comes in: variables, and then constants.
+      exits: the ops by which results come out: the last values of variables, or of them.
+      all_ops: all of its ops, `enters`, `exits` and those of inner loops included.
+      body: its condition and its body; None if its ops aren't connected as in the picture above.
+    """
+
+    name: str
+    enters: Sequence[tf.Operation]
+    exits: Sequence[tf.Operation]
+    all_ops: Sequence[tf.Operation]
+    body: LoopBody | None
+    type = op_types.V1_LOOP
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """What comes in, in the order of `enters`."""
+        return [enter.inputs[0] for enter in self.enters]
+
+    @property
+    def outputs(self) -> list[tf.Tensor]:
+        """What comes out, in the order of `exits`."""
+        return [exit.outputs[0] for exit in self.exits]
+
+
+Unit = Union[tf.Operation, V1Loop]
+"""An op, or a loop that takes the place of all of its ops."""
+
+
+@dataclass(eq=False)
+class LoopBody:
+    """A loop's condition and body. Like a function's graph, it has inputs, ops and outputs.
+
+    Attributes:
+      name: the loop's.
+      inputs: the values at the begin of a step, of variables and constants.
+      outputs: those at its end, in the same order.
+      results: what the loop gives when it ends, in the order of its `exits`.
+      condition: whether the loop goes on, a bool scalar.
+      unchanged: indices of the inputs that are the same in each step.
+      units: its ops and inner loops, each after those that it depends on.
+    """
+
+    name: str
+    inputs: Sequence[tf.Tensor]
+    outputs: Sequence[tf.Tensor]
+    results: Sequence[tf.Tensor]
+    condition: tf.Tensor
+    unchanged: Container[int]
+    units: Sequence[Unit]
+
+    def get_operations(self) -> Sequence[Unit]:
+        """As of a `tf.Graph`."""
+        return self.units
+
+
+def frames_of(ops: Sequence[tf.Operation]) -> dict[tf.Operation, Frame]:
+    """The frame of each op that is in one.
+
+    An `Enter` is in the frame into which it leads, and an `Exit` in that out of which it leads.
+    """
+    if not any(op.type in op_types.ENTER for op in ops):
+        return {}
+
+    frames: dict[tf.Operation, Frame] = {}
+    for op in topological_order(ops):
+        if op.type not in op_types.NEXT_ITERATION:
+            _add_frame(op, frames)
+    # The ways back come last, though their consumers are before them in the order.
+    for op in ops:
+        if op.type in op_types.NEXT_ITERATION:
+            _add_frame(op, frames)
+    return frames
+
+
+def _add_frame(op: tf.Operation, frames: dict[tf.Operation, Frame]) -> None:
+    """Adds the frame of an op, if it's in one, to those of the ops before."""
+    frame: Frame = ()
+    # All inputs of an op are in the same frame. A constant has none, but waits for an op there.
+    for before in direct_inputs(op):
+        frame_before = frames.get(before, ())
+        if before.type in op_types.EXIT:
+            frame_before = frame_before[:-1]
+        frame = max(frame, frame_before, key=len)
+    if op.type in op_types.ENTER:
+        frame = (*frame, op.get_attr('frame_name').decode())
+    if frame:
+        frames[op] = frame
+
+
+def find_loops(graph: tf.Graph) -> list[V1Loop]:
+    """The outermost loops of a graph."""
+    members = defaultdict[Frame, list[tf.Operation]](list)
+    for op, frame in frames_of(graph.get_operations()).items():
+        members[frame].append(op)
+
+    # The innermost first, as the loops around them contain them.
+    inner_loops = defaultdict[Frame, list[V1Loop]](list)
+    for frame in sorted(members, key=len, reverse=True):
+        loop = _loop(frame[-1], members[frame], inner_loops[frame])
+        inner_loops[frame[:-1]].append(loop)
+    return inner_loops[()]
+
+
+def _loop(name: str, ops: Sequence[tf.Operation], inner: Sequence[V1Loop]) -> V1Loop:
+    """The loop of a frame.
+
+    Args:
+      name: the frame's.
+      ops: those in the frame, but in no inner one.
+      inner: the loops in it.
+    """
+    all_ops = [*ops, *(op for loop in inner for op in loop.all_ops)]
+    enters = [op for op in ops if op.type in op_types.ENTER]
+    exits = [op for op in ops if op.type in op_types.EXIT]
+    conditions = [op for op in ops if op.type == op_types.LOOP_CONDITION]
+    try:
+        variables = [_variable(op) for op in ops if _has_way_back(op)]
+    except ValueError:
+        return V1Loop(name, enters, exits, all_ops, body=None)
+    is_regular = (
+        len(conditions) == 1
+        and {variable.condition for variable in variables} == {*conditions}
+        and all(loop.body is not None for loop in inner)
+    )
+    if not is_regular:
+        return V1Loop(name, enters, exits, all_ops, body=None)
+
+    begun = [variable.enter for variable in variables]
+    constants = [enter for enter in enters if enter not in begun]
+    constant_values = [enter.outputs[0] for enter in constants]
+    around = {*conditions, *enters, *exits}
+    for variable in variables:
+        around |= {variable.merge, variable.next_iteration}
+
+    unchanged = {index for index, variable in enumerate(variables) if variable.is_unchanged}
+    unchanged.update(range(len(variables), len(enters)))
+    body = LoopBody(
+        name,
+        inputs=[*(variable.merge.outputs[0] for variable in variables), *constant_values],
+        outputs=[
+            *(variable.next_iteration.inputs[0] for variable in variables),
+            *constant_values,
+        ],
+        results=[exit.inputs[0] for exit in exits],
+        condition=conditions[0].inputs[0],
+        unchanged=unchanged,
+        units=order_units([op for op in all_ops if op not in around], inner),
+    )
+    return V1Loop(name, [*begun, *constants], exits, all_ops, body)
+
+
+class _Variable(NamedTuple):
+    """The ops of one variable of a loop."""
+
+    enter: tf.Operation
+    merge: tf.Operation
+    condition: tf.Operation
+    next_iteration: tf.Operation
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether each step leaves it as it is."""
+        return passed_on(self.next_iteration.inputs[0]) is self.merge.outputs[0]
+
+
+def _has_way_back(op: tf.Operation) -> bool:
+    """Whether an op is the `Merge` of a variable."""
+    return op.type in op_types.MERGE and any(_is_way_back(tensor.op) for tensor in op.inputs)
+
+
+def _is_way_back(op: tf.Operation) -> bool:
+    return op.type in op_types.NEXT_ITERATION
+
+
+def _variable(merge: tf.Operation) -> _Variable:
+    """The variable of a `Merge`.
+
+    Raises:
+      ValueError: if its ops aren't connected as in the picture above.
+    """
+    [enter] = [tensor.op for tensor in merge.inputs if tensor.op.type in op_types.ENTER]
+    [next_iteration] = [tensor.op for tensor in merge.inputs if _is_way_back(tensor.op)]
+    [switch] = [
+        op
+        for op in merge.outputs[0].consumers()
+        if op.type in op_types.SWITCH and op.inputs[1].op.type == op_types.LOOP_CONDITION
+    ]
+    return _Variable(enter, merge, switch.inputs[1].op, next_iteration)
+
+
+def passed_on(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor itself, or the one that it passes on without a change, in the same frame."""
+    while tensor.op.type in op_types.PASS_ON:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def entered(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor itself, or the one outside of loops that it passes on without a change."""
+    while tensor.op.type in (*op_types.PASS_ON, *op_types.ENTER):
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def order_units(ops: Iterable[tf.Operation], loops: Sequence[V1Loop]) -> list[Unit]:
+    """The ops, each after those that it depends on, with loops in the place of their ops."""
+    loop_of = {op: loop for loop in loops for op in loop.all_ops}
+    inputs: dict[Unit, list[Unit]] = {}
+    for op in ops:
+        unit = loop_of.get(op, op)
+        if unit not in inputs:
+            begins = unit.enters if isinstance(unit, V1Loop) else [op]
+            sources = [source for begin in begins for source in direct_inputs(begin)]
+            inputs[unit] = [loop_of.get(source, source) for source in sources]
+    return [unit for unit in TopologicalSorter(inputs).static_order() if unit in inputs]
