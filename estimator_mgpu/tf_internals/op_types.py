@@ -33,6 +33,7 @@ HANDLE_PREFIXES = ('TensorArray', 'Stack')
 """How the types of ops begin that use a TensorArray or a stack, v1 loops' lists, by a handle."""
 NEW_HANDLES = ('TensorArrayV3', 'StackV2')
 """TensorArrays and stacks without elements."""
+STACK_PUSH = 'StackPushV2'
 HANDLES = (*NEW_HANDLES, 'TensorArrayGradV3', 'StackPopV2')
 """Where handles come from."""
 

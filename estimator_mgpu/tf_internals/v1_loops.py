@@ -199,9 +199,19 @@ def _loop(name: str, ops: Sequence[tf.Operation], inner: Sequence[V1Loop]) -> V1
         results=[exit.inputs[0] for exit in exits],
         condition=conditions[0].inputs[0],
         unchanged=unchanged,
-        units=order_units([op for op in all_ops if op not in around], inner),
+        units=_handles_kept_last(order_units([op for op in all_ops if op not in around], inner)),
     )
     return V1Loop(name, [*begun, *constants], exits, all_ops, body)
+
+
+def _handles_kept_last(units: Sequence[Unit]) -> list[Unit]:
+    """Lets ops that keep a handle in a stack come after those that say what is in its list."""
+    keep_handles = [
+        unit
+        for unit in units
+        if unit.type == op_types.STACK_PUSH and unit.inputs[1].dtype == tf.resource
+    ]
+    return [unit for unit in units if unit not in keep_handles] + keep_handles
 
 
 class _Variable(NamedTuple):

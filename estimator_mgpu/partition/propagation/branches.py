@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import (
@@ -21,11 +20,11 @@ from estimator_mgpu.partition.placements import (
 )
 from estimator_mgpu.partition.plan import FULL, Decision, OpPlan
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
-from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
+from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, is_zero
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
-from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.tf_internals import function_calls, op_types
 
 
 def decide_branches(
@@ -112,19 +111,10 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
         if placement == joined:
             continue
         is_empty_list = isinstance(joined, NotGatherable) and tensor.op.type in op_types.EMPTY_LISTS
-        is_zero = isinstance(joined, Partial) and joined.reduce == 'sum' and _is_zero(tensor)
-        if placement != REPLICATE or not (is_empty_list or is_zero):
+        is_nothing = isinstance(joined, Partial) and joined.reduce == 'sum' and is_zero(tensor)
+        if placement != REPLICATE or not (is_empty_list or is_nothing):
             raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
     return joined
-
-
-def _is_zero(tensor: tf.Tensor) -> bool:
-    """Whether the graph alone tells that all of a tensor's entries are zeros."""
-    if tensor.op.type in op_types.ZEROS_ONES_LIKE:
-        return not op_types.ZEROS_ONES_LIKE[tensor.op.type]
-    filled = tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
-    value = private.constant_value(filled)
-    return value is not None and not np.any(value)
 
 
 def _output_dims(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
@@ -34,8 +35,8 @@ from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, Size, per_row
-from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.v1_loops import Unit
+from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals.v1_loops import Unit, passed_on
 
 Requests = dict[tf.Operation, Slice]
 """Shards that ops in a function need of what is replicated there, by the op that makes it.
@@ -174,9 +175,12 @@ class FunctionBody:
                 raise NotSharded(f'in it, {op.name} needs all examples')
             return LOCAL
 
-        if isinstance(need, Slice) and self._can_be_made(tensor):
-            self._requests[tensor.op] = need
+        source = passed_on(tensor)
+        if isinstance(need, Slice) and self._can_be_made(source):
+            self._requests[source.op] = need
             return LOCAL
+        if need == FULL_ON_FIRST and is_zero(tensor):
+            return LOCAL  # Zeros on each tower add nothing to a sum.
         if isinstance(need, Slice) or need == FULL_ON_FIRST:
             if not self.scope.assumes:
                 raise NotSharded(f'in it, {op.type} needs a slice of {tensor.name}')
@@ -225,3 +229,13 @@ class FunctionBody:
         dims[request.axis] = factor * Size(1, (self.scope.batch,))
         shard = Shard(request.axis, self.scope.batch)
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))
+
+
+def is_zero(tensor: tf.Tensor) -> bool:
+    """Whether the graph alone tells that all of a tensor's entries are zeros."""
+    tensor = passed_on(tensor)
+    if tensor.op.type in op_types.ZEROS_ONES_LIKE:
+        return not op_types.ZEROS_ONES_LIKE[tensor.op.type]
+    filled = tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
+    value = private.constant_value(filled)
+    return value is not None and not np.any(value)

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import REPLICATE, REPLICATE_LIST, Placement
+from estimator_mgpu.partition.placements import FLOW, REPLICATE, REPLICATE_LIST, Placement
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import Rule
@@ -99,10 +99,10 @@ class Scope:
         return self.placement_of(passed_on(handle))
 
     def _place_list(self, handle: tf.Tensor, placement: Placement) -> None:
-        """Notes the placement of a TensorArray or a stack."""
+        """Notes the placement of a TensorArray or a stack, or of its flow."""
         source = passed_on(handle)
         self.placements[source.name] = placement
-        if source.op.type in op_types.NEW_HANDLES:
+        if source.op.type in op_types.NEW_HANDLES and placement != FLOW:
             plan = handles.new_list(source.op, placement)
             self.ops[source.op.name] = plan._replace(needs=(LOCAL,)) if self.in_function else plan
 
@@ -154,8 +154,8 @@ class Scope:
             made[op.name] = handles.new_list(op, REPLICATE)
         elif op.type == op_types.CONST:
             made[op.name] = OpPlan()  # A flow that begins with 0.0, as in a sum of them.
-        elif op.type == op_types.IDENTITY:
-            made[op.name] = OpPlan((LOCAL,))
+        elif op.type in op_types.PASS_ON:
+            made[op.name] = OpPlan((LOCAL, *[FULL] * (len(op.inputs) - 1)))
         elif op.type in handles.PUTS:
             if placements.get(passed_on(op.inputs[0]).name) != REPLICATE_LIST:
                 return False

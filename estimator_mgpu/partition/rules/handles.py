@@ -69,6 +69,21 @@ def decide(
     """
     if not placements:
         return None
+    decision = _decision(op, placements, batch, sizes, in_function)
+    flow = op.inputs[-1]
+    if decision is None or not op.type.startswith('TensorArray'):
+        return decision
+    # The list is the tower's own, and so is the flow by which the op comes after those before it.
+    return decision._replace(lists=[*decision.lists, (flow, FLOW)])
+
+
+def _decision(
+    op: tf.Operation,
+    placements: Sequence[Placement],
+    batch: RowSpace,
+    sizes: Sizes,
+    in_function: bool,
+) -> Decision | None:
     current = placements[0]
     if op.type in PUTS:
         return _put(op, placements, batch, sizes, in_function)
