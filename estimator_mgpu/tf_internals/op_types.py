@@ -53,6 +53,10 @@ ENTER = ('Enter', 'RefEnter')
 EXIT = ('Exit', 'RefExit')
 NEXT_ITERATION = ('NextIteration', 'RefNextIteration')
 MERGE = ('Merge', 'RefMerge')
+SWITCH = ('Switch', 'RefSwitch')
+"""Has its value on one of two outputs; the other one is dead, and so is what depends on it."""
+CONTROL_TRIGGER = 'ControlTrigger'
+"""A group that runs also if what it waits for is dead."""
 
 VARIABLE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
 """Ops that only read a variable: TensorFlow calls them stateful, but they have no side effect."""
