@@ -7,7 +7,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batch import Batch, batch_of
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.notation import FAMILIES
-from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 
 def shapes_told_by_model(batch: Batch) -> Batch:
@@ -28,6 +29,7 @@ def _shape_told(tensor: tf.Tensor) -> list[int | None] | None:
     `tf.ensure_shape` tells it, or `set_shape` of what `tf.cast` returns. What reshapes a tensor
     doesn't: its dimension 0 may be another one.
     """
+    liveness = Liveness(tensor.graph.get_operations())
     stack, seen = [tensor], {tensor.name}
     while stack:
         own = stack.pop()
@@ -37,7 +39,7 @@ def _shape_told(tensor: tf.Tensor) -> list[int | None] | None:
                 or RULES.get(user.type) == FAMILIES['elementwise']
             )
             alone = all(t is own or t.shape.rank == 0 for t in user.inputs)
-            if not entries or not alone or private.in_v1_control_flow(user):
+            if not entries or not alone or not liveness.always_runs(user):
                 continue
             [made] = user.outputs
             if made.shape.rank is not None:

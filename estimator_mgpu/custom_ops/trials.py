@@ -30,6 +30,7 @@ from estimator_mgpu.partition.towers.build import Towers, build_towers
 from estimator_mgpu.partition.towers.placement import place_ops
 from estimator_mgpu.tf_internals import graphs, private
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order
+from estimator_mgpu.tf_internals.state_order import StateOrder
 
 _SMALL = 64  # entries of an integer vector that may be sizes, or name dimensions
 
@@ -438,11 +439,14 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     """Divides copies of ops at once, by the rules alone; how many rows there are may be fed."""
     graph = tf.get_default_graph()
     sources = [source for trial in trials for source in (trial.rows, *trial.sources.values())]
-    order, rows = topological_order(dependents(sources, frozenset())), RowSpace('batch', static)
-    plan = propagate(sources, [], order, rows, RULES, PRODUCTS, frozenset(), {})
+    ops = topological_order(dependents(sources, frozenset()))
+    rows = RowSpace('batch', static)
+    plan = propagate(sources, [], ops, rows, RULES, PRODUCTS, frozenset(), {})
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
-    return build_towers(graph, plan, total, devices, place_ops(graph, plan), {})
+    full_value_devices = place_ops(graph, plan)
+    order = StateOrder(graph.get_operations())
+    return build_towers(graph, plan, total, devices, full_value_devices, {}, order)
 
 
 @contextlib.contextmanager

@@ -12,16 +12,14 @@ from estimator_mgpu.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
-from estimator_mgpu.partition.rewrites.gradient_tuples import (
-    order_writes_after_reads,
-    untie_gradient_tuples,
-)
+from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
 from estimator_mgpu.partition.towers.placement import place_ops
 from estimator_mgpu.tf_internals.graphs import dependents
+from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import find_loops, order_units
 
 
@@ -52,17 +50,17 @@ def divide(
         return None
     unsharded = _unsharded_leaves(batch)
 
-    inlined = inline_calls(graph, existing_ops)
-    untied = untie_gradient_tuples(graph, existing_ops)
-    replaced = {**inlined, **untied, **replace_likes_by_fills(graph, existing_ops)}
+    replaced = inline_calls(graph, existing_ops)
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
+    order = StateOrder(graph.get_operations())
+    replaced.update(bypass_identities(graph, existing_ops, order))
+    replaced.update(replace_likes_by_fills(graph, existing_ops))
 
+    unused = {name.partition(':')[0] for name in replaced}
+    unused |= idle_groups(graph, existing_ops, unused)
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
     ops = dependents(inputs, existing_ops)
-    entries = [graph.get_tensor_by_name(name).op for name in untied]
-    order_writes_after_reads(entries, existing_ops)
-
     plan = propagate(
         batch.sources,
         unsharded,
@@ -70,12 +68,12 @@ def divide(
         RowSpace('batch', batch.static),
         RULES | OF_DEVICE if batch_norm == 'device' else RULES,
         PRODUCTS,
-        unused={name.partition(':')[0] for name in replaced},
+        unused=unused,
         reasons=_reasons_of_unknown_ranks(batch),
     )
     full_value_devices = place_ops(graph, plan)
     calls = optimizer.gradients_by_call(graph)
-    return build_towers(graph, plan, total, devices, full_value_devices, replaced, calls)
+    return build_towers(graph, plan, total, devices, full_value_devices, replaced, order, calls)
 
 
 def _is_shardable(batch: Batch, towers: int) -> bool:

@@ -24,6 +24,15 @@ def has_side_effect(op: tf.Operation) -> bool:
     return op.op_def.is_stateful and not only_makes_handles
 
 
+def only_draws(op: tf.Operation) -> bool:
+    """Whether all that an op does is to draw random numbers: others needn't be ordered by it."""
+    has_state = any(
+        operand.dtype == tf.resource or graphs.is_reference_variable(operand)
+        for operand in op.inputs
+    )
+    return has_side_effect(op) and 'seed2' in op.node_def.attr and not has_state
+
+
 def upstream_side_effects(
     ops: Sequence[tf.Operation], also: Sequence[str] = ()
 ) -> dict[tf.Operation, int]:
@@ -33,13 +42,33 @@ def upstream_side_effects(
       ops: those that are looked at.
       also: types of further ops that count as if they had side effects.
     """
-    effects: dict[tf.Operation, int] = {}
-    next_bit = 1
-    for op in topological_order(ops):
-        effects[op] = 0
-        if has_side_effect(op) or op.type in also:
-            effects[op] = next_bit
-            next_bit <<= 1
-        for before in graphs.direct_inputs(op):
-            effects[op] |= effects.get(before, 0)
-    return effects
+    has_effect = [op for op in ops if has_side_effect(op) or op.type in also]
+    return upstream_bits(ops, {op: 1 << index for index, op in enumerate(has_effect)})
+
+
+def upstream_bits(
+    ops: Sequence[tf.Operation], bits: dict[tf.Operation, int]
+) -> dict[tf.Operation, int]:
+    """For each op, its bits and those of all ops that it depends on."""
+    upstream: dict[tf.Operation, int] = {}
+    order = topological_order(ops)
+    is_complete = False
+    while not is_complete:
+        is_complete = True
+        for op in order:
+            found = bits.get(op, 0)
+            for before in graphs.direct_inputs(op):
+                found = union(upstream.get(before, 0), found)
+            # What a v1 loop computes is known only now for its way back, which comes first.
+            if op.type in op_types.NEXT_ITERATION and found != upstream.get(op):
+                is_complete = False
+            upstream[op] = found
+    return upstream
+
+
+def union(first: int, second: int) -> int:
+    """The bits of either; the same object as before if that is all, which saves memory."""
+    both = first | second
+    if both == first:
+        return first
+    return second if both == second else both

@@ -24,6 +24,9 @@ NEXT_ITERATION = ('NextIteration', 'RefNextIteration')
 MERGE = ('Merge', 'RefMerge')
 LOOP_CONDITION = 'LoopCond'
 SWITCH = ('Switch', 'RefSwitch')
+"""Has its value on one of two outputs; the other one is dead, and so is what depends on it."""
+CONTROL_TRIGGER = 'ControlTrigger'
+"""A group that runs also if what it waits for is dead."""
 V1_LOOP = 'v1 loop'
 """The type of a whole v1 loop, in place of its ops: there is no op of this type."""
 PASS_ON = ('Identity', 'Switch')
@@ -101,3 +104,17 @@ STATE_QUERIES = (
 
 PLACEHOLDERS = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
 """Ops whose values are fed: there, a batch doesn't end."""
+
+IDENTITY_N = 'IdentityN'
+"""As many identities, of which none is there before all are: `tf.custom_gradient` makes it."""
+
+MAY_SHARE_MEMORY = (
+    *('Identity', 'IdentityN', 'PreventGradient', 'Print', 'Snapshot', 'StopGradient'),
+    *('CheckNumerics', 'CheckNumericsV2', 'EnsureShape', 'PlaceholderWithDefault'),
+    *('BroadcastTo', 'Cast', 'Bitcast', 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose'),
+    *('AddN', 'ConcatV2', 'Pack', 'Pad', 'PadV2', 'ReverseV2', 'Tile', 'Max', 'Mean', 'Min'),
+    *('Prod', 'Sum', 'Slice', 'Split', 'SplitV', 'StridedSlice', 'Unpack'),
+    *('Enter', 'Exit', 'Merge', 'NextIteration', 'Switch'),
+)
+"""Ops whose output may lie in the memory of an input, at least for some shapes: if that is a
+reference variable's, a write to the variable shows in the output."""

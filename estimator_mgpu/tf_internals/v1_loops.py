@@ -27,24 +27,8 @@ from typing import NamedTuple, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.graphs import direct_inputs, topological_order
-
-Frame = tuple[str, ...]
-"""A frame, by its name and before it those of the frames around it; () is the graph itself."""
-
-
-class LoopVariable(NamedTuple):
-    """The ops of one variable of a loop."""
-
-    enter: tf.Operation
-    merge: tf.Operation
-    switch: tf.Operation
-    next_iteration: tf.Operation
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether each step leaves it as it is."""
-        return passed_on(self.next_iteration.inputs[0]) is self.merge.outputs[0]
+from estimator_mgpu.tf_internals.graphs import direct_inputs
+from estimator_mgpu.tf_internals.liveness import Frame, Liveness
 
 
 @dataclass(eq=False)
@@ -108,50 +92,21 @@ class LoopBody:
         return self.units
 
 
-def frames_of(ops: Sequence[tf.Operation]) -> dict[tf.Operation, Frame]:
-    """The frame of each op that is in one.
-
-    An `Enter` is in the frame into which it leads, and an `Exit` in that out of which it leads.
-    """
-    if not any(op.type in op_types.ENTER for op in ops):
-        return {}
-
-    frames: dict[tf.Operation, Frame] = {}
-    for op in topological_order(ops):
-        if op.type not in op_types.NEXT_ITERATION:
-            _add_frame(op, frames)
-    # The ways back come last, though their consumers are before them in the order.
-    for op in ops:
-        if op.type in op_types.NEXT_ITERATION:
-            _add_frame(op, frames)
-    return frames
-
-
-def _add_frame(op: tf.Operation, frames: dict[tf.Operation, Frame]) -> None:
-    """Adds the frame of an op, if it's in one, to those of the ops before."""
-    frame: Frame = ()
-    # All inputs of an op are in the same frame. A constant has none, but waits for an op there.
-    for before in direct_inputs(op):
-        frame_before = frames.get(before, ())
-        if before.type in op_types.EXIT:
-            frame_before = frame_before[:-1]
-        frame = max(frame, frame_before, key=len)
-    if op.type in op_types.ENTER:
-        frame = (*frame, op.get_attr('frame_name').decode())
-    if frame:
-        frames[op] = frame
-
-
 def find_loops(graph: tf.Graph) -> list[V1Loop]:
     """The outermost loops of a graph."""
+    ops = graph.get_operations()
+    liveness = Liveness(ops)
     members = defaultdict[Frame, list[tf.Operation]](list)
-    for op, frame in frames_of(graph.get_operations()).items():
-        members[frame].append(op)
+    for op in ops:
+        begins = op.type in op_types.ENTER
+        frame = liveness.output_frame(op) if begins else liveness.frame(op)
+        if frame:
+            members[frame].append(op)
 
     # The innermost first, as the loops around them contain them.
     inner_loops = defaultdict[Frame, list[V1Loop]](list)
     for frame in sorted(members, key=len, reverse=True):
-        loop = _loop(frame[-1], members[frame], inner_loops[frame])
+        loop = _loop(frame[-1].decode(), members[frame], inner_loops[frame])
         inner_loops[frame[:-1]].append(loop)
     return inner_loops[()]
 

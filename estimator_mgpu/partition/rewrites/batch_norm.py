@@ -18,13 +18,14 @@ from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import graphs, op_types, private
+from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 
 def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
     """Replaces the outputs of fused batch normalizations by sums.
 
-    Those in v1 control flow, or of inputs of unknown rank, stay as they are.
+    Those in v1 loops, or of inputs of unknown rank, stay as they are.
 
     Args:
       graph: the graph that the model_fn has built.
@@ -34,6 +35,7 @@ def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.T
       By the name of an output, the tensor that is used in its place, if nothing but fetches needs
       the fused op any more.
     """
+    liveness = Liveness(graph.get_operations())
     replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
         trains = (
@@ -41,7 +43,7 @@ def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.T
             and op.name not in existing_ops
             and op.get_attr('is_training')
         )
-        if not trains or op.inputs[0].shape.rank is None or private.in_v1_control_flow(op):
+        if not trains or op.inputs[0].shape.rank is None or liveness.is_in_loop(op):
             continue
         users = [u for u in op.outputs[3].consumers() if u.type in op_types.BATCH_NORMS.values()]
         with tf.control_dependencies(None), tf.device(op.device):

@@ -12,13 +12,14 @@ from collections.abc import Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import graphs, op_types, private
+from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 _NOT_FILLED = (tf.string, tf.resource, tf.variant)
 
 
 def replace_likes_by_fills(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
-    """Replaces the outputs of `ZerosLike` and `OnesLike` by fills, but in v1 control flow.
+    """Replaces the outputs of `ZerosLike` and `OnesLike` by fills, but in v1 loops.
 
     Args:
       graph: the graph that the model_fn has built.
@@ -27,13 +28,14 @@ def replace_likes_by_fills(graph: tf.Graph, existing_ops: Set[str]) -> dict[str,
     Returns:
       By the name of an output, the tensor that is used in its place.
     """
+    liveness = Liveness(graph.get_operations())
     replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
         if op.type not in op_types.ZEROS_ONES_LIKE or op.name in existing_ops:
             continue
         output = op.outputs[0]
         is_used = bool(output.consumers())
-        if not is_used or output.dtype in _NOT_FILLED or private.in_v1_control_flow(op):
+        if not is_used or output.dtype in _NOT_FILLED or liveness.is_in_loop(op):
             continue
 
         value = op_types.ZEROS_ONES_LIKE[op.type]

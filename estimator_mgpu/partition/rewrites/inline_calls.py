@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 # Attributes, of functions and of calls, that say that a function has to be called.
 _STAYS_A_CALL = {'_noinline', '_XlaMustCompile'}
@@ -40,10 +41,12 @@ def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor
         ]
         if not calls:
             return replaced
+        liveness = Liveness(graph.get_operations())
         for call in calls:  # The functions may call others, which are visited next.
             visited.add(call.name)
             function = _function_to_inline(call)
-            if function is None:
+            # In a v1 loop or a branch, a function's constants would run outside of it.
+            if function is None or not liveness.always_runs(call):
                 continue
             outputs, last = _add_body(call, function)
             # The function may have got further outputs since it was called.
@@ -56,7 +59,7 @@ def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor
 
 def _function_to_inline(call: tf.Operation) -> Any:
     """The graph of the function that an op calls; None if it has to be called."""
-    if private.in_v1_control_flow(call) or not function_calls.function_graphs(call):
+    if not function_calls.function_graphs(call):
         return None
     [called] = function_calls.called_functions(call.node_def)
     definition, graph = function_calls.function_definition(call.graph, called.name)

@@ -25,6 +25,7 @@ from estimator_mgpu.partition.plan import (
 from estimator_mgpu.partition.towers.functions import adapt_node
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, const_def
 from estimator_mgpu.partition.towers.values import Values
+from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.v1_loops import entered
 
@@ -38,13 +39,22 @@ class Copies:
       plan: which ops are sharded, and what their copies are given.
       devices: one for each tower.
       values: what the copies are given.
+      waits: what the copies wait for.
       nodes: where nodes are added.
     """
 
-    def __init__(self, plan: Plan, devices: Sequence[str], values: Values, nodes: NodeBuilder):
+    def __init__(
+        self,
+        plan: Plan,
+        devices: Sequence[str],
+        values: Values,
+        waits: Waits,
+        nodes: NodeBuilder,
+    ):
         self._plan = plan
         self._devices = devices
         self._values = values
+        self._waits = waits
         self._nodes = nodes
 
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
@@ -93,7 +103,7 @@ class Copies:
         """What a copy waits for, as its op does: the tower's copies, and ops that run once."""
         names = []
         unsharded = []
-        for before in op.control_inputs:
+        for before in self._waits.of_copy(op):
             # A NoOp that waits for nothing isn't worth waiting for.
             is_immediate = before.type == op_types.NO_OP and not before.control_inputs
             if before.name in self._plan.ops:

@@ -119,6 +119,11 @@ class NodeBuilder:
         self._control_inputs[name] = ops
         return f'^{name}'
 
+    def join(self, names: Sequence[str], device: str) -> str:
+        """Adds a NoOp that waits for nodes, which were added before; returns its name."""
+        controls = [f'^{name}' for name in names]
+        return self._once((*controls, device), lambda: node_def('NoOp'), controls, device)
+
     def _once(self, key: Any, make: Callable[[], Any], inputs: Sequence[str], device: str) -> str:
         """Adds a node unless there is one with the key; returns its name."""
         if key not in self._names:

@@ -31,9 +31,11 @@ from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.tf_internals import graphs, op_types, private
+from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect, upstream_side_effects
 from estimator_mgpu.tf_internals.graphs import dependents
+from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.state_order import StateOrder
 
 _PACKED_TYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 _LARGEST = 1 << 16  # bytes of a tensor: copying a larger one costs more than its message
@@ -80,18 +82,20 @@ def find_packs(
     graph: tf.Graph,
     plan: Plan,
     calls: Sequence[Sequence[tf.Tensor]],
+    order: StateOrder,
     device_of_full: Callable[[tf.Tensor], str],
 ) -> dict[str, Pack]:
     """Returns the pack of each tensor that is in one, by its name.
 
     Args:
-      graph: the user's, before towers are added. With v1 control flow there are no packs.
+      graph: the user's, before towers are added.
       plan: which ops are sharded.
       calls: the gradients of each optimizer's call.
+      order: in which the graph touched state before rewrites.
       device_of_full: gives the device of a tensor's value for the global batch.
     """
     ops = graph.get_operations()
-    if not calls or any(map(private.in_v1_control_flow, ops)):
+    if not calls:
         return {}
 
     ops_of_calls = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
@@ -103,13 +107,20 @@ def find_packs(
     groups: dict[Hashable, list[tf.Tensor]] = {}
     for tensor, rows in candidates.values():
         users = frozenset(i for i, call in enumerate(ops_of_calls) if tensor.op in call)
-        if users and tensor.op not in before_first_values and _is_small(tensor):
+        is_free = _is_always_there(tensor, order.liveness)
+        if users and is_free and tensor.op not in before_first_values and _is_small(tensor):
             device = device_of_full(tensor)
-            key = (rows, users, effects[tensor.op], tensor.dtype, device)
+            effects_before = effects[tensor.op], order.upstream(tensor.op) & order.effects
+            key = (rows, users, effects_before, tensor.dtype, device)
             groups.setdefault(key, []).append(tensor)
 
     packs = [Pack(tensors) for tensors in groups.values() if len(tensors) > 1]
     return {tensor.name: pack for pack in packs for tensor in pack.tensors}
+
+
+def _is_always_there(tensor: tf.Tensor, liveness: Liveness) -> bool:
+    """Whether a tensor is in no v1 loop, and never dead: else all of its pack would be dead."""
+    return not (liveness.output_frame(tensor.op) or liveness.output_may_be_dead(tensor))
 
 
 def _is_small(tensor: tf.Tensor) -> bool:
@@ -136,10 +147,14 @@ def _needed_by_first_writes(
     first_writes = []
     for op in ops:
         if op not in after_gradients and has_side_effect(op):
-            written = {operand.op for operand in op.inputs if operand.dtype == tf.resource}
+            written = {operand.op for operand in op.inputs if _is_variable(operand)}
             if written & variables:
                 first_writes.append(op)
     return graphs.ancestors(first_writes)
+
+
+def _is_variable(tensor: tf.Tensor) -> bool:
+    return tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
 
 
 def _inner_shape(tensor: tf.Tensor) -> list[int]:

@@ -13,6 +13,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.costs import bytes_of
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import graphs, private
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 _NOT_ON_EVERY_DEVICE = (tf.string, tf.resource, tf.variant)  # types whose ops may lack a kernel
 
@@ -34,12 +35,15 @@ def place_ops(graph: tf.Graph, plan: Plan) -> dict[str, str]:
       The devices of ops, by the ops' names; and those on which full values of sharded tensors are
       made, by the tensors' names. What isn't in it may be anywhere.
     """
+    liveness = Liveness(graph.get_operations())
     devices: dict[str, str] = {}
     movable: list[tf.Operation] = []
     for op in graph.get_operations():
         if op.name in plan.ops:
             continue
         device = _fixed_device(op, plan)
+        if device is None and liveness.is_in_loop(op):
+            device = ''
         if device is None:
             movable.append(op)
         elif device:
@@ -104,7 +108,7 @@ def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:
     device = device_of(op)
     if device is not None:
         return device
-    if not op.outputs or private.in_v1_control_flow(op):
+    if not op.outputs:
         return ''
     for tensor in [*op.inputs, *op.outputs]:
         is_special = tensor.dtype.base_dtype in _NOT_ON_EVERY_DEVICE

@@ -24,6 +24,7 @@ from estimator_mgpu.partition.towers.packing import Pack, find_packs
 from estimator_mgpu.partition.towers.placement import device_of
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 class Values:
@@ -36,6 +37,7 @@ class Values:
       devices: one for each tower.
       full_value_devices: where full values are made, by the names of tensors.
       calls: the gradients of each optimizer's call, which may be packed.
+      order: in which the graph touches state.
       nodes: where nodes are added.
     """
 
@@ -47,6 +49,7 @@ class Values:
         devices: Sequence[str],
         full_value_devices: dict[str, str],
         calls: Sequence[Sequence[tf.Tensor]],
+        order: StateOrder,
         nodes: NodeBuilder,
     ):
         self._graph = graph
@@ -58,11 +61,16 @@ class Values:
 
         self.batch_shards = Shards(plan.rows, total, devices, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
-        self._packs = find_packs(graph, plan, calls, self.device_of_full)
+        self._packs = find_packs(graph, plan, calls, order, self.device_of_full)
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
+
+    @property
+    def scope(self) -> str:
+        """What the names of added nodes begin with."""
+        return self._nodes.scope
 
     def copy_name(self, op_name: str, tower: int) -> str:
         """The name of a tower's copy of an op."""
@@ -86,13 +94,13 @@ class Values:
 
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
-        if self._is_made_from_local(tensor) and tensor.name not in self.full_values:
+        if self.is_made_from_local(tensor) and tensor.name not in self.full_values:
             self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
 
     def device_of_full(self, tensor: tf.Tensor) -> str:
         """The device of a full value, be it the user's op's or made from what towers have."""
-        if self._is_made_from_local(tensor):
+        if self.is_made_from_local(tensor):
             return self._full_value_devices.get(tensor.name, self._devices[0])
         is_source = tensor.name in self._source_names
         return device_of(tensor.op) or (self._nodes.host if is_source else '')
@@ -129,7 +137,7 @@ class Values:
             self._shards[rows] = Shards(rows, total, self._devices, self._nodes, self._symbol_value)
         return self._shards[rows]
 
-    def _is_made_from_local(self, tensor: tf.Tensor) -> bool:
+    def is_made_from_local(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is another tensor than the output of the user's op."""
         if tensor.name in self._source_names:
             return False
@@ -137,9 +145,9 @@ class Values:
         # A list can't be gathered. The user's op makes the full one, from full values.
         if isinstance(placement, NotGatherable):
             return False
-        return placement is not None or self._is_size_of_local(tensor)
+        return placement is not None or self.is_size_of_local(tensor)
 
-    def _is_size_of_local(self, tensor: tf.Tensor) -> bool:
+    def is_size_of_local(self, tensor: tf.Tensor) -> bool:
         """Whether an op asks for the size of something that only towers have.
 
         The plan knows the size by other means, so nothing is gathered for it.
@@ -156,7 +164,7 @@ class Values:
     def _make_full(self, tensor: tf.Tensor) -> dict[str, str]:
         """Makes a full value from local ones; returns it by name, with others of its pack."""
         name = tensor.name
-        if self._is_size_of_local(tensor):
+        if self.is_size_of_local(tensor):
             return {name: self._make_size(tensor)}
 
         placement = self._plan.placements[name]

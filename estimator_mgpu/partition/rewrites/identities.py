@@ -1,0 +1,101 @@
+"""Identities that only make their users wait are bypassed.
+
+Three things let a tensor wait for others from which it isn't computed:
+
+- `tf.gradients` ties the gradients of an op together by a `tf.tuple`: a group that waits for all of
+  them, and an entry for each, which waits for the group.
+- `tf.custom_gradient` ends in an `IdentityN` of all its gradients.
+- `with tf.control_dependencies([assertion]): x = tf.identity(x)`.
+
+    gradient a ---+-------------> entry a --> user        gradient a --> user
+                  |                 ^
+                  +---> group ------+                =>
+                  |                 v
+    gradient b ---+-------------> entry b --> user        gradient b --> user
+
+As the gradients of the loss are tied as well, no tower could begin with its gradients before all
+towers have their losses. Side effects that the identities waited for, and reads that have to come
+before writes, keep their order by `towers.waits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import graphs, op_types, private
+from estimator_mgpu.tf_internals.state_order import StateOrder
+
+
+def bypass_identities(
+    graph: tf.Graph, existing_ops: Set[str], order: StateOrder
+) -> dict[str, tf.Tensor]:
+    """Lets the users of identities that wait for something use the identities' inputs.
+
+    The identities stay in the graph, for whoever fetches them. In v1 control flow they stay in use.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      existing_ops: names of ops that were there before the model_fn, which stay as they are.
+      order: of the graph.
+
+    Returns:
+      By the name of an identity's output, the tensor that is used in its place.
+    """
+    replaced: dict[str, tf.Tensor] = {}
+    for op in graph.get_operations():
+        if op.name in existing_ops or not _only_waits(op, order):
+            continue
+        reads = _late_reads_to_wait_for(op, order)
+        if reads:
+            graphs.set_control_inputs(op, reads)
+            continue
+        for output, source in zip(op.outputs, list(op.inputs)):
+            graphs.redirect_consumers(op, {output.value_index: source}, source.op)
+            replaced[output.name] = source
+    return replaced
+
+
+def idle_groups(graph: tf.Graph, existing_ops: Set[str], bypassed: Set[str]) -> set[str]:
+    """Names the groups for which only identities wait that are bypassed, which are named, too."""
+    idle = set()
+    for op in graph.get_operations():
+        if op.type == op_types.NO_OP and op.name not in existing_ops:
+            users = {user.name for user in private.control_consumers(op)}
+            if users and users <= bypassed:
+                idle.add(op.name)
+    return idle
+
+
+def _only_waits(op: tf.Operation, order: StateOrder) -> bool:
+    """Whether an op is an identity of values, and is there later than these."""
+    if not order.liveness.always_runs(op):
+        return False
+    if any(operand.dtype in (tf.resource, tf.variant) for operand in op.inputs):
+        return False
+    if op.type == op_types.IDENTITY_N:
+        return not op.control_inputs
+    # An identity that reads a variable's memory reads it when it does.
+    return op.type == op_types.IDENTITY and bool(op.control_inputs) and not order.bits(op)
+
+
+def _late_reads_to_wait_for(op: tf.Operation, order: StateOrder) -> list[tf.Operation]:
+    """What an identity has to wait for, since it reads variables at that time.
+
+    A gradient that isn't computed from such a read is written to the variable only after it. If
+    each tower's gradient waits for the tower's own reads, nothing has to be sent for that.
+    """
+    if op.type != op_types.IDENTITY:
+        return []
+    reads = order.upstream(op) & order.late_reads & ~order.upstream(op.inputs[0].op)
+    return [before for before in _ungrouped(op) if order.upstream(before) & reads]
+
+
+def _ungrouped(op: tf.Operation) -> Iterator[tf.Operation]:
+    """What an op waits for by control edges, and instead of a group what that waits for."""
+    for before in op.control_inputs:
+        if before.type == op_types.NO_OP:
+            yield from _ungrouped(before)
+        else:
+            yield before

@@ -1,0 +1,183 @@
+"""What towers' copies wait for by control edges, and what the user's ops do.
+
+On one device, `with tf.control_dependencies(updates): optimizer.minimize(loss)` lets all gradients
+wait for updates of moving averages, which need the examples of all towers. Gradients would be the
+same if they were computed earlier, though, so the towers don't wait; the variables are written
+after the updates, as on one device:
+
+    tower 0:  activations ----> gradient ---+
+                   |                        +--> sum --> write
+                   +--> update of the       |              ^
+                   +--> moving average -----|--------------+
+    tower 1:  activations ----> gradient ---+
+
+So a copy that has no side effect doesn't wait for what runs once, unless it reads a variable that
+is written before. The user's ops, which give what somebody fetches, and which write, get control
+edges to whatever the copies should have waited for.
+
+In: a plan, and the order in which the user's graph touches state. Out: ops to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.plan import LOCAL, Constant, LocalShape, Need, Plan
+from estimator_mgpu.partition.towers.values import Values
+from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.effects import union
+from estimator_mgpu.tf_internals.graphs import topological_order
+from estimator_mgpu.tf_internals.state_order import StateOrder
+
+
+class Waits:
+    """Decides what copies and the user's ops wait for.
+
+    Args:
+      graph: the user's, before towers are added.
+      plan: which ops are sharded.
+      order: in which the graph touched state before rewrites changed what waits for what.
+      values: which values towers make.
+    """
+
+    def __init__(self, graph: tf.Graph, plan: Plan, order: StateOrder, values: Values):
+        self._plan = plan
+        self._order = order
+        self._values = values
+        self._of_batch = set(plan.order)
+
+        # The bits of what an op waits for and its own; of a sharded op, those of its copies and
+        # those of the user's op, which is there for whoever fetches it.
+        self._bits_of_copy: dict[tf.Operation, int] = {}
+        self._bits: dict[tf.Operation, int] = {}
+        self._waits_of_copy: dict[tf.Operation, Sequence[tf.Operation]] = {}
+        self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}
+        self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}
+
+        self._needed_by_copies = self._find_needed_by_copies(graph)
+        ops = topological_order(graph.get_operations())
+        has_loops = any(op.type in op_types.NEXT_ITERATION for op in ops)
+        # What a v1 loop gives is known only once its way back is, which comes first.
+        for _ in range(3 if has_loops else 1):
+            for op in ops:
+                if op.name in plan.ops:
+                    self._visit_copy(op)
+                self._visit(op)
+
+    def of_copy(self, op: tf.Operation) -> Sequence[tf.Operation]:
+        """The ops for which a copy of an op waits by control edges; of sharded ones, the copies.
+
+        If an op isn't sharded, it's a constant, of which each tower has a copy.
+        """
+        if op in self._waits_of_copy:
+            return self._waits_of_copy[op]
+        return [] if self._is_free(op) else op.control_inputs
+
+    def of_op(self, op: tf.Operation) -> Sequence[tf.Operation]:
+        """The ops for which one of the user's ops waits as before; of sharded ones, all copies."""
+        return self._waits.get(op, op.control_inputs)
+
+    def added(self, op: tf.Operation) -> Sequence[tf.Operation]:
+        """Further ops for which one of the user's ops waits, as something before it doesn't."""
+        return self._added.get(op, ())
+
+    def ops_with_added(self) -> list[tf.Operation]:
+        """The user's ops that wait for further ones."""
+        return [op for op, added in self._added.items() if added]
+
+    def missing(self, tensor: tf.Tensor, replacement: tf.Tensor) -> Sequence[tf.Operation]:
+        """What the value that is used in place of a tensor doesn't wait for, and should."""
+        needed = self._order.needs(tensor.op) | self._order.bits(tensor.op) & self._order.effects
+        missing = needed & ~self._bits_of_operand(replacement)
+        return self._order.ops_for(missing, tensor.op)
+
+    def _visit_copy(self, op: tf.Operation) -> None:
+        bits = 0
+        for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
+            bits = union(self._bits_of_need(tensor, need), bits)
+
+        waits = [
+            before
+            for before in op.control_inputs
+            if before.name in self._plan.ops or not self._is_free(op)
+        ]
+        for before in waits:
+            bits = union(self._bits_of_control(before), bits)
+        if self._is_free(op):
+            missing = self._order.needs_in_order(op) & ~bits
+            waits += self._order.ops_for(missing, op)
+            bits = union(missing, bits)
+
+        self._waits_of_copy[op] = waits
+        self._bits_of_copy[op] = union(self._order.bits(op), bits)
+
+    def _visit(self, op: tf.Operation) -> None:
+        bits = 0
+        for tensor in op.inputs:
+            bits = union(self._bits_of_operand(tensor), bits)
+
+        is_light = op in self._needed_by_copies and op in self._of_batch
+        waits = [] if is_light else op.control_inputs
+        for before in waits:
+            bits = union(self._bits_of_control(before), bits)
+
+        added: Sequence[tf.Operation] = []
+        if not self._order.liveness.frame(op):
+            needed = self._order.needs_in_order(op) if is_light else self._order.needs(op)
+            missing = needed & ~bits
+            added = self._order.ops_for(missing, op)
+            bits = union(missing, bits)
+
+        self._waits[op] = waits
+        self._added[op] = added
+        self._bits[op] = union(self._order.bits(op), bits)
+
+    def _find_needed_by_copies(self, graph: tf.Graph) -> set[tf.Operation]:
+        """The user's ops without side effects that run once, and that copies need."""
+        needed: set[tf.Operation] = set()
+        stack: list[tf.Operation] = []
+        for name, op_plan in self._plan.ops.items():
+            operands = graph.get_operation_by_name(name).inputs
+            for tensor, need in zip(operands, op_plan.needs):
+                if not isinstance(need, (LocalShape, Constant)):
+                    stack += self._user_ops_of([tensor])
+        while stack:
+            op = stack.pop()
+            if op not in needed:
+                needed.add(op)
+                stack += self._user_ops_of(op.inputs)
+                if not (self._order.is_quiet(op) and self._is_free(op)):
+                    stack += [c for c in op.control_inputs if c.name not in self._plan.ops]
+        return {op for op in needed if self._order.is_quiet(op) and self._is_free(op)}
+
+    def _user_ops_of(self, tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
+        """The user's ops of tensors, but of those that towers make."""
+        return [t.op for t in tensors if not self._values.is_made_from_local(t)]
+
+    def _is_free(self, op: tf.Operation) -> bool:
+        """Whether an op may wait for other ops than it did: it isn't in v1 control flow."""
+        return self._order.liveness.always_runs(op)
+
+    def _bits_of_need(self, tensor: tf.Tensor, need: Need) -> int:
+        if isinstance(need, (LocalShape, Constant)):
+            return 0  # The tensor itself isn't used.
+        if need == LOCAL and tensor.op.name in self._plan.ops:
+            return self._bits_of_copy.get(tensor.op, 0)
+        if tensor.op.type == op_types.CONST and self._is_free(tensor.op):
+            return 0  # Each tower's copy waits for nothing.
+        return self._bits_of_operand(tensor)
+
+    def _bits_of_operand(self, tensor: tf.Tensor) -> int:
+        """The bits of a full value."""
+        if self._values.is_size_of_local(tensor):
+            return 0
+        if self._values.is_made_from_local(tensor):
+            return self._bits_of_copy.get(tensor.op, 0)
+        return self._bits.get(tensor.op, 0)
+
+    def _bits_of_control(self, op: tf.Operation) -> int:
+        if op.name in self._plan.ops:
+            return self._bits_of_copy.get(op, 0)
+        return self._bits.get(op, 0)

@@ -1,0 +1,166 @@
+"""Which ops run within a v1 loop, and which may be dead: told by the types of ops alone.
+
+TensorFlow's own record, the control flow context of an op, is missing in an imported graph.
+
+*Loops.* The ops of a v1 loop run in a frame, once in each iteration. An edge must not lead from one
+frame to another, but through `Enter` and `Exit`. `Enter` runs outside of the frame into which it
+takes a value; `Exit` runs inside.
+
+*Dead ops.* `Switch` has a value on one of its outputs; the other one is dead. An op is dead, so
+isn't run, if anything that it waits for is dead, be it by a control edge; and so are its outputs. A
+`Merge` is alive if one of its inputs is:
+
+                 false --> g(x) --+
+    x --> Switch                  +--> Merge      g and h may be dead, Switch and Merge are not
+                 true ---> h(x) --+
+
+Here an op has a condition: the outputs of switches that have to have a value so that it's alive. A
+`Merge` of two conditions that differ in one switch, as above, needs what both have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals.graphs import topological_order
+
+Frame = tuple[bytes, ...]
+"""The names of the loops around an op, the outermost one first; () outside of any loop."""
+
+
+class Branch(NamedTuple):
+    """What has to be so for an op to be alive: a switch goes this way, or a merge has an input."""
+
+    decision: tf.Tensor | tf.Operation  # the predicate of a switch, or a merge
+    way: int  # the output of the switch, or -1
+    frame: Frame  # in which it's decided
+
+
+Condition = frozenset[Branch]
+_ALWAYS: Condition = frozenset()
+
+
+class Liveness:
+    """Where the ops of a graph run, and whether they always do.
+
+    Args:
+      ops: those that are looked at: all of a graph, or with all that they depend on.
+    """
+
+    def __init__(self, ops: Sequence[tf.Operation]):
+        self._input_frames: dict[tf.Operation, Frame] = {}
+        self._output_frames: dict[tf.Operation, Frame] = {}
+        self._conditions: dict[tf.Operation, Condition] = {}
+        has_control_flow = any(op.type in (*op_types.ENTER, *op_types.SWITCH) for op in ops)
+        if not has_control_flow:
+            return
+
+        order = topological_order(ops)
+        for op in order:
+            self._add(op)
+        # A loop's way back comes first in that order, and what it depends on later.
+        for op in order:
+            if op.type in op_types.NEXT_ITERATION:
+                self._add(op)
+
+    def frame(self, op: tf.Operation) -> Frame:
+        """The loops in which an op runs."""
+        return self._input_frames.get(op, ())
+
+    def output_frame(self, op: tf.Operation) -> Frame:
+        """The loops in which an op's outputs are, and what waits for it: others for Enter, Exit."""
+        return self._output_frames.get(op, ())
+
+    def is_in_loop(self, op: tf.Operation) -> bool:
+        """Whether an op runs in a loop, or its outputs are in one."""
+        return bool(self.frame(op) or self.output_frame(op))
+
+    def may_be_dead(self, op: tf.Operation) -> bool:
+        """Whether an op may be dead. In a loop, it counts that the last iteration ends early."""
+        return bool(self._conditions.get(op, _ALWAYS))
+
+    def always_runs(self, op: tf.Operation) -> bool:
+        """Whether an op runs exactly once: neither in a loop nor in a branch."""
+        return not (self.is_in_loop(op) or self.may_be_dead(op))
+
+    def output_may_be_dead(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor may be dead: as its op may be, or as its op is a switch."""
+        return bool(self._condition_of_output(tensor))
+
+    def _add(self, op: tf.Operation) -> None:
+        frame = self._longest_frame(graphs.direct_inputs(op))
+        self._input_frames[op] = frame
+        self._output_frames[op] = frame
+        if op.type in op_types.ENTER:
+            self._output_frames[op] = (*frame, op.get_attr('frame_name'))
+        elif op.type in op_types.EXIT:
+            self._output_frames[op] = frame[:-1]
+        self._conditions[op] = self._condition_of(op)
+
+    def _longest_frame(self, ops: Iterable[tf.Operation]) -> Frame:
+        """The frame of an op that waits for others: a constant in a loop waits for it, too."""
+        return max((self.output_frame(op) for op in ops), key=len, default=())
+
+    def _condition_of(self, op: tf.Operation) -> Condition:
+        if op.type == op_types.CONTROL_TRIGGER:
+            return _ALWAYS  # It runs whether or not what it waits for is dead.
+        if op.type in op_types.MERGE:
+            # Of a loop's two inputs, the first iteration has what the loop begins with.
+            inputs = [t for t in op.inputs if t.op.type not in op_types.NEXT_ITERATION]
+            conditions = [self._condition_of_output(tensor) for tensor in inputs]
+            return _condition_of_merge(op, conditions, self.frame(op))
+
+        condition = _ALWAYS.union(
+            *map(self._condition_of_output, op.inputs),
+            *(self._conditions.get(before, _ALWAYS) for before in op.control_inputs),
+        )
+        if op.type in op_types.EXIT:
+            # It gives a value once the loop has ended, however that was decided.
+            frame = self.frame(op)
+            return frozenset(b for b in condition if b.frame[: len(frame)] != frame)
+        return condition
+
+    def _condition_of_output(self, tensor: tf.Tensor) -> Condition:
+        condition = self._conditions.get(tensor.op, _ALWAYS)
+        if tensor.op.type in op_types.SWITCH:
+            decision = _source(tensor.op.inputs[1])
+            return condition | {Branch(decision, tensor.value_index, self.frame(tensor.op))}
+        return condition
+
+
+def _condition_of_merge(
+    merge: tf.Operation, conditions: Sequence[Condition], frame: Frame
+) -> Condition:
+    """The condition for one of several conditions to hold."""
+    remaining = set(conditions)
+    pair = _complementary_pair(remaining)
+    while pair is not None:
+        remaining -= set(pair)
+        remaining.add(pair[0] & pair[1])
+        pair = _complementary_pair(remaining)
+
+    common = frozenset.intersection(*remaining)
+    if common in remaining:
+        return common
+    return common | {Branch(merge, -1, frame)}
+
+
+def _complementary_pair(conditions: Iterable[Condition]) -> tuple[Condition, Condition] | None:
+    """Two conditions that are the same but for the way in which one switch goes."""
+    for condition in conditions:
+        for branch in condition:
+            other = condition - {branch} | {branch._replace(way=1 - branch.way)}
+            if branch.way >= 0 and other in conditions:
+                return condition, other
+    return None
+
+
+def _source(predicate: tf.Tensor) -> tf.Tensor:
+    """What a predicate is a copy of: `tf.cond` gives switches several copies of one."""
+    while predicate.op.type == op_types.IDENTITY or predicate.op.type in op_types.SWITCH:
+        predicate = predicate.op.inputs[0]
+    return predicate
