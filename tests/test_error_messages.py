@@ -40,7 +40,8 @@ MESSAGES = {
         f'NOT_FOUND: From /job:worker/replica:0/task:0: {MISSING} {REMOTE}',
     ),
     'of several ops': (
-        f'{MADE_AT}2 root error(s) found.\n  (0) NOT_FOUND: {MISSING}\n\t [[{{{{node ReadFile}}}}]]',
+        f'{MADE_AT}2 root error(s) found.\n  (0) NOT_FOUND: {MISSING}\n'
+        '\t [[{{node ReadFile}}]]',
         MISSING,
         f'2 root error(s) found. (0) NOT_FOUND: {MISSING}',
     ),
