@@ -115,7 +115,8 @@ def _check_gpus(devices: Any, towers: Sequence[str], gpus: int) -> None:
             has = {0: 'no GPU', 1: '1 GPU'}.get(gpus, f'{gpus} GPUs')
             raise ValueError(
                 f'devices={devices!r} asks for {tower!r}, but this machine has {has}. Ask for '
-                "those of `nvidia-smi -L`; one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
+                'those of `nvidia-smi -L`. List a device twice to run two towers on it: '
+                "['/device:GPU:0', '/device:GPU:0']."
             )
 
 
