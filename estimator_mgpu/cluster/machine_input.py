@@ -112,7 +112,11 @@ def _endless(dataset: Any) -> Any:
 
 
 def _iterator(dataset: Any) -> Any:
-    """An iterator that begins with each session, and takes no seed, as a one-shot iterator does."""
+    """An iterator that starts anew in each session.
+
+    A one-shot iterator would do that, too, but it takes a seed from the graph, and so changes the
+    seeds of ops that are made later.
+    """
     iterator = tf.data.make_initializable_iterator(dataset)
     tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
     return iterator

@@ -72,7 +72,10 @@ class Watch:
             self._signals.close()
 
     def check(self) -> None:
-        """Fails if another chief has replaced this one. First asks those that weren't lately."""
+        """Fails if another chief has replaced this one.
+
+        First it asks the tasks that haven't answered lately, as after a stop of this process.
+        """
         now = time.monotonic()
         for name in self._task.others:
             silence = now - self._answered_at.get(name, 0)
