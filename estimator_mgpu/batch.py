@@ -26,12 +26,18 @@ Path = tuple[Any, ...]  # the keys that lead to a leaf of a nest, 'features' or 
 
 
 class Batch(NamedTuple):
-    """What can be sharded of a batch."""
+    """What can be sharded of a batch.
 
-    sources: list[tf.Tensor]  # The dense tensors, each once.
-    static: int | None  # How many examples there are, if the graph knows.
-    leaves: dict[Path, Any]  # All with examples, sparse and ragged ones, too.
-    # Tensors of unknown rank. They may be scalars, so they aren't sharded.
+    Attributes:
+      sources: the dense tensors, each once.
+      static: how many examples there are, if the graph knows.
+      leaves: all that has examples: dense, sparse and ragged tensors.
+      unknown: tensors of unknown rank. They may be scalars, so they aren't sharded.
+    """
+
+    sources: list[tf.Tensor]
+    static: int | None
+    leaves: dict[Path, Any]
     unknown: dict[Path, Any]
 
     @property
@@ -40,87 +46,119 @@ class Batch(NamedTuple):
         return [_title(path) for path in self.unknown]
 
     def total(self) -> tf.Tensor:
-        """The number of examples, an int32 scalar; a step fails if leaves differ in it."""
-        counts = {path: rows_of(leaf) for path, leaf in self.leaves.items()}
-        first, *others = counts.values()
-        if others and None in map(static_rows, self.leaves.values()):
-            rows = tf.stack(list(counts.values()))
+        """The number of examples, an int32 scalar. A step fails if the leaves differ in it."""
+        counts = [rows_of(leaf) for leaf in self.leaves.values()]
+        total = counts[0]
+        is_static = all(static_rows(leaf) is not None for leaf in self.leaves.values())
+        if len(counts) > 1 and not is_static:
+            rows = tf.stack(counts)
             # This text is in the graph.
             message = (
                 'features and labels must have the same number of examples along dimension 0, but '
                 'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
-                f'names. The numbers of examples of {", ".join(map(_title, counts))} are'
+                f'names. The numbers of examples of {", ".join(map(_title, self.leaves))} are'
             )
-            same = tf.reduce_all(tf.equal(rows, first))
+            same = tf.reduce_all(tf.equal(rows, total))
             with tf.control_dependencies([tf.Assert(same, [message, rows], summarize=100)]):
-                first = tf.identity(first)
-        return tf.cast(first, tf.int32)
+                total = tf.identity(total)
+        return tf.cast(total, tf.int32)
 
 
 def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:
-    """Notes that a tensor is the concatenation of others, which machines have read."""
-    setattr(tensor.graph, _PARTS, {**getattr(tensor.graph, _PARTS, {}), tensor.name: parts})
+    """Notes in the graph that a tensor is the concatenation of others, which machines have read."""
+    parts_by_name = getattr(tensor.graph, _PARTS, {})
+    setattr(tensor.graph, _PARTS, {**parts_by_name, tensor.name: parts})
 
 
 def parts_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
     """Returns the parts of a tensor that machines have read; or the tensor, if one read it all."""
-    return getattr(tensor.graph, _PARTS, {}).get(tensor.name, [tensor])
+    parts_by_name = getattr(tensor.graph, _PARTS, {})
+    return parts_by_name.get(tensor.name, [tensor])
 
 
 def leaves_of(features: Any, labels: Any, broadcast: Sequence[str]) -> dict[Path, Any]:
     """Returns the leaves of a batch, but for the features that `broadcast` names."""
     leaves = dict(private.flatten_with_paths({'features': features, 'labels': labels}))
-    whole = _broadcast_paths(leaves, broadcast)
-    return {path: leaf for path, leaf in leaves.items() if path not in whole}
+    replicated = _broadcast_paths(leaves, broadcast)
+    return {path: leaf for path, leaf in leaves.items() if path not in replicated}
 
 
 def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
-    """Finds what can be sharded in a batch, and adds no op to the graph.
+    """Finds what can be sharded of a batch, and adds no op to the graph.
 
-    Examples are along dimension 0. Not sharded are scalars, what isn't a tensor (None, str,
-    numbers), and the features that `broadcast` names: by their last key, or by their first keys
-    joined by `/`.
+    Examples are along dimension 0. What isn't sharded: scalars, what isn't a tensor (None, str,
+    numbers), and the features that `broadcast` names.
+
+    Args:
+      features: as an input_fn gives them.
+      labels: likewise.
+      broadcast: names of features: their last key, or their first keys joined by `/`.
     """
     leaves = leaves_of(features, labels, broadcast)
-    found = {path: leaf for path, leaf in leaves.items() if _may_have_rows(path, leaf)}
-    arrays = any(isinstance(leaf, np.ndarray) for leaf in leaves.values())
-    if not (found or arrays or broadcast):
-        shapes = {p: getattr(leaf, 'shape', type(leaf).__name__) for p, leaf in leaves.items()}
-        given = ', '.join(f'{_title(path)} ({shape})' for path, shape in shapes.items())
+    shardable = {path: leaf for path, leaf in leaves.items() if _may_have_examples(path, leaf)}
+    has_arrays = any(isinstance(leaf, np.ndarray) for leaf in leaves.values())
+    if not (shardable or has_arrays or broadcast):
         raise ValueError(
             'There is nothing to shard over the towers: no feature and no label has examples along '
-            f'dimension 0. Given: {given}. Let the input_fn give batches, say by dataset.batch().'
+            f'dimension 0. Given: {_with_shapes(leaves)}. Let the input_fn give batches, say by '
+            'dataset.batch().'
         )
-    return batch_of(found)
+    return batch_of(shardable)
+
+
+def _with_shapes(leaves: dict[Path, Any]) -> str:
+    """Names leaves for a message, with the shape of each, or its type."""
+    texts = []
+    for path, leaf in leaves.items():
+        shape = getattr(leaf, 'shape', type(leaf).__name__)
+        texts.append(f'{_title(path)} ({shape})')
+    return ', '.join(texts)
 
 
 def batch_of(leaves: dict[Path, Any]) -> Batch:
     """A batch of leaves that may have examples, by what the graph knows of their shapes now."""
     unknown = {path: leaf for path, leaf in leaves.items() if _rank(leaf) is None}
-    found = {path: leaf for path, leaf in leaves.items() if _rank(leaf)}
-    known = {path: rows for path, leaf in found.items() if (rows := static_rows(leaf)) is not None}
+    with_examples = {path: leaf for path, leaf in leaves.items() if _rank(leaf)}
+    _check_same_size(with_examples)
+
+    # By name, as one tensor may be in several places.
+    dense = [leaf for leaf in with_examples.values() if isinstance(leaf, tf.Tensor)]
+    sources = {tensor.name: tensor for tensor in dense}
+    sizes = {static_rows(tensor) for tensor in dense}
+    static = sizes.pop() if len(sizes) == 1 else None
+    return Batch(list(sources.values()), static, with_examples, unknown)
+
+
+def _check_same_size(leaves: dict[Path, Any]) -> None:
+    """Raises ValueError if the graph knows that leaves differ in the number of examples."""
+    sizes = {path: static_rows(leaf) for path, leaf in leaves.items()}
+    known = {path: size for path, size in sizes.items() if size is not None}
     if len(set(known.values())) > 1:
-        sizes = ', '.join(f'{_title(path)} has {rows}' for path, rows in known.items())
+        listed = ', '.join(f'{_title(path)} has {size}' for path, size in known.items())
         raise ValueError(
-            f'The numbers of examples along dimension 0 differ: {sizes}. Each needs one entry an '
+            f'The numbers of examples along dimension 0 differ: {listed}. Each needs one entry an '
             "example: let the input_fn give batches, by dataset.batch() say. What isn't per "
             'example (a vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to '
             'every tower.'
         )
-    sources = {leaf.name: leaf for leaf in found.values() if isinstance(leaf, tf.Tensor)}
-    static = {static_rows(t) for t in sources.values()}
-    rows = static.pop() if len(static) == 1 else None
-    return Batch(list(sources.values()), rows, found, unknown)
 
 
 def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:
-    """Returns how many examples an unsharded batch has: those of its labels, if it has any."""
-    for _, leaf in sorted(leaves.items(), key=lambda item: item[0][0], reverse=True):
-        if isinstance(leaf, TENSORS) and _rank(leaf):
-            if (static := static_rows(leaf)) is not None:
-                return static
-            with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device('/device:CPU:0'):
-                return rows_of(leaf)
+    """Returns how many examples an unsharded batch has: those of its labels, if it has any.
+
+    Returns:
+      An int if the graph knows, and otherwise a scalar. None if no leaf has examples.
+    """
+    labels = [leaf for path, leaf in leaves.items() if path[0] == 'labels']
+    features = [leaf for path, leaf in leaves.items() if path[0] == 'features']
+    for leaf in [*labels, *features]:
+        if not isinstance(leaf, TENSORS) or not _rank(leaf):
+            continue
+        static = static_rows(leaf)
+        if static is not None:
+            return static
+        with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device('/device:CPU:0'):
+            return rows_of(leaf)
     return None
 
 
@@ -128,31 +166,40 @@ def rows_of(leaf: Any) -> tf.Tensor:
     """Returns the size of dimension 0 of a dense, sparse or ragged tensor: an int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
-    counts = []
-    for part in parts_of(leaf) if isinstance(leaf, tf.Tensor) else [leaf]:
-        with tf.device(part.device if isinstance(part, tf.Tensor) else ''):
-            counts.append(tf.shape(part, out_type=tf.int64)[0])
-    return tf.add_n(counts)
+    if not isinstance(leaf, tf.Tensor):
+        return tf.add_n([_first_size(leaf, device='')])
+    # Each part is measured on the machine that has read it.
+    return tf.add_n([_first_size(part, part.device) for part in parts_of(leaf)])
+
+
+def _first_size(tensor: tf.Tensor | tf.SparseTensor, device: str) -> tf.Tensor:
+    with tf.device(device):
+        return tf.shape(tensor, out_type=tf.int64)[0]
 
 
 def static_rows(leaf: Any) -> int | None:
-    """Returns the size of dimension 0, if the graph knows it."""
+    """Returns the size of dimension 0 of a tensor, if the graph knows it."""
     return None if leaf.shape.rank is None else leaf.shape.as_list()[0]
 
 
 def _rank(leaf: Any) -> int | None:
-    """Returns how many dimensions it has, if the graph knows; a ragged tensor has 2 at least."""
-    least = leaf.ragged_rank + 1 if isinstance(leaf, tf.RaggedTensor) else None
-    return least if leaf.shape.rank is None else leaf.shape.rank
+    """Returns how many dimensions a tensor has, if the graph knows.
+
+    That of a ragged tensor is always known to be 2 at least.
+    """
+    if leaf.shape.rank is None and isinstance(leaf, tf.RaggedTensor):
+        return leaf.ragged_rank + 1
+    return leaf.shape.rank
 
 
-def _may_have_rows(path: Path, leaf: Any) -> bool:
+def _may_have_examples(path: Path, leaf: Any) -> bool:
     """Whether a leaf has examples, or may have, as its rank is unknown."""
     if isinstance(leaf, TENSORS):
         return _rank(leaf) != 0
-    plain = (type(None), str, bytes, int, float, tf.DType)
-    if isinstance(leaf, plain) or hasattr(leaf, '__array__'):
-        return False  # A model_fn turns NumPy arrays and scalars into constants.
+    is_plain = isinstance(leaf, (type(None), str, bytes, int, float, tf.DType))
+    is_numpy = hasattr(leaf, '__array__')  # A model_fn turns these into constants.
+    if is_plain or is_numpy:
+        return False
     raise TypeError(
         f'{_title(path)} is of {type(leaf).__name__}, which cannot be sharded over towers. Let the '
         'input_fn give dense, sparse and ragged tensors, in any nest of dicts, tuples and lists, '
@@ -161,23 +208,30 @@ def _may_have_rows(path: Path, leaf: Any) -> bool:
 
 
 def _broadcast_paths(leaves: dict[Path, Any], broadcast: Sequence[str]) -> set[Path]:
-    """Returns the paths of the features that are named."""
-    names: dict[str, set[Path]] = {}
+    """Returns the paths of the features that `broadcast` names.
+
+    For example, a feature in {'user': {'age': ...}} is named by 'user/age', by 'age', and with all
+    of its neighbors by 'user'.
+    """
+    paths_by_name: dict[str, set[Path]] = {}
     for path in leaves:
-        if path[0] == 'features':
-            keys = [str(key) for key in path[1:]]
-            for name in [*keys[-1:], *('/'.join(keys[: i + 1]) for i in range(len(keys)))]:
-                names.setdefault(name, set()).add(path)
+        if path[0] != 'features':
+            continue
+        keys = [str(key) for key in path[1:]]
+        names = ['/'.join(keys[:length]) for length in range(1, len(keys) + 1)]
+        for name in [*names, *keys[-1:]]:
+            paths_by_name.setdefault(name, set()).add(path)
+
     for name in broadcast:
-        if name not in names:
+        if name not in paths_by_name:
             raise ValueError(
                 f'broadcast names {name!r}, but there is no such feature. '
-                f'The features are: {", ".join(sorted(names)) or "one tensor"}.'
+                f'The features are: {", ".join(sorted(paths_by_name)) or "one tensor"}.'
             )
-    return {path for name in broadcast for path in names[name]}
+    return {path for name in broadcast for path in paths_by_name[name]}
 
 
 def _title(path: Path) -> str:
-    """Returns what messages call a leaf."""
+    """Returns what messages call a leaf: "feature 'user/age'", or 'labels' if that's one tensor."""
     kind, *keys = path
     return f'{kind[:-1]} {"/".join(map(str, keys))!r}' if keys else kind

@@ -1,5 +1,8 @@
 """What is wrong with the files of a model_dir's checkpoints, in a sentence. Nothing is changed.
 
+In: a model_dir, or an error of TensorFlow's. Out: an error that says which file is concerned, which
+checkpoint is complete, and what to do.
+
 The checkpoints themselves are those of one device, as variables keep their names and shapes:
 training can go on from them on any number of devices, or without this package.
 """
@@ -15,22 +18,24 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals import error_messages, op_types, private
 
-# TensorFlow's errors of a file that can't be written, and of one that can't be read.
-_WRITING = (
+# TensorFlow's errors of a file that can't be written. What writes summaries raises RuntimeError.
+_WRITE_ERRORS = (
     tf.errors.FailedPreconditionError,
     tf.errors.PermissionDeniedError,
     tf.errors.ResourceExhaustedError,
-    RuntimeError,  # of what writes summaries
+    RuntimeError,
 )
-_READING = (tf.errors.DataLossError, tf.errors.NotFoundError, tf.errors.OutOfRangeError)
-# Also of one that can't be read, if it's an op that restores variables which fails.
-_RESTORING = (*_READING, tf.errors.FailedPreconditionError, tf.errors.PermissionDeniedError)
-# What TensorFlow puts before a reason: the task, how many errors there are, and which this is.
-_FROM = re.compile(r'From /job:|\d+ root error\(s\) found')
-_FIRST = re.compile(r'\s*\(0\) [A-Z_ ]+: ')
-_SPECIAL = {*'*?[\\'} - {os.sep}  # in patterns
+# Those of a file that can't be read, from any op.
+_READ_ERRORS = (tf.errors.DataLossError, tf.errors.NotFoundError, tf.errors.OutOfRangeError)
+# Those of a checkpoint that can't be read, from an op that restores variables.
+_RESTORE_ERRORS = (
+    *_READ_ERRORS,
+    tf.errors.FailedPreconditionError,
+    tf.errors.PermissionDeniedError,
+)
+_IN_PATTERNS = {*'*?[\\'} - {os.sep}  # characters that make a path a pattern
 
 
 def check_name(path: str) -> None:
@@ -39,11 +44,12 @@ def check_name(path: str) -> None:
     It then finds no checkpoint in a directory `run[1]`, evaluates initial values, and can't go on
     training; and with those in `run*` it deletes the old checkpoints in `run2`.
     """
-    if special := sorted(_SPECIAL & {*path}):
+    special = sorted(_IN_PATTERNS.intersection(path))
+    if special:
         raise ValueError(
             f'{path!r} has {" and ".join(special)}, and TensorFlow takes paths of checkpoints for '
             f'patterns: it would miss some, or take others. Give a name without '
-            f'{" ".join(sorted(_SPECIAL))}.'
+            f'{" ".join(sorted(_IN_PATTERNS))}.'
         )
 
 
@@ -55,9 +61,10 @@ def check(model_dir: str) -> None:
     file = os.path.join(model_dir, 'checkpoint')
     if not tf.io.gfile.exists(file):
         return
-    path = _last(model_dir)
+    path = _last_checkpoint(model_dir)
     if not path:
         raise ValueError(f"{file}, which names the last checkpoint, can't be read. {_remedy(file)}")
+
     # A V1 checkpoint is one file, without an index.
     if not tf.io.gfile.exists(f'{path}.index') and not tf.io.gfile.glob(path):
         raise ValueError(f'{file} names {path}, and {path}.index is not there. {_remedy(file)}')
@@ -65,14 +72,36 @@ def check(model_dir: str) -> None:
 
 @contextlib.contextmanager
 def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -> Iterator[None]:
-    """Says of TensorFlow's errors which file is concerned, what is kept, and what to do.
+    """Checks the files that a call will read, and explains errors with files that it raises.
 
-    An error keeps its class, and has TensorFlow's as its cause.
+    An error that is explained keeps its class, and has TensorFlow's as its cause.
 
     Args:
       model_dir: where files are written.
       path: the checkpoint to read, by default the last one of the model_dir.
       warm_start: an Estimator's settings of what its variables start from.
+    """
+    _check_sources(model_dir, path, warm_start)
+    try:
+        yield
+    except (*_RESTORE_ERRORS, *_WRITE_ERRORS) as error:
+        if _op_type(error) == op_types.CHECKPOINT_READ:
+            if not isinstance(error, _RESTORE_ERRORS) or _is_of_other_variables(error):
+                raise
+            checkpoint = _restored_path(error) or path or _last_checkpoint(model_dir)
+            raise _unreadable(error, checkpoint) from error
+        if not _is_of_writing(error, model_dir):
+            raise
+        raise _unwritable(error, model_dir) from error
+
+
+def _check_sources(model_dir: str, path: str | None, warm_start: Any) -> None:
+    """Fails if there is something wrong with the files that variables will be read from.
+
+    Args:
+      model_dir: where the last checkpoint is.
+      path: the checkpoint to read instead, if it isn't None.
+      warm_start: an Estimator's settings of what its variables start from, or None.
     """
     if path is None:
         check(model_dir)
@@ -86,22 +115,34 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
     if warm_start is not None:  # from a directory, or from a checkpoint
         check_name(warm_start.ckpt_to_initialize_from)
         check(warm_start.ckpt_to_initialize_from)
+
+
+def explain_restore_errors(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
+    """Lets a scaffold's saver say which checkpoint it can't restore, also after a fault.
+
+    A file that is too short raises OutOfRangeError, which would be taken for the end of the data.
+    """
+    finalize = scaffold.finalize
+
+    def finalize_and_wrap_restore() -> Any:
+        result = finalize()
+        saver = scaffold.saver
+        is_wrapped = 'restore' in vars(saver)
+        if isinstance(saver, tf.train.Saver) and not is_wrapped:
+            saver.restore = functools.partial(_restore, saver.restore)
+        return result
+
+    scaffold.finalize = finalize_and_wrap_restore
+    return scaffold
+
+
+def _restore(restore: Any, session: tf.Session, path: str) -> None:
     try:
-        yield
-    except (*_RESTORING, *_WRITING) as error:
-        if _op_type(error) == op_types.CHECKPOINT_READ:
-            if not isinstance(error, _RESTORING) or _of_other_variables(error):
-                raise
-            raise _unreadable(error, _restored(error) or path or _last(model_dir)) from error
-        # Summaries are written without an op.
-        writes = _op_type(error) in (None, *op_types.CHECKPOINT_WRITES) and isinstance(
-            error, _WRITING
-        )
-        # TensorFlow's own have 'FILE; No space left on device', say; others may be anybody's.
-        named = '; ' in _reason(error) or not isinstance(error, RuntimeError)
-        if not (writes and named) or not _concerns(_reason(error), model_dir):
+        restore(session, path)
+    except _RESTORE_ERRORS as error:
+        if _is_of_other_variables(error):
             raise
-        raise _unwritable(error, model_dir) from error
+        raise _unreadable(error, path) from error
 
 
 def _op_type(error: Exception) -> str | None:
@@ -109,127 +150,133 @@ def _op_type(error: Exception) -> str | None:
     return getattr(getattr(error, 'op', None), 'type', None)
 
 
+def _is_of_other_variables(error: Exception) -> bool:
+    """Whether a checkpoint's files are as they should be, but another model's."""
+    return 'not found in checkpoint' in _reason(error)
+
+
+def _restored_path(error: tf.errors.OpError) -> str | None:
+    """The path that an op restores from, if the graph has it, as that of a warm start does."""
+    path = private.constant_value(error.op.inputs[0])
+    return None if path is None else tf.compat.as_text(path)
+
+
+def _is_of_writing(error: Exception, model_dir: str) -> bool:
+    """Whether an error is about a file in the model_dir that can't be written."""
+    op_type = _op_type(error)
+    is_ours = op_type is None or op_type in op_types.CHECKPOINT_WRITES  # None for summaries
+    if not is_ours or not isinstance(error, _WRITE_ERRORS):
+        return False
+
+    # A RuntimeError of TensorFlow's says 'FILE; No space left on device'. Others may be anybody's.
+    reason = _reason(error)
+    if isinstance(error, RuntimeError) and '; ' not in reason:
+        return False
+    return _is_in_or_above(reason, model_dir)
+
+
+def _is_in_or_above(reason: str, model_dir: str) -> bool:
+    """Whether a reason begins with a file in the model_dir, or with a directory that it is in."""
+    path = reason.partition('; ')[0].removesuffix(' is not a directory').rstrip('/') + '/'
+    directory = model_dir.rstrip('/') + '/'
+    return path.startswith(directory) or directory.startswith(path)
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, to be part of a sentence."""
+    return error_messages.reason(error).rstrip('.')
+
+
 def _unwritable(error: Exception, model_dir: str) -> Exception:
     """The error to raise for a model_dir that can't be written to."""
-    name = os.path.basename(_last(model_dir))
+    name = os.path.basename(_last_checkpoint(model_dir))
     kept = 'There is no checkpoint yet'
-    if name in _complete(model_dir):
+    if name in _complete_checkpoints(model_dir):
         kept = f'The checkpoints are kept, and training goes on from {name}'
-    return _like(
+    return _with_text(
         error,
         f"{model_dir} can't be written to: {_reason(error)}. {kept}. Make room there, or let this "
         'process write there, and start again.',
     )
 
 
-def watch(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
-    """Lets a scaffold's saver say which checkpoint it can't restore, also after a fault.
-
-    A file that is too short raises OutOfRangeError, which would be taken for the end of the data.
-    """
-    finalize = scaffold.finalize
-
-    def finalize_and_watch() -> Any:
-        result, saver = finalize(), scaffold.saver
-        if isinstance(saver, tf.train.Saver) and 'restore' not in vars(saver):
-            saver.restore = functools.partial(_restore, saver.restore)
-        return result
-
-    scaffold.finalize = finalize_and_watch
-    return scaffold
-
-
-def _restore(restore: Any, session: tf.Session, path: str) -> None:
-    try:
-        restore(session, path)
-    except _RESTORING as error:
-        if _of_other_variables(error):
-            raise
-        raise _unreadable(error, path) from error
-
-
-def _of_other_variables(error: Exception) -> bool:
-    """Whether a checkpoint's files are as they should be, but another model's."""
-    return 'not found in checkpoint' in _reason(error)
-
-
 def _unreadable(error: Exception, path: str) -> Exception:
     """The error to raise for a checkpoint that can't be restored."""
     directory, name = os.path.split(path)
-    remedy = _remedy(os.path.join(directory, 'checkpoint'), name)
-    return _like(error, f"The checkpoint {path} can't be read: {_reason(error)}. {remedy}")
+    remedy = _remedy(os.path.join(directory, 'checkpoint'), unusable=name)
+    return _with_text(error, f"The checkpoint {path} can't be read: {_reason(error)}. {remedy}")
 
 
-def _remedy(file: str, without: str = '') -> str:
-    """What to do about a checkpoint, or about the file `checkpoint`, that is of no use."""
+def _with_text(error: Exception, text: str) -> Exception:
+    """An error of the same class with another text.
+
+    OutOfRangeError becomes DataLossError, as it would be taken for the end of the data.
+    """
+    if isinstance(error, tf.errors.OutOfRangeError):
+        return tf.errors.DataLossError(None, None, text)
+    for kind in (*_WRITE_ERRORS, *_READ_ERRORS):
+        if isinstance(error, kind) and issubclass(kind, tf.errors.OpError):
+            return kind(None, None, text)
+    return RuntimeError(text)
+
+
+def _remedy(file: str, unusable: str = '') -> str:
+    """What to do about a checkpoint, or about the file `checkpoint`, that can't be read.
+
+    Args:
+      file: the path of the file `checkpoint`.
+      unusable: the name of the checkpoint that can't be read; '' if it's the file.
+    """
     directory = os.path.dirname(file)
-    names = [name for name in _complete(directory) if name != without]
-    remove = f'remove the checkpoint ({without}.*) and ' if without else ''
-    if not names:
+    usable = [name for name in _complete_checkpoints(directory) if name != unusable]
+    remove = f'remove the checkpoint ({unusable}.*) and ' if unusable else ''
+    if not usable:
         return (
             f'No other checkpoint in {directory} has all its files: to begin anew, {remove}remove '
             f'{file}.'
         )
+    latest = usable[-1]
     return (
-        f'{names[-1]} has all its files: to go on from it, {remove}write model_checkpoint_path: '
-        f'"{names[-1]}" as the only line of {file}.'
+        f'{latest} has all its files: to go on from it, {remove}write model_checkpoint_path: '
+        f'"{latest}" as the only line of {file}.'
     )
 
 
-def _complete(directory: str) -> list[str]:
-    """Names the checkpoints in a directory whose files are all there, the latest step last."""
+def _complete_checkpoints(directory: str) -> list[str]:
+    """Names the checkpoints in a directory whose files are all there, the latest step last.
+
+    The files of one are `model.ckpt-6.index`, `model.ckpt-6.data-00000-of-00002`, and
+    `model.ckpt-6.data-00001-of-00002`, say.
+    """
     try:
-        files = {*tf.io.gfile.listdir(directory)}
+        files = set(tf.io.gfile.listdir(directory))
     except tf.errors.OpError:  # There is no such directory.
         return []
-    shards: dict[str, list[str]] = {}
+
+    data_files: dict[str, list[str]] = {}  # by the name of the checkpoint
     for file in sorted(files):
-        if match := re.fullmatch(r'(.+)\.data-\d{5}-of-\d{5}', file):
-            shards.setdefault(match[1], []).append(file)
-    complete = [
-        name
-        for name, found in shards.items()
-        if f'{name}.index' in files and len(found) == int(found[0][-5:])
-    ]
-    return sorted(complete, key=lambda name: int((re.findall(r'-(\d+)$', name) or [0])[0]))
+        match = re.fullmatch(r'(.+)\.data-\d{5}-of-\d{5}', file)
+        if match:
+            data_files.setdefault(match[1], []).append(file)
+
+    complete = []
+    for name, parts in data_files.items():
+        count = int(parts[0][-5:])
+        if f'{name}.index' in files and len(parts) == count:
+            complete.append(name)
+    return sorted(complete, key=_step_of)
 
 
-def _last(model_dir: str) -> str:
+def _step_of(name: str) -> int:
+    """The step in a checkpoint's name, such as 6 in `model.ckpt-6`; 0 if there is none."""
+    match = re.search(r'-(\d+)$', name)
+    return int(match[1]) if match else 0
+
+
+def _last_checkpoint(model_dir: str) -> str:
     """The path of the checkpoint that a model_dir's file `checkpoint` names; '' without one."""
     try:
         state = tf.train.get_checkpoint_state(model_dir)
-    except ValueError:  # It's empty.
+    except ValueError:  # The file is empty.
         return ''
     return state.model_checkpoint_path if state else ''
-
-
-def _restored(error: tf.errors.OpError) -> str | None:
-    """The path that an op restores from, if the graph has it, as that of a warm start does."""
-    path = private.constant_value(error.op.inputs[0])
-    return None if path is None else tf.compat.as_text(path)
-
-
-def _concerns(reason: str, model_dir: str) -> bool:
-    """Whether a reason is of a file in the model_dir, or of a directory that it is in."""
-    path = reason.partition('; ')[0].removesuffix(' is not a directory').rstrip('/') + '/'
-    directory = model_dir.rstrip('/') + '/'
-    return path.startswith(directory) or directory.startswith(path)
-
-
-def _reason(error: Any) -> str:
-    """What is the matter, without where in the graph: 'FILE; No space left on device', say."""
-    lines = getattr(error, 'message', str(error)).splitlines()
-    where = [number for number, line in enumerate(lines) if line.startswith('Node: ')]
-    told = lines[where[-1] + 1 :] if where else lines
-    reasons = [line for line in told if line.strip() and not _FROM.match(line)]
-    return _FIRST.sub('', reasons[0]).rstrip('.') if reasons else type(error).__name__
-
-
-def _like(error: Exception, text: str) -> Exception:
-    """Makes an error of the same class, but for OutOfRangeError, which would end the data."""
-    if isinstance(error, tf.errors.OutOfRangeError):
-        return tf.errors.DataLossError(None, None, text)
-    for kind in (*_WRITING[:-1], *_READING):
-        if isinstance(error, kind):
-            return kind(None, None, text)
-    return RuntimeError(text)

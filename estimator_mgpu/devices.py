@@ -1,4 +1,8 @@
-"""Which devices there are, and the session that has them."""
+"""Which devices there are, and the session that has them.
+
+In: what a user gives as `devices=`. Out: a device for each tower, such as '/device:GPU:0', and a
+`ConfigProto` for the session.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.tf_internals.tf_estimator import get_default_session_config
 
 Devices = Union[None, int, str, Iterable[str]]
-CHIEF = '/job:chief/task:0'  # the machine of what names none
+CHIEF = '/job:chief/task:0'  # the task that devices without one are of
 
-# Grappler's passes that go over the ops of all towers; on GPUs, layout and remapping are worth it.
-_NO_FASTER = (
+# Passes of TensorFlow's graph optimizer that go over the ops of all towers, and make no step
+# shorter. The others are worth it on GPUs: layout and remapping.
+_USELESS_PASSES = (
     'arithmetic_optimization',
     'common_subgraph_elimination',
     'constant_folding',
@@ -32,52 +37,101 @@ _LEGAL = (
 
 
 def resolve(devices: Devices = None, machines: Mapping[str, Any] | None = None) -> list[str]:
-    """Returns the devices meant by `devices`, one a tower, in canonical form; initialises no GPU.
-
-    `machines` are the devices of each of several, on which `devices` are those of each.
+    """Returns the devices meant by `devices`, one a tower, in canonical form; initializes no GPU.
 
     >>> resolve(['/cpu:0', 'CPU:1'])
     ['/device:CPU:0', '/device:CPU:1']
+
+    Args:
+      devices: as for `replicate()`. On several machines, these are those of each machine.
+      machines: the devices that each task has, by the task's name; None on one machine.
     """
     devices = checked(devices)
-    listed = [_canonical(device) for device in devices] if isinstance(devices, list) else []
-    gpus = {'': sum(len(parts) or 1 for parts in _gpus())}
-    if machines:
-        training = [
-            name for name in machines if device_spec(name).job != 'ps'
-        ]  # which has variables
-        gpus = {name: sum('GPU' in device for device in machines[name]) for name in training}
-    kind = 'GPU' if any(gpus.values()) else 'CPU'
-    towers: list[str] = []
-    for machine, found in gpus.items():
-        count = devices if isinstance(devices, int) else found if kind == 'GPU' else 1
-        own = listed or [f'/device:{kind}:{i}' for i in range(count)]
-        towers += [machine + device for device in own]
-    for tower in towers:
-        spec = device_spec(tower)
-        if machines and tower not in machines[machine_of(tower)]:
-            raise ValueError(
-                f'devices={devices!r} asks for {tower!r}, but that machine has '
-                f'{", ".join(machines[machine_of(tower)])}. devices= are those of each machine; '
-                'None stands for every GPU there is.'
-            )
-        if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus['']:
-            has = {0: 'no GPU', 1: '1 GPU'}.get(gpus[''], f'{gpus[""]} GPUs')
-            raise ValueError(
-                f'devices={devices!r} asks for {tower!r}, but this machine has {has}. Ask for '
-                "those of `nvidia-smi -L`; one may stand twice: ['/device:GPU:0', '/device:GPU:0']."
-            )
+    if not machines:
+        gpus = sum(len(parts) or 1 for parts in _gpus())
+        towers = _towers_of_machine(devices, gpus, uses_gpus=gpus > 0)
+        _check_gpus(devices, towers, gpus)
+        return towers
+
+    gpus_of_tasks = {}
+    for task, its_devices in machines.items():
+        if device_spec(task).job != 'ps':  # That has variables, and no tower.
+            gpus_of_tasks[task] = sum('GPU' in device for device in its_devices)
+    uses_gpus = any(gpus_of_tasks.values())
+
+    towers = []
+    for task, gpus in gpus_of_tasks.items():
+        towers += [task + device for device in _towers_of_machine(devices, gpus, uses_gpus)]
+    _check_there(devices, towers, machines)
     return towers
 
 
+def _towers_of_machine(devices: int | list[str] | None, gpus: int, uses_gpus: bool) -> list[str]:
+    """The devices of one machine, one a tower, in canonical form.
+
+    Args:
+      devices: the checked argument: a list, how many devices, or None for every GPU.
+      gpus: how many GPUs the machine has.
+      uses_gpus: whether a GPU is meant, as this machine or another one has some.
+    """
+    if isinstance(devices, list):
+        return [_canonical(device) for device in devices]
+    kind = 'GPU' if uses_gpus else 'CPU'
+    count = devices
+    if count is None:
+        count = gpus if uses_gpus else 1
+    return [f'/device:{kind}:{index}' for index in range(count)]
+
+
+def _check_there(devices: Any, towers: Sequence[str], machines: Mapping[str, Any]) -> None:
+    """Raises ValueError if a machine hasn't all the devices that are for towers.
+
+    Args:
+      devices: the user's argument, for the error.
+      towers: a device for each tower.
+      machines: the devices that each task has, by the task's name.
+    """
+    for tower in towers:
+        existing = machines[machine_of(tower)]
+        if tower not in existing:
+            raise ValueError(
+                f'devices={devices!r} asks for {tower!r}, but that machine has '
+                f'{", ".join(existing)}. devices= are those of each machine; None stands for every '
+                'GPU there is.'
+            )
+
+
+def _check_gpus(devices: Any, towers: Sequence[str], gpus: int) -> None:
+    """Raises ValueError if this machine hasn't all the GPUs that are for towers.
+
+    Args:
+      devices: the user's argument, for the error.
+      towers: a device for each tower. Those of another task aren't checked.
+      gpus: how many GPUs this machine has.
+    """
+    for tower in towers:
+        spec = device_spec(tower)
+        if spec.device_type == 'GPU' and spec.job is None and spec.device_index >= gpus:
+            has = {0: 'no GPU', 1: '1 GPU'}.get(gpus, f'{gpus} GPUs')
+            raise ValueError(
+                f'devices={devices!r} asks for {tower!r}, but this machine has {has}. Ask for '
+                'those of `nvidia-smi -L`. List a device twice to run two towers on it: '
+                "['/device:GPU:0', '/device:GPU:0']."
+            )
+
+
 def _gpus() -> list[list[Any]]:
-    """Returns the parts that each of the machine's GPUs is split into: none, if it isn't split."""
-    parts = tf.config.get_logical_device_configuration
-    return [parts(gpu) or [] for gpu in tf.config.list_physical_devices('GPU')]
+    """The parts that each of this machine's GPUs is split into; none for one that isn't split."""
+    parts_of = tf.config.get_logical_device_configuration
+    return [parts_of(gpu) or [] for gpu in tf.config.list_physical_devices('GPU')]
 
 
 def checked(devices: Any) -> int | list[str] | None:
-    """Checks what can be told without a look at the machine; reads a generator into a list."""
+    """Checks a user's `devices`, without a look at the machine; reads a generator into a list.
+
+    Returns:
+      How many devices, a list of device strings, or None for every GPU.
+    """
     if devices is None:
         return None
     if isinstance(devices, (int, np.integer)) and not isinstance(devices, bool):
@@ -87,8 +141,7 @@ def checked(devices: Any) -> int | list[str] | None:
     try:
         listed = [devices] if isinstance(devices, str) else list(devices)
     except TypeError as error:
-        what = f'devices={devices!r} is of {type(devices).__name__}'
-        raise TypeError(f'{what}: {_LEGAL}.') from error
+        raise TypeError(f'devices={devices!r} is of {type(devices).__name__}: {_LEGAL}.') from error
     if not listed:
         raise ValueError(f'devices={devices!r} is empty: {_LEGAL}.')
     for device in listed:
@@ -103,26 +156,37 @@ def device_spec(device: str) -> tf.DeviceSpec:
 
 @functools.cache
 def machine_of(device: str) -> str:
-    """The task whose machine has a device: the chief, if it names none."""
+    """The task that a device is of, such as '/job:worker/task:0'; the chief, if it names none."""
     spec = device_spec(device)
     return f'/job:{spec.job}/task:{spec.task or 0}' if spec.job else CHIEF
 
 
 def relay(devices: Sequence[str], device: str, home: str) -> str | None:
-    """The one of a device's machine that sends to another machine, or gets from it, for all there.
+    """Returns the device that exchanges a value with another machine, for all of its machine.
 
-    None if both devices are of one machine.
+    So a variable's value is sent to each other machine only once.
+
+    Args:
+      devices: those of all towers.
+      device: one whose machine needs a value of another one, or has a part of it.
+      home: where the value is.
+
+    Returns:
+      A device of the machine of `device`: the one with the type and index of `home` if there is
+      one, and otherwise the first one. None if both devices are of one machine.
     """
     machine = machine_of(device)
     if machine == machine_of(home):
         return None
-    like = machine + device_spec(home).replace(job=None, task=None).to_string()
-    return like if like in devices else next(d for d in devices if machine_of(d) == machine)
+    counterpart = machine + device_spec(home).replace(job=None, task=None).to_string()
+    if counterpart in devices:
+        return counterpart
+    return next(other for other in devices if machine_of(other) == machine)
 
 
 @functools.cache
 def host_of(device: str) -> str:
-    """The CPU of a device's machine."""
+    """Returns the first CPU of a device's machine."""
     return device_spec(device).replace(device_type='CPU', device_index=0).to_string()
 
 
@@ -165,33 +229,46 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
             f'base is of {type(base).__name__}, not a tf.ConfigProto: give what a RunConfig has as '
             'its session_config, rather than a RunConfig.'
         )
+
     count = config.device_count
-    count['CPU'] = max(_cpus(towers), count.get('CPU', 1))
-    gpus, split = _gpus(), config.gpu_options.experimental.virtual_devices
-    if not split and any(gpus):
+    count['CPU'] = max(_cpus_needed(towers), count.get('CPU', 1))
+
+    gpus = _gpus()
+    virtual_devices = config.gpu_options.experimental.virtual_devices
+    if not virtual_devices and any(gpus):
         for parts in gpus:
-            split.add(memory_limit_mb=[part.memory_limit or 0 for part in parts])
+            virtual_devices.add(memory_limit_mb=[part.memory_limit or 0 for part in parts])
+
     if base is None and len(towers) > 1:
         rewriting = config.graph_options.rewrite_options
-        rewriting.disable_meta_optimizer = all(device_spec(t).device_type == 'CPU' for t in towers)
-        for name in _NO_FASTER:
+        kinds = {device_spec(tower).device_type for tower in towers}
+        rewriting.disable_meta_optimizer = kinds == {'CPU'}
+        for name in _USELESS_PASSES:
             setattr(rewriting, name, rewriting.OFF)
     return config
 
 
 def warn_of_missing(devices: Sequence[str], config: Any) -> None:
-    """Warns where a session of a RunConfig lacks some of `devices`, and says what to write."""
+    """Warns if a session lacks some of the devices, and says what to write.
+
+    Args:
+      devices: those of all towers.
+      config: the RunConfig of the session, or None.
+    """
     session = getattr(config, 'session_config', None) or tf.ConfigProto()
-    found = session.device_count.get('CPU', 1)
-    if config is not None and found < _cpus(devices):
+    cpus = session.device_count.get('CPU', 1)
+    if config is not None and cpus < _cpus_needed(devices):
         tf.logging.warning(
-            f'The towers are for {", ".join(devices)}, but the session has {found} CPU device(s): '
+            f'The towers are for {", ".join(devices)}, but the session has {cpus} CPU device(s): '
             'they will share them, or fail without soft placement. Write '
             f'RunConfig(session_config=estimator_mgpu.session_config({list(devices)})).'
         )
 
 
-def _cpus(devices: Sequence[str]) -> int:
-    """Returns how many logical CPU devices a session needs."""
-    specs = map(device_spec, devices)
-    return max((spec.device_index + 1 for spec in specs if spec.device_type == 'CPU'), default=1)
+def _cpus_needed(devices: Sequence[str]) -> int:
+    """Returns how many logical CPU devices a session needs to have these devices."""
+    count = 1
+    for spec in map(device_spec, devices):
+        if spec.device_type == 'CPU':
+            count = max(count, spec.device_index + 1)
+    return count

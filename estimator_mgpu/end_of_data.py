@@ -6,13 +6,17 @@ these wait for the batch. For example, `steps` below is 6 after six batches; und
 
     train_op = tf.group(optimizer.minimize(loss), tf.assign_add(steps, 1))
 
-One `NoOp` a device stands for the batch, so that many writes cost one message. If several machines
-read the batch, `cluster.input` says what happens when one of them has no more data.
+In: the finished graph, the tensors of the batch, and the EstimatorSpec. Out: the same graph, with
+control edges to the writes from one `NoOp` a device, which runs once the batch is there. It's one a
+device so that many writes cost one message.
+
+If several machines read the batch, `cluster.machine_input` says what happens when one of them has
+no more data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -25,7 +29,7 @@ from estimator_mgpu.tf_internals.graphs import topological_order
 
 
 def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
-    """Lists the dense tensors that a batch consists of; those of sparse and ragged ones, too."""
+    """Lists the dense tensors that a batch consists of. Sparse and ragged ones consist of some."""
     leaves = tf.nest.flatten([features, labels], expand_composites=True)
     return [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
 
@@ -44,18 +48,26 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
         constants or placeholders, the batch can't end, and nothing waits.
       spec: the `EstimatorSpec` of the model_fn.
     """
-    parts = list(dict.fromkeys(part for tensor in batch for part in parts_of(tensor)))
-    if not any(map(_may_end, parts)):
+    parts = [part for tensor in batch for part in parts_of(tensor)]
+    tensors = list(dict.fromkeys(parts))  # each once, in order
+    if not any(map(_may_end, tensors)):
         return
 
-    results = _ops_of(spec)
-    needed = graphs.ancestors(results)
-    # A step gets only those tensors of the batch that it needs. If the spec's results need none,
-    # it's hooks that run the steps: then all tensors count that any op uses.
-    used = [t for t in parts if t.op in needed] or [t for t in parts if t.consumers()]
-    used = [t for t in used if _may_end(t)]
+    results = _result_ops(spec)
+    used = [tensor for tensor in _used_in_step(tensors, results) if _may_end(tensor)]
     if used:
-        _wait(graph, _writes_to_hold(graph, used, results), used)
+        _let_wait(graph, _writes_to_hold(graph, used, results), used)
+
+
+def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation]) -> list[tf.Tensor]:
+    """Those tensors of the batch that a step needs, and so gets.
+
+    If the spec's results need none, it's hooks that run the steps. Then all tensors count that any
+    op uses.
+    """
+    needed_ops = graphs.ancestors(results)
+    needed = [tensor for tensor in tensors if tensor.op in needed_ops]
+    return needed or [tensor for tensor in tensors if tensor.consumers()]
 
 
 def _may_end(tensor: tf.Tensor) -> bool:
@@ -68,22 +80,31 @@ def _may_end(tensor: tf.Tensor) -> bool:
 def _writes_to_hold(
     graph: tf.Graph, batch: Sequence[tf.Tensor], results: Sequence[tf.Operation]
 ) -> list[tf.Operation]:
-    """The ops that have to wait for a batch, in the graph's order."""
+    """Lists the ops that have to wait for a batch, in the graph's order.
+
+    Args:
+      graph: a finished one.
+      batch: the tensors of the batch that a step needs.
+      results: the ops of what a step is run for.
+    """
     before_batch = graphs.ancestors([tensor.op for tensor in batch])
     sources = [op for op in before_batch if has_side_effect(op)]  # almost always one: an iterator's
-    waiting_already = set.intersection(*map(_after, sources))
+    waiting_already = set.intersection(*map(_ops_that_wait_for, sources))
+
+    # The ops that only a step runs: what follows from the batch, and then all that it's run for.
     step = graphs.descendants(sources)
     if not step.isdisjoint(results):
         step.update(results)
 
-    loops = _loops(graph)
-    held: dict[tf.Operation, None] = {}  # a dict, for its order
+    loop_entries = _loop_entries(graph)
+    held: dict[tf.Operation, None] = {}  # used as a set that keeps its order
     for op in graph.get_operations():
         if op in waiting_already or op in before_batch or not _writes(op):
             continue
-        if not step.isdisjoint(graphs.descendants([op], until=step)):
-            # An op within a loop can't wait for one outside: where the loop begins waits.
-            held.update(dict.fromkeys(loops.get(op, [op])))
+        is_for_step = not step.isdisjoint(graphs.descendants([op], until=step))
+        if is_for_step:
+            # An op within a loop can't wait for one outside. So the ops wait by which it begins.
+            held.update(dict.fromkeys(loop_entries.get(op, [op])))
     return [op for op in held if op not in before_batch]
 
 
@@ -93,65 +114,89 @@ def _writes(op: tf.Operation) -> bool:
         return False
     if op.type in op_types.FUNCTION_CALLERS:
         bodies = function_calls.function_graphs(op)
-        if not bodies:
-            return True  # Nobody knows.
+        if not bodies:  # It may write or not.
+            return True
         return any(_writes(inner) for body in bodies for inner in body.get_operations())
     return any(map(_is_state, op.inputs))
 
 
 def _is_state(tensor: tf.Tensor) -> bool:
     """Whether a tensor refers to a variable or a table, or to an argument of a function."""
-    maker = tensor.op
-    while maker.type in op_types.FORWARD_VARIABLES and maker.inputs:
-        maker = maker.inputs[0].op
-    refers = tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
-    return refers and (maker.type in op_types.STATE_HOLDERS or maker.type in op_types.PLACEHOLDERS)
+    if tensor.dtype != tf.resource and not graphs.is_reference_variable(tensor):
+        return False
+
+    op = tensor.op
+    while op.type in op_types.FORWARD_VARIABLES and op.inputs:
+        op = op.inputs[0].op
+    return op.type in op_types.STATE_HOLDERS or op.type in op_types.PLACEHOLDERS
 
 
-def _ops_of(spec: Any) -> list[tf.Operation]:
+def _result_ops(spec: Any) -> list[tf.Operation]:
     """The ops of what an EstimatorSpec gives for a step."""
     results = [spec.loss, spec.train_op, spec.predictions, spec.eval_metric_ops]
-    leaves = tf.nest.flatten(results, expand_composites=True)
-    ops = [leaf if isinstance(leaf, tf.Operation) else getattr(leaf, 'op', None) for leaf in leaves]
-    return [op for op in ops if op is not None]
+    ops = []
+    for leaf in tf.nest.flatten(results, expand_composites=True):
+        op = leaf if isinstance(leaf, tf.Operation) else getattr(leaf, 'op', None)
+        if op is not None:
+            ops.append(op)
+    return ops
 
 
-def _after(first: tf.Operation) -> set[tf.Operation]:
-    """An op and those that never run before it has.
+def _ops_that_wait_for(first: tf.Operation) -> set[tf.Operation]:
+    """An op, and those that never run before it has.
 
-    An op waits for all of its inputs, but for two kinds. A `Merge` of v1 branches runs as soon as
+    An op waits for all of its inputs, with two exceptions. A `Merge` of v1 branches runs as soon as
     one input is there; that of a loop, once it has what the loop begins with. And TensorFlow takes
     calls of functions apart: ops in the branch that is taken don't wait for what only the other
     branch is given. Only control edges hold for a whole call.
     """
-    reached, stack = {first}, [first]
+    waiting = {first}
+    stack = [first]
     while stack:
         op = stack.pop()
-        for user in graphs.consumers_of(op):
-            if user.type in op_types.MERGE:
-                begin = [t.op for t in user.inputs if t.op.type not in op_types.NEXT_ITERATION]
-                waits = reached.issuperset(begin)
-            elif user.type in op_types.FUNCTION_CALLERS:
-                waits = op in user.control_inputs
-            else:
-                waits = True
-            if waits and user not in reached:
-                reached.add(user)
-                stack.append(user)
-    return reached
+        for consumer in graphs.consumers_of(op):
+            if consumer not in waiting and _waits(consumer, op, waiting):
+                waiting.add(consumer)
+                stack.append(consumer)
+    return waiting
 
 
-def _loops(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
-    """For each op within a v1 loop, the ops by which the outermost loop around it begins."""
+def _waits(consumer: tf.Operation, op: tf.Operation, waiting: Set[tf.Operation]) -> bool:
+    """Whether an op waits for another one that it consumes.
+
+    Args:
+      consumer: the op that may wait.
+      op: the other one.
+      waiting: the ops of which it's known that they wait.
+    """
+    if consumer.type in op_types.MERGE:
+        before = [operand.op for operand in consumer.inputs]
+        return all(
+            maker in waiting for maker in before if maker.type not in op_types.NEXT_ITERATION
+        )
+    if consumer.type in op_types.FUNCTION_CALLERS:
+        return op in consumer.control_inputs
+    return True
+
+
+def _loop_entries(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
+    """For each op within a v1 loop, the ops by which the outermost loop around it begins.
+
+    The frame of an op is the names of the loops around its outputs, the outermost first. `Enter`
+    adds one, and `Exit` takes it off.
+    """
     ops = graph.get_operations()
     if not any(op.type in op_types.ENTER for op in ops):
         return {}
-    frames: dict[tf.Operation, tuple[bytes, ...]] = {}  # the loops around what an op gives
-    entries: dict[bytes, list[tf.Operation]] = {}  # by the outermost loop
+
+    frames: dict[tf.Operation, tuple[bytes, ...]] = {}
+    entries: dict[bytes, list[tf.Operation]] = {}  # by the name of the outermost loop
     for op in topological_order(ops):
-        frame = max(
-            (frames.get(before, ()) for before in graphs.direct_inputs(op)), key=len, default=()
-        )
+        # A Merge comes before its NextIteration, which has no frame yet: so the longest counts.
+        frame: tuple[bytes, ...] = ()
+        for operand in graphs.direct_inputs(op):
+            frame = max(frame, frames.get(operand, ()), key=len)
+
         if op.type in op_types.ENTER:
             name = op.get_attr('frame_name')
             if not frame:
@@ -163,22 +208,30 @@ def _loops(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
     return {op: entries[frame[0]] for op, frame in frames.items() if frame}
 
 
-def _wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[tf.Tensor]) -> None:
+def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[tf.Tensor]) -> None:
     """Lets writes wait for the batch, by one op on each device.
 
     That waits for the values of the batch rather than for the ops that make them, which don't run
-    where a hook feeds the values (unless TensorFlow's own optimizer of graphs undoes that).
+    if a hook feeds the values (unless TensorFlow's own optimizer of graphs undoes that).
+
+    Args:
+      graph: a finished one.
+      writes: the ops that have to wait.
+      batch: the tensors to wait for.
     """
-    host = batch[0].device
+    input_device = batch[0].device
+    batch_is_there: dict[str, tf.Operation] = {}  # by device; made when a write first needs it
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'):
-        there: dict[str, tf.Operation] = {}
         for write in writes:
-            device = device_of(write) or host
-            if host not in there:
-                with tf.device(host or None):
-                    with tf.control_dependencies([tf.identity(t, 'is_there') for t in batch]):
-                        there[host] = tf.no_op('is_there')
-            if device not in there:
-                with tf.device(device or None), tf.control_dependencies([there[host]]):
-                    there[device] = tf.no_op('is_there')
-            private.add_control_inputs(write, [there[device]])
+            if not batch_is_there:
+                with tf.device(input_device or None):
+                    values = [tf.identity(tensor, 'is_there') for tensor in batch]
+                    with tf.control_dependencies(values):
+                        batch_is_there[input_device] = tf.no_op('is_there')
+
+            device = device_of(write) or input_device
+            if device not in batch_is_there:
+                message = batch_is_there[input_device]
+                with tf.device(device or None), tf.control_dependencies([message]):
+                    batch_is_there[device] = tf.no_op('is_there')
+            private.add_control_inputs(write, [batch_is_there[device]])

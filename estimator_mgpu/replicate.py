@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, checkpoints, end_of_data, explain, steps, unknown_ranks
-from estimator_mgpu.cluster import task, tf_config
+from estimator_mgpu.cluster import sessions, tf_config
 from estimator_mgpu.devices import Devices, checked, host_of, resolve, warn_of_missing
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
@@ -136,7 +136,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
         _check_builds_graph()
         arguments = extended.bind(*args, **kwargs).arguments
         config = arguments.get('config')
-        machines = getattr(config, 'machines', None)  # set by `task.Task.training`
+        machines = getattr(config, 'machines', None)  # set by `Chief.training`
         _check_config(config, machines)
 
         towers = resolve(options['devices'], machines)
@@ -267,9 +267,9 @@ def _with_full_values(spec: Any, towers: Towers) -> Any:
 
 def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:
     """An EstimatorSpec whose sessions explain errors of checkpoints, and wait for other tasks."""
-    scaffold = checkpoints.watch(spec.scaffold or tf.train.Scaffold())
+    scaffold = checkpoints.explain_restore_errors(spec.scaffold or tf.train.Scaffold())
     if waits_for_tasks:
-        scaffold = task.hold(scaffold)
+        scaffold = sessions.wait_for_tasks(scaffold)
     return spec._replace(scaffold=scaffold)
 
 

@@ -1,4 +1,7 @@
-"""`Estimator`: a tf.estimator.Estimator that replicates its model_fn and has the devices for it."""
+"""`Estimator`: a tf.estimator.Estimator that replicates its model_fn and has the devices for it.
+
+On several machines, `train()` joins the cluster of TF_CONFIG: see `cluster`.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,23 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import checkpoints, explain
-from estimator_mgpu.cluster import input as machine_input
-from estimator_mgpu.cluster import task, tf_config
-from estimator_mgpu.devices import CHIEF, Devices, device_spec, resolve, session_config
+from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
+from estimator_mgpu.cluster.chief import Chief
+from estimator_mgpu.cluster.serve import serve
+from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.replicate import replicate
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
 
 
-def _checkpoint_errors(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """A context that explains errors with the checkpoint that a call of a method reads."""
+def _explained(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """A context that explains errors with the checkpoint that a call of a method reads.
+
+    Args:
+      method: a method of Estimator's.
+      *args: those of the call, the Estimator first.
+      **kwargs: those of the call.
+    """
     arguments = inspect.signature(method).bind(*args, **kwargs).arguments
     return checkpoints.explained(arguments['self'].model_dir, arguments.get('checkpoint_path'))
 
@@ -32,19 +42,21 @@ def _explains_checkpoint_errors(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _checkpoint_errors(method, *args, **kwargs):
+        with _explained(method, *args, **kwargs):
             return method(*args, **kwargs)
 
     return call
 
 
 class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
-    """Trains on several machines, if TF_CONFIG has them, and explains errors of checkpoints."""
+    """Trains on several machines, if TF_CONFIG has them, and explains errors of checkpoints.
 
-    _joins: Any  # the RunConfig of a task of a cluster; None on one machine
-    _follower: Any  # an evaluator's, by which it follows the chief; None on other tasks
+    Estimator forbids its own classes to override its methods, but doesn't look at this one.
+    """
 
-    # An Estimator's own class must override no method of it; this one isn't looked at.
+    _cluster_config: Any  # the RunConfig of a task of a cluster; None on one machine
+    _follower: evaluator.Follower | None  # on an evaluator
+
     def train(
         self,
         input_fn: Any,
@@ -53,7 +65,30 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         max_steps: int | None = None,
         saving_listeners: Any = None,
     ) -> Any:
-        """As Estimator's; on a task other than the chief it serves that, and never returns."""
+        """As Estimator's. On a task other than the chief it serves the chief, and never returns."""
+        self._check_train_arguments(input_fn, hooks)
+        explained = checkpoints.explained(self.model_dir, None, self._warm_start_settings)
+        by_machine = self._model_fn.replicate_options['input'] == 'machine'
+
+        if self._cluster_config is None:
+            if by_machine:
+                input_fn = machine_input.in_context(input_fn)
+            with explained:
+                return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+
+        process = join.join(self._cluster_config)
+        if not isinstance(process, Chief):
+            serve(process)
+        with explained, process.training(self._config) as (hook, listener):
+            if by_machine:
+                input_fn = self._reads_by_machine(input_fn)
+            hooks = [*(hooks or []), hook]
+            # TensorFlow refuses a listener if no checkpoints are saved.
+            if self.config.save_checkpoints_secs or self.config.save_checkpoints_steps:
+                saving_listeners = [*(saving_listeners or []), listener]
+            return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+
+    def _check_train_arguments(self, input_fn: Any, hooks: Any) -> None:
         if self.config.task_type == 'evaluator':
             raise ValueError(
                 "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
@@ -62,30 +97,15 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         tf_estimator.check_input_fn(input_fn)
         if isinstance(hooks, tf.train.SessionRunHook):
             raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
-        options = self._model_fn.replicate_options
-        by_machine = options['input'] == 'machine'
-        explained = checkpoints.explained(self.model_dir, None, self._warm_start_settings)
-        if self._joins is None:
-            input_fn = machine_input.in_context(input_fn) if by_machine else input_fn
-            with explained:
-                return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
-        own_task = task.join(self._joins)
-        if own_task.name != CHIEF:
-            own_task.serve()
-        with explained, own_task.training(self._config) as (hook, listener):
-            if by_machine:
-                call = functools.partial(
-                    self._call_input_fn, mode=tf_estimator.estimator.ModeKeys.TRAIN
-                )
-                towers = resolve(options['devices'], self._config.machines)
-                input_fn = machine_input.read(call, input_fn, towers)
-            hooks = [*(hooks or []), hook]
-            if self.config.save_checkpoints_secs or self.config.save_checkpoints_steps:
-                saving_listeners = [*(saving_listeners or []), listener]
-            return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+
+    def _reads_by_machine(self, input_fn: Any) -> Callable[[], Any]:
+        """An input_fn whose batches are the parts that all machines read."""
+        call = functools.partial(self._call_input_fn, mode=tf_estimator.estimator.ModeKeys.TRAIN)
+        towers = resolve(self._model_fn.replicate_options['devices'], self._config.machines)
+        return machine_input.read(call, input_fn, towers)
 
     def latest_checkpoint(self) -> Any:
-        """As Estimator's; an evaluator ends as the chief has, after the last one."""
+        """As Estimator's. An evaluator ends as the chief has, after the last checkpoint."""
         if self._follower is None:
             return super().latest_checkpoint()
         return self._follower.follow(super().latest_checkpoint)
@@ -102,7 +122,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
 
     @functools.wraps(EstimatorV2.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        with _checkpoint_errors(EstimatorV2.predict, self, *args, **kwargs):
+        with _explained(EstimatorV2.predict, self, *args, **kwargs):
             yield from super().predict(*args, **kwargs)
 
 
@@ -141,38 +161,17 @@ class Estimator(_OnMachines):
                 'replicate() or to Estimator(), but not to both.'
             )
         devices = model_fn.replicate_options['devices']  # type: ignore[attr-defined]
-        listed = devices if isinstance(devices, list) else []
-        if jobs := [device for device in listed if device_spec(device).job]:
-            raise ValueError(
-                f"devices={devices!r} has {jobs[0]!r}. An Estimator's devices are those of each "
-                "machine, without its job: ['/device:GPU:0', '/device:GPU:1']."
-            )
-        if config is None:
-            tf_config.check(os.environ.get('TF_CONFIG', '{}'))
-            config = tf_estimator.estimator.RunConfig()
-        if not isinstance(config, tf_estimator.estimator.RunConfig):
-            raise TypeError(
-                f'config={config!r} is of {type(config).__name__}. Give a tf.estimator.RunConfig, '
-                'or leave it out; hyperparameters go to params.'
-            )
-        tf_config.check_read(config)
-        session = copy.deepcopy(config.session_config)
-        if config.master and session:
-            del session.device_filters[:]  # They hide machines from each other.
-        base = None if session == get_default_session_config() else session
-        config = config.replace(session_config=session_config(devices, base))
-        self._joins = config if config.master else None
-        if config.session_config.operation_timeout_in_ms:
-            # Else the session's own process would wait for a task that doesn't answer, to close.
-            config.session_config.rpc_options.use_rpc_for_inprocess_master = True
-        if config.master:  # What isn't training, a task does by itself.
-            config = copy.deepcopy(config)
-            own = config.cluster_spec.task_address(config.task_type, config.task_id)
-            alone = {'cluster': {'chief': [own]}, 'task': {'type': 'chief', 'index': 0}}
-            config._init_distributed_setting_from_environment_var(alone)
+        _check_without_job(devices)
+
+        config = _with_devices(_checked_config(config), devices)
+        self._cluster_config = None
+        if config.master:
+            self._cluster_config = config
+            config = _of_single_task(config)
+
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
         checkpoints.check_name(self.model_dir)
-        self._follower = task.follower(self.config)
+        self._follower = evaluator.follower(self.config)
 
     def explain(self, input_fn: Callable[..., Any]) -> explain.Explanation:
         """Shows how training would be sharded. Runs no step, and writes nothing.
@@ -181,7 +180,7 @@ class Estimator(_OnMachines):
           >>> columns = [tf.feature_column.numeric_column('x')]
           >>> estimator = replicate_estimator(tf.estimator.LinearRegressor(columns), devices=2)
           >>> input_fn = lambda: ({'x': tf.ones([10])}, tf.ones([10]))
-          >>> found = estimator.explain(input_fn)  # doctest: +ELLIPSIS
+          >>> explanation = estimator.explain(input_fn)  # doctest: +ELLIPSIS
           towers
             /device:CPU:0: 5 examples
             ...
@@ -192,9 +191,57 @@ class Estimator(_OnMachines):
         The `Explanation` is printed, too. A variable that the model_fn puts on no device, as
         Estimator does the global step, has none in it.
         """
-        found = explain.explain(self, input_fn)
-        print(found)
-        return found
+        explanation = explain.explain(self, input_fn)
+        print(explanation)
+        return explanation
+
+
+def _check_without_job(devices: Any) -> None:
+    """Raises ValueError if devices are those of a task, such as '/job:worker/task:0/gpu:0'."""
+    listed = devices if isinstance(devices, list) else []
+    of_tasks = [device for device in listed if device_spec(device).job]
+    if of_tasks:
+        raise ValueError(
+            f"devices={devices!r} has {of_tasks[0]!r}. An Estimator's devices are those of each "
+            "machine, without its job: ['/device:GPU:0', '/device:GPU:1']."
+        )
+
+
+def _checked_config(config: Any) -> Any:
+    """Returns a RunConfig, which reads TF_CONFIG if it's made here, and checks what it has read."""
+    if config is None:
+        tf_config.check(os.environ.get('TF_CONFIG', '{}'))
+        config = tf_estimator.estimator.RunConfig()
+    if not isinstance(config, tf_estimator.estimator.RunConfig):
+        raise TypeError(
+            f'config={config!r} is of {type(config).__name__}. Give a tf.estimator.RunConfig, or '
+            'leave it out; hyperparameters go to params.'
+        )
+    tf_config.check_read(config)
+    return config
+
+
+def _with_devices(config: Any, devices: Any) -> Any:
+    """A RunConfig whose session has the devices, and on several machines sees all of them."""
+    session = copy.deepcopy(config.session_config)
+    if config.master and session:
+        del session.device_filters[:]  # Estimator's own hide machines from each other.
+    base = None if session == get_default_session_config() else session
+    config = config.replace(session_config=session_config(devices, base))
+    if config.session_config.operation_timeout_in_ms:
+        # Otherwise this process itself would wait, to close a session, for a task that doesn't
+        # answer.
+        config.session_config.rpc_options.use_rpc_for_inprocess_master = True
+    return config
+
+
+def _of_single_task(config: Any) -> Any:
+    """A RunConfig as on one machine: what isn't training, a task does by itself."""
+    config = copy.deepcopy(config)
+    address = config.cluster_spec.task_address(config.task_type, config.task_id)
+    alone = {'cluster': {'chief': [address]}, 'task': {'type': 'chief', 'index': 0}}
+    config._init_distributed_setting_from_environment_var(alone)
+    return config
 
 
 def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: Any) -> Estimator:
@@ -218,35 +265,51 @@ def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: A
             f'replicate_estimator({estimator!r}) was given a {type(estimator).__name__}. It takes '
             'a tf.estimator.Estimator; a model_fn goes to replicate().'
         )
-    several, model_fn = _blank(type(estimator)), estimator._model_fn
+    several = _blank(type(estimator))
     several.__dict__.update(vars(estimator))
-    if getattr(model_fn, '__self__', None) is estimator:
+
+    model_fn = estimator._model_fn
+    if getattr(model_fn, '__self__', None) is estimator:  # a method of a canned one
         model_fn = types.MethodType(model_fn.__func__, several)
     model_fn = replicate(devices=devices, **options)(model_fn)
-    # Estimator keeps no warm_start_from, only the settings made of it; and a model_fn that takes no
-    # params may be given none.
-    settings = estimator._params or None, estimator._warm_start_settings
-    Estimator.__init__(several, model_fn, estimator.model_dir, estimator.config, *settings)
+
+    # A model_fn that takes no params may be given none. Estimator keeps no warm_start_from, only
+    # the settings made of it, which it takes as well.
+    params = estimator._params or None
+    warm_start_from = estimator._warm_start_settings
+    Estimator.__init__(
+        several, model_fn, estimator.model_dir, estimator.config, params, warm_start_from
+    )
     return several
 
 
 def _blank(kind: type) -> Estimator:
-    """An estimator of a class and of `Estimator`, without attributes: what pickle begins with."""
+    """An estimator without attributes, of a class and of `Estimator`. Pickle begins with it, too.
+
+    Args:
+      kind: a class of estimators.
+    """
     return object.__new__(_class_of(kind))
 
 
 @functools.cache
 def _class_of(kind: type) -> type[Estimator]:
-    """A class of estimators whose methods are those of another class, and then `Estimator`'s."""
+    """A class of estimators whose methods are those of another class, and then `Estimator`'s.
+
+    Args:
+      kind: the other class.
+    """
     if issubclass(Estimator, kind):
         return Estimator
 
     def reduce(self: Any) -> Any:
         return _blank, (kind,), vars(self)
 
-    own = {'__module__': kind.__module__, '__doc__': kind.__doc__, '__reduce__': reduce}
+    attributes = {'__module__': kind.__module__, '__doc__': kind.__doc__, '__reduce__': reduce}
     try:
-        return types.new_class(kind.__name__, (kind, Estimator), {}, lambda body: body.update(own))
+        return types.new_class(
+            kind.__name__, (kind, Estimator), {}, lambda namespace: namespace.update(attributes)
+        )
     except TypeError as error:
         raise TypeError(
             f"replicate_estimator() can't make a class that is both {kind.__name__} and an "

@@ -17,8 +17,8 @@ from absl import app, flags
 
 import estimator_mgpu
 from estimator_mgpu import explain
-from estimator_mgpu.cluster import task as cluster
-from estimator_mgpu.devices import machine_of
+from estimator_mgpu.cluster import sessions
+from estimator_mgpu.devices import CHIEF, machine_of
 from estimator_mgpu.partition.costs import bytes_of
 
 FLAGS = flags.FLAGS
@@ -55,7 +55,7 @@ MODELS = {'dense': dense, 'embedding': embedding}
 
 def build(model_fn, machines):
     """Builds a model in the default graph, for two devices of each machine."""
-    tasks = [cluster.CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
+    tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
     devices = [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
     tf.train.get_or_create_global_step()
     batch = tf.placeholder(tf.float32, [ROWS, 4]), tf.placeholder(tf.float32, [ROWS, 1])
@@ -67,9 +67,9 @@ def count(model_fn, machines):
     """Returns the bytes that each task sends, that it receives, and those of trained variables."""
     with tf.Graph().as_default() as graph:
         spec, _ = build(model_fn, machines)
-        cluster.pin(graph)
+        sessions.place_on_chief(graph)
         sent, received = collections.Counter(), collections.Counter()
-        for *ends, size in explain.messages([spec.train_op, spec.loss.op], cluster.CHIEF):
+        for *ends, size in explain.messages([spec.train_op, spec.loss.op], CHIEF):
             source, target = map(machine_of, ends)
             if source != target:
                 sent[source] += size

@@ -14,8 +14,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import task as cluster
-from estimator_mgpu.cluster import watch
+from estimator_mgpu.cluster import task, watch
 from models import floats, of_all_modes, weights
 
 STEPS = 20
@@ -102,7 +101,7 @@ def serve_at(address):
         return server({**jobs, job: addresses}, job, index, *args)
 
     tf.train.Server = elsewhere
-    cluster._EVERY = 1  # seconds, in which another process may be a name's old one
+    task._TWIN_PATIENCE = 1
 
 
 def cut_off(addresses):
@@ -121,10 +120,10 @@ def cut_off(addresses):
 
 def watch_closely():
     """Lets the chief notice within 8 seconds, rather than 20, that a task doesn't answer."""
-    watch.EVERY = 2
-    watch._WITHIN = 5
-    watch._SILENT = 8
-    watch._AGAIN = 12
+    watch.ASK_EVERY = 2
+    watch._ANSWER_WITHIN = 5
+    watch._LOG_AFTER = 8
+    watch._LOG_EVERY = 12
     watch._GRACE = 8
 
 

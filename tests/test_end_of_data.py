@@ -11,8 +11,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import input as machine_input
-from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.cluster import machine_input, sessions
 from models import ROWS, LazyAdam, floats, spec_of, step
 from towers import MODES, TRAIN, assert_close, load, session
 
@@ -182,7 +181,7 @@ def runs_of(
         variables = {v.op.name: v for v in tf.global_variables() + tf.local_variables()}
         initializers = [tf.global_variables_initializer(), tf.local_variables_initializer()]
         if target:
-            cluster.pin(graph)
+            sessions.place_on_chief(graph)
         with tf.Session(target) if target else session(devices) as sess:
             sess.run(initializers)
             for _ in range(runs):

@@ -142,7 +142,7 @@ def test_fewer_gpus_than_asked_for(gpus):
     gpus(None, None)
     assert devices.resolve(2) == devices.resolve(None) == ['/device:GPU:0', '/device:GPU:1']
     for given in (3, ['/gpu:0', '/gpu:2']):
-        match = "asks for '/device:GPU:2', but this machine has 2 GPUs.*stand twice"
+        match = "asks for '/device:GPU:2', but this machine has 2 GPUs.*List a device twice"
         with pytest.raises(ValueError, match=match):
             devices.resolve(given)
 

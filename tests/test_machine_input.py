@@ -5,8 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import input as machine_input
-from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.cluster import machine_input, sessions
 from estimator_mgpu.tf_internals import graphs
 from models import adam, floats, regression, sgd, spec_of, weights
 from towers import assert_close
@@ -65,7 +64,7 @@ def until_the_end(target, fetches, at_end=()):
     """Runs steps of the default graph until input ends; returns what each gave, and `at_end`."""
     initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
     if target:
-        cluster.pin(tf.get_default_graph())
+        sessions.place_on_chief(tf.get_default_graph())
     seen = []
     with tf.Session(target) as session:
         session.run(initializers)

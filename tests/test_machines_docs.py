@@ -9,8 +9,8 @@ import sys
 import tensorflow.compat.v1 as tf
 import yaml
 
-from estimator_mgpu.cluster import task as cluster
 from estimator_mgpu.cluster import tf_config as cluster_config
+from estimator_mgpu.cluster.task import addresses
 from test_docs import ROOT, blocks_of
 
 SLURM = {'HOSTS': 'n8 n9 n10 ', 'SLURM_JOB_ID': '123456', 'SLURM_NTASKS': '3'}
@@ -35,7 +35,7 @@ def read(tf_config, monkeypatch):
     cluster_config.check(tf_config)
     monkeypatch.setenv('TF_CONFIG', tf_config)
     config = tf.estimator.RunConfig()
-    found = cluster.addresses(config)
+    found = addresses(config)
     assert [*found] == NAMES
     return (config.task_type, config.task_id), [*found.values()]
 

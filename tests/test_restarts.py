@@ -93,13 +93,6 @@ def test_the_time_for_which_a_task_was_waited_for_does_not_count(clock):
     made_again(told)
 
 
-@pytest.mark.core
-def test_long_errors_are_cut():
-    error = tf.errors.AbortedError(None, None, 'x' * 1000)
-    assert restarts.brief(error) == f'AbortedError: {"x" * 400} ...'
-    assert restarts.brief(ValueError('Boo')) == 'ValueError: Boo'
-
-
 class Fails(tf.train.SessionRunHook):
     """Fails as sessions are made, and as they run, in turn."""
 

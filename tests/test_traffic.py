@@ -6,7 +6,7 @@ import re
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.cluster import sessions
 from estimator_mgpu.devices import machine_of
 from estimator_mgpu.partition.costs import bytes_of
 from models import floats
@@ -50,7 +50,7 @@ def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
         config = tf.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         initializer = tf.global_variables_initializer()
-        cluster.pin(graph)
+        sessions.place_on_chief(graph)
         with tf.Session(three_machines, config=config) as session:
             session.run(initializer)
             fed = dict(zip(batch, [features, labels]))

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.cluster import task as cluster
 from estimator_mgpu.cluster import watch
+from estimator_mgpu.cluster.leadership import Leadership
 
 WORKER, PS = '/job:worker/task:0', '/job:ps/task:0'
 
@@ -38,20 +38,17 @@ SILENT = tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')
 
 
 class Task:
-    """The chief; it notes what it tells the others as it ends."""
+    """The process of the chief."""
 
     addresses = {WORKER: 'w0:1', PS: 'p0:1'}
     others = [WORKER, PS]
     limit = 100
     incarnation = 'this'
-    leads = True
     waits = False
-    replaced_by = cluster.Task.replaced_by
 
     def __init__(self):
         self.says = dict.fromkeys(self.others, 'this')
         self.gone = ()
-        self.told = []
         self.terminate = lambda number, frame: None
 
     def listens(self, name):
@@ -59,9 +56,6 @@ class Task:
 
     def notes_on(self, name):
         return Notes(self, name)
-
-    def tell(self, error, status, but):
-        self.told.append((error, status, but))
 
     def handles_sigterm(self):
         return signal.getsignal(signal.SIGTERM) == self.terminate
@@ -73,6 +67,16 @@ def task():
 
 
 @pytest.fixture
+def leadership(task):
+    """That of the chief. It notes what the others are told as the chief ends."""
+    leadership = Leadership(task)
+    leadership.has_begun = True
+    leadership.told = []
+    leadership.tell_ending = lambda *ending: leadership.told.append(ending)
+    return leadership
+
+
+@pytest.fixture
 def clock(monkeypatch):
     """A list whose entry is the time."""
     now = [1000.0]
@@ -81,11 +85,11 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def watching(task, clock, monkeypatch):
+def watching(task, leadership, clock, monkeypatch):
     """A watch without threads, that looks after so many seconds, when tasks have been heard."""
-    looks = watch.Watch(task)
+    looks = watch.Watch(task, leadership)
     for name in task.others:
-        looks.hear(name, task.notes_on(name))
+        looks.ask(name, task.notes_on(name))
 
     def exits(status):
         raise SystemExit(status)
@@ -95,8 +99,8 @@ def watching(task, clock, monkeypatch):
     def look(seconds, heard=(PS,)):
         clock[0] = 1000.0 + seconds
         for name in heard:
-            looks.hear(name, task.notes_on(name))
-        looks.look(clock[0])
+            looks.ask(name, task.notes_on(name))
+        looks.judge(clock[0])
 
     looks.after = look
     return looks
@@ -109,11 +113,11 @@ def test_who_does_not_answer_is_named(watching, caplog):
         watching.after(seconds)
     found = [message[: message.index(' its machine')] for message in caplog.messages]
     assert found == [silent % 21, silent % 51]
-    assert watching.silent() == f'{WORKER} at w0:1 has not answered for 52 seconds'
+    assert watching.silent_tasks() == f'{WORKER} at w0:1 has not answered for 52 seconds'
     watching.after(53, [WORKER, PS])
     watching.after(54)
     assert caplog.messages[2:] == [f'{WORKER} at w0:1 answers again.']
-    assert not watching.silent()
+    assert not watching.silent_tasks()
 
 
 @pytest.mark.core
@@ -128,7 +132,7 @@ def test_a_task_that_is_waited_for_is_not_named_twice(task, watching, caplog):
 
 
 @pytest.mark.core
-def test_a_task_that_never_answers_again(task, watching, caplog):
+def test_a_task_that_never_answers_again(task, leadership, watching, caplog):
     """The chief ends a little later than one that waits for a task would."""
     watching.after(115)
     with pytest.raises(SystemExit, match='1'):
@@ -136,20 +140,20 @@ def test_a_task_that_never_answers_again(task, watching, caplog):
     error = (
         f'{WORKER} at w0:1 has not answered for 116 seconds (session_creation_timeout_secs: 100)'
     )
-    assert task.told == [(error, 1, [WORKER])]
+    assert leadership.told == [(error, 1, [WORKER])]
     assert f'{error}. This process ends.' in caplog.messages
 
 
 @pytest.mark.core
-def test_sigterm_while_a_step_waits(task, watching, caplog):
-    watching._terminated = True
+def test_sigterm_while_a_step_waits(task, leadership, watching, caplog):
+    watching._got_sigterm = True
     for seconds in (5, 10, 19):
         watching.after(seconds, [])
     watching.after(20, [WORKER, PS])
     watching.after(30, [PS])  # All answered lately: the step only takes its time.
     with pytest.raises(SystemExit, match='143'):
         watching.after(31, [PS])
-    assert task.told == [(None, 143, [WORKER])]
+    assert leadership.told == [(None, 143, [WORKER])]
     error = f'SIGTERM came while a step waited: {WORKER} at w0:1 has not answered for 11 seconds'
     assert f'{error}. This process ends.' in caplog.messages
 
@@ -158,7 +162,7 @@ REPLACED = f'Another chief leads {WORKER} at w0:1'
 
 
 @pytest.mark.core
-def test_a_chief_that_was_replaced(task, watching):
+def test_a_chief_that_was_replaced(task, leadership, watching):
     """It fails as its step ends, or saves, and if that doesn't happen, nevertheless."""
     watching.fail_if_replaced()
     task.says[WORKER] = ''  # It has been started again.
@@ -171,12 +175,12 @@ def test_a_chief_that_was_replaced(task, watching):
     watching.after(21)
     with pytest.raises(SystemExit, match='1'):
         watching.after(22)
-    assert task.told[0][0].startswith(REPLACED)
+    assert leadership.told[0][0].startswith(REPLACED)
 
 
 @pytest.mark.core
-def test_a_chief_that_begins_is_not_replaced_by_the_one_before(task, watching):
-    task.leads = False
+def test_a_chief_that_begins_is_not_replaced_by_the_one_before(task, leadership, watching):
+    leadership.has_begun = False
     task.says[WORKER] = 'before'
     watching.after(5, [WORKER])
     watching.fail_if_replaced()
@@ -211,7 +215,7 @@ def handler(function):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, 'EVERY', 0.01)
+    monkeypatch.setattr(watch, 'ASK_EVERY', 0.01)
 
 
 def wait_for(condition):
@@ -222,64 +226,64 @@ def wait_for(condition):
 
 
 @pytest.mark.core
-def test_threads(task, quick):
+def test_threads(task, leadership, quick):
     """They ask until the end, whatever a task answers, and hear SIGTERM."""
     task.says[PS] = SILENT
-    with handler(task.terminate), watch.Watch(task) as looks:
-        wait_for(lambda: WORKER in looks._answered)
+    with handler(task.terminate), watch.Watch(task, leadership) as looks:
+        wait_for(lambda: WORKER in looks._answered_at)
         task.gone = (PS,)
         task.says[WORKER] = SILENT
-        assert not looks._terminated
+        assert not looks._got_sigterm
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(lambda: looks._terminated)
+        wait_for(lambda: looks._got_sigterm)
         task.says[WORKER] = 'other'
-        wait_for(lambda: looks.replaced)
+        wait_for(lambda: looks.replaced_at)
     assert not any(thread.is_alive() for thread in looks._threads)
     assert signal.set_wakeup_fd(-1) == -1
 
 
 @pytest.mark.core
-def test_signals_of_somebody_else(task, quick):
+def test_signals_of_somebody_else(task, leadership, quick):
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes)
-    with handler(task.terminate), watch.Watch(task) as looks:
+    with handler(task.terminate), watch.Watch(task, leadership) as looks:
         os.kill(os.getpid(), signal.SIGTERM)
         assert os.read(reads, 1)[0] == signal.SIGTERM
-    assert not looks._terminated
+    assert not looks._got_sigterm
     assert signal.set_wakeup_fd(-1) == writes
     for end in (reads, writes):
         os.close(end)
 
 
 @pytest.mark.core
-def test_a_chief_that_was_stopped_blames_nobody(task, clock, monkeypatch):
+def test_a_chief_that_was_stopped_blames_nobody(task, leadership, clock, monkeypatch):
     """The time for which its own process was stopped is no task's silence."""
-    looks = watch.Watch(task)
-    looks.hear(WORKER, task.notes_on(WORKER))
+    looks = watch.Watch(task, leadership)
+    looks.ask(WORKER, task.notes_on(WORKER))
     seen = []
 
     def wait(seconds):
         clock[0] += 1 if seen else 500
 
-    def look(now):
-        seen.append(now - looks._awake)
+    def judge(now):
+        seen.append(now - looks._awake_since)
         if len(seen) == 3:
             looks._over.set()
 
-    monkeypatch.setattr(looks, '_wait_for_signals', wait)
-    monkeypatch.setattr(looks, 'look', look)
-    looks._look()
+    monkeypatch.setattr(looks, '_wait_for_sigterm', wait)
+    monkeypatch.setattr(looks, 'judge', judge)
+    looks._judge_until_over()
     assert seen == [0, 1, 2]
 
 
 @pytest.mark.core
-def test_beside_the_main_thread(task, quick):
+def test_beside_the_main_thread(task, leadership, quick):
     """Only the main thread may listen to signals."""
 
     def watch_for_a_while():
-        with watch.Watch(task) as looks:
-            wait_for(lambda: WORKER in looks._answered)
+        with watch.Watch(task, leadership) as looks:
+            wait_for(lambda: WORKER in looks._answered_at)
             return looks._signals
 
     with ThreadPoolExecutor() as pool:

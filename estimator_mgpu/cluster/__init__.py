@@ -4,10 +4,25 @@ In: a RunConfig that has read TF_CONFIG. Out: the devices of the cluster, a sess
 for `input='machine'` the parts of each batch. How a graph is divided doesn't belong here: to
 `partition`, a machine is a part of a device's name.
 
+What a process is:
+
 - `tf_config`: what TF_CONFIG has to be.
-- `task`: how the tasks of a cluster meet, train, serve and save.
-- `input`: each machine reads a part of each batch; and what happens when one has no more.
-- `watch`, `restarts`: tasks that don't answer; sessions that are lost, as when a worker dies.
-- `notes`, `ending`: what tasks leave for each other; how all of them end.
+- `join`: the process joins its cluster once, as one of its tasks.
+- `task`: what all tasks have: a server, and waiting for the others.
+- `chief`, `serve`, `evaluator`: what each kind of task does.
+
+What a training needs:
+
+- `sessions`: each session waits for all tasks.
+- `machine_input`: each machine reads a part of each batch; and what happens when one has no more.
+- `saving`: which tasks save parts of checkpoints.
+
+How tasks know of each other:
+
 - `reach`: what is at a task's address.
+- `notes`: what tasks leave for each other.
+- `leadership`: which chief leads the others, as another one may have replaced it.
+- `watch`, `signals`: tasks that don't answer, and SIGTERM, while a step waits in TensorFlow.
+- `restarts`: sessions that are lost, as when a worker dies.
+- `ending`, `exits`: how the chief ends, and with it all others.
 """

@@ -1,4 +1,4 @@
-"""What the tasks of a cluster leave for each other, as text in variables of the task it is for."""
+"""What the tasks of a cluster leave for each other: texts, in variables on the receiver."""
 
 from __future__ import annotations
 
@@ -6,40 +6,52 @@ import contextlib
 
 import tensorflow.compat.v1 as tf
 
-# The task's process; the cluster in its TF_CONFIG; the chief that leads it; how a chief has ended.
-NAMES = ('process', 'cluster', 'chief', 'end')
+NAMES = (
+    'process',  # the incarnation of the task's process
+    'cluster',  # the addresses of all tasks in its TF_CONFIG, in JSON
+    'chief',  # the incarnation of the chief that leads the task
+    'end',  # how a chief has ended, an `Ending` as text
+)
 
 
 class Notes:
-    """The notes of one task, over a connection of their own.
+    """The notes on one task, over a connection of their own.
 
     The session's master is the task itself. So a call ends by its time limit if the task's process
     is stopped, where a session of this process's own server waits for that; and a chief's sessions
     on the task, which end as another chief makes one there, are left alone.
 
     Args:
-      task: `/job:worker/task:0`, say.
+      task: the task's name, such as `/job:worker/task:0`.
       target: of the task's server: `grpc://` and its address.
-      seconds: how long each call may take.
+      seconds: how long each call may take; 0 for as long as it takes.
+
+    Attributes:
+      graph: a graph of its own, which others may add ops to.
+      session: runs this graph on the task.
     """
 
     def __init__(self, task: str, target: str, seconds: float = 10):
         config = tf.ConfigProto(device_filters=[task], operation_timeout_in_ms=int(1000 * seconds))
         # A connection that others have may be of a network that the task has left since.
         config.rpc_options.disable_session_connection_sharing = True
+
+        self._writes = {}  # these and the next ones by the names of notes
+        self._exist = {}
+        self._texts = {}
         self.graph = tf.Graph()
+        # In a container of its own, notes outlast the resources of a training.
         with self.graph.as_default(), tf.device(f'{task}/cpu:0'), tf.container('estimator_mgpu'):
-            self._text = tf.placeholder(tf.string, [])
-            self._assign, self._there, self._values = {}, {}, {}
+            self._new_text = tf.placeholder(tf.string, [])
             for name in NAMES:
                 variable = tf.get_variable(
                     f'estimator_mgpu_{name}', [], tf.string, use_resource=True
                 )
-                self._assign[name] = tf.raw_ops.AssignVariableOp(
-                    resource=variable.handle, value=self._text
+                self._writes[name] = tf.raw_ops.AssignVariableOp(
+                    resource=variable.handle, value=self._new_text
                 )
-                self._there[name] = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
-                self._values[name] = variable.value()
+                self._exist[name] = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
+                self._texts[name] = variable.value()
         self.session = tf.Session(target, self.graph, config)
 
     def __enter__(self) -> Notes:
@@ -51,10 +63,10 @@ class Notes:
 
     def read(self, name: str) -> str:
         """Returns a note, or '' if there is none: the task's process may have just begun."""
-        if not self.session.run(self._there[name]):
+        if not self.session.run(self._exist[name]):
             return ''
-        return self.session.run(self._values[name]).decode()
+        return self.session.run(self._texts[name]).decode()
 
     def write(self, name: str, text: str) -> None:
-        """Leaves a note, in the place of the one before."""
-        self.session.run(self._assign[name], {self._text: text})
+        """Leaves a note, which replaces the one before."""
+        self.session.run(self._writes[name], {self._new_text: text})

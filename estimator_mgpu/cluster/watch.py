@@ -8,199 +8,213 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from typing import Protocol
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.cluster.exits import SIGTERM_STATUS
+from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import Notes
+from estimator_mgpu.cluster.signals import open_signal_pipe
+from estimator_mgpu.cluster.task import Task
 
-EVERY = 5  # seconds from one question to the next
-_SILENT = 20  # seconds without an answer, after which the log names a task
-_AGAIN = 30  # seconds from one such message to the next
+ASK_EVERY = 5  # seconds from one question to the next
+_ANSWER_WITHIN = 10  # seconds in which a task that is well has answered
+_LOG_AFTER = 20  # seconds without an answer, after which the log names a task
+_LOG_EVERY = 30  # seconds from one such message to the next
 _GRACE = 15  # seconds that a step may take after what should end it, if a task doesn't answer
-_WITHIN = 10  # seconds in which a task that is well has answered
-
-
-class Watcher(Protocol):
-    """What a `Watch` needs of the `Task` whose process it's in."""
-
-    others: list[str]  # the names of all other tasks
-    addresses: dict[str, str]
-    incarnation: str
-    leads: bool  # whether the other tasks have been told that this one is their chief
-    waits: bool
-    limit: float  # seconds for which it waits for a task
-
-    def listens(self, task: str) -> bool: ...
-
-    def notes_on(self, task: str) -> Notes: ...
-
-    def handles_sigterm(self) -> bool: ...
-
-    def replaced_by(self, task: str) -> str: ...
-
-    def tell(self, error: str | None, status: int, but: Iterable[str] = ()) -> None: ...
 
 
 class Watch:
-    """Knows which tasks answer, says which don't, and ends a process that waits for these.
+    """Knows which tasks answer, logs which don't, and ends a process that waits for these in vain.
 
-    Each task has a thread that asks it for its note on the chief, and one more thread looks at what
-    these have heard. It's a context manager: the threads end with it.
+    Each other task has a thread that asks it which chief leads it. One more thread, the judge,
+    looks every second at when they have answered. The threads run within a `with` statement.
+
+    Args:
+      task: this process.
+      leadership: that of this process, which is the chief.
 
     Attributes:
-      replaced: the task by which another chief was found to be in the place of this one, or ''.
+      replaced_at: the name of a task that another chief leads, in the place of this one; or ''.
     """
 
-    def __init__(self, task: Watcher) -> None:
-        self.replaced = ''
+    def __init__(self, task: Task, leadership: Leadership) -> None:
+        self.replaced_at = ''
         self._task = task
+        self._leadership = leadership
         self._over = threading.Event()
-        self._signals: int | None = None  # where the numbers of signals can be read
-        self._answered: dict[str, float] = {}  # when a task was last heard
-        self._awake = time.monotonic()  # since when this process hasn't been stopped
-        self._told: dict[str, float] = {}  # when the log last named a task that doesn't answer
-        self._ends_since: float | None = None  # since when the process should end
-        self._terminated = False
+        # Times are those of time.monotonic().
+        self._answered_at: dict[str, float] = {}  # when each task answered last
+        self._logged_at: dict[str, float] = {}  # when the log last named a task as silent
+        self._awake_since = time.monotonic()  # since when this process wasn't stopped
+        self._has_to_end_since: float | None = None  # None if the process needn't end
+        self._got_sigterm = False
 
     def __enter__(self) -> Watch:
-        if threading.current_thread() is threading.main_thread():  # No other one may do this.
-            self._listen_to_signals()
+        self._signals = open_signal_pipe()
         self._threads = [
-            threading.Thread(target=self._ask, args=[name]) for name in self._task.others
+            threading.Thread(target=self._ask_until_over, args=[name]) for name in self._task.others
         ]
-        self._threads.append(threading.Thread(target=self._look))
+        self._threads.append(threading.Thread(target=self._judge_until_over))
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        for thread in self._threads:  # Each calls no longer than the time limit of notes.
+        for thread in self._threads:  # A call of one takes no longer than the time limit of notes.
             thread.join()
         if self._signals is not None:
-            signal.set_wakeup_fd(-1)
-            for end in self._pipe:
-                os.close(end)
+            self._signals.close()
 
     def check(self) -> None:
-        """Fails if another chief has replaced this one; asks tasks that weren't heard lately."""
+        """Fails if another chief has replaced this one.
+
+        First it asks the tasks that haven't answered lately, as after a stop of this process.
+        """
         now = time.monotonic()
         for name in self._task.others:
-            if now - self._answered.get(name, 0) > 2 * EVERY and self._task.listens(name):
+            silence = now - self._answered_at.get(name, 0)
+            if silence > 2 * ASK_EVERY and self._task.listens(name):
                 with contextlib.suppress(tf.errors.OpError), self._task.notes_on(name) as notes:
-                    self.hear(name, notes)
+                    self.ask(name, notes)
         self.fail_if_replaced()
 
     def fail_if_replaced(self) -> None:
-        if self.replaced:
-            raise RuntimeError(self._task.replaced_by(self.replaced))
+        """Fails if a task has answered that another chief leads it."""
+        if self.replaced_at:
+            raise RuntimeError(self._leadership.replaced_at(self.replaced_at))
 
-    def hear(self, name: str, notes: Notes) -> None:
-        """Asks a task which chief leads it."""
-        leads = self._task.leads
+    def silent_tasks(self) -> str:
+        """Says which tasks haven't answered lately, and for how long; '' if all have."""
+        return self._described(self._silences(time.monotonic()), _ANSWER_WITHIN)
+
+    def ask(self, name: str, notes: Notes) -> None:
+        """Asks a task which chief leads it, and notes that it has answered.
+
+        Args:
+          name: the task's.
+          notes: those on the task.
+        """
+        # As it was before the answer: the chief may begin to lead the task just after that.
+        has_begun = self._leadership.has_begun
         chief = notes.read('chief')
-        self._answered[name] = time.monotonic()
-        if leads and chief not in ('', self._task.incarnation):
-            self.replaced = name
+        self._answered_at[name] = time.monotonic()
+        if has_begun and self._leadership.is_another(chief):
+            self.replaced_at = name
 
-    def silent(self) -> str:
-        """Names the tasks that haven't answered lately."""
-        now = time.monotonic()
-        return self._names({n: now - at for n, at in self._answered.items()}, _WITHIN)
-
-    def look(self, now: float) -> None:
-        """Says which tasks don't answer, and ends the process if it waits in vain."""
-        if self._task.waits:  # It says itself for whom, and how long.
-            self._awake = now
-        silent = {name: now - max(at, self._awake) for name, at in self._answered.items()}
-        self._tell(silent, now)
-        limit = self._task.limit + _GRACE  # Up to the limit alone, whoever else waits fails by it.
-        if any(seconds > limit for seconds in silent.values()):
-            text = self._names(silent, limit)
-            self._end(f'{text} (session_creation_timeout_secs: {self._task.limit})', 1)
-        if not self._terminated and not self.replaced:
-            return
-        if self._ends_since is None:
-            self._ends_since = now
-        if now - self._ends_since > _GRACE:
-            if self.replaced:
-                self._end(self._task.replaced_by(self.replaced), 1)
-            elif text := self._names(silent, _WITHIN):
-                self._end(f'SIGTERM came while a step waited: {text}', 128 + signal.SIGTERM)
-
-    def _tell(self, silent: dict[str, float], now: float) -> None:
-        for name, seconds in silent.items():
-            if seconds > _SILENT and now - self._told.get(name, now - _AGAIN) >= _AGAIN:
-                self._told[name] = now
-                tf.logging.warning(
-                    f'{self._names({name: seconds})}. Is its process stopped, or its machine or '
-                    'its network down? A step waits for it.'
-                )
-            elif seconds <= _WITHIN and name in self._told:
-                del self._told[name]
-                tf.logging.warning(f'{name} at {self._task.addresses[name]} answers again.')
-
-    def _names(self, silent: dict[str, float], beyond: float = 0) -> str:
-        """Names the tasks that have been silent for longer."""
-        addresses = self._task.addresses
-        return ', '.join(
-            f'{name} at {addresses[name]} has not answered for {seconds:.0f} seconds'
-            for name, seconds in silent.items()
-            if seconds > beyond
-        )
-
-    def _end(self, error: str, status: int) -> None:
-        """Ends the process, whose main thread can't: the other tasks first."""
-        tf.logging.error(f'{error}. This process ends.')
-        terminated = status == 128 + signal.SIGTERM
-        silent = [n for n, at in self._answered.items() if time.monotonic() - at > _WITHIN]
-        self._task.tell(None if terminated else error, status, but=silent)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-    def _look(self) -> None:
-        while not self._over.is_set():
-            before = time.monotonic()
-            self._wait_for_signals(1)
-            now = time.monotonic()
-            if now - before > EVERY:
-                self._awake = now
-            self.look(now)
-
-    def _ask(self, name: str) -> None:
-        """Asks a task until the end, over the same connection while that is there."""
-        while not self._over.wait(EVERY):
+    def _ask_until_over(self, name: str) -> None:
+        """Asks a task every few seconds, over the same connection for as long as that holds."""
+        while not self._over.wait(ASK_EVERY):
             if not self._task.listens(name):
                 continue
             with contextlib.suppress(tf.errors.OpError), self._task.notes_on(name) as notes:
                 while not self._over.is_set():
-                    self.hear(name, notes)
-                    self._over.wait(EVERY)
+                    self.ask(name, notes)
+                    self._over.wait(ASK_EVERY)
 
-    def _listen_to_signals(self) -> None:
-        """Has the numbers of signals written to where a thread can read them."""
-        self._pipe = os.pipe()
-        reads, writes = self._pipe
-        os.set_blocking(writes, False)
-        before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-        if before == -1:
-            self._signals = reads
-            return
-        signal.set_wakeup_fd(before)  # It's somebody else's.
-        for end in self._pipe:
-            os.close(end)
+    def _judge_until_over(self) -> None:
+        while not self._over.is_set():
+            before = time.monotonic()
+            self._wait_for_sigterm(1)
+            now = time.monotonic()
+            if now - before > ASK_EVERY:  # This process itself was stopped.
+                self._awake_since = now
+            self.judge(now)
 
-    def _wait_for_signals(self, seconds: float) -> None:
+    def _wait_for_sigterm(self, seconds: float) -> None:
         if self._signals is None:
             self._over.wait(seconds)
-        elif select.select([self._signals], [], [], seconds)[0]:
-            came = signal.SIGTERM in os.read(self._signals, 4096)
-            self._terminated |= came and self._task.handles_sigterm()
+        elif signal.SIGTERM in self._signals.wait(seconds) and self._task.handles_sigterm():
+            self._got_sigterm = True
+
+    def judge(self, now: float) -> None:
+        """Logs which tasks don't answer, and ends the process if it waits for them in vain.
+
+        Args:
+          now: the time, by time.monotonic().
+        """
+        if self._task.waits:  # `Task.wait` itself logs for which tasks, and has a limit.
+            self._awake_since = now
+        silences = self._silences(now, self._awake_since)
+        self._log_changes(silences, now)
+        self._end_after_limit(silences)
+        self._end_if_step_hangs(silences, now)
+
+    def _silences(self, now: float, counted_from: float = 0) -> dict[str, float]:
+        """For how many seconds each task hasn't answered.
+
+        Args:
+          now: the time.
+          counted_from: the time from which on silence counts.
+        """
+        answered_at = self._answered_at.copy()  # Other threads add to it.
+        return {name: now - max(at, counted_from) for name, at in answered_at.items()}
+
+    def _described(self, silences: dict[str, float], limit: float = 0) -> str:
+        """Says which tasks have been silent for longer than a limit; '' if there are none."""
+        texts = []
+        for name, seconds in silences.items():
+            if seconds > limit:
+                address = self._task.addresses[name]
+                texts.append(f'{name} at {address} has not answered for {seconds:.0f} seconds')
+        return ', '.join(texts)
+
+    def _log_changes(self, silences: dict[str, float], now: float) -> None:
+        """Logs which tasks are silent, every half minute, and which of these answer again."""
+        for name, seconds in silences.items():
+            logged_at = self._logged_at.get(name)
+            if seconds > _LOG_AFTER and (logged_at is None or now - logged_at >= _LOG_EVERY):
+                self._logged_at[name] = now
+                tf.logging.warning(
+                    f'{self._described({name: seconds})}. Is its process stopped, or its machine '
+                    'or its network down? A step waits for it.'
+                )
+            elif seconds <= _ANSWER_WITHIN and logged_at is not None:
+                del self._logged_at[name]
+                tf.logging.warning(f'{name} at {self._task.addresses[name]} answers again.')
+
+    def _end_after_limit(self, silences: dict[str, float]) -> None:
+        """Ends the process if a task has been silent for too long."""
+        # After the limit alone, whoever else waits fails by it, and tells the cause.
+        limit = self._task.limit + _GRACE
+        silent = self._described(silences, limit)
+        if silent:
+            error = f'{silent} (session_creation_timeout_secs: {self._task.limit})'
+            self._end_process(error, status=1)
+
+    def _end_if_step_hangs(self, silences: dict[str, float], now: float) -> None:
+        """Ends the process if it should end after its step, and that takes too long.
+
+        That's so after SIGTERM, and if another chief has replaced this one.
+        """
+        if not self._got_sigterm and not self.replaced_at:
+            return
+        if self._has_to_end_since is None:
+            self._has_to_end_since = now
+        if now - self._has_to_end_since <= _GRACE:
+            return
+
+        silent = self._described(silences, _ANSWER_WITHIN)
+        if self.replaced_at:
+            self._end_process(self._leadership.replaced_at(self.replaced_at), status=1)
+        elif silent:  # Otherwise the step only takes its time.
+            self._end_process(f'SIGTERM came while a step waited: {silent}', SIGTERM_STATUS)
+
+    def _end_process(self, error: str, status: int) -> None:
+        """Ends the process from this thread, as the main thread is in TensorFlow.
+
+        The other tasks are told before, as nothing of `atexit` runs.
+        """
+        tf.logging.error(f'{error}. This process ends.')
+        silences = self._silences(time.monotonic())
+        silent = [name for name, seconds in silences.items() if seconds > _ANSWER_WITHIN]
+        told_error = None if status == SIGTERM_STATUS else error
+        self._leadership.tell_ending(told_error, status, silent)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

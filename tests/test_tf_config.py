@@ -6,7 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import tf_config as cluster_config
+from estimator_mgpu.cluster import tf_config
 from models import adam, regression
 
 pytestmark = pytest.mark.core
@@ -46,23 +46,23 @@ WRONG = [
 def test_what_tf_config_lacks(needs, changed):
     match = rf'It needs {needs}\. On each machine it has the same'
     with pytest.raises(ValueError, match=match):
-        cluster_config.check(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
+        tf_config.check(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
 
 
 @pytest.mark.parametrize('text', ['{"cluster": ', '[]', '', '{"cluster": {"chief": 1}}'])
 def test_no_json_of_objects(text):
     with pytest.raises(ValueError, match='It needs to be a JSON object of objects'):
-        cluster_config.check(text)
+        tf_config.check(text)
 
 
 def test_what_is_right():
-    cluster_config.check('{}')
-    cluster_config.check('{"task": {"type": "worker", "index": 0}}')
+    tf_config.check('{}')
+    tf_config.check('{"task": {"type": "worker", "index": 0}}')
     evaluator = {'type': 'evaluator', 'index': 3}
     for task in (TASK, {'type': 'ps', 'index': '0'}, evaluator):
-        cluster_config.check(json.dumps({'cluster': TASKS, 'task': task}))
+        tf_config.check(json.dumps({'cluster': TASKS, 'task': task}))
     for host in ('10.0.0.1', '[::1]', 'näme.org', 'a-b.svc.cluster.local.', 'under_score'):
-        cluster_config.check(json.dumps({**workers(f'{host}:65535'), 'task': TASK}))
+        tf_config.check(json.dumps({**workers(f'{host}:65535'), 'task': TASK}))
 
 
 def use(config):

@@ -9,29 +9,28 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from cluster_script import dropped
-from estimator_mgpu.cluster import task as cluster
+from estimator_mgpu.cluster import join, saving
+from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.notes import Notes
 from models import floats, of_all_modes
-from towers import TRAIN, free_addresses
+from towers import TRAIN
 
 CHIEF, WORKER, OTHER = TASKS = [f'/job:{task}' for task in ('chief/task:0', 'worker/task:0')] + [
     '/job:worker/task:1'
 ]
 MACHINES = {task: [f'{task}/device:CPU:{i}' for i in range(2)] for task in TASKS}
-Server = tf.train.Server
 
 
-@pytest.fixture
-def task(three_machines, tmp_path, monkeypatch):
-    """The chief, in this process."""
-    made = cluster.Task.__new__(cluster.Task)
-    addresses = dict(zip(TASKS, ('c0:1', 'w0:1', 'w1:1')))
-    server = types.SimpleNamespace(target=three_machines)
-    vars(made).update(name=CHIEF, addresses=addresses, server=server, _model_dir=str(tmp_path))
-    vars(made).update(incarnation='this one', _restarts=mock.Mock(), _meet=mock.Mock())
-    made.notes_on = lambda name, seconds=3: Notes(name, three_machines, seconds)
-    monkeypatch.setattr(cluster, '_joined', [made])
-    return made
+@pytest.fixture(autouse=True)
+def joined(three_machines, tmp_path, monkeypatch):
+    """This process is the chief, and all tasks are there."""
+    task = mock.Mock()
+    task.notes_on = lambda name, seconds: Notes(name, three_machines, seconds)
+    chief = Chief(task)
+    chief._model_dir = str(tmp_path)
+    chief._restarts = mock.Mock()
+    chief._meet = mock.Mock()
+    monkeypatch.setattr(join, '_chief', chief)
 
 
 def on_a_worker(features):
@@ -83,13 +82,13 @@ def tasks_of(session, fetch, feed, *kinds):
     ],
     ids=['spread', 'on a worker', 'an iterator'],
 )
-def test_who_saves_and_restores(forward, in_v2, in_v1, behavior, three_machines, task, tmp_path):
+def test_who_saves_and_restores(forward, in_v2, in_v1, behavior, three_machines, tmp_path):
     """It's the chief, but for what a saver finds on another task. Variables are on all."""
     expected = in_v1 if behavior == 'v1' else in_v2
     with finalized(forward) as (graph, scaffold):
         saver = scaffold.saver.saver_def
         assert {v.device for v in tf.trainable_variables()} == {*sum(MACHINES.values(), [])}
-        assert cluster.saving_tasks(graph) == expected
+        assert saving.saving_tasks(graph) == expected
         feed = {saver.filename_tensor_name: str(tmp_path / 'model.ckpt')}
         with tf.Session(three_machines) as session:
             session.run([scaffold.init_op, scaffold.local_init_op])
@@ -99,7 +98,7 @@ def test_who_saves_and_restores(forward, in_v2, in_v1, behavior, three_machines,
     assert saved == restored == expected and merged <= expected
 
 
-def test_a_task_that_saves_has_to_see_the_model_dir(task, behavior, tmp_path, monkeypatch):
+def test_a_task_that_saves_has_to_see_the_model_dir(behavior, tmp_path, monkeypatch):
     read_file = tf.io.read_file
     with finalized(dropped):
         pass
@@ -112,27 +111,3 @@ def test_a_task_that_saves_has_to_see_the_model_dir(task, behavior, tmp_path, mo
     with pytest.raises(ValueError, match=match), finalized(dropped):
         pass
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_second_process_of_a_task(task, monkeypatch):
-    """It's told by the address: what answers there isn't this process."""
-    here, there = free_addresses(2)
-    own, other = [Server({'chief': [address]}, 'chief', 0) for address in (here, there)]
-    task.server = own
-    monkeypatch.setattr(cluster, '_EVERY', 1)
-    monkeypatch.setattr(
-        task, 'notes_on', lambda name: Notes(name, f'grpc://{task.addresses[name]}')
-    )
-    task.addresses[CHIEF] = here
-    task._check_alone()
-    task.addresses[CHIEF] = there
-    match = f'Two processes are {CHIEF}: this one, and one that answers at {there}. End one'
-    with pytest.raises(RuntimeError, match=match):  # It has just begun.
-        task._check_alone()
-    with Notes(CHIEF, other.target) as notes:
-        notes.write('process', 'another')
-    with pytest.raises(RuntimeError, match=match):
-        task._check_alone()
-    lost = tf.errors.UnavailableError(None, None, 'gone')
-    monkeypatch.setattr(task, 'notes_on', mock.Mock(side_effect=lost))
-    task._check_alone()  # It isn't known who that was.

@@ -1,0 +1,230 @@
+"""What a chief does: it meets the other tasks, trains on the devices of all, and tells how it ends.
+
+In: this process as a `Task`. Out: for each training, the devices of all tasks, a session hook, and
+a listener that hears of checkpoints.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.cluster import reach, saving
+from estimator_mgpu.cluster.exits import SIGTERM_STATUS, NotedExit, error_and_status
+from estimator_mgpu.cluster.leadership import Leadership
+from estimator_mgpu.cluster.restarts import Restarts
+from estimator_mgpu.cluster.task import Task
+from estimator_mgpu.cluster.tf_config import JOBS
+from estimator_mgpu.cluster.watch import Watch
+from estimator_mgpu.devices import device_spec, machine_of
+from estimator_mgpu.tf_internals.lost_sessions import lost_sessions
+
+_SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
+# The errors of a task that goes, or is stopped, while the chief asks it something.
+_LOST_TASK = (
+    tf.errors.AbortedError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.UnavailableError,
+)
+
+
+class Chief:
+    """The task that builds the graph, and runs it on the devices of all tasks.
+
+    Args:
+      task: this process.
+
+    Attributes:
+      task: this process.
+      leadership: whether it leads the other tasks.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.leadership = Leadership(task)
+        self._noted_exit = NotedExit()
+
+    def tell_ending_at_exit(self) -> None:
+        """Lets the other tasks be told how this process ends, as it ends."""
+        self._noted_exit.install()
+        atexit.register(self._tell_ending)
+
+    def _tell_ending(self) -> None:
+        uncaught = getattr(sys, 'last_value', None)
+        if uncaught is not None:
+            self.leadership.tell_ending(f'{type(uncaught).__name__}: {uncaught}', 1)
+        elif self.task.sigterm_at is not None:
+            self.leadership.tell_ending(None, SIGTERM_STATUS)
+        else:
+            self.leadership.tell_ending(*error_and_status(self._noted_exit.argument))
+
+    @contextlib.contextmanager
+    def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _BeforeCheckpoints]]:
+        """Trains on all machines for as long as it lasts.
+
+        Args:
+          config: the Estimator's RunConfig. It gets the attribute `machines`, with the devices of
+            each task, and the session's master.
+
+        Yields:
+          What training needs: a hook, and a listener for checkpoints.
+        """
+        self._restarts = Restarts(self.task.limit)
+        self._model_dir = config.model_dir
+        if not self.leadership.has_begun:
+            self._check_alone()
+        self.leadership.begin_training(self._model_dir)
+
+        with Watch(self.task, self.leadership) as watch, lost_sessions(self._restarts.lost):
+            machines = self.devices()
+            vars(config).update(machines=machines, _master=self.task.server.target)
+            self.task.busy = True
+            try:
+                with _explained_time_limit(config, watch):
+                    hook = _AfterSteps(self.task, self._restarts, watch)
+                    yield hook, _BeforeCheckpoints(watch)
+            finally:
+                self.task.busy = False
+                vars(config).update(machines=None, _master='')
+
+        if self.task.sigterm_at is not None:
+            raise SystemExit(SIGTERM_STATUS)
+
+    def _check_alone(self) -> None:
+        try:
+            self.task.check_alone()
+        except RuntimeError:
+            # The other tasks are those of the other process, and aren't told how this one ends.
+            atexit.unregister(self._tell_ending)
+            raise
+
+    def begin_session(self) -> None:
+        """Waits for all tasks, before each session of a training, also after a fault."""
+        self._restarts.pause()
+        self._meet()
+        saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
+        self._restarts.begin()
+
+    def devices(self) -> dict[str, list[str]]:
+        """Waits for all tasks, and returns the CPUs and GPUs of each by its name.
+
+        It raises an error if a task has another cluster, or isn't a task of ours.
+        """
+        self._meet()
+        # Servers keep resources such as tables from one session to the next, in a container that
+        # has the job's name.
+        tf.Session.reset(self.task.server.target, [*JOBS])
+
+        names = []
+        with tf.Session(self.task.server.target) as session:
+            for device in session.list_devices():
+                spec = device_spec(device.name).replace(replica=None)
+                if spec.device_type in ('CPU', 'GPU'):
+                    names.append(spec.to_string())
+
+        devices = {}
+        for task in self.task.addresses:
+            devices[task] = [name for name in names if machine_of(name) == task]
+        return devices
+
+    def _meet(self) -> None:
+        """Waits until all tasks are there and fit, and leads them.
+
+        Some may have been started again since. A task may go, too, between the moments when it's
+        waited for and when it's asked; a chief that has led it before then waits once more.
+        """
+        start = time.monotonic()
+        while True:
+            self.task.wait(answering=self.leadership.has_begun)
+            try:
+                for task in self.task.others:
+                    self._check_cluster(task)
+                self.leadership.lead()
+                return
+            except _LOST_TASK as error:
+                if not self.leadership.has_begun:
+                    raise
+                if time.monotonic() - start > self.task.limit:
+                    raise TimeoutError(
+                        f'The tasks did not all answer in {self.task.limit} seconds '
+                        '(session_creation_timeout_secs of RunConfig).'
+                    ) from error
+
+    def _check_cluster(self, task: str) -> None:
+        """Fails if another task has another cluster, or if another program has its port."""
+        address = self.task.addresses[task]
+        while not reach.check_server(task, address):
+            self.task.wait()
+
+        with self.task.notes_on(task, seconds=60) as notes:
+            start = time.monotonic()
+            cluster = notes.read('cluster')
+            while not cluster:  # Its script hasn't called train() yet.
+                if time.monotonic() > start + _SCRIPT_PATIENCE:
+                    raise RuntimeError(
+                        f"{task} listens at {address}, but the script that has that port doesn't "
+                        'call train() of estimator_mgpu.Estimator. End it there.'
+                    )
+                time.sleep(0.1)
+                cluster = notes.read('cluster')
+
+        addresses = json.loads(cluster)
+        if addresses != self.task.addresses:
+            raise ValueError(
+                f'TF_CONFIG differs between machines: {task} has the cluster {addresses}, and '
+                f'{self.task.name} has {self.task.addresses}. Give every machine the same.'
+            )
+
+
+@contextlib.contextmanager
+def _explained_time_limit(config: Any, watch: Watch) -> Iterator[None]:
+    """Says of calls of the session that take too long which tasks don't answer."""
+    seconds = config.session_config.operation_timeout_in_ms / 1000
+    try:
+        yield
+    except tf.errors.DeadlineExceededError as error:
+        if not seconds:
+            raise
+        silent = watch.silent_tasks() or 'All tasks answer'
+        raise TimeoutError(
+            f'A call of the session took more than {seconds} seconds '
+            f'(operation_timeout_in_ms of the session config). {silent}.'
+        ) from error
+
+
+class _AfterSteps(tf.train.SessionRunHook):
+    """Notes each step, and ends training if the chief has been replaced, or got SIGTERM."""
+
+    def __init__(self, task: Task, restarts: Restarts, watch: Watch) -> None:
+        self._task = task
+        self._restarts = restarts
+        self._watch = watch
+
+    def begin(self) -> None:
+        self._global_step = tf.train.get_global_step()
+
+    def before_run(self, run_context: Any) -> Any:
+        return tf.train.SessionRunArgs(self._global_step)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        self._restarts.stepped(int(run_values.results))
+        self._watch.fail_if_replaced()
+        if self._task.sigterm_at is not None:
+            run_context.request_stop()
+
+
+class _BeforeCheckpoints(tf.train.CheckpointSaverListener):
+    """Lets a chief that has been replaced save nothing."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def before_save(self, session: tf.Session, global_step_value: int) -> None:
+        self._watch.check()

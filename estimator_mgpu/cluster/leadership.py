@@ -1,0 +1,106 @@
+"""Which chief leads the other tasks, and how they learn of its end.
+
+Each task has a note with the incarnation of the chief that leads it. A chief that begins writes its
+own there. If a chief later finds another one's, it has been replaced: somebody has started another
+process as the chief, while this one was stopped or cut off. Then it must write nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.cluster import ending
+from estimator_mgpu.cluster.task import Task
+
+
+class Leadership:
+    """That of this process, which is the chief, over the other tasks.
+
+    Args:
+      task: this process.
+
+    Attributes:
+      has_begun: whether this chief has left its notes on the other tasks.
+      model_dirs: those that this chief has trained in. An evaluator looks there for its ending.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.has_begun = False
+        self.model_dirs: list[str] = []
+        self._task = task
+
+    def begin_training(self, model_dir: str) -> None:
+        """Leaves a file in a model_dir that says that this chief runs."""
+        if model_dir not in self.model_dirs:
+            ending.write(model_dir, ending.Ending(self._task.incarnation))
+            self.model_dirs.append(model_dir)
+
+    def lead(self) -> None:
+        """Leaves a note on each task that this chief leads it.
+
+        A chief that begins takes tasks over from the one before. Later, it only takes those that
+        have been started again, and raises RuntimeError if another chief leads one.
+        """
+        with contextlib.ExitStack() as stack:
+            notes = {}
+            for task in self._task.others:
+                notes[task] = stack.enter_context(self._task.notes_on(task))
+            chiefs = {task: notes[task].read('chief') for task in notes}
+
+            for task, chief in chiefs.items():
+                if self.has_begun and self.is_another(chief):
+                    raise RuntimeError(self.replaced_at(task))
+            for task, chief in chiefs.items():
+                if chief != self._task.incarnation:
+                    notes[task].write('end', '')
+                    notes[task].write('chief', self._task.incarnation)
+        self.has_begun = True
+
+    def is_another(self, chief: str) -> bool:
+        """Whether a task's note names another chief. It's '' if the task has just begun."""
+        return chief not in ('', self._task.incarnation)
+
+    def replaced_at(self, task: str) -> str:
+        """The error of a chief that was replaced.
+
+        Args:
+          task: the name of a task that another chief leads.
+        """
+        return (
+            f'Another chief leads {task} at {self._task.addresses[task]}: it was started in the '
+            'place of this one, which was stopped or cut off for a while. This one ends, and '
+            'writes nothing more.'
+        )
+
+    def tell_ending(self, error: str | None, status: int, silent: Collection[str] = ()) -> None:
+        """Tells the other tasks and an evaluator how this chief ends, unless it was replaced.
+
+        Args:
+          error: the error that it ends by, as text; None if it ends without one.
+          status: its exit status.
+          silent: the names of tasks that don't answer, and so aren't told.
+        """
+        end = ending.Ending(self._task.incarnation, error, status)
+        with contextlib.ExitStack() as stack:
+            reached = []
+            for task in self._task.others:
+                if task in silent or not self._task.listens(task):
+                    continue
+                with contextlib.suppress(tf.errors.OpError):  # The next one is told, nevertheless.
+                    notes = stack.enter_context(self._task.notes_on(task))
+                    chief = notes.read('chief')
+                    if self.has_begun and self.is_another(chief):
+                        return
+                    reached.append(notes)
+
+            for notes in reached:
+                with contextlib.suppress(tf.errors.OpError):
+                    notes.write('end', end.text())
+                    notes.write('chief', self._task.incarnation)
+
+        for model_dir in self.model_dirs:
+            with contextlib.suppress(tf.errors.OpError):
+                ending.write(model_dir, end)

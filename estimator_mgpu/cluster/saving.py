@@ -1,0 +1,70 @@
+"""Which tasks save a part of each checkpoint. These have to see the chief's model_dir.
+
+The chief saves all resource variables, as a saver doesn't see on which task they are. A saver lets
+a task save itself what it finds there: reference variables, and variables and iterators that a
+program has put there.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.cluster.notes import Notes
+from estimator_mgpu.devices import CHIEF, machine_of
+from estimator_mgpu.tf_internals import op_types
+
+_CANNOT_READ = (
+    tf.errors.FailedPreconditionError,
+    tf.errors.NotFoundError,
+    tf.errors.PermissionDeniedError,
+)
+
+
+def saving_tasks(graph: tf.Graph) -> set[str]:
+    """Returns the names of the tasks that write and read parts of checkpoints."""
+    writes = [op for op in graph.get_operations() if op.type in op_types.CHECKPOINT_WRITES]
+    return {machine_of(op.device) for op in writes}
+
+
+def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Notes]) -> None:
+    """Raises ValueError if a task that saves a part of each checkpoint doesn't see the model_dir.
+
+    Args:
+      graph: that of the training, with its saver.
+      model_dir: the chief's.
+      notes_on: as `Task.notes_on`.
+    """
+    tasks = sorted(saving_tasks(graph) - {CHIEF})
+    if not tasks:
+        return
+
+    directory = os.path.join(model_dir, f'.{uuid.uuid4().hex}')
+    tf.io.gfile.makedirs(directory)
+    try:
+        path = os.path.join(directory, 'file')
+        with tf.io.gfile.GFile(path, 'w') as file:
+            file.write('')
+        for task in tasks:
+            try:
+                _read(task, path, notes_on)
+            except _CANNOT_READ as error:
+                raise ValueError(
+                    f'{task} has variables or iterators that it saves itself, and does not see '
+                    f'model_dir={model_dir!r} of {CHIEF}. Give a directory of a file system of all '
+                    'machines. The chief saves all if there are only resource variables, which '
+                    'tf.disable_v2_behavior() turns off, and the program puts none on another '
+                    'task.'
+                ) from error
+    finally:
+        tf.io.gfile.rmtree(directory)
+
+
+def _read(task: str, path: str, notes_on: Callable[..., Notes]) -> None:
+    """Reads a file on a task."""
+    with notes_on(task, seconds=60) as notes:
+        with notes.graph.as_default(), tf.device(f'{task}/cpu:0'):
+            notes.session.run(tf.io.read_file(path))

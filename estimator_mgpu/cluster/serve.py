@@ -1,0 +1,59 @@
+"""What workers and ps tasks do: they serve the chief, and end as it ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import NoReturn
+
+from estimator_mgpu.cluster.ending import Ending
+from estimator_mgpu.cluster.exits import SIGTERM_STATUS
+from estimator_mgpu.cluster.notes import Notes
+from estimator_mgpu.cluster.task import Task
+from estimator_mgpu.devices import CHIEF
+
+_CHECK_EVERY = 30  # seconds from one check to the next
+_GRACE = 20  # seconds after SIGTERM in which a task still serves the chief's last checkpoint
+
+
+def serve(task: Task) -> NoReturn:
+    """Serves the chief until its process ends, and ends this process in the same way.
+
+    TensorFlow's server does all the work, in threads of its own. Here the main thread waits, and
+    looks whether the chief is there, and whether this process is the only one of its task.
+    """
+    task.busy = True
+    with Notes(task.name, task.server.target, seconds=0) as notes:
+        notes.write('cluster', json.dumps(task.addresses))
+        next_answer_at = time.monotonic() + _CHECK_EVERY
+        next_check_alone_at = time.monotonic()
+
+        ending = _ending_of_chief(notes)
+        while ending is None:
+            now = time.monotonic()
+            has_to_answer = now > next_answer_at
+            task.wait([CHIEF], lambda: _ending_of_chief(notes), answering=has_to_answer)
+            if has_to_answer:
+                next_answer_at = now + _CHECK_EVERY
+
+            if now >= next_check_alone_at:
+                task.check_alone()
+                next_check_alone_at = time.monotonic() + _CHECK_EVERY
+
+            if task.sigterm_at is not None and time.monotonic() > task.sigterm_at + _GRACE:
+                raise SystemExit(SIGTERM_STATUS)
+            time.sleep(1)
+            ending = _ending_of_chief(notes)
+    ending.end_process(task.name)
+
+
+def _ending_of_chief(notes: Notes) -> Ending | None:
+    """How the chief that leads this task has ended; None while it runs.
+
+    The ending of another chief, which led the task before, doesn't count.
+    """
+    text = notes.read('end')
+    if not text:
+        return None
+    ending = Ending.from_text(text)
+    return ending if ending.chief == notes.read('chief') else None

@@ -1,0 +1,62 @@
+"""What is wrong, out of the message of an error that a session has raised.
+
+TensorFlow puts before it where the op was made, and after it the op's name. If several tasks or ops
+have failed, it tells one after another:
+
+    Graph execution error:
+
+    Detected at node 'ReadFile' defined at (most recent call last):
+        File "train.py", line 7, in <module>
+    Node: 'ReadFile'
+    =====================
+    NOT_FOUND: From /job:worker/replica:0/task:0:
+    /data/words; No such file or directory
+             [[{{node ReadFile}}]]
+    Additional GRPC error information from remote target /job:worker/replica:0/task:0 ...
+
+Here the reason is '/data/words; No such file or directory'.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LONGEST_SUMMARY = 400  # characters
+# Lines that say where ops were made and what they are called, and those in which gRPC repeats all.
+_NO_REASON = re.compile(
+    r':|Graph execution error|Detected at node|File "|Original stack trace|Node: |\[\[\{\{node'
+)
+# Lines that come before a reason: on which task it was, and how many errors there are.
+_HEADING = re.compile(r'(\(\d+\) )?([A-Z_]+: )?From /job:|\d+ root error\(s\) found')
+# How a reason may begin: the number of the error, and its code.
+_NUMBER_AND_CODE = re.compile(r'\(\d+\) [A-Z_ ]+: ')
+
+
+def reason(error: Exception) -> str:
+    """Returns the first thing that an error says is wrong, such as 'FILE; No space left on device'.
+
+    If it says nothing, that's the name of the error's class.
+    """
+    for line in _lines(error):
+        if not _HEADING.match(line):
+            return _NUMBER_AND_CODE.sub('', line, count=1)
+    return type(error).__name__
+
+
+def summary(error: Exception) -> str:
+    """Returns an error's class and all that it says is wrong, on one line of limited length."""
+    text = ' '.join(_lines(error))
+    if len(text) > _LONGEST_SUMMARY:
+        text = f'{text[:_LONGEST_SUMMARY]} ...'
+    return f'{type(error).__name__}: {text}'
+
+
+def _lines(error: Exception) -> list[str]:
+    """The lines of an error's message that say what is wrong."""
+    message = getattr(error, 'message', None) or str(error)
+    lines = [line.strip(' \t=') for line in message.splitlines()]
+    start = 0
+    for number, line in enumerate(lines):
+        if line.startswith('Node: '):  # The last one ends what is said of where ops were made.
+            start = number + 1
+    return [line for line in lines[start:] if line and not _NO_REASON.match(line)]

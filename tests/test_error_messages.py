@@ -1,0 +1,71 @@
+"""What TensorFlow's errors say is wrong."""
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import error_messages
+
+pytestmark = pytest.mark.core
+
+MADE_AT = """Graph execution error:
+
+Detected at node 'ReadFile' defined at (most recent call last):
+    File "train.py", line 7, in <module>
+      main()
+Node: 'ReadFile'
+"""
+MISSING = '/data/words; No such file or directory'
+REMOTE = (
+    'Additional GRPC error information from remote target /job:worker/replica:0/task:0 while '
+    'calling /tensorflow.WorkerService/RecvTensor:'
+)
+# By what is special in them: what TensorFlow 2.21 says, the reason, and all that it says is wrong.
+MESSAGES = {
+    'one op': (
+        f'{MADE_AT}{MISSING}\n\t [[{{{{node ReadFile}}}}]]',
+        MISSING,
+        MISSING,
+    ),
+    'of a task': (
+        f'{MADE_AT}From /job:worker/replica:0/task:0:\n{MISSING}\n\t [[{{{{node ReadFile}}}}]]',
+        MISSING,
+        f'From /job:worker/replica:0/task:0: {MISSING}',
+    ),
+    'of several tasks': (
+        f'{MADE_AT}{MADE_AT}=====================\n'
+        f'NOT_FOUND: From /job:worker/replica:0/task:0:\n{MISSING}\n\t [[{{{{node ReadFile}}}}]]\n'
+        f'{REMOTE}\n:UNKNOWN:Error received from peer {{grpc_message:"{MISSING}"}}\n'
+        '=====================',
+        MISSING,
+        f'NOT_FOUND: From /job:worker/replica:0/task:0: {MISSING} {REMOTE}',
+    ),
+    'of several ops': (
+        f'{MADE_AT}2 root error(s) found.\n  (0) NOT_FOUND: {MISSING}\n'
+        '\t [[{{node ReadFile}}]]',
+        MISSING,
+        f'2 root error(s) found. (0) NOT_FOUND: {MISSING}',
+    ),
+    'without an op': (f'{MISSING}\n\tFailed to flush', MISSING, f'{MISSING} Failed to flush'),
+}
+
+
+@pytest.mark.parametrize('message, reason, summary', MESSAGES.values(), ids=MESSAGES)
+def test_messages(message, reason, summary):
+    error = tf.errors.NotFoundError(None, None, message)
+    assert error_messages.reason(error) == reason
+    assert error_messages.summary(error) == f'NotFoundError: {summary}'
+
+
+def test_errors_without_a_message():
+    error = tf.errors.AbortedError(None, None, '')
+    assert error_messages.reason(error) == 'AbortedError'
+
+
+def test_errors_of_python():
+    assert error_messages.reason(ValueError('Boo')) == 'Boo'
+    assert error_messages.summary(ValueError('Boo')) == 'ValueError: Boo'
+
+
+def test_long_messages_are_cut():
+    error = tf.errors.AbortedError(None, None, 'x' * 1000)
+    assert error_messages.summary(error) == f'AbortedError: {"x" * 400} ...'

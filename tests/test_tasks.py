@@ -1,0 +1,512 @@
+"""The tasks of a cluster within this process: how they wait, meet, lead, serve and end."""
+
+import json
+import signal
+import socket
+import sys
+import types
+from unittest import mock
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from estimator_mgpu.cluster import chief as chief_module
+from estimator_mgpu.cluster import ending, join, reach, serve, sessions
+from estimator_mgpu.cluster import task as task_module
+from estimator_mgpu.cluster.chief import Chief
+from estimator_mgpu.cluster.notes import Notes
+from estimator_mgpu.cluster.task import Task, addresses
+from models import adam, regression
+from towers import free_addresses
+
+CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
+TASKS = {'worker': ['w0:1', 'w1:1'], 'ps': ['p0:1'], 'chief': ['c0:1']}
+
+
+@pytest.fixture
+def config_of(monkeypatch):
+    """Makes the RunConfig of a task, by default in the cluster TASKS."""
+
+    def make(job='chief', index=0, cluster=TASKS):
+        tf_config = {'cluster': cluster, 'task': {'type': job, 'index': index}}
+        monkeypatch.setenv('TF_CONFIG', json.dumps(tf_config))
+        return tf.estimator.RunConfig()
+
+    return make
+
+
+linear = regression(adam)
+
+
+@pytest.mark.core
+def test_the_config_of_a_task(config_of):
+    """What evaluates, predicts and exports does so by itself, on any machine."""
+    found = addresses(config_of('worker', 1, {**TASKS, 'evaluator': ['e0:1']}))
+    assert [*found] == [CHIEF, WORKER, '/job:worker/task:1', PS]  # An evaluator is none of them.
+    assert [*found.values()] == ['c0:1', 'w0:1', 'w1:1', 'p0:1']
+    config = estimator_mgpu.Estimator(linear, config=config_of('worker', 1), devices=2).config
+    assert config.cluster_spec.as_dict() == {'chief': ['w1:1']}
+    assert config.is_chief and not config.master and not config.evaluation_master
+    assert not config.session_config.device_filters
+    assert config.session_config.device_count['CPU'] == 2
+    assert config.session_config.graph_options.rewrite_options.disable_meta_optimizer
+    one = estimator_mgpu.Estimator(linear, config=config_of(cluster={'chief': ['c0:1']}))
+    assert one._cluster_config is None  # One machine is no cluster.
+
+
+@pytest.mark.core
+def test_estimators_that_train_on_no_cluster(config_of, tmp_path):
+    replicated = estimator_mgpu.replicate(linear, devices=2)
+    plain = tf.estimator.Estimator(replicated, str(tmp_path), config_of())
+    with pytest.raises(ValueError, match='Use estimator_mgpu.Estimator'):
+        plain.train(lambda: (tf.ones([4, 3]), tf.ones([4, 1])))
+    config = config_of('evaluator', 0, {**TASKS, 'evaluator': ['e0:1']})
+    evaluator = estimator_mgpu.Estimator(linear, config=config)
+    with pytest.raises(ValueError, match='the evaluator, which'):
+        evaluator.train(None)
+
+
+@pytest.mark.core
+def test_a_port_that_is_taken(config_of):
+    with socket.create_server(('127.0.0.1', 0)) as other:
+        address = '{}:{}'.format(*other.getsockname())
+        config = config_of('worker', 0, {'chief': ['c0:1'], 'worker': [address]})
+        match = rf"^{WORKER} can't listen at {address} \(.*If another process has that port, end it"
+        with pytest.raises(RuntimeError, match=match):
+            Task(config)
+
+
+class Clock:
+    """Stands for the module time: sleeping takes no time."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of all tasks."""
+    clock = Clock()
+    for module in (chief_module, serve, task_module):
+        monkeypatch.setattr(module, 'time', clock)
+    return clock
+
+
+@pytest.fixture
+def task(config_of, clock, monkeypatch):
+    """A worker that has no server, and can reach no other task."""
+    monkeypatch.setattr(tf.train, 'Server', lambda *args, **kwargs: None)
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)
+    monkeypatch.setattr(Task, 'check_alone', lambda self: None)
+    monkeypatch.setattr(reach, 'listens', lambda address: False)
+    monkeypatch.setattr(socket, 'getaddrinfo', mock.Mock())  # Any name resolves.
+    return Task(config_of('worker', 0).replace(session_creation_timeout_secs=100))
+
+
+@pytest.fixture
+def chief(task):
+    """What a chief does, as this task."""
+    return Chief(task)
+
+
+@pytest.mark.core
+def test_waiting(task, clock, caplog, monkeypatch):
+    """What is waited for is said each half a minute, up to the limit."""
+    with pytest.raises(TimeoutError, match='^/job:ps/task:0 at p0:1: not reached in 100 seconds'):
+        task.wait([PS])
+    line = 'Waiting for /job:ps/task:0 at p0:1: the script has to be started there, too.'
+    assert [m for m in caplog.messages if 'Waiting' in m] == [line] * 4
+    assert clock.now == 1101
+    with monkeypatch.context() as context:
+        context.setattr(socket, 'getaddrinfo', mock.Mock(side_effect=socket.gaierror))
+        with pytest.raises(TimeoutError, match=r'p0:1 \(the name p0 does not resolve\): not reach'):
+            task.wait([PS])
+    monkeypatch.setattr(reach, 'listens', lambda address: address != 'w1:1')
+    caplog.clear()
+    task.wait(ended=lambda: clock.now > 1210)
+    assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
+    with pytest.raises(SystemExit, match='143'):  # It neither trains nor serves.
+        task._handle_sigterm(signal.SIGTERM, None)
+    with pytest.raises(SystemExit, match='143'):
+        task.wait()
+    monkeypatch.setattr(reach, 'listens', lambda address: True)
+    task.wait()
+
+
+class Pad:
+    """Stands for the notes of a task."""
+
+    def __init__(self, **notes):
+        self.notes = notes
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def read(self, name):
+        return self.notes.get(name, '')
+
+    def write(self, name, text):
+        self.notes[name] = text
+
+
+class Silent(Pad):
+    """Those of a task whose process is stopped."""
+
+    def read(self, name):
+        raise tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')
+
+
+def ending_of(chief, error=None, status=0):
+    return ending.Ending(chief, error, status).text()
+
+
+@pytest.mark.core
+def test_a_task_that_listens_and_does_not_answer(task, caplog, monkeypatch):
+    monkeypatch.setattr(reach, 'listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: Silent() if name == PS else Pad())
+    task.wait()
+    with pytest.raises(TimeoutError, match=f'^{PS} at p0:1 .there, but without an answer.*100 sec'):
+        task.wait(answering=True)
+    assert caplog.text.count('is its process stopped?') == 4 and CHIEF not in caplog.text
+    assert not task.waits
+
+
+@pytest.fixture
+def serves(task, monkeypatch):
+    """Gives the task, which is about to serve, notes of its own, and others theirs."""
+
+    def prepare(own, others=None):
+        monkeypatch.setattr(serve, 'Notes', lambda name, target, seconds: own)
+        monkeypatch.setattr(reach, 'listens', lambda address: True)
+        monkeypatch.setattr(task, 'notes_on', lambda name: others or Pad())
+        task.server = mock.Mock()
+
+    return prepare
+
+
+@pytest.mark.core
+def test_a_task_that_got_sigterm_serves_on_for_a_while(task, serves, clock, monkeypatch):
+    pad = Pad()  # The chief has said nothing.
+    serves(pad)
+    sleep = clock.sleep
+
+    def sleep_and_terminate(seconds):
+        sleep(seconds)
+        if clock.now == 1050:
+            task._handle_sigterm(signal.SIGTERM, None)
+
+    clock.sleep = sleep_and_terminate
+    with pytest.raises(SystemExit, match='143'):
+        serve.serve(task)
+    assert clock.now == 1071
+    assert json.loads(pad.read('cluster')) == task.addresses
+    monkeypatch.setattr(reach, 'listens', lambda address: address != 'c0:1')
+    task.sigterm_at = None
+    with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1: not reached'):
+        serve.serve(task)
+
+
+@pytest.mark.core
+def test_a_chief_that_is_stopped_is_not_waited_for_for_ever(task, serves, clock):
+    serves(Pad(), Silent())
+    with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1 .there, but without an answer'):
+        serve.serve(task)
+    assert 1000 + 30 + 100 < clock.now < 1000 + 30 + 110
+
+
+@pytest.mark.core
+def test_whose_end_it_is(task, serves, clock):
+    """A task ends as the chief does that leads it now."""
+    pad = Pad(chief='new', end=ending_of('old', 'Boo', 1))
+    serves(pad)
+    sleep = clock.sleep
+
+    def sleep_and_end(seconds):
+        sleep(seconds)
+        if clock.now == 1050:
+            pad.write('end', ending_of('new', status=7))
+
+    clock.sleep = sleep_and_end
+    with pytest.raises(SystemExit, match='7'):
+        serve.serve(task)
+    assert clock.now == 1050
+
+
+@pytest.fixture
+def pads(task, chief, monkeypatch, tmp_path):
+    """The notes of other tasks, each of which is there; the task leads them."""
+    pads = {name: Pad(chief=task.incarnation) for name in task.others}
+    monkeypatch.setattr(reach, 'listens', lambda address: True)
+    monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
+    chief.leadership.begin_training(str(tmp_path))
+    return pads
+
+
+@pytest.mark.core
+def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
+    """Also if one isn't there, doesn't answer, or has been started again."""
+    pads[PS] = Silent()
+    pads['/job:worker/task:1'] = Pad()
+    chief._noted_exit.argument = 3
+    chief._tell_ending()
+    told = ending_of(task.incarnation, status=3)
+    for name in (CHIEF, '/job:worker/task:1'):
+        assert pads[name].notes == {'chief': task.incarnation, 'end': told}
+    assert ending.read(str(tmp_path)) == (task.incarnation, None, 3)
+    task.sigterm_at = 1
+    chief._tell_ending()
+    assert ending.read(str(tmp_path)).status == 143
+    monkeypatch.setattr(sys, 'last_value', ValueError('Boo'), raising=False)
+    chief._tell_ending()
+    assert ending.read(str(tmp_path)) == (task.incarnation, 'ValueError: Boo', 1)
+    monkeypatch.setattr(reach, 'listens', lambda address: address != 'c0:1')
+    chief.leadership.tell_ending(None, 5, silent=['/job:worker/task:1'])
+    statuses = [json.loads(pads[name].read('end'))[2] for name in (CHIEF, '/job:worker/task:1')]
+    assert statuses == [1, 1]
+
+
+@pytest.mark.core
+def test_a_chief_that_was_replaced_tells_nobody(chief, pads, tmp_path):
+    before = ending.Ending('new')
+    ending.write(str(tmp_path), before)
+    chief.leadership.has_begun = True
+    pads[PS].notes['chief'] = 'new'
+    chief.leadership.tell_ending('Boo', 1)
+    assert not any(pad.read('end') for pad in pads.values())
+    pads[PS].notes['chief'] = ''
+    chief.leadership.tell_ending('Boo', 1)
+    assert ending.read(str(tmp_path)) == before  # It hasn't left a note on any task yet.
+
+
+@pytest.mark.core
+def test_a_chief_that_fails_before_it_leads(task, chief, pads):
+    """Those whom another process led until that was killed are told, too."""
+    for pad in pads.values():
+        pad.notes['chief'] = 'killed'
+    chief.leadership.tell_ending('Boo', 1)
+    told = {'chief': task.incarnation, 'end': ending_of(task.incarnation, 'Boo', 1)}
+    assert [pad.notes for pad in pads.values()] == [told] * 3
+
+
+@pytest.mark.core
+def test_who_leads(task, chief, pads):
+    """A chief that begins takes over; later it leads what was started again, and nobody else's."""
+    pads[PS].notes.update(chief='old', end=ending_of('old'))
+    chief.leadership.lead()
+    assert [pad.notes['chief'] for pad in pads.values()] == [task.incarnation] * 3
+    assert chief.leadership.has_begun and pads[PS].notes['end'] == ''
+    pads[PS].notes.clear()
+    chief.leadership.lead()
+    assert pads[PS].notes['chief'] == task.incarnation
+    pads[CHIEF].notes.clear()
+    pads[PS].notes['chief'] = 'new'
+    with pytest.raises(RuntimeError, match=f'Another chief leads {PS} at p0:1: it was started in'):
+        chief.leadership.lead()
+    assert not pads[CHIEF].notes
+
+
+@pytest.mark.core
+def test_meeting_again(chief, pads, clock, monkeypatch, tmp_path):
+    """A task that goes as all meet is waited for again, up to the limit, by a chief that leads."""
+    gone = tf.errors.UnavailableError(None, None, 'Socket closed')
+    checks = mock.Mock(side_effect=[gone, None, None, None])
+    monkeypatch.setattr(chief, '_check_cluster', checks)
+    with pytest.raises(tf.errors.UnavailableError):
+        chief._meet()
+    chief.leadership.has_begun = True
+    checks.side_effect = [gone, None, None, None]
+    chief._meet()
+    assert len(checks.mock_calls) == 5
+
+    def check(name):
+        clock.sleep(70)
+        raise gone
+
+    monkeypatch.setattr(chief, '_check_cluster', check)
+    with pytest.raises(TimeoutError, match='did not all answer in 100 seconds'):
+        chief._meet()
+    assert [path.name for path in tmp_path.iterdir()] == [ending.FILE]
+
+
+@pytest.mark.core
+def test_each_session_begins_as_all_meet(chief, pads, monkeypatch, tmp_path):
+    """So a worker that was started again with another cluster is found."""
+    monkeypatch.setattr(join, '_chief', chief)
+    differs = ValueError('TF_CONFIG differs')
+    monkeypatch.setattr(chief, '_check_cluster', mock.Mock(side_effect=differs))
+    chief._restarts = mock.Mock()
+    chief._model_dir = str(tmp_path)
+    with tf.Graph().as_default():
+        scaffold = sessions.wait_for_tasks(tf.train.Scaffold(init_op=tf.no_op()))
+        with pytest.raises(ValueError, match='TF_CONFIG differs'):
+            scaffold.finalize()
+        chief._restarts.begin.assert_not_called()
+        chief._check_cluster.side_effect = None
+        scaffold.finalize()
+    chief._restarts.begin.assert_called_once_with()
+    assert chief._restarts.pause.call_count == 2
+
+
+@pytest.mark.core
+def test_a_call_beyond_its_limit(task, chief, monkeypatch, tmp_path):
+    """Without a limit of the user's, the error is somebody else's."""
+    watching = mock.MagicMock()
+    watching.__enter__.return_value.silent_tasks.return_value = f'{PS} is silent'
+    monkeypatch.setattr(chief_module, 'Watch', lambda task, leadership: watching)
+    monkeypatch.setattr(chief, 'devices', lambda: {})
+    task.server = mock.Mock(target='grpc://c0:1')
+    late = tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')
+
+    def train(**options):
+        session_config = tf.ConfigProto(**options)
+        config = types.SimpleNamespace(model_dir=str(tmp_path), session_config=session_config)
+        with chief.training(config):
+            assert config._master == 'grpc://c0:1'
+            raise late
+
+    match = f'more than 1.5 seconds .operation_timeout_in_ms of the session config.. {PS} is silent'
+    with pytest.raises(TimeoutError, match=match):
+        train(operation_timeout_in_ms=1500)
+    with pytest.raises(tf.errors.DeadlineExceededError):
+        train()
+    assert chief.leadership.model_dirs == [str(tmp_path)]
+    assert ending.read(str(tmp_path)) == (task.incarnation, None, None)
+
+
+@pytest.mark.core
+def test_a_limit_of_calls_holds_for_closing_sessions(config_of):
+    """By gRPC, also to the chief itself; without a limit, values don't go that way."""
+    for seconds in (0, 60):
+        session_config = tf.ConfigProto(operation_timeout_in_ms=1000 * seconds)
+        config = config_of().replace(session_config=session_config)
+        found = estimator_mgpu.Estimator(linear, config=config).config.session_config
+        assert found.rpc_options.use_rpc_for_inprocess_master == bool(seconds)
+        assert not session_config.HasField('rpc_options')
+
+
+class Trained:
+    """Stands for Estimator.train(), and notes what it's given."""
+
+    def __call__(self, estimator, input_fn, hooks, steps, max_steps, saving_listeners):
+        self.hooks, self.saving_listeners = hooks, saving_listeners
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('saves', [None, 5])
+def test_a_checkpoint_is_looked_at_first_if_there_are_any(config_of, monkeypatch, saves):
+    """TensorFlow refuses a listener where nothing is saved."""
+    trained = Trained()
+    chief = mock.MagicMock(spec=Chief)
+    chief.training.return_value.__enter__.return_value = 'hook', 'listener'
+    monkeypatch.setattr(join, 'join', lambda config: chief)
+    monkeypatch.setattr(
+        'tensorflow_estimator.python.estimator.estimator.EstimatorV2.train',
+        lambda *args: trained(*args),
+    )
+    config = config_of().replace(save_checkpoints_steps=saves, save_checkpoints_secs=None)
+    estimator_mgpu.Estimator(linear, config=config, devices=1).train(lambda: None, ['own'])
+    assert trained.hooks == ['own', 'hook']
+    assert trained.saving_listeners == (['listener'] if saves else None)
+
+
+@pytest.mark.core
+def test_a_process_is_in_one_cluster(task, config_of, monkeypatch):
+    monkeypatch.setattr(join, '_task', task)
+    assert join.join(config_of('worker', 0)) is task
+    with pytest.raises(RuntimeError, match='Start another process for another cluster'):
+        join.join(config_of('worker', 0, {**TASKS, 'ps': ['p1:1']}))
+
+
+@pytest.mark.core
+def test_what_is_on_no_machine_goes_to_the_chief():
+    there = '/job:worker/task:1/device:CPU:1'
+    with tf.Graph().as_default() as graph:
+        free = [tf.get_variable('v', [], use_resource=True), tf.constant(1.0)]
+        with tf.device('/device:CPU:1'):
+            second = tf.constant(1.0)
+        with tf.device(there):
+            far = tf.get_variable('far', [], use_resource=True)
+        reads = tf.raw_ops.ReadVariableOp(resource=far.handle, dtype=tf.float32)
+        with tf.colocate_with(far.handle.op):
+            near = tf.constant(1.0)
+        sessions.place_on_chief(graph)
+        assert [one.device for one in (*free, second)] == [CHIEF, CHIEF, f'{CHIEF}/device:CPU:1']
+        assert (far.device, reads.device) == (there, '')
+        assert near.device in ('', there)
+
+
+def test_each_training_begins_without_the_tables_of_the_last(three_machines, task, chief):
+    """Servers keep what a session has made, and a session of one machine begins with nothing."""
+    task.server = types.SimpleNamespace(target=three_machines)
+    chief._meet = mock.Mock()
+    with tf.Graph().as_default():
+        known = []
+        for machine in (CHIEF, WORKER):
+            with tf.device(f'{machine}/device:CPU:0'), tf.variable_scope(None, 'kept'):
+                variable = tf.get_variable('v', [], use_resource=True)
+            known.append(tf.is_variable_initialized(variable))
+        initializer = tf.global_variables_initializer()
+        with tf.Session(three_machines) as session:
+            session.run(initializer)
+        with tf.Session(three_machines) as session:
+            assert session.run(known) == [True, True]
+        found = chief.devices()
+        for machine in (CHIEF, WORKER):
+            assert found[machine] == [f'{machine}/device:CPU:{i}' for i in range(2)]
+        with tf.Session(three_machines) as session:
+            assert session.run(known) == [False, False]
+    chief._meet.assert_called_once_with()
+
+
+def test_machines_that_do_not_fit(three_machines, task, chief, monkeypatch):
+    """A port of something else, another TF_CONFIG."""
+    task.name = CHIEF
+    task.notes_on = lambda name, seconds=3: Notes(name, three_machines, seconds)
+    server = mock.Mock(side_effect=[False, True, True, True])  # It has to be waited for again.
+    monkeypatch.setattr(reach, 'check_server', server)
+    monkeypatch.setattr(task, 'wait', mock.Mock())
+
+    def check(known=None):
+        if known is not None:
+            with task.notes_on(WORKER) as notes:
+                notes.write('cluster', json.dumps(known))
+        chief._check_cluster(WORKER)
+
+    with pytest.raises(RuntimeError, match=f"{WORKER} listens at w0:1, but .* doesn't call train"):
+        check()
+    with pytest.raises(ValueError, match=f'TF_CONFIG differs .*: {WORKER} has the cluster {{}}'):
+        check({})
+    check(task.addresses)
+    task.wait.assert_called_once_with()
+    assert server.mock_calls == [mock.call(WORKER, 'w0:1')] * 4
+
+
+def test_a_second_process_of_a_task(config_of, monkeypatch):
+    """It's told by the address: what answers there isn't this process."""
+    here, there = free_addresses(2)
+    task = Task(config_of(cluster={'chief': [here], 'worker': ['w0:1']}))
+    other = tf.train.Server({'chief': [there]}, 'chief', 0)
+    monkeypatch.setattr(task_module, '_TWIN_PATIENCE', 1)
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)
+    task.check_alone()
+    task.addresses[CHIEF] = there
+    match = f'Two processes are {CHIEF}: this one, and one that answers at {there}. End one'
+    with pytest.raises(RuntimeError, match=match):  # It has just begun.
+        task.check_alone()
+    with Notes(CHIEF, other.target) as notes:
+        notes.write('process', 'another')
+    with pytest.raises(RuntimeError, match=match):
+        task.check_alone()
+    lost = tf.errors.UnavailableError(None, None, 'gone')
+    monkeypatch.setattr(task, 'notes_on', mock.Mock(side_effect=lost))
+    task.check_alone()  # It isn't known who that was.
