@@ -1,6 +1,7 @@
 """`replicate_model_fn()`, as `tf.contrib.estimator` had it.
 
-In: a model_fn. Out: that of `replicate()`, which takes the arguments that contrib's took.
+In: a model_fn, with contrib's arguments. Out: what `replicate()` makes of it, with the signature
+that contrib's had.
 """
 
 from __future__ import annotations
