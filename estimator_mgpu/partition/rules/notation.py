@@ -304,7 +304,7 @@ def _word_for_each(words: Sequence[str], count: int, kind: str) -> list[str]:
             result.append(one)
     if len(result) != count:
         text = ' '.join(words)
-        raise ValueError(f'the rule is for the {kind} {text!r}, and the op has {count} {kind}')
+        raise ValueError(f'the rule is for the {kind} {text!r}, and the op has {count}')
     return result
 
 
