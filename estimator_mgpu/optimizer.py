@@ -4,8 +4,9 @@ In: the optimizers that a model_fn makes, which `tower_optimizers()` turns into 
 Out: which gradients they applied, by call. `partition` lets the small ones of a call share
 messages; `explain` and `verify` show them.
 
-An optimizer becomes a tower optimizer by its class: a class derived from its own one, which claims
-to be its own one. So it has all that it had, and `isinstance` and pickle see no difference.
+An optimizer becomes a tower optimizer when its type is changed: to a class that is derived from its
+own class, and gives that as its `__class__`. So it keeps all that it has, and it's an instance of
+both.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def applied(graph: tf.Graph) -> list[tuple[Any, Any]]:
 def gradients_by_call(graph: tf.Graph) -> list[list[tf.Tensor]]:
     """Lists the gradients that each call of `apply_gradients` applied, as dense tensors.
 
-    Of a sparse gradient, these are its values, its indices and its shape.
+    A sparse gradient is listed by its components: its values and its indices.
     """
     calls = []
     for pairs in _calls(graph):

@@ -180,7 +180,8 @@ def _sizes(call: Call, place: _Place, hides_ones: bool, towers: int) -> Sizes:
 
 def _label_at(place: _Place, signature: Signature) -> Label:
     """The label that a signature has for a place; None if it has none."""
-    labels = (_labels_of_shapes if place.is_entry else _labels)(signature)[place.operand]
+    by_input = _labels_of_shapes(signature) if place.is_entry else _labels(signature)
+    labels = by_input[place.operand]
     return labels[place.at] if place.at < len(labels) else None
 
 
