@@ -314,6 +314,12 @@ REFUSED = {
     'no type': (3, 'S -> S', TypeError, 'give a type by name, and a text or a function'),
     'no rule': ('Dawsn', None, TypeError, r"register_rule\('Dawsn', None\): give a type by name"),
     'a list': ('Dawsn', ['S -> S'], TypeError, 'give a type by name, and a text or a function'),
+    'a function of one argument': (
+        'Cross',
+        lambda op: 'S_ S_ -> S_',
+        TypeError,
+        r'The rule for Cross is a function of \(op\), .*Give a function \(op, sizes\)',
+    ),
     'no text of a rule': ('Dawsn', 'by rows', ValueError, "'by rows' isn't a rule.*'mk kn -> mn"),
     'another number of inputs': (
         'Cross',

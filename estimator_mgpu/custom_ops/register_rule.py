@@ -8,6 +8,8 @@ dimensions, `check_rule()` tries.
 from __future__ import annotations
 
 import difflib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -44,7 +46,8 @@ def register_rule(op_type: str, rule: Rule) -> None:
         or None if the op cannot be sharded. `check_rule` tries it.
 
     Raises:
-      TypeError: if the type isn't a str, or the rule is neither a text nor a function.
+      TypeError: if the type isn't a str, or the rule is neither a text nor a function of two
+        arguments.
       ValueError: if TensorFlow knows no such type, if the package has a rule for it, or if its ops
         may have side effects; if the text isn't a rule, or is for another number of inputs or
         outputs.
@@ -63,11 +66,13 @@ def register_rule(op_type: str, rule: Rule) -> None:
     if may_have_side_effect(definition):
         raise ValueError(
             f'{op_type} cannot have a rule: its ops may have side effects, draw random numbers or '
-            'call Python, as TensorFlow declares them stateful. Without a rule they run once, on '
-            'the global batch.'
+            'call Python. TensorFlow declares the type as stateful, or that it takes a reference. '
+            'Without a rule its ops run once, on the global batch.'
         )
     if isinstance(rule, str):
         _check_number_of_words(op_type, rule, definition)
+    else:
+        _check_arguments(op_type, rule)
     RULES[op_type] = rule
 
 
@@ -104,6 +109,21 @@ def _check_number_of_words(op_type: str, text: str, definition: Any) -> None:
     except ValueError as error:
         raise ValueError(
             f'{text!r} is no rule for {op_type}: {error}. Give a word for each.'
+        ) from error
+
+
+def _check_arguments(op_type: str, rule: Callable[..., Any]) -> None:
+    """Raises TypeError if a function cannot be called with an op and the sizes."""
+    try:
+        signature = inspect.signature(rule)
+    except ValueError:
+        return  # Some functions of C have no signature.
+    try:
+        signature.bind('op', 'sizes')
+    except TypeError as error:
+        raise TypeError(
+            f'The rule for {op_type} is a function of {signature}, and is called with an op and '
+            'the sizes of its tensors. Give a function (op, sizes).'
         ) from error
 
 
