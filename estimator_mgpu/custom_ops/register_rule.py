@@ -66,8 +66,8 @@ def register_rule(op_type: str, rule: Rule) -> None:
     if may_have_side_effect(definition):
         raise ValueError(
             f'{op_type} cannot have a rule: its ops may have side effects, draw random numbers or '
-            'call Python. TensorFlow declares the type as stateful, or that it takes a reference. '
-            'Without a rule its ops run once, on the global batch.'
+            'call Python, as TensorFlow declares them as stateful or as taking a variable. Without '
+            'a rule they run once, on the global batch.'
         )
     if isinstance(rule, str):
         _check_number_of_words(op_type, rule, definition)
@@ -87,7 +87,7 @@ def _unknown(op_type: str) -> str:
     question = f'Did you mean {alike[0]}? ' if alike else ''
     return (
         f'TensorFlow has no ops of the type {op_type!r}. {question}Load an op of your own before '
-        "its rule is registered, by tf.load_op_library(); op.type is an op's type."
+        'its rule is registered, by tf.load_op_library().'
     )
 
 
