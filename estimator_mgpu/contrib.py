@@ -1,4 +1,8 @@
-"""`replicate_model_fn()`, as `tf.contrib.estimator` had it."""
+"""`replicate_model_fn()`, as `tf.contrib.estimator` had it.
+
+In: a model_fn, with contrib's arguments. Out: what `replicate()` makes of it, with the signature
+that contrib's had.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +34,27 @@ def replicate_model_fn(
 
     Args:
       model_fn: as for `tf.estimator.Estimator`.
-      loss_reduction: it changes nothing, as the model_fn computes the loss of the global batch.
+      loss_reduction: not used, as the model_fn computes the loss of the global batch.
       devices: device strings, one a tower; None for every GPU, or a CPU where there is none.
 
     Returns:
       A function (features, labels, mode, params=None, config=None), called by position or by name.
     """
-    inner: Any = replicate(devices=devices)(model_fn)
-    takes = inspect.signature(inner).parameters
+    replicated: Any = replicate(devices=devices)(model_fn)
+    parameters = inspect.signature(replicated).parameters
 
     @functools.wraps(model_fn, updated=())
     def replicated_model_fn(
         features: Any, labels: Any, mode: str, params: Any = None, config: Any = None
     ) -> Any:
-        given = dict(features=features, labels=labels, mode=mode, params=params, config=config)
-        return inner(**{name: value for name, value in given.items() if name in takes})
+        arguments = dict(features=features, labels=labels, mode=mode, params=params, config=config)
+        taken = {name: value for name, value in arguments.items() if name in parameters}
+        return replicated(**taken)
 
+    # Estimator looks at the signature: it's contrib's, whatever the model_fn takes.
     signature = inspect.signature(replicated_model_fn, follow_wrapped=False)
-    attributes = {'replicate_options': inner.replicate_options, '__signature__': signature}
-    vars(replicated_model_fn).update(attributes)
-    made_of = model_fn, loss_reduction, devices
-    return ModelFunction(replicated_model_fn, replicate_model_fn, *made_of)
+    replicated_model_fn.__signature__ = signature  # type: ignore[attr-defined]
+    options = replicated.replicate_options
+    replicated_model_fn.replicate_options = options  # type: ignore[attr-defined]
+
+    return ModelFunction(replicated_model_fn, replicate_model_fn, model_fn, loss_reduction, devices)

@@ -74,7 +74,7 @@ class Explanation(NamedTuple):
     gradients: list[Gradient]
     traffic: dict[str, Traffic]  # by device, of a step: the batch, variables, gradients and all
     sharded: int  # how many ops are sharded over the devices
-    once: list[Once]  # the costliest first
+    once: list[Once]  # the costliest first; empty if nothing is sharded, as then all ops run once
     scopes: dict[str, dict[str, int]]  # bytes of the ops' output: 'shard', 'partial' and 'once'
     unknown: list[str]  # features and labels of unknown rank: ops on them run once
 
@@ -134,12 +134,18 @@ class Explanation(NamedTuple):
             'gradients': gradients,
             'between devices, each step': traffic,
             f'of unknown rank, so it runs once: {RANK_REMEDY}': self.unknown,
-            'ops': [
-                f'{self.sharded} are sharded over the devices',
-                f'{len(self.once)} run once, unsharded, on the global batch',
-            ],
+            'ops': self._counts_of_ops(),
             'run once: share of all output, name, bytes gathered, line, why': once,
         }
+
+    def _counts_of_ops(self) -> list[str]:
+        """How many ops are sharded, and how many run once."""
+        if not self.sharded and not self.once:
+            return ['none is sharded: all run once, on the global batch']
+        return [
+            f'{self.sharded} are sharded over the devices',
+            f'{len(self.once)} run once, unsharded, on the global batch',
+        ]
 
 
 def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:

@@ -1,4 +1,8 @@
-"""What is known of a graph's training steps."""
+"""What is known of a graph's training steps, for hooks, `explain` and `verify`.
+
+In: the `Step` that `replicate()` records in the graph that it has built. Out: the same, to whoever
+has the graph.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
 
 
 def is_count(value: Any) -> bool:
-    """Whether it's a positive integer, be it Python's or NumPy's."""
+    """Whether a value is a positive integer of Python's or NumPy's."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
 
 
@@ -30,16 +34,24 @@ class Step(NamedTuple):
         """How many examples each tower gets, in order; None if the batch size isn't static."""
         if not isinstance(self.examples, int):
             return None
-        size, more = divmod(self.examples, len(self.devices))
-        return [size + (i < more) for i in range(len(self.devices))]
+        # The first towers get what is left, one example each.
+        each, left = divmod(self.examples, len(self.devices))
+        return [each + 1 if tower < left else each for tower in range(len(self.devices))]
 
 
 def record(step: Step) -> None:
-    """Leaves what there is to know of a step in the default graph, instead of what was there."""
+    """Records a step in the default graph, in place of any that was recorded before."""
     setattr(tf.get_default_graph(), _STEP, step)
 
 
 def of_graph(graph: tf.Graph) -> Step:
-    """Returns what is known of a graph's steps; where none is replicated, an Estimator's loss."""
-    losses = graph.get_collection(tf.GraphKeys.LOSSES) or [None]  # A spec's is the last.
-    return getattr(graph, _STEP, Step(None, losses[-1], []))
+    """Returns the step that was recorded in a graph.
+
+    If there is none, as no model_fn in it is replicated, the Estimator's loss is known.
+    """
+    if hasattr(graph, _STEP):
+        return getattr(graph, _STEP)
+
+    losses = graph.get_collection(tf.GraphKeys.LOSSES)
+    loss = losses[-1] if losses else None  # Estimator adds that of the EstimatorSpec.
+    return Step(None, loss, [])

@@ -1,4 +1,8 @@
-"""The shapes of features and labels whose rank the input_fn doesn't tell."""
+"""The shapes of features and labels whose rank the input_fn doesn't tell, but the model_fn does.
+
+In: the batch as the model_fn got it, when its graph is finished. Out: the batch with the ranks that
+the graph tells.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,18 @@ from estimator_mgpu.tf_internals.liveness import Liveness
 def shapes_told_by_model(batch: Batch) -> Batch:
     """Looks at a batch again after the model_fn, which may have told the shapes of some leaves.
 
-    A shape also counts if it is that of an elementwise result, such as a tf.cast.
+    It tells the shape of a leaf, or of an elementwise result, such as what `tf.cast` returns.
+
+    Args:
+      batch: the batch. The shapes of its tensors of unknown rank are set, if they are told.
+
+    Returns:
+      The batch, by what is known of its leaves now.
     """
     for leaf in batch.unknown.values():
-        shape = _shape_told(leaf) if isinstance(leaf, tf.Tensor) else None
+        if not isinstance(leaf, tf.Tensor):
+            continue
+        shape = _shape_told(leaf)
         if shape is not None:
             leaf.set_shape([None, *shape[1:]] if shape else [])
     return batch_of({**batch.leaves, **batch.unknown})
@@ -30,21 +42,25 @@ def _shape_told(tensor: tf.Tensor) -> list[int | None] | None:
     doesn't: its dimension 0 may be another one.
     """
     liveness = Liveness(tensor.graph.get_operations())
-    stack, seen = [tensor], {tensor.name}
+    reached = {tensor.name}
+    stack = [tensor]
     while stack:
-        own = stack.pop()
-        for user in own.consumers():
-            entries = (
-                user.type == op_types.ENSURE_SHAPE
-                or RULES.get(user.type) == FAMILIES['elementwise']
-            )
-            alone = all(t is own or t.shape.rank == 0 for t in user.inputs)
-            if not entries or not alone or not liveness.always_runs(user):
+        operand = stack.pop()
+        for op in operand.consumers():
+            if not (_has_shape_of(op, operand) and liveness.always_runs(op)):
                 continue
-            [made] = user.outputs
-            if made.shape.rank is not None:
-                return made.shape.as_list()
-            if made.name not in seen:
-                seen.add(made.name)
-                stack.append(made)
+            [output] = op.outputs
+            if output.shape.rank is not None:
+                return output.shape.as_list()
+            if output.name not in reached:
+                reached.add(output.name)
+                stack.append(output)
     return None
+
+
+def _has_shape_of(op: tf.Operation, operand: tf.Tensor) -> bool:
+    """Whether an op's output has the shape of its operand: all others are scalars."""
+    is_elementwise = RULES.get(op.type) == FAMILIES['elementwise']
+    if op.type != op_types.ENSURE_SHAPE and not is_elementwise:
+        return False
+    return all(other is operand or other.shape.rank == 0 for other in op.inputs)

@@ -1,4 +1,8 @@
-"""`verify()`: a user's own model_fn on one device and on several, from the same checkpoint."""
+"""`verify()`: a user's own model_fn on one device and on several, from the same checkpoint.
+
+In: a model_fn and an input_fn. Both runs get the same batches. Out: a `Verification`, which says
+how far each loss, gradient, variable, metric and prediction is from one device's.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,11 @@ from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2
 
 MODES = tf_estimator.estimator.ModeKeys
 _HINT = (
-    'Numbers that differ may be rounding that is amplified, as where Adam divides a gradient that '
-    'is 0 but for rounding by its size: compare in float64, or with the rows in another order on '
-    "one device. What is drawn without a seed differs in any two runs. With batch_norm='device' "
-    'statistics are others. Anything else is a bug of estimator_mgpu: please report the model.'
+    'Differences may be amplified rounding: for example, Adam divides a gradient that is 0 but for '
+    'rounding by its own size. To find out, compare in float64, or on one device with the examples '
+    'in another order. Random numbers that are drawn without a seed differ in any two runs. With '
+    "batch_norm='device', each device has statistics of its own. Anything else is a bug of "
+    'estimator_mgpu: please report the model.'
 )
 
 
@@ -47,14 +52,16 @@ class Verification(NamedTuple):
         return bool(self.differences) and all(d.exact for d in self.differences)
 
     def __str__(self) -> str:
-        width = max([len(d.what) for d in self.differences] + [0])
-        lines = [
-            f'{d.mode:5} {d.what:{width}} {d.relative:8.1e} {"ok" if d.exact else "DIFFERS"}'
-            for d in self.differences
-        ]
+        width = max((len(d.what) for d in self.differences), default=0)
+        lines = []
+        for mode, what, relative, exact in self.differences:
+            lines.append(f'{mode:5} {what:{width}} {relative:8.1e} {"ok" if exact else "DIFFERS"}')
+
         wrong = sum(not d.exact for d in self.differences)
         lines.append(f'{wrong} of {len(self.differences)} differ from one device.')
-        return '\n'.join([*lines, _HINT] if wrong else lines)
+        if wrong:
+            lines.append(_HINT)
+        return '\n'.join(lines)
 
 
 def verify(
@@ -68,8 +75,9 @@ def verify(
 ) -> Verification:
     """Runs a model_fn on one device and on several, from the same checkpoint, and compares.
 
-    A few batches are trained on, evaluated and predicted. Compared are the loss of each batch, each
-    variable and its gradient, metrics and predictions. The result is printed, too.
+    The model trains on a few batches, is evaluated on them and predicts. The loss of each batch,
+    each variable and its gradient, metrics and predictions are compared. The result is printed,
+    too.
 
     Examples:
       >>> def model_fn(features, labels, mode):
@@ -90,8 +98,16 @@ def verify(
       params: as for `tf.estimator.Estimator`.
       devices: the several devices, as for `replicate()`.
       steps: how many batches to take.
-      tolerance: the largest relative difference that may be rounding. Some units in the last place
-        may always be: 2e-6 of float32, more of float16 and bfloat16.
+      tolerance: the largest relative difference that counts as rounding. Some units in the last
+        place always do: 2e-6 of float32, more of float16 and bfloat16.
+
+    Returns:
+      The differences.
+
+    Raises:
+      TypeError: if `params` isn't what an Estimator takes.
+      ValueError: if `devices` is one device, if another argument is out of range, or if the
+        input_fn gives no batch.
     """
     towers = resolve(devices)
     if len(towers) < 2:
@@ -99,6 +115,40 @@ def verify(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
             'without GPUs, devices=2 makes two logical CPU devices.'
         )
+    _check_arguments(params, steps, tolerance)
+
+    plain = model_fn
+    options: dict[str, Any] = {}
+    if hasattr(model_fn, 'replicate_options'):
+        plain = model_fn.__wrapped__  # type: ignore[attr-defined]
+        options.update(model_fn.replicate_options)
+    options['devices'] = towers
+    config = tf_estimator.estimator.RunConfig(
+        tf_random_seed=1, session_config=session_config(towers)
+    )
+
+    differences: list[Difference] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_errors_only())
+        model_dirs = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
+        one = EstimatorV2(plain, model_dirs[0], config, params)
+        several = EstimatorV2(replicate(plain, **options), model_dirs[1], config, params)
+
+        for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
+            results = _run_both(one, several, input_fn, mode, steps)
+            if results is None:
+                continue
+            if mode == MODES.TRAIN:
+                # Metrics of a float16 loss are float32, but are computed of what was rounded.
+                tolerance = max(tolerance, 16 * _epsilon(results.expected['loss']))
+            differences += _differences(mode, results, tolerance)
+
+    result = Verification(differences)
+    print(result)
+    return result
+
+
+def _check_arguments(params: Any, steps: Any, tolerance: Any) -> None:
     if isinstance(params, (int, str)):
         raise TypeError(
             f'params={params!r} is of {type(params).__name__}, which holds no hyperparameters. '
@@ -108,39 +158,6 @@ def verify(
         raise ValueError(f'steps={steps!r} is no number of batches: it is 1 or more.')
     if not isinstance(tolerance, (int, float, np.floating)) or not 0 <= tolerance < 1:
         raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')
-    options = dict(getattr(model_fn, 'replicate_options', {}), devices=towers)
-    plain = model_fn.__wrapped__ if len(options) > 1 else model_fn  # type: ignore[attr-defined]
-    config = tf_estimator.estimator.RunConfig(
-        tf_random_seed=1, session_config=session_config(towers)
-    )
-    result = Verification([])
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_errors_only())
-        one, several = (
-            EstimatorV2(fn, stack.enter_context(tempfile.TemporaryDirectory()), config, params)
-            for fn in (plain, replicate(plain, **options))
-        )
-        for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
-            replay, count = _replay(one, input_fn, mode, steps)
-            try:
-                expected = _run(one, replay, mode, count)
-            except Exception:  # A model_fn needn't have all modes.
-                if mode == MODES.TRAIN:
-                    raise
-                continue
-            checkpoints = tf.train.get_checkpoint_state(one.model_dir).all_model_checkpoint_paths
-            start = checkpoints[0 if mode == MODES.TRAIN else -1]
-            tf.train.update_checkpoint_state(several.model_dir, start)
-            found = _run(several, replay, mode, count)
-            if mode == MODES.TRAIN:  # Metrics of a float16 loss are float32 of what was rounded.
-                tolerance = max(tolerance, 16 * _epsilon(expected['loss']))
-            for what, value in expected.items():
-                kind = what.partition(' ')[0]
-                largest = max(_largest(v) for w, v in expected.items() if w.startswith(kind))
-                compared = _compare(found.get(what), value, largest, tolerance)
-                result.differences.append(Difference(mode, what, *compared))
-    print(result)
-    return result
 
 
 @contextlib.contextmanager
@@ -150,34 +167,95 @@ def _errors_only() -> Iterator[None]:
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
 
-    tf.get_logger().addFilter(is_error)  # Unlike a level, it's put back in any order.
+    # Unlike a level, a filter can be taken away in any order.
+    tf.get_logger().addFilter(is_error)
     try:
         yield
     finally:
         tf.get_logger().removeFilter(is_error)
 
 
-def _replay(estimator: Any, input_fn: Any, mode: str, steps: int) -> tuple[Any, int]:
-    """Returns an input_fn that gives another one's first batches, and how many these are."""
+# Running both.
+
+
+class _Results(NamedTuple):
+    """What two runs gave: arrays, by what they are, such as 'loss' or 'gradient of w'."""
+
+    expected: dict[str, np.ndarray]  # on one device
+    found: dict[str, np.ndarray]  # on several
+
+
+def _run_both(
+    one: EstimatorV2,
+    several: EstimatorV2,
+    input_fn: Callable[..., Any],
+    mode: str,
+    steps: int,
+) -> _Results | None:
+    """Runs a mode on one device, and on several from the same checkpoint.
+
+    Args:
+      one: the estimator for one device.
+      several: the one for several.
+      input_fn: the user's.
+      mode: one of `tf.estimator.ModeKeys`.
+      steps: how many batches to take.
+
+    Returns:
+      What was computed; None if the model_fn doesn't have the mode.
+    """
+    replay, count = _replay(one, input_fn, mode, steps)
+    try:
+        expected = _run(one, replay, mode, count)
+    except Exception:
+        if mode == MODES.TRAIN:
+            raise
+        return None  # A model_fn needn't have all modes.
+
+    checkpoints = tf.train.get_checkpoint_state(one.model_dir).all_model_checkpoint_paths
+    start = checkpoints[0 if mode == MODES.TRAIN else -1]
+    tf.train.update_checkpoint_state(several.model_dir, start)
+    return _Results(expected, _run(several, replay, mode, count))
+
+
+def _replay(
+    estimator: EstimatorV2, input_fn: Callable[..., Any], mode: str, steps: int
+) -> tuple[Callable[[], Any], int]:
+    """Takes the first batches of an input_fn.
+
+    Args:
+      estimator: one that calls the input_fn with its params.
+      input_fn: the user's.
+      mode: one of `tf.estimator.ModeKeys`.
+      steps: how many batches to take, if there are as many.
+
+    Returns:
+      An input_fn that gives these batches, and how many they are.
+    """
+    batches: list[tuple[Any, ...]] = []
     with tf.Graph().as_default():
         tf.set_random_seed(1)
         *batch, hooks = tf_estimator.features_and_labels(estimator, input_fn, mode)
-        leaves = tf.nest.flatten(batch, expand_composites=True)
-        leaves = [tf.constant(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        tensors = [t for t in leaves if isinstance(t, tf.Tensor)]
-        batches = []
-        with tf.train.SingularMonitoredSession(hooks) as session:  # It ends where the data does.
+        leaves = [
+            tf.constant(leaf) if isinstance(leaf, np.ndarray) else leaf
+            for leaf in tf.nest.flatten(batch, expand_composites=True)
+        ]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
+
+        # The session swallows the error where the data ends.
+        with tf.train.SingularMonitoredSession(hooks) as session:
             for _ in range(steps):
                 batches.append(tuple(session.run(tensors)))
+
     if not (batches and tensors) and mode == MODES.TRAIN:
         raise ValueError('The input_fn gives no batch to train on, so nothing can be compared.')
 
     def replay() -> Any:
-        signature = tuple(tf.TensorSpec(t.shape, t.dtype) for t in tensors)
+        signature = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
         dataset = tf.data.Dataset.from_generator(lambda: batches, output_signature=signature)
-        parts = iter(tf.data.make_one_shot_iterator(dataset).get_next())
-        own = [next(parts) if isinstance(t, tf.Tensor) else t for t in leaves]
-        return tuple(tf.nest.pack_sequence_as(batch, own, expand_composites=True))
+        replayed = iter(tf.data.make_one_shot_iterator(dataset).get_next())
+        flat = [next(replayed) if isinstance(leaf, tf.Tensor) else leaf for leaf in leaves]
+        return tuple(tf.nest.pack_sequence_as(batch, flat, expand_composites=True))
 
     return replay, len(batches)
 
@@ -205,46 +283,94 @@ class _Recorder(tf.train.SessionRunHook):
         self.steps.append(session.run(self._variables))
 
 
-def _run(estimator: Any, input_fn: Any, mode: str, count: int) -> dict[str, np.ndarray]:
-    """Returns what a run gives, by what it is: that of all steps one after another, flat."""
-    if mode == MODES.EVAL:
-        steps = [estimator.evaluate(input_fn)]
-    elif mode == MODES.PREDICT:
-        found = estimator.predict(input_fn, yield_single_examples=False)
-        steps = [s if isinstance(s, dict) else {'predictions': s} for s in found]
-    else:
-        recorder = _Recorder()
-        with optimizer.tower_optimizers():
-            # Where the data ends, TensorFlow may have run a part of another step.
-            estimator.train(input_fn, [recorder], count)
-        steps = recorder.steps
+def _run(
+    estimator: EstimatorV2, input_fn: Callable[..., Any], mode: str, count: int
+) -> dict[str, np.ndarray]:
+    """Runs a mode; returns, by what it is, what all its steps gave one after another, flat."""
     parts: dict[str, list[np.ndarray]] = {}
-    for what, value in (item for step in steps for item in step.items()):
-        parts.setdefault(what, []).extend(map(np.ravel, tf.nest.flatten(value)))
-    return {what: np.concatenate(own) for what, own in parts.items()}
+    for results in _steps_of(estimator, input_fn, mode, count):
+        for what, nest in results.items():
+            arrays = [np.ravel(value) for value in tf.nest.flatten(nest)]
+            parts.setdefault(what, []).extend(arrays)
+    return {what: np.concatenate(arrays) for what, arrays in parts.items()}
+
+
+def _steps_of(
+    estimator: EstimatorV2, input_fn: Callable[..., Any], mode: str, count: int
+) -> list[dict[str, Any]]:
+    """Runs a mode; returns what each of its steps gave."""
+    if mode == MODES.EVAL:
+        return [estimator.evaluate(input_fn)]
+    if mode == MODES.PREDICT:
+        predictions = estimator.predict(input_fn, yield_single_examples=False)
+        return [one if isinstance(one, dict) else {'predictions': one} for one in predictions]
+
+    recorder = _Recorder()
+    with optimizer.tower_optimizers():
+        # Without a count, TensorFlow may run a part of one more step where the data ends.
+        estimator.train(input_fn, [recorder], count)
+    return recorder.steps
+
+
+# Comparing.
+
+
+def _differences(mode: str, results: _Results, tolerance: float) -> list[Difference]:
+    """Compares all that both runs computed."""
+    differences = []
+    for what, expected in results.expected.items():
+        kind = what.partition(' ')[0]  # 'gradient' for 'gradient of dense/kernel'
+        largest = max(
+            _largest(values) for other, values in results.expected.items() if other.startswith(kind)
+        )
+        relative, exact = _compare(results.found.get(what), expected, largest, tolerance)
+        differences.append(Difference(mode, what, relative, exact))
+    return differences
+
+
+def _compare(
+    found: np.ndarray | None, expected: np.ndarray, largest: float, tolerance: float
+) -> tuple[float, bool]:
+    """Compares what several devices computed with what one did.
+
+    Args:
+      found: of several devices; None if they have nothing of that name.
+      expected: of one device.
+      largest: the largest absolute value of all that is of the same kind. Rounding of that may be
+        large for values that are small.
+      tolerance: the largest relative difference that counts as rounding.
+
+    Returns:
+      The difference, relative to one device's largest value, and whether it's rounding.
+    """
+    epsilon = _epsilon(expected)
+    if not epsilon or found is None or found.shape != expected.shape:
+        same = np.array_equal(found, expected)
+        return (0.0 if same else np.inf), same
+
+    found = found.astype(np.complex128)
+    expected = expected.astype(np.complex128)
+    both_nan = np.isnan(found) & np.isnan(expected)
+    differs = (found != expected) & ~both_nan
+    gap = float(np.max(np.abs(found[differs] - expected[differs]), initial=0.0))
+
+    scale = _largest(expected)
+    slack = max(tolerance, 16 * epsilon) * scale + 8 * epsilon * largest
+    return gap / (scale or largest or 1.0), bool(gap <= slack)
 
 
 def _epsilon(values: np.ndarray) -> float:
     """How far floats are rounded, relative to 1; 0 for what isn't a float."""
     if values.dtype.name == 'bfloat16':
         return 2.0**-8
-    return float(np.finfo(values.dtype).eps) if values.dtype.kind in 'fc' else 0.0
+    if values.dtype.kind in 'fc':
+        return float(np.finfo(values.dtype).eps)
+    return 0.0
 
 
 def _largest(values: np.ndarray) -> float:
-    """The largest absolute value of all floats that are finite."""
-    sizes = np.abs(values.astype(np.complex128)) if _epsilon(values) else np.zeros([0])
+    """The largest absolute value of all floats that are finite; 0 if there is none."""
+    if not _epsilon(values):
+        return 0.0
+    sizes = np.abs(values.astype(np.complex128))
     return float(np.max(sizes, where=np.isfinite(sizes), initial=0.0))
-
-
-def _compare(found: Any, expected: np.ndarray, largest: float, rtol: float) -> tuple[float, bool]:
-    """Returns the relative difference, and whether it's rounding, be it of the `largest` too."""
-    epsilon, scale = _epsilon(expected), _largest(expected)
-    if not epsilon or found is None or found.shape != expected.shape:
-        same = np.array_equal(found, expected)
-        return 0.0 if same else np.inf, same
-    found, expected = found.astype(np.complex128), expected.astype(np.complex128)
-    other = (found != expected) & ~(np.isnan(found) & np.isnan(expected))
-    gap = float(np.max(np.abs(found[other] - expected[other]), initial=0.0))
-    slack = max(rtol, 16 * epsilon) * scale + 8 * epsilon * largest
-    return gap / (scale or largest or 1.0), bool(gap <= slack)

@@ -3,33 +3,37 @@
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-ROWS = 12
+ROWS = 12  # examples of a batch
 
 
 def floats(rows, *shape, seed=0):
+    """An array of random numbers, the same in each run."""
     return np.random.RandomState(seed + rows).randn(rows, *shape).astype(np.float32)
 
 
 def weights(name, *shape):
-    """A variable of its own for each name, however often it's asked for."""
+    """The variable of this name, which the first call makes."""
     with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
         return tf.get_variable(name, initializer=floats(*shape))
 
 
 def batches(rows=ROWS, steps=10, dtype=np.float32):
-    """Three features and one label a row."""
-    return [
-        (floats(rows, 3, seed=i).astype(dtype), floats(rows, 1, seed=100 + i).astype(dtype))
-        for i in range(steps)
-    ]
+    """Batches of three features and one label for each example."""
+    made = []
+    for i in range(steps):
+        features = floats(rows, 3, seed=i)
+        labels = floats(rows, 1, seed=100 + i)
+        made.append((features.astype(dtype), labels.astype(dtype)))
+    return made
 
 
 def away_from_0():
     """Batches with labels such that no gradient is a sum that all but cancels."""
-    return [(x, y + 2) for x, y in batches()]
+    return [(features, labels + 2) for features, labels in batches()]
 
 
 def spec_of(mode, loss, *train_ops):
+    """An EstimatorSpec for training, by one op or several."""
     train_op = train_ops[0] if len(train_ops) == 1 else tf.group(*train_ops)
     return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
@@ -39,11 +43,16 @@ def step():
 
 
 def adam(loss):
-    """An epsilon above rounding errors, for gradients that are 0."""
+    """Returns a train_op.
+
+    Adam divides a gradient by its size. The epsilon is above rounding errors, so that a gradient
+    that is 0 but for rounding changes nothing.
+    """
     return tf.train.AdamOptimizer(0.01, epsilon=1e-3).minimize(loss, step())
 
 
 def sgd(loss, rate=0.1):
+    """Returns a train_op."""
     return tf.train.GradientDescentOptimizer(rate).minimize(loss, step())
 
 
@@ -54,11 +63,12 @@ def predict(features):
         w = tf.get_variable('w', [3, 4], dtype)
         b = tf.get_variable('b', [4], dtype)
         v = tf.get_variable('v', [4, 1], dtype)
-        return tf.matmul(tf.nn.tanh(tf.matmul(features, w) + b), v)
+        hidden = tf.nn.tanh(tf.matmul(features, w) + b)
+        return tf.matmul(hidden, v)
 
 
 def regression(train):
-    """Returns a model_fn of mean squared error that `train(loss)` gives the train_op of."""
+    """Returns a model_fn of mean squared error, trained by the op that `train(loss)` returns."""
 
     def model_fn(features, labels, mode):
         loss = tf.losses.mean_squared_error(labels, predict(features))
@@ -68,29 +78,36 @@ def regression(train):
 
 
 def with_loss(loss_of):
-    """Returns a model_fn of any loss (labels, predictions), trained by momentum."""
+    """Returns a model_fn whose loss is `loss_of(labels, predictions)`, trained by momentum."""
 
     def model_fn(features, labels, mode):
         loss = loss_of(labels, predict(features))
-        return spec_of(mode, loss, tf.train.MomentumOptimizer(0.05, 0.9).minimize(loss, step()))
+        optimizer = tf.train.MomentumOptimizer(0.05, 0.9)
+        return spec_of(mode, loss, optimizer.minimize(loss, step()))
 
     return model_fn
 
 
 def of_all_modes(forward, train=None, name=None):
-    """Returns a model_fn for all modes, trained by Adam, or by what `train(loss)` gives.
+    """Returns a model_fn for all modes.
 
-    `forward(features)` gives what is predicted, of the labels' shape.
+    Args:
+      forward: (features) -> predictions, of the labels' shape.
+      train: (loss) -> train_op; Adam by default.
+      name: the model_fn's name; by default that of `forward`.
     """
 
     def model_fn(features, labels, mode):
         output = forward(features)
         if mode == tf.estimator.ModeKeys.PREDICT:
             return tf.estimator.EstimatorSpec(mode, predictions={'output': output})
+
         tf.losses.mean_squared_error(labels, output)
         loss = tf.losses.get_total_loss()
         if mode == tf.estimator.ModeKeys.TRAIN:
-            return spec_of(mode, loss, (train or adam)(loss))
+            train_op = (train or adam)(loss)
+            return spec_of(mode, loss, train_op)
+
         metrics = {
             'error': tf.metrics.mean_absolute_error(labels, output),
             'above': tf.metrics.mean(tf.cast(output > labels, tf.float32)),
@@ -104,14 +121,16 @@ def of_all_modes(forward, train=None, name=None):
 
 
 class LazyAdam(tf.train.AdamOptimizer):
-    """Moments of an embedding's rows are those of the steps that look these up, as in contrib."""
+    """As in contrib: for an embedding, a step updates only the moments of the rows it looks up."""
 
     def _apply_sparse_shared(self, grad, var, indices, scatter_add):
-        m, v = (self.get_slot(var, name) for name in 'mv')
-        beta1_power, beta2_power = self._get_beta_accumulators()
-        rate = self._lr * tf.sqrt(1 - beta2_power) / (1 - beta1_power)
+        m = self.get_slot(var, 'm')
+        v = self.get_slot(var, 'v')
         mean = self._beta1 * tf.gather(m, indices) + (1 - self._beta1) * grad
         square = self._beta2 * tf.gather(v, indices) + (1 - self._beta2) * tf.square(grad)
-        kept = [tf.scatter_update(m, indices, mean), tf.scatter_update(v, indices, square)]
-        step = tf.cast(rate, grad.dtype) * mean / (tf.sqrt(square) + self._epsilon)
-        return tf.group(scatter_add(var, indices, -step), *kept)
+        slots = [tf.scatter_update(m, indices, mean), tf.scatter_update(v, indices, square)]
+
+        beta1_power, beta2_power = self._get_beta_accumulators()
+        rate = self._lr * tf.sqrt(1 - beta2_power) / (1 - beta1_power)
+        change = tf.cast(rate, grad.dtype) * mean / (tf.sqrt(square) + self._epsilon)
+        return tf.group(scatter_add(var, indices, -change), *slots)

@@ -19,7 +19,7 @@ WIDTH = 4
 IDS = 6
 
 OPS = {}
-SIMPLE = set()  # those that need no more than the examples
+SIMPLE = set()  # those that take the examples only, and no `c`
 SHARDED = set()  # those of which each op that is given examples runs on every device
 SHARDED_TYPES = {}  # by model: see _shards()
 # Those with a matrix product that may run once, if the graph doesn't know how many examples a batch
@@ -52,25 +52,30 @@ class Context:
         self._count = 0
 
     def name(self):
+        """Another name for each call."""
         self._count += 1
         return f'v{self._count}'
 
     def variable(self, *shape, scale=0.5, **options):
+        """A variable of random numbers, which are the same in each run."""
         name = self.name()
         values = np.random.RandomState(self._count).randn(*shape) * scale
         return tf.get_variable(name, initializer=values, **options)
 
     def counter(self, *shape, **options):
+        """A variable of zeros, which isn't trained."""
         return tf.get_variable(self.name(), initializer=np.zeros(shape), trainable=False, **options)
 
     def regularize(self, loss):
         tf.add_to_collection(tf.GraphKeys.REGULARIZATION_LOSSES, loss)
 
     def table(self):
+        """A variable with a row for each id."""
         return self.variable(IDS, WIDTH)
 
     @property
     def ids(self):
+        """Three ids for each example."""
         return self.features['ids']
 
 
@@ -97,149 +102,380 @@ def _shards(op_type, always=True):
     return decorate
 
 
+def _simple(function):
+    """Says of a model, as a decorator, that it takes the examples only."""
+    SIMPLE.add(function.__name__)
+    return function
+
+
 def _all_sharded(**functions):
-    """Adds models of which the same holds."""
+    """Adds short models that are `_sharded`."""
     SHARDED.update(functions)
     OPS.update(functions)
 
 
-def _simple(**functions):
-    """Returns models of functions that need no more than the examples."""
+def _all_simple(**functions):
+    """Adds short models that are `_simple`, and returns them."""
     SIMPLE.update(functions)
-    return {name: _without_context(function) for name, function in functions.items()}
-
-
-def _without_context(function):
-    return lambda x, c: function(x)
+    OPS.update(functions)
+    return functions
 
 
 # Of each example by itself: every op runs on every device.
+
 _all_sharded(
-    **_simple(
+    **_all_simple(
         tanh=tf.tanh,
         log_softmax=lambda x: 0.3 * tf.nn.log_softmax(x),
         where_positive=lambda x: tf.where(x > 0, x, 0.1 * x),
         divide=lambda x: x / (1.0 + tf.reduce_sum(tf.abs(x), 1, keepdims=True)),
         cumsum_columns=lambda x: tf.cumsum(x, 1, reverse=True),
         top_k_columns=lambda x: tf.nn.top_k(x, WIDTH).values,
-        transposed=lambda x: tf.transpose(tf.tanh(tf.transpose(x))),
-        flattened=lambda x: tf.reshape(tf.tanh(tf.reshape(x, [-1])), tf.shape(x)),
-        split_columns=lambda x: tf.concat(tf.split(x, 2, 1)[::-1], 1),
-        stacked=lambda x: tf.reduce_mean(tf.stack([x, tf.sin(x)], 0), 0),
-        unstacked=lambda x: tf.stack(tf.unstack(x, axis=1)[::-1], 1),
         padded=lambda x: tf.pad(x[:, 1:], [[0, 0], [0, 1]]),
         one_hot=lambda x: x + tf.one_hot(tf.argmax(x, 1), WIDTH, dtype=tf.float64),
-        pairwise_columns=lambda x: tf.einsum('bij,bj->bi', x[:, :, None] * x[:, None, :], x) * 0.1,
-        batch_matmul=lambda x: tf.matmul(x[:, None, :], 0.2 * x[:, :, None] * x[:, None, :])[
-            :, 0, :
-        ],
-        band=lambda x: tf.linalg.band_part(x[:, :, None] * x[:, None, :], 0, 1)[:, 0, :],
         row_norm=lambda x: x / tf.norm(x + 4, axis=1, keepdims=True),
         strided=lambda x: tf.concat([x[:, ::2], x[:, 1::2]], 1),
         clip_rows=lambda x: tf.clip_by_norm(x, 1.0, [1]),
     )
 )
 
-# ... and such that some op may run once.
-OPS.update(
-    **_simple(
-        expanded=lambda x: tf.reshape(tf.squeeze(tf.expand_dims(x, 1)), [-1, WIDTH]),
-    )
-)
+
+@_sharded
+@_simple
+def transposed(x):
+    columns = tf.transpose(x)
+    return tf.transpose(tf.tanh(columns))
+
+
+@_sharded
+@_simple
+def flattened(x):
+    flat = tf.reshape(x, [-1])
+    return tf.reshape(tf.tanh(flat), tf.shape(x))
+
+
+@_sharded
+@_simple
+def split_columns(x):
+    left, right = tf.split(x, 2, 1)
+    return tf.concat([right, left], 1)
+
+
+@_sharded
+@_simple
+def stacked(x):
+    both = tf.stack([x, tf.sin(x)], 0)
+    return tf.reduce_mean(both, 0)
+
+
+@_sharded
+@_simple
+def unstacked(x):
+    columns = tf.unstack(x, axis=1)
+    columns.reverse()
+    return tf.stack(columns, 1)
+
+
+def _outer_products(x):
+    """Of each example with itself."""
+    return x[:, :, None] * x[:, None, :]
+
+
+@_sharded
+@_simple
+def pairwise_columns(x):
+    return tf.einsum('bij,bj->bi', _outer_products(x), x) * 0.1
+
+
+@_sharded
+@_simple
+def batch_matmul(x):
+    row = x[:, None, :]
+    matrix = 0.2 * x[:, :, None] * x[:, None, :]
+    return tf.matmul(row, matrix)[:, 0, :]
+
+
+@_sharded
+@_simple
+def band(x):
+    return tf.linalg.band_part(_outer_products(x), 0, 1)[:, 0, :]
+
+
+@_simple
+def expanded(x):
+    """Some op may run once: what is squeezed has an unknown rank."""
+    same = tf.squeeze(tf.expand_dims(x, 1))
+    return tf.reshape(same, [-1, WIDTH])
+
 
 # Across examples: every op runs on every device.
+
 _all_sharded(
-    **_simple(
-        standardized=lambda x: (x - tf.reduce_mean(x, 0)) / (tf.math.reduce_std(x, 0) + 0.5),
+    **_all_simple(
         less_max=lambda x: x - tf.reduce_max(x, 0),
         less_min=lambda x: x - tf.reduce_min(x),
         global_norm=lambda x: x / (1 + tf.norm(x)),
-        attention=lambda x: tf.matmul(tf.nn.softmax(tf.matmul(x, x, transpose_b=True)), x),
-        gram=lambda x: 0.2 * tf.matmul(x, tf.tanh(tf.matmul(x, x, transpose_a=True))),
-        whitened=lambda x: tf.matmul(
-            x, tf.linalg.inv(tf.matmul(x, x, transpose_a=True) + tf.eye(WIDTH, dtype=tf.float64))
-        ),
-        by_size=lambda x: x * (1 + 1 / tf.cast(tf.shape(x)[0], tf.float64)),
-        outer_product=lambda x: 0.1 * tf.reduce_sum(x[:, None, :] * x[None, :, :], 1),
-        distances=lambda x: x + tf.reduce_mean(tf.abs(x[:, None, :] - x[None, :, :]), 1),
-        any_positive=lambda x: tf.where_v2(tf.reduce_any(x > 1, 0), x, 0.5 * x),
-        all_small=lambda x: tf.where_v2(tf.reduce_all(tf.abs(x) < 2), x, 0.5 * x),
-        sum_of_maxima=lambda x: x - 0.3 * (tf.reduce_max(x, 0) + tf.reduce_max(tf.sin(x), 0)),
         product=lambda x: x + tf.reduce_prod(tf.tanh(x), 0),
-        doubled=lambda x: tf.reduce_mean(tf.reshape(tf.concat([x, -x], 1), [-1, 2, WIDTH]), 1) + x,
-        repeated=lambda x: tf.reduce_sum(tf.reshape(tf.repeat(x, 2, 0), [-1, 2, WIDTH]), 1),
         logsumexp=lambda x: x - tf.reduce_logsumexp(x, 0),
-        wide=lambda x: tf.matmul(tf.transpose(tf.matmul(x, x, transpose_b=True)), x) * 0.1,
-        rows_in_halves=lambda x: tf.reshape(
-            tf.reshape(x, [2 * tf.shape(x)[0], 2]) ** 3, [-1, WIDTH]
-        ),
         above_diagonal=lambda x: x + tf.linalg.diag(x, k=1)[:, 0, 1:],
-        eye=lambda x: tf.matmul(tf.eye(tf.shape(x)[0], dtype=tf.float64) * 2.0, x),
         ones=lambda x: x - tf.ones([tf.shape(x)[0], 1], tf.float64),
         filled=lambda x: x * tf.fill(tf.shape(x), tf.constant(0.7, tf.float64)),
         broadcast=lambda x: x + tf.broadcast_to(tf.reduce_sum(x, 0) * 0.1, tf.shape(x)),
-        string=lambda x: x + tf.strings.to_number(tf.as_string(tf.round(x)), tf.float64) * 0.1,
         seeded_dropout=lambda x: tf.nn.dropout(x, rate=0.4, seed=11),
         seeded_noise=lambda x: x + tf.random.normal(tf.shape(x), 0, 0.1, tf.float64, seed=5),
         noise_of_row=lambda x: x + tf.random.uniform([WIDTH], 0, 0.1, tf.float64, seed=3),
         stateless=lambda x: x + tf.random.stateless_uniform(tf.shape(x), [1, 2], dtype=tf.float64),
-        second=lambda x: x + 0.1 * tf.gradients(tf.gradients(tf.reduce_sum(x**3), x)[0], x)[0],
-        saliency=lambda x: x + 0.1 * tf.gradients(tf.reduce_mean(tf.sin(x) * tf.norm(x + 3)), x)[0],
         while_loop=lambda x: _loop(3, lambda i, a: 0.5 * a + tf.sin(a), x),
         cond=lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 0.5, lambda: x - 1),
-        case=lambda x: tf.case(
-            [(tf.reduce_max(x) > 2, lambda: x * 0.5), (tf.reduce_min(x) < -2, lambda: x + 1)],
-            lambda: tf.sin(x),
-        ),
-        switch_case=lambda x: tf.switch_case(
-            tf.cast(tf.reduce_sum(tf.abs(x)), tf.int32) % 2, [lambda: x * 0.7, lambda: tf.tanh(x)]
-        ),
     )
 )
 
-# ... and such that some op may run once.
-OPS.update(
-    **_simple(
-        batch_softmax=lambda x: 3 * tf.nn.softmax(x, 0),
-        cumsum_rows=lambda x: 0.3 * tf.cumsum(x, 0),
-        roll_rows=lambda x: tf.roll(x, 1, 0),
-        sort_rows=lambda x: tf.sort(x, 0),
-        ranked=lambda x: tf.gather(x, tf.argsort(x[:, 0])),
-        first_row=lambda x: x - 0.5 * x[:1],
-        last_row=lambda x: x * tf.sigmoid(x[-1:][0]),
-        hardest=lambda x: x + 0.1 * tf.reduce_mean(tf.nn.top_k(x[:, 0], 1).values),
-        quantile=lambda x: x - tf.sort(tf.reshape(x, [-1]))[tf.size(x) // 2],
-        by_index=lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), tf.float64)[:, None],
-        masked=lambda x: x - tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)) * 0.1,
-        halves=lambda x: tf.concat([x[: tf.shape(x)[0] // 2], 2 * x[tf.shape(x)[0] // 2 :]], 0),
-        long=lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1])), [-1, WIDTH]) * 0.1,
-        diagonal=lambda x: (
-            x * tf.linalg.diag_part(tf.matmul(x, x, transpose_b=True))[:, None] * 0.1
-        ),
-        diagonals=lambda x: (
-            x + tf.einsum('bii->b', tf.reshape(tf.tile(x, [1, WIDTH]), [-1, WIDTH, WIDTH]))[:, None]
-        ),
-        interleaved=lambda x: (
-            x * tf.reduce_sum(tf.tanh(tf.reshape(x, [2, -1, 2])), [0, 2])[:, None]
-        ),
-        shuffled=lambda x: tf.random.shuffle(x, seed=9),
-        map_fn=lambda x: tf.map_fn(lambda r: r * tf.reduce_sum(r) * 0.2, x),
-        scan=lambda x: tf.scan(lambda a, r: 0.5 * a + tf.tanh(r), x),
-        while_rows=lambda x: tf.while_loop(
-            lambda i, a: tf.logical_and(tf.reduce_max(tf.abs(a)) > 0.7, i < 9),
-            lambda i, a: (i + 1, a * 0.7),
-            (0, x),
-        )[1],
-        while_any=lambda x: tf.while_loop(
-            lambda _, a: tf.reduce_any(tf.abs(a) > 0.7), lambda i, a: (i + 1, a * 0.7), (0, x)
-        )[1],
-        while_counted=lambda x: tf.while_loop(
-            lambda i, a: i < tf.minimum(tf.shape(x)[0], 3),
-            lambda i, a: (i + 1, a + 0.1 * x[i]),
-            (0, x),
-        )[1],
-    )
+
+@_sharded
+@_simple
+def standardized(x):
+    centered = x - tf.reduce_mean(x, 0)
+    return centered / (tf.math.reduce_std(x, 0) + 0.5)
+
+
+@_sharded
+@_simple
+def attention(x):
+    weights = tf.nn.softmax(tf.matmul(x, x, transpose_b=True))
+    return tf.matmul(weights, x)
+
+
+def _gram_matrix(x):
+    """The products of columns, summed over the examples."""
+    return tf.matmul(x, x, transpose_a=True)
+
+
+@_sharded
+@_simple
+def gram(x):
+    return 0.2 * tf.matmul(x, tf.tanh(_gram_matrix(x)))
+
+
+@_sharded
+@_simple
+def whitened(x):
+    covariance = _gram_matrix(x) + tf.eye(WIDTH, dtype=tf.float64)
+    return tf.matmul(x, tf.linalg.inv(covariance))
+
+
+@_sharded
+@_simple
+def by_size(x):
+    examples = tf.cast(tf.shape(x)[0], tf.float64)
+    return x * (1 + 1 / examples)
+
+
+@_sharded
+@_simple
+def outer_product(x):
+    pairs = x[:, None, :] * x[None, :, :]
+    return 0.1 * tf.reduce_sum(pairs, 1)
+
+
+@_sharded
+@_simple
+def distances(x):
+    pairs = tf.abs(x[:, None, :] - x[None, :, :])
+    return x + tf.reduce_mean(pairs, 1)
+
+
+@_sharded
+@_simple
+def any_positive(x):
+    is_any = tf.reduce_any(x > 1, 0)
+    return tf.where_v2(is_any, x, 0.5 * x)
+
+
+@_sharded
+@_simple
+def all_small(x):
+    are_all = tf.reduce_all(tf.abs(x) < 2)
+    return tf.where_v2(are_all, x, 0.5 * x)
+
+
+@_sharded
+@_simple
+def sum_of_maxima(x):
+    maxima = tf.reduce_max(x, 0) + tf.reduce_max(tf.sin(x), 0)
+    return x - 0.3 * maxima
+
+
+@_sharded
+@_simple
+def doubled(x):
+    """Each row becomes two rows, and these become one again."""
+    twice = tf.reshape(tf.concat([x, -x], 1), [-1, 2, WIDTH])
+    return tf.reduce_mean(twice, 1) + x
+
+
+@_sharded
+@_simple
+def repeated(x):
+    pairs = tf.reshape(tf.repeat(x, 2, 0), [-1, 2, WIDTH])
+    return tf.reduce_sum(pairs, 1)
+
+
+@_sharded
+@_simple
+def wide(x):
+    """A matrix of examples by examples."""
+    products = tf.matmul(x, x, transpose_b=True)
+    return tf.matmul(tf.transpose(products), x) * 0.1
+
+
+@_sharded
+@_simple
+def rows_in_halves(x):
+    halves = tf.reshape(x, [2 * tf.shape(x)[0], 2])
+    return tf.reshape(halves**3, [-1, WIDTH])
+
+
+@_sharded
+@_simple
+def eye(x):
+    identity = tf.eye(tf.shape(x)[0], dtype=tf.float64)
+    return tf.matmul(identity * 2.0, x)
+
+
+@_sharded
+@_simple
+def string(x):
+    text = tf.as_string(tf.round(x))
+    return x + tf.strings.to_number(text, tf.float64) * 0.1
+
+
+@_sharded
+@_simple
+def second(x):
+    """A gradient of a gradient."""
+    [slope] = tf.gradients(tf.reduce_sum(x**3), x)
+    [curvature] = tf.gradients(slope, x)
+    return x + 0.1 * curvature
+
+
+@_sharded
+@_simple
+def saliency(x):
+    score = tf.reduce_mean(tf.sin(x) * tf.norm(x + 3))
+    return x + 0.1 * tf.gradients(score, x)[0]
+
+
+@_sharded
+@_simple
+def case(x):
+    is_large = tf.reduce_max(x) > 2
+    is_small = tf.reduce_min(x) < -2
+    branches = [(is_large, lambda: x * 0.5), (is_small, lambda: x + 1)]
+    return tf.case(branches, default=lambda: tf.sin(x))
+
+
+@_sharded
+@_simple
+def switch_case(x):
+    is_odd = tf.cast(tf.reduce_sum(tf.abs(x)), tf.int32) % 2
+    return tf.switch_case(is_odd, [lambda: x * 0.7, lambda: tf.tanh(x)])
+
+
+# Across examples, such that some op may run once.
+
+_all_simple(
+    batch_softmax=lambda x: 3 * tf.nn.softmax(x, 0),
+    cumsum_rows=lambda x: 0.3 * tf.cumsum(x, 0),
+    roll_rows=lambda x: tf.roll(x, 1, 0),
+    sort_rows=lambda x: tf.sort(x, 0),
+    ranked=lambda x: tf.gather(x, tf.argsort(x[:, 0])),
+    first_row=lambda x: x - 0.5 * x[:1],
+    last_row=lambda x: x * tf.sigmoid(x[-1:][0]),
+    hardest=lambda x: x + 0.1 * tf.reduce_mean(tf.nn.top_k(x[:, 0], 1).values),
+    shuffled=lambda x: tf.random.shuffle(x, seed=9),
+    map_fn=lambda x: tf.map_fn(lambda r: r * tf.reduce_sum(r) * 0.2, x),
+    scan=lambda x: tf.scan(lambda a, r: 0.5 * a + tf.tanh(r), x),
 )
+
+
+@_simple
+def quantile(x):
+    """Less the median of all numbers."""
+    ordered = tf.sort(tf.reshape(x, [-1]))
+    return x - ordered[tf.size(x) // 2]
+
+
+@_simple
+def by_index(x):
+    indices = tf.range(tf.shape(x)[0])
+    return x + 0.1 * tf.cast(indices, tf.float64)[:, None]
+
+
+@_simple
+def masked(x):
+    left = tf.boolean_mask(x, x[:, 0] > 0)
+    return x - tf.reduce_sum(left) * 0.1
+
+
+@_simple
+def halves(x):
+    middle = tf.shape(x)[0] // 2
+    return tf.concat([x[:middle], 2 * x[middle:]], 0)
+
+
+@_simple
+def long(x):
+    """A cumulative sum of all numbers, one after another."""
+    sums = tf.cumsum(tf.reshape(x, [-1]))
+    return tf.reshape(sums, [-1, WIDTH]) * 0.1
+
+
+@_simple
+def diagonal(x):
+    products = tf.matmul(x, x, transpose_b=True)
+    return x * tf.linalg.diag_part(products)[:, None] * 0.1
+
+
+@_simple
+def diagonals(x):
+    """The trace of a matrix of each example."""
+    matrices = tf.reshape(tf.tile(x, [1, WIDTH]), [-1, WIDTH, WIDTH])
+    return x + tf.einsum('bii->b', matrices)[:, None]
+
+
+@_simple
+def interleaved(x):
+    """Numbers of one row are summed with those of others."""
+    parts = tf.tanh(tf.reshape(x, [2, -1, 2]))
+    return x * tf.reduce_sum(parts, [0, 2])[:, None]
+
+
+@_simple
+def while_rows(x):
+    """The loop goes on while any number is large."""
+
+    def goes_on(i, a):
+        return tf.logical_and(tf.reduce_max(tf.abs(a)) > 0.7, i < 9)
+
+    return tf.while_loop(goes_on, lambda i, a: (i + 1, a * 0.7), (0, x))[1]
+
+
+@_simple
+def while_any(x):
+    def goes_on(_, a):
+        return tf.reduce_any(tf.abs(a) > 0.7)
+
+    return tf.while_loop(goes_on, lambda i, a: (i + 1, a * 0.7), (0, x))[1]
+
+
+@_simple
+def while_counted(x):
+    """Up to three rounds, fewer if there are fewer examples."""
+
+    def goes_on(i, _):
+        return i < tf.minimum(tf.shape(x)[0], 3)
+
+    return tf.while_loop(goes_on, lambda i, a: (i + 1, a + 0.1 * x[i]), (0, x))[1]
 
 
 def numpy_function(x, c):
@@ -260,55 +496,88 @@ def dense(x, c):
 
 @_sharded
 def residual(x, c):
-    return x + tf.matmul(tf.nn.relu(tf.matmul(x, c.variable(WIDTH, 7))), c.variable(7, WIDTH))
+    hidden = tf.nn.relu(tf.matmul(x, c.variable(WIDTH, 7)))
+    return x + tf.matmul(hidden, c.variable(7, WIDTH))
 
 
-# With variables, or with ids: every op runs on every device.
-_all_sharded(
-    scaled_by_variable=lambda x, c: x * c.variable(WIDTH) + c.variable(1),
-    gathered_rows=lambda x, c: x + tf.gather(x, c.ids[:, 0] % tf.shape(x, out_type=tf.int64)[0]),
-    segments=lambda x, c: (
-        tf.gather(tf.math.unsorted_segment_sum(x, c.ids[:, 0], IDS), c.ids[:, 0]) * 0.3
-    ),
-    labels_of_all=lambda x, c: x + tf.reduce_mean(c.features['y']) - c.features['y'],
-)
+# With variables, or with ids.
 
-# ... and such that some op may run once.
-OPS.update(
-    embedded=lambda x, c: x + tf.nn.embedding_lookup(c.table(), c.ids[:, 0]),
-    embedded_mean=lambda x, c: x + tf.reduce_mean(tf.gather(c.table(), c.ids), 1),
-    embedded_parts=lambda x, c: (
-        x + tf.nn.embedding_lookup([c.variable(3, WIDTH), c.variable(3, WIDTH)], c.ids[:, 1])
-    ),
-    embedded_sparse=lambda x, c: (
-        x + tf.nn.safe_embedding_lookup_sparse(c.table(), tf.sparse.from_dense(c.ids), None)
-    ),
-    scattered_column=lambda x, c: (
-        x + tf.tensor_scatter_nd_add(tf.zeros_like(x), [[0, 0]], tf.reduce_sum(x)[None] * 0.1)
-    ),
-)
+
+@_sharded
+def scaled_by_variable(x, c):
+    return x * c.variable(WIDTH) + c.variable(1)
+
+
+@_sharded
+def gathered_rows(x, c):
+    """Ids say which example of the batch."""
+    examples = tf.shape(x, out_type=tf.int64)[0]
+    return x + tf.gather(x, c.ids[:, 0] % examples)
+
+
+@_sharded
+def segments(x, c):
+    """The sum of the examples with the same id."""
+    sums = tf.math.unsorted_segment_sum(x, c.ids[:, 0], IDS)
+    return tf.gather(sums, c.ids[:, 0]) * 0.3
+
+
+@_sharded
+def labels_of_all(x, c):
+    labels = c.features['y']
+    return x + tf.reduce_mean(labels) - labels
+
+
+def embedded(x, c):
+    return x + tf.nn.embedding_lookup(c.table(), c.ids[:, 0])
+
+
+def embedded_mean(x, c):
+    return x + tf.reduce_mean(tf.gather(c.table(), c.ids), 1)
+
+
+def embedded_parts(x, c):
+    """The table is in two parts."""
+    parts = [c.variable(3, WIDTH), c.variable(3, WIDTH)]
+    return x + tf.nn.embedding_lookup(parts, c.ids[:, 1])
+
+
+def embedded_sparse(x, c):
+    ids = tf.sparse.from_dense(c.ids)
+    return x + tf.nn.safe_embedding_lookup_sparse(c.table(), ids, None)
+
+
+def scattered_column(x, c):
+    """A sum is put into one place of a matrix of zeros."""
+    total = tf.reduce_sum(x)[None] * 0.1
+    return x + tf.tensor_scatter_nd_add(tf.zeros_like(x), [[0, 0]], total)
 
 
 def table_lookup(x, c):
     pairs = tf.lookup.KeyValueTensorInitializer(['1', '2', '3'], tf.constant([1, 2, 4], tf.int64))
-    found = tf.lookup.StaticHashTable(pairs, 0).lookup(tf.as_string(c.ids[:, 0]))
-    return x + tf.gather(c.table(), found)
+    table = tf.lookup.StaticHashTable(pairs, 0)
+    ids = table.lookup(tf.as_string(c.ids[:, 0]))
+    return x + tf.gather(c.table(), ids)
 
 
 @_sharded
 def gather_nd(x, c):
-    at = tf.stack([tf.range(tf.shape(x)[0], dtype=tf.int64), c.ids[:, 0] % WIDTH], 1)
-    return x * tf.gather_nd(x, at)[:, None]
+    """Of each row, the number in the column that an id says."""
+    rows = tf.range(tf.shape(x)[0], dtype=tf.int64)
+    places = tf.stack([rows, c.ids[:, 0] % WIDTH], 1)
+    return x * tf.gather_nd(x, places)[:, None]
 
 
 @_sharded
 def beams(x, c):
     best = tf.nn.top_k(x @ c.variable(WIDTH, WIDTH), 2).indices
-    return x + tf.reduce_mean(tf.gather(x, best, batch_dims=1), 1, keepdims=True)
+    columns = tf.gather(x, best, batch_dims=1)
+    return x + tf.reduce_mean(columns, 1, keepdims=True)
 
 
 @_sharded
 def last_step(x, c):
+    """Of sequences of one or two steps, as ids say, the last one."""
     steps = tf.math.cumsum(tf.reshape(x, [-1, 2, WIDTH // 2]), 1)
     rows = tf.range(tf.shape(x)[0])
     last = tf.gather_nd(steps, tf.stack([rows, tf.cast(c.ids[:, 0] % 2, tf.int32)], 1))
@@ -316,15 +585,17 @@ def last_step(x, c):
 
 
 def class_weights(x, c):
-    counts = tf.math.bincount(tf.cast(c.ids[:, 0], tf.int32), minlength=IDS, dtype=tf.float64)
+    """Each example counts less if many have its id."""
+    ids = tf.cast(c.ids[:, 0], tf.int32)
+    counts = tf.math.bincount(ids, minlength=IDS, dtype=tf.float64)
     return x * tf.gather(1 / (1 + counts), c.ids[:, 0])[:, None]
 
 
 def pieces_by_variable(x, c):
     """Each row is cut into as many pieces as a variable says."""
     pieces = tf.get_variable(c.name(), initializer=3, trainable=False)
-    wide = tf.matmul(x, c.variable(WIDTH, 6))
-    cut = tf.reshape(wide, tf.stack([tf.shape(x)[0], tf.identity(pieces), 2]))
+    wide_rows = tf.matmul(x, c.variable(WIDTH, 6))
+    cut = tf.reshape(wide_rows, tf.stack([tf.shape(x)[0], tf.identity(pieces), 2]))
     return x + 0.1 * tf.reduce_sum(tf.square(cut), [1, 2])[:, None]
 
 
@@ -352,93 +623,129 @@ def reduced_words(x, c):
 
 
 def decoded(x, c):
+    """By CTC, of sequences of one or two steps: how many symbols there are."""
     steps = tf.transpose(tf.reshape(tf.cast(x, tf.float32), [-1, 2, WIDTH // 2]), [1, 0, 2])
-    [found], _ = tf.nn.ctc_beam_search_decoder(steps, tf.cast(1 + c.ids[:, 0] % 2, tf.int32), 4)
-    lengths = tf.RaggedTensor.from_sparse(found).row_lengths()
+    step_counts = tf.cast(1 + c.ids[:, 0] % 2, tf.int32)
+    [symbols], _ = tf.nn.ctc_beam_search_decoder(steps, step_counts, 4)
+    lengths = tf.RaggedTensor.from_sparse(symbols).row_lengths()
     return x * (1 + tf.cast(lengths, tf.float64))[:, None]
 
 
 # By other ops' rows: as many as a mask leaves, as ids say, or as Python likes.
 
 
-def _back(x, places, left):
-    return x + tf.scatter_nd(places, left, tf.shape(x, out_type=tf.int64))
-
-
-def _of_python(function, x):
-    found = tf.py_function(function, [x], x.dtype)
-    found.set_shape([None, WIDTH])
-    return found
-
-
-OPS.update(
-    without_padding=lambda x, c: _without_padding(x, c, c.ids[:, 0] > 1),
-    without_all=lambda x, c: _without_padding(x, c, c.ids[:, 0] > IDS),
-    masked_dense=lambda x, c: (
-        0.3 * _back(x, tf.where(x[:, 0] > 0), dense(tf.boolean_mask(x, x[:, 0] > 0), c))
-    ),
-    python_dense=lambda x, c: (
-        x + 0.1 * tf.reduce_mean(dense(_of_python(lambda v: v[::2], x), c), 0)
-    ),
-    # One row, which is repeated, though nobody could know.
-    python_row=lambda x, c: x + dense(_of_python(lambda v: v[:1], x), c),
-    python_rows=lambda x, c: x * dense(_of_python(lambda v: 2 * v, x), c),
-    # Rows of its own meet one row, which is repeated for them.
-    python_repeated=lambda x, c: (
-        x
-        + 0.1 * tf.reduce_sum(dense(_of_python(lambda v: tf.repeat(v[:1], 5, 0), x), c) - x[:1], 0)
-    ),
-    python_unknown=lambda x, c: (
-        x * tf.reduce_mean(tf.cast(tf.py_func(np.max, [tf.stop_gradient(x)], tf.float64), x.dtype))
-    ),
-)
+def _added_at(x, places, rows):
+    """Adds rows to those of `x` that they were taken from."""
+    return x + tf.scatter_nd(places, rows, tf.shape(x, out_type=tf.int64))
 
 
 def _without_padding(x, c, mask):
-    return _back(x, tf.where(mask), dense(tf.gather_nd(x, tf.where(mask)), c))
+    """A layer for the rows that a mask leaves."""
+    left = tf.gather_nd(x, tf.where(mask))
+    return _added_at(x, tf.where(mask), dense(left, c))
+
+
+def without_padding(x, c):
+    return _without_padding(x, c, c.ids[:, 0] > 1)
+
+
+def without_all(x, c):
+    """The mask leaves no row."""
+    return _without_padding(x, c, c.ids[:, 0] > IDS)
+
+
+def masked_dense(x, c):
+    places = tf.where(x[:, 0] > 0)
+    left = tf.boolean_mask(x, x[:, 0] > 0)
+    return 0.3 * _added_at(x, places, dense(left, c))
+
+
+def _by_python(function, x):
+    """Rows that a Python function makes: nobody knows how many."""
+    rows = tf.py_function(function, [x], x.dtype)
+    rows.set_shape([None, WIDTH])
+    return rows
+
+
+def python_dense(x, c):
+    every_other = _by_python(lambda v: v[::2], x)
+    return x + 0.1 * tf.reduce_mean(dense(every_other, c), 0)
+
+
+def python_row(x, c):
+    """One row, which is repeated, though nobody could know."""
+    first = _by_python(lambda v: v[:1], x)
+    return x + dense(first, c)
+
+
+def python_rows(x, c):
+    """As many rows as the batch has."""
+    twice = _by_python(lambda v: 2 * v, x)
+    return x * dense(twice, c)
+
+
+def python_repeated(x, c):
+    """Rows of its own meet one row, which is repeated for them."""
+    five = _by_python(lambda v: tf.repeat(v[:1], 5, 0), x)
+    return x + 0.1 * tf.reduce_sum(dense(five, c) - x[:1], 0)
+
+
+def python_unknown(x, c):
+    """A number, though nobody knows that it is one."""
+    largest = tf.py_func(np.max, [tf.stop_gradient(x)], tf.float64)
+    return x * tf.reduce_mean(tf.cast(largest, x.dtype))
 
 
 def masked_centered(x, c):
     left = dense(tf.boolean_mask(x, c.ids[:, 0] > 1), c)
-    return x + tf.reduce_sum(left - tf.reduce_mean(tf.concat([left, x], 0), 0)) * 0.1
+    mean = tf.reduce_mean(tf.concat([left, x], 0), 0)
+    return x + tf.reduce_sum(left - mean) * 0.1
 
 
 def masked_twice(x, c):
     """Rows of two spaces, that are summed, and one of one space with the other's."""
     one = dense(tf.boolean_mask(x, x[:, 0] > 0), c)
     two = dense(tf.concat([x[:1], tf.boolean_mask(x, x[:, 0] < 0.3)], 0), c)
-    return x + 0.1 * (tf.reduce_sum(one, 0) + tf.reduce_mean(two, 0) + tf.reduce_sum(one * two[:1]))
+    sums = tf.reduce_sum(one, 0) + tf.reduce_mean(two, 0)
+    return x + 0.1 * (sums + tf.reduce_sum(one * two[:1]))
 
 
 def masked_images(x, c):
-    images = tf.reshape(tf.concat([x[:1], tf.boolean_mask(x, x[:, 0] > 0)], 0), [-1, 2, 2, 1])
-    made = tf.tanh(tf.nn.conv2d(images, c.variable(2, 2, 1, 3), 1, 'SAME'))
-    return x + 0.1 * tf.reduce_sum(tf.square(made))
+    rows = tf.concat([x[:1], tf.boolean_mask(x, x[:, 0] > 0)], 0)
+    images = tf.reshape(rows, [-1, 2, 2, 1])
+    convolved = tf.tanh(tf.nn.conv2d(images, c.variable(2, 2, 1, 3), 1, 'SAME'))
+    return x + 0.1 * tf.reduce_sum(tf.square(convolved))
 
 
 def pairs_with_left(x, c):
     """Each row that is left with each of the batch's, as rows of their own."""
     left = tf.gather_nd(x, tf.where(c.ids[:, 0] > 1))
-    pairs = tf.reshape(tf.matmul(left, tf.tanh(x), transpose_b=True), [-1, 1])
-    return x + 0.1 * tf.reduce_sum(tf.square(tf.tanh(tf.matmul(pairs, c.variable(1, 2)))))
+    products = tf.matmul(left, tf.tanh(x), transpose_b=True)
+    pairs = tf.reshape(products, [-1, 1])
+    hidden = tf.tanh(tf.matmul(pairs, c.variable(1, 2)))
+    return x + 0.1 * tf.reduce_sum(tf.square(hidden))
 
 
 def repeated_dense(x, c):
     """As many rows as ids say, by their own layers, and added up again."""
-    rows = tf.repeat(tf.range(tf.shape(x)[0]), c.ids[:, 1] % 3)
-    wide = residual(dense(tf.gather(x, rows), c), c)
-    return x + 0.2 * tf.math.unsorted_segment_sum(wide, rows, tf.shape(x)[0])
+    examples = tf.repeat(tf.range(tf.shape(x)[0]), c.ids[:, 1] % 3)
+    rows = residual(dense(tf.gather(x, examples), c), c)
+    return x + 0.2 * tf.math.unsorted_segment_sum(rows, examples, tf.shape(x)[0])
 
 
 def unique_dense(x, c):
+    """A layer for each id, rather than for each example."""
     ids, index = tf.unique(c.ids[:, 0])
-    return x + tf.gather(dense(tf.gather(c.table(), ids), c), index)
+    rows = dense(tf.gather(c.table(), ids), c)
+    return x + tf.gather(rows, index)
 
 
 def ragged_dense(x, c):
-    rows = tf.gather(c.table(), tf.RaggedTensor.from_tensor(c.ids, padding=0))
+    """Of as many ids as each example has."""
+    vectors = tf.gather(c.table(), tf.RaggedTensor.from_tensor(c.ids, padding=0))
     w = c.variable(WIDTH, WIDTH)
-    return x + tf.reduce_sum(tf.ragged.map_flat_values(lambda v: tf.tanh(v @ w), rows), 1)
+    hidden = tf.ragged.map_flat_values(lambda v: tf.tanh(v @ w), vectors)
+    return x + tf.reduce_sum(hidden, 1)
 
 
 # Layers.
@@ -452,11 +759,19 @@ def _fused(x, c, training):
     return x + 1e-6 * tf.reshape(tf.cast(image, tf.float64), [-1, WIDTH])
 
 
-_all_sharded(
-    batch_norm=lambda x, c: 0.7 * tf.layers.batch_normalization(x, training=True, name=c.name()),
-    fused_batch_norm=lambda x, c: _fused(x, c, True),
-    fused_inference=lambda x, c: _fused(x, c, False),
-)
+@_sharded
+def batch_norm(x, c):
+    return 0.7 * tf.layers.batch_normalization(x, training=True, name=c.name())
+
+
+@_sharded
+def fused_batch_norm(x, c):
+    return _fused(x, c, training=True)
+
+
+@_sharded
+def fused_inference(x, c):
+    return _fused(x, c, training=False)
 
 
 @_sharded
@@ -523,10 +838,17 @@ def keras_attention(x, c):
 def keras_losses(x, c):
     """Of weights, of what layers give, and one that the model adds itself."""
     inputs = tf.keras.Input([WIDTH], dtype=tf.float64)
-    of = {f'{what}_regularizer': tf.keras.regularizers.l2(0.1) for what in ('kernel', 'activity')}
-    hidden = tf.keras.layers.Dense(WIDTH, 'tanh', dtype=tf.float64, **of)(inputs)
+    layer = tf.keras.layers.Dense(
+        WIDTH,
+        'tanh',
+        dtype=tf.float64,
+        kernel_regularizer=tf.keras.regularizers.l2(0.1),
+        activity_regularizer=tf.keras.regularizers.l2(0.1),
+    )
+    hidden = layer(inputs)
     model = tf.keras.Model(inputs, hidden)
     model.add_loss(0.1 * tf.reduce_mean(tf.square(hidden)))
+
     output = model(x)
     losses = model.get_losses_for(None) + model.get_losses_for(x)
     assert len(losses) == 3
@@ -541,7 +863,8 @@ def keras_losses(x, c):
 def counted(x, c):
     """How many rows there were is read after it's written."""
     seen = c.counter()
-    with tf.control_dependencies([tf.assign_add(seen, tf.cast(tf.shape(x)[0], tf.float64))]):
+    examples = tf.cast(tf.shape(x)[0], tf.float64)
+    with tf.control_dependencies([tf.assign_add(seen, examples)]):
         x = tf.identity(x)
     with tf.control_dependencies([x]):
         return x / (1 + 0.1 * seen.read_value())
@@ -549,15 +872,17 @@ def counted(x, c):
 
 @_sharded
 def moving_mean(x, c):
-    m = c.counter(WIDTH)
-    with tf.control_dependencies([tf.assign(m, 0.9 * m + 0.1 * tf.reduce_mean(x, 0))]):
-        return x - m.read_value()
+    average = c.counter(WIDTH)
+    moved = 0.9 * average + 0.1 * tf.reduce_mean(x, 0)
+    with tf.control_dependencies([tf.assign(average, moved)]):
+        return x - average.read_value()
 
 
 @_sharded
 def read_then_written(x, c):
     """A loop has to read before the variable is written, in each tower."""
-    w, shift = c.variable(WIDTH, WIDTH), c.counter()
+    w = c.variable(WIDTH, WIDTH)
+    shift = c.counter()
     x = _loop(3, lambda i, h: tf.tanh(tf.matmul(h, w)) + shift, x)
     with tf.control_dependencies([x]):
         written = tf.assign_add(shift, 0.1)
@@ -604,10 +929,12 @@ def spectral_norm(x, c):
 
 
 def _loop(times, body, x):
+    """Calls `x = body(i, x)` so many times, and returns the last `x`."""
     return tf.while_loop(lambda i, h: i < times, lambda i, h: (i + 1, body(i, h)), (0, x))[1]
 
 
 def _odd():
+    """Whether the step is an odd one."""
     return tf.equal(tf.train.get_or_create_global_step() % 2, 1)
 
 
@@ -621,7 +948,8 @@ def while_whole(x, c):
 @_sharded
 def recurrent(x, c):
     """Each round reads the weights of the next."""
-    w, u = c.variable(1, WIDTH), c.variable(WIDTH, WIDTH, scale=0.3)
+    w = c.variable(1, WIDTH)
+    u = c.variable(WIDTH, WIDTH, scale=0.3)
 
     def step(i, h, v):
         return i + 1, tf.tanh(tf.matmul(x[:, i, None], w) + tf.matmul(h, v)), u
@@ -643,27 +971,34 @@ def recurrent_lengths(x, c):
     u = c.variable(WIDTH, WIDTH, scale=0.3)
 
     def body(i, state, outputs):
-        state = tf.where(i < c.ids[:, 0], tf.tanh(tf.matmul(state, u) + x), state)
+        is_longer = i < c.ids[:, 0]
+        state = tf.where(is_longer, tf.tanh(tf.matmul(state, u) + x), state)
         return i + 1, state, outputs.write(tf.cast(i, tf.int32), state)
 
     array = tf.TensorArray(tf.float64, 4, element_shape=[None, WIDTH])
     start = tf.constant(0, tf.int64), 0 * x, array
-    outputs = tf.while_loop(lambda i, *_: i < 4, body, start)[2].stack()
+    _, _, array = tf.while_loop(lambda i, *_: i < 4, body, start)
+    outputs = array.stack()
     return tf.reduce_mean(outputs, 0) + tf.reduce_max(tf.square(outputs), [0, 2])[:, None]
 
 
 @_sharded
 def dynamic_rnn(x, c):
-    cell, steps = tf.nn.rnn_cell.GRUCell(WIDTH), tf.reshape(x, [-1, 2, WIDTH // 2])
-    return x + tf.nn.dynamic_rnn(cell, steps, dtype=tf.float64, scope=c.name())[1]
+    cell = tf.nn.rnn_cell.GRUCell(WIDTH)
+    steps = tf.reshape(x, [-1, 2, WIDTH // 2])
+    _, state = tf.nn.dynamic_rnn(cell, steps, dtype=tf.float64, scope=c.name())
+    return x + state
 
 
 def written_rows(x, c):
     """One row a round, and as many rounds as there are rows."""
-    kept = tf.TensorArray(tf.float64, tf.shape(x)[0], element_shape=[WIDTH])
-    body = lambda i, kept: (i + 1, kept.write(i, x[i] * 2))  # noqa: E731
-    kept = tf.while_loop(lambda i, _: i < tf.shape(x)[0], body, (0, kept))[1]
-    return tf.reshape(kept.stack(), [-1, WIDTH])
+
+    def write(i, rows):
+        return i + 1, rows.write(i, x[i] * 2)
+
+    rows = tf.TensorArray(tf.float64, tf.shape(x)[0], element_shape=[WIDTH])
+    _, rows = tf.while_loop(lambda i, _: i < tf.shape(x)[0], write, (0, rows))
+    return tf.reshape(rows.stack(), [-1, WIDTH])
 
 
 @_sharded
@@ -671,8 +1006,11 @@ def large_zeros(x, c):
     """Of so many entries that TensorFlow makes no constant of them."""
     wide = tf.tile(x, [1, 100])
     zeros = tf.zeros([x.shape[0] or tf.shape(x)[0], 100 * WIDTH], tf.float64)
-    kept = lambda i, h: 0.5 * tf.where(wide > 0, h + wide, tf.zeros_like(h))  # noqa: E731
-    return x + _loop(3, kept, zeros)[:, :WIDTH]
+
+    def add_where_positive(i, h):
+        return 0.5 * tf.where(wide > 0, h + wide, tf.zeros_like(h))
+
+    return x + _loop(3, add_where_positive, zeros)[:, :WIDTH]
 
 
 def loop_with_effects(x, c):
@@ -687,7 +1025,10 @@ def loop_with_effects(x, c):
 
 def nested_loops(x, c):
     w = c.variable(WIDTH, WIDTH)
-    inner = lambda h: _loop(2, lambda i, h: tf.tanh(tf.matmul(h, w)), h)  # noqa: E731
+
+    def inner(h):
+        return _loop(2, lambda i, h: tf.tanh(tf.matmul(h, w)), h)
+
     x = _loop(2, lambda i, h: inner(h) + x, x)
     return tf.cond(_odd(), lambda: inner(x), lambda: inner(2.0 * x))
 
@@ -695,12 +1036,18 @@ def nested_loops(x, c):
 @_sharded
 def shape_in_a_loop(x, c):
     shape = tf.shape(x)
-    return _loop(2, lambda i, h: tf.reshape(tf.tanh(tf.reshape(h, [-1])), shape), x)
+
+    def body(i, h):
+        flat = tf.reshape(h, [-1])
+        return tf.reshape(tf.tanh(flat), shape)
+
+    return _loop(2, body, x)
 
 
 @_shards('While', always=False)
 def sizes_in_a_loop(x, c):
-    shape = tf.shape(tf.matmul(x, x, transpose_b=True))
+    products = tf.matmul(x, x, transpose_b=True)
+    shape = tf.shape(products)
     return _loop(2, lambda i, h: h + tf.ones([shape[1], 1], tf.float64), x)
 
 
@@ -708,10 +1055,12 @@ def sizes_in_a_loop(x, c):
 def size_in_a_loop(x, c):
     """After the loop it's that of the whole batch, though each tower's loop has its own."""
 
-    def loop(x):
-        more = lambda i, n, h: (i + 1, n, h + tf.ones([n, 1], tf.float64))  # noqa: E731
-        _, size, x = tf.while_loop(lambda i, *_: i < 3, more, (0, tf.shape(x)[0], x))
-        return x / tf.cast(size, tf.float64)
+    def body(i, size, h):
+        return i + 1, size, h + tf.ones([size, 1], tf.float64)
+
+    def loop(h):
+        _, size, h = tf.while_loop(lambda i, *_: i < 3, body, (0, tf.shape(h)[0], h))
+        return h / tf.cast(size, tf.float64)
 
     return _loop(2, lambda i, h: loop(h), loop(x))
 
@@ -719,52 +1068,76 @@ def size_in_a_loop(x, c):
 @_shards('While', always=False)
 def embedded_in_a_loop(x, c):
     """Sparse gradients from inside a loop and a branch."""
-    table, ids = c.table(), c.ids
-    x = _loop(3, lambda i, h: h + tf.tanh(tf.nn.embedding_lookup(table, ids[:, i])), x)
-    return x + tf.cond(_odd(), lambda: tf.nn.embedding_lookup(table, ids[:, 0]), lambda: 2.0 * x)
+    table = c.table()
+    ids = c.ids
+
+    def looked_up(column):
+        return tf.nn.embedding_lookup(table, ids[:, column])
+
+    x = _loop(3, lambda i, h: h + tf.tanh(looked_up(i)), x)
+    return x + tf.cond(_odd(), lambda: looked_up(0), lambda: 2.0 * x)
 
 
 def cond_in_a_loop(x, c):
-    w, v = c.variable(WIDTH, WIDTH), c.variable(WIDTH, WIDTH)
-    one, two = lambda h: tf.tanh(tf.matmul(h, w)), lambda h: tf.matmul(h, v) + h  # noqa: E731
-    return _loop(4, lambda i, h: tf.cond(tf.equal(i % 2, 0), lambda: one(h), lambda: two(h)), x)
+    w = c.variable(WIDTH, WIDTH)
+    v = c.variable(WIDTH, WIDTH)
+
+    def body(i, h):
+        is_even = tf.equal(i % 2, 0)
+        return tf.cond(is_even, lambda: tf.tanh(tf.matmul(h, w)), lambda: tf.matmul(h, v) + h)
+
+    return _loop(4, body, x)
 
 
 def cond_by_rows_in_a_loop_in_a_cond(x, c):
     w = c.variable(WIDTH, WIDTH)
-    small = lambda h: tf.cond(  # noqa: E731
-        tf.reduce_max(h) > 0.5, lambda: tf.minimum(h, 0.5), lambda: tf.identity(h)
-    )
-    body = lambda i, h: tf.matmul(small(h), w)  # noqa: E731
+
+    def small(h):
+        is_large = tf.reduce_max(h) > 0.5
+        return tf.cond(is_large, lambda: tf.minimum(h, 0.5), lambda: tf.identity(h))
+
+    def body(i, h):
+        return tf.matmul(small(h), w)
+
     return tf.cond(_odd(), lambda: _loop(2, body, x), lambda: x)
 
 
 @_shards('If', always=False)
 def cond_of_several(x, c):
     """Lists and dicts, an output that does not depend on the shard, and an unused one."""
-    w, v = c.variable(WIDTH, WIDTH), c.variable(WIDTH, WIDTH)
-    one = lambda: {'a': tf.matmul(x, w), 'b': [w * 2.0, tf.shape(x)[0]]}  # noqa: E731
-    two = lambda: {'a': tf.identity(x), 'b': [tf.tanh(w + v), tf.constant(0)]}  # noqa: E731
-    found = tf.cond(_odd(), one, two)
-    return tf.matmul(found['a'], found['b'][0])
+    w = c.variable(WIDTH, WIDTH)
+    v = c.variable(WIDTH, WIDTH)
+
+    def one():
+        return {'a': tf.matmul(x, w), 'b': [w * 2.0, tf.shape(x)[0]]}
+
+    def two():
+        return {'a': tf.identity(x), 'b': [tf.tanh(w + v), tf.constant(0)]}
+
+    outputs = tf.cond(_odd(), one, two)
+    return tf.matmul(outputs['a'], outputs['b'][0])
 
 
-_all_sharded(
-    # Of all rows, which towers have unevenly.
-    mean_in_a_branch=lambda x, c: (
-        x - tf.cond(_odd(), lambda: tf.reduce_mean(x, 0), lambda: tf.reduce_mean(2 * x, 0))
-    ),
-    cond_on_placeholders=lambda x, c: tf.cond(
-        tf.placeholder_with_default(False, []),
-        lambda: x,
-        lambda: tf.cond(_odd(), lambda: tf.tanh(x), lambda: tf.tanh(2.0 * x)),
-    ),
-)
+@_sharded
+def mean_in_a_branch(x, c):
+    """Of all rows, which towers have unevenly."""
+    mean = tf.cond(_odd(), lambda: tf.reduce_mean(x, 0), lambda: tf.reduce_mean(2 * x, 0))
+    return x - mean
 
-# ... and such that some op may run once.
-OPS.update(
-    loop_with_rows_summed=lambda x, c: _loop(2, lambda i, h: h - 0.1 * tf.reduce_mean(h, 0), x),
-)
+
+@_sharded
+def cond_on_placeholders(x, c):
+    no = tf.placeholder_with_default(False, [])
+
+    def inner():
+        return tf.cond(_odd(), lambda: tf.tanh(x), lambda: tf.tanh(2.0 * x))
+
+    return tf.cond(no, lambda: x, inner)
+
+
+def loop_with_rows_summed(x, c):
+    """The loop may run once."""
+    return _loop(2, lambda i, h: h - 0.1 * tf.reduce_mean(h, 0), x)
 
 
 def _layer(c, **options):
@@ -811,15 +1184,20 @@ def function_of_sizes(x, c):
 @_sharded
 def functions_with_effects(x, c):
     """What a function counts comes before what uses its results."""
-    layer, calls = _layer(c), c.counter(use_resource=True)
+    layer = _layer(c)
+    calls = c.counter(use_resource=True)
 
     @tf.function
     def inner(v):
         calls.assign_add(1.0)
         return v / (1 + calls.read_value())
 
+    @tf.function
+    def outer(v):
+        return tf.tanh(inner(layer(v))) + inner(v)
+
     with tf.control_dependencies([calls.assign_add(0.5)]):
-        return tf.function(lambda v: tf.tanh(inner(layer(v))) + inner(v))(x)
+        return outer(x)
 
 
 # Gradients that models change, mix and use.
@@ -827,58 +1205,79 @@ def functions_with_effects(x, c):
 
 def checkpointed(x, c):
     """A gradient function with `variables`, as reversible layers have, and gradients recomputed."""
-    w, v = (c.variable(WIDTH, WIDTH, use_resource=True) for _ in range(2))
+    w = c.variable(WIDTH, WIDTH, use_resource=True)
+    v = c.variable(WIDTH, WIDTH, use_resource=True)
 
     @tf.custom_gradient
-    def inner(h):
+    def with_own_gradient(h):
         def gradient(dy, variables=None):
             dy = tf.convert_to_tensor(dy)
-            return dy * 0.5, [0.1 * tf.matmul(h, dy, transpose_a=True)] if variables else []
+            of_variables = [0.1 * tf.matmul(h, dy, transpose_a=True)] if variables else []
+            return dy * 0.5, of_variables
 
         return tf.tanh(tf.matmul(h, w)), gradient
 
-    for weight in (v, v):
-        x = tf.recompute_grad(lambda h, weight=weight: tf.tanh(tf.matmul(h, weight)))(x)
-    return inner(x)
+    def layer(h):
+        return tf.tanh(tf.matmul(h, v))
+
+    x = tf.recompute_grad(layer)(x)
+    x = tf.recompute_grad(layer)(x)
+    return with_own_gradient(x)
 
 
 @_sharded
 def inner_step(x, c):
     """MAML: a loss after a step of gradient descent."""
     w = c.variable(WIDTH, WIDTH)
-    inner = tf.reduce_mean(tf.square(tf.matmul(x, w) - x))
-    return tf.tanh(tf.matmul(x, w - 0.1 * tf.gradients(inner, w)[0]))
+    loss = tf.reduce_mean(tf.square(tf.matmul(x, w) - x))
+    [gradient] = tf.gradients(loss, w)
+    return tf.tanh(tf.matmul(x, w - 0.1 * gradient))
 
 
 def hessian(x, c):
     w = c.variable(WIDTH)
     energy = tf.reduce_mean(tf.exp(-tf.square(x * w)))
-    return x + 0.1 * tf.linalg.diag_part(tf.hessians(energy, w)[0])
+    [curvatures] = tf.hessians(energy, w)
+    return x + 0.1 * tf.linalg.diag_part(curvatures)
 
 
 def third_derivatives(x, c):
     layer = _layer(c)
-    slope = tf.gradients(tf.function(lambda v: tf.reduce_sum(layer(v) ** 3))(x), x)[0]
-    return x + 0.1 * tf.gradients(tf.reduce_sum(slope**2), x)[0]
+    energy = tf.function(lambda v: tf.reduce_sum(layer(v) ** 3))
+    [slope] = tf.gradients(energy(x), x)
+    [curvature] = tf.gradients(tf.reduce_sum(slope**2), x)
+    return x + 0.1 * curvature
 
 
 @_sharded
 def penalized(x, c):
     """WGAN's: slopes where real and generated rows are mixed, each in its own proportion."""
-    share, fake = tf.sigmoid(10 * x[:, :1]), tf.matmul(x[:, ::-1], c.variable(WIDTH, WIDTH))
-    critic = tf.tanh((share * x + (1 - share) * fake) @ c.variable(WIDTH, WIDTH))
+    share = tf.sigmoid(10 * x[:, :1])
+    generated = tf.matmul(x[:, ::-1], c.variable(WIDTH, WIDTH))
+    mixed = share * x + (1 - share) * generated
+
+    critic = tf.tanh(mixed @ c.variable(WIDTH, WIDTH))
     [slope] = tf.gradients(tf.matmul(critic, c.variable(WIDTH, 1)), x)
     norms = tf.sqrt(tf.reduce_sum(tf.square(slope), 1) + 0.1)
     return x + 0.1 * tf.reduce_mean(tf.square(norms - 1))
 
 
-def _clipped_by_row(x, w, **options):
+def _clipped_by_row(x, c, **options):
     """The gradient of each row is clipped, as for differential privacy."""
+    w = c.variable(WIDTH, WIDTH, use_resource=True)
     with tf.GradientTape() as tape:
         losses = tf.reduce_sum(tf.tanh(tf.matmul(x, w)), 1)
     grads = tape.jacobian(losses, w, **options)
     factors = 1 / tf.maximum(tf.norm(grads, axis=[1, 2]), 1)
     return tf.matmul(x, tf.reduce_mean(grads * factors[:, None, None], 0))
+
+
+def clipped_by_row(x, c):
+    return _clipped_by_row(x, c)
+
+
+def clipped_by_row_in_a_loop(x, c):
+    return _clipped_by_row(x, c, experimental_use_pfor=False)
 
 
 def taped(x, c):
@@ -893,10 +1292,12 @@ def taped(x, c):
 
 @_sharded
 def directional(x, c):
+    """A derivative in the direction of a change of the weights."""
     w = c.variable(WIDTH, WIDTH, use_resource=True)
-    with tf2.autodiff.ForwardAccumulator(w, 0.1 * tf.ones([WIDTH, WIDTH], w.dtype)) as accumulator:
-        made = tf.tanh(tf.matmul(x, w))
-    return made + accumulator.jvp(made)
+    direction = 0.1 * tf.ones([WIDTH, WIDTH], w.dtype)
+    with tf2.autodiff.ForwardAccumulator(w, direction) as accumulator:
+        hidden = tf.tanh(tf.matmul(x, w))
+    return hidden + accumulator.jvp(hidden)
 
 
 def pairs_first(x, c):
@@ -904,69 +1305,109 @@ def pairs_first(x, c):
     wide = c.variable(WIDTH, 14, use_resource=True)
 
     @tf.function
-    def made(x, w):
+    def pairs_of(x, w):
         h = tf.matmul(x, w)
         x_shape, w_shape = tf.raw_ops.ShapeN(input=[x, w])
         for _ in tf.range(2):
             h += tf.ones([x_shape[0], w_shape[1]], tf.float64)
         return tf.reshape(h, [x_shape[0], 7, 2])
 
-    pairs = tf.reshape(tf.transpose(made(x, wide.read_value()), [1, 0, 2]), [-1, 2])
-    return x + 0.1 * tf.gradients(tf.reduce_sum(tf.tanh(pairs)), x)[0]
+    pairs = tf.transpose(pairs_of(x, wide.read_value()), [1, 0, 2])
+    pairs = tf.reshape(pairs, [-1, 2])
+    [slope] = tf.gradients(tf.reduce_sum(tf.tanh(pairs)), x)
+    return x + 0.1 * slope
 
 
-OPS.update(
-    clipped_by_row=lambda x, c: _clipped_by_row(x, c.variable(WIDTH, WIDTH, use_resource=True)),
-    clipped_by_row_in_a_loop=lambda x, c: _clipped_by_row(
-        x, c.variable(WIDTH, WIDTH, use_resource=True), experimental_use_pfor=False
-    ),
-)
-
-OPS |= {n: f for n, f in dict(vars()).items() if inspect.isfunction(f) and not n.startswith('_')}
+for _name, _function in dict(vars()).items():
+    if inspect.isfunction(_function) and not _name.startswith('_'):
+        OPS[_name] = _function
 
 
 # What only fits batches of an even number of rows that divides 60, which random ones needn't have.
 
 
-def _normalized(x):
-    """By groups of rows, as batch norm with virtual batches does."""
-    groups = tf.reshape(x, [2, -1, WIDTH])
+def _groups(x, c):
+    """Normalized by groups of rows, as batch norm with virtual batches does."""
+    hidden = tf.matmul(x, c.variable(WIDTH, WIDTH))
+    groups = tf.reshape(hidden, [2, -1, WIDTH])
     mean, variance = tf.nn.moments(groups, [1], keepdims=True)
-    return tf.reshape((groups - mean) * tf.rsqrt(variance + 1), tf.shape(x))
+    normalized = (groups - mean) * tf.rsqrt(variance + 1)
+    return tf.reshape(normalized, tf.shape(hidden))
 
 
-EVEN = {
-    'groups': lambda x, c: _normalized(tf.matmul(x, c.variable(WIDTH, WIDTH))),
-    'constants': lambda x, c: x + tf.reshape(np.arange(60.0), [tf.shape(x)[0], -1])[:, :1] * 0.01,
-    'variables': lambda x, c: x + tf.reshape(c.variable(6, 10), [tf.shape(x)[0], -1])[:, :1],
-}
+def _constants(x, c):
+    """As many constants as the batch size makes columns of."""
+    rows = tf.reshape(np.arange(60.0), [tf.shape(x)[0], -1])
+    return x + rows[:, :1] * 0.01
+
+
+def _variables(x, c):
+    rows = tf.reshape(c.variable(6, 10), [tf.shape(x)[0], -1])
+    return x + rows[:, :1]
+
+
+EVEN = {'groups': _groups, 'constants': _constants, 'variables': _variables}
+
+
+# Losses, of labels and predictions.
+
+
+def _square(labels, output):
+    return tf.square(labels - output)
+
+
+def _losses(labels, output):
+    """In float32, which is rounded otherwise in another order: it adds little."""
+    other = tf.losses.mean_squared_error(labels, tf.tanh(output))
+    return tf.reduce_mean(_square(labels, output)) + 1e-7 * tf.cast(other, tf.float64)
+
+
+def _masked(labels, output):
+    return tf.reduce_sum(tf.boolean_mask(_square(labels, output), labels > 0)) / 7
+
+
+def _weighted(labels, output):
+    weights = tf.abs(labels)
+    weighted = tf.reduce_sum(_square(labels, output) * weights)
+    return tf.div_no_nan(weighted, tf.reduce_sum(weights))
+
+
+def _contrastive(labels, output):
+    """Each example against all others."""
+    logits = tf.matmul(output, tf.tanh(output), transpose_b=True)
+    itself = tf.range(tf.shape(output)[0])
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=itself, logits=logits)
+    return tf.reduce_mean(losses)
+
+
+def _cross_entropy(labels, output):
+    losses = tf.nn.softmax_cross_entropy_with_logits_v2(labels=tf.nn.softmax(labels), logits=output)
+    return tf.reduce_mean(losses)
+
+
+def _hard(labels, output):
+    """Of the example with the largest loss."""
+    losses = tf.reduce_sum(_square(labels, output), 1)
+    return tf.reduce_mean(tf.nn.top_k(losses, 1).values)
+
+
+def _correlation(labels, output):
+    labels_centered = labels - tf.reduce_mean(labels, 0)
+    output_centered = output - tf.reduce_mean(output, 0)
+    return -tf.reduce_mean(labels_centered * output_centered)
 
 
 LOSSES = {
-    'mean': lambda y, p: tf.reduce_mean(tf.square(y - p)),
-    'sum': lambda y, p: 0.1 * tf.reduce_sum(tf.square(y - p)),
-    # In float32, which is rounded otherwise in another order: it adds little.
-    'losses': lambda y, p: (
-        tf.reduce_mean(tf.square(y - p))
-        + 1e-7 * tf.cast(tf.losses.mean_squared_error(y, tf.tanh(p)), tf.float64)
-    ),
-    'masked': lambda y, p: tf.reduce_sum(tf.boolean_mask(tf.square(y - p), y > 0)) / 7,
-    'weighted': lambda y, p: tf.div_no_nan(
-        tf.reduce_sum(tf.square(y - p) * tf.abs(y)), tf.reduce_sum(tf.abs(y))
-    ),
-    'contrastive': lambda y, p: tf.reduce_mean(
-        tf.nn.sparse_softmax_cross_entropy_with_logits(
-            labels=tf.range(tf.shape(p)[0]), logits=tf.matmul(p, tf.tanh(p), transpose_b=True)
-        )
-    ),
-    'cross_entropy': lambda y, p: tf.reduce_mean(
-        tf.nn.softmax_cross_entropy_with_logits_v2(labels=tf.nn.softmax(y), logits=p)
-    ),
-    'root': lambda y, p: tf.sqrt(tf.reduce_mean(tf.square(y - p)) + 0.1),
-    'hard': lambda y, p: tf.reduce_mean(tf.nn.top_k(tf.reduce_sum(tf.square(y - p), 1), 1).values),
-    'correlation': lambda y, p: (
-        -tf.reduce_mean((y - tf.reduce_mean(y, 0)) * (p - tf.reduce_mean(p, 0)))
-    ),
+    'mean': lambda labels, output: tf.reduce_mean(_square(labels, output)),
+    'sum': lambda labels, output: 0.1 * tf.reduce_sum(_square(labels, output)),
+    'root': lambda labels, output: tf.sqrt(tf.reduce_mean(_square(labels, output)) + 0.1),
+    'losses': _losses,
+    'masked': _masked,
+    'weighted': _weighted,
+    'contrastive': _contrastive,
+    'cross_entropy': _cross_entropy,
+    'hard': _hard,
+    'correlation': _correlation,
 }
 
 
@@ -985,17 +1426,24 @@ OPTIMIZERS = {
     'ftrl': lambda: tf.train.FtrlOptimizer(0.01, l2_regularization_strength=0.01),
 }
 
+
+def _each(clip):
+    """Clips each gradient by itself."""
+    return lambda gradients: [clip(tf.convert_to_tensor(gradient)) for gradient in gradients]
+
+
 CLIPS = {
-    'none': lambda grads: grads,
-    'value': lambda grads: [tf.clip_by_value(tf.convert_to_tensor(g), -0.2, 0.2) for g in grads],
-    'norm': lambda grads: [tf.clip_by_norm(tf.convert_to_tensor(g), 0.3) for g in grads],
-    'global': lambda grads: tf.clip_by_global_norm(grads, 0.5)[0],
+    'none': lambda gradients: gradients,
+    'value': _each(lambda gradient: tf.clip_by_value(gradient, -0.2, 0.2)),
+    'norm': _each(lambda gradient: tf.clip_by_norm(gradient, 0.3)),
+    'global': lambda gradients: tf.clip_by_global_norm(gradients, 0.5)[0],
 }
 
 BESIDE = ['accumulation', 'averages', 'counter']
 
 
 def _steps_counted():
+    """How many steps there were: a metric that has nothing of a batch."""
     local = [tf.GraphKeys.LOCAL_VARIABLES, tf.GraphKeys.METRIC_VARIABLES]
     steps = tf.get_variable('steps', [], initializer=tf.zeros_initializer(), collections=local)
     return tf.identity(steps), tf.assign_add(steps, 1.0)
@@ -1003,7 +1451,7 @@ def _steps_counted():
 
 METRICS = {
     'mean': lambda y, p: tf.metrics.mean(p + 3),
-    'steps': lambda y, p: _steps_counted(),  # of no batch
+    'steps': lambda y, p: _steps_counted(),
     'error': lambda y, p: tf.metrics.mean_absolute_error(y, p),
     'auc': lambda y, p: tf.metrics.auc(y[:, 0] > 0, tf.sigmoid(p[:, 0])),
     'accuracy': lambda y, p: tf.metrics.accuracy(tf.argmax(y, 1), tf.argmax(p, 1)),
@@ -1019,7 +1467,7 @@ def model_fn_of(case):
         x = features['x']
         for name in case.ops:
             op = (OPS | EVEN)[name]
-            x = op(x, c)
+            x = op(x) if name in SIMPLE else op(x, c)
 
         output = tf.matmul(x, c.variable(WIDTH, WIDTH)) + c.variable(WIDTH)
         predictions = {'output': output, 'best': tf.argmax(output, 1)}
@@ -1072,38 +1520,42 @@ def _train(case, losses, c):
     return tf.group(step)
 
 
-def _apply(optimizer, grads, variables, c):
-    return optimizer.apply_gradients(zip(grads, variables))
+def _apply(optimizer, gradients, variables, c):
+    return optimizer.apply_gradients(zip(gradients, variables))
 
 
-def _accumulate(optimizer, grads, variables, c):
+def _accumulate(optimizer, gradients, variables, c):
     """Variables change in each second step, by the gradients of two."""
     sums = [c.counter(*v.shape.as_list()) for v in variables]
 
     def update():
-        with tf.control_dependencies(
-            [_apply(optimizer, [s.read_value() for s in sums], variables, c)]
-        ):
-            return tf.group(*(tf.assign(s, tf.zeros_like(s)) for s in sums))
+        values = [total.read_value() for total in sums]
+        with tf.control_dependencies([_apply(optimizer, values, variables, c)]):
+            return tf.group(*(tf.assign(total, tf.zeros_like(total)) for total in sums))
 
-    added = [tf.assign_add(s, tf.convert_to_tensor(g)) for s, g in zip(sums, grads)]
+    added = []
+    for total, gradient in zip(sums, gradients):
+        added.append(tf.assign_add(total, tf.convert_to_tensor(gradient)))
     with tf.control_dependencies(added):
         return tf.cond(_odd(), update, tf.no_op)
 
 
 def batches_of(case):
+    """The batches of a case: features and labels, as arrays."""
+    sizes = [case.sizes[0]] * len(case.sizes) if case.static else case.sizes
     random = np.random.RandomState(case.seed)
     batches = []
-    for rows in [case.sizes[0]] * len(case.sizes) if case.static else case.sizes:
+    for rows in sizes:
         x, y = random.randn(2, rows, WIDTH)
         ids = random.randint(0, IDS, [rows, 3])
+        # Up to three ids, as words.
         text = [' '.join(map(str, row[: 1 + row[0] % 3])) for row in ids]
         features = {'x': x, 'ids': ids, 'text': np.array(text, np.bytes_), 'y': y}
         batches.append((features, y))
     return batches
 
 
-_EMBEDDED = [name for name in OPS if name.startswith('embedded')]
+_EMBEDDED = sorted(name for name in OPS if name.startswith('embedded'))
 _APART = ['regularized_apart', 'spectral_norm', 'statistics_multiplied']
 # Some ops of all, and more of those that write what a batch has no part in.
 _ops = st.builds(

@@ -231,6 +231,8 @@ def test_nothing_is_sharded(rows, caplog):
     """Constants, and fewer rows than devices where their number is known."""
     found = explain(input_fn=rows)
     assert found.sharded == 0 and found.once == []
+    assert 'ops\n  none is sharded: all run once, on the global batch' in str(found)
+    assert '0 run once' not in str(found)
     assert 'Nothing is sharded: fewer examples than devices, or none in a dense' in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""`register_rule` and `check_rule`: ops of one's own are divided, by rules that hold."""
+"""`register_rule` and `check_rule`: ops of one's own are sharded, by rules that hold."""
 
 import pathlib
 import shutil
@@ -17,14 +17,16 @@ from estimator_mgpu.partition.sizes import ONE
 from models import batches, floats, spec_of, step
 
 ROWS = floats(7, 3)
-OPS = ('Dawsn', 'Centered', 'EuclideanNorm', 'Cross', 'ImageProjectiveTransformV3')
 
 
 @pytest.fixture(autouse=True)
-def no_rules_are_left(monkeypatch):
-    for name in OPS:
-        monkeypatch.setitem(RULES, name, None)
-        del RULES[name]
+def no_rules_are_left():
+    before = dict(RULES)
+    RULES.pop('Dawsn', None)  # Examples in docs register rules as well.
+    RULES.pop('Cross', None)
+    yield
+    RULES.clear()
+    RULES.update(before)
 
 
 @pytest.fixture(scope='module')
@@ -307,23 +309,186 @@ def test_what_is_compared():
     assert types == {'AddV2', 'Sum'}
 
 
-@pytest.mark.parametrize(('name', 'rule'), [('Dawsn', None), (3, 'S -> S'), ('Dawsn', ['S -> S'])])
-def test_what_is_no_rule(name, rule):
-    with pytest.raises(TypeError, match='give a type by name, and a text or a function'):
-        register_rule(name, rule)
+# Types and rules that cannot be, with the error that says so.
+REFUSED = {
+    'no type': (3, 'S -> S', TypeError, 'give a type by name, and a text or a function'),
+    'no rule': ('Dawsn', None, TypeError, r"register_rule\('Dawsn', None\): give a type by name"),
+    'a list': ('Dawsn', ['S -> S'], TypeError, 'give a type by name, and a text or a function'),
+    'a function of one argument': (
+        'Cross',
+        lambda op: 'S_ S_ -> S_',
+        TypeError,
+        r'The rule for Cross is a function of \(op\), .*Give a function \(op, sizes\)',
+    ),
+    'no text of a rule': ('Dawsn', 'by rows', ValueError, "'by rows' isn't a rule.*'mk kn -> mn"),
+    'another number of inputs': (
+        'Cross',
+        'S_ -> S_',
+        ValueError,
+        "'S_ -> S_' is no rule for Cross: the rule is for the inputs 'S_', and the op has 2[.]",
+    ),
+    'another number of outputs': (
+        'Cross',
+        'S S -> S S',
+        ValueError,
+        "the rule is for the outputs 'S S', and the op has 1. Give a word for each",
+    ),
+    'a rule of the package': ('Softmax', 'elementwise', ValueError, 'Softmax has a rule already'),
+    'a loop': ('StatelessWhile', 'S+ -> S+', ValueError, 'StatelessWhile has a rule already'),
+    'a list op': ('TensorListStack', 'S * -> S', ValueError, 'TensorListStack has a rule already'),
+    'a question of shape': ('Shape', 'S -> *', ValueError, 'Shape has a rule already'),
+    'calls Python': (
+        'PyFunc',
+        'row by row',
+        ValueError,
+        'PyFunc cannot have a .*call Python',
+    ),
+    'draws': ('RandomGamma', 'n * -> n', ValueError, 'RandomGamma cannot .*draw random numbers'),
+    'writes': ('ResourceScatterAdd', '* n n -> *', ValueError, 'ResourceScatterAdd cannot'),
+    'writes to a reference': ('ScatterAdd', '* n n -> *', ValueError, 'ScatterAdd cannot'),
+    'misspelled': (
+        'Dawsm',
+        'elementwise',
+        ValueError,
+        "no ops of the type 'Dawsm'. Did you mean Dawsn[?] Load an op of your own before",
+    ),
+    'not loaded': (
+        'EntirelyMyOwn',
+        'elementwise',
+        ValueError,
+        r"type 'EntirelyMyOwn'. Load an op of your own before .* by tf.load_op_library\(\)",
+    ),
+}
 
 
-def test_rules_that_cannot_be():
-    with pytest.raises(ValueError, match="'by rows' isn't a rule.*'mk kn -> mn"):
-        register_rule('Dawsn', 'by rows')
-    assert 'Dawsn' not in RULES
-    with pytest.raises(ValueError, match='Softmax has a rule already'):
-        register_rule('Softmax', 'elementwise')
+@pytest.mark.core
+@pytest.mark.parametrize('case', REFUSED)
+def test_what_cannot_have_a_rule(case):
+    op_type, rule, error, message = REFUSED[case]
+    before = RULES.get(op_type)
+    with pytest.raises(error, match=f'(?s){message}'):
+        register_rule(op_type, rule)
+    assert RULES.get(op_type) is before
+
+
+def test_an_op_that_draws_what_its_place_says():
+    """TensorFlow calls it stateless: the numbers follow from a seed, and from the places."""
+    register_rule('StatelessRandomUniformV2', '#S * * * -> S')
+    with pytest.raises(AssertionError, match='The rule for StatelessRandomUniformV2.* is wrong'):
+        check_rule(lambda x: x + tf.random.stateless_uniform(tf.shape(x), [1, 2]), ROWS)
+
+
+def test_an_op_of_any_number_of_inputs():
+    """Only the op knows how many it has."""
+    register_rule('ParallelDynamicStitch', '* * * n n n -> n')
+    assert 'ParallelDynamicStitch' in RULES
+
+
+def test_a_rule_that_is_replaced():
+    register_rule('Dawsn', 'row by row')
+    register_rule('Dawsn', 'elementwise')
+    assert RULES['Dawsn'] == 'elementwise'
 
 
 @pytest.mark.parametrize(
-    ('rows', 'count'), [([], 3), ([ROWS[:3]], 3), ([ROWS, ROWS[:5]], 3), ([ROWS], 1)]
+    ('returned', 'message'),
+    [
+        (3, 'TypeError: the rule for Cross returned 3. A rule returns a text, such as'),
+        (['S S -> S'], r"TypeError: the rule for Cross returned \['S S -> S'\]"),
+        ('by rows', "ValueError: 'by rows' isn't a rule: it has another form"),
+        ('S -> S', "ValueError: the rule is for the inputs 'S', and the op has 2"),
+    ],
+    ids=repr,
 )
-def test_rows_that_do_not_do(rows, count):
-    with pytest.raises(ValueError, match=f'Give arrays with as many examples each.*towers={count}'):
-        check_rule(tf.math.special.dawsn, *rows, towers=count)
+def test_a_function_that_returns_no_rule(returned, message):
+    """It's called when a graph is divided, or in check_rule."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.linalg.cross(features, features) - labels)
+        return spec_of(mode, loss, tf.no_op())
+
+    register_rule('Cross', lambda op, sizes: returned)
+    named = rf"'Cross' \(a Cross\): {message}"
+    with pytest.raises(RuntimeError, match=named):
+        check_rule(tf.linalg.cross, ROWS, ROWS)
+    with pytest.raises(RuntimeError, match=f'{named}.*mend your own rule'):
+        towers.train(model_fn, batches(7, steps=1), 2)
+
+
+@pytest.mark.parametrize('rule', ['n__ n__ -> n__', lambda op, sizes: 'n__ n__ -> n__'])
+def test_a_rule_for_other_ranks(rule):
+    """It's never used, which check_rule says, and `explain`."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.linalg.cross(features, features) - labels)
+        return spec_of(mode, loss, tf.no_op())
+
+    register_rule('Cross', rule)
+    why = "'n__' in the rule for Cross is for 3 dimensions, and its input 0 has 2"
+    with pytest.raises(AssertionError, match=f"rule for Cross.* doesn't fit 'Cross': {why}. Write"):
+        check_rule(tf.linalg.cross, ROWS, ROWS)
+    explanation = estimator_mgpu.Estimator(model_fn, devices=2).explain(
+        lambda: tf.data.Dataset.from_tensors(batches(7)[0])
+    )
+    assert [op.why for op in explanation.once if op.name == 'Cross'] == [why]
+
+    stacked = floats(4, 2, 3)
+    assert check_rule(tf.linalg.cross, stacked, stacked + 1) == {'Cross'}
+
+
+def test_a_rule_for_other_ranks_of_an_output():
+    register_rule('Cross', 'n_ n_ -> n__')
+    with pytest.raises(AssertionError, match="'n__' .* for 3 dimensions, and its output 0 has 2"):
+        check_rule(tf.linalg.cross, ROWS, ROWS)
+
+
+def test_a_rule_of_the_package_for_other_ranks(monkeypatch):
+    """Such an op runs once, which is no mistake of the user's."""
+    monkeypatch.setitem(RULES, 'Softmax', 'n__ -> n__')
+    assert check_rule(tf.nn.softmax, ROWS) == set()
+
+
+def drawn_in_python(x):
+    return tf.numpy_function(lambda x: x + np.random.rand(*x.shape), [x], tf.float64)
+
+
+@pytest.mark.parametrize(
+    ('function', 'ops'),
+    [
+        (lambda x: x + tf.random.uniform(tf.shape(x), name='noise'), r"'noise/.*' \(a RandomUni"),
+        (tf.function(lambda x: tf.nn.dropout(x, rate=0.5)), r'\(a RandomUniform\)'),
+        (lambda x: tf.map_fn(lambda row: tf.random.shuffle(row), x), r"'map/while' \(a While\)"),
+        (drawn_in_python, r"'PyFunc' \(a PyFunc\)"),
+        (lambda x: x * np.random.rand(), 'Perhaps it draws random numbers in Python'),
+    ],
+    ids=['an op', 'a function', 'a loop', 'Python', 'Python, before the graph'],
+)
+def test_a_function_that_draws_random_numbers(function, ops):
+    with pytest.raises(ValueError, match=f'other numbers each time it runs.*{ops}.*as an array'):
+        check_rule(function, ROWS)
+
+
+def test_random_numbers_with_a_seed():
+    """They are the same in each run, so they are compared."""
+    drawn = lambda x: x + tf.random.uniform(tf.shape(x), seed=3)  # noqa: E731
+    assert 'AddV2' in check_rule(drawn, ROWS)
+    register_rule('EuclideanNorm', 'n_ * -> _ (sum)')
+    with pytest.raises(AssertionError, match='Mismatched elements'):
+        check_rule(lambda x: tf.raw_ops.EuclideanNorm(input=drawn(x), axis=0), ROWS)
+
+
+@pytest.mark.parametrize(
+    ('arrays', 'count', 'message'),
+    [
+        ([], 3, r'no arrays .*check_rule\(function, np.random.randn\(7, 3\)\)'),
+        ([ROWS, 2.0], 3, r'shapes \[7, 3\], \[\]. Each has to have the examples .*lambda x'),
+        ([ROWS, ROWS[:5]], 3, r'shapes \[7, 3\], \[5, 3\]. Each .* as many as the others'),
+        ([ROWS[:3]], 3, r'shapes \[3, 3\], so 3 examples are too few for 3 towers.*Give 4 '),
+        ([ROWS], 1, 'towers=1: give the number of shards .*2 or more'),
+        ([ROWS], 2.5, 'towers=2.5: give the number of shards'),
+    ],
+    ids=['none', 'a scalar', 'other sizes', 'few examples', 'one tower', 'no number of towers'],
+)
+def test_arguments_that_do_not_do(arrays, count, message):
+    with pytest.raises(ValueError, match=message):
+        check_rule(tf.math.special.dawsn, *arrays, towers=count)

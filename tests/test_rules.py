@@ -633,7 +633,7 @@ def test_text_for_other_ranks(text):
 
 
 def test_other_number_of_inputs():
-    with tf.Graph().as_default(), pytest.raises(ValueError, match='1 words for 2 tensors'):
+    with tf.Graph().as_default(), pytest.raises(ValueError, match="inputs 'S', and the op has 2"):
         parse('S -> S').signature(tf.add(1.0, 2.0).op, Sizes())
 
 

@@ -234,6 +234,7 @@ def test_the_log_and_explain_say_so(known_labels, caplog):
     assert found.unknown == found.as_dict()['unknown'] == names.split(', ')
     assert f'of unknown rank, so it runs once: {REMEDY}\n  features\n' in str(found)
     assert bool(found.sharded) == known_labels
+    assert ('  none is sharded: all run once, on the global batch' in str(found)) != known_labels
     if found.sharded:
         [op] = [op for op in found.once if op.name == 'Reshape']
         assert op.why == f'features {WHY}'

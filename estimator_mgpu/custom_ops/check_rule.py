@@ -1,18 +1,25 @@
-"""Rules for ops that the table doesn't know: how they're divided, and whether that holds."""
+"""`check_rule()`: whether the rules of the ops that a function makes hold.
+
+In: a function, and arrays to call it with. Each op is tried by itself (`trials`), then the function
+as a whole: on several towers it has to give what it gives on one device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch
-from estimator_mgpu.custom_ops import trials
+from estimator_mgpu.custom_ops import calls, runs, trials
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.plan import OpPlan
 from estimator_mgpu.partition.rules import RULES
+from estimator_mgpu.steps import is_count
 from estimator_mgpu.tf_internals import function_calls
+from estimator_mgpu.tf_internals.effects import has_side_effect
 
 
 def check_rule(
@@ -51,7 +58,7 @@ def check_rule(
 
     Args:
       function: makes a tensor, or a nest of tensors, of tensors. It's called several times, and has
-        nothing random in it.
+        to give the same numbers each time.
       *rows: what it's called with: arrays with the examples along dimension 0, as many in each.
       towers: how many shards there are, at least 2, and fewer than examples.
       types: of which ops to try all dimensions, by type; all that the function makes, by default.
@@ -60,66 +67,137 @@ def check_rule(
       The types of which all ops were sharded. Others ran once: by their rule, or for lack of one.
 
     Raises:
-      AssertionError: if numbers differ by more than rounding, or in shape or dtype, or if an op
-        fails on a shard. For an op by itself it says which op, along which dimension of which
-        input; for the function as a whole, only what differs.
+      AssertionError: if numbers differ by more than rounding, or in shape or dtype, if an op fails
+        on a shard, or if a registered rule is for other ranks than the op has. For an op by itself
+        it says which op, along which dimension of which input; for the function as a whole, only
+        what differs.
+      ValueError: if an argument isn't as described above; if the function draws random numbers.
+      RuntimeError: if a rule that is a function fails, or returns what isn't a rule.
       tf.errors.OpError: TensorFlow's own, if the function as a whole fails.
     """
-    arrays = [np.asarray(given) for given in rows]
-    counts = {array.shape[:1] for array in arrays}
-    if len(counts) != 1 or counts == {()} or not 1 < towers < len(arrays[0]):
+    arrays = [np.asarray(array) for array in rows]
+    _check_arguments(arrays, towers, types)
+
+    with tf.Graph().as_default():
+        placeholders, outputs = _call(function, arrays)
+        feed = dict(zip(placeholders, arrays))
+        trials.try_dimensions(outputs, feed, towers, RULES if types is None else types)
+
+    sharded: set[str] = set()
+    for count in (len(arrays[0]), towers - 1):  # with fewer examples than towers, one gets none
+        batch_arrays = [array[:count] for array in arrays]
+        on_one = _run(function, batch_arrays, 1)
+        on_towers = _run(function, batch_arrays, towers)
+        sharded |= on_towers.sharded
+        try:
+            runs.assert_all_same(on_towers.values, on_one.values)
+        except AssertionError:
+            _check_repeatable(function, batch_arrays, on_one.values)
+            raise
+    return sharded
+
+
+def _check_arguments(arrays: Sequence[np.ndarray], towers: Any, types: Any) -> None:
+    """Raises ValueError for arguments of `check_rule()` that cannot be."""
+    shapes = ', '.join(str(list(array.shape)) for array in arrays)
+    if not arrays:
         raise ValueError(
-            'Give arrays with as many examples each, and 2 towers or more, but fewer than '
-            'examples. Given: '
-            f'{[array.shape for array in arrays]}, towers={towers}.'
+            'check_rule() was given no arrays to call the function with. Give one for each of its '
+            'arguments: check_rule(function, np.random.randn(7, 3)).'
         )
-    listed = isinstance(types, Collection) and not isinstance(types, str)
-    if types is not None and not (listed and RULES.keys() >= {*types}):
+    if not all(array.shape for array in arrays) or len({len(array) for array in arrays}) > 1:
+        raise ValueError(
+            f'The arrays have the shapes {shapes}. Each has to have the examples along dimension '
+            '0, as many as the others. What has no examples is no argument of the function: '
+            'lambda x: my_op(x, table).'
+        )
+    if not is_count(towers) or towers < 2:
+        raise ValueError(
+            f'towers={towers!r}: give the number of shards that are compared with one device, 2 or '
+            'more.'
+        )
+    if len(arrays[0]) <= towers:
+        raise ValueError(
+            f'The arrays have the shapes {shapes}, so {len(arrays[0])} examples are too few for '
+            f'{towers} towers, whose shards are to differ in size. Give {towers + 1} examples or '
+            'more, or fewer towers.'
+        )
+    is_list = isinstance(types, Collection) and not isinstance(types, str)
+    if types is not None and not (is_list and RULES.keys() >= {*types}):
         raise ValueError(
             f'types={types!r}: give a list of types of ops that have rules, by register_rule() if '
             'the package has none.'
         )
-    with tf.Graph().as_default():
-        tensors, outputs = _called(function, arrays)
-        feed = dict(zip(tensors, arrays))
-        trials.try_dimensions(outputs, feed, towers, RULES if types is None else types)
-    divided: set[str] = set()
-    for count in (len(arrays[0]), towers - 1):
-        given = [array[:count] for array in arrays]
-        expected, _ = _results(function, given, 1)
-        found, in_towers = _results(function, given, towers)
-        divided |= in_towers
-        for one, other in zip(expected, found):
-            trials.assert_same(other, one)
-    return divided
 
 
-def _called(function: Any, rows: list[Any]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Placeholders of rows, and what a function makes of them."""
-    tensors = [tf.placeholder(given.dtype, [None, *given.shape[1:]]) for given in rows]
-    return tensors, tf.nest.flatten(function(*tensors), expand_composites=True)
+class _Run(NamedTuple):
+    """What a function gave."""
+
+    values: list[np.ndarray]  # of its tensors, flat
+    sharded: set[str]  # types of which all ops were sharded
 
 
-def _results(function: Any, rows: list[Any], towers: int) -> tuple[list[Any], set[str]]:
-    """What a function's tensors come to, and the types of the ops that are divided."""
+def _call(
+    function: Callable[..., Any], arrays: Sequence[np.ndarray]
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Calls the function in the default graph; returns placeholders for arrays, and its tensors."""
+    placeholders = [tf.placeholder(array.dtype, [None, *array.shape[1:]]) for array in arrays]
+    return placeholders, tf.nest.flatten(function(*placeholders), expand_composites=True)
+
+
+def _run(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: int) -> _Run:
+    """Runs the function on one device, or sharded along dimension 0 of its arrays."""
     with tf.Graph().as_default() as graph:
-        tensors, made = _called(function, rows)
-        types: set[str] = set()
+        placeholders, outputs = _call(function, arrays)
+        sharded: set[str] = set()
         if towers > 1:
-            seen = batch.look_at(tensors, None)
-            divided = divide(graph, seen, seen.total(), [f'/device:CPU:{i}' for i in range(towers)])
-            assert divided is not None  # Rows are dynamic.
-            once = map(graph.get_operation_by_name, divided.plan.once)
-            types = {*_types(graph, divided.plan.ops)} - {op.type for op in once}
-            made = [divided.full_value(t) for t in made]
-        with trials.session_of(towers) as session:
-            return session.run(made, dict(zip(tensors, rows))), types
+            examples = batch.look_at(placeholders, None)
+            devices = [f'/device:CPU:{i}' for i in range(towers)]
+            divided = divide(graph, examples, examples.total(), devices)
+            assert divided is not None  # The number of examples is dynamic.
+
+            sharded = _types_of(graph, divided.plan.ops)
+            sharded -= {graph.get_operation_by_name(name).type for name in divided.plan.once}
+            outputs = [divided.full_value(tensor) for tensor in outputs]
+
+        with runs.session_of(towers) as session:
+            values = session.run(outputs, dict(zip(placeholders, arrays)))
+    return _Run(values, sharded)
 
 
-def _types(graph: tf.Graph, plans: dict[str, Any]) -> Iterator[str]:
+def _types_of(graph: tf.Graph, plans: dict[str, OpPlan]) -> set[str]:
     """The types of the ops that are sharded, also in functions that they call."""
+    types = set()
     for name, plan in plans.items():
         op = graph.get_operation_by_name(name)
-        yield op.type
-        for function, own in zip(function_calls.function_graphs(op), plan.functions):
-            yield from _types(function, own)
+        types.add(op.type)
+        for function, function_plans in zip(function_calls.function_graphs(op), plan.functions):
+            types |= _types_of(function, function_plans)
+    return types
+
+
+def _check_repeatable(
+    function: Callable[..., Any], arrays: Sequence[np.ndarray], values: Sequence[np.ndarray]
+) -> None:
+    """Raises ValueError if the function gives other values on one device, too, in another run.
+
+    Args:
+      function: the function.
+      arrays: what it's called with.
+      values: what it gave on one device.
+    """
+    try:
+        runs.assert_all_same(_run(function, arrays, 1).values, values)
+    except AssertionError as error:
+        with tf.Graph().as_default():
+            _, outputs = _call(function, arrays)
+            ops = [op for op in calls.ops_of(outputs) if has_side_effect(op)]
+        names = ', '.join(f'{op.name!r} (a {op.type})' for op in ops)
+        cause = f'These ops draw random numbers, call Python or have a state: {names}.'
+        if not ops:
+            cause = 'Perhaps it draws random numbers in Python.'
+        raise ValueError(
+            'The function gives other numbers each time it runs, on one device as well, so there '
+            f'is nothing to compare with. {cause} Give such numbers to the function as an array, '
+            'or leave them out.'
+        ) from error

@@ -1,38 +1,131 @@
-"""`register_rule()`: how ops of a type are sharded that the package doesn't know."""
+"""`register_rule()`: how ops are sharded of a type that the package has no rule for.
+
+In: a type of op that TensorFlow knows, and a rule. Out: one more entry in the table of rules, which
+`partition` asks. What can be told of a rule without an op is checked here; what its text says of
+dimensions, `check_rule()` tries.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.notation import Rule, parse
+from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals.effects import may_have_side_effect
 
-_KNOWN = frozenset(RULES)
+# Types of ops that the package shards, by a rule of the table or in a way of their own.
+_KNOWN = frozenset([*RULES, *op_types.FUNCTION_CALLERS, *op_types.SHAPE_QUERIES])
 
 
 def register_rule(op_type: str, rule: Rule) -> None:
-    """Says how ops of a type are divided, which otherwise run once, on the whole batch.
+    """Says how ops of a type are sharded, which otherwise run once, on the global batch.
 
-    Not for ops that have effects, or state of their own: each tower runs one.
+    The type has to be known to TensorFlow: load an op of your own first, by `tf.load_op_library`.
+    Ops that have side effects, draw random numbers or call Python cannot have a rule.
 
     Examples:
-      >>> register_rule('MyGelu', 'elementwise')
-      >>> register_rule('MyLayerNorm', 'S_ * * -> S_')
-      >>> register_rule('MySort', lambda op, sizes: 'n_ -> n_' if op.get_attr('axis') else None)
+      >>> register_rule('Dawsn', 'elementwise')
+      >>> register_rule('Cross', 'S_ S_ -> S_')
+      >>> def values_and_vectors(op, sizes):
+      ...     return 'n__ -> n_ n__ n__' if op.get_attr('compute_uv') else None
+      >>> register_rule('Svd', values_and_vectors)
 
     Args:
       op_type: as in `op.type`, and in C++ in `REGISTER_OP`.
       rule: the name of a family: 'elementwise' (of any number of inputs, with broadcasting),
-        'row by row' (of one input, rows first), 'last dimension' (each vector by itself), 'sum'
-        (over rows) or 'matmul'. Or what these stand for, a text with a word for each input and each
-        output, and in it a letter for each dimension; `*` is whole on each device. Or a function
-        (op, sizes) -> such a text, or None where the op can't be divided. `check_rule` tries it.
+        'row by row' (of one input, with the examples along dimension 0), 'last dimension' (each
+        vector by itself), 'sum' (over the examples) or 'matmul'. Or what these stand for, a text
+        with a word for each input and each output, and in it a letter for each dimension; `*` is a
+        tensor that each device needs in full. Or a function (op, sizes) that returns such a text,
+        or None if the op cannot be sharded. `check_rule` tries it.
 
     Raises:
-      ValueError: for a text that isn't a rule, or a type that the package has a rule for.
+      TypeError: if the type isn't a str, or the rule is neither a text nor a function of two
+        arguments.
+      ValueError: if TensorFlow knows no such type, if the package has a rule for it, or if its ops
+        may have side effects; if the text isn't a rule, or is for another number of inputs or
+        outputs.
     """
     if not isinstance(op_type, str) or not (isinstance(rule, str) or callable(rule)):
-        raise TypeError(f'{op_type!r}, {rule!r}: give a type by name, and a text or a function.')
-    if op_type in _KNOWN:
+        raise TypeError(
+            f'register_rule({op_type!r}, {rule!r}): give a type by name, and a text or a function. '
+            "For example register_rule('MyOp', 'n_ -> n_')."
+        )
+    if op_type in _KNOWN or op_type.startswith(op_types.LIST_PREFIXES):
         raise ValueError(f'{op_type} has a rule already. Register one for a type that has none.')
+
+    definition = private.op_definition(op_type)
+    if definition is None:
+        raise ValueError(_unknown(op_type))
+    if may_have_side_effect(definition):
+        raise ValueError(
+            f'{op_type} cannot have a rule: its ops may have side effects, draw random numbers or '
+            'call Python, as TensorFlow declares them as stateful or as taking a variable. Without '
+            'a rule they run once, on the global batch.'
+        )
     if isinstance(rule, str):
-        parse(rule)
+        _check_number_of_words(op_type, rule, definition)
+    else:
+        _check_arguments(op_type, rule)
     RULES[op_type] = rule
+
+
+def is_registered(op_type: str) -> bool:
+    """Whether the rule for a type is a user's."""
+    return op_type in RULES and op_type not in _KNOWN
+
+
+def _unknown(op_type: str) -> str:
+    """Says that TensorFlow knows no such type, and which one may be meant."""
+    alike = difflib.get_close_matches(op_type, dir(tf.raw_ops), n=1)
+    question = f'Did you mean {alike[0]}? ' if alike else ''
+    return (
+        f'TensorFlow has no ops of the type {op_type!r}. {question}Load an op of your own before '
+        'its rule is registered, by tf.load_op_library().'
+    )
+
+
+def _check_number_of_words(op_type: str, text: str, definition: Any) -> None:
+    """Raises ValueError if a text is for more inputs or outputs than ops of a type have, or fewer.
+
+    Args:
+      op_type: the type.
+      text: the rule for it.
+      definition: the type's OpDef, with its arguments. If one of them is a list, only the op knows
+        how many inputs it has.
+    """
+    rule = parse(text)
+    try:
+        if not _has_list(definition.input_arg):
+            rule.words_of_inputs(len(definition.input_arg))
+        if not _has_list(definition.output_arg):
+            rule.words_of_outputs(len(definition.output_arg))
+    except ValueError as error:
+        raise ValueError(
+            f'{text!r} is no rule for {op_type}: {error}. Give a word for each.'
+        ) from error
+
+
+def _check_arguments(op_type: str, rule: Callable[..., Any]) -> None:
+    """Raises TypeError if a function cannot be called with an op and the sizes."""
+    try:
+        signature = inspect.signature(rule)
+    except ValueError:
+        return  # Some functions of C have no signature.
+    try:
+        signature.bind('op', 'sizes')
+    except TypeError as error:
+        raise TypeError(
+            f'The rule for {op_type} is a function of {signature}, and is called with an op and '
+            'the sizes of its tensors. Give a function (op, sizes).'
+        ) from error
+
+
+def _has_list(arguments: Any) -> bool:
+    return any(argument.number_attr or argument.type_list_attr for argument in arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -15,7 +16,7 @@ def has_side_effect(op: tf.Operation) -> bool:
     if op.type in op_types.VARIABLE_READS or op.type in op_types.REFERENCE_READS:
         return False
     # An op that writes to a reference variable isn't called stateful.
-    if any(argument.is_ref for argument in op.op_def.input_arg):
+    if _takes_references(op.op_def):
         return True
     # An op that only makes the handle of a variable, a table or a queue has no side effect.
     only_makes_handles = bool(op.outputs) and all(
@@ -31,6 +32,20 @@ def only_draws(op: tf.Operation) -> bool:
         for operand in op.inputs
     )
     return has_side_effect(op) and 'seed2' in op.node_def.attr and not has_state
+
+
+def may_have_side_effect(definition: Any) -> bool:
+    """Whether ops of a type may have side effects, draw random numbers or have a state.
+
+    Args:
+      definition: the type's OpDef. TensorFlow calls all ops stateful that take a resource, also
+        those that only read it.
+    """
+    return definition.is_stateful or _takes_references(definition)
+
+
+def _takes_references(definition: Any) -> bool:
+    return any(argument.is_ref for argument in definition.input_arg)
 
 
 def upstream_side_effects(

@@ -41,10 +41,12 @@ clear_colocation = functools.partial(
     _find('framework.ops', 'Operation._clear_attr'), attr_name='_class'
 )
 
+# (type of op): what TensorFlow declares of the type, an OpDef; None if it knows no such type.
+op_definition = _find('framework.op_def_registry', 'get')
+
 # Facts about an op.
 creation_index = _find('framework.ops', 'Operation._id').fget  # the order in which ops were made
 control_consumers = _find('framework.ops', 'Operation._control_outputs').fget
-in_v1_control_flow = _find('framework.ops', 'Operation._get_control_flow_context')  # or None
 
 # A graph's variables by name, from which `tf.get_variable` takes them.
 VariableStore: Any = _find('ops.variable_scope', '_VariableStore')

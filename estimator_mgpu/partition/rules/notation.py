@@ -77,6 +77,10 @@ class NotSharded(Exception):
     """Raised where an op has to run once, unsharded; the text, if any, says why."""
 
 
+class OtherRanks(NotSharded):
+    """Raised where a text is for tensors of other ranks than the op has; it says which."""
+
+
 def require(value: T | None, reason: str = '') -> T:
     """The value; raises NotSharded if it's None, that is, if it's unknown."""
     if value is None:
@@ -138,12 +142,19 @@ def signature_of(rule: Rule | None, op: tf.Operation, sizes: Sizes) -> Signature
 
     Raises:
       NotSharded: if there is no rule, or if it says so.
+      TypeError: if the rule is a function that returns something else.
+      ValueError: if the rule is for another number of inputs or outputs, or isn't well-formed.
     """
     statement = rule(op, sizes) if callable(rule) else rule
     if statement is None:
         raise NotSharded
     if isinstance(statement, str):
         return parse(statement).signature(op, sizes)
+    if not isinstance(statement, Signature):
+        raise TypeError(
+            f'the rule for {op.type} returned {statement!r}. A rule returns a text, such as '
+            "'n_ -> n_', or None if the op cannot be sharded"
+        )
     return statement
 
 
@@ -233,11 +244,12 @@ class TextRule(NamedTuple):
         """The labels of an op's dimensions.
 
         Raises:
-          NotSharded: if the op's tensors are of other ranks.
+          OtherRanks: if the op's tensors are of other ranks.
+          NotSharded: if the rank of a tensor is unknown.
           ValueError: if the op has another number of inputs or outputs.
         """
-        input_words = _word_for_each(self.inputs, len(op.inputs))
-        output_words = _word_for_each(self.outputs, len(op.outputs))
+        input_words = self.words_of_inputs(len(op.inputs))
+        output_words = self.words_of_outputs(len(op.outputs))
         input_dims = [_dims(tensor, sizes, one) for one, tensor in zip(input_words, op.inputs)]
 
         lengths = _lengths_of_capitals(input_words, input_dims)
@@ -248,12 +260,13 @@ class TextRule(NamedTuple):
             _output_labels(one, tensor, sizes, lengths)
             for one, tensor in zip(output_words, op.outputs)
         ]
-        for labels, dims in zip(input_labels, input_dims):
+        for index, (one, labels, dims) in enumerate(zip(input_words, input_labels, input_dims)):
             if len(labels) != len(dims):
-                raise NotSharded
-        for labels, tensor in zip(output_labels, op.outputs):
+                raise _other_ranks(op, one, len(labels), f'input {index}', len(dims))
+        for index, (one, labels, tensor) in enumerate(zip(output_words, output_labels, op.outputs)):
             if tensor.shape.rank not in (None, len(labels)):
-                raise NotSharded
+                count = tensor.shape.rank
+                raise _other_ranks(op, one, len(labels), f'output {index}', count)
 
         operands = _operands(input_words, input_labels, input_dims)
         shapes = {
@@ -264,8 +277,23 @@ class TextRule(NamedTuple):
         output_dims = [shapes.get(labels) for labels in output_labels]
         return Signature(operands, output_labels, self.reduce, output_dims)
 
+    def words_of_inputs(self, count: int) -> list[str]:
+        """A word for each of an op's `count` inputs; raises ValueError if it can't have as many."""
+        return _word_for_each(self.inputs, count, 'inputs')
 
-def _word_for_each(words: Sequence[str], count: int) -> list[str]:
+    def words_of_outputs(self, count: int) -> list[str]:
+        """The same for an op's outputs."""
+        return _word_for_each(self.outputs, count, 'outputs')
+
+
+def _other_ranks(op: tf.Operation, one: str, marks: int, tensor: str, rank: int) -> OtherRanks:
+    """The error for a word that has marks for other dimensions than the tensor has."""
+    return OtherRanks(
+        f'{one!r} in the rule for {op.type} is for {marks} dimensions, and its {tensor} has {rank}'
+    )
+
+
+def _word_for_each(words: Sequence[str], count: int, kind: str) -> list[str]:
     """A word for each of `count` tensors: ['n', 'S+'] for three is ['n', 'S', 'S']."""
     repeats = 1 + count - len(words)  # of the word with a '+'
     result: list[str] = []
@@ -275,7 +303,8 @@ def _word_for_each(words: Sequence[str], count: int) -> list[str]:
         else:
             result.append(one)
     if len(result) != count:
-        raise ValueError(f'the rule has {len(words)} words for {count} tensors')
+        text = ' '.join(words)
+        raise ValueError(f'the rule is for the {kind} {text!r}, and the op has {count}')
     return result
 
 
