@@ -8,7 +8,6 @@ is answered by one.
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading

@@ -1,7 +1,7 @@
 """Several machines, as processes on this one: that they train as one device does, and how they end.
 
-Each process is a machine with two logical CPU devices that runs cluster_script.py. It is forked from
-one that has imported TensorFlow.
+Each process is a machine with two logical CPU devices that runs cluster_script.py. It is forked
+from one that has imported TensorFlow.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def environment(**more):
 
 
 class Machine:
-    """A process that runs the script: a fork, or by another command `within` a process of its own."""
+    """A process that runs the script: a fork, or, `within` another command, one of its own."""
 
     def __init__(self, forks, tf_config, model_dir, log, options, within=()):
         self.text = log.read_text
