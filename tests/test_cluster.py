@@ -70,7 +70,9 @@ class Machine:
         self.process.send_signal(number)
 
     def kill(self):
+        """Ends the process, and waits until its port is free."""
         self.send_signal(signal.SIGKILL)
+        self.process.wait()
 
     def terminate(self):
         self.send_signal(signal.SIGTERM)
@@ -141,7 +143,6 @@ def make(forks, tmp_path):
     yield lambda **jobs: made.append(Cluster(forks, tmp_path, **jobs)) or made[-1]
     for machine in [machine for one in made for machine in one.machines]:
         machine.kill()
-        machine.process.wait()
 
 
 @pytest.fixture(scope='module')
