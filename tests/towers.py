@@ -35,7 +35,7 @@ class Run(NamedTuple):
     losses: list[float]
     graph: tf.Graph
     spec: Any
-    start: dict[str, np.ndarray]  # what the variables were before the first step
+    start: dict[str, np.ndarray]  # what the variables were before the first step, or were given as
 
 
 class Evaluation(NamedTuple):
@@ -172,8 +172,11 @@ def train(model_fn, batches, towers, *, values=None, steps=None, **options):
     ends = bool(options.get('epochs') and towers and steps is None)
     with _started(model_fn, batches, towers, TRAIN, **options) as (sess, spec, feeds):
         variables = {v.op.name: v for v in tf.global_variables()}
-        load(sess, {variables[name]: value for name, value in (values or {}).items()})
-        start = sess.run(variables)
+        if values is None:
+            start = sess.run(variables)
+        else:
+            start = values
+            load(sess, {variables[name]: value for name, value in values.items()})
         losses = [loss for loss, _ in _run(sess, [spec.loss, spec.train_op], feeds[:steps], ends)]
         return Run(sess.run(variables), losses, sess.graph, spec, start)
 
