@@ -2,9 +2,11 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
+from absl.testing import flagsaver
 
 import estimator_mgpu
 from test_samples import SAMPLES, run_python
@@ -73,24 +75,27 @@ def test_a_short_benchmark(tmp_path):
         assert run['examples'] == pytest.approx(256 / run['step'] * 1000)
     assert runs[0]['nodes'] < runs[1]['nodes'] < runs[2]['nodes']
 
-    code = (
-        'import sys, benchmark; benchmark.FLAGS(sys.argv)\n'
-        "try: benchmark.run_once('mlp', 'other', 2)\n"
-        'except SystemExit as exit: print(exit.code)'
-    )
-    last = run_python('-c', code, f'--other={older}')[-1]
-    assert last == f'estimator_mgpu was imported from {package}, not from --other={older}'
+
+def test_a_run_of_the_wrong_version(benchmark, tmp_path):
+    (tmp_path / 'estimator_mgpu').mkdir()
+    package = pathlib.Path(estimator_mgpu.__file__).resolve().parent
+    with flagsaver.flagsaver():
+        benchmark.FLAGS(['benchmark', f'--other={tmp_path}'])
+        told = f'estimator_mgpu was imported from {package}, not from --other={tmp_path}'
+        with pytest.raises(SystemExit, match=f'^{re.escape(told)}$'):
+            benchmark.run_once('mlp', 'other', 2)
 
 
-def test_a_run_that_fails_is_told_by_the_exit_status(tmp_path):
+def test_a_run_that_fails_is_told_by_the_exit_status(benchmark, monkeypatch, tmp_path):
     """The others' tables are written."""
-    code = (
-        'import sys, benchmark; benchmark.FLAGS(sys.argv[1:]); benchmark.run_all = lambda runs: ['
-        "{**runs[0], 'round': 0, **dict.fromkeys(benchmark.MEASURES, 1.0)}]\n"
-        'try: benchmark.main([])\n'
-        'except SystemExit as exit: print(exit.code)'
-    )
+
+    def run_first(runs):
+        return [{**runs[0], 'round': 0, **dict.fromkeys(benchmark.MEASURES, 1.0)}]
+
+    monkeypatch.setattr(benchmark, 'run_all', run_first)
     flags = ['--models=mlp', '--rounds=1', '--towers=2', f'--output={tmp_path / "new" / "v1.0"}']
-    last = run_python('-c', code, 'benchmark', *flags)[-1]
-    assert last == '2 of 3 runs failed; standard error says how.'
+    with flagsaver.flagsaver():
+        benchmark.FLAGS(['benchmark', *flags])
+        with pytest.raises(SystemExit, match='^2 of 3 runs failed; standard error says how.$'):
+            benchmark.main([])
     assert '| mlp | one device | 1 |' in (tmp_path / 'new' / 'v1.0.md').read_text()

@@ -1,6 +1,7 @@
 """Several machines, as processes on this one: that they train as one device does, and how they end.
 
-Each process is a machine with two logical CPU devices that runs cluster_script.py.
+Each process is a machine with two logical CPU devices that runs cluster_script.py. It is forked
+from one that has imported TensorFlow.
 """
 
 import contextlib
@@ -23,23 +24,48 @@ import tensorflow.compat.v1 as tf
 import cluster_script
 import estimator_mgpu
 from cluster_script import STEPS, told
+from forks import Forks
 from towers import assert_close, free_addresses, saved_in
 
 CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
 LIMIT = 300  # seconds for whatever a test waits for
 
 
-class Machine(subprocess.Popen):
-    """A process that runs the script."""
+def environment(**more):
+    """Returns the environment variables of a machine."""
+    sources = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
+    fixed = {'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '2', 'PYTHONPATH': sources}
+    return {**os.environ, **fixed, **more}
 
-    def __init__(self, tf_config, model_dir, log, options, within=()):
-        sources = os.path.dirname(os.path.dirname(estimator_mgpu.__file__))
-        given = {'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '2', 'PYTHONPATH': sources}
-        environment = {**os.environ, **given, 'TF_CONFIG': json.dumps(tf_config)}
-        script = [sys.executable, cluster_script.__file__, model_dir, json.dumps(options)]
+
+class Machine:
+    """A process that runs the script: a fork, or, `within` another command, one of its own."""
+
+    def __init__(self, forks, tf_config, model_dir, log, options, within=()):
         self.text = log.read_text
-        with open(log, 'w') as file:
-            super().__init__([*within, *script], env=environment, stdout=file, stderr=file)
+        variables = environment(TF_CONFIG=json.dumps(tf_config))
+        if within:
+            command = [*within, sys.executable, cluster_script.__file__]
+            command += [str(model_dir), json.dumps(options)]
+            with open(log, 'w') as file:
+                self.process = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
+        else:
+            log.touch()
+            self.process = forks.start([str(model_dir), options], variables, str(log))
+
+    def poll(self):
+        return self.process.poll()
+
+    def send_signal(self, number):
+        self.process.send_signal(number)
+
+    def kill(self):
+        """Ends the process, and waits until its port is free."""
+        self.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
 
     def told(self, name):
         return told(self.text(), name)
@@ -54,7 +80,7 @@ class Machine(subprocess.Popen):
     def ends(self, status=0):
         """Waits for the end, and returns the last line."""
         try:
-            found = self.wait(LIMIT)
+            found = self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             found = 'no end'
         assert found == status, self.text()
@@ -64,9 +90,10 @@ class Machine(subprocess.Popen):
 class Cluster:
     """The tasks of a TF_CONFIG, each on a free port, and what has been started of them."""
 
-    def __init__(self, folder, **jobs):
+    def __init__(self, forks, folder, **jobs):
         free = iter(free_addresses(sum(jobs.values())))
         self.jobs = {job: [next(free) for _ in range(count)] for job, count in jobs.items()}
+        self.forks = forks
         self.folder, self.model_dir = folder, folder / 'model'
         self.machines = []
 
@@ -74,8 +101,9 @@ class Cluster:
         """Starts the script as a task, maybe by another command."""
         tf_config = {'cluster': self.jobs, 'task': {'type': job, 'index': index}}
         log = self.folder / f'{len([*self.folder.iterdir()])}_{job}_{index}.log'
-        self.machines.append(Machine(tf_config, self.model_dir, log, options, within))
-        return self.machines[-1]
+        machine = Machine(self.forks, tf_config, self.model_dir, log, options, within)
+        self.machines.append(machine)
+        return machine
 
     def hurry(self):
         """Lets tasks sleep no more after their steps."""
@@ -92,14 +120,19 @@ class Cluster:
         assert_close(saved_in(self.model_dir), expected, 1e-5)
 
 
+@pytest.fixture(scope='module')
+def forks():
+    with contextlib.closing(Forks(environment())) as forks:
+        yield forks
+
+
 @pytest.fixture
-def make(tmp_path):
+def make(forks, tmp_path):
     """Makes a cluster; whatever of it still runs at the end is killed."""
     made = []
-    yield lambda **jobs: made.append(Cluster(tmp_path, **jobs)) or made[-1]
+    yield lambda **jobs: made.append(Cluster(forks, tmp_path, **jobs)) or made[-1]
     for machine in [machine for one in made for machine in one.machines]:
         machine.kill()
-        machine.wait()
 
 
 @pytest.fixture(scope='module')

@@ -35,7 +35,7 @@ class Run(NamedTuple):
     losses: list[float]
     graph: tf.Graph
     spec: Any
-    start: dict[str, np.ndarray]  # what the variables were before the first step
+    start: dict[str, np.ndarray]  # what the variables were before the first step, or were given as
 
 
 class Evaluation(NamedTuple):
@@ -172,8 +172,11 @@ def train(model_fn, batches, towers, *, values=None, steps=None, **options):
     ends = bool(options.get('epochs') and towers and steps is None)
     with _started(model_fn, batches, towers, TRAIN, **options) as (sess, spec, feeds):
         variables = {v.op.name: v for v in tf.global_variables()}
-        load(sess, {variables[name]: value for name, value in (values or {}).items()})
-        start = sess.run(variables)
+        if values is None:
+            start = sess.run(variables)
+        else:
+            start = values
+            load(sess, {variables[name]: value for name, value in values.items()})
         losses = [loss for loss, _ in _run(sess, [spec.loss, spec.train_op], feeds[:steps], ends)]
         return Run(sess.run(variables), losses, sess.graph, spec, start)
 
@@ -237,20 +240,19 @@ def assert_same(ours, one, rtol=1e-5):
 
 def compare(model_fn, batches, towers, *, rtol=1e-5, **options):
     """Trains on one device and on several, from the same values; they have to agree."""
-    values = train(model_fn, batches, 0, steps=0, **options).values
-    one, ours = (train(model_fn, batches, n, values=values, **options) for n in (0, towers))
+    one = train(model_fn, batches, 0, **options)
+    ours = train(model_fn, batches, towers, values=one.start, **options)
     assert_same(ours, one, rtol)
     return ours, one
 
 
 @functools.lru_cache(maxsize=8)
 def _on_one_device(model_fn, make_batches, v2, **options):
-    """What one device comes to from the same values: initial ones, and runs of all modes."""
+    """What one device comes to: runs of all modes."""
     del v2  # Tells results under TensorFlow 2's behavior from those under TensorFlow 1's.
     batches = make_batches()
-    values = train(model_fn, batches, 0, steps=0, **options).values
-    run = train(model_fn, batches, 0, values=values, **options)
-    return values, run, _others(model_fn, batches, 0, values=run.values, **options)
+    run = train(model_fn, batches, 0, **options)
+    return run, _others(model_fn, batches, 0, values=run.values, **options)
 
 
 def _others(model_fn, batches, towers, **options):
@@ -267,9 +269,9 @@ def compare_modes(model_fn, make_batches, towers, *, rtol=1e-5, **options):
     towers.
     """
     v2 = tf.control_flow_v2_enabled()
-    values, one, others = _on_one_device(model_fn, make_batches, v2, **options)
+    one, others = _on_one_device(model_fn, make_batches, v2, **options)
     batches = make_batches()
-    ours = train(model_fn, batches, towers, values=values, **options)
+    ours = train(model_fn, batches, towers, values=one.start, **options)
     assert_same(ours, one, rtol)
     assert_close(_others(model_fn, batches, towers, values=one.values, **options), others, rtol)
     return ours
