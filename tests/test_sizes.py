@@ -163,7 +163,7 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
         shards = Shards(rows, total, devices, nodes, lambda *of: shards.total_as(of[-1]))
         whole = tf.range(5 * entries)
         parts = [shards.slice(whole.name, tf.int32, 0, Size(entries), i, '') for i in range(2)]
-        joined = gather(shards, parts, tf.int32, 0, Size(entries, (rows,)), '')
+        joined = gather(shards, parts, tf.int32, 0, [Size(entries, (rows,))], '')
         nodes.build()
         cuts = [op for op in graph.get_operations() if op.type == 'StridedSlice']
         assert {op.get_attr('Index') for op in cuts if op.name.startswith('replicate/Str')} == {

@@ -32,6 +32,7 @@ class Slice(NamedTuple):
     axis: int
     rows: RowSpace
     factor: Size  # how many entries an example has along the axis
+    in_blocks: bool = False  # whether these are in blocks, as in `Shard`
 
 
 class LocalShape(NamedTuple):

@@ -172,9 +172,12 @@ class Sizes:
         if any(operand is None for operand in inputs):
             raise UnknownSize(f'an input of {op.name} is unknown')
 
-        value = np.asarray(_VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
+        value = np.array(_VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
         if value.size > _LARGEST:
             raise UnknownSize(f'{tensor.name} is too large')
+        for position, entry in enumerate(value.flat):
+            if entry is None:
+                value.flat[position] = self._symbol(tensor, position)
         if not all(_fits(size, tensor.dtype.base_dtype) for size in value.flat):
             raise UnknownSize(f'{tensor.name} overflows')
         return value
@@ -184,9 +187,12 @@ class Sizes:
         count = tensor.shape.num_elements()
         if count is None or count > _LARGEST:
             return None
-        name = f'{self._scope}{tensor.name}'
-        entries = [Size(1, (Entry(name, position),)) for position in range(count)]
+        entries = [self._symbol(tensor, position) for position in range(count)]
         return np.array(entries, object).reshape(tensor.shape)
+
+    def _symbol(self, tensor: tf.Tensor, position: int) -> Size:
+        """The symbol for an entry that is known only when the step runs."""
+        return Size(1, (Entry(f'{self._scope}{tensor.name}', position),))
 
 
 # An array of `Size`, of an array of numbers.
@@ -236,7 +242,8 @@ def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 # Value functions: what an op computes of sizes. The first argument is the output; the others are
-# the values of the op's inputs, as arrays of `Size`.
+# the values of the op's inputs, as arrays of `Size`. An entry of the result that can't be told is
+# None.
 
 
 def _strided_slice(
@@ -258,12 +265,12 @@ def _strided_slice(
     return _numpy(x.__getitem__, slice(first, last, step))
 
 
-def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> ndarray:
-    first = _only_number(begin)
-    count = _only_number(size)
-    if count < 0:  # -1 stands for all that are left.
-        return x[first:]
-    return x[first : first + count]
+def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> Any:
+    slices = []
+    for first, count in zip(_numbers(begin), _numbers(size)):
+        # -1 stands for all that are left.
+        slices.append(slice(first, None if count < 0 else first + count))
+    return _numpy(x.__getitem__, tuple(slices))
 
 
 def _pack(tensor: tf.Tensor, *values: ndarray) -> ndarray:
@@ -285,6 +292,10 @@ def _reshape(_: tf.Tensor, x: ndarray, shape: ndarray) -> ndarray:
 
 def _expand_dims(_: tf.Tensor, x: ndarray, axis: ndarray) -> ndarray:
     return _numpy(np.expand_dims, x, _numbers(_numpy(np.reshape, axis, ())))
+
+
+def _transpose(_: tf.Tensor, x: ndarray, permutation: ndarray) -> Any:
+    return _numpy(np.transpose, x, _numbers(permutation))
 
 
 def _squeeze(tensor: tf.Tensor, x: ndarray) -> ndarray:
@@ -324,7 +335,11 @@ def _concat_offset(tensor: tf.Tensor, axis: ndarray, *shapes: ndarray) -> ndarra
     position = _numbers(axis)
     before = shapes[: tensor.value_index]
     lengths = [_numpy(shape.__getitem__, position) for shape in before]
-    _numpy(result.__setitem__, position, sum(lengths, Size(0)))
+    try:
+        offset = sum(lengths, Size(0))
+    except UnknownSize:
+        offset = None
+    _numpy(result.__setitem__, position, offset)
     return result
 
 
@@ -379,6 +394,7 @@ _VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'Squeeze': _squeeze,
     'StopGradient': lambda _, x: x,
     'StridedSlice': _strided_slice,
+    'Transpose': _transpose,
     'Unpack': _unpack,
     # New values:
     'ConcatOffset': _concat_offset,

@@ -164,7 +164,7 @@ class FunctionBody:
                 raise NotSharded(f'in it, {op.name} needs all examples')
             return LOCAL
 
-        if isinstance(need, Slice) and self._can_be_made(tensor):
+        if isinstance(need, Slice) and not need.in_blocks and self._can_be_made(tensor):
             self._requests[tensor.op] = need
             return LOCAL
         if isinstance(need, Slice) or need == FULL_ON_FIRST:

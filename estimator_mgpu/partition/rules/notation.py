@@ -65,8 +65,12 @@ class Signature(NamedTuple):
     outputs: Sequence[tuple[Label, ...]]  # the labels of each output's dimensions
     # How outputs without the label are reduced, as `Partial.reduce`; None if they are replicated.
     reduce: str | None = None
-    dims: Sequence[list[Size] | None] | None = None  # outputs', if labels don't tell them
+    # The outputs' dimensions. None for an output or a dimension whose sizes the labels tell.
+    dims: Sequence[Sequence[Size | None] | None] | None = None
     attrs: dict[str, Any] = {}  # attributes that are different on towers
+    # Of labels with different sizes on inputs and outputs: whether the op takes the entries to be
+    # in blocks, as in `Shard`. The order means nothing to other ops, if it's the same everywhere.
+    in_blocks: Mapping[Label, bool] = {}
 
 
 # A text, or a function of an op. A user's function may also return None for "not sharded".

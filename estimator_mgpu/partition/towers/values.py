@@ -17,7 +17,7 @@ from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import Plan, Slice
-from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace
+from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size
 from estimator_mgpu.partition.towers import reduce_and_gather
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
@@ -82,7 +82,17 @@ class Values:
         shards = self.shards_of(need.rows)
         full = self.full(tensor)
         device = self.device_of_full(tensor)
-        return shards.slice(full, tensor.dtype.base_dtype, need.axis, need.factor, tower, device)
+        dtype = tensor.dtype.base_dtype
+        if need.in_blocks:
+            dims = self._dims(tensor, need.axis, need.factor, need.rows)
+            return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
+        return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+
+    def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
+        """The dimensions of a full value that has `factor` entries a row along an axis."""
+        dims = list(self._plan.sizes.dims(tensor) or [])
+        dims[axis] = factor * Size(1, (rows,))
+        return dims
 
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
@@ -173,9 +183,11 @@ class Values:
         if isinstance(placement, Partial):
             return {name: reduce_and_gather.reduce(shards, parts, dtype, placement.reduce, device)}
 
-        axis = placement.axis
-        size = (self._plan.sizes.dims(tensor) or [])[axis]
-        return {name: reduce_and_gather.gather(shards, parts, dtype, axis, size, device)}
+        dims = self._plan.sizes.dims(tensor) or []
+        gather = reduce_and_gather.gather
+        if placement.in_blocks:
+            gather = reduce_and_gather.gather_blocks
+        return {name: gather(shards, parts, dtype, placement.axis, dims, device)}
 
     def _make_size(self, tensor: tf.Tensor) -> str:
         dtype = tensor.dtype.base_dtype
