@@ -169,6 +169,30 @@ _all_sharded(
         doubled=lambda x: tf.reduce_mean(tf.reshape(tf.concat([x, -x], 1), [-1, 2, WIDTH]), 1) + x,
         repeated=lambda x: tf.reduce_sum(tf.reshape(tf.repeat(x, 2, 0), [-1, 2, WIDTH]), 1),
         logsumexp=lambda x: x - tf.reduce_logsumexp(x, 0),
+        one_part=lambda x: tf.tanh(tf.split(x, 1, 0)[0]) + tf.split(x, [tf.shape(x)[0]])[0],
+        copies_in_blocks=lambda x: tf.reduce_mean(
+            tf.reshape(tf.sin(tf.tile(x, [3, 1])), [3, -1, WIDTH]), 0
+        ),
+        copies_summed=lambda x: x + 0.1 * tf.reduce_mean(tf.square(tf.tile(x, [2, 1])), 0),
+        time_major=lambda x: (
+            tf.reshape(tf.transpose(tf.tanh(tf.reshape(tf.transpose(x), [-1, 1]))), [WIDTH, -1])[0][
+                :, None
+            ]
+            + x
+        ),
+        stacked_in_blocks=lambda x: tf.reshape(
+            tf.tanh(tf.reshape(tf.stack([x, -x]), [-1, WIDTH])), [2, -1, WIDTH]
+        )[1],
+        images_of_images=lambda x: tf.reshape(
+            tf.batch_to_space_nd(
+                tf.tanh(
+                    tf.space_to_batch_nd(tf.reshape(x, [-1, 2, 2, 1]), [2, 2], [[0, 2], [2, 0]])
+                ),
+                [2, 1],
+                [[0, 2], [0, 0]],
+            )[: tf.shape(x)[0]],
+            [-1, WIDTH],
+        ),
         wide=lambda x: tf.matmul(tf.transpose(tf.matmul(x, x, transpose_b=True)), x) * 0.1,
         rows_in_halves=lambda x: tf.reshape(
             tf.reshape(x, [2 * tf.shape(x)[0], 2]) ** 3, [-1, WIDTH]
@@ -305,6 +329,24 @@ def gather_nd(x, c):
 def beams(x, c):
     best = tf.nn.top_k(x @ c.variable(WIDTH, WIDTH), 2).indices
     return x + tf.reduce_mean(tf.gather(x, best, batch_dims=1), 1, keepdims=True)
+
+
+@_sharded
+def two_views(x, c):
+    """One layer for two batches, one after the other."""
+    both = dense(tf.concat([x, tf.sin(x)], 0), c)
+    rows = tf.shape(x)[0]
+    first, second = tf.split(both, 2, 0)
+    return tf.tanh(both[:rows]) * first + both[rows:] - second
+
+
+@_sharded
+def dilated(x, c):
+    """Two convolutions of other dilations, with what is between them."""
+    net = tf.reshape(tf.concat([x, -x], 1), [-1, 4, 2, 1])
+    net = tf.nn.convolution(net, c.variable(2, 2, 1, 3), 'SAME', dilations=[2, 1])
+    net = tf.nn.convolution(tf.tanh(net), c.variable(2, 2, 3, 1), 'SAME', dilations=[2, 2])
+    return x + tf.reshape(net, [-1, 2, WIDTH])[:, 0]
 
 
 @_sharded

@@ -507,7 +507,35 @@ def _slice(op, b):
 def _tile(op, b):
     x = b.floats(1)
     made = op(input=b.whole(1, 2), multiples=tf.stack([tf.shape(x)[0], 2]))
-    return [op(input=x, multiples=[1, 3]), made + x]
+    copies = op(input=x, multiples=[3, 1])  # in blocks
+    return [op(input=x, multiples=[1, 3]), made + x, copies, *_slopes(copies, x)]
+
+
+def _one_part(op, b):
+    x = b.floats(3)
+    return op(value=x, size_splits=tf.shape(x)[:1], axis=0, num_split=1)
+
+
+def _blocks(op, b):
+    """Several blocks of all examples, one after another: put together, and taken apart."""
+    x = b.floats(3)
+    rows = tf.shape(x)[0]
+    three = ops.ConcatV2(values=[x, 2 * x, b.floats(3)], axis=0)
+    five = ops.ConcatV2(values=[three, three[:rows], tf.split(three, 3, 0)[1]], axis=0)
+    time_major = tf.reshape(five, [5, -1, 3])
+    made = [three, five, three[rows:], five[rows : 4 * rows], tf.reshape(time_major, [-1, 3])]
+    parts = [ops.Slice(input=five, begin=[at, 0], size=[rows, 3]) for at in (0, 2 * rows)]
+    return [*made, time_major, *parts, *(_slopes(y, x)[0] for y in made)]
+
+
+def _space(op, b):
+    """Blocks of blocks, in two steps, which are taken apart in one."""
+    x = b.floats(4, 4, 2)
+    halves = ops.SpaceToBatchND(input=x, block_shape=[2, 1], paddings=[[1, 1], [0, 0]])
+    eighths = ops.SpaceToBatchND(input=halves, block_shape=[2, 2], paddings=[[0, 1], [0, 0]])
+    joined = ops.BatchToSpaceND(input=tf.tanh(eighths), block_shape=[2, 2], crops=[[0, 1], [0, 0]])
+    made = [halves, eighths, joined, tf.reduce_mean(eighths, 0)]
+    return [*made, *(_slopes(y, x)[0] for y in made)]
 
 
 PADS = [[0, 0], [1, 2]]
@@ -520,6 +548,10 @@ sample('PadV2', 'n4', paddings=PADS, constant_values=2.0)
 _reflected = {'paddings': PADS, 'mode': 'REFLECT'}
 sample('MirrorPad MirrorPadGrad', _slopes_of, name='MirrorPad', words='n4', **_reflected)
 sample('Tile', _tile)
+sample('ConcatV2 Slice Split StridedSlice StridedSliceGrad Reshape', _blocks)
+sample('SpaceToBatchND BatchToSpaceND', _space)
+sample('Split', lambda op, b: op(axis=0, value=b.floats(3), num_split=1))
+sample('SplitV', _one_part)
 
 UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
 
@@ -578,6 +610,8 @@ WRONG = [
         ('MaxPoolGrad', 'nS nS nS -> nS'),
         ('Conv2D', 'nh__ * -> nh__'),
         ('SpaceToDepth', 'nhwc -> nhwc'),
+        ('SpaceToBatchND', 'n... * * -> n...'),
+        ('Tile', 'nS * -> nS'),
         ('Cumsum', 'S * -> S'),
         ('ReverseV2', 'S * -> S'),
         ('Pad', 'S * -> S'),

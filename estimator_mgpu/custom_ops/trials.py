@@ -80,11 +80,19 @@ class Call(NamedTuple):
 
     def fed(self) -> tf.Operation:
         """Adds an op that does the same with whatever its inputs are fed."""
-        inputs = zip(self.op.inputs, self.values)
-        return copy_of(
-            self.op,
-            [t if value is None else tf.placeholder(t.dtype.base_dtype) for t, value in inputs],
-        )
+        try:
+            return copy_of(self.op, [self._placeholder(i, None) for i in range(len(self.values))])
+        except ValueError:
+            # Its shape function needs to know how many sizes it's given, or which axes.
+            shapes = [value.shape if _may_be_sizes(value) else None for value in self.values]
+            return copy_of(self.op, [self._placeholder(i, own) for i, own in enumerate(shapes)])
+
+    def _placeholder(self, index: int, shape: Any) -> tf.Tensor:
+        """What is fed for an input: of any shape, if it's None; the input itself if it has none."""
+        tensor = self.op.inputs[index]
+        if self.values[index] is None:
+            return tensor
+        return tf.placeholder(tensor.dtype.base_dtype, shape)
 
     def key(self) -> Hashable:
         """A key that two ops share if they do the same with inputs of the same shapes."""
