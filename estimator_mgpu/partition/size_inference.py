@@ -136,9 +136,13 @@ class Sizes:
     def _infer_dims(self, tensor: tf.Tensor) -> list[Size]:
         """The dimensions of a tensor of known rank."""
         dims = self.static_dims(tensor)
-        if tensor.op.type not in _SHAPE_INPUTS:
-            return dims
-        shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
+        shape = None
+        if tensor.op.type in _SHAPE_INPUTS:
+            shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
+        elif tensor.op.type == 'Range':
+            start, limit, delta = (self.entries(operand) for operand in tensor.op.inputs)
+            if start == [Size(0)] and delta == [ONE]:
+                shape = limit
         if shape is None:
             return dims
         return [size if dim.symbols else dim for dim, size in zip(dims, shape)]
@@ -294,6 +298,17 @@ def _expand_dims(_: tf.Tensor, x: ndarray, axis: ndarray) -> ndarray:
     return _numpy(np.expand_dims, x, _numbers(_numpy(np.reshape, axis, ())))
 
 
+def _split(tensor: tf.Tensor, axis: ndarray, x: ndarray) -> Any:
+    return _numpy(np.split, x, tensor.op.get_attr('num_split'), _numbers(axis))[tensor.value_index]
+
+
+def _split_by_sizes(tensor: tf.Tensor, x: ndarray, lengths: ndarray, axis: ndarray) -> Any:
+    ends = np.cumsum(_numbers(lengths))[:-1]
+    if min(_numbers(lengths)) < 0:
+        raise UnknownSize('a part takes what is left')
+    return _numpy(np.split, x, ends, _numbers(axis))[tensor.value_index]
+
+
 def _transpose(_: tf.Tensor, x: ndarray, permutation: ndarray) -> Any:
     return _numpy(np.transpose, x, _numbers(permutation))
 
@@ -391,6 +406,8 @@ _VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'Pack': _pack,
     'Reshape': _reshape,
     'Slice': _slice,
+    'Split': _split,
+    'SplitV': _split_by_sizes,
     'Squeeze': _squeeze,
     'StopGradient': lambda _, x: x,
     'StridedSlice': _strided_slice,

@@ -10,9 +10,18 @@ import string
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.axes import along_axes, axes_of
-from estimator_mgpu.partition.rules.notation import Rule, by_attribute, rank, require, table
+from estimator_mgpu.partition.plan import FULL
+from estimator_mgpu.partition.rules.axes import axes_of
+from estimator_mgpu.partition.rules.notation import (
+    Rule,
+    Signature,
+    by_attribute,
+    rank,
+    require,
+    table,
+)
 from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import Size
 
 
 def _gather(op: tf.Operation, sizes: Sizes) -> str:
@@ -25,6 +34,19 @@ def _gather(op: tf.Operation, sizes: Sizes) -> str:
     before = string.ascii_lowercase[:axis]
     batch = before[: op.get_attr('batch_dims')]
     return f'{before}_P {batch}I * -> {before}IP'
+
+
+def _one_hot(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`OneHot`: along the dimensions of the indices. The new one has as many entries as it says."""
+    count = rank(op.inputs[0], sizes)
+    [axis] = axes_of(op, 'axis', sizes, count + 1)
+    [depth] = require(sizes.entries(op.inputs[1]))
+    labels = tuple(range(count))
+    dims: list[Size | None] = [None] * (count + 1)
+    dims[axis] = depth
+    return Signature(
+        [labels, FULL, FULL, FULL], [(*labels[:axis], None, *labels[axis:])], dims=[dims]
+    )
 
 
 def _unsorted_segments(op: tf.Operation, sizes: Sizes) -> str:
@@ -46,7 +68,7 @@ _RULES: dict[str, Rule] = {
     # The last dimension of the indices is a position in the table.
     'GatherNd ResourceGatherNd': '* I_ -> I...',
     'LookupTableFind LookupTableFindV2': '* S * -> S...',
-    'OneHot': along_axes('axis', 'left * * * -> all'),
+    'OneHot': _one_hot,
     'ResourceGather': by_attribute('batch_dims', {0: '* I -> I...'}),
     'UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum': (
         _unsorted_segments

@@ -78,20 +78,26 @@ def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
     input_labels: list[Label] = [None] * len(before)
     output_labels: list[Label] = [None] * len(after)
     in_blocks: dict[Label, bool] = {}
-    for i in _shardable_axes(before):
-        for j in _shardable_axes(after):
-            if not _may_have_same_rows(before[i], after[j]):
-                continue
-            as_many_before = product(before[:i]).same_as(product(after[:j]))
-            as_many_after = product(before[i + 1 :]).same_as(product(after[j + 1 :]))
-            is_batch = bool(before[i].rows or after[j].rows)
-            if as_many_before or (as_many_after and is_batch):
-                input_labels[i] = i
-                output_labels[j] = i
-                # If neither changes, any order of the entries is kept.
-                is_kept = as_many_before and before[i].same_as(after[j])
-                if not is_kept:
-                    in_blocks[i] = not as_many_before
+    pairs = [
+        (i, j)
+        for i in _shardable_axes(before)
+        for j in _shardable_axes(after)
+        if _may_have_same_rows(before[i], after[j])
+    ]
+    for i, j in pairs:
+        if product(before[:i]).same_as(product(after[:j])):
+            input_labels[i] = i
+            output_labels[j] = i
+            if not before[i].same_as(after[j]):  # Otherwise any order of the entries is kept.
+                in_blocks[i] = False
+    for i, j in pairs:
+        is_free = input_labels[i] is None and output_labels[j] is None
+        has_rows = before[i].rows or after[j].rows
+        as_many_after = product(before[i + 1 :]).same_as(product(after[j + 1 :]))
+        if is_free and has_rows and as_many_after:
+            input_labels[i] = i
+            output_labels[j] = i
+            in_blocks[i] = True
     return Signature(
         [tuple(input_labels), SizesOf(tuple(output_labels))],
         [tuple(output_labels)],
@@ -372,13 +378,23 @@ def _concat(op: tf.Operation, sizes: Sizes) -> Signature:
     [axis] = axes_of(op, -1, sizes, count)
     labels: list[Label] = list(range(count))
     dims: list[Size | None] = [None] * count
-    try:
-        dims[axis] = sum([require(sizes.dims(one))[axis] for one in inputs], Size(0))
-    except UnknownSize:
+    dims[axis] = _sum([require(sizes.dims(one))[axis] for one in inputs])
+    if dims[axis] is None:
         labels[axis] = None
     return Signature(
         [*[tuple(labels)] * len(inputs), FULL], [tuple(labels)], dims=[dims], in_blocks={axis: True}
     )
+
+
+def _sum(summands: Sequence[Size]) -> Size | None:
+    """The sum of sizes; if one has rows, as a multiple of these. None if it's neither."""
+    rows = next((size.rows for size in summands if size.rows), None)
+    counts = [size if rows is None else per_row(size, rows) for size in summands]
+    try:
+        total = sum([require(count) for count in counts], Size(0))
+    except (NotSharded, UnknownSize):
+        return None
+    return total if rows is None else total * Size(1, (rows,))
 
 
 def _split(op: tf.Operation, sizes: Sizes) -> Signature:
