@@ -366,6 +366,40 @@ sample('BatchMatMulV3', 'n23 w134', Tout=tf.float32)
 sample('Einsum', _einsum)
 
 
+# Sparse tensors, of which each tower has its rows.
+
+
+def _sparse(b, dtype, least):
+    """In each row `least` entries or one more."""
+    values = b.ints(2)
+    places = tf.where(tf.sequence_mask(least + b.ints(below=2), 2))
+    shape = tf.shape(values, out_type=tf.int64)
+    return places, tf.cast(tf.gather_nd(values, places), dtype), shape
+
+
+def _ctc_loss(op, b):
+    logits = tf.transpose(b.floats(6, 5), [1, 0, 2])
+    places, values, shape = _sparse(b, tf.int32, least=1)
+    length = tf.fill([tf.cast(shape[0], tf.int32)], 6)
+    losses, _ = op(
+        inputs=logits, labels_indices=places, labels_values=values, sequence_length=length
+    )
+    return [losses, *_slopes(losses, logits)]
+
+
+def _sparse_matmul(op, b):
+    places, values, shape = _sparse(b, tf.float32, least=0)
+    given = dict(a_indices=places, a_values=values, a_shape=shape)
+    w, x = b.whole(2, 3), b.floats(3)
+    rows, more_rows = op(b=w, **given), op(b=tf.transpose(w), adjoint_b=True, **given)
+    sums = op(b=x, adjoint_a=True, **given)
+    return [rows, more_rows, sums, *_slopes(rows, w), *_slopes(sums, x)]
+
+
+sample('CTCLoss', _ctc_loss)
+sample('SparseTensorDenseMatMul', _sparse_matmul)
+
+
 # Cells of recurrent networks, and their gradients.
 
 
@@ -553,7 +587,10 @@ sample('SpaceToBatchND BatchToSpaceND', _space)
 sample('Split', lambda op, b: op(axis=0, value=b.floats(3), num_split=1))
 sample('SplitV', _one_part)
 
-UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
+UNREACHABLE = {
+    'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.',
+    'CTCLossV2': 'It only has a kernel for GPUs.',
+}
 
 
 @pytest.mark.parametrize('name', sorted({*RULES, *SAMPLES} - {*UNREACHABLE}))

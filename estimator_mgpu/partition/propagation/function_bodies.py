@@ -23,6 +23,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     OpPlan,
     Slice,
+    SparseRows,
 )
 from estimator_mgpu.partition.propagation.decisions import (
     decide,
@@ -172,6 +173,8 @@ class FunctionBody:
                 raise NotSharded(f'in it, {op.type} needs a slice of {tensor.name}')
             return LOCAL
 
+        if isinstance(need, SparseRows):
+            raise NotSharded(f'in it, {op.type} needs rows of a sparse tensor')
         if isinstance(need, LocalShape):
             self._check_local_shape(op, need, differs)
             return LOCAL if differs else need

@@ -20,12 +20,14 @@ from estimator_mgpu.partition.plan import (
     LOCAL,
     Constant,
     Decision,
+    EntriesOf,
     Form,
     Label,
     Need,
     OpPlan,
     SizesOf,
     Slice,
+    SparseRows,
     local_shape_of,
 )
 from estimator_mgpu.partition.propagation.accepted_shapes import takes
@@ -193,6 +195,8 @@ class Match:
         if isinstance(operand, (Form, Constant)):
             has_local = tensor.name in self._scope.placements
             return operand if operand != LOCAL or has_local else None
+        if isinstance(operand, EntriesOf):
+            return self._need_of_entries(operand, way)
         labels = operand.labels if isinstance(operand, SizesOf) else operand
         if way.label not in labels:
             return FULL
@@ -203,6 +207,14 @@ class Match:
         if placement == way.shard(axis, factor):
             return LOCAL
         return self._need_of_full(tensor, axis, way)
+
+    def _need_of_entries(self, operand: EntriesOf, way: Way) -> Need | None:
+        """The form of a sparse tensor's indices or values."""
+        if operand.label != way.label:
+            return FULL
+        if way.in_blocks:
+            return None  # A tower's rows don't follow each other.
+        return SparseRows(self._op.inputs[operand.indices].name, way.rows, way.factor)
 
     def _need_of_sizes(self, tensor: tf.Tensor, position: int, way: Way) -> Need | None:
         """The form of a shape whose entry at a position is sharded."""

@@ -20,6 +20,7 @@ from estimator_mgpu.partition.plan import (
     OpPlan,
     Plan,
     Slice,
+    SparseRows,
     VariableValue,
 )
 from estimator_mgpu.partition.towers.functions import adapt_node
@@ -100,6 +101,8 @@ class Copies:
             return self._values.local(tensor, tower)
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
+        if isinstance(need, SparseRows):
+            return self._values.sparse_rows(tensor, need, tower)
         if isinstance(need, (LocalShape, Constant)):
             return self._local_sizes(tensor, need, tower)
 

@@ -16,9 +16,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
-from estimator_mgpu.partition.plan import Plan, Slice
+from estimator_mgpu.partition.plan import Plan, Slice, SparseRows
 from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size
-from estimator_mgpu.partition.towers import reduce_and_gather
+from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
 from estimator_mgpu.partition.towers.placement import device_of
@@ -87,6 +87,28 @@ class Values:
             dims = self._dims(tensor, need.axis, need.factor, need.rows)
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
         return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+
+    def sparse_rows(self, tensor: tf.Tensor, need: SparseRows, tower: int) -> str:
+        """A tower's rows of a sparse tensor: the indices of its entries, or their values."""
+        shards = self.shards_of(need.rows)
+        indices = self._graph.get_tensor_by_name(need.indices)
+        positions = sparse_rows.positions(
+            shards,
+            self.full(indices),
+            indices.dtype,
+            need.factor,
+            tower,
+            self.device_of_full(indices),
+        )
+        device = self.device_of_full(tensor)
+        dtype = tensor.dtype.base_dtype
+        taken = sparse_rows.take(self._nodes, self.full(tensor), dtype, positions, device)
+        if tensor.name != need.indices:
+            return taken
+        columns = indices.shape.as_list()[1]
+        return sparse_rows.count_from_first(
+            shards, taken, dtype, columns, need.factor, tower, device
+        )
 
     def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
         """The dimensions of a full value that has `factor` entries a row along an axis."""
