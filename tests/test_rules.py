@@ -260,6 +260,26 @@ def _lookup(op, b):
     return tf.lookup.StaticHashTable(pairs, -1).lookup(b.strings(2))
 
 
+def _scatter(op, b):
+    x, places = b.floats(3), tf.constant([[2], [0], [2]])
+    time_major = tf.transpose(b.floats(4), [1, 0])
+    rows = tf.transpose(x, [1, 0])
+    updated = op(tensor=time_major, indices=places, updates=rows)
+    return [updated, tf.gradients(tf.square(updated), x)[0]]
+
+
+def _scatter_nd(op, b):
+    x = tf.transpose(b.floats(3, 2), [1, 0, 2])
+    places = tf.constant([[2, 1], [0, 1], [2, 1]])
+    shape = tf.stack([3, 2, tf.shape(x)[1], 2])
+    scattered = op(indices=places, updates=x, shape=shape)
+    return [scattered, *_slopes(scattered, x)]
+
+
+def _empty(op, b):
+    return op(shape=tf.shape(b.floats(3)), dtype=tf.float32, init=True)
+
+
 sample('Sum Mean Max Min Prod', lambda op, b: _reduced(op, b.floats(3, 2)))
 sample('All Any', lambda op, b: _reduced(op, b.bools(3, 2)))
 sample('Mean', lambda op, b: op(input=b.floats(3, dtype=np.float16) * 1000, axis=[0]))
@@ -279,6 +299,10 @@ for _axis in (-1, 0, 1):
     sample('OneHot', 'i2', depth=4, on_value=1.0, off_value=0.0, axis=_axis)
     if _axis:
         sample('ArgMax ArgMin', 'n32', dimension=_axis)
+sample('Empty', _empty)
+sample('TensorScatterAdd TensorScatterMax TensorScatterMin', _scatter)
+sample('TensorScatterSub TensorScatterUpdate', _scatter)
+sample('ScatterNd', _scatter_nd)
 sample('Gather', 'w43 i2')
 sample('GatherV2', _gather)
 sample('GatherNd', 'w442 i32')

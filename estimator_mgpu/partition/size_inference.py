@@ -32,6 +32,7 @@ _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'Truncat
 _STATELESS = ('StatelessRandomNormalV2', 'StatelessRandomUniformV2', 'StatelessTruncatedNormalV2')
 # By type of op, which input is the shape of the output.
 _SHAPE_INPUTS = {
+    'Empty': 0,
     'ScatterNd': 2,
     'SparseToDense': 1,
     'Fill': 0,

@@ -475,6 +475,7 @@ _RULES: dict[str, Rule] = {
     'ConcatV2': _concat,
     'ConjugateTranspose Transpose': _transpose,
     'ExpandDims': along_axes(1, 'left * -> all'),
+    'Empty': '#S -> S',  # whatever is there: nothing, or zeros
     'Fill': '#S * -> S',
     'MirrorPad MirrorPadGrad Pad PadV2': _pad,
     'Pack': along_axes('axis', 'left+ -> all'),
