@@ -39,6 +39,7 @@ _SHAPE_INPUTS = {
     **dict.fromkeys(_RANDOM, 0),
     **dict.fromkeys(_STATELESS, 0),
 }
+_SPLITS_OF_STRINGS = ('StringSplit', 'StringSplitV2')
 _LARGEST = 64  # entries of a tensor: larger ones aren't sizes
 
 
@@ -137,16 +138,15 @@ class Sizes:
     def _infer_dims(self, tensor: tf.Tensor) -> list[Size]:
         """The dimensions of a tensor of known rank."""
         dims = self.static_dims(tensor)
-        shape = None
+        shape: Sequence[Size | None] | None = None
         if tensor.op.type in _SHAPE_INPUTS:
             shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
-        elif tensor.op.type == 'Range':
-            start, limit, delta = (self.entries(operand) for operand in tensor.op.inputs)
-            if start == [Size(0)] and delta == [ONE]:
-                shape = limit
+        elif tensor.op.type in _SHAPE_FUNCTIONS:
+            shape = _SHAPE_FUNCTIONS[tensor.op.type](self, tensor.op)
         if shape is None:
             return dims
-        return [size if dim.symbols else dim for dim, size in zip(dims, shape)]
+        told = [size if size and dim.symbols else dim for dim, size in zip(dims, shape)]
+        return [*told, *dims[len(told) :]]
 
     def _value(self, tensor: tf.Tensor) -> ndarray | None:
         """An array of the entries, in the tensor's shape; None if even the shape is unknown."""
@@ -170,6 +170,10 @@ class Sizes:
         inputs: list[Any]
         if op.type in op_types.SHAPE_QUERIES:
             inputs = [self.dims(op.inputs[tensor.value_index])]
+        elif op.type in _SPLITS_OF_STRINGS:
+            inputs = [self.dims(op.inputs[0])]
+        elif op.type == 'SparseReshape':
+            inputs = [self._value(operand) for operand in op.inputs[1:]]
         elif op.type in _VALUE_FUNCTIONS and op.inputs:
             inputs = [self._value(operand) for operand in op.inputs]
         else:
@@ -246,6 +250,50 @@ def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise UnknownSize(str(error)) from error
 
 
+# Shape functions: the first dimensions of an op's output, where its inputs tell them.
+
+
+def _shape_of_range(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """From 0 on, `limit` numbers."""
+    start, limit, delta = (sizes.entries(operand) for operand in op.inputs)
+    return limit if start == [Size(0)] and delta == [ONE] else None
+
+
+def _shape_of_segments(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """The number of segments, and what the data has behind the dimensions that the ids have."""
+    data, ids, count = op.inputs
+    number = sizes.entries(count)
+    dims = sizes.dims(data)
+    if number is None or dims is None or ids.shape.rank is None:
+        return None
+    return [*number, *dims[ids.shape.rank :]]
+
+
+def _shape_of_ragged(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """As many rows as the ragged tensor has, unless another number of rows is asked for."""
+    shape = sizes.entries(op.inputs[0])
+    if shape is None or shape[0] != Size(-1):
+        return None
+    partition = op.inputs[3]
+    kind = op.get_attr('row_partition_types')[0]
+    try:
+        if kind == b'FIRST_DIM_SIZE':
+            return sizes.entries(partition)
+        splits = sizes.dims(partition)
+        return [splits[0] + Size(-1)] if kind == b'ROW_SPLITS' and splits else None
+    except UnknownSize:
+        return None
+
+
+_SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None] | None]] = {
+    'RaggedTensorToTensor': _shape_of_ragged,
+    'Range': _shape_of_range,
+    **dict.fromkeys(
+        [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')],
+        _shape_of_segments,
+    ),
+}
+
 # Value functions: what an op computes of sizes. The first argument is the output; the others are
 # the values of the op's inputs, as arrays of `Size`. An entry of the result that can't be told is
 # None.
@@ -308,6 +356,24 @@ def _split_by_sizes(tensor: tf.Tensor, x: ndarray, lengths: ndarray, axis: ndarr
     if min(_numbers(lengths)) < 0:
         raise UnknownSize('a part takes what is left')
     return _numpy(np.split, x, ends, _numbers(axis))[tensor.value_index]
+
+
+def _sparse_reshape(tensor: tf.Tensor, shape: ndarray, new_shape: ndarray) -> list[Size | None]:
+    """Output 1, the new shape of a sparse tensor, in which -1 stands for what is left."""
+    if tensor.value_index != 1:
+        raise UnknownSize('these are indices')
+    entries: list[Size | None] = list(new_shape)
+    if Size(-1) in entries:
+        others = product(list(new_shape)) * Size(-1)
+        entries[entries.index(Size(-1))] = product(list(shape)).over(others)
+    return entries
+
+
+def _shape_of_split_strings(tensor: tf.Tensor, dims: list[Size]) -> list[Size | None]:
+    """Output 2, the shape of a sparse tensor with a row for each string."""
+    if tensor.value_index != 2:
+        raise UnknownSize('these are indices, or strings')
+    return [dims[0], None]
 
 
 def _transpose(_: tf.Tensor, x: ndarray, permutation: ndarray) -> Any:
@@ -407,7 +473,9 @@ _VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'Pack': _pack,
     'Reshape': _reshape,
     'Slice': _slice,
+    'SparseReshape': _sparse_reshape,
     'Split': _split,
+    **dict.fromkeys(_SPLITS_OF_STRINGS, _shape_of_split_strings),
     'SplitV': _split_by_sizes,
     'Squeeze': _squeeze,
     'StopGradient': lambda _, x: x,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import EntriesOf, Label, SizesOf
+from estimator_mgpu.partition.plan import FULL, EntriesOf, Label, SizesOf
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule, Signature, require, table
 from estimator_mgpu.partition.size_inference import Sizes
 
@@ -27,6 +27,16 @@ def _ctc_loss(op: tf.Operation, sizes: Sizes) -> Signature:
     labels = _entries(op, 1)
     logits = (None, 'n', None)
     return Signature([logits, labels, labels, ('n',)], [('n',), logits], dims=[[dims[1]], dims])
+
+
+def _to_dense(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`SparseToDense`: indices, the shape, values and a default."""
+    entries = _entries(op, 0)
+    dims = require(sizes.entries(op.inputs[1]))
+    if op.inputs[2].shape.rank != 1:
+        raise NotSharded  # one value for all entries
+    labels = ('n', *[None] * (len(dims) - 1))
+    return Signature([entries, SizesOf(labels), entries, FULL], [labels], dims=[dims])
 
 
 def _sparse_matmul(op: tf.Operation, sizes: Sizes) -> Signature:
@@ -50,5 +60,6 @@ def _sparse_matmul(op: tf.Operation, sizes: Sizes) -> Signature:
 _RULES: dict[str, Rule] = {
     'CTCLoss CTCLossV2': _ctc_loss,
     'SparseTensorDenseMatMul': _sparse_matmul,
+    'SparseToDense': _to_dense,
 }
 RULES = table(_RULES)

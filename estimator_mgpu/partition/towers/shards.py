@@ -110,9 +110,9 @@ class Shards:
             value = self._multiply(value, self._symbol_value(symbol, tower, dtype), dtype)
         return value
 
-    def total_as(self, dtype: tf.DType) -> Number:
-        """How many rows there are, in an integer type."""
-        return self._cast(self.total, dtype)
+    def total_as(self, dtype: tf.DType, more: int = 0) -> Number:
+        """How many rows there are, and some more, in an integer type."""
+        return self._add(more, self._cast(self.total, dtype), dtype)
 
     def local_sizes(
         self, need: Constant | LocalShape, tower: int, scalar: bool, dtype: tf.DType

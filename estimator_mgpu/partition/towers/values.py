@@ -17,7 +17,7 @@ from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import Plan, Slice, SparseRows
-from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size
+from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
@@ -229,9 +229,11 @@ class Values:
         return pack.split(total, self._nodes, device)
 
     def _symbol_value(self, symbol: Any, tower: int | None, dtype: tf.DType) -> Number:
-        """The value of a symbol of a size: how many rows, a dimension, or a tensor's entry."""
+        """The value of a symbol: how many rows or splits, a dimension, or a tensor's entry."""
         if isinstance(symbol, RowSpace):
             return self.shards_of(symbol).total_as(dtype)
+        if isinstance(symbol, Splits):
+            return self.shards_of(symbol.rows).total_as(dtype, more=1)
 
         name, index = symbol
         tensor = self._graph.get_tensor_by_name(name)
