@@ -420,7 +420,14 @@ def _sparse_matmul(op, b):
     return [rows, more_rows, sums, *_slopes(rows, w), *_slopes(sums, x)]
 
 
+def _to_dense(op, b):
+    places, values, shape = _sparse(b, tf.float32, least=0)
+    dense = op(sparse_indices=places, output_shape=shape, sparse_values=values, default_value=2.0)
+    return dense + b.floats(2)
+
+
 sample('CTCLoss', _ctc_loss)
+sample('SparseToDense', _to_dense)
 sample('SparseTensorDenseMatMul', _sparse_matmul)
 
 

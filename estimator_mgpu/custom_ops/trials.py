@@ -202,11 +202,23 @@ def _dimensions(call: Call, towers: int) -> Iterator[Dimension]:
                 continue
             labels = _labels(signature, is_size)[index]
             if at < len(labels) and labels[at] is not None:
+                if _has_several_blocks(call, signature, labels[at]):
+                    continue  # Only the function as a whole tries these.
                 dimension = _dimension(call, signature, labels[at], towers)
                 key = (*dimension.axes.items(), '', *dimension.positions.items())
                 if dimension.size > 0 and key not in found:
                     found.add(key)
                     yield dimension
+
+
+def _has_several_blocks(call: Call, signature: Signature, label: Label) -> bool:
+    """Whether some inputs have more blocks of all rows than others: see `Shard.in_blocks`."""
+    lengths = {
+        value.shape[own.index(label)]
+        for value, own in zip(call.values, _labels(signature, sizes=False))
+        if label in own
+    }
+    return bool(signature.in_blocks.get(label)) and len(lengths) > 1
 
 
 def _dimension(call: Call, signature: Signature, label: Label, towers: int) -> Dimension:
