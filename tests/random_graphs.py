@@ -210,6 +210,19 @@ _all_sharded(
         second=lambda x: x + 0.1 * tf.gradients(tf.gradients(tf.reduce_sum(x**3), x)[0], x)[0],
         saliency=lambda x: x + 0.1 * tf.gradients(tf.reduce_mean(tf.sin(x) * tf.norm(x + 3)), x)[0],
         while_loop=lambda x: _loop(3, lambda i, a: 0.5 * a + tf.sin(a), x),
+        cond_of_blocks=lambda x: tf.reduce_mean(
+            tf.stack(
+                tf.split(
+                    tf.cond(
+                        tf.reduce_sum(x) > 0,
+                        lambda: tf.concat([x, tf.sin(x)], 0),
+                        lambda: tf.tile(tf.tanh(x), [2, 1]),
+                    ),
+                    2,
+                )
+            ),
+            0,
+        ),
         cond=lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x * 0.5, lambda: x - 1),
         case=lambda x: tf.case(
             [(tf.reduce_max(x) > 2, lambda: x * 0.5), (tf.reduce_min(x) < -2, lambda: x + 1)],
@@ -225,6 +238,12 @@ _all_sharded(
 OPS.update(
     **_simple(
         batch_softmax=lambda x: 3 * tf.nn.softmax(x, 0),
+        blocks_in_a_loop=lambda x: tf.split(
+            _loop(3, lambda i, both: tf.tanh(both + tf.tile(x, [2, 1])), tf.concat([x, -x], 0)), 2
+        )[1],
+        blocks_and_examples=lambda x: (
+            tf.reshape(tf.concat([x, x], 1), [-1, WIDTH]) + tf.concat([x, -x], 0)
+        )[: tf.shape(x)[0]],
         cumsum_rows=lambda x: 0.3 * tf.cumsum(x, 0),
         roll_rows=lambda x: tf.roll(x, 1, 0),
         sort_rows=lambda x: tf.sort(x, 0),
