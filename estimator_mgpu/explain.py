@@ -167,7 +167,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
             gradients=[_gradient(*pair, plan) for pair in optimizer.applied(graph)],
             traffic=_traffic(ops, step.devices[0]),
             sharded=len(plan.ops) if plan else 0,
-            once=_once(plan, _line) if plan else [],
+            once=ops_run_once(plan, _line) if plan else [],
             scopes=_scopes(plan) if plan else {},
             unknown=list(step.unknown),
         )
@@ -264,7 +264,7 @@ def log_sharding() -> None:
 
 def _costliest_once(plan: Plan) -> str:
     """Says for which reason most of the output is of ops that run once; '' if that is little."""
-    once = _once(plan, lambda op: '') if plan.once else []
+    once = ops_run_once(plan) if plan.once else []
     shares: dict[str, float] = defaultdict(float)
     for op in once:
         shares[op.why] += op.share
@@ -277,7 +277,7 @@ def _costliest_once(plan: Plan) -> str:
     return f' {share} of all output is of {costliest} and more that run once: {why}.'
 
 
-def _once(plan: Plan, line: Callable[[tf.Operation], str]) -> list[Once]:
+def ops_run_once(plan: Plan, line: Callable[[tf.Operation], str] = lambda op: '') -> list[Once]:
     """The ops that run once, the costliest first; `line` tells an op's line in the program."""
     total = sum(bytes_of(t) for op in _counted(plan) for t in op.outputs) or 1
     ops = []

@@ -1,11 +1,14 @@
-"""Prints, for each model, the share of a step's heavy kernels that the busiest device runs.
+"""Prints, for each model, what the busiest device does, and what runs once.
 
     python samples/shares.py
     python samples/shares.py --models=lstm,gan --devices=4 --whole
 
-Heavy kernels are matrix products, convolutions, softmax, tanh, sigmoid and lookups, with their
-gradients. They are counted in TensorFlow's trace (`RunMetadata`); a kernel inside of a function
-or a loop counts each time that it runs. With four devices, 25% is a perfect split.
+The first figure is the busiest device's share of a step's heavy kernels: matrix products,
+convolutions, softmax, tanh, sigmoid and lookups, with their gradients. They are counted in
+TensorFlow's trace (`RunMetadata`); a kernel inside of a function or a loop counts each time that it
+runs. With four devices, 25% is a perfect split. The second one is the share of ops that run once,
+by the bytes of their output, with the type of the largest of them. A loop or branch counts as one
+op.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import shares_models
 from absl import app, flags
 
 from estimator_mgpu import steps
+from estimator_mgpu.explain import ops_run_once
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('models', list(shares_models.MODELS), 'Models to run.')
@@ -27,12 +31,17 @@ flags.register_validator(
 
 
 def main(argv):
-    print(f'{"model":22} heavy kernels  of which on the busiest of {FLAGS.devices} devices')
+    print(f'{"model":22} on the busiest of {FLAGS.devices} devices  runs once')
     for name in FLAGS.models:
         kernels, graph = shares_models.kernels_of(name, FLAGS.devices)
-        count = sum(kernels.values())
-        print(f'{name:22} {count:13}  {max(kernels.values()) / count:4.0%}', flush=True)
-        for op, (why, _) in steps.of_graph(graph).plan.once.items() if FLAGS.whole else ():
+        plan = steps.of_graph(graph).plan
+        busiest = max(kernels.values()) / sum(kernels.values())
+
+        once = ops_run_once(plan)
+        share = sum(op.share for op in once)
+        largest = graph.get_operation_by_name(once[0].name).type if share >= 0.01 else ''
+        print(f'{name:22} {busiest:27.0%} {share:10.0%} {largest}'.rstrip(), flush=True)
+        for op, (why, _) in plan.once.items() if FLAGS.whole else ():
             print(f'  {op}: {why}')
 
 

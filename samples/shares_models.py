@@ -203,6 +203,67 @@ def convolutions(features):
     return _loss(tf.layers.flatten(net), features['y'])
 
 
+@model(image=_floats(16, 16, 3), labels=_ids(4, 16, 16))
+def dilated_convolutions(features):
+    """Segmentation, with a pyramid of dilations."""
+    net = tf.layers.conv2d(features['image'], 8, 3, 2, 'same', activation=tf.nn.relu)
+    branches = [tf.layers.conv2d(net, 4, 1, use_bias=False)]
+    for rate in (2, 3):
+        branch = tf.layers.conv2d(net, 4, 3, padding='same', dilation_rate=rate, use_bias=False)
+        branches.append(branch)
+    net = tf.layers.batch_normalization(tf.concat(branches, -1), training=True)
+    kernel = tf.get_variable('depthwise', [3, 3, 12, 1])
+    net = tf.nn.depthwise_conv2d(tf.nn.relu(net), kernel, [1] * 4, 'SAME', dilations=[2, 2])
+    logits = tf.image.resize_bilinear(tf.layers.conv2d(net, 4, 1), [16, 16])
+    return tf.losses.sparse_softmax_cross_entropy(features['labels'], logits)
+
+
+@model(x=_floats(20, UNITS), labels=_ids(9))
+def wavenet(features):
+    """Causal convolutions, each dilated twice as much as the one before."""
+    net = features['x']
+    for rate in (1, 2, 4):
+        padded = tf.pad(net, [[0, 0], [rate, 0], [0, 0]])
+        both = tf.layers.conv1d(padded, 2 * UNITS, 2, dilation_rate=rate)
+        value, gate = tf.split(both, 2, -1)
+        net += tf.layers.conv1d(tf.tanh(value) * tf.sigmoid(gate), UNITS, 1)
+    return tf.losses.sparse_softmax_cross_entropy(
+        features['labels'], tf.layers.dense(net[:, -1], 9)
+    )
+
+
+@model(
+    sound=_floats(60),
+    labels=tf.SparseTensorValue(
+        np.array([[i, j] for i in range(ROWS) for j in range(1 + i % 3)], np.int64),
+        np.array([(3 * i + j) % 5 for i in range(ROWS) for j in range(1 + i % 3)], np.int32),
+        np.array([ROWS, 3], np.int64),
+    ),
+)
+def speech(features):
+    """Spectra, a recurrent layer, and a CTC loss of a sequence of labels."""
+    spectra = tf.abs(tf.signal.stft(features['sound'], 8, 4, 8))
+    length = tf.fill(tf.shape(spectra)[:1], spectra.shape[1])
+    net, _ = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(UNITS), spectra, length, dtype=tf.float32)
+    time_major = tf.reshape(tf.transpose(net, [1, 0, 2]), [-1, UNITS])
+    logits = tf.reshape(tf.layers.dense(time_major, 6), [net.shape[1], -1, 6])
+    return tf.reduce_mean(tf.nn.ctc_loss(features['labels'], logits, length))
+
+
+@model(first=_floats(8, 8, 3), second=_floats(8, 8, 3))
+def contrastive(features):
+    """Two views of each image, in one batch of twice the size."""
+    both = tf.concat([features['first'], features['second']], 0)
+    net = tf.layers.conv2d(both, 4, 3, activation=tf.nn.relu)
+    net = tf.nn.l2_normalize(tf.layers.dense(tf.layers.flatten(net), UNITS), -1)
+    first, second = tf.split(net, 2, 0)
+    rows = tf.shape(first)[0]
+    same = tf.one_hot(tf.range(rows), rows) * 1e9
+    others = tf.matmul(first, first, transpose_b=True) - same
+    logits = tf.concat([tf.matmul(first, second, transpose_b=True), others], 1)
+    return tf.losses.softmax_cross_entropy(tf.one_hot(tf.range(rows), 2 * rows), 4 * logits)
+
+
 def _attend(net, length, heads=2, relative=False):
     """Self-attention with a mask for padding."""
     steps, each = net.shape[1], UNITS // heads
@@ -291,6 +352,34 @@ def greedy_decoder(features):
     goes_on = lambda i, state, token, finished, written: (i < 10) & ~tf.reduce_all(finished)  # noqa: E731
     loop = tf.while_loop(goes_on, body, (0, state, start, start > 0, written))
     return {'tokens': tf.transpose(loop[-1].stack())}
+
+
+@model(**TOKENS, length=SEQUENCES['length'])
+def translation(features):
+    """A decoder with attention, which is given what it has to write."""
+    table, cell, _, state = _decoder(features)
+    read, keys = (
+        tf.nn.embedding_lookup(table, features['ids']),
+        tf.get_variable('keys', [UNITS] * 2),
+    )
+    mask = tf.sequence_mask(features['length'], STEPS)
+    inputs = tf.TensorArray(tf.float32, STEPS).unstack(tf.transpose(read, [1, 0, 2]))
+    cell.build([None, 2 * UNITS])
+
+    def body(i, state, context, written):
+        output, state = cell(tf.concat([inputs.read(i), context], -1), state)
+        scores = tf.reduce_sum(tf.tanh(read + tf.matmul(output, keys)[:, None]), -1)
+        weights = tf.nn.softmax(tf.where(mask, scores, tf.fill(tf.shape(scores), -1e9)))
+        context = tf.reduce_sum(weights[:, :, None] * read, 1)
+        return i + 1, state, context, written.write(i, tf.concat([output, context], -1))
+
+    start = 0, state, tf.zeros_like(state), tf.TensorArray(tf.float32, STEPS)
+    *_, written = tf.while_loop(lambda i, *_: i < STEPS, body, start)
+    logits = tf.layers.dense(written.stack(), 50)
+    labels = tf.transpose(features['ids'])
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    )
 
 
 @model(**TOKENS, length=SEQUENCES['length'])
@@ -383,6 +472,24 @@ def sparse_and_ragged(features):
     hidden = tf.ragged.map_flat_values(lambda v: tf.nn.relu(v @ table[:UNITS]), ragged)
     net = tf.concat([sparse, safe, tf.reduce_sum(hidden, 1)], 1)
     return _loss(tf.layers.dense(net, UNITS, tf.nn.relu), features['y'])
+
+
+@model(text=np.array([b' '.join([b'%d' % (i + j) for j in range(1 + i % 4)]) for i in range(ROWS)]))
+def bags_of_words(features):
+    """Texts of different lengths, as sparse and as ragged tensors."""
+    table = tf.get_variable('table', [50, UNITS])
+    words = tf.sparse.to_dense(tf.string_split(features['text']), default_value='0')
+    ids = tf.strings.to_number(words, tf.int32)
+    mask = tf.cast(tf.not_equal(ids, 0), tf.float32)[:, :, None]
+    mean = tf.reduce_sum(tf.nn.embedding_lookup(table, ids) * mask, 1) / (
+        1 + tf.reduce_sum(mask, 1)
+    )
+    ragged = tf.strings.split(features['text'], result_type='RaggedTensor')
+    numbers = tf.ragged.map_flat_values(tf.strings.to_number, ragged)
+    largest = tf.reduce_max(numbers.to_tensor(), 1, keepdims=True)
+    net = tf.concat([mean, tf.reduce_sum(numbers, 1)[:, None], largest], -1) / 50
+    net = tf.layers.dense(tf.layers.dense(net, 4 * UNITS, tf.nn.relu), UNITS, tf.nn.relu)
+    return tf.reduce_mean(tf.square(tf.layers.dense(net, 1) - 1))
 
 
 @model(x=_floats(UNITS), text=np.array([b'%d' % i for i in range(ROWS)]), **LABELS)

@@ -322,6 +322,64 @@ def repeated(x):
 
 @_sharded
 @_simple
+def one_part(x):
+    """Splits that leave a tensor as it is."""
+    [first] = tf.split(x, 1, 0)
+    [second] = tf.split(x, [tf.shape(x)[0]])
+    return tf.tanh(first) + second
+
+
+@_sharded
+@_simple
+def copies_in_blocks(x):
+    copies = tf.sin(tf.tile(x, [3, 1]))
+    return tf.reduce_mean(tf.reshape(copies, [3, -1, WIDTH]), 0)
+
+
+@_sharded
+@_simple
+def copies_summed(x):
+    return x + 0.1 * tf.reduce_mean(tf.square(tf.tile(x, [2, 1])), 0)
+
+
+@_sharded
+@_simple
+def time_major(x):
+    """All examples' first entries, then their second ones, and so on."""
+    column = tf.tanh(tf.reshape(tf.transpose(x), [-1, 1]))
+    rows = tf.reshape(tf.transpose(column), [WIDTH, -1])
+    return rows[0][:, None] + x
+
+
+@_sharded
+@_simple
+def stacked_in_blocks(x):
+    both = tf.tanh(tf.reshape(tf.stack([x, -x]), [-1, WIDTH]))
+    return tf.reshape(both, [2, -1, WIDTH])[1]
+
+
+@_sharded
+@_simple
+def images_of_images(x):
+    images = tf.reshape(x, [-1, 2, 2, 1])
+    parts = tf.tanh(tf.space_to_batch_nd(images, [2, 2], [[0, 2], [2, 0]]))
+    images = tf.batch_to_space_nd(parts, [2, 1], [[0, 2], [0, 0]])
+    return tf.reshape(images[: tf.shape(x)[0]], [-1, WIDTH])
+
+
+@_sharded
+@_simple
+def cond_of_blocks(x):
+    both = tf.cond(
+        tf.reduce_sum(x) > 0,
+        lambda: tf.concat([x, tf.sin(x)], 0),
+        lambda: tf.tile(tf.tanh(x), [2, 1]),
+    )
+    return tf.reduce_mean(tf.stack(tf.split(both, 2)), 0)
+
+
+@_sharded
+@_simple
 def wide(x):
     """A matrix of examples by examples."""
     products = tf.matmul(x, x, transpose_b=True)
@@ -385,6 +443,12 @@ def switch_case(x):
 
 _all_simple(
     batch_softmax=lambda x: 3 * tf.nn.softmax(x, 0),
+    blocks_in_a_loop=lambda x: tf.split(
+        _loop(3, lambda i, both: tf.tanh(both + tf.tile(x, [2, 1])), tf.concat([x, -x], 0)), 2
+    )[1],
+    blocks_and_examples=lambda x: (
+        tf.reshape(tf.concat([x, x], 1), [-1, WIDTH]) + tf.concat([x, -x], 0)
+    )[: tf.shape(x)[0]],
     cumsum_rows=lambda x: 0.3 * tf.cumsum(x, 0),
     roll_rows=lambda x: tf.roll(x, 1, 0),
     sort_rows=lambda x: tf.sort(x, 0),
@@ -573,6 +637,24 @@ def beams(x, c):
     best = tf.nn.top_k(x @ c.variable(WIDTH, WIDTH), 2).indices
     columns = tf.gather(x, best, batch_dims=1)
     return x + tf.reduce_mean(columns, 1, keepdims=True)
+
+
+@_sharded
+def two_views(x, c):
+    """One layer for two batches, one after the other."""
+    both = dense(tf.concat([x, tf.sin(x)], 0), c)
+    rows = tf.shape(x)[0]
+    first, second = tf.split(both, 2, 0)
+    return tf.tanh(both[:rows]) * first + both[rows:] - second
+
+
+@_sharded
+def dilated(x, c):
+    """Two convolutions of other dilations, with what is between them."""
+    net = tf.reshape(tf.concat([x, -x], 1), [-1, 4, 2, 1])
+    net = tf.nn.convolution(net, c.variable(2, 2, 1, 3), 'SAME', dilations=[2, 1])
+    net = tf.nn.convolution(tf.tanh(net), c.variable(2, 2, 3, 1), 'SAME', dilations=[2, 2])
+    return x + tf.reshape(net, [-1, 2, WIDTH])[:, 0]
 
 
 @_sharded

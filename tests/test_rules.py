@@ -260,6 +260,26 @@ def _lookup(op, b):
     return tf.lookup.StaticHashTable(pairs, -1).lookup(b.strings(2))
 
 
+def _scatter(op, b):
+    x, places = b.floats(3), tf.constant([[2], [0], [2]])
+    time_major = tf.transpose(b.floats(4), [1, 0])
+    rows = tf.transpose(x, [1, 0])
+    updated = op(tensor=time_major, indices=places, updates=rows)
+    return [updated, tf.gradients(tf.square(updated), x)[0]]
+
+
+def _scatter_nd(op, b):
+    x = tf.transpose(b.floats(3, 2), [1, 0, 2])
+    places = tf.constant([[2, 1], [0, 1], [2, 1]])
+    shape = tf.stack([3, 2, tf.shape(x)[1], 2])
+    scattered = op(indices=places, updates=x, shape=shape)
+    return [scattered, *_slopes(scattered, x)]
+
+
+def _empty(op, b):
+    return op(shape=tf.shape(b.floats(3)), dtype=tf.float32, init=True)
+
+
 sample('Sum Mean Max Min Prod', lambda op, b: _reduced(op, b.floats(3, 2)))
 sample('All Any', lambda op, b: _reduced(op, b.bools(3, 2)))
 sample('Mean', lambda op, b: op(input=b.floats(3, dtype=np.float16) * 1000, axis=[0]))
@@ -279,6 +299,10 @@ for _axis in (-1, 0, 1):
     sample('OneHot', 'i2', depth=4, on_value=1.0, off_value=0.0, axis=_axis)
     if _axis:
         sample('ArgMax ArgMin', 'n32', dimension=_axis)
+sample('Empty', _empty)
+sample('TensorScatterAdd TensorScatterMax TensorScatterMin', _scatter)
+sample('TensorScatterSub TensorScatterUpdate', _scatter)
+sample('ScatterNd', _scatter_nd)
 sample('Gather', 'w43 i2')
 sample('GatherV2', _gather)
 sample('GatherNd', 'w442 i32')
@@ -364,6 +388,47 @@ sample('BatchMatMulV3', _batch_matmul, Tout=tf.float32)
 sample('BatchMatMulV2', 'n23 w134')
 sample('BatchMatMulV3', 'n23 w134', Tout=tf.float32)
 sample('Einsum', _einsum)
+
+
+# Sparse tensors, of which each tower has its rows.
+
+
+def _sparse(b, dtype, least):
+    """In each row `least` entries or one more."""
+    values = b.ints(2)
+    places = tf.where(tf.sequence_mask(least + b.ints(below=2), 2))
+    shape = tf.shape(values, out_type=tf.int64)
+    return places, tf.cast(tf.gather_nd(values, places), dtype), shape
+
+
+def _ctc_loss(op, b):
+    logits = tf.transpose(b.floats(6, 5), [1, 0, 2])
+    places, values, shape = _sparse(b, tf.int32, least=1)
+    length = tf.fill([tf.cast(shape[0], tf.int32)], 6)
+    losses, _ = op(
+        inputs=logits, labels_indices=places, labels_values=values, sequence_length=length
+    )
+    return [losses, *_slopes(losses, logits)]
+
+
+def _sparse_matmul(op, b):
+    places, values, shape = _sparse(b, tf.float32, least=0)
+    given = dict(a_indices=places, a_values=values, a_shape=shape)
+    w, x = b.whole(2, 3), b.floats(3)
+    rows, more_rows = op(b=w, **given), op(b=tf.transpose(w), adjoint_b=True, **given)
+    sums = op(b=x, adjoint_a=True, **given)
+    return [rows, more_rows, sums, *_slopes(rows, w), *_slopes(sums, x)]
+
+
+def _to_dense(op, b):
+    places, values, shape = _sparse(b, tf.float32, least=0)
+    dense = op(sparse_indices=places, output_shape=shape, sparse_values=values, default_value=2.0)
+    return dense + b.floats(2)
+
+
+sample('CTCLoss', _ctc_loss)
+sample('SparseToDense', _to_dense)
+sample('SparseTensorDenseMatMul', _sparse_matmul)
 
 
 # Cells of recurrent networks, and their gradients.
@@ -507,7 +572,35 @@ def _slice(op, b):
 def _tile(op, b):
     x = b.floats(1)
     made = op(input=b.whole(1, 2), multiples=tf.stack([tf.shape(x)[0], 2]))
-    return [op(input=x, multiples=[1, 3]), made + x]
+    copies = op(input=x, multiples=[3, 1])  # in blocks
+    return [op(input=x, multiples=[1, 3]), made + x, copies, *_slopes(copies, x)]
+
+
+def _one_part(op, b):
+    x = b.floats(3)
+    return op(value=x, size_splits=tf.shape(x)[:1], axis=0, num_split=1)
+
+
+def _blocks(op, b):
+    """Several blocks of all examples, one after another: put together, and taken apart."""
+    x = b.floats(3)
+    rows = tf.shape(x)[0]
+    three = ops.ConcatV2(values=[x, 2 * x, b.floats(3)], axis=0)
+    five = ops.ConcatV2(values=[three, three[:rows], tf.split(three, 3, 0)[1]], axis=0)
+    time_major = tf.reshape(five, [5, -1, 3])
+    made = [three, five, three[rows:], five[rows : 4 * rows], tf.reshape(time_major, [-1, 3])]
+    parts = [ops.Slice(input=five, begin=[at, 0], size=[rows, 3]) for at in (0, 2 * rows)]
+    return [*made, time_major, *parts, *(_slopes(y, x)[0] for y in made)]
+
+
+def _space(op, b):
+    """Blocks of blocks, in two steps, which are taken apart in one."""
+    x = b.floats(4, 4, 2)
+    halves = ops.SpaceToBatchND(input=x, block_shape=[2, 1], paddings=[[1, 1], [0, 0]])
+    eighths = ops.SpaceToBatchND(input=halves, block_shape=[2, 2], paddings=[[0, 1], [0, 0]])
+    joined = ops.BatchToSpaceND(input=tf.tanh(eighths), block_shape=[2, 2], crops=[[0, 1], [0, 0]])
+    made = [halves, eighths, joined, tf.reduce_mean(eighths, 0)]
+    return [*made, *(_slopes(y, x)[0] for y in made)]
 
 
 PADS = [[0, 0], [1, 2]]
@@ -520,8 +613,15 @@ sample('PadV2', 'n4', paddings=PADS, constant_values=2.0)
 _reflected = {'paddings': PADS, 'mode': 'REFLECT'}
 sample('MirrorPad MirrorPadGrad', _slopes_of, name='MirrorPad', words='n4', **_reflected)
 sample('Tile', _tile)
+sample('ConcatV2 Slice Split StridedSlice StridedSliceGrad Reshape', _blocks)
+sample('SpaceToBatchND BatchToSpaceND', _space)
+sample('Split', lambda op, b: op(axis=0, value=b.floats(3), num_split=1))
+sample('SplitV', _one_part)
 
-UNREACHABLE = {'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.'}
+UNREACHABLE = {
+    'LookupTableFind': 'TensorFlow 2 has no ops that make its kind of table.',
+    'CTCLossV2': 'It only has a kernel for GPUs.',
+}
 
 
 @pytest.mark.parametrize('name', sorted({*RULES, *SAMPLES} - {*UNREACHABLE}))
@@ -578,6 +678,8 @@ WRONG = [
         ('MaxPoolGrad', 'nS nS nS -> nS'),
         ('Conv2D', 'nh__ * -> nh__'),
         ('SpaceToDepth', 'nhwc -> nhwc'),
+        ('SpaceToBatchND', 'n... * * -> n...'),
+        ('Tile', 'nS * -> nS'),
         ('Cumsum', 'S * -> S'),
         ('ReverseV2', 'S * -> S'),
         ('Pad', 'S * -> S'),

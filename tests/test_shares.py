@@ -9,6 +9,7 @@ from test_samples import SAMPLES, flag_errors, run_python
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
+    import feature_columns
     import shares_models
 
 pytestmark = pytest.mark.core
@@ -63,14 +64,46 @@ def test_as_on_one_device(name):
 
 
 def test_the_table():
-    header, line = run_python('shares.py', '--models=last_step', '--devices=2')[-2:]
-    assert header.endswith('on the busiest of 2 devices')
-    assert line.split()[0] == 'last_step' and line.endswith('50%')
+    header, *table = run_python('shares.py', '--models=lstm,last_step', '--devices=2')[-3:]
+    assert header.split(maxsplit=1) == ['model', 'on the busiest of 2 devices  runs once']
+    assert table[0].split() == ['lstm', '50%', '0%']
+    name, busiest, once, largest = table[1].split()
+    assert (name, busiest, largest) == ('last_step', '50%', 'ScatterNd')
+    assert 1 <= int(once.removesuffix('%')) <= 20
     lines = run_python('shares.py', '--models=last_step', '--whole')
-    assert lines[-1] == '  gradients/GatherNd_grad/ScatterNd: no rule for ScatterNd'
+    assert lines[-1] == '  gradients/GatherNd_grad/ScatterNd: this ScatterNd needs all examples'
 
 
 def test_models_that_are_none():
     flag = '--models=lstm,rnn'
-    errors = flag_errors({'shares': [flag]})
+    errors = flag_errors({'shares': [flag], 'feature_columns': [flag]})
     assert 'Legal are lstm, gru' in errors['shares', flag]
+    assert 'Legal are one_table, many_tables' in errors['feature_columns', flag]
+
+
+def test_the_table_of_feature_columns():
+    """All ops of three devices, with what makes each table's ids on the table's device."""
+    flags = '--devices=2,3', '--examples=16', '--steps=2', '--ops=1'
+    lines = run_python('feature_columns.py', *flags)
+    names = ['one_table', 'many_tables', 'strings', 'weighted', 'sparse', 'indicators']
+    header, *table = lines[-1 - 3 * len(names) :]
+    assert header == f'{"model":14}   of 2   of 3  devices: on the busiest one'
+    assert [line.split()[0] for line in table[::3]] == names
+    for line in table[::3]:
+        of_two, of_three = [int(share.removesuffix('%')) for share in line.split()[1:]]
+        assert 50 <= of_two < 100 and 33 <= of_three < 100
+    assert all(' us, ' in line for line in [*table[1::3], *table[2::3]])
+
+
+@pytest.mark.core
+def test_lookups_of_a_table_run_where_it_is():
+    """With what makes its ids, and what sums its gradients: of 26 tables, on four devices."""
+    with tf.Graph().as_default():
+        train_op, feed = feature_columns.build('many_tables', 4, 16)
+        with towers.session(4) as session:
+            session.run(tf.global_variables_initializer())
+            nodes = towers.nodes_of_a_step(session, train_op, feed)
+    for kind in ('GatherNd', 'SparseFillEmptyRows', 'SparseSegmentMean', 'SparseSegmentMeanGrad'):
+        devices = [node.device for node in nodes if node.op == kind]
+        assert len(devices) == 26 and len(set(devices)) == 4, kind
+        assert max(map(devices.count, devices)) <= 7, kind

@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entry, RowSpace, Size
+from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
@@ -34,6 +34,13 @@ def _told(size):
     return ('B' if size.number == 1 else f'{size.number}B') if size.symbols == (ROWS,) else '?'
 
 
+def _reshaped_sparse(shape, new_shape):
+    """The shape of a sparse tensor that is reshaped."""
+    shape = tf.cast(shape, tf.int64)
+    sparse = tf.SparseTensor(tf.zeros([0, 3], tf.int64), tf.zeros([0]), shape)
+    return tf.sparse.reshape(sparse, new_shape).dense_shape
+
+
 @pytest.mark.parametrize(
     'make, expected',
     {
@@ -45,7 +52,8 @@ def _told(size):
         'strided': (lambda s: s[::2], ['B', 5]),
         'reversed': (lambda s: s[::-1], [5, 3, 'B']),
         'slice': (lambda s: tf.slice(s, [1], [-1]), [3, 5]),
-        'slice of a matrix': (lambda s: tf.slice(tf.stack([s, s]), [0, 0], [2, 1]), ['?', '?']),
+        'slice of a matrix': (lambda s: tf.slice(tf.stack([s, s]), [0, 0], [2, 1]), ['B', 'B']),
+        'slice of unknown begin': (lambda s: tf.slice(s, s[:1], [1]), ['?']),
         'product': (lambda s: tf.reduce_prod(s), ['15B']),
         'product of some': (lambda s: tf.reduce_prod(s[1:], keepdims=True), [15]),
         'packed': (lambda s: tf.stack([s[0], 7, s[1] * s[2]]), ['B', 7, 15]),
@@ -80,6 +88,23 @@ def _told(size):
             lambda s: tf.cast(s, tf.int64) * 2**31,
             ['2147483648B', 3 * 2**31, 5 * 2**31],
         ),
+        'split': (lambda s: tf.split(s, 3)[0], ['B']),
+        'split by sizes': (lambda s: tf.split(s, [1, 2])[1], [3, 5]),
+        'split by unknown sizes': (lambda s: tf.split(s, [1, -1])[1], ['?', '?']),
+        'transposed': (lambda s: tf.transpose(tf.stack([s, 2 * s])), ['B', '2B', 3, 6, 5, 10]),
+        'where a part begins': (
+            lambda s: tf.raw_ops.ConcatOffset(concat_dim=1, shape=[s, s, s])[2],
+            [0, 6, 0],
+        ),
+        'where a part of unknown parts begins': (
+            lambda s: tf.raw_ops.ConcatOffset(concat_dim=0, shape=[s, [7, 3, 5], s])[2],
+            ['?', 0, 0],
+        ),
+        'of a sparse tensor': (lambda s: _reshaped_sparse(s, [-1, 5]), ['3B', 5]),
+        'of split strings': (
+            lambda s: tf.string_split(tf.fill(s[:1], 'a b')).dense_shape,
+            ['B', '?'],
+        ),
         'reshaped': (lambda s: tf.reshape(s, [3, 1]), ['B', 3, 5]),
         'by way of floats': (lambda s: tf.cast(tf.cast(s, tf.float32), tf.int32), ['?', '?', '?']),
     }.values(),
@@ -87,6 +112,35 @@ def _told(size):
 )
 def test_entries(make, expected):
     assert entries(make) == expected
+
+
+@pytest.mark.parametrize(
+    'make, expected',
+    {
+        'range': (lambda s, _: tf.range(s[0]), ['B']),
+        'range from 1': (lambda s, _: tf.range(1, s[0]), ['?']),
+        'segments': (
+            lambda s, _: tf.math.unsorted_segment_sum(tf.zeros([7, 4]), [0] * 7, s[0]),
+            ['B', 4],
+        ),
+        'ragged': (lambda _, ragged: ragged.to_tensor(), ['B', '?']),
+        'ragged, and cut': (lambda _, ragged: ragged.to_tensor(shape=[6, None]), [6, '?']),
+        'rows of ragged': (lambda _, ragged: tf.zeros([ragged.nrows()]), ['B']),
+        'sums of ragged': (lambda _, ragged: tf.reduce_sum(ragged, 1), ['B']),
+    }.values(),
+    ids=lambda value: None if callable(value) else str(value),
+)
+def test_dims(make, expected):
+    """What is made of the shape of a [batch, 3, 5] tensor, or of a ragged tensor of the batch."""
+    with tf.Graph().as_default():
+        x = tf.placeholder(tf.float32, [None, 3, 5])
+        splits = tf.placeholder(tf.int64, [None])
+        ragged = tf.RaggedTensor.from_row_splits(tf.zeros([9]), splits, validate=False)
+        sizes = Sizes()
+        sizes.set_dims(x, [B, Size(3), Size(5)])
+        sizes.set_dims(splits, [Size(1, (Splits(ROWS),))])
+        dims = sizes.dims(make(tf.shape(x), ragged))
+        assert [_told(size) for size in dims] == expected
 
 
 def test_quotients_are_whole():
@@ -163,7 +217,7 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
         shards = Shards(rows, total, devices, nodes, lambda *of: shards.total_as(of[-1]))
         whole = tf.range(5 * entries)
         parts = [shards.slice(whole.name, tf.int32, 0, Size(entries), i, '') for i in range(2)]
-        joined = gather(shards, parts, tf.int32, 0, Size(entries, (rows,)), '')
+        joined = gather(shards, parts, tf.int32, 0, [Size(entries, (rows,))], '')
         nodes.build()
         cuts = [op for op in graph.get_operations() if op.type == 'StridedSlice']
         assert {op.get_attr('Index') for op in cuts if op.name.startswith('replicate/Str')} == {

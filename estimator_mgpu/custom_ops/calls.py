@@ -31,11 +31,24 @@ class Call(NamedTuple):
 
     def fed(self) -> tf.Operation:
         """Adds an op that does the same with whatever its inputs are fed."""
-        inputs = []
-        for tensor, value in zip(self.op.inputs, self.values):
+        shapes: list[Any] = [None] * len(self.values)
+        try:
+            return copy_of(self.op, self._placeholders(shapes))
+        except ValueError:
+            # Its shape function needs to know how many sizes it's given, or which axes.
+            for index, value in enumerate(self.values):
+                if may_be_sizes(value):
+                    shapes[index] = value.shape
+            return copy_of(self.op, self._placeholders(shapes))
+
+    def _placeholders(self, shapes: Sequence[Any]) -> list[tf.Tensor]:
+        """What is fed for the inputs, by their shapes; the input itself if it has no value."""
+        placeholders = []
+        for tensor, value, shape in zip(self.op.inputs, self.values, shapes):
             is_fed = value is not None
-            inputs.append(tf.placeholder(tensor.dtype.base_dtype) if is_fed else tensor)
-        return copy_of(self.op, inputs)
+            placeholder = tf.placeholder(tensor.dtype.base_dtype, shape) if is_fed else tensor
+            placeholders.append(placeholder)
+        return placeholders
 
     def key(self) -> Hashable:
         """A key that two ops share if they do the same with inputs of the same shapes."""

@@ -108,8 +108,8 @@ def dimensions_of(call: Call, towers: int) -> Iterator[Dimension]:
             if signature is None:
                 continue
             label = _label_at(place, signature)
-            if label is None:
-                continue
+            if label is None or _has_several_blocks(call, signature, label):
+                continue  # If there are blocks, only the function as a whole is tried.
 
             dimension = _dimension(call, signature, label, towers)
             key = tuple(dimension.axes.items()), tuple(dimension.positions.items())
@@ -183,6 +183,16 @@ def _label_at(place: _Place, signature: Signature) -> Label:
     by_input = _labels_of_shapes(signature) if place.is_entry else _labels(signature)
     labels = by_input[place.operand]
     return labels[place.at] if place.at < len(labels) else None
+
+
+def _has_several_blocks(call: Call, signature: Signature, label: Label) -> bool:
+    """Whether some inputs have more blocks of all examples than others: see `Shard.in_blocks`."""
+    counts = {
+        value.shape[labels.index(label)]
+        for value, labels in zip(call.values, _labels(signature))
+        if label in labels
+    }
+    return bool(signature.in_blocks.get(label)) and len(counts) > 1
 
 
 def _labels(signature: Signature) -> list[tuple[Label, ...]]:

@@ -90,10 +90,12 @@ def _sparse_leaves(batch: Batch) -> list[tf.SparseTensor]:
 def _unsharded_leaves(batch: Batch) -> list[Any]:
     """The leaves of the batch that aren't sharded themselves, but whose results may be.
 
-    These are sparse tensors, whose dense counterparts have an example a row, and tensors of unknown
-    rank.
+    These are sparse and ragged tensors, whose dense counterparts have an example a row, and tensors
+    of unknown rank.
     """
-    return [*_sparse_leaves(batch), *batch.unknown.values()]
+    composite = (tf.SparseTensor, tf.RaggedTensor)
+    leaves = [leaf for leaf in batch.leaves.values() if isinstance(leaf, composite)]
+    return [*leaves, *batch.unknown.values()]
 
 
 def _reasons_of_unknown_ranks(batch: Batch) -> dict[str, str]:

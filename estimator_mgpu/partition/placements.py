@@ -24,11 +24,17 @@ class Shard(NamedTuple):
     """Each tower has the entries of its examples, in the batch's order.
 
     An example may have several entries along the axis: if [batch, time] was reshaped to
-    [batch * time], it has `time` of them.
+    [batch * time], it has `time` of them, one after the other. If [time, batch] was reshaped to
+    [time * batch], it has as many, but in blocks: `time` blocks, each with all examples. A tower's
+    shard then has its examples of each block. For 2 blocks of 3 examples, on two towers:
+
+        full value  a b c A B C
+        shards      a b A B   and   c C
     """
 
     axis: int  # the dimension that is sharded, from 0
     rows: RowSpace  # whose shards these are: almost always the batch's
+    in_blocks: bool = False  # never if there's only one block: then it's both
 
 
 class Partial(NamedTuple):

@@ -32,6 +32,7 @@ class Slice(NamedTuple):
     axis: int
     rows: RowSpace
     factor: Size  # how many entries an example has along the axis
+    in_blocks: bool = False  # whether these are in blocks, as in `Shard`
 
 
 class LocalShape(NamedTuple):
@@ -63,6 +64,17 @@ def local_shape_of(
     return LocalShape(tuple(entries), position, rows)
 
 
+class SparseRows(NamedTuple):
+    """The tower's rows of a sparse tensor: the indices of its entries there, or their values.
+
+    Of the indices, column 0 says in which row an entry is; a tower counts from its own first row.
+    """
+
+    indices: str  # the name of the tensor with the indices
+    rows: RowSpace
+    factor: Size  # how many rows of the sparse tensor an example has
+
+
 class Constant(NamedTuple):
     """Known integers in place of the input: a vector, or a scalar."""
 
@@ -76,7 +88,7 @@ class VariableValue(NamedTuple):
     dtype: tf.DType
 
 
-Need = Union[Form, Slice, LocalShape, Constant, VariableValue]
+Need = Union[Form, Slice, LocalShape, SparseRows, Constant, VariableValue]
 
 
 # What a rule says of an operand's dimensions.
@@ -90,6 +102,13 @@ class SizesOf(NamedTuple):
     """Says that an operand is a vector of sizes: each entry is the size of a labelled dimension."""
 
     labels: tuple[Label, ...]
+
+
+class EntriesOf(NamedTuple):
+    """Says that an operand has the entries of a sparse tensor: their indices, or their values."""
+
+    label: Label  # of the sparse tensor's dimension 0
+    indices: int  # which input of the op has the indices
 
 
 # What propagation decides.

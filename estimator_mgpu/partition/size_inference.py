@@ -32,12 +32,14 @@ _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'Truncat
 _STATELESS = ('StatelessRandomNormalV2', 'StatelessRandomUniformV2', 'StatelessTruncatedNormalV2')
 # By type of op, which input is the shape of the output.
 _SHAPE_INPUTS = {
+    'Empty': 0,
     'ScatterNd': 2,
     'SparseToDense': 1,
     'Fill': 0,
     **dict.fromkeys(_RANDOM, 0),
     **dict.fromkeys(_STATELESS, 0),
 }
+_SPLITS_OF_STRINGS = ('StringSplit', 'StringSplitV2')
 _LARGEST = 64  # entries of a tensor: larger ones aren't sizes
 
 
@@ -136,12 +138,15 @@ class Sizes:
     def _infer_dims(self, tensor: tf.Tensor) -> list[Size]:
         """The dimensions of a tensor of known rank."""
         dims = self.static_dims(tensor)
-        if tensor.op.type not in _SHAPE_INPUTS:
-            return dims
-        shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
+        shape: Sequence[Size | None] | None = None
+        if tensor.op.type in _SHAPE_INPUTS:
+            shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
+        elif tensor.op.type in _SHAPE_FUNCTIONS:
+            shape = _SHAPE_FUNCTIONS[tensor.op.type](self, tensor.op)
         if shape is None:
             return dims
-        return [size if dim.symbols else dim for dim, size in zip(dims, shape)]
+        told = [size if size and dim.symbols else dim for dim, size in zip(dims, shape)]
+        return [*told, *dims[len(told) :]]
 
     def _value(self, tensor: tf.Tensor) -> ndarray | None:
         """An array of the entries, in the tensor's shape; None if even the shape is unknown."""
@@ -167,6 +172,10 @@ class Sizes:
             inputs = [self.dims(op.inputs[tensor.value_index])]
         elif op.type in op_types.SWITCH:
             inputs = [self._value(op.inputs[0])]  # Whichever output it goes to.
+        elif op.type in _SPLITS_OF_STRINGS:
+            inputs = [self.dims(op.inputs[0])]
+        elif op.type == 'SparseReshape':
+            inputs = [self._value(operand) for operand in op.inputs[1:]]
         elif op.type in _VALUE_FUNCTIONS and op.inputs:
             inputs = [self._value(operand) for operand in op.inputs]
         else:
@@ -174,9 +183,12 @@ class Sizes:
         if any(operand is None for operand in inputs):
             raise UnknownSize(f'an input of {op.name} is unknown')
 
-        value = np.asarray(_VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
+        value = np.array(_VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
         if value.size > _LARGEST:
             raise UnknownSize(f'{tensor.name} is too large')
+        for position, entry in enumerate(value.flat):
+            if entry is None:
+                value.flat[position] = self._symbol(tensor, position)
         if not all(_fits(size, tensor.dtype.base_dtype) for size in value.flat):
             raise UnknownSize(f'{tensor.name} overflows')
         return value
@@ -186,9 +198,12 @@ class Sizes:
         count = tensor.shape.num_elements()
         if count is None or count > _LARGEST:
             return None
-        name = f'{self._scope}{tensor.name}'
-        entries = [Size(1, (Entry(name, position),)) for position in range(count)]
+        entries = [self._symbol(tensor, position) for position in range(count)]
         return np.array(entries, object).reshape(tensor.shape)
+
+    def _symbol(self, tensor: tf.Tensor, position: int) -> Size:
+        """The symbol for an entry that is known only when the step runs."""
+        return Size(1, (Entry(f'{self._scope}{tensor.name}', position),))
 
 
 # An array of `Size`, of an array of numbers.
@@ -237,8 +252,53 @@ def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise UnknownSize(str(error)) from error
 
 
+# Shape functions: the first dimensions of an op's output, where its inputs tell them.
+
+
+def _shape_of_range(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """From 0 on, `limit` numbers."""
+    start, limit, delta = (sizes.entries(operand) for operand in op.inputs)
+    return limit if start == [Size(0)] and delta == [ONE] else None
+
+
+def _shape_of_segments(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """The number of segments, and what the data has behind the dimensions that the ids have."""
+    data, ids, count = op.inputs
+    number = sizes.entries(count)
+    dims = sizes.dims(data)
+    if number is None or dims is None or ids.shape.rank is None:
+        return None
+    return [*number, *dims[ids.shape.rank :]]
+
+
+def _shape_of_ragged(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """As many rows as the ragged tensor has, unless another number of rows is asked for."""
+    shape = sizes.entries(op.inputs[0])
+    if shape is None or shape[0] != Size(-1):
+        return None
+    partition = op.inputs[3]
+    kind = op.get_attr('row_partition_types')[0]
+    try:
+        if kind == b'FIRST_DIM_SIZE':
+            return sizes.entries(partition)
+        splits = sizes.dims(partition)
+        return [splits[0] + Size(-1)] if kind == b'ROW_SPLITS' and splits else None
+    except UnknownSize:
+        return None
+
+
+_SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None] | None]] = {
+    'RaggedTensorToTensor': _shape_of_ragged,
+    'Range': _shape_of_range,
+    **dict.fromkeys(
+        [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')],
+        _shape_of_segments,
+    ),
+}
+
 # Value functions: what an op computes of sizes. The first argument is the output; the others are
-# the values of the op's inputs, as arrays of `Size`.
+# the values of the op's inputs, as arrays of `Size`. An entry of the result that can't be told is
+# None.
 
 
 def _strided_slice(
@@ -260,12 +320,12 @@ def _strided_slice(
     return _numpy(x.__getitem__, slice(first, last, step))
 
 
-def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> ndarray:
-    first = _only_number(begin)
-    count = _only_number(size)
-    if count < 0:  # -1 stands for all that are left.
-        return x[first:]
-    return x[first : first + count]
+def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> Any:
+    slices = []
+    for first, count in zip(_numbers(begin), _numbers(size)):
+        # -1 stands for all that are left.
+        slices.append(slice(first, None if count < 0 else first + count))
+    return _numpy(x.__getitem__, tuple(slices))
 
 
 def _pack(tensor: tf.Tensor, *values: ndarray) -> ndarray:
@@ -287,6 +347,39 @@ def _reshape(_: tf.Tensor, x: ndarray, shape: ndarray) -> ndarray:
 
 def _expand_dims(_: tf.Tensor, x: ndarray, axis: ndarray) -> ndarray:
     return _numpy(np.expand_dims, x, _numbers(_numpy(np.reshape, axis, ())))
+
+
+def _split(tensor: tf.Tensor, axis: ndarray, x: ndarray) -> Any:
+    return _numpy(np.split, x, tensor.op.get_attr('num_split'), _numbers(axis))[tensor.value_index]
+
+
+def _split_by_sizes(tensor: tf.Tensor, x: ndarray, lengths: ndarray, axis: ndarray) -> Any:
+    ends = np.cumsum(_numbers(lengths))[:-1]
+    if min(_numbers(lengths)) < 0:
+        raise UnknownSize('a part takes what is left')
+    return _numpy(np.split, x, ends, _numbers(axis))[tensor.value_index]
+
+
+def _sparse_reshape(tensor: tf.Tensor, shape: ndarray, new_shape: ndarray) -> list[Size | None]:
+    """Output 1, the new shape of a sparse tensor, in which -1 stands for what is left."""
+    if tensor.value_index != 1:
+        raise UnknownSize('these are indices')
+    entries: list[Size | None] = list(new_shape)
+    if Size(-1) in entries:
+        others = product(list(new_shape)) * Size(-1)
+        entries[entries.index(Size(-1))] = product(list(shape)).over(others)
+    return entries
+
+
+def _shape_of_split_strings(tensor: tf.Tensor, dims: list[Size]) -> list[Size | None]:
+    """Output 2, the shape of a sparse tensor with a row for each string."""
+    if tensor.value_index != 2:
+        raise UnknownSize('these are indices, or strings')
+    return [dims[0], None]
+
+
+def _transpose(_: tf.Tensor, x: ndarray, permutation: ndarray) -> Any:
+    return _numpy(np.transpose, x, _numbers(permutation))
 
 
 def _squeeze(tensor: tf.Tensor, x: ndarray) -> ndarray:
@@ -326,7 +419,11 @@ def _concat_offset(tensor: tf.Tensor, axis: ndarray, *shapes: ndarray) -> ndarra
     position = _numbers(axis)
     before = shapes[: tensor.value_index]
     lengths = [_numpy(shape.__getitem__, position) for shape in before]
-    _numpy(result.__setitem__, position, sum(lengths, Size(0)))
+    try:
+        offset = sum(lengths, Size(0))
+    except UnknownSize:
+        offset = None
+    _numpy(result.__setitem__, position, offset)
     return result
 
 
@@ -378,10 +475,15 @@ _VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'Pack': _pack,
     'Reshape': _reshape,
     'Slice': _slice,
+    'SparseReshape': _sparse_reshape,
+    'Split': _split,
+    **dict.fromkeys(_SPLITS_OF_STRINGS, _shape_of_split_strings),
+    'SplitV': _split_by_sizes,
     'Squeeze': _squeeze,
     'StopGradient': lambda _, x: x,
     'StridedSlice': _strided_slice,
     'Switch': lambda _, x: x,
+    'Transpose': _transpose,
     'Unpack': _unpack,
     # New values:
     'ConcatOffset': _concat_offset,

@@ -28,6 +28,12 @@ class RowSpace:
     static: int | None  # how many rows there are, if the graph knows
 
 
+class Splits(NamedTuple):
+    """One more than the rows: the number of row splits that a ragged tensor has."""
+
+    rows: RowSpace
+
+
 class Dim(NamedTuple):
     """A dimension that is known only when the step runs."""
 
@@ -42,7 +48,7 @@ class Entry(NamedTuple):
     position: int
 
 
-Symbol = Union[RowSpace, Dim, Entry]
+Symbol = Union[RowSpace, Splits, Dim, Entry]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +72,10 @@ class Size:
             return other
         if other.number == 0:
             return self
+        if self.number == 1 and len(self.symbols) == 1 and other == Size(-1):
+            [symbol] = self.symbols
+            if isinstance(symbol, Splits):
+                return Size(1, (symbol.rows,))
         raise UnknownSize(f'{self} + {other} is not a product')
 
     def __floordiv__(self, other: Size) -> Size:

@@ -113,7 +113,8 @@ class CalledFunctions:
         if inside == outside:
             return LOCAL
         if isinstance(inside, Shard):
-            return Slice(inside.axis, inside.rows, self.factor(index, inside.axis))
+            factor = self.factor(index, inside.axis)
+            return Slice(inside.axis, inside.rows, factor, inside.in_blocks)
         if isinstance(inside, NotGatherable):
             return LOCAL  # An empty list, of which each tower makes its own.
         return FULL_ON_FIRST  # A partial sum begins with it: it counts once.

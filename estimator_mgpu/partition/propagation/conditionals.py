@@ -69,10 +69,8 @@ def decide_merge(
     dims: list[Size] | None = None
     if isinstance(placement, Shard):
         factor = _factor(scope, op, placement)
-        needs = [
-            LOCAL if other == placement else Slice(placement.axis, placement.rows, factor)
-            for other in placements
-        ]
+        shard = Slice(placement.axis, placement.rows, factor, placement.in_blocks)
+        needs = [LOCAL if other == placement else shard for other in placements]
         rank = len(scope.sizes.dims(op.inputs[0]) or [])
         dims = scope.sizes.dims_of_shard(op.outputs[0], placement, factor, rank)
     elif isinstance(placement, NotGatherable):

@@ -22,7 +22,7 @@ from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
-from estimator_mgpu.partition.sizes import RowSpace
+from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -87,11 +87,17 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     if computes_sizes and not scope.follows_gathered(op):
         dims = match.dims()
     else:
-        dims = list(signature.dims or ())
+        dims = [_if_complete(by_rule) for by_rule in signature.dims or ()]
     for output, output_dims in zip(op.outputs, dims):
         scope.sizes.set_dims(output, output_dims)
 
     return match.decision()
+
+
+def _if_complete(dims: Sequence[Size | None] | None) -> list[Size] | None:
+    """Dimensions if the size of each is known, otherwise None."""
+    known = [size for size in dims or () if size is not None]
+    return known if dims is not None and len(known) == len(dims) else None
 
 
 def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:

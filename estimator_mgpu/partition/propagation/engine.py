@@ -34,7 +34,7 @@ from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
 from estimator_mgpu.partition.propagation.v1_loops import decide_v1_loop
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import RowSpace, Size
+from estimator_mgpu.partition.sizes import RowSpace, Size, Splits
 from estimator_mgpu.tf_internals import op_types, private
 from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
 
@@ -50,7 +50,7 @@ CALL_RULES: dict[str, CallRule] = {
 
 def propagate(
     sources: Sequence[tf.Tensor],
-    unsharded: Sequence[tf.Tensor | tf.SparseTensor],
+    unsharded: Sequence[tf.Tensor | tf.SparseTensor | tf.RaggedTensor],
     order: Sequence[Unit],
     batch: RowSpace,
     rules: dict[str, Rule],
@@ -62,7 +62,8 @@ def propagate(
 
     Args:
       sources: dense tensors of the batch, with the examples along dimension 0.
-      unsharded: what else depends on the batch: sparse tensors, and tensors of unknown rank.
+      unsharded: what else depends on the batch: sparse and ragged tensors, and tensors of unknown
+        rank.
       order: the ops that depend on any of these, each after those that it depends on; a v1 loop
         in the place of its ops.
       batch: the batch's row space.
@@ -123,7 +124,7 @@ def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:
     scope.sizes.set_dims(tensor, [Size(1, (scope.batch,)), *dims[1:]])
 
 
-def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor) -> None:
+def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor | tf.RaggedTensor) -> None:
     """Begins with a tensor that isn't sharded itself, but what is made of it may be."""
     for component in tf.nest.flatten(tensor, expand_composites=True):
         scope.reshardable.add(component.name)
@@ -131,6 +132,8 @@ def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor) -> None:
         entries = scope.sizes.entries(tensor.dense_shape)
         if entries:
             scope.sizes.set_entries(tensor.dense_shape, [Size(1, (scope.batch,)), *entries[1:]])
+    if isinstance(tensor, tf.RaggedTensor):
+        scope.sizes.set_dims(tensor.row_splits, [Size(1, (Splits(scope.batch),))])
 
 
 class _Pass:

@@ -24,6 +24,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     OpPlan,
     Slice,
+    SparseRows,
 )
 from estimator_mgpu.partition.propagation.decisions import (
     decide,
@@ -176,7 +177,7 @@ class FunctionBody:
             return LOCAL
 
         source = passed_on(tensor)
-        if isinstance(need, Slice) and self._can_be_made(source):
+        if isinstance(need, Slice) and not need.in_blocks and self._can_be_made(source):
             self._requests[source.op] = need
             return LOCAL
         if need == FULL_ON_FIRST and is_zero(tensor):
@@ -186,6 +187,8 @@ class FunctionBody:
                 raise NotSharded(f'in it, {op.type} needs a slice of {tensor.name}')
             return LOCAL
 
+        if isinstance(need, SparseRows):
+            raise NotSharded(f'in it, {op.type} needs rows of a sparse tensor')
         if isinstance(need, LocalShape):
             self._check_local_shape(op, need, differs)
             return LOCAL if differs else need

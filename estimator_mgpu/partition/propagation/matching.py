@@ -20,18 +20,21 @@ from estimator_mgpu.partition.plan import (
     LOCAL,
     Constant,
     Decision,
+    EntriesOf,
     Form,
     Label,
     Need,
     OpPlan,
     SizesOf,
     Slice,
+    SparseRows,
     local_shape_of,
 )
 from estimator_mgpu.partition.propagation.accepted_shapes import takes
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, per_row
+from estimator_mgpu.tf_internals import op_types
 
 
 class Way(NamedTuple):
@@ -40,6 +43,11 @@ class Way(NamedTuple):
     label: Label
     rows: RowSpace
     factor: Size  # how many entries an example has in these dimensions
+    in_blocks: bool = False  # whether these are in blocks, as in `Shard`
+
+    def shard(self, axis: int, factor: Size) -> Shard:
+        """The shard along an axis in which an example has `factor` entries."""
+        return Shard(axis, self.rows, self.in_blocks and factor != ONE)
 
 
 class Match:
@@ -90,8 +98,29 @@ class Match:
 
             for label, size, rows in candidates:
                 factor = per_row(size, rows)
-                if label is not None and factor is not None:
-                    yield Way(label, rows, factor)
+                if label is None or factor is None:
+                    continue
+                in_blocks = self._in_blocks(tensor, label, factor, placement)
+                if in_blocks is not None:
+                    yield Way(label, rows, factor, in_blocks)
+
+    def _in_blocks(
+        self, tensor: tf.Tensor, label: Label, factor: Size, placement: Placement
+    ) -> bool | None:
+        """Whether entries are in blocks if the op is sharded as an input is; None if it can't be.
+
+        A shard has an order, unless it's one block. A full value has both.
+        """
+        by_rule = self._signature.in_blocks.get(label)
+        if isinstance(placement, Shard) and factor != ONE:
+            return placement.in_blocks if by_rule in (None, placement.in_blocks) else None
+        if by_rule is not None:
+            return by_rule
+        # What has the shape of another tensor is used together with it, as ones are in gradients.
+        if tensor.op.type in op_types.SHAPE_QUERIES:
+            other = self._scope.placement_of(tensor.op.inputs[tensor.value_index])
+            return isinstance(other, Shard) and other.in_blocks
+        return False
 
     def _along_shard(
         self, tensor: tf.Tensor, operand: Operand, placement: Shard
@@ -150,7 +179,9 @@ class Match:
             if way.label in labels:
                 if dims is None:
                     return None
-                placements.append(Shard(labels.index(way.label), way.rows))
+                axis = labels.index(way.label)
+                factor = per_row(dims[axis], way.rows) or way.factor
+                placements.append(way.shard(axis, factor))
             elif self._signature.reduce:
                 placements.append(Partial(self._signature.reduce, way.rows))
             else:
@@ -164,15 +195,26 @@ class Match:
         if isinstance(operand, (Form, Constant)):
             has_local = tensor.name in self._scope.placements
             return operand if operand != LOCAL or has_local else None
+        if isinstance(operand, EntriesOf):
+            return self._need_of_entries(operand, way)
         labels = operand.labels if isinstance(operand, SizesOf) else operand
         if way.label not in labels:
             return FULL
         axis = labels.index(way.label)
         if isinstance(operand, SizesOf):
             return self._need_of_sizes(tensor, axis, way)
-        if placement == Shard(axis, way.rows):
+        factor = self._sizes.per_row(tensor, axis, way.rows) or way.factor
+        if placement == way.shard(axis, factor):
             return LOCAL
         return self._need_of_full(tensor, axis, way)
+
+    def _need_of_entries(self, operand: EntriesOf, way: Way) -> Need | None:
+        """The form of a sparse tensor's indices or values."""
+        if operand.label != way.label:
+            return FULL
+        if way.in_blocks:
+            return None  # A tower's rows don't follow each other.
+        return SparseRows(self._op.inputs[operand.indices].name, way.rows, way.factor)
 
     def _need_of_sizes(self, tensor: tf.Tensor, position: int, way: Way) -> Need | None:
         """The form of a shape whose entry at a position is sharded."""
@@ -196,7 +238,7 @@ class Match:
             if not self._must_be_equal(tensor, way.label):
                 return None  # It may have one entry in this step, which the op would broadcast.
             factor = way.factor
-        return Slice(axis, way.rows, factor)
+        return Slice(axis, way.rows, factor, way.in_blocks and factor != ONE)
 
     # Whether a dimension of unknown size has as many entries as others with its label.
 
@@ -252,7 +294,7 @@ class Match:
         self,
         output: tf.Tensor,
         labels: Sequence[Label],
-        by_rule: Sequence[Size] | None,
+        by_rule: Sequence[Size | None] | None,
         way: Way | None,
     ) -> list[Size] | None:
         """One output's dimensions: numbers of the graph, else the rule's or inputs' sizes."""

@@ -21,6 +21,7 @@ from estimator_mgpu.partition.rules import (
     reduction_ops,
     shapes,
     sorting,
+    sparse,
     spectral,
     strings,
 )
@@ -33,6 +34,7 @@ PRODUCTS: dict[str, Rule] = {
     **linear_algebra.RULES,
     **neural_networks.RULES,
     **sorting.RULES,
+    **sparse.RULES,
     **spectral.RULES,
 }
 

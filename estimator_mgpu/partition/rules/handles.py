@@ -170,6 +170,8 @@ def _list_with(
         factor = sizes.per_row(value, placement.axis, placement.rows)
         if factor is None or factor.static is None or placement.axis < stacked:
             return None
+        if placement.in_blocks:
+            return None
         rank = len(sizes.dims(value) or [])
         return ShardList(placement.axis - stacked, placement.rows, factor, rank - stacked)
     if isinstance(placement, (ShardList, SizeList, NestedList, ReplicateList, Flow)):

@@ -208,7 +208,7 @@ def _list_with(
 def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes) -> ShardList | None:
     """A list of shards like a tensor's; None if it isn't known how many entries an example has."""
     factor = sizes.per_row(tensor, shard.axis, shard.rows)
-    if factor is None or factor.static is None:
+    if factor is None or factor.static is None or shard.in_blocks:
         return None
     rank = len(sizes.dims(tensor) or [])
     return ShardList(shard.axis, shard.rows, factor, rank)

@@ -10,9 +10,18 @@ import string
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.axes import along_axes, axes_of
-from estimator_mgpu.partition.rules.notation import Rule, by_attribute, rank, require, table
+from estimator_mgpu.partition.plan import FULL, Label, SizesOf
+from estimator_mgpu.partition.rules.axes import axes_of
+from estimator_mgpu.partition.rules.notation import (
+    Rule,
+    Signature,
+    by_attribute,
+    rank,
+    require,
+    table,
+)
 from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import Size
 
 
 def _gather(op: tf.Operation, sizes: Sizes) -> str:
@@ -25,6 +34,19 @@ def _gather(op: tf.Operation, sizes: Sizes) -> str:
     before = string.ascii_lowercase[:axis]
     batch = before[: op.get_attr('batch_dims')]
     return f'{before}_P {batch}I * -> {before}IP'
+
+
+def _one_hot(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`OneHot`: along the dimensions of the indices. The new one has as many entries as it says."""
+    count = rank(op.inputs[0], sizes)
+    [axis] = axes_of(op, 'axis', sizes, count + 1)
+    [depth] = require(sizes.entries(op.inputs[1]))
+    labels = tuple(range(count))
+    dims: list[Size | None] = [None] * (count + 1)
+    dims[axis] = depth
+    return Signature(
+        [labels, FULL, FULL, FULL], [(*labels[:axis], None, *labels[axis:])], dims=[dims]
+    )
 
 
 def _unsorted_segments(op: tf.Operation, sizes: Sizes) -> str:
@@ -40,13 +62,49 @@ def _unsorted_segments(op: tf.Operation, sizes: Sizes) -> str:
     return f'I... I * -> * ({reduction})'
 
 
+def _scatter(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`TensorScatterUpdate` and the like: along the dimensions that the indices don't name.
+
+    An index of two numbers, say, is a place in the first two dimensions; of [time, batch, units],
+    with the indices [[0], [1]], a tower updates its examples at both times.
+    """
+    target = rank(op.inputs[0], sizes)
+    named, updates = _scattered(op.inputs[1], target, sizes)
+    labels = (*[None] * named, *range(named, target))
+    return Signature([labels, FULL, updates], [labels], dims=[sizes.dims(op.inputs[0])])
+
+
+def _scatter_nd(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`ScatterNd`: the same with zeros, of a shape that it's given."""
+    dims = require(sizes.entries(op.inputs[2]))
+    named, updates = _scattered(op.inputs[0], len(dims), sizes)
+    labels = (*[None] * named, *range(named, len(dims)))
+    return Signature([FULL, updates, SizesOf(labels)], [labels], dims=[dims])
+
+
+def _scattered(indices: tf.Tensor, target: int, sizes: Sizes) -> tuple[int, tuple[Label, ...]]:
+    """How many dimensions indices name, and the labels of the updates.
+
+    Args:
+      indices: a tensor whose last dimension is a place in the first dimensions of the output.
+      target: the number of dimensions of the output.
+      sizes: of tensors.
+    """
+    dims = require(sizes.dims(indices))
+    named = require(dims[-1].static)
+    return named, (*[None] * (len(dims) - 1), *range(named, target))
+
+
 _RULES: dict[str, Rule] = {
     'Gather': '_P I -> IP',
     'GatherV2': _gather,
     # The last dimension of the indices is a position in the table.
     'GatherNd ResourceGatherNd': '* I_ -> I...',
     'LookupTableFind LookupTableFindV2': '* S * -> S...',
-    'OneHot': along_axes('axis', 'left * * * -> all'),
+    'OneHot': _one_hot,
+    'ScatterNd': _scatter_nd,
+    'TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub': _scatter,
+    'TensorScatterUpdate': _scatter,
     'ResourceGather': by_attribute('batch_dims', {0: '* I -> I...'}),
     'UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum': (
         _unsorted_segments

@@ -7,7 +7,10 @@ partial sum on each tower.
 
 from __future__ import annotations
 
-from estimator_mgpu.partition.rules.notation import Rule, by_attribute, table
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.rules.notation import Rule, Signature, by_attribute, parse, table
+from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.tf_internals import op_types
 
 _ONE_INPUT = 'n... -> n...'
@@ -21,6 +24,18 @@ _NORM_GRADIENTS = ' '.join(op_types.BATCH_NORMS.values())
 # those of the global batch: `rewrites/batch_norm.py` replaces the op by means, which are sharded.
 _NORM_OF_GIVEN = 'n... *+ -> n... *+'
 _NORM_GRADIENT_OF_GIVEN = 'n... n... *+ -> n... *+ (sum)'
+
+
+def _like_logits(text: str) -> Rule:
+    """A rule of a text for ops whose last output has the shape of the first input, the logits."""
+
+    def rule(op: tf.Operation, sizes: Sizes) -> Signature:
+        signature = parse(text).signature(op, sizes)
+        dims = [None] * (len(op.outputs) - 1)
+        return signature._replace(dims=[*dims, sizes.dims(op.inputs[0])])
+
+    return rule
+
 
 _RULES: dict[str, Rule] = {
     # Dense layers. (Products are in `linear_algebra`.)
@@ -51,9 +66,9 @@ _RULES: dict[str, Rule] = {
     _NORMS: by_attribute('is_training', {False: _NORM_OF_GIVEN}),
     _NORM_GRADIENTS: by_attribute('is_training', {False: _NORM_GRADIENT_OF_GIVEN}),
     # Softmax, and losses, of the last dimension.
-    'LogSoftmax Softmax': 'S_ -> S_',
-    'SoftmaxCrossEntropyWithLogits': 'S_ S_ -> S S_',
-    'SparseSoftmaxCrossEntropyWithLogits': 'n_ n -> n n_',
+    'LogSoftmax Softmax': _like_logits('S_ -> S_'),
+    'SoftmaxCrossEntropyWithLogits': _like_logits('S_ S_ -> S S_'),
+    'SparseSoftmaxCrossEntropyWithLogits': _like_logits('n_ n -> n n_'),
     # Recurrent cells, whose weights and biases each tower needs in full.
     'GRUBlockCell': 'n_ n_ * * * * -> n_+',
     'GRUBlockCellGrad': 'n_ n_ * * * * n_+ -> n_+',

@@ -48,14 +48,14 @@ from typing import Any, NamedTuple, TypeVar, Union
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import Constant, Form, Label, SizesOf
+from estimator_mgpu.partition.plan import Constant, EntriesOf, Form, Label, SizesOf
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
 
 T = TypeVar('T')
 
 # What a rule says of an input: the labels of its dimensions, or what towers are given.
-Operand = Union[tuple[Label, ...], SizesOf, Form, Constant]
+Operand = Union[tuple[Label, ...], SizesOf, EntriesOf, Form, Constant]
 
 
 class Signature(NamedTuple):
@@ -65,8 +65,12 @@ class Signature(NamedTuple):
     outputs: Sequence[tuple[Label, ...]]  # the labels of each output's dimensions
     # How outputs without the label are reduced, as `Partial.reduce`; None if they are replicated.
     reduce: str | None = None
-    dims: Sequence[list[Size] | None] | None = None  # outputs', if labels don't tell them
+    # The outputs' dimensions. None for an output or a dimension whose sizes the labels tell.
+    dims: Sequence[Sequence[Size | None] | None] | None = None
     attrs: dict[str, Any] = {}  # attributes that are different on towers
+    # Of labels with different sizes on inputs and outputs: whether the op takes the entries to be
+    # in blocks, as in `Shard`. The order means nothing to other ops, if it's the same everywhere.
+    in_blocks: Mapping[Label, bool] = {}
 
 
 # A text, or a function of an op. A user's function may also return None for "not sharded".
@@ -160,7 +164,7 @@ def signature_of(rule: Rule | None, op: tf.Operation, sizes: Sizes) -> Signature
 
 def labels_of(operand: Operand) -> tuple[Label, ...]:
     """The labels of an input's own dimensions."""
-    return () if isinstance(operand, (SizesOf, Form, Constant)) else operand
+    return () if isinstance(operand, (SizesOf, EntriesOf, Form, Constant)) else operand
 
 
 def failure(op: tf.Operation, error: Exception) -> RuntimeError:

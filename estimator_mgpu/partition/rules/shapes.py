@@ -2,6 +2,9 @@
 
 Where the rows go is worked out from the sizes. A tower has other sizes than the global batch, so
 these ops are given a tower's version of their shapes (`SizesOf`).
+
+Some put several blocks of all rows one after the other, as `tf.concat([x, y], 0)` does, or take
+blocks apart: see `Shard.in_blocks`. On a tower they do so with blocks of its rows.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from estimator_mgpu.partition.rules.notation import (
     word,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, Size, per_row, product
+from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, UnknownSize, per_row, product
 
 # Dimensions of size 1, and their order.
 
@@ -61,10 +64,11 @@ def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
     """`Reshape`: a dimension keeps its rows if as many entries come before it as before.
 
     Entries are in row-major order. From [batch, 6] to [batch, 2, 3], an example is the same
-    contiguous block of 6 entries in both, and so it is in [2 * batch, 3], with 2 rows for each
-    example. From time-major [5, batch, 4] to [5, 4 * batch], 5 comes before both dimensions. But
-    from [5, batch] to [5 * batch], nothing comes before the second one: each tower's entries would
-    be spread all over it.
+    contiguous piece of 6 entries in both, and so it is in [2 * batch, 3], with 2 rows for each
+    example. From time-major [5, batch, 4] to [5, 4 * batch], 5 comes before both dimensions.
+
+    From [5, batch, 4] to [5 * batch, 4], nothing comes before the second one, but as many entries
+    come after it as before: there, the examples are in 5 blocks.
 
     If it's known only when the step runs whether sizes are equal, they aren't taken to be.
     """
@@ -73,14 +77,32 @@ def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
 
     input_labels: list[Label] = [None] * len(before)
     output_labels: list[Label] = [None] * len(after)
-    for i in _shardable_axes(before):
-        for j in _shardable_axes(after):
-            as_many_before = product(before[:i]).same_as(product(after[:j]))
-            if as_many_before and _may_have_same_rows(before[i], after[j]):
-                input_labels[i] = i
-                output_labels[j] = i
+    in_blocks: dict[Label, bool] = {}
+    pairs = [
+        (i, j)
+        for i in _shardable_axes(before)
+        for j in _shardable_axes(after)
+        if _may_have_same_rows(before[i], after[j])
+    ]
+    for i, j in pairs:
+        if product(before[:i]).same_as(product(after[:j])):
+            input_labels[i] = i
+            output_labels[j] = i
+            if not before[i].same_as(after[j]):  # Otherwise any order of the entries is kept.
+                in_blocks[i] = False
+    for i, j in pairs:
+        is_free = input_labels[i] is None and output_labels[j] is None
+        has_rows = before[i].rows or after[j].rows
+        as_many_after = product(before[i + 1 :]).same_as(product(after[j + 1 :]))
+        if is_free and has_rows and as_many_after:
+            input_labels[i] = i
+            output_labels[j] = i
+            in_blocks[i] = True
     return Signature(
-        [tuple(input_labels), SizesOf(tuple(output_labels))], [tuple(output_labels)], dims=[after]
+        [tuple(input_labels), SizesOf(tuple(output_labels))],
+        [tuple(output_labels)],
+        dims=[after],
+        in_blocks=in_blocks,
     )
 
 
@@ -134,25 +156,42 @@ class _SliceLabels(NamedTuple):
 
     input: tuple[Label, ...]
     output: tuple[Label, ...]
-    end: tuple[Label, ...]  # of the entries of the input `end`: the dimension whose size it is
+    # Of the entries of the inputs `begin` and `end`: the dimension whose size, or part, they are.
+    begin: tuple[Label, ...]
+    end: tuple[Label, ...]
+    dims: list[Size | None]  # of the output, where blocks are taken
+    in_blocks: dict[Label, bool]
 
 
 def _strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`StridedSlice`: along the dimensions of which all entries are taken."""
+    """`StridedSlice`: along the dimensions of which all entries are taken, or whole blocks."""
     dims = require(sizes.dims(op.inputs[0]))
     labels = _slice_labels(op, dims, sizes)
-    return Signature([labels.input, FULL, SizesOf(labels.end), FULL], [labels.output])
+    return Signature(
+        [labels.input, SizesOf(labels.begin), SizesOf(labels.end), FULL],
+        [labels.output],
+        dims=[labels.dims],
+        in_blocks=labels.in_blocks,
+    )
 
 
 def _strided_slice_grad(op: tf.Operation, sizes: Sizes) -> Signature:
     """`StridedSliceGrad`: its first input is the shape of what was sliced."""
     dims = require(sizes.entries(op.inputs[0]))
-    labels = _slice_labels(op, dims, sizes)
-    return Signature([SizesOf(labels.input), FULL, FULL, FULL, labels.output], [labels.input])
+    labels = _slice_labels(op, dims, sizes, sizes.dims(op.inputs[4]))
+    sizes_of = [SizesOf(own) for own in (labels.input, labels.begin, labels.end)]
+    return Signature(
+        [*sizes_of, FULL, labels.output], [labels.input], dims=[dims], in_blocks=labels.in_blocks
+    )
 
 
-def _slice_labels(op: tf.Operation, dims: Sequence[Size], sizes: Sizes) -> _SliceLabels:
-    """The labels of a slice of a tensor with these dimensions.
+def _slice_labels(
+    op: tf.Operation,
+    dims: Sequence[Size],
+    sizes: Sizes,
+    output_dims: Sequence[Size] | None = None,
+) -> _SliceLabels:
+    """The labels of a slice of a tensor with these dimensions, and of the slice's, if known.
 
     An op's inputs 1 to 3 have the begin, the end and the stride of each index of `x[i, ..., j]`.
     Bits of its masks say which indices are something else: an ellipsis, `tf.newaxis`, a number (it
@@ -172,7 +211,9 @@ def _slice_labels(op: tf.Operation, dims: Sequence[Size], sizes: Sizes) -> _Slic
 
     input_labels: list[Label] = []
     output_labels: list[Label] = []
+    begin_labels: list[Label] = []
     end_labels: list[Label] = []
+    block_sizes: dict[Label, Size] = {}  # of what is left of a dimension of which blocks are taken
     for i in positions:
         axis = len(input_labels)  # the dimension that the index is for
         label: Label = None
@@ -185,40 +226,113 @@ def _slice_labels(op: tf.Operation, dims: Sequence[Size], sizes: Sizes) -> _Slic
         elif is_set('shrink_axis', i):
             input_labels.append(None)
         else:
-            from_start = is_set('begin', i) or begin[i] == Size(0)
-            to_end = is_set('end', i) or end[i].same_as(dims[axis])
-            if from_start and to_end and stride[i] == ONE:
+            first = Size(0) if is_set('begin', i) else begin[i]
+            last = dims[axis] if is_set('end', i) else end[i]
+            rows = dims[axis].rows
+            if rows is None and output_dims is not None:
+                rows = output_dims[len(output_labels)].rows
+            blocks = _size_of_blocks(first, last, dims[axis], rows)
+            if stride[i] == ONE and first == Size(0) and last.same_as(dims[axis]):
                 label = axis
+            elif stride[i] == ONE and blocks is not None:
+                label = axis
+                block_sizes[label] = blocks
             input_labels.append(label)
             output_labels.append(label)
-        # Without an end, the entry of `end` means nothing.
+        # Without a begin, the entry of `begin` means nothing; 0 is 0 on each tower.
+        has_begin = label in block_sizes and not is_set('begin', i) and begin[i] != Size(0)
+        begin_labels.append(label if has_begin else None)
         end_labels.append(None if is_set('end', i) else label)
 
     rest = range(len(input_labels), len(dims))
-    return _SliceLabels((*input_labels, *rest), (*output_labels, *rest), tuple(end_labels))
+    output_labels += rest
+    return _SliceLabels(
+        (*input_labels, *rest),
+        tuple(output_labels),
+        tuple(begin_labels),
+        tuple(end_labels),
+        [block_sizes.get(label) for label in output_labels],
+        dict.fromkeys(block_sizes, True),
+    )
+
+
+def _size_of_blocks(begin: Size, end: Size, dim: Size, rows: RowSpace | None) -> Size | None:
+    """The size of a slice of a dimension, if it takes whole blocks of rows; None if it doesn't.
+
+    For example, it's batch for the slices [:batch] and [batch:] of 2 * batch.
+    """
+    if rows is None:
+        return None
+    counts = [_block_count(size, rows) for size in (begin, end, dim)]
+    first, last, count = counts
+    if first is None or last is None or count is None or not first < last <= count:
+        return None
+    return Size(last - first, (rows,))
+
+
+def _block_count(size: Size, rows: RowSpace) -> int | None:
+    """How many blocks of all rows a size is, or begins after; None if that isn't known."""
+    if size == Size(0):
+        return 0
+    count = per_row(size, rows)
+    if count is None or count.symbols or count.number < 0:
+        return None
+    return count.number
 
 
 def _slice(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`Slice`: along the dimensions of which all entries are taken; -1 is all that are left."""
+    """`Slice`: along the dimensions of which all entries are taken, or whole blocks.
+
+    A size of -1 takes all entries that are left.
+    """
     begin = require(sizes.entries(op.inputs[1]))
     size = require(sizes.entries(op.inputs[2]))
     dims = require(sizes.dims(op.inputs[0]))
 
     labels: list[Label] = []
+    begin_labels: list[Label] = []
+    output_dims: list[Size | None] = []
+    in_blocks: dict[Label, bool] = {}
     for axis, dim in enumerate(dims):
         from_start = begin[axis] == Size(0)
         to_end = size[axis] == Size(-1) or size[axis].same_as(dim)
-        labels.append(axis if from_start and to_end else None)
-    return Signature([tuple(labels), FULL, SizesOf(tuple(labels))], [tuple(labels)])
+        blocks = None
+        if not (from_start and to_end):
+            end = _end(begin[axis], size[axis], dim)
+            blocks = _size_of_blocks(begin[axis], end, dim, dim.rows)
+        if blocks is not None:
+            in_blocks[axis] = True
+        labels.append(axis if (from_start and to_end) or blocks is not None else None)
+        begin_labels.append(axis if blocks is not None and not from_start else None)
+        output_dims.append(blocks)
+    return Signature(
+        [tuple(labels), SizesOf(tuple(begin_labels)), SizesOf(tuple(labels))],
+        [tuple(labels)],
+        dims=[output_dims],
+        in_blocks=in_blocks,
+    )
+
+
+def _end(begin: Size, size: Size, dim: Size) -> Size:
+    """Where a slice ends; nowhere that means anything, -1, if that isn't a product of sizes."""
+    if size == Size(-1):
+        return dim
+    try:
+        return begin + size
+    except UnknownSize:
+        return Size(-1)
 
 
 # Padding and repetition.
 
 
 def _pad(op: tf.Operation, sizes: Sizes) -> str:
-    """`Pad` and the like: with paddings [[0, 0], [1, 2]], 'a_ *+ -> a_'."""
-    paddings = require(sizes.numbers(op.inputs[1]))  # two numbers a dimension
-    padded = [position // 2 for position, number in enumerate(paddings) if number]
+    """`Pad` and the like: with paddings [[0, 0], [1, 2]], 'a_ *+ -> a_'.
+
+    A padding that is known only when the step runs counts as one.
+    """
+    paddings = require(sizes.entries(op.inputs[1]))  # two numbers a dimension
+    padded = [position // 2 for position, number in enumerate(paddings) if number != Size(0)]
     dims = word(rank(op.inputs[0], sizes), padded)
     return f'{dims} *+ -> {dims}'
 
@@ -227,26 +341,123 @@ def _tile(op: tf.Operation, sizes: Sizes) -> Signature:
     """`Tile`: along dimensions that aren't repeated, and those that only have one entry to repeat.
 
     For [batch, 1] and the multiples [1, 3], a tower repeats the columns of its shard. For [1, 2]
-    and [batch, 1], each tower repeats the row for each of its examples. But for [batch, 2] and
-    [3, 1], the output isn't in the order of the examples.
+    and [batch, 1], each tower repeats the row for each of its examples. For [batch, 2] and [3, 1],
+    the output has the examples in 3 blocks.
     """
     dims = require(sizes.dims(op.inputs[0]))
     multiples = require(sizes.entries(op.inputs[1]))
 
     input_labels: list[Label] = []
     multiple_labels: list[Label] = []
-    output_labels: list[Label] = []
+    in_blocks: dict[Label, bool] = {}
     for axis, (size, multiple) in enumerate(zip(dims, multiples)):
         is_kept = multiple == ONE
         is_made = size == ONE and not is_kept
-        input_labels.append(axis if is_kept else None)
+        input_labels.append(None if is_made else axis)
         multiple_labels.append(axis if is_made else None)
-        output_labels.append(axis if is_kept or is_made else None)
+        if not is_kept and not is_made:
+            in_blocks[axis] = True
     return Signature(
         [tuple(input_labels), SizesOf(tuple(multiple_labels))],
-        [tuple(output_labels)],
+        [tuple(range(len(dims)))],
         dims=[[size * multiple for size, multiple in zip(dims, multiples)]],
+        in_blocks=in_blocks,
     )
+
+
+# Several tensors, and blocks of one.
+
+
+def _concat(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`ConcatV2`: along other dimensions than its axis; along that, each input is a block or some.
+
+    For [batch, 3] and [batch, 3], joined along axis 0, the output has the examples in 2 blocks.
+    """
+    inputs = op.inputs[:-1]
+    count = rank(inputs[0], sizes)
+    [axis] = axes_of(op, -1, sizes, count)
+    labels: list[Label] = list(range(count))
+    dims: list[Size | None] = [None] * count
+    dims[axis] = _sum([require(sizes.dims(one))[axis] for one in inputs])
+    if dims[axis] is None:
+        labels[axis] = None
+    return Signature(
+        [*[tuple(labels)] * len(inputs), FULL], [tuple(labels)], dims=[dims], in_blocks={axis: True}
+    )
+
+
+def _sum(summands: Sequence[Size]) -> Size | None:
+    """The sum of sizes; if one has rows, as a multiple of these. None if it's neither."""
+    rows = next((size.rows for size in summands if size.rows), None)
+    counts = [size if rows is None else per_row(size, rows) for size in summands]
+    try:
+        total = sum([require(count) for count in counts], Size(0))
+    except (NotSharded, UnknownSize):
+        return None
+    return total if rows is None else total * Size(1, (rows,))
+
+
+def _split(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`Split` into equal parts: as `ConcatV2`. A single part is all that was split."""
+    dims = require(sizes.dims(op.inputs[1]))
+    parts = op.get_attr('num_split')
+    [axis] = axes_of(op, 0, sizes, len(dims))
+    labels: list[Label] = list(range(len(dims)))
+    part_dims: list[Size | None] = [None] * len(dims)
+    part_dims[axis] = dims[axis].over(Size(parts))
+    if part_dims[axis] is None:
+        labels[axis] = None
+    return Signature(
+        [FULL, tuple(labels)],
+        [tuple(labels)] * parts,
+        dims=[part_dims] * parts,
+        in_blocks={axis: True} if parts > 1 else {},
+    )
+
+
+def _split_by_sizes(op: tf.Operation, sizes: Sizes) -> str | Signature:
+    """`SplitV`: along other dimensions than its axis, but a single part along that as well."""
+    count = rank(op.inputs[0], sizes)
+    [axis] = axes_of(op, 2, sizes, count)
+    if op.get_attr('num_split') > 1:
+        dims = word(count, [axis])
+        return f'{dims} * * -> {dims}+'
+    labels = tuple(range(count))
+    return Signature([labels, SizesOf((axis,)), FULL], [labels])
+
+
+def _space_to_batch(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`SpaceToBatchND`, of dilated convolutions: it makes several images of one, in blocks.
+
+    There's a block for each place of a pixel in a square of 2 x 2, say, with all images.
+    """
+    dims = require(sizes.dims(op.inputs[0]))
+    block_shape = require(sizes.numbers(op.inputs[1]))
+    block_count = product([Size(number) for number in block_shape])
+    return _blocks_of_space(op, dims, len(block_shape), dims[0] * block_count)
+
+
+def _batch_to_space(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`BatchToSpaceND`: the inverse of `SpaceToBatchND`."""
+    dims = require(sizes.dims(op.inputs[0]))
+    block_shape = require(sizes.numbers(op.inputs[1]))
+    block_count = product([Size(number) for number in block_shape])
+    return _blocks_of_space(op, dims, len(block_shape), require(dims[0].over(block_count)))
+
+
+def _blocks_of_space(op: tf.Operation, dims: Sequence[Size], space: int, images: Size) -> Signature:
+    """What both have in common: `space` dimensions after the first one change.
+
+    Args:
+      op: the op.
+      dims: of its input.
+      space: the number of dimensions that are cut into squares, or joined of such.
+      images: the size of the output's dimension 0.
+    """
+    others = range(space + 1, len(dims))
+    labels = (0, *[None] * space, *others)
+    output_dims = [images, *[None] * (len(dims) - 1)]
+    return Signature([labels, FULL, FULL], [labels], dims=[output_dims], in_blocks={0: True})
 
 
 # Order.
@@ -259,10 +470,12 @@ def _reverse_sequence(op: tf.Operation, sizes: Sizes) -> str:
 
 
 _RULES: dict[str, Rule] = {
+    'BatchToSpaceND': _batch_to_space,
     'BroadcastTo': 'S #S -> S',
-    'ConcatV2': along_axes(-1, 'all+ * -> all'),
+    'ConcatV2': _concat,
     'ConjugateTranspose Transpose': _transpose,
     'ExpandDims': along_axes(1, 'left * -> all'),
+    'Empty': '#S -> S',  # whatever is there: nothing, or zeros
     'Fill': '#S * -> S',
     'MirrorPad MirrorPadGrad Pad PadV2': _pad,
     'Pack': along_axes('axis', 'left+ -> all'),
@@ -271,8 +484,9 @@ _RULES: dict[str, Rule] = {
     'ReverseV2': along_axes(1, 'all * -> all'),
     'Roll': along_axes(2, 'all * * -> all+'),
     'Slice': _slice,
-    'Split': along_axes(0, '* all -> all+'),
-    'SplitV': along_axes(2, 'all * * -> all+'),
+    'SpaceToBatchND': _space_to_batch,
+    'Split': _split,
+    'SplitV': _split_by_sizes,
     'Squeeze': _squeeze,
     'StridedSlice': _strided_slice,
     'StridedSliceGrad': _strided_slice_grad,

@@ -20,6 +20,7 @@ from estimator_mgpu.partition.plan import (
     OpPlan,
     Plan,
     Slice,
+    SparseRows,
     VariableValue,
 )
 from estimator_mgpu.partition.towers.functions import adapt_node
@@ -123,6 +124,8 @@ class Copies:
             return self._values.local(tensor, tower)
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
+        if isinstance(need, SparseRows):
+            return self._values.sparse_rows(tensor, need, tower)
         if isinstance(need, (LocalShape, Constant)):
             if op.name in self._plan.in_loops:
                 return self._local_sizes_in_loop(tensor, need, tower, device)

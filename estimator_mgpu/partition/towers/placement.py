@@ -64,6 +64,12 @@ def place_ops(graph: tf.Graph, plan: Plan) -> dict[str, str]:
             device = devices.get(largest.name) or devices.get(largest.op.name)
             if device:
                 devices[op.name] = device
+
+    # Backwards again: ops of which no large input has a device are placed where they are used, as
+    # those that prepare the ids for a lookup in a table.
+    for op in reversed(movable):
+        for output in op.outputs:
+            _follow_consumers(op.name, output, devices)
     _place_full_values(graph, plan, devices)
 
     for op in movable:
@@ -115,6 +121,11 @@ def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:
         if is_special or graphs.is_reference_variable(tensor):
             return ''
     # It has to stay with the ops that it's colocated with, unless towers have copies of these.
-    if any(name not in plan.ops for name in graphs.colocated_with(op)):
-        return ''
+    together = [
+        op.graph.get_operation_by_name(name)
+        for name in graphs.colocated_with(op)
+        if name not in plan.ops
+    ]
+    if together:
+        return next((device for device in map(device_of, together) if device), '')
     return None

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
-from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.partition.sizes import ONE, Size
 from estimator_mgpu.partition.towers.shards import Shards, index_type
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
@@ -25,7 +25,12 @@ PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', 
 
 
 def gather(
-    shards: Shards, parts: Sequence[str], dtype: tf.DType, axis: int, size: Size, device: str
+    shards: Shards,
+    parts: Sequence[str],
+    dtype: tf.DType,
+    axis: int,
+    dims: Sequence[Size],
+    device: str,
 ) -> str:
     """Concatenates the towers' shards on a device: all examples, in the order of the batch.
 
@@ -34,7 +39,7 @@ def gather(
       parts: the shards, one for each tower.
       dtype: their type.
       axis: the dimension along which they are sharded.
-      size: of that dimension, in the concatenation.
+      dims: of the concatenation.
       device: where the concatenation is made.
     """
     gathered = shards.nodes.concat(parts, axis, dtype, device)
@@ -42,9 +47,30 @@ def gather(
         return gathered
 
     # Towers without examples are the last ones: what they have is cut off.
-    index = index_type(size)
-    extent = (0, shards.size_value(size, None, index))
+    index = index_type(dims[axis])
+    extent = (0, shards.size_value(dims[axis], None, index))
     return shards.cut(gathered, dtype, axis, extent, device, index)
+
+
+def gather_blocks(
+    shards: Shards,
+    parts: Sequence[str],
+    dtype: tf.DType,
+    axis: int,
+    dims: Sequence[Size],
+    device: str,
+) -> str:
+    """The same for shards in blocks: the first block of each tower, then the second of each.
+
+    They are concatenated along a dimension of their own: [blocks, rows] instead of [blocks * rows].
+    """
+    apart = []
+    for tower, part in enumerate(parts):
+        _, row_count = shards.extent(ONE, tower)
+        apart.append(shards.reshape_blocks(part, dtype, axis, dims, row_count, device, apart=True))
+    dims_apart = [*dims[:axis], ONE, Size(1, (shards.rows,)), *dims[axis + 1 :]]
+    gathered = gather(shards, apart, dtype, axis + 1, dims_apart, device)
+    return shards.reshape_blocks(gathered, dtype, axis, dims, shards.total, device, apart=False)
 
 
 def reduce(

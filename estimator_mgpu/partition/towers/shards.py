@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import rows_of
 from estimator_mgpu.partition.plan import Constant, LocalShape
-from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, Size, per_row
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 
 Extent = tuple[Number, Number]
@@ -110,9 +110,9 @@ class Shards:
             value = self._multiply(value, self._symbol_value(symbol, tower, dtype), dtype)
         return value
 
-    def total_as(self, dtype: tf.DType) -> Number:
-        """How many rows there are, in an integer type."""
-        return self._cast(self.total, dtype)
+    def total_as(self, dtype: tf.DType, more: int = 0) -> Number:
+        """How many rows there are, and some more, in an integer type."""
+        return self._add(more, self._cast(self.total, dtype), dtype)
 
     def local_sizes(
         self, need: Constant | LocalShape, tower: int, scalar: bool, dtype: tf.DType
@@ -141,6 +141,56 @@ class Shards:
         """A tower's shard of a full value, with `factor` entries a row along an axis."""
         index = index_type(factor * Size(1, (self.rows,)))
         return self.cut(full, dtype, axis, self.extent(factor, tower, index), device, index)
+
+    def slice_of_blocks(
+        self, full: str, dtype: tf.DType, axis: int, dims: Sequence[Size], tower: int, device: str
+    ) -> str:
+        """The same of a full value in blocks: the tower's rows of each block.
+
+        Args:
+          full: the full value.
+          dtype: its type.
+          axis: the dimension along which the blocks follow each other.
+          dims: of the full value.
+          tower: whose shard it is.
+          device: where the shard is taken.
+        """
+        extent = self.extent(ONE, tower)
+        blocks = self.reshape_blocks(full, dtype, axis, dims, self.total, device, apart=True)
+        shard = self.cut(blocks, dtype, axis + 1, extent, device)
+        return self.reshape_blocks(shard, dtype, axis, dims, extent[1], device, apart=False)
+
+    def reshape_blocks(
+        self,
+        value: str,
+        dtype: tf.DType,
+        axis: int,
+        dims: Sequence[Size],
+        row_count: Number,
+        device: str,
+        apart: bool,
+    ) -> str:
+        """Reshapes [blocks * rows] to [blocks, rows], or back.
+
+        Args:
+          value: what is reshaped.
+          dtype: its type.
+          axis: the dimension along which the blocks follow each other.
+          dims: of the full value.
+          row_count: how many rows each block has in what is reshaped: a tower's, or all.
+          device: where that is done.
+          apart: whether blocks and rows become two dimensions, rather than one.
+        """
+        block_count = per_row(dims[axis], self.rows)
+        assert block_count is not None
+        blocks = self.size_value(block_count, None, tf.int64)
+        rows = self._cast(row_count, tf.int64)
+        blocks_and_rows = [blocks, rows] if apart else [self._multiply(blocks, rows, tf.int64)]
+
+        before = [self.size_value(size, None, tf.int64) for size in dims[:axis]]
+        after = [self.size_value(size, None, tf.int64) for size in dims[axis + 1 :]]
+        shape = self.nodes.tensor([*before, *blocks_and_rows, *after], tf.int64, tf.int64)
+        return self.nodes.add('Reshape', [value, shape], device, T=dtype, Tshape=tf.int64)
 
     def cut(
         self,

@@ -16,9 +16,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
-from estimator_mgpu.partition.plan import Plan, Slice
-from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace
-from estimator_mgpu.partition.towers import reduce_and_gather
+from estimator_mgpu.partition.plan import Plan, Slice, SparseRows
+from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size, Splits
+from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
 from estimator_mgpu.partition.towers.placement import device_of
@@ -90,7 +90,39 @@ class Values:
         shards = self.shards_of(need.rows)
         full = self.full(tensor)
         device = self.device_of_full(tensor)
-        return shards.slice(full, tensor.dtype.base_dtype, need.axis, need.factor, tower, device)
+        dtype = tensor.dtype.base_dtype
+        if need.in_blocks:
+            dims = self._dims(tensor, need.axis, need.factor, need.rows)
+            return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
+        return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+
+    def sparse_rows(self, tensor: tf.Tensor, need: SparseRows, tower: int) -> str:
+        """A tower's rows of a sparse tensor: the indices of its entries, or their values."""
+        shards = self.shards_of(need.rows)
+        indices = self._graph.get_tensor_by_name(need.indices)
+        positions = sparse_rows.positions(
+            shards,
+            self.full(indices),
+            indices.dtype,
+            need.factor,
+            tower,
+            self.device_of_full(indices),
+        )
+        device = self.device_of_full(tensor)
+        dtype = tensor.dtype.base_dtype
+        taken = sparse_rows.take(self._nodes, self.full(tensor), dtype, positions, device)
+        if tensor.name != need.indices:
+            return taken
+        columns = indices.shape.as_list()[1]
+        return sparse_rows.count_from_first(
+            shards, taken, dtype, columns, need.factor, tower, device
+        )
+
+    def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
+        """The dimensions of a full value that has `factor` entries a row along an axis."""
+        dims = list(self._plan.sizes.dims(tensor) or [])
+        dims[axis] = factor * Size(1, (rows,))
+        return dims
 
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
@@ -181,9 +213,11 @@ class Values:
         if isinstance(placement, Partial):
             return {name: reduce_and_gather.reduce(shards, parts, dtype, placement.reduce, device)}
 
-        axis = placement.axis
-        size = (self._plan.sizes.dims(tensor) or [])[axis]
-        return {name: reduce_and_gather.gather(shards, parts, dtype, axis, size, device)}
+        dims = self._plan.sizes.dims(tensor) or []
+        gather = reduce_and_gather.gather
+        if placement.in_blocks:
+            gather = reduce_and_gather.gather_blocks
+        return {name: gather(shards, parts, dtype, placement.axis, dims, device)}
 
     def _make_size(self, tensor: tf.Tensor) -> str:
         dtype = tensor.dtype.base_dtype
@@ -203,9 +237,11 @@ class Values:
         return pack.split(total, self._nodes, device)
 
     def _symbol_value(self, symbol: Any, tower: int | None, dtype: tf.DType) -> Number:
-        """The value of a symbol of a size: how many rows, a dimension, or a tensor's entry."""
+        """The value of a symbol: how many rows or splits, a dimension, or a tensor's entry."""
         if isinstance(symbol, RowSpace):
             return self.shards_of(symbol).total_as(dtype)
+        if isinstance(symbol, Splits):
+            return self.shards_of(symbol.rows).total_as(dtype, more=1)
 
         name, index = symbol
         tensor = self._graph.get_tensor_by_name(name)

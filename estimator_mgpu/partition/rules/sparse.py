@@ -1,0 +1,65 @@
+"""Ops on sparse tensors: each tower is given the entries of its rows.
+
+Sparse tensors themselves aren't sharded: their indices and values are full values, of which towers
+take theirs (`EntriesOf`). This is worth it for products and losses, rather than for cheap ops.
+"""
+
+from __future__ import annotations
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.plan import FULL, EntriesOf, Label, SizesOf
+from estimator_mgpu.partition.rules.notation import NotSharded, Rule, Signature, require, table
+from estimator_mgpu.partition.size_inference import Sizes
+
+
+def _entries(op: tf.Operation, indices: int) -> EntriesOf:
+    """The operand for the indices of a sparse tensor, and for its values."""
+    shape = op.inputs[indices].shape
+    if shape.rank != 2 or shape.as_list()[1] is None:
+        raise NotSharded(f'the number of dimensions of {op.name} is unknown')
+    return EntriesOf('n', indices)
+
+
+def _ctc_loss(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`CTCLoss`: [time, n, classes], the labels' indices and values, and lengths n."""
+    dims = require(sizes.dims(op.inputs[0]))
+    labels = _entries(op, 1)
+    logits = (None, 'n', None)
+    return Signature([logits, labels, labels, ('n',)], [('n',), logits], dims=[[dims[1]], dims])
+
+
+def _to_dense(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`SparseToDense`: indices, the shape, values and a default."""
+    entries = _entries(op, 0)
+    dims = require(sizes.entries(op.inputs[1]))
+    if op.inputs[2].shape.rank != 1:
+        raise NotSharded  # one value for all entries
+    labels = ('n', *[None] * (len(dims) - 1))
+    return Signature([entries, SizesOf(labels), entries, FULL], [labels], dims=[dims])
+
+
+def _sparse_matmul(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`SparseTensorDenseMatMul`: by rows of the sparse matrix, and by columns of the dense one.
+
+    If the sparse matrix is transposed, its rows are what is summed over.
+    """
+    entries = _entries(op, 0)
+    sparse_shape = SizesOf(('n', None))
+    if op.get_attr('adjoint_a'):
+        dense: tuple[Label, ...] = ('n', 'm')
+        product: tuple[Label, ...] = (None, 'm')
+    else:
+        dense = (None, 'm')
+        product = ('n', 'm')
+    if op.get_attr('adjoint_b'):
+        dense = dense[::-1]
+    return Signature([entries, entries, sparse_shape, dense], [product], reduce='sum')
+
+
+_RULES: dict[str, Rule] = {
+    'CTCLoss CTCLossV2': _ctc_loss,
+    'SparseTensorDenseMatMul': _sparse_matmul,
+    'SparseToDense': _to_dense,
+}
+RULES = table(_RULES)

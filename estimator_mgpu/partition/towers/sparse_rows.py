@@ -1,0 +1,86 @@
+"""Each tower's rows of a sparse tensor, whose indices and values are full values.
+
+In: the names of the indices and of the values. Out: the names of those of the tower's rows. For
+example, the second tower has the examples from 3 on:
+
+    indices [[0, 1], [3, 0], [4, 2]]    =>    [[0, 0], [1, 2]]
+    values  [a, b, c]                   =>    [b, c]
+"""
+
+from __future__ import annotations
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.shards import Shards
+
+
+def positions(
+    shards: Shards, indices: str, dtype: tf.DType, factor: Size, tower: int, device: str
+) -> str:
+    """Which entries are in a tower's rows: their positions, a vector.
+
+    Args:
+      shards: which examples each tower has.
+      indices: those of all entries, a matrix.
+      dtype: the indices' type.
+      factor: how many rows an example has.
+      tower: the tower.
+      device: where this is computed.
+    """
+    nodes = shards.nodes
+    start, size = shards.extent(factor, tower, dtype)
+    first = nodes.scalar(start, dtype)
+    count = nodes.scalar(size, dtype)
+    end = nodes.add('AddV2', [first, count], nodes.host, T=dtype)
+
+    # The first column: indices[:, 0].
+    rows = nodes.add(
+        'StridedSlice',
+        [indices, [0, 0], [0, 1], [1, 1]],
+        device,
+        T=dtype,
+        Index=tf.int32,
+        begin_mask=1,
+        end_mask=1,
+        shrink_axis_mask=2,
+    )
+    is_after_start = nodes.add('GreaterEqual', [rows, first], device, T=dtype)
+    is_before_end = nodes.add('Less', [rows, end], device, T=dtype)
+    is_own = nodes.add('LogicalAnd', [is_after_start, is_before_end], device)
+    found = nodes.add('Where', [is_own], device, T=tf.bool)
+    return nodes.add('Reshape', [found, [-1]], device, T=tf.int64)
+
+
+def take(nodes: NodeBuilder, full: str, dtype: tf.DType, entries: str, device: str) -> str:
+    """The indices, or the values, of the entries at these positions."""
+    types = {'Tparams': dtype, 'Tindices': tf.int64, 'Taxis': tf.int32}
+    return nodes.add('GatherV2', [full, entries, 0], device, **types)
+
+
+def count_from_first(
+    shards: Shards,
+    indices: str,
+    dtype: tf.DType,
+    column_count: int,
+    factor: Size,
+    tower: int,
+    device: str,
+) -> str:
+    """The indices of a tower's entries, with rows counted from the tower's first one.
+
+    Args:
+      shards: which examples each tower has.
+      indices: as in the full value.
+      dtype: their type.
+      column_count: how many dimensions the sparse tensor has.
+      factor: how many rows an example has.
+      tower: the tower.
+      device: where this is computed.
+    """
+    start, _ = shards.extent(factor, tower, dtype)
+    if start == 0:
+        return indices
+    offset = shards.nodes.tensor([start, *[0] * (column_count - 1)], dtype, dtype)
+    return shards.nodes.add('Sub', [indices, offset], device, T=dtype)
