@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.tf_internals import graphs
-from models import floats, of_all_modes, sgd, spec_of
+from models import floats, of_all_modes, sgd, spec_of, step
 from towers import TRAIN, compare, session
 
 pytestmark = pytest.mark.core
@@ -23,11 +23,12 @@ def variable(name, *shape, **options):
     return tf.get_variable(name, shape, use_resource=True, **options)
 
 
-def replicated(model_fn):
+def replicated(model_fn, labels=False):
     """The graph of a model_fn, on two devices."""
     features = tf.placeholder(tf.float32, [None, 3], 'features')
+    labels = tf.placeholder(tf.float32, [None, 1], 'labels') if labels else None
     tf.train.create_global_step()
-    estimator_mgpu.replicate(model_fn, devices=2)(features=features, labels=None, mode=TRAIN)
+    estimator_mgpu.replicate(model_fn, devices=2)(features=features, labels=labels, mode=TRAIN)
     return tf.get_default_graph()
 
 
@@ -76,6 +77,166 @@ def test_a_variable_is_read_before_it_is_written():
         assert write.name in before(graph.get_operation_by_name('after'))
     ours = compare(model_fn, BATCHES, 3)[0]
     assert ours.losses[1] < ours.losses[0]
+
+
+def net_of(features):
+    return tf.layers.dense(tf.layers.dense(features, 4, tf.nn.tanh), 3, tf.nn.tanh)
+
+
+def trained(mode, net, labels, **weights):
+    """Trains on the mean squared error; with weights, all towers need their sum."""
+    output = tf.layers.dense(net, 1)
+    if weights:
+        loss = tf.losses.mean_squared_error(labels, output, **weights)
+    else:
+        loss = tf.reduce_mean(tf.square(output - labels))
+    return spec_of(mode, loss, tf.train.MomentumOptimizer(0.05, 0.9).minimize(loss, step()))
+
+
+def plain(features, labels, mode):
+    return trained(mode, net_of(features), labels)
+
+
+def linear(features, labels, mode):
+    """The gradients of a linear loss follow from no read."""
+    net = tf.layers.dense(tf.layers.dense(features, 4), 1)
+    loss = tf.reduce_mean(net * labels)
+    return spec_of(mode, loss, tf.train.MomentumOptimizer(0.05, 0.9).minimize(loss, step()))
+
+
+def dropout(features, labels, mode):
+    net = tf.nn.dropout(net_of(features), rate=0.5)
+    return trained(mode, tf.nn.dropout(tf.layers.dense(net, 4), rate=0.5), labels)
+
+
+def seeded_dropout(features, labels, mode):
+    net = tf.nn.dropout(net_of(features), rate=0.5, seed=3)
+    return trained(mode, tf.nn.dropout(tf.layers.dense(net, 4), rate=0.5, seed=4), labels)
+
+
+def assertion(features, labels, mode):
+    net = net_of(features)
+    with tf.control_dependencies([tf.Assert(tf.reduce_all(net < 2), [net])]):
+        net = tf.identity(net)
+    return trained(mode, tf.check_numerics(net, 'net'), labels)
+
+
+def averages(features, labels, mode):
+    """Updates around minimize."""
+    net = net_of(features)
+    update_average(net)
+    with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+        return trained(mode, net, labels)
+
+
+def averages_before_the_loss(features, labels, mode):
+    net = net_of(features)
+    update_average(net)
+    with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+        net = tf.identity(net)
+    return trained(mode, net, labels)
+
+
+def update_average(net):
+    average = tf.get_variable('average', [3], trainable=False, initializer=tf.zeros_initializer())
+    update = tf.assign(average, 0.9 * average + 0.1 * tf.reduce_mean(net, 0))
+    tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
+
+
+def custom_gradient(features, labels, mode):
+    """Of several inputs, which it joins, and again so in its backward pass."""
+
+    @tf.custom_gradient
+    def product(x, y):
+        def gradients(d):
+            return clipped(d * y, d * x)
+
+        return x * y, gradients
+
+    @tf.custom_gradient
+    def clipped(x, y):
+        return (tf.clip_by_value(x, -1.0, 1.0), tf.clip_by_value(y, -1.0, 1.0)), lambda *d: d
+
+    net = net_of(features)
+    scale = tf.get_variable('scale', [3], initializer=tf.ones_initializer())
+    return trained(mode, product(net, tf.tanh(scale * net)), labels)
+
+
+def recurrent(features, labels, mode):
+    """A loop of variables, and a branch, beside layers."""
+    _, w = tf.while_loop(
+        lambda i, _: i < 2,
+        lambda i, w: (i + 1, tf.nn.l2_normalize(w, 0)),
+        [0, tf.get_variable('v', [3, 3])],
+    )
+    net = net_of(features)
+    scale = tf.cond(tf.reduce_sum(w) > 0, lambda: w, lambda: -w)
+    return trained(mode, tf.matmul(net, scale), labels)
+
+
+def weighted(features, labels, mode):
+    net = net_of(features)
+    return trained(mode, net, labels, weights=tf.cast(labels > 0, tf.float32))
+
+
+def masked(features, labels, mode):
+    net = net_of(features)
+    mask = tf.cast(tf.abs(labels) < 10, tf.float32)
+    loss = tf.reduce_sum(mask * tf.square(tf.layers.dense(net, 1) - labels)) / tf.reduce_sum(mask)
+    return spec_of(mode, loss, sgd(loss))
+
+
+def batch_normalization(features, labels, mode):
+    """All towers need sums of all examples, in both passes."""
+    net = tf.layers.batch_normalization(net_of(features), training=True)
+    with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+        return trained(mode, net, labels)
+
+
+INDEPENDENT = [plain, linear, dropout, seeded_dropout, assertion, averages]
+INDEPENDENT += [averages_before_the_loss, custom_gradient, recurrent]
+
+
+def waiting(graph, is_source):
+    """The ops of the second tower that depend on some of the first one's."""
+    first, second = 'replicate/tower_0/', 'replicate/tower_1/'
+    return [
+        op.name
+        for op in graph.get_operations()
+        if op.name.startswith(second)
+        and any(name.startswith(first) and is_source(name[len(first) :]) for name in before(op))
+    ]
+
+
+@pytest.mark.parametrize('model_fn', INDEPENDENT, ids=lambda f: f.__name__)
+def test_no_tower_waits_for_another(model_fn, behavior):
+    with tf.Graph().as_default():
+        graph = replicated(model_fn, labels=True)
+        assert not waiting(graph, lambda name: True)
+    compare(model_fn, BATCHES, 3)
+
+
+@pytest.mark.parametrize('model_fn', [weighted, masked], ids=lambda f: f.__name__)
+def test_a_tower_waits_for_numbers_of_examples_only(model_fn, behavior):
+    with tf.Graph().as_default():
+        graph = replicated(model_fn, labels=True)
+        assert not waiting(graph, lambda name: 'dense' in name or 'gradients' in name)
+    compare(model_fn, BATCHES, 3)
+
+
+def test_a_tower_waits_for_sums_that_the_model_asks_for(behavior):
+    """But not for what the moving averages become."""
+    with tf.Graph().as_default():
+        graph = replicated(batch_normalization, labels=True)
+        found = waiting(graph, lambda name: 'gradients/' in name)
+        assert found
+        assert all('gradients/' in name for name in found)
+        for op in graph.get_operations():
+            if op.name.startswith('replicate/tower_'):
+                assert not [name for name in before(op) if 'AssignMovingAvg' in name]
+        [*_, last] = tf.get_collection(tf.GraphKeys.TRAIN_OP)
+        assert [name for name in before(last) if 'AssignMovingAvg' in name]
+    compare(batch_normalization, [(floats(12, 3), floats(12, 1))] * 3, 3, rtol=1e-4)
 
 
 def ids_of(features):

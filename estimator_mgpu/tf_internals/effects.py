@@ -25,8 +25,13 @@ def has_side_effect(op: tf.Operation) -> bool:
     return op.op_def.is_stateful and not only_makes_handles
 
 
-def only_draws(op: tf.Operation) -> bool:
-    """Whether all that an op does is to draw random numbers: others needn't be ordered by it."""
+def is_unordered(op: tf.Operation) -> bool:
+    """Whether an op has side effects only as it draws random numbers, or as it fails.
+
+    Whether it comes before or after others can't be told.
+    """
+    if op.type in op_types.CHECKS:
+        return True
     has_state = any(
         operand.dtype == tf.resource or graphs.is_reference_variable(operand)
         for operand in op.inputs

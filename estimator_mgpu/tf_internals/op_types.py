@@ -84,6 +84,9 @@ KEEP_READ_VALUES = ('AssignVariableOp', 'SaveV2')
 FORWARD_VARIABLES = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
 """Ops that pass a variable on, for example into a v1 loop: what uses them uses the variable."""
 
+CHECKS = ('Assert', 'CheckNumerics', 'CheckNumericsV2')
+"""Ops that do nothing, or fail."""
+
 CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')
 CHECKPOINT_READ = 'RestoreV2'
 

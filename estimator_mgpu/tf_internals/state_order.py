@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import graphs, op_types
-from estimator_mgpu.tf_internals.effects import has_side_effect, only_draws, upstream_bits
+from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered, upstream_bits
 from estimator_mgpu.tf_internals.graphs import topological_order
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -46,7 +46,7 @@ class StateOrder:
         self.liveness = Liveness(ops)
         self.effects = 0
         self.late_reads = 0
-        self._draws = 0
+        self._unordered = 0
         self._ops: list[tf.Operation] = []  # by the position of their bits
         self._bits: dict[tf.Operation, int] = {}
         self._variables: dict[tf.Operation, set[tf.Operation]] = {}  # that an op reads or writes
@@ -68,15 +68,15 @@ class StateOrder:
         return self._upstream.get(op, 0)
 
     def is_quiet(self, op: tf.Operation) -> bool:
-        """Whether an op has no side effect, or only draws random numbers."""
-        return not self.bits(op) & (self.effects & ~self._draws)
+        """Whether an op has no side effect whose order counts."""
+        return not self.bits(op) & (self.effects & ~self._unordered)
 
     def needs_in_order(self, op: tf.Operation) -> int:
         """The bits of the ops before an op that have to be before it: else it would differ."""
         needed = 0
         is_quiet = self.is_quiet(op)
         if not is_quiet:
-            needed = self.effects & ~self._draws
+            needed = self.effects & ~self._unordered
         for variable in self._variables.get(op, ()):
             needed |= self._writes[variable]
             if not is_quiet:
@@ -128,7 +128,7 @@ class StateOrder:
         self._variables[op] = variables
         if has_effect:
             self.effects |= bit
-            self._draws |= bit if only_draws(op) else 0
+            self._unordered |= bit if is_unordered(op) else 0
         if reads_late:
             self.late_reads |= bit
         for variable in variables:
