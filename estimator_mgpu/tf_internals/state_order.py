@@ -26,7 +26,7 @@ from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered, u
 from estimator_mgpu.tf_internals.graphs import topological_order
 from estimator_mgpu.tf_internals.liveness import Liveness
 
-_READS_OF_VALUES = tuple(t for t in op_types.VARIABLE_READS if t != 'VariableShape')
+_READS_OF_VALUES = tuple(t for t in op_types.VARIABLE_READS if t != op_types.VARIABLE_SHAPE)
 
 
 class StateOrder:
