@@ -7,6 +7,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import towers
 from estimator_mgpu import steps
+from estimator_mgpu.tf_internals.liveness import Liveness
 from estimator_mgpu.tf_internals.v1_loops import find_loops
 
 pytestmark = pytest.mark.core
@@ -168,6 +169,26 @@ def branch_in_loop(x, w):
     return repeat(step, x[:, 0])
 
 
+@model(once='is unknown, or not the same in all branches')
+def branch_of_unknown_rank(x, w):
+    """One branch gives a row for all examples, and the graph doesn't know it."""
+    row = tf.placeholder_with_default(np.ones([1, WIDTH], 'f'), None)
+    h = tf.matmul(x[:, 0], w)
+    return h + tf.cond(tf.reduce_sum(x) < 99, lambda: row * 2.0, lambda: tf.tanh(h))
+
+
+@model()
+def array_in_branch(x, w):
+    """A TensorArray that one branch writes to, and the other one leaves empty."""
+    states = tf.TensorArray(tf.float32, 1)
+    states = tf.cond(
+        tf.reduce_sum(x) < 99,
+        lambda: states.write(0, tf.tanh(tf.matmul(x[:, 0], w))),
+        lambda: states,
+    )
+    return states.read(0)
+
+
 @model()
 def loop_in_branch(x, w):
     return tf.cond(tf.reduce_sum(x) < 99, lambda: loop(x, w), lambda: tf.matmul(x[:, 0], w))
@@ -289,13 +310,18 @@ def test_an_imported_meta_graph(tmp_path):
     assert not [why for why, _ in steps.of_graph(ours.graph).plan.once.values() if 'loop' in why]
 
 
+def loops_of(graph):
+    ops = graph.get_operations()
+    return find_loops(ops, Liveness(ops))
+
+
 def test_the_parts_of_a_loop():
     """`i` and `h` go around, `limit` doesn't, and of `i` nothing comes out but in the condition."""
     with towers.behavior_of('v1'), tf.Graph().as_default() as graph:
         start = tf.placeholder(tf.float32, [2], name='start')
         limit = tf.placeholder(tf.int32, [], name='limit')
         tf.while_loop(lambda i, h: i < limit, lambda i, h: (i + 1, h * 2), (0, start))
-        [found] = find_loops(graph)
+        [found] = loops_of(graph)
 
     assert [tensor.name for tensor in found.inputs] == ['while/Const:0', 'start:0', 'limit:0']
     assert [tensor.op.type for tensor in found.outputs] == ['Exit', 'Exit']
@@ -318,7 +344,7 @@ def test_a_loop_of_unusual_ops_runs_once():
                 node.attr['frame_name'].s = b'one'
     with tf.Graph().as_default() as graph:
         tf.import_graph_def(definition)
-        [found] = find_loops(graph)
+        [found] = loops_of(graph)
     assert found.body is None
 
 

@@ -7,7 +7,6 @@ with several sizes and compared with the op on one device.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from estimator_mgpu.partition.rules import PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
 from estimator_mgpu.partition.towers.placement import place_ops
+from estimator_mgpu.tf_internals.error_messages import reason
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
@@ -269,7 +269,7 @@ class Trial:
         try:
             outputs = self._run_on_towers(session, divided, feed)
         except tf.errors.OpError as error:
-            raise AssertionError(f'{complaint} a tower fails: {_first_line(error)}') from error
+            raise AssertionError(f'{complaint} a tower fails: {reason(error)}') from error
 
         for index, arrays, expected_array in zip(self._dimension.call.used, outputs, expected):
             try:
@@ -358,9 +358,3 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     full_value_devices = place_ops(graph, plan)
     order = StateOrder(graph.get_operations())
     return build_towers(graph, plan, total, devices, full_value_devices, {}, order)
-
-
-def _first_line(error: tf.errors.OpError) -> str:
-    """What the first op that failed says."""
-    match = re.search(r"(?:\(0\) |Node: '.*'\n)(?!Detected|\d+ root error)(.*)", error.message)
-    return match[1] if match else error.message

@@ -55,20 +55,21 @@ def divide(
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
     order = StateOrder(graph.get_operations())
-    # The number of examples waits for the check that all leaves have as many.
-    of_total = graphs.ancestors([total.op]) if total is not None else ()
-    kept = existing_ops | {op.name for op in of_total}
-    replaced.update(bypass_identities(graph, kept, order))
-    replaced.update(replace_likes_by_fills(graph, existing_ops))
 
+    # The number of examples waits for the check that all leaves have as many.
+    ops_of_total = graphs.ancestors([total.op]) if total is not None else set()
+    kept = existing_ops | {op.name for op in ops_of_total}
+    replaced.update(bypass_identities(graph, kept, order))
+    replaced.update(replace_likes_by_fills(graph, existing_ops, order.liveness))
     unused = {name.partition(':')[0] for name in replaced}
     unused |= idle_groups(graph, existing_ops, unused)
+
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
-    ops = dependents(inputs, existing_ops)
+    loops = find_loops(graph.get_operations(), order.liveness)
     plan = propagate(
         batch.sources,
         unsharded,
-        order_units(ops, find_loops(graph)),
+        order_units(dependents(inputs, existing_ops), loops),
         RowSpace('batch', batch.static),
         RULES | OF_DEVICE if batch_norm == 'device' else RULES,
         PRODUCTS,

@@ -92,10 +92,13 @@ class LoopBody:
         return self.units
 
 
-def find_loops(graph: tf.Graph) -> list[V1Loop]:
-    """The outermost loops of a graph."""
-    ops = graph.get_operations()
-    liveness = Liveness(ops)
+def find_loops(ops: Sequence[tf.Operation], liveness: Liveness) -> list[V1Loop]:
+    """The outermost loops of a graph.
+
+    Args:
+      ops: all of the graph.
+      liveness: tells in which frame an op is.
+    """
     members = defaultdict[Frame, list[tf.Operation]](list)
     for op in ops:
         begins = op.type in op_types.ENTER
@@ -122,41 +125,56 @@ def _loop(name: str, ops: Sequence[tf.Operation], inner: Sequence[V1Loop]) -> V1
     all_ops = [*ops, *(op for loop in inner for op in loop.all_ops)]
     enters = [op for op in ops if op.type in op_types.ENTER]
     exits = [op for op in ops if op.type in op_types.EXIT]
-    conditions = [op for op in ops if op.type == op_types.LOOP_CONDITION]
-    try:
-        variables = [_variable(op) for op in ops if _has_way_back(op)]
-    except ValueError:
-        return V1Loop(name, enters, exits, all_ops, body=None)
-    is_regular = (
-        len(conditions) == 1
-        and {variable.condition for variable in variables} == {*conditions}
-        and all(loop.body is not None for loop in inner)
-    )
-    if not is_regular:
+    variables = _variables(ops)
+    if variables is None or any(loop.body is None for loop in inner):
         return V1Loop(name, enters, exits, all_ops, body=None)
 
-    begun = [variable.enter for variable in variables]
-    constants = [enter for enter in enters if enter not in begun]
-    constant_values = [enter.outputs[0] for enter in constants]
-    around = {*conditions, *enters, *exits}
+    begins = [variable.enter for variable in variables]
+    constants = [enter for enter in enters if enter not in begins]
+    body = _body(name, variables, constants, exits, all_ops, inner)
+    return V1Loop(name, [*begins, *constants], exits, all_ops, body)
+
+
+def _body(
+    name: str,
+    variables: Sequence[_Variable],
+    constants: Sequence[tf.Operation],
+    exits: Sequence[tf.Operation],
+    all_ops: Sequence[tf.Operation],
+    inner: Sequence[V1Loop],
+) -> LoopBody:
+    """A loop's condition and body.
+
+    Args:
+      name: the loop's.
+      variables: at least one.
+      constants: the `Enter` ops of constants.
+      exits: the `Exit` ops.
+      all_ops: all ops of the loop.
+      inner: the loops in it.
+    """
+    condition = variables[0].condition
+    around = {condition, *constants, *exits}
     for variable in variables:
-        around |= {variable.merge, variable.next_iteration}
+        around |= {variable.enter, variable.merge, variable.next_iteration}
+    units = order_units([op for op in all_ops if op not in around], inner)
 
+    # A constant is the same at the begin and at the end of a step.
+    constant_values = [enter.outputs[0] for enter in constants]
+    begin = [variable.merge.outputs[0] for variable in variables]
+    end = [variable.next_iteration.inputs[0] for variable in variables]
     unchanged = {index for index, variable in enumerate(variables) if variable.is_unchanged}
-    unchanged.update(range(len(variables), len(enters)))
-    body = LoopBody(
+    unchanged.update(range(len(variables), len(variables) + len(constants)))
+
+    return LoopBody(
         name,
-        inputs=[*(variable.merge.outputs[0] for variable in variables), *constant_values],
-        outputs=[
-            *(variable.next_iteration.inputs[0] for variable in variables),
-            *constant_values,
-        ],
+        inputs=begin + constant_values,
+        outputs=end + constant_values,
         results=[exit.inputs[0] for exit in exits],
-        condition=conditions[0].inputs[0],
+        condition=condition.inputs[0],
         unchanged=unchanged,
-        units=_handles_kept_last(order_units([op for op in all_ops if op not in around], inner)),
+        units=_handles_kept_last(units),
     )
-    return V1Loop(name, [*begun, *constants], exits, all_ops, body)
 
 
 def _handles_kept_last(units: Sequence[Unit]) -> list[Unit]:
@@ -183,9 +201,27 @@ class _Variable(NamedTuple):
         return passed_on(self.next_iteration.inputs[0]) is self.merge.outputs[0]
 
 
-def _has_way_back(op: tf.Operation) -> bool:
-    """Whether an op is the `Merge` of a variable."""
-    return op.type in op_types.MERGE and any(_is_way_back(tensor.op) for tensor in op.inputs)
+def _variables(ops: Sequence[tf.Operation]) -> list[_Variable] | None:
+    """The variables of a loop; None if its ops aren't connected as in the picture above.
+
+    Args:
+      ops: those in the loop's frame, but in no inner one.
+    """
+    conditions = {op for op in ops if op.type == op_types.LOOP_CONDITION}
+    merges = [op for op in ops if op.type in op_types.MERGE]
+    try:
+        # A `Merge` without a way back is that of a branch.
+        variables = [
+            _variable(merge)
+            for merge in merges
+            if any(_is_way_back(tensor.op) for tensor in merge.inputs)
+        ]
+    except ValueError:
+        return None
+    has_one_condition = len(conditions) == 1
+    return (
+        variables if has_one_condition and {v.condition for v in variables} == conditions else None
+    )
 
 
 def _is_way_back(op: tf.Operation) -> bool:

@@ -111,8 +111,8 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
         if placement == joined:
             continue
         is_empty_list = isinstance(joined, NotGatherable) and tensor.op.type in op_types.EMPTY_LISTS
-        is_nothing = isinstance(joined, Partial) and joined.reduce == 'sum' and is_zero(tensor)
-        if placement != REPLICATE or not (is_empty_list or is_nothing):
+        adds_nothing = isinstance(joined, Partial) and joined.reduce == 'sum' and is_zero(tensor)
+        if placement != REPLICATE or not (is_empty_list or adds_nothing):
             raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
     return joined
 

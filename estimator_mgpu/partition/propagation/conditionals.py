@@ -77,17 +77,14 @@ def decide_merge(
         needs = [LOCAL] * len(placements)
     else:
         return None
-    return Decision(OpPlan(tuple(needs)), [placement, REPLICATE], [dims, None])
+    decision = Decision(OpPlan(tuple(needs)), [placement, REPLICATE], [dims, None])
+    return decision if scope.make_lists(op, decision) else None
 
 
 def _factor(scope: Scope, op: tf.Operation, placement: Shard) -> Size:
     """How many entries an example has along the axis, if that's the same in all branches."""
-    factors = {
-        scope.sizes.per_row(tensor, placement.axis, placement.rows)
-        for tensor in op.inputs
-        if scope.sizes.dims(tensor) is not None
-    }
-    known = [factor for factor in factors if factor is not None]
-    if len(factors) != 1 or len(known) != 1 or known[0].static is None:
+    factors = {scope.sizes.per_row(tensor, placement.axis, placement.rows) for tensor in op.inputs}
+    factor = factors.pop()
+    if factors or factor is None or factor.static is None:
         raise NotSharded(f'the size of {op.name} is unknown, or not the same in all branches')
-    return known[0]
+    return factor

@@ -7,6 +7,7 @@ loops or branches. Whatever no rule can shard runs once: `NotSharded` is raised,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import tensorflow.compat.v1 as tf
 
@@ -133,10 +134,11 @@ def _passed_by_merge(placements: Sequence[Placement]) -> Partial | None:
     A value that another branch gives then counts on the first tower, and on the others as zeros.
     """
     partials = {placement for placement in placements if placement != REPLICATE}
-    for partial in partials:
-        if isinstance(partial, Partial) and partial.reduce == 'sum' and len(partials) == 1:
-            return partial
-    return None
+    if len(partials) != 1:
+        return None
+    [partial] = partials
+    is_sum = isinstance(partial, Partial) and partial.reduce == 'sum'
+    return cast(Partial, partial) if is_sum else None
 
 
 def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial) -> Decision:

@@ -209,10 +209,10 @@ class _Pass:
             if placement != REPLICATE and tensor.op.name in self.scope.ops
         }
         bytes_gathered = sum(bytes_of(tensor) for tensor in gathered)
+        # A v1 loop is named by the ops that give its results. What is gathered for it counts once.
         members = op.exits if isinstance(op, V1Loop) else [op]
-        for member in members:
-            self.once[member.name] = reason, bytes_gathered
-            bytes_gathered = 0
+        for index, member in enumerate(members):
+            self.once[member.name] = reason, 0 if index else bytes_gathered
 
         self._reduce_inputs(op, placements)
         uses_shards = any(isinstance(placement, Shard) for placement in placements)

@@ -37,6 +37,7 @@ from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, Size, per_row
 from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals.effects import may_have_side_effect
 from estimator_mgpu.tf_internals.v1_loops import Unit, passed_on
 
 Requests = dict[tf.Operation, Slice]
@@ -113,9 +114,8 @@ class FunctionBody:
             self._decide(op, placements)
 
     def _check_effects(self, op: tf.Operation) -> None:
-        reads = op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS)
-        changes_reference = any(argument.is_ref for argument in op.op_def.input_arg)
-        if not reads and (op.op_def.is_stateful or changes_reference):
+        only_reads = op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS)
+        if may_have_side_effect(op.op_def) and not only_reads:
             raise NotSharded(f'in it, a {op.type} has side effects, or draws random numbers')
 
     def _check_sizes(self, op: tf.Operation, placements: Sequence[Placement]) -> None:

@@ -18,7 +18,7 @@ from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
 
 CallRule = Callable[['Scope', Any, Sequence[Placement]], Optional[Decision]]
-"""Decides how an op that calls functions runs on every tower; None if it runs once."""
+"""Decides how a loop, a branch or a call runs on every tower; None if it runs once."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rules:
     """What propagation asks about an op, by the op's type."""
 
     of_ops: Mapping[str, Rule]
-    of_calls: Mapping[str, CallRule]  # loops, branches and calls
+    of_calls: Mapping[str, CallRule]  # loops, branches and calls, those of TensorFlow 1, too
     products: Container[str]  # worth sharding along row spaces that aren't the batch's
 
 

@@ -18,17 +18,19 @@ from estimator_mgpu.tf_internals.liveness import Liveness
 _NOT_FILLED = (tf.string, tf.resource, tf.variant)
 
 
-def replace_likes_by_fills(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
+def replace_likes_by_fills(
+    graph: tf.Graph, existing_ops: Set[str], liveness: Liveness
+) -> dict[str, tf.Tensor]:
     """Replaces the outputs of `ZerosLike` and `OnesLike` by fills, but in v1 loops.
 
     Args:
       graph: the graph that the model_fn has built.
       existing_ops: names of ops that were there before the model_fn, which stay as they are.
+      liveness: tells which ops are in v1 loops.
 
     Returns:
       By the name of an output, the tensor that is used in its place.
     """
-    liveness = Liveness(graph.get_operations())
     replaced: dict[str, tf.Tensor] = {}
     for op in graph.get_operations():
         if op.type not in op_types.ZEROS_ONES_LIKE or op.name in existing_ops:

@@ -11,6 +11,7 @@ one. It has no meaning as a number. A tower's list has flows of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -19,10 +20,8 @@ from estimator_mgpu.partition.placements import (
     FLOW,
     REPLICATE,
     REPLICATE_LIST,
-    Flow,
     ListPlacement,
     NestedList,
-    NotGatherable,
     Placement,
     ReplicateList,
     Shard,
@@ -30,6 +29,7 @@ from estimator_mgpu.partition.placements import (
     SizeList,
 )
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, LocalShape, Need, OpPlan, Slice
+from estimator_mgpu.partition.rules import lists
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size
 
@@ -48,6 +48,7 @@ PUTS = {
 }
 # Ops that take elements out; 1 if these are stacked along a new dimension 0.
 _GETS = {'StackPopV2': 0, 'TensorArrayGatherV3': 1, 'TensorArrayReadV3': 0}
+_STACK_OPS = ('StackPopV2', 'StackPushV2')  # the ops that have no flow
 
 
 def decide(
@@ -67,39 +68,12 @@ def decide(
       in_function: whether the op is in a loop, which towers have copies of: then all lists that
         are used there are towers' own.
     """
-    if not placements:
-        return None
-    decision = _decision(op, placements, batch, sizes, in_function)
-    flow = op.inputs[-1]
-    if decision is None or not op.type.startswith('TensorArray'):
+    decision = _ListOp(op, placements, batch, sizes, in_function).decision()
+    if decision is None or op.type in _STACK_OPS:
         return decision
     # The list is the tower's own, and so is the flow by which the op comes after those before it.
+    flow = op.inputs[-1]
     return decision._replace(lists=[*decision.lists, (flow, FLOW)])
-
-
-def _decision(
-    op: tf.Operation,
-    placements: Sequence[Placement],
-    batch: RowSpace,
-    sizes: Sizes,
-    in_function: bool,
-) -> Decision | None:
-    current = placements[0]
-    if op.type in PUTS:
-        return _put(op, placements, batch, sizes, in_function)
-    if current == REPLICATE and not in_function:
-        return None
-
-    if op.type in _GETS:
-        return _get(op, current, sizes)
-    if op.type == 'TensorArraySizeV3':
-        return Decision(OpPlan((LOCAL, LOCAL)), [REPLICATE])
-    if op.type == 'TensorArrayGradV3':
-        # A list of the gradients of the elements, each with the placement of its element.
-        if isinstance(current, (ShardList, ReplicateList)):
-            return Decision(OpPlan((LOCAL, LOCAL)), [current, FLOW])
-        return Decision(OpPlan((LOCAL, LOCAL)), [REPLICATE, FLOW])
-    return None
 
 
 def new_list(op: tf.Operation, placement: Placement) -> OpPlan:
@@ -124,86 +98,114 @@ def _local_attrs(op: tf.Operation, placement: Placement) -> dict[str, LocalShape
     return {'element_shape': LocalShape(tuple(entries), placement.axis, placement.rows)}
 
 
-def _put(
-    op: tf.Operation,
-    placements: Sequence[Placement],
-    batch: RowSpace,
-    sizes: Sizes,
-    in_function: bool,
-) -> Decision | None:
-    """A value becomes an element, or several."""
-    put = PUTS[op.type]
-    current = placements[0]
-    value = placements[put.value]
-    if isinstance(value, Shard) and value.rows is not batch:
-        return None
-    if current == REPLICATE and value == REPLICATE and not in_function:
-        return None
+@dataclass
+class _ListOp:
+    """An op, with what `decide` is told of it."""
 
-    need: Need = LOCAL if value != REPLICATE or in_function else FULL
-    output = value
-    if value == REPLICATE and isinstance(current, ShardList):
-        axis = current.axis + put.stacked
-        need = Slice(axis, batch, current.factor)
-        output = Shard(axis, batch)
-        result: ListPlacement | None = current
-    else:
-        result = _list_with(op.inputs[put.value], value, put.stacked, batch, sizes)
-    if result is None or current not in (REPLICATE, REPLICATE_LIST, result):
-        return None
+    op: tf.Operation
+    placements: Sequence[Placement]
+    batch: RowSpace
+    sizes: Sizes
+    in_function: bool
 
-    needs: list[Need] = [FULL] * len(op.inputs)
-    needs[0] = LOCAL
-    needs[put.value] = need
-    if op.type == 'StackPushV2':  # It gives the value that was pushed.
-        dims = sizes.dims(op.inputs[put.value]) if isinstance(output, Shard) else None
-        return Decision(OpPlan(tuple(needs)), [output], [dims], [(op.inputs[0], result)])
-    needs[-1] = LOCAL
-    return Decision(OpPlan(tuple(needs)), [FLOW], lists=[(op.inputs[0], result)])
+    @property
+    def current(self) -> Placement:
+        """The placement of the list. It's replicated if nothing is known of the list so far."""
+        return self.placements[0]
 
-
-def _list_with(
-    value: tf.Tensor, placement: Placement, stacked: int, batch: RowSpace, sizes: Sizes
-) -> ListPlacement | None:
-    """The placement of a list into which a value is put; None if there is none."""
-    if isinstance(placement, Shard):
-        factor = sizes.per_row(value, placement.axis, placement.rows)
-        if factor is None or factor.static is None or placement.axis < stacked:
+    def decision(self) -> Decision | None:
+        """How the op is sharded, but for its flow."""
+        if self.op.type in PUTS:
+            return self._put()
+        if self.current == REPLICATE and not self.in_function:
             return None
-        if placement.in_blocks:
-            return None
-        rank = len(sizes.dims(value) or [])
-        return ShardList(placement.axis - stacked, placement.rows, factor, rank - stacked)
-    if isinstance(placement, (ShardList, SizeList, NestedList, ReplicateList, Flow)):
-        return NestedList(placement)
-    if placement != REPLICATE or value.dtype == tf.resource:
-        return None  # Not even what a list in the list has is known.
-    entries = sizes.entries(value) or []
-    if any(batch in size.symbols for size in entries):
-        return None if stacked else SizeList(tuple(entries))
-    return REPLICATE_LIST
 
-
-def _get(op: tf.Operation, placement: Placement, sizes: Sizes) -> Decision | None:
-    """An element, or all of them stacked."""
-    stacked = _GETS[op.type]
-    output = op.outputs[0]
-    needs: list[Need] = [FULL] * len(op.inputs)
-    needs[0] = LOCAL
-    if op.type != 'StackPopV2':
-        needs[-1] = LOCAL
-
-    if isinstance(placement, ShardList):
-        shard = Shard(placement.axis + stacked, placement.rows)
-        dims = sizes.dims_of_shard(output, shard, placement.factor, placement.rank + stacked)
-        return Decision(OpPlan(tuple(needs), _local_attrs(op, placement)), [shard], [dims])
-    if isinstance(placement, SizeList):
-        sizes.set_entries(output, placement.sizes)
-        return Decision(OpPlan(tuple(needs)), [REPLICATE])
-    if isinstance(placement, NestedList):
-        return Decision(OpPlan(tuple(needs)), [placement.element])
-    if isinstance(placement, NotGatherable) and placement != REPLICATE_LIST:
+        if self.op.type in _GETS:
+            return self._get()
+        if self.op.type == 'TensorArraySizeV3':
+            return Decision(OpPlan((LOCAL, LOCAL)), [REPLICATE])
+        if self.op.type == 'TensorArrayGradV3':
+            # A list of the gradients of the elements, each with the placement of its element.
+            is_known = isinstance(self.current, (ShardList, ReplicateList))
+            gradients = self.current if is_known else REPLICATE
+            return Decision(OpPlan((LOCAL, LOCAL)), [gradients, FLOW])
         return None
-    if placement == REPLICATE and op.type == 'StackPopV2':
-        return None  # What was pushed, and by whom, isn't known.
-    return Decision(OpPlan(tuple(needs)), [REPLICATE], lists=[(op.inputs[0], REPLICATE_LIST)])
+
+    def _needs(self) -> list[Need]:
+        """Each tower uses its own list and flow, and the full values of other inputs."""
+        needs: list[Need] = [FULL] * len(self.op.inputs)
+        needs[0] = LOCAL
+        if self.op.type not in _STACK_OPS:
+            needs[-1] = LOCAL
+        return needs
+
+    def _put(self) -> Decision | None:
+        """A value becomes an element, or several."""
+        put = PUTS[self.op.type]
+        handle = self.op.inputs[0]
+        value = self.op.inputs[put.value]
+        placement = self.placements[put.value]
+        if isinstance(placement, Shard) and placement.rows is not self.batch:
+            return None
+        if self.current == placement == REPLICATE and not self.in_function:
+            return None  # The list may be one that towers don't have.
+
+        result: ListPlacement | None
+        if placement == REPLICATE and isinstance(self.current, ShardList):
+            result = self.current
+            axis = result.axis + put.stacked
+            need: Need = Slice(axis, self.batch, result.factor)
+            placement = Shard(axis, self.batch)
+        else:
+            result = self._list_with(value, placement, put.stacked)
+            need = LOCAL if placement != REPLICATE or self.in_function else FULL
+        if result is None or self.current not in (REPLICATE, REPLICATE_LIST, result):
+            return None
+
+        needs = self._needs()
+        needs[put.value] = need
+        plan = OpPlan(tuple(needs))
+        if self.op.type in _STACK_OPS:  # It gives the value that was pushed.
+            dims = self.sizes.dims(value) if isinstance(placement, Shard) else None
+            return Decision(plan, [placement], [dims], [(handle, result)])
+        return Decision(plan, [FLOW], lists=[(handle, result)])
+
+    def _list_with(
+        self, value: tf.Tensor, placement: Placement, stacked: int
+    ) -> ListPlacement | None:
+        """The placement of a list into which a value is put; None if it isn't known."""
+        is_replicated = placement == REPLICATE
+        if is_replicated and value.dtype == tf.resource:
+            return None  # It's not known either what is in a list that the list has.
+        entries = self.sizes.entries(value) or []
+        if is_replicated and not any(self.batch in size.symbols for size in entries):
+            return REPLICATE_LIST
+        return lists.list_with(value, placement, self.batch, self.sizes, stacked)
+
+    def _get(self) -> Decision | None:
+        """An element, or all of them stacked."""
+        stacked = _GETS[self.op.type]
+        placement = self.current
+        output = self.op.outputs[0]
+        plan = OpPlan(tuple(self._needs()))
+
+        if isinstance(placement, ShardList):
+            shard = Shard(placement.axis + stacked, placement.rows)
+            rank = placement.rank + stacked
+            dims = self.sizes.dims_of_shard(output, shard, placement.factor, rank)
+            attrs = _local_attrs(self.op, placement)
+            return Decision(plan._replace(attrs=attrs), [shard], [dims])
+        if isinstance(placement, SizeList):
+            self.sizes.set_entries(output, placement.sizes)
+            return Decision(plan, [REPLICATE])
+        if isinstance(placement, NestedList):
+            return Decision(plan, [placement.element])
+
+        # What was pushed on a stack, and by whom, has to be known. A TensorArray of which nothing
+        # is known has elements that were put into it before the loop.
+        if placement == REPLICATE_LIST or (
+            placement == REPLICATE and self.op.type not in _STACK_OPS
+        ):
+            lists_now = [(self.op.inputs[0], REPLICATE_LIST)]
+            return Decision(plan, [REPLICATE], lists=lists_now)
+        return None

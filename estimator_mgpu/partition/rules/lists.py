@@ -110,12 +110,11 @@ def _on_first_input(op: tf.Operation, placements: Sequence[Placement | None]) ->
 
 def _unstack(op: tf.Operation, placement: Placement, sizes: Sizes) -> Decision | None:
     """`TensorListFromTensor`: of [time, batch, units], it makes a list of [batch, units]."""
-    if not isinstance(placement, Shard) or placement.axis == 0:
+    if not isinstance(placement, Shard):
         return None
-    stacked = _list_of(op.inputs[0], placement, sizes)
-    if stacked is None:
+    elements = _list_of(op.inputs[0], placement, sizes, stacked=1)
+    if elements is None:
         return None
-    elements = ShardList(stacked.axis - 1, stacked.rows, stacked.factor, stacked.rank - 1)
     return Decision(OpPlan((LOCAL, _any_shape(op.inputs[1]))), [elements])
 
 
@@ -185,33 +184,44 @@ def _put(
         need = Slice(current.axis, batch, current.factor)
         return Decision(OpPlan((*needs, need)), [current])
 
-    result = _list_with(element, item, batch, sizes)
+    result = list_with(element, item, batch, sizes)
     if result is None or current not in (REPLICATE, result):
         return None
     return Decision(OpPlan((*needs, LOCAL)), [result])
 
 
-def _list_with(
-    element: tf.Tensor, placement: Placement, batch: RowSpace, sizes: Sizes
+def list_with(
+    value: tf.Tensor, placement: Placement, batch: RowSpace, sizes: Sizes, stacked: int = 0
 ) -> ListPlacement | None:
-    """The placement of a list to which an element is added; None if it isn't known."""
+    """The placement of a list into which a value is put; None if it isn't known.
+
+    Args:
+      value: the value.
+      placement: the value's.
+      batch: the batch's row space.
+      sizes: of the value.
+      stacked: 1 if the value is several elements, stacked along a new dimension 0.
+    """
     if isinstance(placement, Shard):
-        return _list_of(element, placement, sizes)
-    if isinstance(placement, (ShardList, SizeList, NestedList, ElementShape)):
+        return _list_of(value, placement, sizes, stacked)
+    if isinstance(placement, NotGatherable):
         return NestedList(placement)
-    entries = sizes.entries(element) or []
-    if placement == REPLICATE and any(batch in size.symbols for size in entries):
+    entries = sizes.entries(value) or []
+    if placement == REPLICATE and not stacked and any(batch in size.symbols for size in entries):
         return SizeList(tuple(entries))
     return None
 
 
-def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes) -> ShardList | None:
-    """A list of shards like a tensor's; None if it isn't known how many entries an example has."""
+def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes, stacked: int = 0) -> ShardList | None:
+    """A list of shards like a tensor's; None if it isn't known how many entries an example has.
+
+    If `stacked` is 1, the elements are those along dimension 0.
+    """
     factor = sizes.per_row(tensor, shard.axis, shard.rows)
-    if factor is None or factor.static is None or shard.in_blocks:
+    if factor is None or factor.static is None or shard.in_blocks or shard.axis < stacked:
         return None
     rank = len(sizes.dims(tensor) or [])
-    return ShardList(shard.axis, shard.rows, factor, rank)
+    return ShardList(shard.axis - stacked, shard.rows, factor, rank - stacked)
 
 
 def _any_shape(shape: tf.Tensor) -> Constant:
