@@ -5,6 +5,7 @@
     python samples/benchmark.py --devices=GPU:0 --setups=replicate --towers=2
     python samples/benchmark.py --setups=replicate,optimized --models=deep
     python samples/benchmark.py --setups=replicate,other --other=../estimator_mgpu-0.1
+    python samples/benchmark.py --legacy
 
 Each set-up runs in a process of its own, and each round runs every set-up once. As machines are
 noisy, only runs of the same round are compared: the tables give the medians of these ratios, and
@@ -15,6 +16,9 @@ One device and MirroredStrategy use Estimator's default session config. The set-
 replicate() with this config, too; otherwise replicate() uses session_config(), which turns off some
 of TensorFlow's graph optimizers. The set-up `other` is replicate() of another version of the
 package. It gets those of the options that it supports.
+
+With --legacy all set-ups run below tf.disable_v2_behavior(), so with reference variables and the
+loops of TensorFlow 1.
 
 The model `cnn` has batch normalization. replicate() uses the statistics of the whole batch. With
 --batch_norm=device it uses those of each device, as MirroredStrategy does.
@@ -76,6 +80,7 @@ flags.DEFINE_string('variables', None, 'The argument variables= of replicate().'
 flags.DEFINE_enum(
     'batch_norm', 'batch', ['batch', 'device'], 'The argument batch_norm= of replicate().'
 )
+flags.DEFINE_bool('legacy', False, 'Run all set-ups below tf.disable_v2_behavior().')
 flags.DEFINE_string('other', None, 'Directory with another estimator_mgpu/, for the set-up other.')
 flags.DEFINE_integer('rounds', 3, 'How many times each set-up runs.', lower_bound=1)
 flags.DEFINE_float(
@@ -174,6 +179,8 @@ def run_once(model, setup, towers):
     used = pathlib.Path(estimator_mgpu.__file__).resolve()
     if setup == OTHER and pathlib.Path(FLAGS.other).resolve() not in used.parents:
         sys.exit(f'estimator_mgpu was imported from {used.parent}, not from --other={FLAGS.other}')
+    if FLAGS.legacy:
+        tf.disable_v2_behavior()
     tf.get_logger().propagate = False
     chosen = MODELS[model]
     model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
@@ -203,7 +210,12 @@ def run_once(model, setup, towers):
         trained = estimator.Estimator(model_fn, model_dir, config)
         clock = Clock(FLAGS.seconds)
         trained.train(lambda: chosen.dataset(rows), hooks=[clock])
-    return {'version': estimator_mgpu.__version__, **clock.results(chosen.batch)}
+    legacy = not tf.resource_variables_enabled()
+    return {
+        'version': estimator_mgpu.__version__,
+        'legacy': legacy,
+        **clock.results(chosen.batch),
+    }
 
 
 def run_all(runs):
@@ -214,6 +226,7 @@ def run_all(runs):
             command += [f'--devices={FLAGS.devices}', f'--towers={",".join(FLAGS.towers)}']
             command += [f'--seconds={FLAGS.seconds}', f'--batch_norm={FLAGS.batch_norm}']
             command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
+            command += ['--legacy'] if FLAGS.legacy else []
             environment = None
             if run['setup'] == OTHER:
                 command.append(f'--other={FLAGS.other}')

@@ -74,6 +74,17 @@ def test_a_short_benchmark(tmp_path):
         assert parts == pytest.approx(run['start_up'])
         assert run['examples'] == pytest.approx(256 / run['step'] * 1000)
     assert runs[0]['nodes'] < runs[1]['nodes'] < runs[2]['nodes']
+    assert not any(run['legacy'] for run in runs)
+
+
+def test_a_benchmark_of_legacy_behavior(tmp_path):
+    flags = ['--models=embed', '--setups=replicate', '--towers=2', '--rounds=1', '--seconds=0.01']
+    run_python('benchmark.py', '--legacy', *flags, f'--output={tmp_path / "found"}')
+    runs = json.loads((tmp_path / 'found.json').read_text())['runs']
+    assert [(run['setup'], run['legacy']) for run in runs] == [
+        ('one device', True),
+        ('replicate', True),
+    ]
 
 
 def test_a_run_of_the_wrong_version(benchmark, tmp_path):
