@@ -79,8 +79,8 @@ REFERENCE_READS = (
     *('IsVariableInitialized', 'LookupTableFind', 'LookupTableSize', 'LookupTableExport'),
 )
 """Ops that take a reference, such as a v1 variable, without a write to it: no side effect."""
-KEEP_READ_VALUES = ('AssignVariableOp', 'SaveV2')
-"""Ops that may keep a variable's value beyond the step: writes don't wait for reads for these."""
+LOOKUPS = ('Gather', 'GatherNd', 'GatherV2')
+"""Ops that take some rows of their first input, such as a reference variable."""
 FORWARD_VARIABLES = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
 """Ops that pass a variable on, for example into a v1 loop: what uses them uses the variable."""
 
