@@ -118,9 +118,11 @@ def _late_reads(op: tf.Operation, order: StateOrder) -> list[tf.Operation]:
     """What an identity waits for by control edges that reads variables at that time."""
     if op.type != op_types.IDENTITY:
         return []
-    reads = order.upstream(op) & order.late_reads & ~order.upstream(op.inputs[0].op)
-    waits = [before for before in _ungrouped(op) if order.upstream(before) & reads]
-    return list(dict.fromkeys(waits))
+    missing = order.upstream(op) & order.late_reads & ~order.upstream(op.inputs[0].op)
+    reads = order.ops_for(missing, op)
+    after_reads = dict.fromkeys(b for b in _ungrouped(op) if order.upstream(b) & missing)
+    # If all gradients of a model are tied at once, there are fewer of them than reads.
+    return reads if len(reads) <= len(after_reads) else list(after_reads)
 
 
 def _ungrouped(op: tf.Operation) -> Iterator[tf.Operation]:
