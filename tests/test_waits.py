@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -239,6 +240,33 @@ def test_a_tower_waits_for_sums_that_the_model_asks_for(behavior):
         [*_, last] = tf.get_collection(tf.GraphKeys.TRAIN_OP)
         assert [name for name in before(last) if 'AssignMovingAvg' in name]
     compare(batch_normalization, [(floats(12, 3), floats(12, 1))] * 3, 3, rtol=1e-4)
+
+
+@pytest.mark.parametrize('fetched', ['train_op', 'loss'])
+def test_an_assertion_that_fails_fails_the_step(fetched, behavior):
+    """Whether the gradients or only the loss are asked for; the variables aren't written."""
+
+    def model_fn(features, labels, mode):
+        with tf.control_dependencies([tf.Assert(tf.reduce_all(features < 1), ['too large'])]):
+            features = tf.identity(features)
+        return trained(mode, net_of(features), labels)
+
+    with tf.Graph().as_default(), session(2) as run:
+        features = tf.placeholder(tf.float32, [None, 3])
+        labels = tf.placeholder(tf.float32, [None, 1])
+        tf.train.create_global_step()
+        replicate = estimator_mgpu.replicate(model_fn, devices=2)
+        spec = replicate(features=features, labels=labels, mode=TRAIN)
+        run.run(tf.global_variables_initializer())
+        start = run.run(tf.trainable_variables())
+
+        large = {features: [[0, 0, 0], [0, 5, 0]], labels: [[1], [1]]}
+        with pytest.raises(tf.errors.InvalidArgumentError, match='too large'):
+            run.run(getattr(spec, fetched), large)
+        np.testing.assert_equal(run.run(tf.trainable_variables()), start)
+
+        small = {features: [[0, 0, 0], [0, -5, 0]], labels: [[1], [1]]}
+        run.run(getattr(spec, fetched), small)
 
 
 def ids_of(features):
