@@ -72,7 +72,8 @@ FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
 BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""
 
-VARIABLE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd', 'VariableShape')
+VALUE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd')
+VARIABLE_READS = (*VALUE_READS, 'VariableShape')
 """Ops that only read a variable: TensorFlow calls them stateful, but they have no side effect."""
 REFERENCE_READS = (
     *('RefIdentity', 'RefSelect', 'RefSwitch', *ENTER, *EXIT, *NEXT_ITERATION, *MERGE),
