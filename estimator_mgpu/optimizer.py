@@ -37,8 +37,6 @@ class TowerOptimizer:
       >>> isinstance(optimizer, tf.train.AdamOptimizer), isinstance(optimizer, TowerOptimizer)
       (True, True)
 
-    Args:
-      optimizer_or_optimizer_fn: the optimizer, or the function.
     """
 
     if TYPE_CHECKING:  # It has what the optimizer has.

@@ -9,7 +9,7 @@ from test_samples import SAMPLES, flag_errors, run_python
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
-    import feature_columns
+    import feature_columns_models
     import shares_models
 
 pytestmark = pytest.mark.core
@@ -23,15 +23,16 @@ def test_the_busiest_of_four_devices(name):
     assert 0.25 <= max(kernels.values()) / sum(kernels.values()) <= WHOLE.get(name, 0.35)
 
 
-@pytest.mark.parametrize('name', ['lstm', 'scan'])
-def test_old_programs_that_enable_new_loops(name, caplog):
-    """Those of TensorFlow 1 run once, which the log says with the way out."""
+LEGACY = [
+    *('lstm', 'gru', 'fused_block_cell', 'scan', 'while_loop', 'branches', 'functions'),
+    *('bidirectional_crf', 'viterbi'),
+]
+
+
+@pytest.mark.parametrize('name', LEGACY)
+def test_the_busiest_below_disable_v2_behavior(name):
+    """Loops and branches of TensorFlow 1, and reference variables."""
     with towers.behavior_of('v1'):
-        caplog.set_level('INFO')
-        kernels, _ = shares_models.kernels_of(name, 4)
-        assert max(kernels.values()) > 0.7 * sum(kernels.values())
-        assert 'v1 control flow: call tf.enable_control_flow_v2() before.' in caplog.text
-        tf.enable_control_flow_v2()
         kernels, _ = shares_models.kernels_of(name, 4)
         assert max(kernels.values()) <= 0.35 * sum(kernels.values())
 
@@ -60,6 +61,14 @@ def test_as_on_one_device(name):
 
     for static in (True, False):
         _, ours = found(name, 3, static, values)
+        towers.assert_close(ours, expected, 1e-5)
+
+
+@pytest.mark.parametrize('name', LEGACY)
+def test_as_on_one_device_below_disable_v2_behavior(name):
+    with towers.behavior_of('v1'):
+        values, expected = found(name, 1, static=False)
+        _, ours = found(name, 3, False, values)
         towers.assert_close(ours, expected, 1e-5)
 
 
@@ -99,7 +108,7 @@ def test_the_table_of_feature_columns():
 def test_lookups_of_a_table_run_where_it_is():
     """With what makes its ids, and what sums its gradients: of 26 tables, on four devices."""
     with tf.Graph().as_default():
-        train_op, feed = feature_columns.build('many_tables', 4, 16)
+        train_op, feed = feature_columns_models.build('many_tables', 4, 16)
         with towers.session(4) as session:
             session.run(tf.global_variables_initializer())
             nodes = towers.nodes_of_a_step(session, train_op, feed)

@@ -18,6 +18,7 @@ from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
 from estimator_mgpu.partition.towers.placement import place_ops
+from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import find_loops, order_units
@@ -54,7 +55,10 @@ def divide(
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
     order = StateOrder(graph.get_operations())
-    replaced.update(bypass_identities(graph, existing_ops, order))
+    # The number of examples waits for the check that all leaves have as many.
+    of_total = graphs.ancestors([total.op]) if total is not None else ()
+    kept = existing_ops | {op.name for op in of_total}
+    replaced.update(bypass_identities(graph, kept, order))
     replaced.update(replace_likes_by_fills(graph, existing_ops))
 
     unused = {name.partition(':')[0] for name in replaced}

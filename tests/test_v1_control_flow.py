@@ -1,0 +1,342 @@
+"""Loops and branches of TensorFlow 1, which are made of ops: sharded, exact, also if imported."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+import towers
+from estimator_mgpu import steps
+from estimator_mgpu.tf_internals.v1_loops import find_loops
+
+pytestmark = pytest.mark.core
+STEPS, WIDTH = 4, 3
+MODELS = {}
+RUN_ONCE = {}  # by model, what is said of a loop that runs once
+
+
+def model(once=''):
+    """Registers a function of [batch, STEPS, WIDTH], and of a matrix, that gives [batch, WIDTH]."""
+
+    def register(function):
+        MODELS[function.__name__] = function
+        if once:
+            RUN_ONCE[function.__name__] = once
+        return function
+
+    return register
+
+
+def repeat(step, start, count=STEPS):
+    """A loop of a fixed number of steps: `step(i, value)` gives the next value."""
+    body = lambda i, value: (i + 1, step(i, value))  # noqa: E731
+    return tf.while_loop(lambda i, _: i < count, body, (0, start))[1]
+
+
+def lengths_of(x):
+    """A length from 1 to STEPS for each example."""
+    return tf.cast(tf.abs(x[:, 0, 0]) * 2, tf.int32) % STEPS + 1
+
+
+@model()
+def loop(x, w):
+    return repeat(lambda i, h: tf.tanh(tf.matmul(h, w) + x[:, i]), x[:, 0])
+
+
+@model()
+def loop_in_loop(x, w):
+    inner = lambda h: repeat(lambda _, h: tf.tanh(tf.matmul(h, w)), h, 3)  # noqa: E731
+    return repeat(lambda i, h: inner(h) + x[:, i], x[:, 0])
+
+
+@model()
+def sum_in_loop(x, w):
+    """A partial sum is carried along."""
+
+    def body(i, h, total):
+        h = tf.tanh(tf.matmul(h, w) + x[:, i])
+        return i + 1, h, total + tf.reduce_sum(tf.square(h))
+
+    _, h, total = tf.while_loop(lambda i, h, total: i < STEPS, body, (0, x[:, 0], 0.0))
+    return h * tf.tanh(total * 0.01)
+
+
+@model(once='needs a sum over all examples')
+def mean_in_loop(x, w):
+    def step(i, h):
+        h = tf.tanh(tf.matmul(h, w) + x[:, i])
+        return h - tf.reduce_mean(h, 0)
+
+    return repeat(step, x[:, 0])
+
+
+@model(once='needs a sum over all examples')
+def examples_decide(x, w):
+    """How many steps it takes depends on the longest example."""
+    longest = lambda i, h: i < tf.reduce_max(lengths_of(x))  # noqa: E731
+    body = lambda i, h: (i + 1, tf.tanh(tf.matmul(h, w) + x[:, i]))  # noqa: E731
+    return tf.while_loop(longest, body, (0, x[:, 0]))[1]
+
+
+@model()
+def array(x, w):
+    """A TensorArray of shards, of which some elements are read and others gathered."""
+    states = tf.TensorArray(tf.float32, STEPS, clear_after_read=False, element_shape=x.shape[::2])
+
+    def body(i, h, states):
+        h = tf.tanh(tf.matmul(h, w) + x[:, i])
+        return i + 1, h, states.write(i, h)
+
+    loop_vars = (0, x[:, 0], states)
+    _, _, states = tf.while_loop(lambda i, h, states: i < STEPS, body, loop_vars)
+    return states.read(0) + tf.reduce_sum(states.gather([1, 3]), 0)
+
+
+@model()
+def array_of_numbers(x, w):
+    """Each tower makes its own TensorArray of the same elements."""
+    step = lambda h, i: tf.tanh(tf.matmul(h, w) + x[:, i])  # noqa: E731
+    return tf.foldl(step, tf.range(STEPS), tf.zeros_like(x[:, 0]))
+
+
+@model()
+def scan_in_loop(x, w):
+    """Handles of TensorArrays are kept in a stack."""
+
+    def step(_, x):
+        states = tf.scan(
+            lambda h, x: tf.tanh(tf.matmul(h, w) + x),
+            tf.transpose(x, [1, 0, 2]),
+            tf.zeros_like(x[:, 0]),
+        )
+        return tf.transpose(states, [1, 0, 2])
+
+    return repeat(step, x, 2)[:, -1]
+
+
+@model(once='needs all examples')
+def map_over_examples(x, w):
+    return tf.reduce_mean(tf.map_fn(lambda x: tf.tanh(tf.matmul(x, w)), x), 1)
+
+
+@model()
+def stacked_rnn(x, w):
+    cells = [tf.nn.rnn_cell.LSTMCell(WIDTH), tf.nn.rnn_cell.GRUCell(WIDTH)]
+    cell = tf.nn.rnn_cell.MultiRNNCell(cells)
+    outputs, _ = tf.nn.dynamic_rnn(cell, tf.tensordot(x, w, 1), lengths_of(x), dtype=tf.float32)
+    return tf.reduce_sum(outputs, 1)
+
+
+@model()
+def bidirectional_rnn(x, w):
+    cells = [tf.nn.rnn_cell.GRUCell(WIDTH) for _ in range(2)]
+    outputs, _ = tf.nn.bidirectional_dynamic_rnn(
+        *cells, tf.tensordot(x, w, 1), lengths_of(x), dtype=tf.float32
+    )
+    return tf.reduce_sum(outputs[0] * outputs[1], 1)
+
+
+@model()
+def static_rnn(x, w):
+    """With a branch for each step, as all examples may have ended."""
+    inputs = tf.unstack(tf.tensordot(x, w, 1), axis=1)
+    outputs, _ = tf.nn.static_rnn(
+        tf.nn.rnn_cell.GRUCell(WIDTH), inputs, dtype=tf.float32, sequence_length=lengths_of(x)
+    )
+    return outputs[0] + outputs[-1]
+
+
+@model()
+def branch(x, w):
+    x = x[:, 0]
+    return tf.cond(tf.reduce_sum(x) > 0, lambda: tf.tanh(tf.matmul(x, w)), lambda: x * 0.5)
+
+
+@model()
+def branch_with_sums(x, w):
+    """Sums over all examples in the branch that is taken, and in the one that isn't."""
+    h = tf.matmul(x[:, 0], w)
+    normalized = lambda: h - tf.reduce_mean(h, 0)  # noqa: E731
+    return tf.cond(tf.reduce_mean(h) < 9, normalized, lambda: h / tf.reduce_max(h))
+
+
+@model()
+def branch_in_loop(x, w):
+    def step(i, h):
+        return tf.cond(tf.equal(i % 2, 0), lambda: tf.tanh(tf.matmul(h, w)), lambda: h + x[:, i])
+
+    return repeat(step, x[:, 0])
+
+
+@model()
+def loop_in_branch(x, w):
+    return tf.cond(tf.reduce_sum(x) < 99, lambda: loop(x, w), lambda: tf.matmul(x[:, 0], w))
+
+
+@model()
+def case(x, w):
+    x = x[:, 0]
+    total = tf.reduce_sum(x)
+    cases = [
+        (total > 99, lambda: tf.matmul(x, w)),
+        (total > -99, lambda: tf.tanh(tf.matmul(x, w))),
+    ]
+    return tf.case(cases, default=lambda: x)
+
+
+@model()
+def second_derivative(x, w):
+    x = x[:, 0]
+    h = tf.cond(tf.reduce_sum(x) < 99, lambda: tf.tanh(tf.matmul(x, w)), lambda: x)
+    [slope] = tf.gradients(tf.reduce_sum(tf.square(h)), x)
+    return h + 0.1 * slope
+
+
+@model()
+def counted_in_branch(x, w):
+    """A branch that writes, if it's taken, what depends on all examples."""
+    seen = tf.get_variable('seen', [], initializer=tf.zeros_initializer(), trainable=False)
+    x = x[:, 0]
+    update = lambda: tf.assign_add(seen, tf.reduce_mean(tf.abs(x)))  # noqa: E731
+    scale = tf.cond(tf.reduce_sum(x) < 99, update, lambda: tf.identity(seen))
+    return tf.matmul(x, w) * scale
+
+
+def model_fn_of(function):
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [WIDTH, WIDTH])
+        loss = tf.losses.mean_squared_error(labels, function(features, w))
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        train_op = optimizer.minimize(loss, tf.train.get_or_create_global_step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+def batches(*sizes):
+    random = np.random.default_rng(2)
+    shapes = [((size, STEPS, WIDTH), (size, WIDTH)) for size in sizes]
+    return [tuple(random.normal(size=shape).astype('f') for shape in pair) for pair in shapes]
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('name', MODELS)
+def test_as_on_one_device(name, static):
+    sizes = (7, 7) if static else (7, 4, 2, 1)
+    with towers.behavior_of('v1'):
+        ours, _ = towers.compare(
+            model_fn_of(MODELS[name]), batches(*sizes), 3, static=static, rtol=2e-5
+        )
+
+    plan = steps.of_graph(ours.graph).plan
+    reasons = ' '.join(why for why, _ in plan.once.values())
+    if name in RUN_ONCE:
+        assert RUN_ONCE[name] in reasons
+    elif name != 'sum_in_loop' or not static:  # There, a constant would have to be sliced.
+        assert 'loop' not in reasons
+
+
+def imported(function, x):
+    """The result of a function that is imported as a graph that has no record of its loops."""
+    with tf.Graph().as_default() as graph:
+        weights = np.random.default_rng(3).normal(0, 0.5, [WIDTH, WIDTH]).astype('f')
+        fed = tf.placeholder(tf.float32, [None, STEPS, WIDTH], name='x')
+        tf.identity(function(fed, tf.constant(weights)), name='y')
+    [y] = tf.import_graph_def(graph.as_graph_def(), {'x:0': x}, ['y:0'])
+    y.set_shape([None, WIDTH])
+    return y
+
+
+def branch_on_constant(x, w):
+    is_training = tf.placeholder_with_default(False, [])
+    return tf.cond(is_training, lambda: tf.matmul(x[:, 0], w), lambda: tf.tanh(x[:, 1]))
+
+
+@pytest.mark.parametrize(
+    'function', [loop, loop_in_loop, array, branch, branch_in_loop, branch_on_constant]
+)
+def test_imported_graphs(function, behavior):
+    """What is behind the imported ops is trained."""
+    model_fn = model_fn_of(lambda x, w: tf.matmul(imported_of_v1(function, x), w))
+    towers.compare(model_fn, batches(7, 5), 3, static=False)
+
+
+def imported_of_v1(function, x):
+    with towers.behavior_of('v1'):
+        return imported(function, x)
+
+
+def test_training_through_an_imported_branch(behavior):
+    def through(x, w):
+        return imported_of_v1(branch_on_constant, tf.tensordot(x, w, 1))
+
+    ours, _ = towers.compare(model_fn_of(through), batches(7, 7), 3)
+    assert not steps.of_graph(ours.graph).plan.once
+
+
+def test_an_imported_meta_graph(tmp_path):
+    with towers.behavior_of('v1'):
+        with tf.Graph().as_default() as graph:
+            x = tf.placeholder(tf.float32, [None, STEPS, WIDTH], name='x')
+            tf.identity(loop(x, tf.get_variable('inner', [WIDTH, WIDTH])), name='y')
+            tf.train.export_meta_graph(str(tmp_path / 'meta'), graph=graph)
+
+        def function(x, w):
+            tf.train.import_meta_graph(str(tmp_path / 'meta'), input_map={'x:0': x})
+            return tf.matmul(tf.get_default_graph().get_tensor_by_name('y:0'), w)
+
+        ours, _ = towers.compare(model_fn_of(function), batches(7, 5), 3, static=False)
+    assert not [why for why, _ in steps.of_graph(ours.graph).plan.once.values() if 'loop' in why]
+
+
+def test_the_parts_of_a_loop():
+    """`i` and `h` go around, `limit` doesn't, and of `i` nothing comes out but in the condition."""
+    with towers.behavior_of('v1'), tf.Graph().as_default() as graph:
+        start = tf.placeholder(tf.float32, [2], name='start')
+        limit = tf.placeholder(tf.int32, [], name='limit')
+        tf.while_loop(lambda i, h: i < limit, lambda i, h: (i + 1, h * 2), (0, start))
+        [found] = find_loops(graph)
+
+    assert [tensor.name for tensor in found.inputs] == ['while/Const:0', 'start:0', 'limit:0']
+    assert [tensor.op.type for tensor in found.outputs] == ['Exit', 'Exit']
+    assert found.body.condition.op.type == 'Less'
+    assert [tensor.op.type for tensor in found.body.outputs] == ['AddV2', 'Mul', 'Enter']
+    assert found.body.unchanged == {2}
+    assert {'Add', 'AddV2', 'Mul', 'Less', 'Switch'} >= {
+        unit.type for unit in found.body.units if unit.type not in ('Const', 'Identity')
+    }
+
+
+def test_a_loop_of_unusual_ops_runs_once():
+    """Two loops of one frame: TensorFlow itself can't run them, and nothing is made of them."""
+    with towers.behavior_of('v1'), tf.Graph().as_default() as graph:
+        for name in 'ab':
+            tf.while_loop(lambda i: i < 3, lambda i: i + 1, [0], name=name)
+        definition = graph.as_graph_def()
+        for node in definition.node:
+            if node.op == 'Enter':
+                node.attr['frame_name'].s = b'one'
+    with tf.Graph().as_default() as graph:
+        tf.import_graph_def(definition)
+        [found] = find_loops(graph)
+    assert found.body is None
+
+
+def test_towers_have_frames_of_their_own():
+    with towers.behavior_of('v1'), tf.Graph().as_default() as graph:
+        features = tf.placeholder(tf.float32, [6, STEPS, WIDTH])
+        labels = tf.placeholder(tf.float32, [6, WIDTH])
+        model_fn = estimator_mgpu.replicate(model_fn_of(loop), devices=2)
+        model_fn(features, labels, mode=towers.TRAIN)
+
+    frames = {}
+    for op in graph.get_operations():
+        if op.type == 'Enter' and op.name.startswith('replicate/'):
+            frames.setdefault(op.get_attr('frame_name'), set()).add(op.device)
+    assert sorted(frames) == [
+        b'replicate/tower_0/gradients/while/while_context',
+        b'replicate/tower_0/while/while_context',
+        b'replicate/tower_1/gradients/while/while_context',
+        b'replicate/tower_1/while/while_context',
+    ]
+    assert all(len(devices) == 1 for devices in frames.values())
