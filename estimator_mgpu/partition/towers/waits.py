@@ -89,7 +89,9 @@ class Waits:
 
     def missing(self, tensor: tf.Tensor, replacement: tf.Tensor) -> Sequence[tf.Operation]:
         """What the value that is used in place of a tensor doesn't wait for, and should."""
-        needed = self._order.needs(tensor.op) | self._order.bits(tensor.op) & self._order.effects
+        needed = self._order.needs(tensor.op)
+        if replacement is tensor:  # Otherwise, as of a call, something else does what the op did.
+            needed |= self._order.bits(tensor.op) & self._order.effects
         missing = needed & ~self._bits_of_operand(replacement)
         return self._order.ops_for(missing, tensor.op)
 
