@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -241,6 +242,33 @@ def test_a_tower_waits_for_sums_that_the_model_asks_for(behavior):
     compare(batch_normalization, [(floats(12, 3), floats(12, 1))] * 3, 3, rtol=1e-4)
 
 
+@pytest.mark.parametrize('fetched', ['train_op', 'loss'])
+def test_an_assertion_that_fails_fails_the_step(fetched, behavior):
+    """Whether the gradients or only the loss are asked for; the variables aren't written."""
+
+    def model_fn(features, labels, mode):
+        with tf.control_dependencies([tf.Assert(tf.reduce_all(features < 1), ['too large'])]):
+            features = tf.identity(features)
+        return trained(mode, net_of(features), labels)
+
+    with tf.Graph().as_default(), session(2) as run:
+        features = tf.placeholder(tf.float32, [None, 3])
+        labels = tf.placeholder(tf.float32, [None, 1])
+        tf.train.create_global_step()
+        replicate = estimator_mgpu.replicate(model_fn, devices=2)
+        spec = replicate(features=features, labels=labels, mode=TRAIN)
+        run.run(tf.global_variables_initializer())
+        start = run.run(tf.trainable_variables())
+
+        large = {features: [[0, 0, 0], [0, 5, 0]], labels: [[1], [1]]}
+        with pytest.raises(tf.errors.InvalidArgumentError, match='too large'):
+            run.run(getattr(spec, fetched), large)
+        np.testing.assert_equal(run.run(tf.trainable_variables()), start)
+
+        small = {features: [[0, 0, 0], [0, -5, 0]], labels: [[1], [1]]}
+        run.run(getattr(spec, fetched), small)
+
+
 def ids_of(features):
     return tf.cast(tf.abs(features[:, 0]), tf.int32) % 7
 
@@ -287,6 +315,39 @@ def test_what_reads_a_variable_but_is_not_of_the_step_does_not_run():
         product = tf.matmul(features, variable('w', 3, 2))
         loss = tf.reduce_mean(tf.gather(table, ids_of(features)) * product)
         return spec_of(mode, loss, sgd(loss, 1.0))
+
+    compare(model_fn, BATCHES, 3)
+
+
+def test_rows_of_a_reference_variable_are_looked_up_where_it_is():
+    """So no tower is sent the table."""
+
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', initializer=floats(7, 2), use_resource=False)
+        rows = tf.nn.embedding_lookup(table, ids_of(features))
+        return spec_of(mode, *[tf.reduce_mean(tf.square(rows))] * 2)
+
+    with tf.Graph().as_default():
+        graph = replicated(model_fn)
+        [table] = [v for v in tf.global_variables() if v.op.name == 'table']
+        copies = [
+            op
+            for op in graph.get_operations()
+            if op.name.startswith('replicate/tower_') and op.type == 'GatherV2'
+        ]
+        assert len(copies) == 2
+        assert {op.device for op in copies} == {table.op.device}
+
+
+def test_the_factors_of_a_product_are_written_after_both_are_read():
+    """The gradient of each reads the other one, which is a reference variable."""
+
+    def model_fn(features, labels, mode):
+        factors = [
+            tf.get_variable(name, initializer=floats(3, 1), use_resource=False) for name in 'vw'
+        ]
+        loss = tf.reduce_mean(tf.matmul(features, factors[0] * factors[1]))
+        return spec_of(mode, loss, sgd(loss))
 
     compare(model_fn, BATCHES, 3)
 

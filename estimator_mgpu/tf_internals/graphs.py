@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence, Set
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals.op_types import NEXT_ITERATION
+from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.private import (
     add_control_inputs,
     control_consumers,
@@ -83,6 +84,13 @@ def is_reference_variable(tensor: tf.Tensor) -> bool:
     return tensor.dtype is not tensor.dtype.base_dtype
 
 
+def reads_reference(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is a variable of TensorFlow 1's kind, or the read of one."""
+    return is_reference_variable(tensor) or (
+        tensor.op.type == op_types.IDENTITY and is_reference_variable(tensor.op.inputs[0])
+    )
+
+
 def colocated_with(op: tf.Operation) -> list[str]:
     """Names the ops that an op has to be with."""
     return [name.decode()[len('loc:@') :] for name in op.node_def.attr['_class'].list.s]
@@ -114,8 +122,33 @@ def dependents(sources: Sequence[tf.Tensor], excluded: Set[str]) -> list[tf.Oper
 
 def topological_order(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
     """The ops, each after those that it depends on."""
-    inputs: dict[tf.Operation, list[tf.Operation]] = {}
-    for op in ops:
-        # A v1 loop's way back would make a circle.
-        inputs[op] = [] if op.type in NEXT_ITERATION else direct_inputs(op)
+    inputs = _inputs_without_ways_back(ops)
     return [op for op in TopologicalSorter(inputs).static_order() if op in inputs]
+
+
+def without_cycles(
+    ops: Sequence[tf.Operation], edges: Sequence[tuple[tf.Operation, tf.Operation]]
+) -> list[tuple[tf.Operation, tf.Operation]]:
+    """The edges that can be added to a graph; those that would be part of a cycle are left out.
+
+    Args:
+      ops: all ops of the graph.
+      edges: from an op to one that is to wait for it.
+    """
+    remaining = list(edges)
+    while True:
+        inputs = _inputs_without_ways_back(ops)
+        for source, target in remaining:
+            inputs[target] = [*inputs[target], source]
+        try:
+            TopologicalSorter(inputs).prepare()
+        except CycleError as error:
+            cycle = set(error.args[1])
+            remaining = [edge for edge in remaining if not cycle.issuperset(edge)]
+        else:
+            return remaining
+
+
+def _inputs_without_ways_back(ops: Sequence[tf.Operation]) -> dict[tf.Operation, list[Any]]:
+    """What each op waits for; a v1 loop's way back, which would make a circle, for nothing."""
+    return {op: [] if op.type in op_types.NEXT_ITERATION else direct_inputs(op) for op in ops}

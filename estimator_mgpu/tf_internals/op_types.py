@@ -72,16 +72,16 @@ FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
 BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""
 
-VARIABLE_SHAPE = 'VariableShape'
-VARIABLE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd', VARIABLE_SHAPE)
+VALUE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd')
+VARIABLE_READS = (*VALUE_READS, 'VariableShape')
 """Ops that only read a variable: TensorFlow calls them stateful, but they have no side effect."""
 REFERENCE_READS = (
     *('RefIdentity', 'RefSelect', 'RefSwitch', *ENTER, *EXIT, *NEXT_ITERATION, *MERGE),
     *('IsVariableInitialized', 'LookupTableFind', 'LookupTableSize', 'LookupTableExport'),
 )
 """Ops that take a reference, such as a v1 variable, without a write to it: no side effect."""
-KEEP_READ_VALUES = ('AssignVariableOp', 'SaveV2')
-"""Ops that may keep a variable's value beyond the step: writes don't wait for reads for these."""
+LOOKUPS = ('Gather', 'GatherNd', 'GatherV2')
+"""Ops that take some rows of their first input, such as a reference variable."""
 FORWARD_VARIABLES = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
 """Ops that pass a variable on, for example into a v1 loop: what uses them uses the variable."""
 

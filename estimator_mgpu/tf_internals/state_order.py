@@ -26,8 +26,6 @@ from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered, u
 from estimator_mgpu.tf_internals.graphs import topological_order
 from estimator_mgpu.tf_internals.liveness import Liveness
 
-_READS_OF_VALUES = tuple(t for t in op_types.VARIABLE_READS if t != op_types.VARIABLE_SHAPE)
-
 
 class StateOrder:
     """Which ops that touch state each op of a graph waits for, as bits of an int.
@@ -117,7 +115,7 @@ class StateOrder:
             reads_late = reads_late.union(*(shared.get(t.name, ()) for t in op.inputs))
 
         variables = reads_late
-        if has_effect or op.type in _READS_OF_VALUES:
+        if has_effect or op.type in op_types.VALUE_READS:
             variables = reads_late | set(_variables_of(op.inputs))
         if not (has_effect or variables or self._ends_control_flow(op)):
             return

@@ -20,7 +20,7 @@ before writes, keep their order by `towers.waits`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -43,17 +43,19 @@ def bypass_identities(
     Returns:
       By the name of an identity's output, the tensor that is used in its place.
     """
+    identities = [
+        op
+        for op in graph.get_operations()
+        if op.name not in existing_ops and _only_waits(op, order)
+    ]
+    tied = _wait_for_late_reads(graph, identities, order)
+
     replaced: dict[str, tf.Tensor] = {}
-    for op in graph.get_operations():
-        if op.name in existing_ops or not _only_waits(op, order):
-            continue
-        reads = _late_reads_to_wait_for(op, order)
-        if reads:
-            graphs.set_control_inputs(op, reads)
-            continue
-        for output, source in zip(op.outputs, list(op.inputs)):
-            graphs.redirect_consumers(op, {output.value_index: source}, source.op)
-            replaced[output.name] = source
+    for op in identities:
+        if op not in tied:
+            for output, source in zip(op.outputs, list(op.inputs)):
+                graphs.redirect_consumers(op, {output.value_index: source}, source.op)
+                replaced[output.name] = source
     return replaced
 
 
@@ -80,16 +82,47 @@ def _only_waits(op: tf.Operation, order: StateOrder) -> bool:
     return op.type == op_types.IDENTITY and bool(op.control_inputs) and not order.bits(op)
 
 
-def _late_reads_to_wait_for(op: tf.Operation, order: StateOrder) -> list[tf.Operation]:
-    """What an identity has to wait for, since it reads variables at that time.
+def _wait_for_late_reads(
+    graph: tf.Graph, identities: Sequence[tf.Operation], order: StateOrder
+) -> set[tf.Operation]:
+    """Lets gradients wait for reads of variables that are still to come, as identities did.
 
     A gradient that isn't computed from such a read is written to the variable only after it. If
     each tower's gradient waits for the tower's own reads, nothing has to be sent for that.
+
+    Returns:
+      The identities that stay in use, and wait for the reads, as their inputs can't: of a product
+      of two variables, each one's gradient is a read of the other one.
     """
+    reads_of = {op: _late_reads(op, order) for op in identities}
+    edges = [
+        (read, op.inputs[0].op)
+        for op, reads in reads_of.items()
+        for read in reads
+        if order.liveness.always_runs(op.inputs[0].op)
+    ]
+    possible = set(graphs.without_cycles(graph.get_operations(), edges)) if edges else set()
+
+    tied = set()
+    for op, reads in reads_of.items():
+        source = op.inputs[0].op
+        if all((read, source) in possible for read in reads):
+            private.add_control_inputs(source, reads)
+        else:
+            graphs.set_control_inputs(op, reads)
+            tied.add(op)
+    return tied
+
+
+def _late_reads(op: tf.Operation, order: StateOrder) -> list[tf.Operation]:
+    """What an identity waits for by control edges that reads variables at that time."""
     if op.type != op_types.IDENTITY:
         return []
-    reads = order.upstream(op) & order.late_reads & ~order.upstream(op.inputs[0].op)
-    return [before for before in _ungrouped(op) if order.upstream(before) & reads]
+    missing = order.upstream(op) & order.late_reads & ~order.upstream(op.inputs[0].op)
+    reads = order.ops_for(missing, op)
+    after_reads = dict.fromkeys(b for b in _ungrouped(op) if order.upstream(b) & missing)
+    # If all gradients of a model are tied at once, there are fewer of them than reads.
+    return reads if len(reads) <= len(after_reads) else list(after_reads)
 
 
 def _ungrouped(op: tf.Operation) -> Iterator[tf.Operation]:

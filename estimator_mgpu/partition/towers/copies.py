@@ -92,6 +92,10 @@ class Copies:
                     # An op that uses a variable or a table runs where that is.
                     return self._values.device_of_full(source)
 
+        if op.type in op_types.LOOKUPS and graphs.reads_reference(op.inputs[0]):
+            # So that rows of a table are sent, rather than the table.
+            return self._values.device_of_full(op.inputs[0])
+
         device = self._devices[tower]
         if not op.device:
             return device
