@@ -711,6 +711,17 @@ def test_what_a_branch_has_in_place_of_a_sum(made, divided):
     assert ('StatelessIf' in check_rule(branches, rows)) == divided
 
 
+def test_zeros_for_each_example_are_no_part_of_a_sum():
+    """As many as a tower has, where the other branch's sum has one for each feature."""
+
+    def branches(x):
+        no = tf.placeholder_with_default(False, [])
+        return tf.cond(no, lambda: tf.reduce_sum(x, 0), lambda: tf.zeros_like(x[:, 0]))
+
+    rows = np.random.RandomState(0).rand(7, 3).astype(np.float32)
+    assert 'StatelessIf' not in check_rule(branches, rows, types=[])
+
+
 @pytest.mark.parametrize(
     ('text', 'shapes', 'inputs', 'outputs'),
     [
