@@ -153,14 +153,18 @@ def test_quotients_are_whole():
     assert Size(6).over(Size(0)) is None
 
 
-@pytest.mark.parametrize('op', [tf.tanh, lambda x: x + tf.ones([1, 1, 1])], ids=['tanh', 'add'])
-def test_an_output_has_the_sizes_of_inputs(op):
+@pytest.mark.parametrize(
+    'op, dtype',
+    [(tf.tanh, tf.int32), (lambda x: x + tf.ones([1, 1, 1]), tf.int64)],
+    ids=['tanh', 'add'],
+)
+def test_an_output_has_the_sizes_of_inputs(op, dtype):
     """Also those that nobody knows, so that it may be reshaped by them."""
 
     def reshaped(x):
         length = tf.placeholder_with_default(2, [])
         time_major = tf.transpose(x[:, :length, :length], [1, 0, 2])
-        return tf.reshape(op(time_major), tf.shape(time_major))
+        return tf.reshape(op(time_major), tf.shape(time_major, out_type=dtype))
 
     assert 'Reshape' in check_rule(reshaped, floats(5, 3, 4), types=[])
 
