@@ -90,7 +90,10 @@ class CalledFunctions:
         return self.scope.sizes.entries(self.arguments[index]) or []
 
     def factor(self, index: int, axis: int) -> Size:
-        """How many entries an example has along an axis of an argument."""
+        """How many entries an example has along an axis of an argument.
+
+        If an op in a function requested that the argument be sharded, it's along this axis.
+        """
         argument = self.arguments[index]
         factor = self.scope.sizes.per_row(argument, axis, self.scope.batch)
         if factor is not None:

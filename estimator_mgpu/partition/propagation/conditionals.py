@@ -53,7 +53,7 @@ def decide_merge(
     Args:
       scope: the graph, or the function, that the op is in.
       op: a `Merge`, which gives a value, and which of its inputs it was.
-      placements: of its inputs. None is a partial sum.
+      placements: of its inputs. No placement is partial.
 
     Raises:
       NotSharded: if it has to run once, with the reason.
