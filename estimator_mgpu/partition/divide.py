@@ -17,7 +17,7 @@ from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
-from estimator_mgpu.partition.towers.placement import place_ops
+from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.state_order import StateOrder

@@ -90,7 +90,11 @@ class CalledFunctions:
         return self.scope.sizes.entries(self.arguments[index]) or []
 
     def factor(self, index: int, axis: int) -> Size:
-        """How many entries an example has along an axis of an argument."""
+        """How many entries an example has along an axis of an argument.
+
+        The axis is that of the argument's shard. If an op in a function requested the shard, it's
+        the axis that was requested (see `shard_requested`).
+        """
         argument = self.arguments[index]
         factor = self.scope.sizes.per_row(argument, axis, self.scope.batch)
         if factor is not None:

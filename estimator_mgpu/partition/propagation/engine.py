@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.costs import bytes_of
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import (
     REPLICATE,
     NotGatherable,

@@ -111,8 +111,11 @@ def _met(before: Placement, after: Placement) -> Placement:
     """The placement of a loop's variable that has one before a step, and another one after it.
 
     What starts replicated can be sharded, made a list of shards, or a partial sum, before the loop.
-    What the body returns replicated is left as it was: the last visit tells if that holds. Likewise
-    for a list into which values are put that weren't known to be sharded.
+    It can't be another partial result: all towers but the first start with zeros, which add nothing
+    to a sum, but may be larger than the maximum, say.
+
+    What the body returns replicated is left as it was: `check_fixed_point` tells if that holds.
+    Likewise for a list into which values are put that weren't known to be sharded.
     """
     if after in (before, REPLICATE):
         return before
