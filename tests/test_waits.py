@@ -80,6 +80,23 @@ def test_a_variable_is_read_before_it_is_written():
     assert ours.losses[1] < ours.losses[0]
 
 
+def test_each_factor_is_read_before_the_other_one_is_written():
+    """A reference variable's gradient reads the other variable when it's computed."""
+
+    def model_fn(features, labels, mode):
+        v, w = (tf.get_variable(name, [3], use_resource=False) for name in 'vw')
+        loss = tf.reduce_sum(v * w) + tf.reduce_mean(features)
+        return spec_of(mode, loss, sgd(loss))
+
+    with tf.Graph().as_default():
+        graph = replicated(model_fn)
+        writes = [op for op in graph.get_operations() if op.type.startswith('ApplyGradient')]
+        assert len(writes) == 2
+        for write in writes:
+            assert {'gradients/mul_grad/Mul', 'gradients/mul_grad/Mul_1'} <= before(write)
+            assert not write.control_inputs  # The gradient that it's given waits for both.
+
+
 def net_of(features):
     return tf.layers.dense(tf.layers.dense(features, 4, tf.nn.tanh), 3, tf.nn.tanh)
 

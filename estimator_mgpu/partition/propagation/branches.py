@@ -101,12 +101,11 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
       tensors: what each branch returns.
       placements: of the tensors, inside of the branches.
     """
-    joined: Placement = REPLICATE
-    for placement in placements:
-        if placement != REPLICATE:
-            joined = placement
-            break
+    on_towers = [placement for placement in placements if placement != REPLICATE]
+    if not on_towers:
+        return REPLICATE
 
+    joined = on_towers[0]
     for tensor, placement in zip(tensors, placements):
         if placement == joined:
             continue

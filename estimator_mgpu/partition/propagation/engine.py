@@ -214,7 +214,6 @@ class _Pass:
         for index, member in enumerate(members):
             self.once[member.name] = reason, 0 if index else bytes_gathered
 
-        self._reduce_inputs(op, placements)
         uses_shards = any(isinstance(placement, Shard) for placement in placements)
         if follows_gathered or uses_shards:
             for output in op.outputs:
