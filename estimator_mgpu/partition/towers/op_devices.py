@@ -114,6 +114,8 @@ def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:
     device = device_of(op)
     if device is not None:
         return device
+    if not op.outputs:
+        return ''
     for tensor in [*op.inputs, *op.outputs]:
         is_special = tensor.dtype.base_dtype in _NOT_ON_EVERY_DEVICE
         if is_special or graphs.is_reference_variable(tensor):
