@@ -107,7 +107,7 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
             name=scope,
         )
         tensors.update(zip(computed, elements))
-        outputs = [tensors[tensor.name] for tensor in function.outputs]
+        outputs = [_after(call, tensors[tensor.name]) for tensor in function.outputs]
         inlined_effects = elements[len(computed) :]
         output_ops = [output.op for output in outputs]
         with tf.control_dependencies([*inlined_effects, *call.control_inputs, *output_ops]):
@@ -119,6 +119,14 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
         for op in _first_of_stateful([call.graph.get_operation_by_name(name) for name in names]):
             private.add_control_inputs(op, call.control_inputs)
     return outputs, last
+
+
+def _after(call: tf.Operation, output: tf.Tensor) -> tf.Tensor:
+    """A function's output, which runs what the call waited for, whatever the function does."""
+    if not call.control_inputs or output.dtype in (tf.resource, tf.variant):
+        return output
+    with tf.control_dependencies(call.control_inputs):
+        return tf.identity(output, f'{call.name}/output')
 
 
 def _first_of_stateful(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
