@@ -141,7 +141,5 @@ def _first_of_stateful(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
     stateful = [op for op in ops if op.op_def.is_stateful]
     outside = [op for op in stateful if not liveness.frame(op)]
     loops = {liveness.frame(op)[:1] for op in stateful if liveness.frame(op)}
-    begins = [
-        op for op in ops if op.type in op_types.ENTER and liveness.output_frame(op) in loops
-    ]
+    begins = [op for op in ops if op.type in op_types.ENTER and liveness.output_frame(op) in loops]
     return outside + begins

@@ -111,7 +111,7 @@ def _without_ways_back(
 def _add_of_shape(
     definition: tf.GraphDef, start: str, merge: tf.Operation, shape: tf.TensorShape
 ) -> str:
-    """Adds an op that passes a value on, as if no more were known than a shape; returns its name."""
+    """Adds an op that passes on a value of which only a shape is known; returns its name."""
     node = definition.node.add(
         op='PlaceholderWithDefault', name=f'{merge.name}/of_shape', input=[start]
     )
