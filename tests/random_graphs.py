@@ -14,8 +14,8 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 from hypothesis import strategies as st
 
+import towers
 from models import LazyAdam
-from towers import behavior_of
 
 WIDTH = 4
 IDS = 6
@@ -1227,7 +1227,7 @@ def loop_with_rows_summed(x, c):
 @functools.lru_cache(maxsize=1)
 def _graph_of_v1():
     """A loop with a branch and a TensorArray in it, of TensorFlow 1."""
-    with behavior_of('v1'), tf.Graph().as_default() as graph:
+    with towers.behavior_of('v1'), tf.Graph().as_default() as graph:
         x = tf.placeholder(tf.float64, [None, WIDTH], 'x')
 
         def body(i, h, states):

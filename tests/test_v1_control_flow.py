@@ -79,6 +79,19 @@ def examples_decide(x, w):
     return tf.while_loop(longest, body, (0, x[:, 0]))[1]
 
 
+@model(once='draws random numbers')
+def dropout_in_loop(x, w):
+    """If the graph knows the mask's shape, nothing else lets one step draw after another."""
+
+    def body(i, h):
+        return i + 1, tf.nn.dropout(tf.tanh(tf.matmul(h, w) + x[:, i]), rate=0.5, seed=3)
+
+    steps_at_once = 10 if x.shape[0] is None else 1
+    start = 0, x[:, 0]
+    loop = tf.while_loop(lambda i, _: i < STEPS, body, start, parallel_iterations=steps_at_once)
+    return loop[1]
+
+
 @model()
 def array(x, w):
     """A TensorArray of shards, of which some elements are read and others gathered."""
