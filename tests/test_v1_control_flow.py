@@ -86,7 +86,7 @@ def dropout_in_loop(x, w):
     def body(i, h):
         return i + 1, tf.nn.dropout(tf.tanh(tf.matmul(h, w) + x[:, i]), rate=0.5, seed=3)
 
-    steps_at_once = 10 if x.shape[0] is None else 1
+    steps_at_once = 1 if x.shape.is_fully_defined() else 10
     start = 0, x[:, 0]
     loop = tf.while_loop(lambda i, _: i < STEPS, body, start, parallel_iterations=steps_at_once)
     return loop[1]
