@@ -14,6 +14,7 @@ from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
+from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
@@ -52,6 +53,7 @@ def divide(
     unsharded = _unsharded_leaves(batch)
 
     replaced = inline_calls(graph, existing_ops)
+    infer_loop_shapes(graph)
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
     order = StateOrder(graph.get_operations())

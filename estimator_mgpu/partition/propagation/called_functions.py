@@ -64,12 +64,8 @@ class CalledFunctions:
         if placement != REPLICATE:
             body.scope.placements[argument.name] = placement
         if isinstance(placement, Shard):
-            # A loop's condition doesn't have the shapes of its arguments; its body does.
-            rank = argument.shape.rank or self.bodies[-1].inputs[index].shape.rank
-            if rank is None:
-                raise NotSharded(f'the size of {self.arguments[index].name} is unknown')
             factor = self.factor(index, placement.axis)
-            dims = body.scope.sizes.dims_of_shard(argument, placement, factor, rank)
+            dims = body.scope.sizes.dims_of_shard(argument, placement, factor, self.rank(index))
             body.scope.sizes.set_dims(argument, dims)
         sizes = self.sizes(index)
         if sizes and argument.shape.rank in (0, 1):
@@ -88,6 +84,14 @@ class CalledFunctions:
         if index not in self._unchanged:
             return []
         return self.scope.sizes.entries(self.arguments[index]) or []
+
+    def rank(self, index: int) -> int:
+        """How many dimensions an argument has that is sharded inside of the functions."""
+        # A loop's condition doesn't have the shapes of its arguments; its body does.
+        rank = self.bodies[-1].inputs[index].shape.rank
+        if rank is None:
+            rank = len(self.scope.sizes.dims(self.arguments[index]) or [])
+        return rank
 
     def factor(self, index: int, axis: int) -> Size:
         """How many entries an example has along an axis of an argument.

@@ -147,8 +147,10 @@ def check_fixed_point(
         if placement == REPLICATE and body.differs(tensor) and not functions.sizes(index):
             raise NotSharded(f'in it, {name} is a size that depends on the tower')
         if isinstance(placement, Shard):
-            factor = functions.factor(index, placement.axis)
-            if body.scope.sizes.per_row(tensor, placement.axis, placement.rows) != factor:
+            rank = len(body.scope.sizes.dims(tensor) or [])
+            entries_per_row = body.scope.sizes.per_row(tensor, placement.axis, placement.rows)
+            before = functions.rank(index), functions.factor(index, placement.axis)
+            if (rank, entries_per_row) != before:
                 raise NotSharded(f'the size of {name} is unknown, or changes from step to step')
 
 
