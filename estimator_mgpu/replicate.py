@@ -183,7 +183,7 @@ def _build(
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     steps.record(step)
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
-        explain.log_sharding()
+        explain.log_sharding(options['devices'], arguments.get('config'))
     return spec
 
 
