@@ -44,7 +44,7 @@ def gradients_of(devices, as_prediction=False):
 
 
 @pytest.mark.core
-def test_nobody_computes_them_unless_they_are_fetched():
+def test_nobody_computes_them_unless_they_are_fetched(behavior):
     names, found = gradients_of(3)
     _, expected = gradients_of(1)
     for value, of_one_device in zip(found, expected):
@@ -55,7 +55,7 @@ def test_nobody_computes_them_unless_they_are_fetched():
     assert f'{of_tower}/Mul' not in names and f'{of_tower}/Sum' not in names
 
 
-def test_a_result_is_used():
+def test_a_result_is_used(behavior):
     names, found = gradients_of(3, as_prediction=True)
     _, expected = gradients_of(1, as_prediction=True)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
