@@ -248,6 +248,17 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
     return config
 
 
+def has_useless_passes(config: tf.ConfigProto, devices: Devices) -> bool:
+    """Whether a session config has on what `session_config(devices)` turns off."""
+    default = session_config(devices).graph_options.rewrite_options
+    rewriting = config.graph_options.rewrite_options
+    if rewriting.disable_meta_optimizer:
+        return False
+    turned_off = [name for name in _USELESS_PASSES if getattr(default, name) == default.OFF]
+    is_on = any(getattr(rewriting, name) != rewriting.OFF for name in turned_off)
+    return default.disable_meta_optimizer or is_on
+
+
 def warn_of_missing(devices: Sequence[str], config: Any) -> None:
     """Warns if a session lacks some of the devices, and says what to write.
 

@@ -53,7 +53,7 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
     if not any(map(_may_end, tensors)):
         return
 
-    results = _result_ops(spec)
+    results = result_ops(spec)
     used = [tensor for tensor in _used_in_step(tensors, results) if _may_end(tensor)]
     if used:
         _let_wait(graph, _writes_to_hold(graph, used, results), used)
@@ -131,7 +131,7 @@ def _is_state(tensor: tf.Tensor) -> bool:
     return op.type in op_types.STATE_HOLDERS or op.type in op_types.PLACEHOLDERS
 
 
-def _result_ops(spec: Any) -> list[tf.Operation]:
+def result_ops(spec: Any) -> list[tf.Operation]:
     """The ops of what an EstimatorSpec gives for a step."""
     results = [spec.loss, spec.train_op, spec.predictions, spec.eval_metric_ops]
     ops = []

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from estimator_mgpu import optimizer, steps
 from estimator_mgpu.batch import RANK_REMEDY
-from estimator_mgpu.devices import device_spec
+from estimator_mgpu.devices import Devices, device_spec, has_useless_passes
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
@@ -240,16 +240,22 @@ def _traffic(ops: Sequence[tf.Operation], first: str) -> dict[str, Traffic]:
     return {to: Traffic(sent[to], received[to], count[to]) for to in sorted({*count, *received})}
 
 
-def log_sharding() -> None:
-    """Logs how the default graph's batch is sharded, and which unsharded ops cost most."""
+def log_sharding(devices: Devices, config: Any) -> None:
+    """Logs how the default graph's batch is sharded, and what costs time without need.
+
+    Args:
+      devices: as for `replicate()`.
+      config: the RunConfig of the training; None if it isn't known.
+    """
     step = steps.of_graph(tf.get_default_graph())
     counts: Sequence[Any] = step.examples_per_tower or ['its share'] * len(step.devices)
-    devices = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, counts))
-    text = f'The input_fn gives the global batch; its examples go to {devices}.'
+    towers = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, counts))
+    text = f'The input_fn gives the global batch; its examples go to {towers}.'
     level = tf.logging.INFO
 
     if step.plan is not None:
         text += f' {len(step.plan.ops)} ops are sharded.{_costliest_once(step.plan)}'
+        text += _useless_passes(devices, config)
     elif len(step.devices) > 1:
         level = tf.logging.WARN  # More devices were asked for than have anything to do.
         text = (
@@ -275,6 +281,18 @@ def _costliest_once(plan: Plan) -> str:
     costliest = [op.name for op in once if op.why == why][0]
     share = f'{shares[why]:.0%}'
     return f' {share} of all output is of {costliest} and more that run once: {why}.'
+
+
+def _useless_passes(devices: Devices, config: Any) -> str:
+    """Says that the session config makes start-up longer than it has to be; '' if it doesn't."""
+    session = getattr(config, 'session_config', None)
+    if session is None or not has_useless_passes(session, devices):
+        return ''
+    return (
+        ' The session config has graph optimizers on that make no step shorter, but start-up up to '
+        'twice as long. They are off in estimator_mgpu.session_config(devices): set your own '
+        'options there.'
+    )
 
 
 def ops_run_once(plan: Plan, line: Callable[[tf.Operation], str] = lambda op: '') -> list[Once]:

@@ -183,7 +183,7 @@ def _build(
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     steps.record(step)
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
-        explain.log_sharding()
+        explain.log_sharding(options['devices'], arguments.get('config'))
     return spec
 
 
@@ -239,7 +239,8 @@ def _divided(
 
     try:
         with _no_garbage_collection():
-            towers = divide(graph, global_batch, total, devices, ops_before, batch_norm)
+            results = end_of_data.result_ops(spec)
+            towers = divide(graph, global_batch, total, devices, ops_before, batch_norm, results)
     except Exception as error:
         raise RuntimeError(
             f'Dividing the graph over the devices failed: {error}. Please report the model, or '

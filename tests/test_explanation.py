@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 import tf_slim
 
 import estimator_mgpu
-from estimator_mgpu.devices import resolve
+from estimator_mgpu.devices import has_useless_passes, resolve
 from models import floats, spec_of, step
 
 TOWERS = resolve(3)
@@ -139,6 +139,39 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     estimator.evaluate(batch_of(rows))  # It says it once a training.
     [found] = lines_of(caplog)
     assert f'its examples go to {line}' in found
+
+
+def own(**passes):
+    """A user's own session config, with some settings of TensorFlow's graph optimizer."""
+    return tf.ConfigProto(graph_options={'rewrite_options': passes})
+
+
+@pytest.mark.parametrize(
+    'session, devices, is_slow',
+    [
+        (None, 2, False),
+        (own(), 1, False),
+        (own(), 2, True),
+        (own(constant_folding='OFF'), 2, True),
+        (own(disable_meta_optimizer=True), 2, False),
+        (estimator_mgpu.session_config(2), 2, False),
+    ],
+    ids=['default', 'one device', 'own', 'partly off', 'off', 'ours'],
+)
+def test_the_log_says_that_graph_optimizers_are_on(session, devices, is_slow, caplog):
+    config = tf.estimator.RunConfig(session_config=session)
+    explain(config=config, devices=devices)
+    [line] = lines_of(caplog)
+    assert ('They are off in estimator_mgpu.session_config(devices)' in line) == is_slow
+
+
+def test_passes_that_are_useless_on_gpus():
+    """The default keeps layout and remapping there."""
+    gpus = ['/job:a/device:GPU:0', '/job:a/device:GPU:1']
+    config = estimator_mgpu.session_config(gpus)
+    assert not has_useless_passes(config, gpus)
+    config.MergeFrom(own(constant_folding='ON'))
+    assert has_useless_passes(config, gpus)
 
 
 def ranked(features, labels, mode):

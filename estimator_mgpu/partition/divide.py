@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -15,6 +15,7 @@ from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
+from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
@@ -32,6 +33,7 @@ def divide(
     devices: Sequence[str],
     existing_ops: Set[str] = frozenset(),
     batch_norm: str = 'batch',
+    results: Container[tf.Operation] = (),
 ) -> Towers | None:
     """Divides a finished graph over devices, one for each tower.
 
@@ -44,6 +46,7 @@ def divide(
         stay as they are.
       batch_norm: 'batch' to normalize by the statistics of the global batch, 'device' by those of
         each device's examples.
+      results: ops of what a step is run for.
 
     Returns:
       The towers; None if the graph stays as it is, as there is nothing to shard.
@@ -65,6 +68,7 @@ def divide(
     replaced.update(replace_likes_by_fills(graph, existing_ops, order.liveness))
     unused = {name.partition(':')[0] for name in replaced}
     unused |= idle_groups(graph, existing_ops, unused)
+    unused |= unused_gradients(graph.get_operations(), results, PRODUCTS, unused, order)
 
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
     loops = find_loops(graph.get_operations(), order.liveness)

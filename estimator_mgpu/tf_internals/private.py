@@ -63,6 +63,11 @@ get_function = _find('framework.ops', 'Graph._get_function')
 session_log = _find('training.monitored_session', 'logging')
 
 
+def is_made_by_gradients(op: tf.Operation) -> bool:
+    """Whether `tf.gradients` made an op; False also for all ops of an imported graph."""
+    return getattr(op, '_original_op', None) is not None
+
+
 def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
     """Returns the tensor's value if the graph alone determines it, else None."""
     if tensor.dtype in (tf.resource, tf.variant):
