@@ -14,6 +14,7 @@ from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
+from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
@@ -51,7 +52,9 @@ def divide(
         return None
     unsharded = _unsharded_leaves(batch)
 
+    inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
     replaced = inline_calls(graph, existing_ops)
+    replaced.update(take_apart_loops(graph, dependents(inputs, existing_ops)))
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
     order = StateOrder(graph.get_operations())
@@ -64,7 +67,6 @@ def divide(
     unused = {name.partition(':')[0] for name in replaced}
     unused |= idle_groups(graph, existing_ops, unused)
 
-    inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
     loops = find_loops(graph.get_operations(), order.liveness)
     plan = propagate(
         batch.sources,

@@ -82,13 +82,28 @@ class Constant(NamedTuple):
     scalar: bool = False  # if so, there is one number
 
 
+class JointLoop(NamedTuple):
+    """A v1 loop whose steps all towers make together: their copies of its ops are in one frame."""
+
+    frame: str  # the name of the user's
+    parallel_iterations: int  # how many steps may be under way
+
+
+class Reduced(NamedTuple):
+    """The towers' partial results in joint loops, reduced there, in each step."""
+
+    reduce: str  # as in `Partial`
+    rows: RowSpace
+    loops: tuple[JointLoop, ...]  # around the op, the outermost first
+
+
 class VariableValue(NamedTuple):
     """The value of a variable in place of the variable, for a loop that only reads it."""
 
     dtype: tf.DType
 
 
-Need = Union[Form, Slice, LocalShape, SparseRows, Constant, VariableValue]
+Need = Union[Form, Slice, LocalShape, SparseRows, Constant, Reduced, VariableValue]
 
 
 # What a rule says of an operand's dimensions.
@@ -124,6 +139,8 @@ class OpPlan(NamedTuple):
     # The plans of the functions that it calls, in the order of `function_calls.called_functions`.
     # Each is a dict of the ops that run on every tower, by name.
     functions: Sequence[dict[str, OpPlan]] = ()
+    # Of an `Enter` or a `LoopCond`: whether the loop is joint.
+    is_joint: bool = False
 
 
 class Decision(NamedTuple):

@@ -2,7 +2,9 @@
 
 Towers call the function at different times, so nothing in it can be gathered, reduced or sliced. If
 an op asks for that, or has a side effect, the op that calls the function runs once: `NotSharded` is
-raised. Sizes are in terms of the global batch, which stands for the tower's examples in a function.
+raised. Only in joint loops, whose steps all towers make together, values can be reduced.
+
+Sizes are in terms of the global batch, which stands for the tower's examples in a function.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from estimator_mgpu.partition.plan import (
     LOCAL,
     Constant,
     Decision,
+    JointLoop,
     LocalShape,
     Need,
     OpPlan,
+    Reduced,
     Slice,
     SparseRows,
 )
@@ -56,15 +60,27 @@ class FunctionBody:
       graph: the function's graph.
       assumes: as in `Scope`: True while it isn't known yet how the arguments are placed.
       requests: what ops in the function ask for is added to these.
+      reduced: names of tensors that are reduced where they are made; others may be added.
+      joint_loops: as in `Scope`.
     """
 
-    def __init__(self, outer: Scope, graph: Any, assumes: bool, requests: Requests):
+    def __init__(
+        self,
+        outer: Scope,
+        graph: Any,
+        assumes: bool,
+        requests: Requests,
+        reduced: set[str],
+        joint_loops: tuple[JointLoop, ...],
+    ):
         self.scope = Scope(
             outer.batch,
             outer.rules,
             Sizes(f'{graph.name}/'),
             in_function=True,
+            joint_loops=joint_loops,
             assumes=assumes,
+            reduced=reduced,
         )
         self.graph = graph
         self._requests = requests
@@ -81,6 +97,14 @@ class FunctionBody:
         """Whether it's a size that is another one on each tower."""
         entries = self.scope.sizes.entries(tensor) or []
         return any(self.scope.batch in size.symbols for size in entries)
+
+    def form_of_value(self, tensor: tf.Tensor) -> Need:
+        """The form of what is replicated in the function, or what each tower has of its own."""
+        if self.scope.is_reduced(tensor):
+            partial = self.scope.placements[tensor.name]
+            assert isinstance(partial, Partial)
+            return Reduced(partial.reduce, partial.rows, self.scope.joint_loops)
+        return LOCAL
 
     def _visit(self, op: Unit) -> None:
         if op in self._requests:
@@ -137,9 +161,13 @@ class FunctionBody:
         """Lets an op run on every tower, or raises NotSharded."""
         if any(isinstance(placement, Partial) for placement in placements):
             partial = self._passed_partial(op, placements)
-            if partial is None:
+            if partial is not None:
+                self._record(op, pass_on(op, placements, partial))
+                return
+            if not self.scope.joint_loops:
                 raise NotSharded(f'in it, {op.name} needs a sum over all examples')
-            self._record(op, pass_on(op, placements, partial))
+            self._reduce_inputs(op)
+            self._visit(op)
             return
         try:
             decision = decide(self.scope, op, placements)
@@ -147,6 +175,12 @@ class FunctionBody:
             reason = str(error) or default_reason(self.scope, op, placements)
             raise NotSharded(f'in it, {op.name}: {reason}') from error
         self._record(op, decision)
+
+    def _reduce_inputs(self, op: Unit) -> None:
+        """Notes that the partial results that an op uses are reduced where they are made."""
+        for tensor in op.inputs:
+            if isinstance(self.scope.placement_of(tensor), Partial):
+                self.scope.reduced.add(tensor.name)
 
     def _passed_partial(self, op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
         """As `passed_partial`. What is replicated now may turn out to be a partial sum as well."""
@@ -171,6 +205,8 @@ class FunctionBody:
     def _form_inside(self, op: Unit, tensor: tf.Tensor, need: Need) -> Need:
         """The form of an input inside the function; raises NotSharded if it can't be had there."""
         differs = self.differs(tensor)
+        if need in (FULL, LOCAL) and self.scope.is_reduced(tensor):
+            return self.form_of_value(tensor)
         if need == FULL:
             if differs or self.scope.placement_of(tensor) != REPLICATE:
                 raise NotSharded(f'in it, {op.name} needs all examples')

@@ -8,8 +8,14 @@ from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import FLOW, REPLICATE, REPLICATE_LIST, Placement
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.placements import (
+    FLOW,
+    REPLICATE,
+    REPLICATE_LIST,
+    Partial,
+    Placement,
+)
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, JointLoop, OpPlan
 from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import Rule
 from estimator_mgpu.partition.size_inference import Sizes
@@ -39,7 +45,8 @@ class Scope:
       rules: by types of ops.
       sizes: the sizes of tensors, in terms of the global batch. In a function, which each tower
         calls, the batch in them stands for the tower's examples.
-      in_function: nothing can be gathered, reduced or sliced in a function.
+      in_function: nothing can be gathered or sliced in a function, nor reduced but in joint loops.
+      joint_loops: those around the ops, the outermost first; () unless all loops around are joint.
       assumes: while it isn't known yet how a loop's variables are placed, a function may be visited
         on the assumption that whatever an op needs is there.
       reduced: names of tensors, partial results of towers, that are reduced where they are made.
@@ -54,6 +61,7 @@ class Scope:
     rules: Rules
     sizes: Sizes
     in_function: bool = False
+    joint_loops: tuple[JointLoop, ...] = ()
     assumes: bool = False
     reduced: set[str] = field(default_factory=set)
     run_once: set[str] = field(default_factory=set)
@@ -66,6 +74,11 @@ class Scope:
         if tensor.name in self.reduced:
             return REPLICATE
         return self.placements.get(tensor.name, REPLICATE)
+
+    def is_reduced(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor is a partial result of towers that is reduced where it's made."""
+        is_partial = isinstance(self.placements.get(tensor.name), Partial)
+        return is_partial and tensor.name in self.reduced
 
     def placements_of_inputs(self, op: Unit) -> list[Placement]:
         """The placements of an op's inputs, in order."""
@@ -81,7 +94,7 @@ class Scope:
             [ops] = decision.plan.functions
             self.ops.update(ops)
             for enter, need in zip(unit.enters, decision.plan.needs):
-                self.ops[enter.name] = OpPlan((need,))
+                self.ops[enter.name] = OpPlan((need,), is_joint=decision.plan.is_joint)
         else:
             self.ops[unit.name] = decision.plan
         for output, placement in zip(unit.outputs, decision.placements):

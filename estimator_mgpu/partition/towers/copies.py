@@ -6,6 +6,7 @@ In: an op and its `OpPlan`. Out: a node for each tower, named `replicate/tower_1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -19,6 +20,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     OpPlan,
     Plan,
+    Reduced,
     Slice,
     SparseRows,
     VariableValue,
@@ -78,10 +80,25 @@ class Copies:
             node = self._nodes.copy(definition, name, [*operands, *control_inputs], device)
             adapt_node(self._values.batch_shards, node, op_plan, tower)
 
-            # Each tower's v1 loop has a frame of its own.
             if op.type in op_types.ENTER:
-                frame = self._values.copy_name(node.attr['frame_name'].s.decode(), tower)
-                node.attr['frame_name'].s = frame.encode()
+                self._enter_frame(node, op_plan, tower)
+            elif op_plan.is_joint and tower > 0:
+                self._use_first_condition(op, node)
+
+    def _enter_frame(self, node: Any, op_plan: OpPlan, tower: int) -> None:
+        """Each tower's v1 loop has a frame of its own, unless all make each step together."""
+        frame = node.attr['frame_name'].s.decode()
+        if op_plan.is_joint:
+            frame = self._values.joint_frame(frame)
+        else:
+            frame = self._values.copy_name(frame, tower)
+        node.attr['frame_name'].s = frame.encode()
+
+    def _use_first_condition(self, op: tf.Operation, node: Any) -> None:
+        """A frame has one `LoopCond`, so other towers have the first tower's."""
+        node.op = op_types.IDENTITY
+        node.attr['T'].type = tf.bool.as_datatype_enum
+        node.input[:] = [self._values.local(op.outputs[0], 0)]
 
     def _device(self, op: tf.Operation, op_plan: OpPlan, tower: int) -> str:
         """Where a copy runs: on its tower's device, unless the user wants another kind."""
@@ -126,6 +143,8 @@ class Copies:
         is_read_in_loop = op.name in self._plan.in_loops and isinstance(need, VariableValue)
         if need == LOCAL or is_read_in_loop:
             return self._values.local(tensor, tower)
+        if isinstance(need, Reduced):
+            return self._values.reduced(tensor, need)
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
         if isinstance(need, SparseRows):

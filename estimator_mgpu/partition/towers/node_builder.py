@@ -7,7 +7,7 @@ Out: names of the nodes' outputs; and with `build()` the nodes in the graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Union
 
 import numpy as np
@@ -43,6 +43,9 @@ class NodeBuilder:
         self._control_inputs: dict[str, Sequence[tf.Operation]] = {}
         # Value, dtype and device of constants, by the names of their outputs.
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
+        # The frames of v1 loops in which nodes are added, and the tensors that are there.
+        self._frames: Sequence[tuple[str, int]] = ()
+        self._in_frames: set[str] = set()
 
     @contextlib.contextmanager
     def at_once(self, device: str) -> Iterator[None]:
@@ -53,6 +56,24 @@ class NodeBuilder:
         scope = tf.name_scope(f'{self.scope}/rows/')
         with tf.control_dependencies(None), tf.device(device), scope:
             yield
+
+    @contextlib.contextmanager
+    def in_frames(
+        self, frames: Sequence[tuple[str, int]], tensors: Sequence[str]
+    ) -> Iterator[None]:
+        """A context for nodes in a v1 loop. What else they use comes in by `Enter`s.
+
+        Args:
+          frames: of the loop, and of those around it, the outermost first: the names, and how many
+            iterations may be under way.
+          tensors: that are in the loop.
+        """
+        self._frames = frames
+        self._in_frames = set(tensors)
+        try:
+            yield
+        finally:
+            self._frames = ()
 
     def copy(self, definition: Any, name: str, inputs: Sequence[str], device: str) -> Any:
         """Adds a node like another, by its full name."""
@@ -65,8 +86,36 @@ class NodeBuilder:
     def add(self, op: str, inputs: Sequence[Any], device: str, **attrs: Hashable) -> str:
         """Adds a node, unless there is the same already; returns what its output is called."""
         names = [name if isinstance(name, str) else self.tensor(name) for name in inputs]
+        if self._frames:
+            names = [self._entered(name, device) for name in names]
+        output = self._add(op, names, device, attrs)
+        if self._frames:
+            self._in_frames.add(output)
+        return output
+
+    def _add(
+        self, op: str, names: Sequence[str], device: str, attrs: Mapping[str, Hashable]
+    ) -> str:
         key = (op, *names, device, *attrs.items())
         return f'{self._once(key, lambda: node_def(op, **attrs), names, device)}:0'
+
+    def _entered(self, name: str, device: str) -> str:
+        """A tensor in the frames in which nodes are added."""
+        if name in self._in_frames:
+            return name
+        dtype = self._consts[name][1] if name in self._consts else self._dtype_in_graph(name)
+        for frame, iterations in self._frames:
+            attrs = {
+                'T': dtype,
+                'frame_name': frame,
+                'is_constant': True,
+                'parallel_iterations': iterations,
+            }
+            name = self._add('Enter', [name], device, attrs)
+        return name
+
+    def _dtype_in_graph(self, name: str) -> tf.DType:
+        return self.graph.get_tensor_by_name(name).dtype.base_dtype
 
     def concat(self, values: Sequence[str], axis: int, dtype: tf.DType, device: str) -> str:
         """Adds a concatenation, unless of one value."""
@@ -187,7 +236,7 @@ def const_def(value: Any, dtype: tf.DType) -> Any:
 
 
 def set_attr(attr: Any, value: Any) -> None:
-    """Sets an attribute of a NodeDef to a DType, shape, tensor, number or list of integers."""
+    """Sets an attribute of a NodeDef: a DType, shape, tensor, text, number or list of integers."""
     if isinstance(value, tf.DType):
         attr.type = value.as_datatype_enum
     elif isinstance(value, tf.TensorShape):
@@ -196,6 +245,10 @@ def set_attr(attr: Any, value: Any) -> None:
         attr.tensor.ParseFromString(value)
     elif isinstance(value, np.ndarray):
         attr.tensor.CopyFrom(tf.make_tensor_proto(value))
+    elif isinstance(value, str):
+        attr.s = value.encode()
+    elif isinstance(value, bool):
+        attr.b = value
     elif isinstance(value, int):
         attr.i = value
     else:

@@ -16,7 +16,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
-from estimator_mgpu.partition.plan import Plan, Slice, SparseRows
+from estimator_mgpu.partition.plan import Plan, Reduced, Slice, SparseRows
 from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
@@ -76,6 +76,10 @@ class Values:
         """The name of a tower's copy of an op."""
         return f'{self._nodes.scope}/tower_{tower}/{op_name}'
 
+    def joint_frame(self, frame: str) -> str:
+        """The name of the frame in which all towers make the steps of a loop together."""
+        return f'{self._nodes.scope}/{frame}'
+
     def local(self, tensor: tf.Tensor, tower: int) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         parts = parts_of(tensor)
@@ -117,6 +121,15 @@ class Values:
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
+
+    def reduced(self, tensor: tf.Tensor, need: Reduced) -> str:
+        """The reduced value of towers' partial results in joint loops, on the first device."""
+        shards = self.shards_of(need.rows)
+        dtype = tensor.dtype.base_dtype
+        parts = [self.local(tensor, tower) for tower in range(len(self._devices))]
+        frames = [(self.joint_frame(loop.frame), loop.parallel_iterations) for loop in need.loops]
+        with self._nodes.in_frames(frames, parts):
+            return reduce_and_gather.reduce(shards, parts, dtype, need.reduce, self._devices[0])
 
     def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
         """The dimensions of a full value that has `factor` entries a row along an axis."""

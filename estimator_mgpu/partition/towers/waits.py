@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import LOCAL, Constant, LocalShape, Need, Plan
+from estimator_mgpu.partition.plan import LOCAL, Constant, LocalShape, Need, Plan, Reduced
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.effects import union
@@ -165,7 +165,8 @@ class Waits:
     def _bits_of_need(self, tensor: tf.Tensor, need: Need) -> int:
         if isinstance(need, (LocalShape, Constant)):
             return 0  # The tensor itself isn't used.
-        if need == LOCAL and tensor.op.name in self._plan.ops:
+        is_of_towers = need == LOCAL or isinstance(need, Reduced)
+        if is_of_towers and tensor.op.name in self._plan.ops:
             return self._bits_of_copy.get(tensor.op, 0)
         if tensor.op.type == op_types.CONST and self._is_free(tensor.op):
             return 0  # Each tower's copy waits for nothing.
