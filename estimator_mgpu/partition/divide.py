@@ -54,7 +54,7 @@ def divide(
 
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
     replaced = inline_calls(graph, existing_ops)
-    replaced.update(take_apart_loops(graph, dependents(inputs, existing_ops)))
+    replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
     order = StateOrder(graph.get_operations())
@@ -67,7 +67,8 @@ def divide(
     unused = {name.partition(':')[0] for name in replaced}
     unused |= idle_groups(graph, existing_ops, unused)
 
-    loops = find_loops(graph.get_operations(), order.liveness)
+    used = [op for op in graph.get_operations() if op.name not in unused]
+    loops = find_loops(used, order.liveness)
     plan = propagate(
         batch.sources,
         unsharded,

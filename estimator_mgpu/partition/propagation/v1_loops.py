@@ -53,20 +53,9 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
     except NotSharded:
         if scope.in_function and not scope.joint_loops:
             raise
-        joint = _decide_joint(scope, loop, placements)
-        if joint is None:
-            raise
-        return joint
-
-
-def _decide_joint(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) -> Decision | None:
-    """Decides how a loop runs whose steps all towers make together; None if it runs once."""
     iterations = loop.enters[0].get_attr('parallel_iterations')
     joint_loop = JointLoop(loop.name, iterations)
-    try:
-        return _decide(scope, loop, placements, (*scope.joint_loops, joint_loop))
-    except NotSharded:
-        return None
+    return _decide(scope, loop, placements, (*scope.joint_loops, joint_loop))
 
 
 def _decide(

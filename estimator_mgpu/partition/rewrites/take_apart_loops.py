@@ -29,32 +29,27 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.towers.node_builder import node_def
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import has_side_effect
-from estimator_mgpu.tf_internals.liveness import Liveness
 
 
-def take_apart_loops(graph: tf.Graph, of_batch: Sequence[tf.Operation]) -> dict[str, tf.Tensor]:
+def take_apart_loops(of_batch: Sequence[tf.Operation]) -> dict[str, tf.Tensor]:
     """Replaces the outputs of loops by those of v1 loops that do the same.
 
     The loops stay in the graph, for whoever fetches them.
 
     Args:
-      graph: the graph that the model_fn has built.
       of_batch: the ops that depend on the batch.
 
     Returns:
       By the name of a loop's output, the tensor that is used in its place.
     """
     replaced: dict[str, tf.Tensor] = {}
-    loops = [op for op in of_batch if op.type in op_types.LOOPS and _examples_decide(op)]
-    if not loops:
-        return replaced
-
-    liveness = Liveness(graph.get_operations())
-    for loop in loops:
-        if liveness.always_runs(loop):
-            outputs, last = _add_v1_loop(loop)
-            graphs.redirect_consumers(loop, dict(enumerate(outputs)), last)
-            replaced.update((before.name, output) for before, output in zip(loop.outputs, outputs))
+    candidates = [op for op in of_batch if op.type in op_types.LOOPS]
+    while candidates:
+        loop = candidates.pop()
+        if _examples_decide(loop):
+            results, inner_loops = _replace_loop(loop)
+            replaced.update((before.name, result) for before, result in zip(loop.outputs, results))
+            candidates += inner_loops
     return replaced
 
 
@@ -93,14 +88,14 @@ def _has_effects(function: Any) -> bool:
     return False
 
 
-def _add_v1_loop(loop: tf.Operation) -> tuple[list[tf.Tensor], tf.Operation]:
-    """Adds a v1 loop that does the same as a `While`.
+def _replace_loop(loop: tf.Operation) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+    """Adds a v1 loop that does the same as a `While`, and takes its place.
 
     Args:
       loop: the `While`.
 
     Returns:
-      The results, and an op that waits for all of them.
+      The results, and the inner loops, each a `While`.
     """
     scope = f'{loop.name}/apart'
     nodes = _LoopNodes(loop, scope)
@@ -125,7 +120,10 @@ def _add_v1_loop(loop: tf.Operation) -> tuple[list[tf.Tensor], tf.Operation]:
     results = list(loop.inputs)  # Constants of the loop are its results, too.
     for index, exit in zip(nodes.variables, exits):
         results[index] = exit
-    return results, last
+    graphs.redirect_consumers(loop, dict(enumerate(results)), last)
+
+    inner_loops = [node.name for node in nodes.graph_def.node if node.op in op_types.LOOPS]
+    return results, [loop.graph.get_operation_by_name(f'{scope}/{name}') for name in inner_loops]
 
 
 def _indices_of_arguments(function: Any) -> dict[str, int]:
