@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-import estimator_mgpu
 import towers
 from estimator_mgpu import steps
 

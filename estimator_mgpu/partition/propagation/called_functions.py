@@ -12,7 +12,6 @@ from estimator_mgpu.partition.plan import (
     FULL,
     FULL_ON_FIRST,
     LOCAL,
-    JointLoop,
     Need,
     Slice,
     local_shape_of,
@@ -32,7 +31,7 @@ class CalledFunctions:
       arguments: the tensors that they are called with.
       placements: of the arguments in `scope`.
       unchanged: indices of the arguments that are the same in every call of a function.
-      joint_loops: as in `Scope`, inside of the functions.
+      is_joint: as in `Scope`, inside of the functions.
 
     Attributes:
       placements: of the arguments inside of the functions. An argument that is replicated outside
@@ -47,13 +46,13 @@ class CalledFunctions:
         arguments: Sequence[tf.Tensor],
         placements: Sequence[Placement],
         unchanged: Container[int],
-        joint_loops: tuple[JointLoop, ...] = (),
+        is_joint: bool = False,
     ):
         self.scope = scope
         self.bodies = bodies
         self.arguments = arguments
         self.placements = list(placements)
-        self.joint_loops = joint_loops
+        self.is_joint = is_joint
         self.requests: Requests = {}
         self.reduced: set[str] = set()
         self._placements_outside = placements
@@ -66,9 +65,7 @@ class CalledFunctions:
           graph: one of the bodies, or another function that takes the same arguments.
           assumes: as in `Scope`.
         """
-        body = FunctionBody(
-            self.scope, graph, assumes, self.requests, self.reduced, self.joint_loops
-        )
+        body = FunctionBody(self.scope, graph, assumes, self.requests, self.reduced, self.is_joint)
         for index, argument in enumerate(graph.inputs):
             self._place_argument(body, index, argument)
         return body, body.visit_all()

@@ -118,7 +118,7 @@ def _assume_fixed_point(functions: CalledFunctions) -> None:
         counts = len(functions.requests), len(functions.reduced)
         body, returned = functions.visit(functions.bodies[0], assumes=True)
         for index, placement in enumerate(returned):
-            if functions.joint_loops and _is_other_partial(placement):
+            if functions.is_joint and _is_other_partial(placement):
                 functions.reduced.add(body.graph.outputs[index].name)
             else:
                 functions.placements[index] = _met(functions.placements[index], placement)

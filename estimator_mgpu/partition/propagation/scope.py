@@ -15,7 +15,7 @@ from estimator_mgpu.partition.placements import (
     Partial,
     Placement,
 )
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, JointLoop, OpPlan
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import Rule
 from estimator_mgpu.partition.size_inference import Sizes
@@ -45,8 +45,8 @@ class Scope:
       rules: by types of ops.
       sizes: the sizes of tensors, in terms of the global batch. In a function, which each tower
         calls, the batch in them stands for the tower's examples.
-      in_function: nothing can be gathered or sliced in a function, nor reduced but in joint loops.
-      joint_loops: those around the ops, the outermost first; () unless all loops around are joint.
+      in_function: nothing can be gathered in a function, nor reduced but in a joint loop.
+      is_joint: whether the ops are in a v1 loop of which all towers make each step together.
       assumes: while it isn't known yet how a loop's variables are placed, a function may be visited
         on the assumption that whatever an op needs is there.
       reduced: names of tensors, partial results of towers, that are reduced where they are made.
@@ -61,7 +61,7 @@ class Scope:
     rules: Rules
     sizes: Sizes
     in_function: bool = False
-    joint_loops: tuple[JointLoop, ...] = ()
+    is_joint: bool = False
     assumes: bool = False
     reduced: set[str] = field(default_factory=set)
     run_once: set[str] = field(default_factory=set)

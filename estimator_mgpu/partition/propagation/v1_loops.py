@@ -16,7 +16,7 @@ from estimator_mgpu.partition.placements import (
     Placement,
     Shard,
 )
-from estimator_mgpu.partition.plan import FULL, Decision, JointLoop, OpPlan
+from estimator_mgpu.partition.plan import FULL, Decision, OpPlan
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
 from estimator_mgpu.partition.propagation.loops import find_fixed_point, variable_value
@@ -49,20 +49,18 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
         raise NotSharded('the ops of this v1 loop are connected in an unusual way')
 
     try:
-        return _decide(scope, loop, placements, joint_loops=())
+        return _decide(scope, loop, placements, is_joint=False)
     except NotSharded:
-        if scope.in_function and not scope.joint_loops:
+        if scope.in_function and not scope.is_joint:
             raise
-    iterations = loop.enters[0].get_attr('parallel_iterations')
-    joint_loop = JointLoop(loop.name, iterations)
-    return _decide(scope, loop, placements, (*scope.joint_loops, joint_loop))
+    return _decide(scope, loop, placements, is_joint=True)
 
 
 def _decide(
     scope: Scope,
     loop: V1Loop,
     placements: Sequence[Placement],
-    joint_loops: tuple[JointLoop, ...],
+    is_joint: bool,
 ) -> Decision | None:
     """Decides how a loop runs.
 
@@ -70,7 +68,7 @@ def _decide(
       scope: as of `decide_v1_loop`.
       loop: the loop.
       placements: of its inputs.
-      joint_loops: the loop, with the joint loops around it, if it's one; otherwise ().
+      is_joint: whether all towers make each step together.
     """
     assert loop.body is not None
     # The placements of lists are those of their handles, whatever passes these on.
@@ -79,11 +77,11 @@ def _decide(
         for tensor, placement in zip(loop.inputs, placements)
     ]
     functions = CalledFunctions(
-        scope, [loop.body], loop.inputs, begin, loop.body.unchanged, joint_loops
+        scope, [loop.body], loop.inputs, begin, loop.body.unchanged, is_joint
     )
     body, returned = find_fixed_point(functions)
     condition = loop.body.condition
-    if joint_loops and isinstance(body.scope.placement_of(condition), Partial):
+    if is_joint and isinstance(body.scope.placement_of(condition), Partial):
         functions.reduced.add(condition.name)
         body, returned = find_fixed_point(functions)
     _check_condition(body, condition)
@@ -135,11 +133,10 @@ def _output_dims(
 def _plan(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPlan:
     """The forms of what comes in, and the plans of all ops."""
     needs = functions.needs()
-    is_joint = bool(functions.joint_loops)
     ops = {
         op.name: OpPlan(
             tuple(body.form_of_value(tensor) for tensor in op.inputs),
-            is_joint=is_joint and op.type == op_types.LOOP_CONDITION,
+            is_joint=functions.is_joint and op.type == op_types.LOOP_CONDITION,
         )
         for op in loop.all_ops
     }
@@ -150,4 +147,4 @@ def _plan(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPla
             needs[index] = value
             for read in enter.outputs[0].consumers():
                 ops[read.name] = OpPlan((value,))
-    return OpPlan(tuple(needs), functions=[ops], is_joint=is_joint)
+    return OpPlan(tuple(needs), functions=[ops], is_joint=functions.is_joint)

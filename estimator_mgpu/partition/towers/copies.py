@@ -16,6 +16,7 @@ from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     LOCAL,
     Constant,
+    FullSizes,
     LocalShape,
     Need,
     OpPlan,
@@ -26,7 +27,7 @@ from estimator_mgpu.partition.plan import (
     VariableValue,
 )
 from estimator_mgpu.partition.towers.functions import adapt_node
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder, const_def
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types
@@ -81,18 +82,11 @@ class Copies:
             adapt_node(self._values.batch_shards, node, op_plan, tower)
 
             if op.type in op_types.ENTER:
-                self._enter_frame(node, op_plan, tower)
+                frame = node.attr['frame_name'].s.decode()
+                frame = self._values.frame_name(frame, op_plan.is_joint, tower)
+                node.attr['frame_name'].s = frame.encode()
             elif op_plan.is_joint and tower > 0:
                 self._use_first_condition(op, node)
-
-    def _enter_frame(self, node: Any, op_plan: OpPlan, tower: int) -> None:
-        """Each tower's v1 loop has a frame of its own, unless all make each step together."""
-        frame = node.attr['frame_name'].s.decode()
-        if op_plan.is_joint:
-            frame = self._values.joint_frame(frame)
-        else:
-            frame = self._values.copy_name(frame, tower)
-        node.attr['frame_name'].s = frame.encode()
 
     def _use_first_condition(self, op: tf.Operation, node: Any) -> None:
         """A frame has one `LoopCond`, so other towers have the first tower's."""
@@ -140,31 +134,50 @@ class Copies:
         self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: int, device: str
     ) -> str:
         """What a copy on a device is given for an input of its op."""
-        is_read_in_loop = op.name in self._plan.in_loops and isinstance(need, VariableValue)
-        if need == LOCAL or is_read_in_loop:
+        if need == LOCAL:
             return self._values.local(tensor, tower)
-        if isinstance(need, Reduced):
-            return self._values.reduced(tensor, need)
+        if op.name in self._plan.frames:
+            return self._operand_in_loop(op, tensor, need, tower, device)
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
         if isinstance(need, SparseRows):
             return self._values.sparse_rows(tensor, need, tower)
         if isinstance(need, (LocalShape, Constant)):
-            if op.name in self._plan.in_loops:
-                return self._local_sizes_in_loop(tensor, need, tower, device)
-            return self._local_sizes(tensor, need, tower)
+            return self._sizes(tensor, need, tower)
 
         placement = self._plan.placements.get(tensor.name)
         if need == FULL_ON_FIRST:
             full = self._full_operand(tensor, tower, device, or_zeros=tower > 0)
-            if tower > 0:
-                return self._nodes.add('ZerosLike', [full], device, T=tensor.dtype.base_dtype)
-            return full
+            return self._zeros_like(full, tensor, device) if tower > 0 else full
         if placement is not None and not isinstance(placement, (Shard, Partial)):
             return self._values.local(tensor, tower)  # It's the same on all towers.
         return self._full_operand(tensor, tower, device)
 
-    def _local_sizes(self, tensor: tf.Tensor, need: LocalShape | Constant, tower: int) -> str:
+    def _operand_in_loop(
+        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: int, device: str
+    ) -> str:
+        """The same in a v1 loop, where a full value is what each tower has."""
+        loops = self._plan.frames[op.name]
+        if isinstance(need, Reduced):
+            return self._values.reduced(tensor, need, loops)
+        if isinstance(need, (LocalShape, Constant, FullSizes)):
+            sizes = self._sizes(tensor, need, tower)
+            return self._nodes.entered(sizes, self._values.frames(loops, tower), device)
+
+        full = self._values.local_in_loop(tensor, tower, loops)
+        if isinstance(need, Slice):
+            shards = self._values.batch_shards
+            dtype = tensor.dtype.base_dtype
+            return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+        if need == FULL_ON_FIRST and tower > 0:
+            return self._zeros_like(full, tensor, device)
+        return full
+
+    def _zeros_like(self, value: str, tensor: tf.Tensor, device: str) -> str:
+        return self._nodes.add('ZerosLike', [value], device, T=tensor.dtype.base_dtype)
+
+    def _sizes(self, tensor: tf.Tensor, need: LocalShape | Constant | FullSizes, tower: int) -> str:
+        """The integers that a copy is given in place of a tensor of sizes."""
         shards = self._values.batch_shards
         if isinstance(need, LocalShape):
             shards = self._values.shards_of(need.rows)
@@ -189,17 +202,6 @@ class Copies:
         if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
             return full  # These can't be sent to another device.
         return self._values.send(full, dtype, source, device)
-
-    def _local_sizes_in_loop(
-        self, tensor: tf.Tensor, need: LocalShape | Constant, tower: int, device: str
-    ) -> str:
-        """A constant in a v1 loop. It waits for what it replaces, and so is in the same frame."""
-        dtype = tensor.dtype.base_dtype
-        shards = self._values.batch_shards
-        sizes = shards.local_sizes(need, tower, tensor.shape.rank == 0, dtype)
-        value = const_def(sizes, dtype).attr['value'].tensor.SerializeToString()
-        replaced = f'^{self._values.copy_name(tensor.op.name, tower)}'
-        return self._nodes.add('Const', [replaced], device, dtype=dtype, value=value)
 
     def _copy_of_constant(self, op: tf.Operation, tower: int) -> str:
         value = op.get_attr('value').SerializeToString()

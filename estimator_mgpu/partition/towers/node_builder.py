@@ -19,6 +19,10 @@ from estimator_mgpu.tf_internals import private
 Number = Union[int, str]
 """An integer that is known, or what an integer scalar is referred to by: int32 by default."""
 
+Frames = tuple[tuple[str, int], ...]
+"""The frames of a v1 loop and of those around it, the outermost first: the name of each, and how
+many steps may be under way."""
+
 
 class NodeBuilder:
     """Collects NodeDefs under one scope.
@@ -39,13 +43,13 @@ class NodeBuilder:
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
         # Names of nodes, by what they are: the same node is added only once.
         self._names: dict[Hashable, str] = {}
+        self._added: dict[str, Any] = {}  # these nodes, by name
         # Ops of the graph that a node waits for, by the node's name.
         self._control_inputs: dict[str, Sequence[tf.Operation]] = {}
         # Value, dtype and device of constants, by the names of their outputs.
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
-        # The frames of v1 loops in which nodes are added, and the tensors that are there.
-        self._frames: Sequence[tuple[str, int]] = ()
-        self._in_frames: set[str] = set()
+        # The frames around tensors that are in v1 loops.
+        self._frames: dict[str, Frames] = {}
 
     @contextlib.contextmanager
     def at_once(self, device: str) -> Iterator[None]:
@@ -57,23 +61,31 @@ class NodeBuilder:
         with tf.control_dependencies(None), tf.device(device), scope:
             yield
 
-    @contextlib.contextmanager
-    def in_frames(
-        self, frames: Sequence[tuple[str, int]], tensors: Sequence[str]
-    ) -> Iterator[None]:
-        """A context for nodes in a v1 loop. What else they use comes in by `Enter`s.
+    def place_in_frames(self, tensor: str, frames: Frames) -> None:
+        """Notes that a tensor is in a v1 loop: so is what is added of it."""
+        self._frames[tensor] = frames
 
-        Args:
-          frames: of the loop, and of those around it, the outermost first: the names, and how many
-            iterations may be under way.
-          tensors: that are in the loop.
-        """
-        self._frames = frames
-        self._in_frames = set(tensors)
-        try:
-            yield
-        finally:
-            self._frames = ()
+    def entered(self, name: str, frames: Frames, device: str) -> str:
+        """A tensor that isn't in a v1 loop, as a constant of the loop."""
+        dtype = self._dtype(name)
+        for frame, iterations in frames:
+            attrs = {
+                'T': dtype,
+                'frame_name': frame,
+                'is_constant': True,
+                'parallel_iterations': iterations,
+            }
+            name = self._add('Enter', [name], device, attrs)
+        self._frames[name] = frames
+        return name
+
+    def _dtype(self, name: str) -> tf.DType:
+        """The type of one of the graph's tensors, or of what was added."""
+        node = self._added.get(name.removesuffix(':0'))
+        if node is None:
+            return self.graph.get_tensor_by_name(name).dtype.base_dtype
+        [output] = private.op_definition(node.op).output_arg
+        return tf.as_dtype(node.attr[output.type_attr].type)
 
     def copy(self, definition: Any, name: str, inputs: Sequence[str], device: str) -> Any:
         """Adds a node like another, by its full name."""
@@ -86,11 +98,17 @@ class NodeBuilder:
     def add(self, op: str, inputs: Sequence[Any], device: str, **attrs: Hashable) -> str:
         """Adds a node, unless there is the same already; returns what its output is called."""
         names = [name if isinstance(name, str) else self.tensor(name) for name in inputs]
-        if self._frames:
-            names = [self._entered(name, device) for name in names]
-        output = self._add(op, names, device, attrs)
-        if self._frames:
-            self._in_frames.add(output)
+        around = [self._frames[name] for name in names if name in self._frames]
+        if not around:
+            return self._add(op, names, device, attrs)
+
+        # What else it uses comes into the loop.
+        frames = around[0]
+        operands = [
+            name if name in self._frames else self.entered(name, frames, device) for name in names
+        ]
+        output = self._add(op, operands, device, attrs)
+        self._frames[output] = frames
         return output
 
     def _add(
@@ -98,24 +116,6 @@ class NodeBuilder:
     ) -> str:
         key = (op, *names, device, *attrs.items())
         return f'{self._once(key, lambda: node_def(op, **attrs), names, device)}:0'
-
-    def _entered(self, name: str, device: str) -> str:
-        """A tensor in the frames in which nodes are added."""
-        if name in self._in_frames:
-            return name
-        dtype = self._consts[name][1] if name in self._consts else self._dtype_in_graph(name)
-        for frame, iterations in self._frames:
-            attrs = {
-                'T': dtype,
-                'frame_name': frame,
-                'is_constant': True,
-                'parallel_iterations': iterations,
-            }
-            name = self._add('Enter', [name], device, attrs)
-        return name
-
-    def _dtype_in_graph(self, name: str) -> tf.DType:
-        return self.graph.get_tensor_by_name(name).dtype.base_dtype
 
     def concat(self, values: Sequence[str], axis: int, dtype: tf.DType, device: str) -> str:
         """Adds a concatenation, unless of one value."""
@@ -178,7 +178,8 @@ class NodeBuilder:
         if key not in self._names:
             definition = make()
             self._names[key] = f'{self.scope}/{definition.op}_{len(self._names)}'
-            self.copy(definition, self._names[key], inputs, device)
+            name = self._names[key]
+            self._added[name] = self.copy(definition, name, inputs, device)
         return self._names[key]
 
     def build(self) -> None:
