@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
 import towers
 from estimator_mgpu import steps
 
@@ -145,13 +146,62 @@ def batches(*sizes):
     return [tuple(random.normal(size=shape).astype('f') for shape in pair) for pair in shapes]
 
 
-@pytest.mark.core
-@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
-@pytest.mark.parametrize('name', MODELS)
-def test_as_on_one_device(name, static, behavior):
-    sizes = (7, 7) if static else (7, 4, 2, 1)
+def check(name, sizes, static):
     ours, _ = towers.compare(
         model_fn_of(MODELS[name]), batches(*sizes), 3, static=static, rtol=2e-5
     )
-    reasons = [why for why, _ in steps.of_graph(ours.graph).plan.once.values()]
-    assert not reasons
+    assert not steps.of_graph(ours.graph).plan.once
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('name', MODELS)
+def test_as_on_one_device(name, behavior):
+    """Also with fewer examples than towers."""
+    check(name, (7, 4, 2, 1), static=False)
+
+
+@pytest.mark.parametrize('name', ['decoder', 'sum_decides'])
+def test_batches_of_a_static_size(name, behavior):
+    check(name, (7, 7), static=True)
+
+
+def graph_of(function):
+    with tf.Graph().as_default() as graph:
+        features = tf.placeholder(tf.float32, [6, STEPS, WIDTH])
+        labels = tf.placeholder(tf.float32, [6, WIDTH])
+        model_fn = estimator_mgpu.replicate(model_fn_of(function), devices=2)
+        model_fn(features, labels, mode=towers.TRAIN)
+    return graph
+
+
+def test_towers_are_in_one_frame(behavior):
+    """It has one condition, that of the first tower."""
+    graph = graph_of(steps_are_counted)
+    ops = [op for op in graph.get_operations() if op.name.startswith('replicate/')]
+    frame = 'while/while_context' if behavior == 'v1' else 'while/apart'
+    enters = [
+        op
+        for op in ops
+        if op.type == 'Enter' and op.get_attr('frame_name').decode() == f'replicate/{frame}'
+    ]
+    assert {op.device[-5:] for op in enters} == {'CPU:0', 'CPU:1'}
+
+    conditions = [op.name for op in ops if op.type == 'LoopCond' and '/gradients/' not in op.name]
+    assert len(conditions) == 1 and conditions[0].startswith('replicate/tower_0/')
+
+
+def test_loops_that_stay():
+    """Of TensorFlow 2's loops, only those are taken apart whose end a reduction decides."""
+
+    def function(x, w):
+        multiply = lambda i, h: (i + 1, tf.matmul(h, w))  # noqa: E731
+        fixed = tf.while_loop(lambda i, h: i < STEPS, multiply, (0, x[:, 0]), name='fixed')[1]
+        draw = lambda h: (tf.matmul(h, w) + tf.random.uniform([]),)  # noqa: E731
+        drawn = tf.while_loop(lambda h: tf.reduce_max(h) < 9.0, draw, (fixed,), name='drawn')[0]
+        return tf.stop_gradient(drawn) + until_finished(lambda i, h: h + 1, fixed, lengths_of(x))[2]
+
+    graph = graph_of(function)
+    conditions = [op.name for op in graph.get_operations() if op.type == 'LoopCond']
+    assert [name for name in conditions if 'replicate' not in name] == ['while/apart/goes_on']
+    reasons = {why for why, _ in steps.of_graph(graph).plan.once.values()}
+    assert 'in it, a RandomUniform has side effects, or draws random numbers' in reasons
