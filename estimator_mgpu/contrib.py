@@ -1,7 +1,7 @@
 """`replicate_model_fn()`, as `tf.contrib.estimator` had it.
 
 In: a model_fn, with contrib's arguments. Out: what `replicate()` makes of it, with the signature
-that contrib's had.
+that contrib's had. `TowerOptimizer` is in `optimizer`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import parts_of
-from estimator_mgpu.partition.towers.placement import device_of
+from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import has_side_effect
 from estimator_mgpu.tf_internals.graphs import topological_order

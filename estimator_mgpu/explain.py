@@ -21,10 +21,10 @@ from tqdm import tqdm
 from estimator_mgpu import optimizer, steps
 from estimator_mgpu.batch import RANK_REMEDY
 from estimator_mgpu.devices import device_spec
-from estimator_mgpu.partition.costs import bytes_of
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.towers.placement import device_of
+from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.

@@ -2,6 +2,9 @@
 
 In: what `steps` knows of the graph's steps. Out: a progress bar, and lines in the log and in
 TensorBoard.
+
+A user's own hooks need nothing from here: the ops that they fetch stay in the graph, and have the
+values of the global batch (`partition.towers.build`).
 """
 
 from __future__ import annotations

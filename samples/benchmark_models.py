@@ -103,7 +103,7 @@ def _layer_norm(name, net):
 
 
 def _attention(net, heads=4):
-    _, length, width = net.shape
+    _, length, width = net.shape.as_list()
     split = tf.reshape(tf.layers.dense(net, 3 * width), [-1, length, 3, heads, width // heads])
     queries, keys, values = tf.unstack(tf.transpose(split, [2, 0, 3, 1, 4]))
     scores = tf.matmul(queries, keys, transpose_b=True) / (width // heads) ** 0.5

@@ -5,6 +5,7 @@ between. `c` makes what else it needs: variables, the labels and ids of the batc
 without an underscore are ops, up to where they're put in `OPS`.
 """
 
+import functools
 import inspect
 import typing
 
@@ -13,6 +14,7 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 from hypothesis import strategies as st
 
+import towers
 from models import LazyAdam
 
 WIDTH = 4
@@ -1220,6 +1222,30 @@ def cond_on_placeholders(x, c):
 def loop_with_rows_summed(x, c):
     """The loop may run once."""
     return _loop(2, lambda i, h: h - 0.1 * tf.reduce_mean(h, 0), x)
+
+
+@functools.lru_cache(maxsize=1)
+def _graph_of_v1():
+    """A loop with a branch and a TensorArray in it, of TensorFlow 1."""
+    with towers.behavior_of('v1'), tf.Graph().as_default() as graph:
+        x = tf.placeholder(tf.float64, [None, WIDTH], 'x')
+
+        def body(i, h, states):
+            h = tf.cond(tf.equal(i % 2, 0), lambda: tf.tanh(h + x), lambda: 0.5 * h)
+            return i + 1, h, states.write(i, h)
+
+        start = 0, tf.zeros_like(x), tf.TensorArray(tf.float64, 3)
+        _, h, states = tf.while_loop(lambda i, *_: i < 3, body, start)
+        tf.add(h, tf.reduce_sum(states.stack(), 0), 'y')
+    return graph.as_graph_def()
+
+
+@_sharded
+def imported(x, c):
+    """TensorFlow can't differentiate a loop that is imported."""
+    [y] = tf.import_graph_def(_graph_of_v1(), {'x:0': x}, ['y:0'])
+    y.set_shape(x.shape)
+    return x + tf.stop_gradient(y)
 
 
 def _layer(c, **options):

@@ -93,6 +93,15 @@ def test_a_step_slices_and_sums(towers):
     assert all(t.shape.rank == 0 for op in rest for t in op.outputs)
 
 
+def test_a_sum_of_sums_is_reduced_once():
+    def regularized(features, labels, mode):
+        loss = tf.reduce_sum(tf.square(features)) + tf.reduce_sum(tf.abs(labels))
+        return spec_of(mode, loss, tf.no_op())
+
+    ops = ops_of_a_step(regularized, 2)
+    assert [op.type for op in ops].count('AddN') == 1
+
+
 @pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])
 def test_no_tower_waits_for_another(rows):
     """But for sums that the model asks for: with clipping, of gradients only."""

@@ -198,6 +198,27 @@ def test_what_a_function_does():
     assert ', no line, this TopKV2 needs all examples' in str(found)
 
 
+def test_a_loop_that_would_end_otherwise_than_it_starts(behavior):
+    """Its variable is replicated at first, and then each tower's is the maximum of its examples."""
+
+    def model_fn(features, labels, mode):
+        body = lambda i, _: (i + 1, tf.reduce_max(features * 2))  # noqa: E731
+        _, largest = tf.while_loop(lambda i, _: i < 3, body, [0, 0.0])
+        return by_sgd(mode, tf.reduce_sum(largest * tf.get_variable('w', [3])))
+
+    assert "in it, a Replicate() becomes a Partial(reduce='max'" in str(explain(model_fn))
+
+
+def test_ones_that_are_filled_in_are_where_they_were():
+    def model_fn(features, labels, mode):
+        with tf.variable_scope('net'):
+            net = tf.matmul(features, tf.get_variable('w', [3, 1]))
+            ones = tf.raw_ops.OnesLike(x=net)
+        return by_sgd(mode, tf.reduce_sum(tf.square(net)) / tf.reduce_sum(ones))
+
+    assert 'Fill' not in explain(model_fn).scopes
+
+
 def test_fused_ops_that_nobody_runs():
     """Sums take the place of the batch normalization that a layer made, and of its gradient."""
 

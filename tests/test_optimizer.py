@@ -115,7 +115,7 @@ def test_current_tower_is_gone():
 
 
 def test_a_class_that_is_told_of_its_subclasses():
-    """It's told of a user's, and not of what makes its optimizers tower optimizers."""
+    """It's told of users' classes, and not of what makes its optimizers tower optimizers."""
     known = []
 
     class Listed(tf.train.GradientDescentOptimizer):
@@ -125,8 +125,14 @@ def test_a_class_that_is_told_of_its_subclasses():
     class Own(Listed, name='own'):
         pass
 
-    assert isinstance(estimator_mgpu.TowerOptimizer(Own(0.1)), Own)
+    optimizer = estimator_mgpu.TowerOptimizer(Own(0.1))
+    assert isinstance(optimizer, Own)
     assert known == ['own']
+
+    class Derived(type(optimizer), name='derived'):
+        pass
+
+    assert known == ['own', 'derived']
 
 
 def test_an_optimizer_that_becomes_another():

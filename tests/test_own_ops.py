@@ -11,6 +11,8 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import towers
 from estimator_mgpu import check_rule, register_rule
+from estimator_mgpu.custom_ops.calls import Call
+from estimator_mgpu.custom_ops.dimensions import Dimension
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.sizes import ONE
@@ -172,6 +174,16 @@ def test_ops_in_v1_loops_are_sharded():
 def test_what_an_op_does_not_take():
     """Three rows in place of the one that becomes a vector: it isn't held against the rule."""
     assert check_rule(lambda x: tf.reshape(x[:1], [3]) + x, ROWS) == {'AddV2'}
+
+
+def test_a_shape_that_has_a_multiple_of_the_size():
+    """Of [4, 6] reshaped to [8, 3], three examples give [6, 3]."""
+    given, shape = np.zeros([4, 6]), np.array([8, 3])
+    with tf.Graph().as_default():
+        call = Call(tf.reshape(tf.constant(given), shape).op, [given, shape], [0])
+    dimension = Dimension(call, axes={0: 0}, positions={1: 0}, size=4, tried=4)
+    assert dimension.input_with(0, 3).shape == (3, 6)
+    assert dimension.shape_with(1, 3).tolist() == [6, 3]
 
 
 def test_a_dimension_of_one_entry(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from models import ROWS, batches, predict, regression, spec_of, step
 from towers import TRAIN, compare, nodes_of_a_step, session
 
@@ -110,6 +111,21 @@ def of_everything(features, labels, mode):
 def test_training(model_fn, variables, behavior):
     given = [(features, labels + 2) for features, labels in batches(steps=5)]
     compare(model_fn, given, 3, variables=variables, static=False)
+
+
+def test_constants_are_made_where_they_are_used():
+    """But on a GPU only numbers, and what is in the host's memory anyhow: sizes are sent there."""
+    host, gpu = '/device:CPU:0', '/device:GPU:0'
+    places = {(tf.int32, host): gpu, (tf.int64, host): host, (tf.float32, gpu): gpu}
+    with tf.Graph().as_default() as graph:
+        nodes = NodeBuilder(graph, 'replicate', host)
+        used = [
+            nodes.add('Neg', [nodes.const(1, dtype, device)], gpu, T=dtype)
+            for dtype, device in places
+        ]
+        nodes.build()
+        found = [graph.get_tensor_by_name(name).op.inputs[0].device for name in used]
+    assert found == list(places.values())
 
 
 def test_what_runs_is_on_its_device():

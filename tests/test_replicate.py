@@ -1,6 +1,7 @@
 """What replicate() does around the numbers: names, shapes, placement, threads, errors."""
 
 import functools
+import gc
 import inspect
 import re
 import subprocess
@@ -119,6 +120,16 @@ def test_placement_on_gpus(devices, variables, gpus):
         assert {sum.device for sum in sums_before(op)} == {places[variable_of(op)]}, op
 
     assert len(of_tower_1(ops)) > 20
+
+
+def test_nothing_is_left_of_a_call():
+    """Another one in the same graph is none within the first; and garbage is collected again."""
+    model_fn = estimator_mgpu.replicate(regression(lambda loss: tf.no_op()), devices=2)
+    with tf.Graph().as_default():
+        for _ in range(2):
+            model_fn(features=tf.zeros([4, 3]), labels=tf.zeros([4, 1]), mode=TRAIN)
+        assert len(tf.trainable_variables()) == 3
+    assert gc.isenabled()
 
 
 def test_two_threads_at_once():

@@ -711,6 +711,41 @@ def test_what_a_branch_has_in_place_of_a_sum(made, divided):
     assert ('StatelessIf' in check_rule(branches, rows)) == divided
 
 
+def test_gradients_of_a_branch():
+    """What they need of the branch is kept by it in Optionals, or in the other one by none."""
+
+    def slopes(x):
+        no = tf.placeholder_with_default(False, [])
+        return tf.gradients(tf.cond(no, lambda: tf.tanh(x) * x, lambda: tf.square(x)), x)
+
+    rows = np.random.RandomState(0).rand(7, 3).astype(np.float32)
+    assert {'OptionalFromValue', 'StatelessIf'} <= check_rule(slopes, rows, types=[])
+
+
+def test_a_function_that_is_called_with_and_without_a_gradient():
+    """In a loop, where calls stay. Gradients add ops to the graph of the branch in Python."""
+
+    def loop(x):
+        yes = tf.placeholder_with_default(True, [])
+        function = tf.function(lambda h: tf.cond(yes, lambda: tf.tanh(h) * h, lambda: h))
+        body = lambda i, h: (i + 1, function(h) + tf.gradients(function(2 * h), h)[0])  # noqa: E731
+        return tf.while_loop(lambda i, _: i < 2, body, [0, x])[1]
+
+    rows = np.random.RandomState(0).rand(7, 3).astype(np.float32)
+    assert {'PartitionedCall', 'StatelessIf'} <= check_rule(loop, rows, types=[])
+
+
+def test_zeros_for_each_example_are_no_part_of_a_sum():
+    """As many as a tower has, where the other branch's sum has one for each feature."""
+
+    def branches(x):
+        no = tf.placeholder_with_default(False, [])
+        return tf.cond(no, lambda: tf.reduce_sum(x, 0), lambda: tf.zeros_like(x[:, 0]))
+
+    rows = np.random.RandomState(0).rand(7, 3).astype(np.float32)
+    assert 'StatelessIf' not in check_rule(branches, rows, types=[])
+
+
 @pytest.mark.parametrize(
     ('text', 'shapes', 'inputs', 'outputs'),
     [

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import steps
+from estimator_mgpu import check_rule, steps
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
-from models import batches, of_all_modes, weights
+from models import batches, floats, of_all_modes, weights
 from towers import compare
 
 ROWS = RowSpace('batch', None)
@@ -123,6 +123,7 @@ def test_entries(make, expected):
             lambda s, _: tf.math.unsorted_segment_sum(tf.zeros([7, 4]), [0] * 7, s[0]),
             ['B', 4],
         ),
+        'scattered': (lambda s, _: tf.scatter_nd([[0]], [1.0], s[:1]), ['B']),
         'ragged': (lambda _, ragged: ragged.to_tensor(), ['B', '?']),
         'ragged, and cut': (lambda _, ragged: ragged.to_tensor(shape=[6, None]), [6, '?']),
         'rows of ragged': (lambda _, ragged: tf.zeros([ragged.nrows()]), ['B']),
@@ -149,6 +150,23 @@ def test_quotients_are_whole():
     four = RowSpace('batch', 4)
     assert Size(8).over(Size(1, (four,))) == Size(2)
     assert Size(6).over(Size(1, (four,))) is None
+    assert Size(6).over(Size(0)) is None
+
+
+@pytest.mark.parametrize(
+    'op, dtype',
+    [(tf.tanh, tf.int32), (lambda x: x + tf.ones([1, 1, 1]), tf.int64)],
+    ids=['tanh', 'add'],
+)
+def test_an_output_has_the_sizes_of_inputs(op, dtype):
+    """Also those that nobody knows, so that it may be reshaped by them."""
+
+    def reshaped(x):
+        length = tf.placeholder_with_default(2, [])
+        time_major = tf.transpose(x[:, :length, :length], [1, 0, 2])
+        return tf.reshape(op(time_major), tf.shape(time_major, out_type=dtype))
+
+    assert 'Reshape' in check_rule(reshaped, floats(5, 3, 4), types=[])
 
 
 def in_loops(features, labels, mode):

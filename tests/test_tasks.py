@@ -242,6 +242,26 @@ def test_whose_end_it_is(task, serves, clock):
     assert clock.now == 1050
 
 
+@pytest.mark.core
+def test_a_task_that_serves_looks_around_every_half_minute(task, serves, clock, monkeypatch):
+    """Whether the chief answers, and whether no other process is this task."""
+    pad = Pad(chief='one')
+    serves(pad)
+    asked, checked = [], []
+
+    def wait(tasks, ended, answering):
+        if answering:
+            asked.append(clock.now - 1000)
+        if clock.now > 1100:
+            pad.write('end', ending_of('one'))
+
+    monkeypatch.setattr(task, 'wait', wait)
+    monkeypatch.setattr(task, 'check_alone', lambda: checked.append(clock.now - 1000))
+    with pytest.raises(SystemExit):
+        serve.serve(task)
+    assert asked == [31, 62, 93] and checked == [0, 30, 60, 90]
+
+
 @pytest.fixture
 def pads(task, chief, monkeypatch, tmp_path):
     """The notes of other tasks, each of which is there; the task leads them."""

@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import sessions
 from estimator_mgpu.devices import machine_of
-from estimator_mgpu.partition.costs import bytes_of
+from estimator_mgpu.partition.byte_counts import bytes_of
 from models import floats
 from test_samples import SAMPLES
 from towers import nodes_of_a_step

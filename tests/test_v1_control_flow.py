@@ -79,6 +79,19 @@ def examples_decide(x, w):
     return tf.while_loop(longest, body, (0, x[:, 0]))[1]
 
 
+@model(once='draws random numbers')
+def dropout_in_loop(x, w):
+    """If the graph knows the mask's shape, nothing else lets one step draw after another."""
+
+    def body(i, h):
+        return i + 1, tf.nn.dropout(tf.tanh(tf.matmul(h, w) + x[:, i]), rate=0.5, seed=3)
+
+    steps_at_once = 1 if x.shape.is_fully_defined() else 10
+    start = 0, x[:, 0]
+    loop = tf.while_loop(lambda i, _: i < STEPS, body, start, parallel_iterations=steps_at_once)
+    return loop[1]
+
+
 @model()
 def array(x, w):
     """A TensorArray of shards, of which some elements are read and others gathered."""
@@ -255,59 +268,6 @@ def test_as_on_one_device(name, static):
         assert RUN_ONCE[name] in reasons
     else:
         assert 'loop' not in reasons
-
-
-def imported(function, x):
-    """The result of a function that is imported as a graph that has no record of its loops."""
-    with tf.Graph().as_default() as graph:
-        weights = np.random.default_rng(3).normal(0, 0.5, [WIDTH, WIDTH]).astype('f')
-        fed = tf.placeholder(tf.float32, [None, STEPS, WIDTH], name='x')
-        tf.identity(function(fed, tf.constant(weights)), name='y')
-    [y] = tf.import_graph_def(graph.as_graph_def(), {'x:0': x}, ['y:0'])
-    y.set_shape([None, WIDTH])
-    return y
-
-
-def branch_on_constant(x, w):
-    is_training = tf.placeholder_with_default(False, [])
-    return tf.cond(is_training, lambda: tf.matmul(x[:, 0], w), lambda: tf.tanh(x[:, 1]))
-
-
-@pytest.mark.parametrize(
-    'function', [loop, loop_in_loop, array, branch, branch_in_loop, branch_on_constant]
-)
-def test_imported_graphs(function, behavior):
-    """What is behind the imported ops is trained."""
-    model_fn = model_fn_of(lambda x, w: tf.matmul(imported_of_v1(function, x), w))
-    towers.compare(model_fn, batches(7, 5), 3, static=False)
-
-
-def imported_of_v1(function, x):
-    with towers.behavior_of('v1'):
-        return imported(function, x)
-
-
-def test_training_through_an_imported_branch(behavior):
-    def through(x, w):
-        return imported_of_v1(branch_on_constant, tf.tensordot(x, w, 1))
-
-    ours, _ = towers.compare(model_fn_of(through), batches(7, 7), 3)
-    assert not steps.of_graph(ours.graph).plan.once
-
-
-def test_an_imported_meta_graph(tmp_path):
-    with towers.behavior_of('v1'):
-        with tf.Graph().as_default() as graph:
-            x = tf.placeholder(tf.float32, [None, STEPS, WIDTH], name='x')
-            tf.identity(loop(x, tf.get_variable('inner', [WIDTH, WIDTH])), name='y')
-            tf.train.export_meta_graph(str(tmp_path / 'meta'), graph=graph)
-
-        def function(x, w):
-            tf.train.import_meta_graph(str(tmp_path / 'meta'), input_map={'x:0': x})
-            return tf.matmul(tf.get_default_graph().get_tensor_by_name('y:0'), w)
-
-        ours, _ = towers.compare(model_fn_of(function), batches(7, 5), 3, static=False)
-    assert not [why for why, _ in steps.of_graph(ours.graph).plan.once.values() if 'loop' in why]
 
 
 def loops_of(graph):

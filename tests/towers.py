@@ -82,7 +82,7 @@ def _pipeline(batches, epochs, static):
 @contextlib.contextmanager
 def behavior_of(version):
     """TensorFlow 2's loops, variables and shapes, or those of `tf.disable_v2_behavior()`."""
-    if version == 'v2':
+    if version == 'v2' or not tf.control_flow_v2_enabled():
         yield
         return
     tf.disable_control_flow_v2()

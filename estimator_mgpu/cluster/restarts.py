@@ -1,4 +1,7 @@
-"""Sessions that are lost one after another, without a new step between: when a worker dies, say."""
+"""Sessions that are lost one after another, without a new step between: when a worker dies, say.
+
+This counts them, and gives up after a while. `sessions` lets a new session wait for all machines.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.rules import PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
-from estimator_mgpu.partition.towers.placement import place_ops
+from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals.error_messages import reason
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order
 from estimator_mgpu.tf_internals.state_order import StateOrder

@@ -14,11 +14,12 @@ from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
+from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build import Towers, build_towers
-from estimator_mgpu.partition.towers.placement import place_ops
+from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.state_order import StateOrder
@@ -55,6 +56,7 @@ def divide(
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
     replaced = inline_calls(graph, existing_ops)
     replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
+    infer_loop_shapes(graph)
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
     order = StateOrder(graph.get_operations())

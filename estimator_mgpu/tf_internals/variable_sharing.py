@@ -29,7 +29,6 @@ class _SharingStore(VariableStore):
 
     def __init__(self, store: Any):
         """Shares the variables of another store, which keeps those that are made here, too."""
-        super().__init__()
         for name in VARIABLE_STORE_ATTRIBUTES:
             setattr(self, name, getattr(store, name))
 

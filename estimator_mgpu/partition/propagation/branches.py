@@ -69,7 +69,7 @@ def decide_branches(
             [of_branch[index] for of_branch in returned],
         )
         output_placements.append(placement)
-        output_dims.append(_output_dims(op.outputs[index], placement, bodies, index))
+        output_dims.append(_output_dims(functions, op.outputs[index], placement, bodies, index))
     if all(placement == REPLICATE for placement in output_placements):
         return None
 
@@ -101,12 +101,11 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
       tensors: what each branch returns.
       placements: of the tensors, inside of the branches.
     """
-    joined: Placement = REPLICATE
-    for placement in placements:
-        if placement != REPLICATE:
-            joined = placement
-            break
+    on_towers = [placement for placement in placements if placement != REPLICATE]
+    if not on_towers:
+        return REPLICATE
 
+    joined = on_towers[0]
     for tensor, placement in zip(tensors, placements):
         if placement == joined:
             continue
@@ -118,11 +117,16 @@ def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Pl
 
 
 def _output_dims(
-    output: tf.Tensor, placement: Placement, bodies: Sequence[FunctionBody], index: int
+    functions: CalledFunctions,
+    output: tf.Tensor,
+    placement: Placement,
+    bodies: Sequence[FunctionBody],
+    index: int,
 ) -> list[Size] | None:
     """The dimensions of an output, if it's sharded; None if it isn't.
 
     Args:
+      functions: the branches.
       output: of the op that calls the branches.
       placement: the output's.
       bodies: what was found of the branches.
@@ -146,4 +150,4 @@ def _output_dims(
     if factor is None or factor.static is None or any(other != factor for other in factors):
         raise NotSharded(f'the size of {output.name} is unknown, or not the same in all branches')
     rank = len(sizes[0].dims(returned[0]) or [])
-    return bodies[0].scope.sizes.dims_of_shard(output, placement, factor, rank)
+    return functions.scope.sizes.dims_of_shard(output, placement, factor, rank)

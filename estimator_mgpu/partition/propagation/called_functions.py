@@ -76,12 +76,8 @@ class CalledFunctions:
         if placement != REPLICATE:
             body.scope.placements[argument.name] = placement
         if isinstance(placement, Shard):
-            # A loop's condition doesn't have the shapes of its arguments; its body does.
-            rank = argument.shape.rank or self.bodies[-1].inputs[index].shape.rank
-            if rank is None:
-                raise NotSharded(f'the size of {self.arguments[index].name} is unknown')
             factor = self.factor(index, placement.axis)
-            dims = body.scope.sizes.dims_of_shard(argument, placement, factor, rank)
+            dims = body.scope.sizes.dims_of_shard(argument, placement, factor, self.rank(index))
             body.scope.sizes.set_dims(argument, dims)
         sizes = self.sizes(index)
         if sizes and argument.shape.rank in (0, 1):
@@ -105,8 +101,20 @@ class CalledFunctions:
             return []
         return self.scope.sizes.entries(self.arguments[index]) or []
 
+    def rank(self, index: int) -> int:
+        """How many dimensions an argument has that is sharded inside of the functions."""
+        # A loop's condition doesn't have the shapes of its arguments; its body does.
+        rank = self.bodies[-1].inputs[index].shape.rank
+        if rank is None:
+            rank = len(self.scope.sizes.dims(self.arguments[index]) or [])
+        return rank
+
     def factor(self, index: int, axis: int) -> Size:
-        """How many entries an example has along an axis of an argument."""
+        """How many entries an example has along an axis of an argument.
+
+        The axis is that of the argument's shard. If an op in a function requested the shard, it's
+        the axis that was requested (see `shard_requested`).
+        """
         argument = self.arguments[index]
         factor = self.scope.sizes.per_row(argument, axis, self.scope.batch)
         if factor is not None:

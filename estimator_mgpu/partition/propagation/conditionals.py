@@ -1,5 +1,7 @@
 """How `tf.cond` and `tf.case` of TensorFlow 1 are sharded, which are made of ops, not functions.
 
+`branches` is about those that call functions.
+
 A `Switch` passes its input on to one of two branches, and a `Merge` passes on what comes out of the
 branch that was taken. The ops of the other branch don't run:
 
@@ -53,7 +55,7 @@ def decide_merge(
     Args:
       scope: the graph, or the function, that the op is in.
       op: a `Merge`, which gives a value, and which of its inputs it was.
-      placements: of its inputs. None is a partial sum.
+      placements: of its inputs. No placement is partial.
 
     Raises:
       NotSharded: if it has to run once, with the reason.

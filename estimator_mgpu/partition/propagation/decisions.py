@@ -33,7 +33,7 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
     Args:
       scope: the graph or function that the op is in. Sizes that the op's rule tells are recorded.
       op: one whose inputs are sharded, or one that may make its shard by itself, of sizes.
-      placements: of the op's inputs. None is a partial result.
+      placements: of the op's inputs. No placement is partial.
 
     Raises:
       NotSharded: if the op has to run once. Its text is the reason; an empty one says that the op
@@ -113,9 +113,8 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
         return _passed_by_merge(placements)
     if op.type not in op_types.PARTIAL_INPUTS:
         return None
-    summands = op_types.PARTIAL_INPUTS[
-        op.type
-    ]  # Which inputs may be partial; the others are replicated.
+    # Which inputs may be partial; the others are replicated.
+    summands = op_types.PARTIAL_INPUTS[op.type]
     partials = placements[summands]
     if not partials or not isinstance(partials[0], Partial):
         return None

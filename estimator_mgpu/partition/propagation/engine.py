@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.costs import bytes_of
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import (
     REPLICATE,
     NotGatherable,
@@ -225,7 +225,6 @@ class _Pass:
         for index, member in enumerate(members):
             self.once[member.name] = reason, 0 if index else bytes_gathered
 
-        self._reduce_inputs(op, placements)
         uses_shards = any(isinstance(placement, Shard) for placement in placements)
         if follows_gathered or uses_shards:
             for output in op.outputs:

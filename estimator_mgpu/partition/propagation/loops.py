@@ -137,8 +137,11 @@ def _met(before: Placement, after: Placement) -> Placement:
     """The placement of a loop's variable that has one before a step, and another one after it.
 
     What starts replicated can be sharded, made a list of shards, or a partial sum, before the loop.
-    What the body returns replicated is left as it was: the last visit tells if that holds. Likewise
-    for a list into which values are put that weren't known to be sharded.
+    It can't be another partial result: all towers but the first start with zeros, which add nothing
+    to a sum, but may be larger than the maximum, say.
+
+    What the body returns replicated is left as it was: `check_fixed_point` tells if that holds.
+    Likewise for a list into which values are put that weren't known to be sharded.
     """
     if after in (before, REPLICATE):
         return before
@@ -169,8 +172,10 @@ def _check_fixed_point(
         if placement == REPLICATE and body.differs(tensor) and not functions.sizes(index):
             raise NotSharded(f'in it, {name} is a size that depends on the tower')
         if isinstance(placement, Shard):
-            factor = functions.factor(index, placement.axis)
-            if body.scope.sizes.per_row(tensor, placement.axis, placement.rows) != factor:
+            rank = len(body.scope.sizes.dims(tensor) or [])
+            entries_per_row = body.scope.sizes.per_row(tensor, placement.axis, placement.rows)
+            before = functions.rank(index), functions.factor(index, placement.axis)
+            if (rank, entries_per_row) != before:
                 raise NotSharded(f'the size of {name} is unknown, or changes from step to step')
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import tensorflow.compat.v1 as tf
 
@@ -27,8 +27,7 @@ CallRule = Callable[['Scope', Any, Sequence[Placement]], Optional[Decision]]
 """Decides how a loop, a branch or a call runs on every tower; None if it runs once."""
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(NamedTuple):
     """What propagation asks about an op, by the op's type."""
 
     of_ops: Mapping[str, Rule]

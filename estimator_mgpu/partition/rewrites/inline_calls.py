@@ -7,7 +7,7 @@ Loops and branches call functions, too; these stay, and are sharded by `propagat
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -86,13 +86,17 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
 
     definition = function.as_graph_def()
     nodes = [node for node in definition.node if f'^{node.name}' not in controls]
+    scope = f'{call.name}/inlined'
     for node in nodes:
         node.attr.pop('_class', None)
+        if node.op in op_types.ENTER:
+            # If the function is called twice, its v1 loops are two.
+            frame = f'{scope}/{node.attr["frame_name"].s.decode()}'
+            node.attr['frame_name'].s = frame.encode()
     used = {name for node in nodes for name in node.input}
     used |= {f'{name}:0' for name in used}
     input_map = {name: tensor for name, tensor in {**tensors, **controls}.items() if name in used}
 
-    scope = f'{call.name}/inlined'
     computed = [tensor.name for tensor in function.outputs if tensor.name not in tensors]
     effects = [effect.name for effect in function.control_outputs]
     with tf.control_dependencies(None), tf.device(call.device), tf.name_scope(None):
@@ -103,7 +107,7 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
             name=scope,
         )
         tensors.update(zip(computed, elements))
-        outputs = [tensors[tensor.name] for tensor in function.outputs]
+        outputs = [_after(call, tensors[tensor.name]) for tensor in function.outputs]
         inlined_effects = elements[len(computed) :]
         output_ops = [output.op for output in outputs]
         with tf.control_dependencies([*inlined_effects, *call.control_inputs, *output_ops]):
@@ -111,8 +115,31 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
 
     # What the call waited for, its stateful ops wait for.
     if call.control_inputs:
-        for node in nodes:
-            inlined = call.graph.get_operation_by_name(f'{scope}/{node.name}')
-            if inlined.op_def.is_stateful:
-                private.add_control_inputs(inlined, call.control_inputs)
+        names = [f'{scope}/{node.name}' for node in nodes]
+        for op in _first_of_stateful([call.graph.get_operation_by_name(name) for name in names]):
+            private.add_control_inputs(op, call.control_inputs)
     return outputs, last
+
+
+def _after(call: tf.Operation, output: tf.Tensor) -> tf.Tensor:
+    """A function's output, which runs what the call waited for, whatever the function does."""
+    if not call.control_inputs or output.dtype in (tf.resource, tf.variant):
+        return output
+    with tf.control_dependencies(call.control_inputs):
+        return tf.identity(output, f'{call.name}/output')
+
+
+def _first_of_stateful(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Ops that can wait for what is outside of a function, so that all of its stateful ops do.
+
+    A stateful op in a v1 loop can't. Its loop waits instead, where it begins.
+
+    Args:
+      ops: those of the function.
+    """
+    liveness = Liveness(ops)
+    stateful = [op for op in ops if op.op_def.is_stateful]
+    outside = [op for op in stateful if not liveness.frame(op)]
+    loops = {liveness.frame(op)[:1] for op in stateful if liveness.frame(op)}
+    begins = [op for op in ops if op.type in op_types.ENTER and liveness.output_frame(op) in loops]
+    return outside + begins

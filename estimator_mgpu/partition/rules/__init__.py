@@ -6,7 +6,7 @@ are told their axes; each other module is a family of ops, with its table and th
 special ops. `lists` is apart: TensorLists have placements of their own.
 
 An op whose type isn't here runs once, unsharded, which is exact: a missing rule costs parallelism,
-never a number. Rules know nothing of placements, towers or devices (`lists` knows placements).
+never a number. Rules know sizes, but no towers and no devices; only `lists` knows placements.
 """
 
 from __future__ import annotations

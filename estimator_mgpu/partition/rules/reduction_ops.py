@@ -1,7 +1,11 @@
 """Reductions and cumulative ops.
 
-A reduction over examples gives a partial result on each tower. A reduction over other dimensions is
-sharded by examples, and so are cumulative ops, which can't be sharded along their own axis.
+A reduction over examples gives a partial result on each tower: of a sum, the sum over the tower's
+examples; of a mean, their mean. `towers.reduce_and_gather` makes one result of these: it adds sums,
+and averages means, each weighted by its tower's number of examples.
+
+A reduction over other dimensions is sharded by examples, and so are cumulative ops, which can't be
+sharded along their own axis.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.placement import device_of
+from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types, private

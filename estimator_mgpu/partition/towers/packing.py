@@ -10,6 +10,8 @@ are safe only if that is not noticed. Tensors share a pack if all of these are t
   one's gradients.
 - *The side effects and placeholders that they depend on*: to fetch one tensor never counts a
   counter, draws a random number, or asks for a value to be fed, that it wouldn't without the pack.
+  This includes effects that a tensor waits for only because the user's graph has that order, though
+  a rewrite has removed the edges: `waits` adds them to the copies later.
 - *Their row space, dtype and device*: the entries of a vector have one type and live on one device,
   and are reduced together.
 
@@ -26,7 +28,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.costs import bytes_of
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace
@@ -91,7 +93,7 @@ def find_packs(
       graph: the user's, before towers are added.
       plan: which ops are sharded.
       calls: the gradients of each optimizer's call.
-      order: in which the graph touched state before rewrites.
+      order: in which the user's graph touched state, before rewrites removed edges from it.
       device_of_full: gives the device of a tensor's value for the global batch.
     """
     ops = graph.get_operations()
@@ -102,7 +104,6 @@ def find_packs(
     before_first_values = _needed_by_first_writes(ops, calls, ops_of_calls)
     effects = upstream_side_effects(ops, op_types.PLACEHOLDERS)
 
-    # If a tensor is a candidate twice, its last row space wins.
     candidates = {tensor.name: (tensor, rows) for tensor, rows in _candidates(plan)}
     groups: dict[Hashable, list[tf.Tensor]] = {}
     for tensor, rows in candidates.values():
@@ -124,8 +125,9 @@ def _is_always_there(tensor: tf.Tensor, liveness: Liveness) -> bool:
 
 
 def _is_small(tensor: tf.Tensor) -> bool:
-    """Whether a tensor has a dimension to pack it by, a known shape, and few bytes but some."""
-    if not tensor.shape.rank or not tensor.shape.is_fully_defined():
+    """Whether a tensor has floats, a dimension to pack it by, a known shape, and few bytes."""
+    is_vector_or_more = tensor.shape.rank and tensor.shape.is_fully_defined()
+    if tensor.dtype not in _PACKED_TYPES or not is_vector_or_more:
         return False
     return 0 < bytes_of(tensor) <= _LARGEST
 
@@ -139,7 +141,8 @@ def _needed_by_first_writes(
 
     An initial value may be computed from the batch and from another variable. A pack of what it
     needs would read variables that aren't initialized. So ops count that a write to a variable
-    depends on, unless the write depends on gradients.
+    depends on, unless the write depends on gradients. Writes to variables that no gradient needs,
+    such as moving averages, don't count: otherwise nothing before these could be packed.
     """
     variables = {op for call in ops_of_calls for op in call if op.outputs and not op.inputs}
     after_gradients = set(dependents([g for call in calls for g in call], frozenset()))
@@ -166,7 +169,8 @@ def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     """Tensors that may be packed: with their row space if they are summed over towers, or None.
 
     These are values that towers read and that depend on no example, but for constants, of which
-    each tower has its own; and partial sums, if no tower's op depends on them.
+    each tower has its own; and partial sums, if no tower's op depends on them, by data or control.
+    If one does, and gives another partial sum, a pack of both would wait for itself.
     """
     dependent = set(plan.order)
     sharded = [op for op in plan.order if op.name in plan.ops]
@@ -176,7 +180,7 @@ def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     for op in sharded:
         for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
             is_sent = tensor.op not in dependent and tensor.op.type != op_types.CONST
-            if need == FULL and tensor.dtype in _PACKED_TYPES and is_sent:
+            if need == FULL and is_sent:
                 yield tensor, None
         if op in needed_by_towers:
             continue

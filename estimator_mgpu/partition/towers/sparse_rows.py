@@ -1,4 +1,6 @@
-"""Each tower's rows of a sparse tensor, whose indices and values are full values.
+"""Each tower's rows of a `SparseTensor`, whose indices and values are full values.
+
+This isn't about sparse gradients: see `reduce_and_gather`.
 
 In: the names of the indices and of the values. Out: the names of those of the tower's rows. For
 example, the second tower has the examples from 3 on:

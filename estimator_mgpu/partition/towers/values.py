@@ -20,8 +20,8 @@ from estimator_mgpu.partition.plan import LoopFrame, Plan, Reduced, Slice, Spars
 from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
+from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
-from estimator_mgpu.partition.towers.placement import device_of
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.state_order import StateOrder

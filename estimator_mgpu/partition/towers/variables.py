@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import machine_of
-from estimator_mgpu.partition.costs import bytes_of
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.tf_internals import graphs, private
 
 CPU, FIRST, SPREAD = CHOICES = ('cpu', 'first', 'spread')

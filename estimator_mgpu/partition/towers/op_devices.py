@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.costs import bytes_of
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import graphs, private
 from estimator_mgpu.tf_internals.liveness import Liveness

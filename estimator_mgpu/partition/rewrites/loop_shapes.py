@@ -1,0 +1,125 @@
+"""The shapes in v1 loops that are imported: TensorFlow leaves them unknown.
+
+It infers an op's shape from those of its inputs, but not so where a loop's variable begins, at
+`Enter` and `Merge`, as it may have another shape in each step. While a loop is made, Python sets
+these shapes; an import doesn't:
+
+    start --> Enter --> Merge --> ops of a step --> NextIteration --+
+                          ^                                         |
+                          +-----------------------------------------+
+
+Here a variable is assumed to have its first shape in each step. Where a step changes that, the
+dimension, or the rank, stays unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import op_types
+
+Shapes = dict[str, tf.TensorShape]
+"""Shapes of variables of loops, by the names of their `Merge` ops."""
+
+
+def infer_loop_shapes(graph: tf.Graph) -> None:
+    """Sets the shapes of what is in v1 loops and follows from them, as far as they can be known.
+
+    Args:
+      graph: the graph that the model_fn has built, with imported loops or without.
+    """
+    merges = [op for op in graph.get_operations() if _begins_steps(op)]
+    if all(merge.outputs[0].shape.rank is not None for merge in merges):
+        return
+
+    shapes: Shapes = {}
+    copy, shapes_of_steps = _try_shapes(graph, merges, shapes)
+    while shapes_of_steps:
+        shapes.update(shapes_of_steps)
+        copy, shapes_of_steps = _try_shapes(graph, merges, shapes)
+
+    for op in graph.get_operations():
+        inferred = copy.get_operation_by_name(op.name)
+        for tensor, copied in zip(op.outputs, inferred.outputs):
+            tensor.set_shape(copied.shape)
+
+
+def _begins_steps(op: tf.Operation) -> bool:
+    """Whether an op is the `Merge` of a loop's variable, rather than that of a branch."""
+    return op.type == 'Merge' and any(map(_is_way_back, op.inputs))
+
+
+def _is_way_back(tensor: tf.Tensor) -> bool:
+    return tensor.op.type in op_types.NEXT_ITERATION
+
+
+def _try_shapes(
+    graph: tf.Graph, merges: Sequence[tf.Operation], shapes: Shapes
+) -> tuple[tf.Graph, Shapes]:
+    """Lets TensorFlow infer all shapes, given those of the loops' variables.
+
+    Args:
+      graph: the graph.
+      merges: the `Merge` ops of the loops' variables.
+      shapes: of the variables that don't keep the shape that they start with.
+
+    Returns:
+      A copy of the graph, in which loops have no way back, and the shapes of the variables for
+      which those that were assumed don't hold: with unknown dimensions instead.
+    """
+    with tf.Graph().as_default() as copy:
+        tf.import_graph_def(_without_ways_back(graph, merges, shapes), name='')
+
+    others: Shapes = {}
+    for merge in merges:
+        assumed = copy.get_tensor_by_name(f'{merge.name}:0').shape
+        common = assumed
+        for tensor in merge.inputs:
+            source = tensor.op.inputs[0] if _is_way_back(tensor) else tensor
+            shape = copy.get_tensor_by_name(source.name).shape
+            common = common.most_specific_compatible_shape(shape)
+        if _dims(common) != _dims(assumed):
+            others[merge.name] = common
+    return copy, others
+
+
+def _without_ways_back(
+    graph: tf.Graph, merges: Sequence[tf.Operation], shapes: Shapes
+) -> tf.GraphDef:
+    """The graph's definition, in which each variable has only the value that it starts with."""
+    definition = graph.as_graph_def(add_shapes=True)
+    nodes = {node.name: node for node in definition.node}
+
+    for merge in merges:
+        [enter] = [tensor.op for tensor in merge.inputs if not _is_way_back(tensor)]
+        nodes[enter.name].attr['is_constant'].b = True  # It passes the shape of a constant on.
+        start = enter.name
+        node = nodes[merge.name]
+        for changed in (nodes[enter.name], node):
+            del changed.attr['_output_shapes']
+        if merge.name in shapes:
+            start = _add_of_shape(definition, start, merge, shapes[merge.name])
+        node.ClearField('input')
+        node.input.append(start)
+        node.attr['N'].i = 1
+    return definition
+
+
+def _add_of_shape(
+    definition: tf.GraphDef, start: str, merge: tf.Operation, shape: tf.TensorShape
+) -> str:
+    """Adds an op that passes on a value of which only a shape is known; returns its name."""
+    node = definition.node.add(
+        op='PlaceholderWithDefault', name=f'{merge.name}/of_shape', input=[start]
+    )
+    node.attr['dtype'].type = merge.outputs[0].dtype.as_datatype_enum
+    node.attr['shape'].shape.CopyFrom(shape.as_proto())
+    return node.name
+
+
+def _dims(shape: tf.TensorShape) -> Any:
+    """The dimensions as a list; None if the rank is unknown."""
+    return None if shape.rank is None else shape.as_list()
