@@ -2,18 +2,21 @@
 
     python samples/shares.py
     python samples/shares.py --models=lstm,gan --devices=4 --whole
+    python samples/shares.py --legacy
 
 The first figure is the busiest device's share of a step's heavy kernels: matrix products,
 convolutions, softmax, tanh, sigmoid and lookups, with their gradients. They are counted in
 TensorFlow's trace (`RunMetadata`); a kernel inside of a function or a loop counts each time that it
 runs. With four devices, 25% is a perfect split. The second one is the share of ops that run once,
 by the bytes of their output, with the type of the largest of them. A loop or branch counts as one
-op.
+op. With --legacy, models run below tf.disable_v2_behavior(), so with the loops and branches of
+TensorFlow 1.
 """
 
 from __future__ import annotations
 
 import shares_models
+import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 from estimator_mgpu import steps
@@ -23,6 +26,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list('models', list(shares_models.MODELS), 'Models to run.')
 flags.DEFINE_integer('devices', 4, 'Number of logical CPU devices.', lower_bound=2)
 flags.DEFINE_bool('whole', False, 'Whether to list the ops that run once, and why.')
+flags.DEFINE_bool('legacy', False, 'Whether models run below tf.disable_v2_behavior().')
 flags.register_validator(
     'models',
     lambda models: set(models) <= set(shares_models.MODELS),
@@ -31,6 +35,8 @@ flags.register_validator(
 
 
 def main(argv):
+    if FLAGS.legacy:
+        tf.disable_v2_behavior()
     print(f'{"model":22} on the busiest of {FLAGS.devices} devices  runs once')
     for name in FLAGS.models:
         kernels, graph = shares_models.kernels_of(name, FLAGS.devices)

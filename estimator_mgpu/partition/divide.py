@@ -15,6 +15,7 @@ from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
+from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
@@ -55,7 +56,9 @@ def divide(
         return None
     unsharded = _unsharded_leaves(batch)
 
+    inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
     replaced = inline_calls(graph, existing_ops)
+    replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
     infer_loop_shapes(graph)
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
@@ -70,8 +73,8 @@ def divide(
     unused |= idle_groups(graph, existing_ops, unused)
     unused |= unused_gradients(graph.get_operations(), results, PRODUCTS, unused, order)
 
-    inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
-    loops = find_loops(graph.get_operations(), order.liveness)
+    used = [op for op in graph.get_operations() if op.name not in unused]
+    loops = find_loops(used, order.liveness)
     plan = propagate(
         batch.sources,
         unsharded,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
@@ -82,13 +82,26 @@ class Constant(NamedTuple):
     scalar: bool = False  # if so, there is one number
 
 
+class Reduced(NamedTuple):
+    """The towers' partial results in a joint loop, reduced there, in each step."""
+
+    reduce: str  # as in `Partial`
+    rows: RowSpace
+
+
+class FullSizes(NamedTuple):
+    """Sizes in a v1 loop for the global batch, where a tower has its own: a vector, or a scalar."""
+
+    entries: tuple[Size, ...]
+
+
 class VariableValue(NamedTuple):
     """The value of a variable in place of the variable, for a loop that only reads it."""
 
     dtype: tf.DType
 
 
-Need = Union[Form, Slice, LocalShape, SparseRows, Constant, VariableValue]
+Need = Union[Form, Slice, LocalShape, FullSizes, SparseRows, Constant, Reduced, VariableValue]
 
 
 # What a rule says of an operand's dimensions.
@@ -124,6 +137,8 @@ class OpPlan(NamedTuple):
     # The plans of the functions that it calls, in the order of `function_calls.called_functions`.
     # Each is a dict of the ops that run on every tower, by name.
     functions: Sequence[dict[str, OpPlan]] = ()
+    # Of an `Enter` or a `LoopCond`: whether all towers make each step of the loop together.
+    is_joint: bool = False
 
 
 class Decision(NamedTuple):
@@ -134,6 +149,14 @@ class Decision(NamedTuple):
     dims: Sequence[list[Size] | None] = ()  # of each output's full value; None if unknown
     # The placements, from now on, of TensorArrays and stacks that the op uses, with their handles.
     lists: Sequence[tuple[tf.Tensor, Placement]] = ()
+
+
+class LoopFrame(NamedTuple):
+    """A v1 loop that towers have copies of."""
+
+    name: str  # of the frame of the user's loop
+    parallel_iterations: int  # how many steps may be under way
+    is_joint: bool  # whether all towers make each step together: their copies are in one frame
 
 
 class Plan(NamedTuple):
@@ -148,5 +171,6 @@ class Plan(NamedTuple):
     # gathered for them.
     once: dict[str, tuple[str, int]]
     sizes: Sizes
-    # Names of the ops that are in v1 loops: they can use only what is there.
-    in_loops: Set[str] = frozenset()
+    # By the names of the ops that are in v1 loops, the loops around them, the outermost first. They
+    # can use only what is there.
+    frames: Mapping[str, tuple[LoopFrame, ...]] = {}

@@ -40,6 +40,9 @@ STACK_PUSH = 'StackPushV2'
 HANDLES = (*NEW_HANDLES, 'TensorArrayGradV3', 'StackPopV2')
 """Where handles come from."""
 
+REDUCTIONS = ('All', 'Any', 'Max', 'Mean', 'Min', 'Prod', 'Sum')
+"""Ops that combine entries: if these are of several examples, towers have partial results."""
+
 PARTIAL_SUM_INPUTS = {
     **dict.fromkeys(['Add', 'AddN', 'AddV2', 'Neg', 'Pack', 'Sub'], slice(None)),
     'StridedSliceGrad': slice(-1, None),  # only the last input, which is put between zeros

@@ -8,7 +8,14 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, Shard
-from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Need, Slice, local_shape_of
+from estimator_mgpu.partition.plan import (
+    FULL,
+    FULL_ON_FIRST,
+    LOCAL,
+    Need,
+    Slice,
+    local_shape_of,
+)
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, Requests
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
@@ -24,10 +31,12 @@ class CalledFunctions:
       arguments: the tensors that they are called with.
       placements: of the arguments in `scope`.
       unchanged: indices of the arguments that are the same in every call of a function.
+      is_joint: as in `Scope`, inside of the functions.
 
     Attributes:
       placements: of the arguments inside of the functions. An argument that is replicated outside
         may be sharded inside: it's sliced before the call.
+      reduced: names of tensors in joint loops that are reduced where they are made.
     """
 
     def __init__(
@@ -37,12 +46,15 @@ class CalledFunctions:
         arguments: Sequence[tf.Tensor],
         placements: Sequence[Placement],
         unchanged: Container[int],
+        is_joint: bool = False,
     ):
         self.scope = scope
         self.bodies = bodies
         self.arguments = arguments
         self.placements = list(placements)
+        self.is_joint = is_joint
         self.requests: Requests = {}
+        self.reduced: set[str] = set()
         self._placements_outside = placements
         self._unchanged = unchanged
 
@@ -53,7 +65,7 @@ class CalledFunctions:
           graph: one of the bodies, or another function that takes the same arguments.
           assumes: as in `Scope`.
         """
-        body = FunctionBody(self.scope, graph, assumes, self.requests)
+        body = FunctionBody(self.scope, graph, assumes, self.requests, self.reduced, self.is_joint)
         for index, argument in enumerate(graph.inputs):
             self._place_argument(body, index, argument)
         return body, body.visit_all()
@@ -70,6 +82,10 @@ class CalledFunctions:
         sizes = self.sizes(index)
         if sizes and argument.shape.rank in (0, 1):
             body.scope.sizes.set_entries(argument, sizes)
+
+    def start_again(self) -> None:
+        """Forgets what was found of the placements inside, but not what is reduced there."""
+        self.placements = list(self._placements_outside)
 
     def shard_requested(self) -> None:
         """Shards the replicated arguments of which ops in the functions need a shard."""

@@ -19,7 +19,7 @@ from estimator_mgpu.partition.placements import (
     Placement,
     Shard,
 )
-from estimator_mgpu.partition.plan import OpPlan, Plan
+from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan
 from estimator_mgpu.partition.propagation.branches import decide_branches
 from estimator_mgpu.partition.propagation.conditionals import decide_merge, decide_switch
 from estimator_mgpu.partition.propagation.decisions import (
@@ -101,7 +101,7 @@ def propagate(
                 scope.placements,
                 graph_pass.once,
                 scope.sizes,
-                in_loops=_in_loops(order),
+                frames=_frames(scope, order),
             )
 
 
@@ -110,11 +110,22 @@ def _boundary(unit: Unit) -> Sequence[tf.Operation]:
     return [*unit.enters, *unit.exits] if isinstance(unit, V1Loop) else [unit]
 
 
-def _in_loops(order: Sequence[Unit]) -> set[str]:
-    """Names of the ops whose inputs are in v1 loops."""
-    loops = [unit for unit in order if isinstance(unit, V1Loop)]
-    entered = {enter for loop in loops for enter in loop.enters}
-    return {op.name for loop in loops for op in loop.all_ops if op not in entered}
+def _frames(
+    scope: Scope, units: Sequence[Unit], around: tuple[LoopFrame, ...] = ()
+) -> dict[str, tuple[LoopFrame, ...]]:
+    """By the names of the ops whose inputs are in v1 loops, these loops."""
+    frames: dict[str, tuple[LoopFrame, ...]] = {}
+    for loop in units:
+        if not isinstance(loop, V1Loop):
+            continue
+        first = loop.enters[0]
+        iterations = first.get_attr('parallel_iterations')
+        is_joint = scope.ops.get(first.name, OpPlan()).is_joint
+        inside = (*around, LoopFrame(loop.name, iterations, is_joint))
+        frames.update((op.name, inside) for op in loop.all_ops if op not in loop.enters)
+        if loop.body is not None:
+            frames.update(_frames(scope, loop.body.units, inside))
+    return frames
 
 
 def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:

@@ -2,7 +2,9 @@
 
 Towers call the function at different times, so nothing in it can be gathered, reduced or sliced. If
 an op asks for that, or has a side effect, the op that calls the function runs once: `NotSharded` is
-raised. Sizes are in terms of the global batch, which stands for the tower's examples in a function.
+raised. Only in joint loops, whose steps all towers make together, values can be reduced.
+
+Sizes are in terms of the global batch, which stands for the tower's examples in a function.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from estimator_mgpu.partition.plan import (
     LOCAL,
     Constant,
     Decision,
+    FullSizes,
     LocalShape,
     Need,
     OpPlan,
+    Reduced,
     Slice,
     SparseRows,
 )
@@ -38,7 +42,7 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, Size, per_row
 from estimator_mgpu.tf_internals import op_types, private
 from estimator_mgpu.tf_internals.effects import may_have_side_effect
-from estimator_mgpu.tf_internals.v1_loops import Unit, passed_on
+from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, passed_on
 
 Requests = dict[tf.Operation, Slice]
 """Shards that ops in a function need of what is replicated there, by the op that makes it.
@@ -56,18 +60,31 @@ class FunctionBody:
       graph: the function's graph.
       assumes: as in `Scope`: True while it isn't known yet how the arguments are placed.
       requests: what ops in the function ask for is added to these.
+      reduced: names of tensors that are reduced where they are made; others may be added.
+      is_joint: as in `Scope`.
     """
 
-    def __init__(self, outer: Scope, graph: Any, assumes: bool, requests: Requests):
+    def __init__(
+        self,
+        outer: Scope,
+        graph: Any,
+        assumes: bool,
+        requests: Requests,
+        reduced: set[str],
+        is_joint: bool,
+    ):
         self.scope = Scope(
             outer.batch,
             outer.rules,
             Sizes(f'{graph.name}/'),
             in_function=True,
+            is_joint=is_joint,
             assumes=assumes,
+            reduced=reduced,
         )
         self.graph = graph
         self._requests = requests
+        self._in_v1_loop = isinstance(graph, LoopBody)
 
     def visit_all(self) -> list[Placement]:
         """Visits all ops but the arguments; returns the placements of the function's outputs."""
@@ -81,6 +98,14 @@ class FunctionBody:
         """Whether it's a size that is another one on each tower."""
         entries = self.scope.sizes.entries(tensor) or []
         return any(self.scope.batch in size.symbols for size in entries)
+
+    def form_of_value(self, tensor: tf.Tensor) -> Need:
+        """The form of what is replicated in the function, or what each tower has of its own."""
+        if self.scope.is_reduced(tensor):
+            partial = self.scope.placements[tensor.name]
+            assert isinstance(partial, Partial)
+            return Reduced(partial.reduce, partial.rows)
+        return LOCAL
 
     def _visit(self, op: Unit) -> None:
         if op in self._requests:
@@ -111,7 +136,24 @@ class FunctionBody:
             self._is_known_size(tensor) for tensor in op.outputs
         )
         if not computes_sizes:  # Otherwise each tower computes its own.
+            self._decide_of_sizes(op, placements, calls)
+
+    def _decide_of_sizes(self, op: Unit, placements: Sequence[Placement], calls: bool) -> None:
+        """Decides on an op whose inputs are the same on all towers, but for sizes.
+
+        If it can't be sharded by these, it's given the sizes for the global batch, and then its
+        outputs are the same on all towers.
+        """
+        try:
             self._decide(op, placements)
+        except NotSharded:
+            if calls or any(self.differs(output) for output in op.outputs):
+                raise
+            needs = [
+                self._full_sizes(op, tensor) if self.differs(tensor) else self.form_of_value(tensor)
+                for tensor in op.inputs
+            ]
+            self.scope.ops[op.name] = OpPlan(tuple(needs))
 
     def _check_effects(self, op: tf.Operation) -> None:
         only_reads = op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS)
@@ -137,9 +179,13 @@ class FunctionBody:
         """Lets an op run on every tower, or raises NotSharded."""
         if any(isinstance(placement, Partial) for placement in placements):
             partial = self._passed_partial(op, placements)
-            if partial is None:
+            if partial is not None:
+                self._record(op, pass_on(op, placements, partial))
+                return
+            if not self.scope.is_joint:
                 raise NotSharded(f'in it, {op.name} needs a sum over all examples')
-            self._record(op, pass_on(op, placements, partial))
+            self._reduce_inputs(op)
+            self._visit(op)
             return
         try:
             decision = decide(self.scope, op, placements)
@@ -147,6 +193,12 @@ class FunctionBody:
             reason = str(error) or default_reason(self.scope, op, placements)
             raise NotSharded(f'in it, {op.name}: {reason}') from error
         self._record(op, decision)
+
+    def _reduce_inputs(self, op: Unit) -> None:
+        """Notes that the partial results that an op uses are reduced where they are made."""
+        for tensor in op.inputs:
+            if isinstance(self.scope.placement_of(tensor), Partial):
+                self.scope.reduced.add(tensor.name)
 
     def _passed_partial(self, op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
         """As `passed_partial`. What is replicated now may turn out to be a partial sum as well.
@@ -174,10 +226,12 @@ class FunctionBody:
     def _form_inside(self, op: Unit, tensor: tf.Tensor, need: Need) -> Need:
         """The form of an input inside the function; raises NotSharded if it can't be had there."""
         differs = self.differs(tensor)
+        if need in (FULL, LOCAL) and self.scope.is_reduced(tensor):
+            return self.form_of_value(tensor)
         if need == FULL:
-            if differs or self.scope.placement_of(tensor) != REPLICATE:
+            if self.scope.placement_of(tensor) != REPLICATE:
                 raise NotSharded(f'in it, {op.name} needs all examples')
-            return LOCAL
+            return self._full_sizes(op, tensor) if differs else LOCAL
 
         source = passed_on(tensor)
         if isinstance(need, Slice) and not need.in_blocks and self._can_be_made(source):
@@ -186,9 +240,7 @@ class FunctionBody:
         if need == FULL_ON_FIRST and is_zero(tensor):
             return LOCAL  # Zeros on each tower add nothing to a sum.
         if isinstance(need, Slice) or need == FULL_ON_FIRST:
-            if not self.scope.assumes:
-                raise NotSharded(f'in it, {op.type} needs a slice of {tensor.name}')
-            return LOCAL
+            return LOCAL if self.scope.assumes else self._part_inside(op, tensor, need)
 
         if isinstance(need, SparseRows):
             raise NotSharded(f'in it, {op.type} needs rows of a sparse tensor')
@@ -196,6 +248,30 @@ class FunctionBody:
             self._check_local_shape(op, need, differs)
             return LOCAL if differs else need
         return need if isinstance(need, Constant) else LOCAL
+
+    def _part_inside(self, op: Unit, tensor: tf.Tensor, need: Need) -> Need:
+        """A slice of what each tower has in full, or that on the first tower, and zeros on others.
+
+        In a function that isn't a v1 loop, nothing is known of how many examples there are.
+        """
+        is_reduced = self.scope.is_reduced(tensor)
+        in_blocks = isinstance(need, Slice) and need.in_blocks
+        is_sizes_known = self._in_v1_loop or self.scope.batch.static
+        if is_reduced or in_blocks or self.differs(tensor) or not is_sizes_known:
+            raise NotSharded(f'in it, {op.type} needs a slice of {tensor.name}')
+        return need
+
+    def _full_sizes(self, op: Unit, tensor: tf.Tensor) -> Need:
+        """Sizes for the global batch, where each tower has its own."""
+        entries = self.scope.sizes.entries(tensor) or []
+        numbers = [size.static for size in entries]
+        if all(number is not None for number in numbers):
+            is_scalar = tensor.shape.rank == 0
+            return Constant(tuple(number for number in numbers if number is not None), is_scalar)
+        symbols = {symbol for size in entries for symbol in size.symbols}
+        if not self._in_v1_loop or symbols != {self.scope.batch}:
+            raise NotSharded(f'in it, {op.name} needs all examples')
+        return FullSizes(tuple(entries))
 
     def _check_local_shape(self, op: tf.Operation, need: LocalShape, differs: bool) -> None:
         """A shape can be the tower's own if all of its entries can be known inside the function.

@@ -68,9 +68,7 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
     }
     functions = CalledFunctions(scope, [body_graph], list(op.inputs), placements, unchanged)
 
-    find_fixed_point(functions)
-    body, returned = functions.visit(body_graph, assumes=False)
-    check_fixed_point(functions, body, returned)
+    body, returned = find_fixed_point(functions)
     output_dims = [
         _output_dims(functions, body, output, placement, index)
         for index, (output, placement) in enumerate(zip(op.outputs, returned))
@@ -94,17 +92,45 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
     return decision if scope.make_lists(op, decision) else None
 
 
-def find_fixed_point(functions: CalledFunctions) -> None:
-    """Finds the placements of the loop's variables inside of the loop."""
+def find_fixed_point(functions: CalledFunctions) -> tuple[FunctionBody, list[Placement]]:
+    """Finds the placements of the loop's variables inside of the loop.
+
+    Returns:
+      What was found of the loop's body, and the placements in which it returns the variables.
+
+    Raises:
+      NotSharded: if the loop has to run once, with the reason.
+    """
+    while True:
+        reduced_before = len(functions.reduced)
+        functions.start_again()
+        _assume_fixed_point(functions)
+        body, returned = functions.visit(functions.bodies[0], assumes=False)
+        if len(functions.reduced) == reduced_before:
+            _check_fixed_point(functions, body, returned)
+            return body, returned
+
+
+def _assume_fixed_point(functions: CalledFunctions) -> None:
+    """Visits the body, on assumptions, until the placements of the variables don't change."""
     while True:
         placements = list(functions.placements)
-        request_count = len(functions.requests)
-        _, returned = functions.visit(functions.bodies[0], assumes=True)
+        counts = len(functions.requests), len(functions.reduced)
+        body, returned = functions.visit(functions.bodies[0], assumes=True)
         for index, placement in enumerate(returned):
-            functions.placements[index] = _met(functions.placements[index], placement)
+            if functions.is_joint and _is_other_partial(placement):
+                functions.reduced.add(body.graph.outputs[index].name)
+            else:
+                functions.placements[index] = _met(functions.placements[index], placement)
         functions.shard_requested()
-        if (placements, request_count) == (functions.placements, len(functions.requests)):
+        is_complete = counts == (len(functions.requests), len(functions.reduced))
+        if is_complete and placements == functions.placements:
             return
+
+
+def _is_other_partial(placement: Placement) -> bool:
+    """Whether it's a partial result, but not a sum: no loop's variable can be one."""
+    return isinstance(placement, Partial) and placement.reduce != 'sum'
 
 
 def _met(before: Placement, after: Placement) -> Placement:
@@ -119,15 +145,14 @@ def _met(before: Placement, after: Placement) -> Placement:
     """
     if after in (before, REPLICATE):
         return before
-    is_other_partial = isinstance(after, Partial) and after.reduce != 'sum'
-    if before == REPLICATE and not is_other_partial:
+    if before == REPLICATE and not _is_other_partial(after):
         return after
     if before == REPLICATE_LIST and isinstance(after, NotGatherable):
         return after
     raise NotSharded(f'in it, a {before} becomes a {after}')
 
 
-def check_fixed_point(
+def _check_fixed_point(
     functions: CalledFunctions, body: FunctionBody, returned: Sequence[Placement]
 ) -> None:
     """Checks that a loop's variables are after a step as they were before it.

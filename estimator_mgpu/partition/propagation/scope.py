@@ -8,7 +8,13 @@ from typing import Any, NamedTuple, Optional
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import FLOW, REPLICATE, REPLICATE_LIST, Placement
+from estimator_mgpu.partition.placements import (
+    FLOW,
+    REPLICATE,
+    REPLICATE_LIST,
+    Partial,
+    Placement,
+)
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import Rule
@@ -38,7 +44,8 @@ class Scope:
       rules: by types of ops.
       sizes: the sizes of tensors, in terms of the global batch. In a function, which each tower
         calls, the batch in them stands for the tower's examples.
-      in_function: nothing can be gathered, reduced or sliced in a function.
+      in_function: nothing can be gathered in a function, nor reduced but in a joint loop.
+      is_joint: whether the ops are in a v1 loop of which all towers make each step together.
       assumes: while it isn't known yet how a loop's variables are placed, a function may be visited
         on the assumption that whatever an op needs is there.
       reduced: names of tensors, partial results of towers, that are reduced where they are made.
@@ -53,6 +60,7 @@ class Scope:
     rules: Rules
     sizes: Sizes
     in_function: bool = False
+    is_joint: bool = False
     assumes: bool = False
     reduced: set[str] = field(default_factory=set)
     run_once: set[str] = field(default_factory=set)
@@ -65,6 +73,11 @@ class Scope:
         if tensor.name in self.reduced:
             return REPLICATE
         return self.placements.get(tensor.name, REPLICATE)
+
+    def is_reduced(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor is a partial result of towers that is reduced where it's made."""
+        is_partial = isinstance(self.placements.get(tensor.name), Partial)
+        return is_partial and tensor.name in self.reduced
 
     def placements_of_inputs(self, op: Unit) -> list[Placement]:
         """The placements of an op's inputs, in order."""
@@ -80,7 +93,7 @@ class Scope:
             [ops] = decision.plan.functions
             self.ops.update(ops)
             for enter, need in zip(unit.enters, decision.plan.needs):
-                self.ops[enter.name] = OpPlan((need,))
+                self.ops[enter.name] = OpPlan((need,), is_joint=decision.plan.is_joint)
         else:
             self.ops[unit.name] = decision.plan
         for output, placement in zip(unit.outputs, decision.placements):

@@ -9,18 +9,21 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, Shard
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.placements import (
+    REPLICATE,
+    NotGatherable,
+    Partial,
+    Placement,
+    Shard,
+)
+from estimator_mgpu.partition.plan import FULL, Decision, OpPlan
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
-from estimator_mgpu.partition.propagation.loops import (
-    check_fixed_point,
-    find_fixed_point,
-    variable_value,
-)
+from estimator_mgpu.partition.propagation.loops import find_fixed_point, variable_value
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 
@@ -45,16 +48,43 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
     if loop.body is None:
         raise NotSharded('the ops of this v1 loop are connected in an unusual way')
 
+    try:
+        return _decide(scope, loop, placements, is_joint=False)
+    except NotSharded:
+        if scope.in_function and not scope.is_joint:
+            raise
+    return _decide(scope, loop, placements, is_joint=True)
+
+
+def _decide(
+    scope: Scope,
+    loop: V1Loop,
+    placements: Sequence[Placement],
+    is_joint: bool,
+) -> Decision | None:
+    """Decides how a loop runs.
+
+    Args:
+      scope: as of `decide_v1_loop`.
+      loop: the loop.
+      placements: of its inputs.
+      is_joint: whether all towers make each step together.
+    """
+    assert loop.body is not None
     # The placements of lists are those of their handles, whatever passes these on.
     begin = [
         scope.placement_of_list(tensor) if tensor.dtype == tf.resource else placement
         for tensor, placement in zip(loop.inputs, placements)
     ]
-    functions = CalledFunctions(scope, [loop.body], loop.inputs, begin, loop.body.unchanged)
-    find_fixed_point(functions)
-    body, returned = functions.visit(loop.body, assumes=False)
-    check_fixed_point(functions, body, returned)
-    _check_condition(body, loop.body.condition)
+    functions = CalledFunctions(
+        scope, [loop.body], loop.inputs, begin, loop.body.unchanged, is_joint
+    )
+    body, returned = find_fixed_point(functions)
+    condition = loop.body.condition
+    if is_joint and isinstance(body.scope.placement_of(condition), Partial):
+        functions.reduced.add(condition.name)
+        body, returned = find_fixed_point(functions)
+    _check_condition(body, condition)
 
     output_placements = [body.scope.placement_of(result) for result in loop.body.results]
     output_dims = [
@@ -103,7 +133,13 @@ def _output_dims(
 def _plan(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPlan:
     """The forms of what comes in, and the plans of all ops."""
     needs = functions.needs()
-    ops = {op.name: OpPlan((LOCAL,) * len(op.inputs)) for op in loop.all_ops}
+    ops = {
+        op.name: OpPlan(
+            tuple(body.form_of_value(tensor) for tensor in op.inputs),
+            is_joint=functions.is_joint and op.type == op_types.LOOP_CONDITION,
+        )
+        for op in loop.all_ops
+    }
     ops.update(body.scope.ops)
     for index, enter in enumerate(loop.enters):
         value = variable_value(functions.scope, [loop.body], index)
@@ -111,4 +147,4 @@ def _plan(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPla
             needs[index] = value
             for read in enter.outputs[0].consumers():
                 ops[read.name] = OpPlan((value,))
-    return OpPlan(tuple(needs), functions=[ops])
+    return OpPlan(tuple(needs), functions=[ops], is_joint=functions.is_joint)

@@ -6,6 +6,7 @@ In: an op and its `OpPlan`. Out: a node for each tower, named `replicate/tower_1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -15,16 +16,18 @@ from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     LOCAL,
     Constant,
+    FullSizes,
     LocalShape,
     Need,
     OpPlan,
     Plan,
+    Reduced,
     Slice,
     SparseRows,
     VariableValue,
 )
 from estimator_mgpu.partition.towers.functions import adapt_node
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder, const_def
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types
@@ -78,10 +81,18 @@ class Copies:
             node = self._nodes.copy(definition, name, [*operands, *control_inputs], device)
             adapt_node(self._values.batch_shards, node, op_plan, tower)
 
-            # Each tower's v1 loop has a frame of its own.
             if op.type in op_types.ENTER:
-                frame = self._values.copy_name(node.attr['frame_name'].s.decode(), tower)
+                frame = node.attr['frame_name'].s.decode()
+                frame = self._values.frame_name(frame, op_plan.is_joint, tower)
                 node.attr['frame_name'].s = frame.encode()
+            elif op_plan.is_joint and tower > 0:
+                self._use_first_condition(op, node)
+
+    def _use_first_condition(self, op: tf.Operation, node: Any) -> None:
+        """A frame has one `LoopCond`, so other towers have the first tower's."""
+        node.op = op_types.IDENTITY
+        node.attr['T'].type = tf.bool.as_datatype_enum
+        node.input[:] = [self._values.local(op.outputs[0], 0)]
 
     def _device(self, op: tf.Operation, op_plan: OpPlan, tower: int) -> str:
         """Where a copy runs: on its tower's device, unless the user wants another kind."""
@@ -123,29 +134,50 @@ class Copies:
         self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: int, device: str
     ) -> str:
         """What a copy on a device is given for an input of its op."""
-        is_read_in_loop = op.name in self._plan.in_loops and isinstance(need, VariableValue)
-        if need == LOCAL or is_read_in_loop:
+        if need == LOCAL:
             return self._values.local(tensor, tower)
+        if op.name in self._plan.frames:
+            return self._operand_in_loop(op, tensor, need, tower, device)
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
         if isinstance(need, SparseRows):
             return self._values.sparse_rows(tensor, need, tower)
         if isinstance(need, (LocalShape, Constant)):
-            if op.name in self._plan.in_loops:
-                return self._local_sizes_in_loop(tensor, need, tower, device)
-            return self._local_sizes(tensor, need, tower)
+            return self._sizes(tensor, need, tower)
 
         placement = self._plan.placements.get(tensor.name)
         if need == FULL_ON_FIRST:
             full = self._full_operand(tensor, tower, device, or_zeros=tower > 0)
-            if tower > 0:
-                return self._nodes.add('ZerosLike', [full], device, T=tensor.dtype.base_dtype)
-            return full
+            return self._zeros_like(full, tensor, device) if tower > 0 else full
         if placement is not None and not isinstance(placement, (Shard, Partial)):
             return self._values.local(tensor, tower)  # It's the same on all towers.
         return self._full_operand(tensor, tower, device)
 
-    def _local_sizes(self, tensor: tf.Tensor, need: LocalShape | Constant, tower: int) -> str:
+    def _operand_in_loop(
+        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: int, device: str
+    ) -> str:
+        """The same in a v1 loop, where a full value is what each tower has."""
+        loops = self._plan.frames[op.name]
+        if isinstance(need, Reduced):
+            return self._values.reduced(tensor, need, loops)
+        if isinstance(need, (LocalShape, Constant, FullSizes)):
+            sizes = self._sizes(tensor, need, tower)
+            return self._nodes.entered(sizes, self._values.frames(loops, tower), device)
+
+        full = self._values.local_in_loop(tensor, tower, loops)
+        if isinstance(need, Slice):
+            shards = self._values.batch_shards
+            dtype = tensor.dtype.base_dtype
+            return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+        if need == FULL_ON_FIRST and tower > 0:
+            return self._zeros_like(full, tensor, device)
+        return full
+
+    def _zeros_like(self, value: str, tensor: tf.Tensor, device: str) -> str:
+        return self._nodes.add('ZerosLike', [value], device, T=tensor.dtype.base_dtype)
+
+    def _sizes(self, tensor: tf.Tensor, need: LocalShape | Constant | FullSizes, tower: int) -> str:
+        """The integers that a copy is given in place of a tensor of sizes."""
         shards = self._values.batch_shards
         if isinstance(need, LocalShape):
             shards = self._values.shards_of(need.rows)
@@ -170,17 +202,6 @@ class Copies:
         if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
             return full  # These can't be sent to another device.
         return self._values.send(full, dtype, source, device)
-
-    def _local_sizes_in_loop(
-        self, tensor: tf.Tensor, need: LocalShape | Constant, tower: int, device: str
-    ) -> str:
-        """A constant in a v1 loop. It waits for what it replaces, and so is in the same frame."""
-        dtype = tensor.dtype.base_dtype
-        shards = self._values.batch_shards
-        sizes = shards.local_sizes(need, tower, tensor.shape.rank == 0, dtype)
-        value = const_def(sizes, dtype).attr['value'].tensor.SerializeToString()
-        replaced = f'^{self._values.copy_name(tensor.op.name, tower)}'
-        return self._nodes.add('Const', [replaced], device, dtype=dtype, value=value)
 
     def _copy_of_constant(self, op: tf.Operation, tower: int) -> str:
         value = op.get_attr('value').SerializeToString()

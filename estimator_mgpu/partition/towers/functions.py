@@ -8,13 +8,21 @@ begins, and then places all nodes without a device on the session's first one.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import Constant, LocalShape, OpPlan, Slice, VariableValue
-from estimator_mgpu.partition.towers.node_builder import const_def, set_attr
+from estimator_mgpu.partition.plan import (
+    FULL_ON_FIRST,
+    Constant,
+    LocalShape,
+    OpPlan,
+    Slice,
+    VariableValue,
+)
+from estimator_mgpu.partition.towers.node_builder import const_def, node_def, set_attr
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import function_calls, op_types
 
@@ -104,6 +112,7 @@ def _copy_function(
 
         op_plan = op_plans.get(op.name, OpPlan())
         _set_local_constants(shards, definition, node, op, op_plan, tower)
+        _set_parts(shards, definition, node, op, op_plan, tower)
         adapt_node(shards, node, op_plan, tower)
 
     _rename_tensors(definition, renamed)
@@ -148,11 +157,46 @@ def _set_local_constants(
         if isinstance(need, (LocalShape, Constant)):
             operand = op.inputs[position]
             sizes = shards.local_sizes(need, tower, operand.shape.rank == 0, operand.dtype)
-            constant = definition.node_def.add()
-            constant.CopyFrom(const_def(sizes, operand.dtype))
-            constant.name = f'given_{len(definition.node_def)}'
-            constant.device = shards.devices[tower]
-            node.input[position] = f'{constant.name}:output:0'
+            constant = const_def(sizes, operand.dtype)
+            name = _add_node(definition, constant, [], shards.devices[tower])
+            node.input[position] = f'{name}:output:0'
+
+
+def _set_parts(
+    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: int
+) -> None:
+    """Gives a node the tower's slices of full values, or zeros in place of these."""
+    for position, need in enumerate(op_plan.needs):
+        if node.op == op_types.CONST:
+            return  # It's replaced itself.
+        dtype = op.inputs[position].dtype.base_dtype
+        full = node.input[position]
+        if need == FULL_ON_FIRST and tower > 0:
+            zeros = _add_node(definition, node_def('ZerosLike', T=dtype), [full], node.device)
+            node.input[position] = f'{zeros}:y:0'
+        elif isinstance(need, Slice):
+            start, size = map(int, shards.extent(need.factor, tower))
+            rank = op.inputs[position].shape.rank
+            begins = [start if axis == need.axis else 0 for axis in range(rank)]
+            lengths = [size if axis == need.axis else -1 for axis in range(rank)]
+            vectors = [
+                _add_node(definition, const_def(vector, tf.int32), [], node.device)
+                for vector in (begins, lengths)
+            ]
+            operands = [full, *[f'{vector}:output:0' for vector in vectors]]
+            attrs = {'T': dtype, 'Index': tf.int32}
+            part = _add_node(definition, node_def('Slice', **attrs), operands, node.device)
+            node.input[position] = f'{part}:output:0'
+
+
+def _add_node(definition: Any, node: Any, inputs: Sequence[str], device: str) -> str:
+    """Adds a node to a function; returns its name."""
+    added = definition.node_def.add()
+    added.CopyFrom(node)
+    added.name = f'given_{len(definition.node_def)}'
+    added.device = device
+    added.input[:] = inputs
+    return added.name
 
 
 def _rename_tensors(definition: Any, renamed: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ Out: names of the nodes' outputs; and with `build()` the nodes in the graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Union
 
 import numpy as np
@@ -18,6 +18,10 @@ from estimator_mgpu.tf_internals import private
 
 Number = Union[int, str]
 """An integer that is known, or what an integer scalar is referred to by: int32 by default."""
+
+Frames = tuple[tuple[str, int], ...]
+"""The frames of a v1 loop and of those around it, the outermost first: the name of each, and how
+many steps may be under way."""
 
 
 class NodeBuilder:
@@ -39,10 +43,13 @@ class NodeBuilder:
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
         # Names of nodes, by what they are: the same node is added only once.
         self._names: dict[Hashable, str] = {}
+        self._added: dict[str, Any] = {}  # these nodes, by name
         # Ops of the graph that a node waits for, by the node's name.
         self._control_inputs: dict[str, Sequence[tf.Operation]] = {}
         # Value, dtype and device of constants, by the names of their outputs.
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
+        # The frames around tensors that are in v1 loops.
+        self._frames: dict[str, Frames] = {}
 
     @contextlib.contextmanager
     def at_once(self, device: str) -> Iterator[None]:
@@ -53,6 +60,32 @@ class NodeBuilder:
         scope = tf.name_scope(f'{self.scope}/rows/')
         with tf.control_dependencies(None), tf.device(device), scope:
             yield
+
+    def place_in_frames(self, tensor: str, frames: Frames) -> None:
+        """Notes that a tensor is in a v1 loop: so is what is added of it."""
+        self._frames[tensor] = frames
+
+    def entered(self, name: str, frames: Frames, device: str) -> str:
+        """A tensor that isn't in a v1 loop, as a constant of the loop."""
+        dtype = self._dtype(name)
+        for frame, iterations in frames:
+            attrs = {
+                'T': dtype,
+                'frame_name': frame,
+                'is_constant': True,
+                'parallel_iterations': iterations,
+            }
+            name = self._add('Enter', [name], device, attrs)
+        self._frames[name] = frames
+        return name
+
+    def _dtype(self, name: str) -> tf.DType:
+        """The type of one of the graph's tensors, or of what was added."""
+        node = self._added.get(name.removesuffix(':0'))
+        if node is None:
+            return self.graph.get_tensor_by_name(name).dtype.base_dtype
+        [output] = private.op_definition(node.op).output_arg
+        return tf.as_dtype(node.attr[output.type_attr].type)
 
     def copy(self, definition: Any, name: str, inputs: Sequence[str], device: str) -> Any:
         """Adds a node like another, by its full name."""
@@ -65,6 +98,22 @@ class NodeBuilder:
     def add(self, op: str, inputs: Sequence[Any], device: str, **attrs: Hashable) -> str:
         """Adds a node, unless there is the same already; returns what its output is called."""
         names = [name if isinstance(name, str) else self.tensor(name) for name in inputs]
+        around = [self._frames[name] for name in names if name in self._frames]
+        if not around:
+            return self._add(op, names, device, attrs)
+
+        # What else it uses comes into the loop.
+        frames = around[0]
+        operands = [
+            name if name in self._frames else self.entered(name, frames, device) for name in names
+        ]
+        output = self._add(op, operands, device, attrs)
+        self._frames[output] = frames
+        return output
+
+    def _add(
+        self, op: str, names: Sequence[str], device: str, attrs: Mapping[str, Hashable]
+    ) -> str:
         key = (op, *names, device, *attrs.items())
         return f'{self._once(key, lambda: node_def(op, **attrs), names, device)}:0'
 
@@ -129,7 +178,8 @@ class NodeBuilder:
         if key not in self._names:
             definition = make()
             self._names[key] = f'{self.scope}/{definition.op}_{len(self._names)}'
-            self.copy(definition, self._names[key], inputs, device)
+            name = self._names[key]
+            self._added[name] = self.copy(definition, name, inputs, device)
         return self._names[key]
 
     def build(self) -> None:
@@ -187,7 +237,7 @@ def const_def(value: Any, dtype: tf.DType) -> Any:
 
 
 def set_attr(attr: Any, value: Any) -> None:
-    """Sets an attribute of a NodeDef to a DType, shape, tensor, number or list of integers."""
+    """Sets an attribute of a NodeDef: a DType, shape, tensor, text, number or list of integers."""
     if isinstance(value, tf.DType):
         attr.type = value.as_datatype_enum
     elif isinstance(value, tf.TensorShape):
@@ -196,6 +246,10 @@ def set_attr(attr: Any, value: Any) -> None:
         attr.tensor.ParseFromString(value)
     elif isinstance(value, np.ndarray):
         attr.tensor.CopyFrom(tf.make_tensor_proto(value))
+    elif isinstance(value, str):
+        attr.s = value.encode()
+    elif isinstance(value, bool):
+        attr.b = value
     elif isinstance(value, int):
         attr.i = value
     else:

@@ -16,7 +16,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import rows_of
-from estimator_mgpu.partition.plan import Constant, LocalShape
+from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
 from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, Size, per_row
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 
@@ -116,11 +116,14 @@ class Shards:
         return self._add(more, self._cast(self.total, dtype), dtype)
 
     def local_sizes(
-        self, need: Constant | LocalShape, tower: int, scalar: bool, dtype: tf.DType
+        self, need: Constant | LocalShape | FullSizes, tower: int, scalar: bool, dtype: tf.DType
     ) -> Number | list[Number]:
         """The integers that a tower gets in place of a tensor of sizes: its own shape, say."""
         if isinstance(need, Constant):
             return need.numbers[0] if need.scalar else list(need.numbers)
+        if isinstance(need, FullSizes):
+            full_sizes = [self.size_value(entry, None, dtype) for entry in need.entries]
+            return full_sizes[0] if scalar else full_sizes
 
         factor = per_row(need.entries[need.position], need.rows)
         assert factor is not None

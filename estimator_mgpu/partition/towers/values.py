@@ -16,10 +16,10 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
-from estimator_mgpu.partition.plan import Plan, Slice, SparseRows
+from estimator_mgpu.partition.plan import LoopFrame, Plan, Reduced, Slice, SparseRows
 from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
+from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
 from estimator_mgpu.partition.towers.shards import Shards
@@ -76,6 +76,26 @@ class Values:
         """The name of a tower's copy of an op."""
         return f'{self._nodes.scope}/tower_{tower}/{op_name}'
 
+    def frame_name(self, frame: str, is_joint: bool, tower: int) -> str:
+        """The name of the frame of a tower's copy of a v1 loop, whose frame has a name.
+
+        Each tower's loop has a frame of its own, unless all make each step together.
+        """
+        return f'{self._nodes.scope}/{frame}' if is_joint else self.copy_name(frame, tower)
+
+    def local_in_loop(self, tensor: tf.Tensor, tower: int, loops: Sequence[LoopFrame]) -> str:
+        """What a tower has of a tensor in v1 loops, so that what is added of it is there, too."""
+        local = self.local(tensor, tower)
+        self._nodes.place_in_frames(local, self.frames(loops, tower))
+        return local
+
+    def frames(self, loops: Sequence[LoopFrame], tower: int) -> Frames:
+        """The frames of a tower's copies of v1 loops."""
+        return tuple(
+            (self.frame_name(loop.name, loop.is_joint, tower), loop.parallel_iterations)
+            for loop in loops
+        )
+
     def local(self, tensor: tf.Tensor, tower: int) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         parts = parts_of(tensor)
@@ -117,6 +137,14 @@ class Values:
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
+
+    def reduced(self, tensor: tf.Tensor, need: Reduced, loops: Sequence[LoopFrame]) -> str:
+        """The reduced value of towers' partial results in joint loops, on the first device."""
+        towers = range(len(self._devices))
+        parts = [self.local_in_loop(tensor, tower, loops) for tower in towers]
+        dtype = tensor.dtype.base_dtype
+        shards = self.shards_of(need.rows)
+        return reduce_and_gather.reduce(shards, parts, dtype, need.reduce, self._devices[0])
 
     def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
         """The dimensions of a full value that has `factor` entries a row along an axis."""

@@ -24,7 +24,15 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import LOCAL, Constant, LocalShape, Need, Plan
+from estimator_mgpu.partition.plan import (
+    LOCAL,
+    Constant,
+    FullSizes,
+    LocalShape,
+    Need,
+    Plan,
+    Reduced,
+)
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.effects import union
@@ -143,7 +151,7 @@ class Waits:
         for name, op_plan in self._plan.ops.items():
             operands = graph.get_operation_by_name(name).inputs
             for tensor, need in zip(operands, op_plan.needs):
-                if not isinstance(need, (LocalShape, Constant)):
+                if not isinstance(need, (LocalShape, Constant, FullSizes)):
                     stack += self._user_ops_of([tensor])
         while stack:
             op = stack.pop()
@@ -163,9 +171,10 @@ class Waits:
         return self._order.liveness.always_runs(op)
 
     def _bits_of_need(self, tensor: tf.Tensor, need: Need) -> int:
-        if isinstance(need, (LocalShape, Constant)):
+        if isinstance(need, (LocalShape, Constant, FullSizes)):
             return 0  # The tensor itself isn't used.
-        if need == LOCAL and tensor.op.name in self._plan.ops:
+        is_of_towers = need == LOCAL or isinstance(need, Reduced)
+        if is_of_towers and tensor.op.name in self._plan.ops:
             return self._bits_of_copy.get(tensor.op, 0)
         if tensor.op.type == op_types.CONST and self._is_free(tensor.op):
             return 0  # Each tower's copy waits for nothing.

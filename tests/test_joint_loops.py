@@ -1,0 +1,207 @@
+"""Loops whose steps all towers make together: examples decide how many, or are summed inside."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+import towers
+from estimator_mgpu import steps
+
+STEPS, WIDTH = 5, 3
+MODELS = {}
+
+
+def model(function):
+    """Registers a function of [batch, STEPS, WIDTH], and of a matrix, that gives [batch, WIDTH]."""
+    MODELS[function.__name__] = function
+    return function
+
+
+def lengths_of(x):
+    """A length from 1 to STEPS - 1 for each example: mostly, no example has all steps."""
+    return tf.cast(tf.abs(x[:, 0, 0]) * 2, tf.int32) % (STEPS - 1) + 1
+
+
+def until_finished(step, start, lengths):
+    """A loop that ends as all examples are finished; an example keeps what it then has."""
+
+    def body(i, finished, value):
+        following = tf.where_v2(finished[:, None], value, step(i, value))
+        return i + 1, finished | (i + 1 >= lengths), following
+
+    goes_on = lambda i, finished, value: ~tf.reduce_all(finished)  # noqa: E731
+    return tf.while_loop(goes_on, body, (0, tf.zeros_like(lengths, tf.bool), start))
+
+
+@model
+def decoder(x, w):
+    """It writes what each step gives, and ends by itself or after a number of steps."""
+    lengths = lengths_of(x)
+
+    def body(i, finished, h, written):
+        h = tf.tanh(tf.matmul(h, w) + x[:, i])
+        shown = tf.where_v2(finished[:, None], tf.zeros_like(h), h)
+        return i + 1, finished | (i + 1 >= lengths), h, written.write(i, shown)
+
+    def goes_on(i, finished, h, written):
+        return (i < STEPS) & tf.reduce_any(~finished)
+
+    written = tf.TensorArray(tf.float32, 0, dynamic_size=True)
+    start = 0, lengths < 0, x[:, 0], written
+    *_, written = tf.while_loop(goes_on, body, start)
+    return tf.reduce_sum(written.stack(), 0)
+
+
+@model
+def steps_are_counted(x, w):
+    """What comes out depends on how many steps it took, and on one that only some examples make."""
+    step = lambda i, h: tf.tanh(tf.matmul(h, w) + x[:, i])  # noqa: E731
+    count, _, h = until_finished(step, x[:, 0], lengths_of(x))
+    return h * tf.cast(count, tf.float32)
+
+
+@model
+def raw_rnn(x, w):
+    """As `tf.nn.dynamic_rnn`, but its end is decided by a function."""
+    lengths = lengths_of(x)
+    cell = tf.nn.rnn_cell.GRUCell(WIDTH)
+    inputs = tf.TensorArray(tf.float32, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
+
+    def loop_fn(time, output, state, loop_state):
+        finished = time >= lengths
+        if output is None:
+            state = cell.zero_state(tf.shape(x)[0], tf.float32)
+        following = tf.cond(
+            tf.reduce_all(finished),
+            lambda: tf.zeros([tf.shape(x)[0], WIDTH]),
+            lambda: inputs.read(time),
+        )
+        return finished, tf.matmul(following, w), state, output, None
+
+    outputs, state, _ = tf.nn.raw_rnn(cell, loop_fn)
+    return tf.reduce_sum(outputs.stack(), 0) + state
+
+
+@model
+def loop_in_loop(x, w):
+    """In each step of a loop, all examples wait for the longest one."""
+
+    def step(i, h):
+        inner = lambda _, h: tf.tanh(tf.matmul(h, w))  # noqa: E731
+        return until_finished(inner, h + x[:, i], lengths_of(x))[2]
+
+    return until_finished(step, x[:, 0], lengths_of(x))[2]
+
+
+@model
+def fixed_loop_inside(x, w):
+    """Each tower makes the steps of the inner loop by itself."""
+
+    def step(i, h):
+        inner = lambda j, h: (j + 1, tf.tanh(tf.matmul(h, w)))  # noqa: E731
+        return tf.while_loop(lambda j, h: j < 2, inner, (0, h + x[:, i]))[1]
+
+    return until_finished(step, x[:, 0], lengths_of(x))[2]
+
+
+@model
+def until_small(x, w):
+    """A mean, a maximum, and a sum over all examples decide."""
+
+    def goes_on(i, h):
+        size = tf.reduce_max(tf.abs(h)) + tf.reduce_mean(tf.square(h))
+        return (i < 9) & (size + tf.reduce_sum(tf.abs(h)) * 0.001 > 0.5)
+
+    return tf.while_loop(goes_on, lambda i, h: (i + 1, tf.matmul(h, w) * 0.5), (0, x[:, 0]))[1]
+
+
+@model
+def sum_decides(x, w):
+    """A sum that is carried from step to step."""
+
+    def body(i, h, total):
+        h = tf.tanh(tf.matmul(h, w) + x[:, i])
+        return i + 1, h, total + tf.reduce_sum(tf.square(h))
+
+    goes_on = lambda i, h, total: (i < STEPS) & (total < 9)  # noqa: E731
+    _, h, total = tf.while_loop(goes_on, body, (0, x[:, 0], 0.0))
+    return h * tf.tanh(total * 0.1)
+
+
+def model_fn_of(function):
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [WIDTH, WIDTH])
+        loss = tf.losses.mean_squared_error(labels, function(features, w))
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        train_op = optimizer.minimize(loss, tf.train.get_or_create_global_step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+def batches(*sizes):
+    random = np.random.default_rng(2)
+    shapes = [((size, STEPS, WIDTH), (size, WIDTH)) for size in sizes]
+    return [tuple(random.normal(size=shape).astype('f') for shape in pair) for pair in shapes]
+
+
+def check(name, sizes, static):
+    ours, _ = towers.compare(
+        model_fn_of(MODELS[name]), batches(*sizes), 3, static=static, rtol=2e-5
+    )
+    assert not steps.of_graph(ours.graph).plan.once
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('name', MODELS)
+def test_as_on_one_device(name, behavior):
+    """Also with fewer examples than towers."""
+    check(name, (7, 4, 2, 1), static=False)
+
+
+@pytest.mark.parametrize('name', ['decoder', 'sum_decides'])
+def test_batches_of_a_static_size(name, behavior):
+    check(name, (7, 7), static=True)
+
+
+def graph_of(function):
+    with tf.Graph().as_default() as graph:
+        features = tf.placeholder(tf.float32, [6, STEPS, WIDTH])
+        labels = tf.placeholder(tf.float32, [6, WIDTH])
+        model_fn = estimator_mgpu.replicate(model_fn_of(function), devices=2)
+        model_fn(features, labels, mode=towers.TRAIN)
+    return graph
+
+
+def test_towers_are_in_one_frame(behavior):
+    """It has one condition, that of the first tower."""
+    graph = graph_of(steps_are_counted)
+    ops = [op for op in graph.get_operations() if op.name.startswith('replicate/')]
+    frame = 'while/while_context' if behavior == 'v1' else 'while/apart'
+    enters = [
+        op
+        for op in ops
+        if op.type == 'Enter' and op.get_attr('frame_name').decode() == f'replicate/{frame}'
+    ]
+    assert {op.device[-5:] for op in enters} == {'CPU:0', 'CPU:1'}
+
+    conditions = [op.name for op in ops if op.type == 'LoopCond' and '/gradients/' not in op.name]
+    assert len(conditions) == 1 and conditions[0].startswith('replicate/tower_0/')
+
+
+def test_loops_that_stay():
+    """Of TensorFlow 2's loops, only those are taken apart whose end a reduction decides."""
+
+    def function(x, w):
+        multiply = lambda i, h: (i + 1, tf.matmul(h, w))  # noqa: E731
+        fixed = tf.while_loop(lambda i, h: i < STEPS, multiply, (0, x[:, 0]), name='fixed')[1]
+        draw = lambda h: (tf.matmul(h, w) + tf.random.uniform([]),)  # noqa: E731
+        drawn = tf.while_loop(lambda h: tf.reduce_max(h) < 9.0, draw, (fixed,), name='drawn')[0]
+        return tf.stop_gradient(drawn) + until_finished(lambda i, h: h + 1, fixed, lengths_of(x))[2]
+
+    graph = graph_of(function)
+    conditions = [op.name for op in graph.get_operations() if op.type == 'LoopCond']
+    assert [name for name in conditions if 'replicate' not in name] == ['while/apart/goes_on']
+    reasons = {why for why, _ in steps.of_graph(graph).plan.once.values()}
+    assert 'in it, a RandomUniform has side effects, or draws random numbers' in reasons
