@@ -16,6 +16,7 @@ pytestmark = pytest.mark.core
 WHOLE = {'greedy_decoder': 0.75}  # Its loop ends when all rows are finished.
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('name', shares_models.MODELS)
 def test_the_busiest_of_four_devices(name):
     kernels, _ = shares_models.kernels_of(name, 4)
@@ -53,6 +54,7 @@ def found(name, devices, static, values=None):
             return before, {'loss': loss, **session.run(variables)}
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('name', shares_models.MODELS)
 def test_as_on_one_device(name):
     """With a batch whose size the graph knows, and with one whose size it doesn't know."""
