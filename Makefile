@@ -2,6 +2,7 @@
 #
 #   make digits   trains samples/digits.py on two devices
 #   make test     builds the wheel, installs it and tests what is installed
+#   make setup    installs what make test needs
 #   make test-gpu runs the core tests on eight GPUs, or on the parts of one
 #   make lint     ruff and mypy
 #   make matrix   make test on every supported TensorFlow
@@ -28,7 +29,7 @@ sources := pyproject.toml setup.cfg setup.py $(shell find estimator_mgpu -name '
 # The tests are for the installed copy, whatever the caller's path says.
 unexport PYTHONPATH
 
-.PHONY: digits test test-gpu lint matrix docs dist clean
+.PHONY: digits setup test test-gpu lint matrix docs dist clean
 .DELETE_ON_ERROR:
 
 digits: $(venv)/samples.stamp
@@ -37,6 +38,8 @@ digits: $(venv)/samples.stamp
 # From within the environment, so that nothing finds estimator_mgpu/ in the current directory.
 test: $(venv)/test.stamp
 	cd $(venv) && bin/pytest -q -n $(WORKERS) --dist worksteal $(ARGS) $(CURDIR)/tests
+
+setup: $(venv)/test.stamp
 
 # Beside the CPU-only TensorFlow, CUDA's own libraries: another 4 GB. Messages are counted on CPUs.
 test-gpu: $(venv)/test.stamp

@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 import tensorflow.compat.v1 as tf
 
+from forks import forks
 from towers import behavior_of, free_addresses
 
 _every_run = {'deadline': None, 'database': None, 'suppress_health_check': hypothesis.HealthCheck}
@@ -51,6 +52,12 @@ def seeded():
 def logged():
     """TensorFlow's log down to INFO, for caplog."""
     tf.logging.set_verbosity(tf.logging.INFO)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def forks_end():
+    yield
+    forks.close()
 
 
 @pytest.fixture

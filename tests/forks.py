@@ -1,70 +1,133 @@
-"""Starts processes that have imported TensorFlow already, as importing it takes seconds.
+"""Starts Python programs in processes that have imported TensorFlow, as importing it takes seconds.
 
-As a script, this module is a process that imports what a cluster's machines import, and then forks
-itself for each of them. `Forks` starts that process, and asks it: each line that it reads, in JSON,
-is answered by one.
+As a script, this module is a process that imports what the programs import, and then forks itself
+for each of them. `Popen` asks it to, and otherwise is that of subprocess. Programs that start
+others, as samples do for machines, have them forked as well.
 """
 
-import contextlib
 import json
 import os
+import runpy
+import select
+import socket
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 
 
 class Forks:
-    """A process that forks itself."""
+    """The process that forks itself; the first `Popen` starts it."""
 
-    def __init__(self, environment):
-        command = [sys.executable, __file__]
-        pipe = subprocess.PIPE
+    def __init__(self, address=None):
+        self.address = address
+        self._process = None
+
+    def start(self):
+        self._directory = tempfile.TemporaryDirectory()
+        self.address = os.path.join(self._directory.name, 'socket')
+        environment = {**os.environ, 'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '2'}
         self._process = subprocess.Popen(
-            command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, __file__, self.address],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
-        self._lock = threading.Lock()
-
-    def start(self, arguments, environment, log):
-        """Runs cluster_script.main(*arguments) in a new process, which writes to a log."""
-        return Fork(self, self.ask(arguments=arguments, environment=environment, log=log))
-
-    def ask(self, **request):
-        with self._lock:
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            return json.loads(self._process.stdout.readline())
+        assert self._process.stdout.readline() == b'ready\n'
 
     def close(self):
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait()
+            self._process.stdout.close()
+            self._directory.cleanup()
+
+    def ask(self, request, files=()):
+        """Returns the answer; both are JSON. The other process gets copies of the open files."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.address)
+            socket.send_fds(connection, [b' '], files)
+            connection.sendall(json.dumps(request).encode())
+            connection.shutdown(socket.SHUT_WR)
+            return json.loads(connection.makefile().read())
 
 
-class Fork:
-    """A process that was forked, with some of the methods of subprocess.Popen."""
+forks = Forks()
 
-    def __init__(self, forks, pid):
-        self._forks = forks
-        self._pid = pid
-        self._status = None
+
+class Popen(subprocess.Popen):
+    """Another process; one of Python is forked."""
+
+    _forked = False
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
+        environment = dict(os.environ if env is None else env)
+        added = {*environment.get('PYTHONPATH', '').split(os.pathsep)} - {'', *sys.path}
+        if isinstance(args, str) or args[0] != sys.executable or added:
+            start = super()._execute_child
+            start(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+            return
+
+        if forks.address is None:
+            forks.start()
+        # Ends of pipes, or -1: where the child reads and we write, and where it writes and we read.
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[3:9]
+        files = [p2cread, c2pwrite, errwrite]
+        files = [number if file == -1 else file for number, file in enumerate(files)]
+        request = {
+            'command': [str(word) for word in args[1:]],
+            'environment': environment,
+            'directory': str(cwd or os.getcwd()),
+        }
+        self.pid = forks.ask(request, files)
+        self._forked = True
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
     def poll(self):
-        if self._status is None:
-            self._status = self._forks.ask(pid=self._pid)
-        return self._status
+        if not self._forked:
+            return super().poll()
+        if self.returncode is None:
+            self.returncode = forks.ask({'pid': self.pid})
+        return self.returncode
 
     def wait(self, timeout=None):
+        if not self._forked:
+            return super().wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired('a fork', timeout)
+                raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.05)
-        return self._status
+        return self.returncode
 
-    def send_signal(self, number):
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, number)
+
+def output_of(command, directory=None, apart=True, **environment):
+    """Returns what `python *command` prints; it has to end with 0.
+
+    Args:
+      command: the path of a script, or '-c' and a program; then arguments.
+      directory: that it runs in; by default this process's.
+      apart: whether its standard error is left out.
+      environment: more environment variables.
+    """
+    errors = subprocess.PIPE if apart else subprocess.STDOUT
+    process = Popen(
+        [sys.executable, *command],
+        cwd=directory,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    )
+    with process:
+        try:
+            printed, said = process.communicate(timeout=600)
+        finally:
+            process.kill()
+    assert process.returncode == 0, printed[-5000:] + (said or '')[-5000:]
+    return printed
 
 
 def status_of(pid):
@@ -73,37 +136,69 @@ def status_of(pid):
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def become(environment, log):
+def serve(listener):
+    """Answers requests until standard input ends; returns a request in a forked process."""
+    statuses = {}  # by the numbers of processes that have ended or been asked about
+    while True:
+        ready, _, _ = select.select([sys.stdin, listener], [], [])
+        if sys.stdin in ready:
+            return None
+        connection, _ = listener.accept()
+        with connection:
+            _, files, _, _ = socket.recv_fds(connection, 1, 3)
+            request = json.loads(connection.makefile().read())
+            if 'pid' in request:
+                pid = request['pid']
+                if statuses.get(pid) is None:
+                    statuses[pid] = status_of(pid)
+                answer = statuses[pid]
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    listener.close()
+                    return {**request, 'files': files}
+            for file in files:
+                os.close(file)
+            connection.sendall(json.dumps(answer).encode())
+
+
+def become(environment, directory, files):
     """Has this process, which was just forked, be like one that was started by itself."""
     os.environ.clear()
     os.environ.update(environment)
-    output = os.open(log, os.O_WRONLY)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
+    os.chdir(directory)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
 
 
-def serve():
-    """Answers requests up to the end of the input; returns the arguments in a forked process."""
-    while True:
-        line = sys.stdin.readline()
-        if not line:
-            return None
-        request = json.loads(line)
-        if 'pid' in request:
-            answer = status_of(request['pid'])
-        else:
-            answer = os.fork()
-            if answer == 0:
-                become(request['environment'], request['log'])
-                return request['arguments']
-        print(json.dumps(answer), flush=True)
+def run(command):
+    """Runs what `python *command` would run."""
+    program, *arguments = command
+    if program == '-c':
+        sys.path.insert(0, '')
+        sys.argv = ['-c', *arguments[1:]]
+        exec(compile(arguments[0], '<string>', 'exec'), {'__name__': '__main__'})
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
+        sys.argv = command
+        runpy.run_path(program, run_name='__main__')
 
 
 if __name__ == '__main__':
-    import cluster_script
+    import cluster_script  # noqa: F401, for what it imports
 
-    arguments = serve()
-    if arguments is not None:
-        model_dir, options = arguments
-        cluster_script.main(model_dir, **options)
+    address = sys.argv[1]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        print('ready', flush=True)
+        request = serve(listener)
+    if request is not None:
+        command = request.pop('command')
+        become(**request)
+        import forks as imported
+
+        imported.forks.address = address
+        subprocess.Popen = imported.Popen
+        run(command)

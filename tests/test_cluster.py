@@ -24,7 +24,7 @@ import tensorflow.compat.v1 as tf
 import cluster_script
 import estimator_mgpu
 from cluster_script import STEPS, told
-from forks import Forks
+from forks import Popen
 from towers import assert_close, free_addresses, saved_in
 
 CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
@@ -41,17 +41,13 @@ def environment(**more):
 class Machine:
     """A process that runs the script: a fork, or, `within` another command, one of its own."""
 
-    def __init__(self, forks, tf_config, model_dir, log, options, within=()):
+    def __init__(self, tf_config, model_dir, log, options, within=()):
         self.text = log.read_text
         variables = environment(TF_CONFIG=json.dumps(tf_config))
-        if within:
-            command = [*within, sys.executable, cluster_script.__file__]
-            command += [str(model_dir), json.dumps(options)]
-            with open(log, 'w') as file:
-                self.process = subprocess.Popen(command, env=variables, stdout=file, stderr=file)
-        else:
-            log.touch()
-            self.process = forks.start([str(model_dir), options], variables, str(log))
+        command = [*within, sys.executable, cluster_script.__file__]
+        command += [str(model_dir), json.dumps(options)]
+        with open(log, 'w') as file:
+            self.process = Popen(command, env=variables, stdout=file, stderr=file)
 
     def poll(self):
         return self.process.poll()
@@ -90,10 +86,9 @@ class Machine:
 class Cluster:
     """The tasks of a TF_CONFIG, each on a free port, and what has been started of them."""
 
-    def __init__(self, forks, folder, **jobs):
+    def __init__(self, folder, **jobs):
         free = iter(free_addresses(sum(jobs.values())))
         self.jobs = {job: [next(free) for _ in range(count)] for job, count in jobs.items()}
-        self.forks = forks
         self.folder, self.model_dir = folder, folder / 'model'
         self.machines = []
 
@@ -101,7 +96,7 @@ class Cluster:
         """Starts the script as a task, maybe by another command."""
         tf_config = {'cluster': self.jobs, 'task': {'type': job, 'index': index}}
         log = self.folder / f'{len([*self.folder.iterdir()])}_{job}_{index}.log'
-        machine = Machine(self.forks, tf_config, self.model_dir, log, options, within)
+        machine = Machine(tf_config, self.model_dir, log, options, within)
         self.machines.append(machine)
         return machine
 
@@ -120,17 +115,11 @@ class Cluster:
         assert_close(saved_in(self.model_dir), expected, 1e-5)
 
 
-@pytest.fixture(scope='module')
-def forks():
-    with contextlib.closing(Forks(environment())) as forks:
-        yield forks
-
-
 @pytest.fixture
-def make(forks, tmp_path):
+def make(tmp_path):
     """Makes a cluster; whatever of it still runs at the end is killed."""
     made = []
-    yield lambda **jobs: made.append(Cluster(forks, tmp_path, **jobs)) or made[-1]
+    yield lambda **jobs: made.append(Cluster(tmp_path, **jobs)) or made[-1]
     for machine in [machine for one in made for machine in one.machines]:
         machine.kill()
 

@@ -19,6 +19,7 @@ import tensorflow.compat.v1 as tf
 import yaml
 
 import estimator_mgpu
+from forks import output_of
 
 MODULES = sorted(
     m.name.partition('.')[2]
@@ -188,7 +189,7 @@ def texts_of(path):
 
 
 def test_the_picture_is_of_a_graph_as_it_is_now():
-    drawn = done([sys.executable, str(ROOT / 'docs' / 'draw_graph.py'), '-'], None)
+    drawn = output_of([ROOT / 'docs' / 'draw_graph.py', '-'])
     assert drawn == (ROOT / 'docs' / 'how-it-works.svg').read_text(), (
         'Run python docs/draw_graph.py'
     )

@@ -108,6 +108,7 @@ FORWARD = [all_kinds, wide_and_deep, shared_of_v1, shared_of_v2, lookups_of_one_
 MODELS = [*map(of_all_modes, FORWARD)]
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('model_fn', MODELS, ids=lambda f: f.__name__)
 def test_as_on_one_device(model_fn):
     compare_modes(model_fn, examples, 4)
@@ -134,6 +135,7 @@ def with_gaps():
     return batches
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('model_fn', MODELS[:3], ids=lambda f: f.__name__)
 def test_sparse_features(model_fn):
     compare(model_fn, with_gaps(), 4, static=False, preprocess=to_sparse)

@@ -2,10 +2,7 @@
 
 import copy
 import inspect
-import os
 import pickle
-import subprocess
-import sys
 
 import cloudpickle
 import numpy as np
@@ -15,6 +12,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import pickled
 from estimator_mgpu import TowerOptimizer, optimizer
+from forks import output_of
 from models import batches, spec_of
 from towers import assert_same, train
 
@@ -128,24 +126,16 @@ with open(sys.argv[1], 'rb') as file:
 """
 
 
-def run(script, path):
-    """What a script prints in a process of its own."""
-    variables = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, '-c', script, str(path)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return done.stdout.splitlines()
-
-
 @pytest.mark.parametrize('notebook', [False, True], ids=['module', 'notebook'])
 def test_another_process(notebook, tmp_path):
     """It trains what it's given as this one does."""
     path, given = tmp_path / 'given', list(pickled.ALL.values())
     if notebook:
-        run(NOTEBOOK, path)
+        output_of(['-c', NOTEBOOK, path])
     else:
         path.write_bytes(pickle.dumps(given))
-    found = [list(map(float, line.split())) for line in run(LOADS, path)]
+    lines = output_of(['-c', LOADS, path]).splitlines()
+    found = [list(map(float, line.split())) for line in lines]
     expected = pickled.trained(pickled.plain, str(tmp_path / 'one')).ravel()
     assert len(found) == (3 if notebook else len(given))
     for weights in found:

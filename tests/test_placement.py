@@ -106,6 +106,7 @@ def of_everything(features, labels, mode):
     return spec_of(mode, loss, train_op, *tf.get_collection(tf.GraphKeys.UPDATE_OPS))
 
 
+@pytest.mark.no_cover
 @CHOICES
 @pytest.mark.parametrize('model_fn', [of_everything, by_hand], ids=lambda f: f.__name__)
 def test_training(model_fn, variables, behavior):

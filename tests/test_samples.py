@@ -1,7 +1,6 @@
 """The samples, run as a newcomer runs them."""
 
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -10,22 +9,22 @@ import sys
 import pytest
 import tensorflow.compat.v1 as tf
 
+from forks import Popen, output_of
+
 SAMPLES = pathlib.Path(__file__).resolve().parent.parent / 'samples'
 
 
-def run_python(*arguments, gpus='-1', errors=subprocess.PIPE):
-    """Returns the lines that Python prints, when run in samples/."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=SAMPLES,
-        env={**os.environ, 'CUDA_VISIBLE_DEVICES': gpus},
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + (done.stderr or '')[-5000:]
-    return done.stdout.splitlines()
+def run_python(*command, gpus='-1', apart=True):
+    """Returns the lines that `python *command` prints, when run in samples/.
+
+    It runs in a process that is forked from one that has imported TensorFlow.
+
+    Args:
+      command: the name of a sample, or '-c' and a program; then arguments.
+      gpus: what CUDA_VISIBLE_DEVICES is.
+      apart: whether standard error is left out of the lines.
+    """
+    return output_of(command, SAMPLES, apart, CUDA_VISIBLE_DEVICES=gpus).splitlines()
 
 
 # TensorFlow is imported once. Each sample has a process of its own, as they define the same flags.
@@ -80,7 +79,7 @@ def test_digits_draws_the_same_on_two_devices_as_on_one(tmp_path):
     for devices in (2, 1):
         model_dir = tmp_path / str(devices)
         flags = f'--devices={devices}', '--train_steps=100', f'--model_dir={model_dir}'
-        lines = run_python('digits.py', *flags, errors=subprocess.STDOUT)
+        lines = run_python('digits.py', *flags, apart=False)
         assert ('Devices: /device:CPU:0' in lines) == (devices == 1) and len(lines) <= 30
         accuracy, *other = numbers(DIGITS, lines[-1])
         assert accuracy > 0.9 and other == [devices, 100]
@@ -174,9 +173,11 @@ def test_machines_train_as_one_device_though_a_worker_is_killed(tmp_path):
 def test_machines_fails_if_the_chief_does(tmp_path):
     (tmp_path / 'machines').write_text('')  # in the place of the directory for checkpoints
     command = [sys.executable, SAMPLES / 'machines.py', f'--model_dir={tmp_path}']
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert 'chief has failed (1): see its log.' in done.stderr
+    process = Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with process:
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert 'chief has failed (1): see its log.' in said
     assert 'Error' in (tmp_path / 'chief0.log').read_text()
 
 

@@ -15,6 +15,7 @@ with pytest.MonkeyPatch.context() as patch:
 pytestmark = pytest.mark.core
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('name', shares_models.MODELS)
 def test_the_busiest_of_four_devices(name):
     kernels, _ = shares_models.kernels_of(name, 4)
@@ -52,6 +53,7 @@ def found(name, devices, static, values=None):
             return before, {'loss': loss, **session.run(variables)}
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('name', shares_models.MODELS)
 def test_as_on_one_device(name):
     """With a batch whose size the graph knows, and with one whose size it doesn't know."""

@@ -93,6 +93,7 @@ def plan_of(run):
     return steps.of_graph(run.graph).plan
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ('data', 'towers'),
     [(even, 4), (short_last, 1), (short_last, 2)],

@@ -7,7 +7,8 @@ A `model_fn` is called with features, labels and mode; `batches` are NumPy nests
 labels, one a step; 0 `towers` run the model_fn as it is; `values` are what variables start from, by
 name. Options are `static`, whether the graph knows the batch size; `preprocess`, which makes
 features and labels of what is fed, as an input_fn does; `epochs`, so many of which an input
-pipeline gives, where nothing is fed; `replicate`, and what that takes.
+pipeline gives, where nothing is fed; `optimized`, as of `session()`; `replicate`, and what that
+takes.
 
 An input pipeline is read to its end, but for a model_fn as it is: that takes as many steps, since
 it may write once more when it finds no batch.
@@ -97,15 +98,21 @@ def behavior_of(version):
 
 
 @contextlib.contextmanager
-def session(towers, **options):
+def session(towers, optimized=False):
     """A session that has a device a tower and puts every op where it's told to.
 
     On GPUs, it puts elsewhere what has no kernel for them.
+
+    Args:
+      towers: how many; 0 is one device, as 1 is.
+      optimized: whether all of TensorFlow's graph optimizers run, as in a session of a user's own.
+        Otherwise those do that a user gets by default: on several devices almost none.
     """
-    soft = bool(tf.config.list_physical_devices('GPU'))
     count = max(towers, 1)
-    config = tf.ConfigProto(device_count={'CPU': count}, allow_soft_placement=soft, **options)
-    with tf.Session(config=estimator_mgpu.session_config(count, config)) as sess:
+    config = tf.ConfigProto(device_count={'CPU': count}) if optimized else None
+    config = estimator_mgpu.session_config(count, config)
+    config.allow_soft_placement = bool(tf.config.list_physical_devices('GPU'))
+    with tf.Session(config=config) as sess:
         yield sess
 
 
@@ -125,6 +132,7 @@ def _started(
     static=True,
     preprocess=None,
     epochs=None,
+    optimized=False,
     replicate=estimator_mgpu.replicate,
     **options,
 ):
@@ -147,7 +155,7 @@ def _started(
         features, labels = preprocess(*inputs) if preprocess else inputs
         spec = model_fn(features=features, labels=labels, mode=mode)
 
-        with session(towers) as sess:
+        with session(towers, optimized) as sess:
             sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
             sess.run(tf.local_variables_initializer())
             yield sess, spec, feeds
