@@ -312,6 +312,13 @@ def test_train_distribute():
         build(regression(adam), config=config)
 
 
+def test_the_scope_of_a_strategy():
+    model_fn = estimator_mgpu.replicate(lambda features: None, devices=2)
+    with tf.Graph().as_default(), tf.distribute.OneDeviceStrategy('/cpu:0').scope():
+        with pytest.raises(ValueError, match='train_distribute=OneDeviceStrategy.*Leave out'):
+            model_fn(tf.zeros([4, 3]))
+
+
 @pytest.mark.parametrize(
     ('given', 'error', 'message'),
     [

@@ -143,3 +143,13 @@ def test_an_optimizer_that_becomes_another():
 
     optimizer.__class__ = Other
     assert type(optimizer) is Other
+
+
+def test_a_users_class_of_tower_optimizers():
+    """It is constructed as the optimizer's own class is."""
+
+    class Descent(TowerOptimizer, tf.train.GradientDescentOptimizer):
+        pass
+
+    made = Descent(0.1)
+    assert isinstance(made, TowerOptimizer) and made.get_name() == 'GradientDescent'

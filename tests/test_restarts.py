@@ -2,6 +2,7 @@
 
 import pytest
 import tensorflow.compat.v1 as tf
+from tensorflow.python.training import monitored_session
 
 from estimator_mgpu.cluster import restarts
 from estimator_mgpu.tf_internals import lost_sessions
@@ -127,3 +128,12 @@ def test_what_sessions_are_lost_by():
         with tf.train.MonitoredSession(hooks=[hook]) as session:
             assert session.run(value) == 1
     assert told == hook.errors
+
+
+def test_other_messages_are_logged(caplog):
+    """By any function of the log, and with other arguments than errors."""
+    told = []
+    with lost_sessions.lost_sessions(told.append):
+        monitored_session.logging.info('%d steps', 3)
+        monitored_session.logging.warning('It takes long.')
+    assert caplog.messages == ['3 steps', 'It takes long.'] and not told

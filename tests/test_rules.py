@@ -640,6 +640,12 @@ def checked(name, sampled):
     return check_rule(lambda *given: sampled(Batch(given)), *batch.rows, types=[name])
 
 
+def test_a_mean_of_integers():
+    """It's rounded, so it isn't the mean of the means of parts."""
+    rows = np.random.RandomState(0).randint(9, size=[7, 3]).astype(np.int32)
+    assert 'Mean' not in check_rule(lambda x: tf.reduce_mean(x, 0), rows)
+
+
 def with_letters(rule):
     """A rule with a letter in place of each word's first `_`, of each word's second, and so on."""
     words = rule.split()

@@ -5,6 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import check_rule, steps
+from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
@@ -62,19 +63,29 @@ def _reshaped_sparse(shape, new_shape):
         'no quotient': (lambda s: s[:1] // 4, ['?']),
         'by zero': (lambda s: s[1:2] // (s[2] - 5), ['?']),
         'remainder': (lambda s: s[2] % s[1], [2]),
+        'remainder by zero': (lambda s: s[2] % (s[1] - 3), ['?']),
+        'sum with zero': (lambda s: s + 0, ['B', 3, 5]),
         'sum': (lambda s: s + s, ['2B', 6, 10]),
         'sum of unlike': (lambda s: s + 1, ['?', '?', '?']),
         'larger': (lambda s: tf.maximum(s[1:], 4), [4, 5]),
         'larger of unlike': (lambda s: tf.maximum(s[0], 1), ['?']),
         'gathered': (lambda s: tf.gather(s, [2, 0]), [5, 'B']),
+        'gathered beyond the end': (lambda s: tf.gather(s, [7]), ['?']),
+        'gathered from a matrix': (lambda s: tf.gather(tf.stack([s, s]), [0]), ['?'] * 3),
         'gathered by rows': (lambda s: tf.gather([1, 2], s[:1]), ['?']),
         'stitched': (lambda s: tf.dynamic_stitch([[0, 2], [1]], [s[:2], s[2:]]), ['B', 5, 3]),
         'stitched rows': (
             lambda s: tf.dynamic_stitch([[0], [1]], [[s[:2]], [s[1:]]]),
             ['?', '?', '?', '?'],
         ),
+        'stitched with a gap': (
+            lambda s: tf.dynamic_stitch([[0], [2]], [s[:1], s[1:2]]),
+            ['?', '?', '?'],
+        ),
         'zeros': (lambda s: tf.raw_ops.ZerosLike(x=s[1:]), [0, 0]),
         'filled': (lambda s: tf.fill([2], s[0]), ['B', 'B']),
+        'filled with many': (lambda s: tf.fill([10_000], s[0]), None),
+        'a constant of many': (lambda s: tf.constant([*range(100)]), None),
         'range': (lambda s: tf.range(tf.size(s)), [0, 1, 2]),
         'inverse': (lambda s: tf.math.invert_permutation([2, 0, 1]), [1, 2, 0]),
         'unstacked': (lambda s: tf.unstack(s)[2], [5]),
@@ -106,6 +117,7 @@ def _reshaped_sparse(shape, new_shape):
             ['B', '?'],
         ),
         'reshaped': (lambda s: tf.reshape(s, [3, 1]), ['B', 3, 5]),
+        'squeezed': (lambda s: tf.squeeze(tf.reshape(s, [3, 1])), ['B', 3, 5]),
         'by way of floats': (lambda s: tf.cast(tf.cast(s, tf.float32), tf.int32), ['?', '?', '?']),
     }.values(),
     ids=lambda value: None if callable(value) else str(value),
@@ -167,6 +179,13 @@ def test_an_output_has_the_sizes_of_inputs(op, dtype):
         return tf.reshape(op(time_major), tf.shape(time_major, out_type=dtype))
 
     assert 'Reshape' in check_rule(reshaped, floats(5, 3, 4), types=[])
+
+
+def test_the_part_of_a_shape_that_a_tower_has():
+    """Its own rows, in one dimension; not known of what stands for the rest, nor of other sizes."""
+    assert local_shape_of([B, Size(5)], 0, ROWS) == LocalShape((B, Size(5)), 0, ROWS)
+    for shape, position in (([Size(-1), Size(5)], 0), ([Size(7)], 0), ([B], 1), (None, 0)):
+        assert local_shape_of(shape, position, ROWS) is None
 
 
 def in_loops(features, labels, mode):

@@ -1,0 +1,60 @@
+"""Loops and branches: which are sharded and which run once, with one device's results."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import check_rule
+
+ROWS = np.random.RandomState(0).randn(7, 3).astype(np.float32)
+
+
+def loop(body, *start):
+    """The last variable of a loop of three steps, whose shape may change from step to step."""
+    start = [tf.convert_to_tensor(value) for value in (0, *start)]
+    shapes = [tf.TensorShape([None] * value.shape.rank) for value in start]
+    condition = lambda i, *_: i < 3  # noqa: E731
+    return tf.while_loop(condition, lambda i, *x: (i + 1, *body(*x)), start, shapes)[-1]
+
+
+def largest(x):
+    """The variable has the same value on all devices before a step, and a part of it after it."""
+    return loop(lambda _: [tf.reduce_max(x)], 0.0)
+
+
+def replaced(x):
+    """The variable has the examples before a step, and something else after it."""
+    return loop(lambda _: [tf.ones([7, 3])], x)
+
+
+def doubled(x):
+    """There are twice as many rows after each step."""
+    return loop(lambda net: [tf.reshape(tf.tile(net, [1, 2]), [-1, 3])], x)
+
+
+def counted(x):
+    """A variable is another number before the first step than the number of examples."""
+    return loop(lambda net, count: [tf.tanh(net), tf.shape(net)[0]], x, 0)
+
+
+def width(x):
+    """No branch gives what depends on the examples."""
+    given = tf.placeholder_with_default(True, [])
+    return tf.cond(given, lambda: tf.shape(x)[1], lambda: 0)
+
+
+@pytest.mark.parametrize('program', [largest, replaced, doubled, counted, width])
+def test_runs_once(program):
+    sharded = check_rule(program, ROWS)
+    assert not {op_type for op_type in sharded if op_type.endswith(('While', 'If'))}
+
+
+def labeled(x):
+    """The graph doesn't know that there is a label for each example, but the loop's op does."""
+    labels = tf.where(x[:, 0] < 100)[:, 0] * 0
+    cost = tf.nn.sparse_softmax_cross_entropy_with_logits
+    return loop(lambda net: [net + cost(labels=labels, logits=net)[:, None]], x)
+
+
+def test_runs_on_every_device():
+    assert {'While', 'StatelessWhile'} & check_rule(labeled, ROWS)

@@ -1,0 +1,68 @@
+"""TensorLists and Optionals: which ops on them run on every device, with one device's results."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import check_rule
+
+ROWS = np.random.RandomState(0).randn(7, 3).astype(np.float32)
+ops = tf.raw_ops
+VECTORS = {'element_shape': [-1], 'element_dtype': tf.float32}
+
+
+def of_columns(x):
+    """A list with an element for each column, which has an entry for each example."""
+    return ops.TensorListFromTensor(tensor=tf.transpose(x), element_shape=[-1])
+
+
+def of_examples(x):
+    """A list with an element for each example."""
+    return ops.TensorListFromTensor(tensor=x, element_shape=[3])
+
+
+def first_of(elements):
+    return ops.TensorListGetItem(input_handle=elements, index=0, **VECTORS)
+
+
+def two_values(x):
+    """An Optional of two values, and the second one of them."""
+    optional = ops.OptionalFromValue(components=[x, 2 * x])
+    values = ops.OptionalGetValue(
+        optional=optional, output_types=[tf.float32] * 2, output_shapes=[[None, 3]] * 2
+    )
+    return values[1]
+
+
+def beside_a_list(x):
+    """The examples, given on together with an empty list."""
+    empty = ops.EmptyTensorList(element_shape=-1, max_num_elements=3, element_dtype=tf.float32)
+    return ops.IdentityN(input=[x, empty])[0]
+
+
+SHARDED = {
+    'TensorListGetItem': lambda x: first_of(of_columns(x)),
+    'TensorListStack': lambda x: ops.TensorListStack(input_handle=of_columns(x), **VECTORS),
+    'TensorListLength': lambda x: ops.TensorListLength(input_handle=of_columns(x)),
+    'TensorListResize': lambda x: first_of(
+        ops.TensorListResize(input_handle=of_columns(x), size=5)
+    ),
+}
+ONCE = {
+    'TensorListFromTensor': lambda x: first_of(of_examples(x)),
+    'TensorListGather': lambda x: ops.TensorListGather(
+        input_handle=of_columns(x), indices=[2, 0], **VECTORS
+    ),
+    'TensorListConcatV2': lambda x: ops.TensorListConcatV2(
+        input_handle=of_columns(x), leading_dims=tf.zeros([0], tf.int64), **VECTORS
+    )[0],
+    'AddN': lambda x: first_of(ops.AddN(inputs=[of_columns(x), of_columns(tf.cumsum(x))])),
+    'OptionalFromValue': two_values,
+    'IdentityN': beside_a_list,
+}
+
+
+@pytest.mark.parametrize('op_type', [*SHARDED, *ONCE])
+def test_list(op_type):
+    sharded = check_rule({**SHARDED, **ONCE}[op_type], ROWS)
+    assert (op_type in sharded) == (op_type in SHARDED)
