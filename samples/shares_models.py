@@ -600,5 +600,6 @@ def kernels_of(name, devices):
     for stats in metadata.step_stats.dev_stats:
         for node in stats.node_stats:
             kind = node.timeline_label.partition(' = ')[2].partition('(')[0]
-            kernels[stats.device] += bool(HEAVY.search(kind))
+            if HEAVY.search(kind):
+                kernels[stats.device] += 1
     return kernels, graph
