@@ -1,4 +1,4 @@
-"""Train a TensorFlow Estimator on several devices, and get the results that one would give.
+"""Train a TensorFlow Estimator on several devices, and get the same results as on one.
 
 Start with `replicate`, which decorates a model_fn, or with `Estimator`.
 """

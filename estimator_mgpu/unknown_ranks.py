@@ -1,7 +1,7 @@
 """The shapes of features and labels whose rank the input_fn doesn't tell, but the model_fn does.
 
 In: the batch as the model_fn got it, when its graph is finished. Out: the batch with the ranks that
-the graph tells.
+the graph tells. What has no rank then isn't sharded: see `batch.Batch.unknown`.
 """
 
 from __future__ import annotations

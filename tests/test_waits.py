@@ -352,6 +352,29 @@ def test_the_factors_of_a_product_are_written_after_both_are_read():
     compare(model_fn, BATCHES, 3)
 
 
+def test_a_gradient_that_nobody_uses_is_not_computed():
+    """Whoever fetches it gets what it was before the variable was written."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(3, 1), use_resource=False)
+        loss = tf.reduce_sum(tf.matmul(features, w))
+        return spec_of(mode, loss, sgd(loss, 1.0))
+
+    with tf.Graph().as_default(), session(2) as run:
+        graph = replicated(model_fn)
+        [write] = [op for op in graph.get_operations() if op.type.startswith('Apply')]
+        unused = 'gradients/MatMul_grad/MatMul'  # with respect to the features
+        for tower in range(2):
+            assert f'replicate/tower_{tower}/{unused}' not in before(write)
+            assert f'replicate/tower_{tower}/{unused}_1' in before(write)
+
+        copies = [op for op in graph.get_operations() if op.type == 'DeepCopy']
+        assert copies and set(copies) <= graphs.ancestors([write])
+        run.run(tf.global_variables_initializer())
+        fetched, _ = run.run([f'{unused}:0', write], {'features:0': floats(5, 3)})
+        np.testing.assert_array_equal(fetched, np.tile(floats(3, 1).T, [5, 1]))
+
+
 def test_effects_that_a_tuple_waits_for():
     calls = []
 

@@ -1,4 +1,8 @@
-"""Estimates how many bytes a tensor has: what it costs to send or to copy it."""
+"""Estimates how many bytes a tensor has: what it costs to send or to copy it.
+
+Whether an op is sharded is no matter of cost: it is, if a rule says how. The only exception are
+rows that aren't examples, which begin with products (`rules.PRODUCTS`).
+"""
 
 from __future__ import annotations
 

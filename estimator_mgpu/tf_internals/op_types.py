@@ -73,7 +73,7 @@ BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2'
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""
 
 VALUE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd')
-VARIABLE_READS = (*VALUE_READS, 'VariableShape')
+VARIABLE_READS = (*VALUE_READS, 'VariableShape', 'DeepCopy')
 """Ops that only read a variable: TensorFlow calls them stateful, but they have no side effect."""
 REFERENCE_READS = (
     *('RefIdentity', 'RefSelect', 'RefSwitch', *ENTER, *EXIT, *NEXT_ITERATION, *MERGE),

@@ -17,7 +17,7 @@ that the output needs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -52,9 +52,9 @@ class StateOrder:
         self._writes: dict[tf.Operation, int] = defaultdict(int)
 
         order = topological_order(ops)
-        shared = _read_by_users(order)
+        self._behind = _read_by_users(order)
         for op in order:
-            self._classify(op, shared)
+            self._classify(op)
         self._upstream = upstream_bits(ops, self._bits)
 
     def bits(self, op: tf.Operation) -> int:
@@ -86,6 +86,27 @@ class StateOrder:
         effects = self.effects & self._upstream.get(op, 0) & ~self.bits(op)
         return effects | self.needs_in_order(op)
 
+    def variables_behind(self, tensor: tf.Tensor) -> Set[tf.Operation]:
+        """The variables that are read by whoever uses a tensor."""
+        return self._behind.get(tensor.name, set())
+
+    def late_readers(self) -> list[tf.Operation]:
+        """The ops that read variables by what loops, branches and reads of references give."""
+        return list(self._ops_of(self.late_reads))
+
+    def writes_after(self, op: tf.Operation) -> list[tf.Operation]:
+        """The ops that write to the variables that an op reads, and that come after it."""
+        writes = 0
+        for variable in self._variables[op]:
+            writes |= self._writes[variable]
+        return [write for write in self._ops_of(writes) if self.upstream(write) & self.bits(op)]
+
+    def forget_read(self, op: tf.Operation) -> None:
+        """Notes that an op reads no variable any more, so that no write has to come after it."""
+        for variable in self._variables.pop(op):
+            self._reads[variable] &= ~self.bits(op)
+        self.late_reads &= ~self.bits(op)
+
     def ops_for(self, missing: int, op: tf.Operation) -> list[tf.Operation]:
         """Ops that an op can wait for, by control edges, so that it waits for all that is missing.
 
@@ -108,11 +129,11 @@ class StateOrder:
                     within &= ~self.upstream(end)
         return list(dict.fromkeys(found))
 
-    def _classify(self, op: tf.Operation, shared: dict[str, set[tf.Operation]]) -> None:
+    def _classify(self, op: tf.Operation) -> None:
         has_effect = has_side_effect(op)
         reads_late: set[tf.Operation] = set()
         if not has_effect and op.type not in op_types.SHAPE_QUERIES:
-            reads_late = reads_late.union(*(shared.get(t.name, ()) for t in op.inputs))
+            reads_late = reads_late.union(*map(self.variables_behind, op.inputs))
 
         variables = reads_late
         if has_effect or op.type in op_types.VALUE_READS:

@@ -92,7 +92,8 @@ class CalledFunctions:
     def factor(self, index: int, axis: int) -> Size:
         """How many entries an example has along an axis of an argument.
 
-        If an op in a function requested that the argument be sharded, it's along this axis.
+        The axis is that of the argument's shard. If an op in a function requested the shard, it's
+        the axis that was requested (see `shard_requested`).
         """
         argument = self.arguments[index]
         factor = self.scope.sizes.per_row(argument, axis, self.scope.batch)

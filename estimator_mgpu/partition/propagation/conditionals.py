@@ -1,5 +1,7 @@
 """How `tf.cond` and `tf.case` of TensorFlow 1 are sharded, which are made of ops, not functions.
 
+`branches` is about those that call functions.
+
 A `Switch` passes its input on to one of two branches, and a `Merge` passes on what comes out of the
 branch that was taken. The ops of the other branch don't run:
 

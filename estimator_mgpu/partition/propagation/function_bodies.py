@@ -149,7 +149,10 @@ class FunctionBody:
         self._record(op, decision)
 
     def _passed_partial(self, op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
-        """As `passed_partial`. What is replicated now may turn out to be a partial sum as well."""
+        """As `passed_partial`. What is replicated now may turn out to be a partial sum as well.
+
+        The last visit, which assumes nothing, finds out if it doesn't.
+        """
         partial = passed_partial(op, placements)
         if partial is None and self.scope.assumes:
             partial_sum = Partial('sum', self.scope.batch)

@@ -109,7 +109,8 @@ class Match:
     ) -> bool | None:
         """Whether entries are in blocks if the op is sharded as an input is; None if it can't be.
 
-        A shard has an order, unless it's one block. A full value has both.
+        A shard with several entries a row has them in one of two orders: by block, or by row. A
+        full value, or a shard with one entry a row, can be taken in either.
         """
         by_rule = self._signature.in_blocks.get(label)
         if isinstance(placement, Shard) and factor != ONE:

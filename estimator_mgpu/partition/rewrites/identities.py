@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.rewrites.idle_reads import copy_for_idle_reads
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
@@ -48,6 +49,7 @@ def bypass_identities(
         for op in graph.get_operations()
         if op.name not in existing_ops and _only_waits(op, order)
     ]
+    copy_for_idle_reads(graph, set(identities), order)
     tied = _wait_for_late_reads(graph, identities, order)
 
     replaced: dict[str, tf.Tensor] = {}

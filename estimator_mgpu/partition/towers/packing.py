@@ -141,7 +141,8 @@ def _needed_by_first_writes(
 
     An initial value may be computed from the batch and from another variable. A pack of what it
     needs would read variables that aren't initialized. So ops count that a write to a variable
-    depends on, unless the write depends on gradients.
+    depends on, unless the write depends on gradients. Writes to variables that no gradient needs,
+    such as moving averages, don't count: otherwise nothing before these could be packed.
     """
     variables = {op for call in ops_of_calls for op in call if op.outputs and not op.inputs}
     after_gradients = set(dependents([g for call in calls for g in call], frozenset()))
@@ -168,7 +169,8 @@ def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     """Tensors that may be packed: with their row space if they are summed over towers, or None.
 
     These are values that towers read and that depend on no example, but for constants, of which
-    each tower has its own; and partial sums, if no tower's op depends on them.
+    each tower has its own; and partial sums, if no tower's op depends on them, by data or control.
+    If one does, and gives another partial sum, a pack of both would wait for itself.
     """
     dependent = set(plan.order)
     sharded = [op for op in plan.order if op.name in plan.ops]

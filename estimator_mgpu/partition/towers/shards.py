@@ -65,6 +65,7 @@ class Shards:
             self._add_extents(total)
 
     def _set_static_extents(self) -> None:
+        """If the number of rows is known, there is one for each tower, or nothing is sharded."""
         self.total = self.rows.static or 0
         each, larger_shards = divmod(self.total, len(self.devices))
 

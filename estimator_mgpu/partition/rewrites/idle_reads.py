@@ -1,0 +1,84 @@
+"""Reads of reference variables whose results nobody uses get a copy of the variable.
+
+`tf.gradients` computes the gradient of a product with respect to both factors. In a first layer,
+the one with respect to the features is read by nobody:
+
+    matmul(gradient, w)  -->  entry of a tuple, without users
+
+The value of a reference variable lies in the variable's own memory, so this product reads `w` when
+it runs, and has to come before the write to `w`. Whoever fetches it relies on that. So each step
+would compute the largest product of some models for nothing. With a copy of `w`, only the copy has
+to come before the write, and the product runs only if somebody fetches it:
+
+    copy(w)  -->  write to w
+        |
+        +----->  matmul(gradient, copy(w))
+
+In: the graph, and the order in which it touches state. Out: copies in place of operands, for which
+writes wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import private
+from estimator_mgpu.tf_internals.state_order import StateOrder
+
+
+def copy_for_idle_reads(
+    graph: tf.Graph, identities: Container[tf.Operation], order: StateOrder
+) -> None:
+    """Gives copies of variables to the ops that read them and whose results nobody uses.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      identities: the identities that are going to be bypassed.
+      order: of the graph. What gets a copy no longer counts as a read.
+    """
+    copies: dict[str, tf.Tensor] = {}
+    for op in order.late_readers():
+        operands = [tensor for tensor in op.inputs if order.variables_behind(tensor)]
+        writes = order.writes_after(op)
+        ops = [op, *writes, *(tensor.op for tensor in operands)]
+        if not writes or not all(map(order.liveness.always_runs, ops)):
+            continue
+        if not _is_idle(op, identities) or not all(_can_be_copied(t, op, order) for t in operands):
+            continue
+
+        for index, tensor in enumerate(op.inputs):
+            if order.variables_behind(tensor):
+                if tensor.name not in copies:
+                    copies[tensor.name] = _copy(graph, tensor)
+                private.set_input(op, index, copies[tensor.name])
+        copied = [copies[tensor.name].op for tensor in operands]
+        for write in writes:
+            private.add_control_inputs(write, copied)
+        order.forget_read(op)
+
+
+def _is_idle(op: tf.Operation, identities: Container[tf.Operation]) -> bool:
+    """Whether what follows from an op ends in identities, entries of tuples, without users."""
+    stack = [op]
+    while stack:
+        last = stack.pop()
+        users = [user for output in last.outputs for user in output.consumers()]
+        if not users and last not in identities:
+            return False
+        stack += users
+    return True
+
+
+def _can_be_copied(tensor: tf.Tensor, op: tf.Operation, order: StateOrder) -> bool:
+    """Whether an op that reads a variable by a tensor reads what is there when the tensor is."""
+    is_write_between = order.needs_in_order(op) & ~order.upstream(tensor.op)
+    return tensor.dtype.is_floating and not is_write_between
+
+
+def _copy(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
+    """A copy in other memory, on the same device."""
+    with graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
+        with graph.colocate_with(tensor.op, ignore_existing=True):
+            return tf.raw_ops.DeepCopy(x=tensor, name=f'{tensor.op.name}/copy')
