@@ -582,12 +582,16 @@ def spec_of(name, devices, static=False):
 
 
 def kernels_of(name, devices):
-    """Runs a step of a model; returns how many heavy kernels each device ran, and the graph."""
+    """Runs a step of a model on so many CPU devices, also on a machine that has GPUs.
+
+    Returns:
+      How many heavy kernels each device ran, and the graph.
+    """
     metadata = tf.RunMetadata()
     options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
-    config = tf.ConfigProto(device_count={'CPU': devices}, allow_soft_placement=False)
+    config = tf.ConfigProto(device_count={'CPU': devices, 'GPU': 0}, allow_soft_placement=False)
     with tf.Graph().as_default() as graph:
-        spec, feed = spec_of(name, devices)
+        spec, feed = spec_of(name, [f'/device:CPU:{i}' for i in range(devices)])
         with tf.Session(config=config) as session:
             session.run([tf.global_variables_initializer(), tf.tables_initializer()])
             fetches = spec.predictions if spec.train_op is None else spec.train_op
@@ -596,5 +600,6 @@ def kernels_of(name, devices):
     for stats in metadata.step_stats.dev_stats:
         for node in stats.node_stats:
             kind = node.timeline_label.partition(' = ')[2].partition('(')[0]
-            kernels[stats.device] += bool(HEAVY.search(kind))
+            if HEAVY.search(kind):
+                kernels[stats.device] += 1
     return kernels, graph

@@ -115,7 +115,8 @@ def test_batch(given, expected):
     ],
     ids=repr,
 )
-def test_devices(given, error, message):
+def test_devices(given, error, message, gpus):
+    gpus()  # a machine that has none
     calls = [lambda: build(regression(adam), devices=given), lambda: devices.resolve(given)]
     if given != ['/gpu:0']:  # Which devices there are is seen as the model_fn is called.
         calls.append(lambda: estimator_mgpu.replicate(devices=given))
@@ -127,7 +128,7 @@ def test_devices(given, error, message):
 @pytest.mark.parametrize('make', [estimator_mgpu.replicate, estimator_mgpu.Estimator])
 def test_other_types_that_will_do(make):
     """A generator is read once, whatever else is made of it then."""
-    two = ['/device:CPU:0', '/device:CPU:1']
+    two = devices.resolve(2)
     for given in (2, np.int64(2), two, tuple(two), (one for one in two), np.array(two)):
         made = make(regression(adam), devices=given)
         options = getattr(made, '_model_fn', made).replicate_options

@@ -45,7 +45,8 @@ def test_the_config_of_a_task(config_of):
     found = addresses(config_of('worker', 1, {**TASKS, 'evaluator': ['e0:1']}))
     assert [*found] == [CHIEF, WORKER, '/job:worker/task:1', PS]  # An evaluator is none of them.
     assert [*found.values()] == ['c0:1', 'w0:1', 'w1:1', 'p0:1']
-    config = estimator_mgpu.Estimator(linear, config=config_of('worker', 1), devices=2).config
+    two = ['/device:CPU:0', '/device:CPU:1']
+    config = estimator_mgpu.Estimator(linear, config=config_of('worker', 1), devices=two).config
     assert config.cluster_spec.as_dict() == {'chief': ['w1:1']}
     assert config.is_chief and not config.master and not config.evaluation_master
     assert not config.session_config.device_filters
