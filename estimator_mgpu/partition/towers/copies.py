@@ -25,6 +25,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.towers.functions import adapt_node
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, const_def
+from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types
@@ -38,7 +39,7 @@ class Copies:
 
     Args:
       plan: which ops are sharded, and what their copies are given.
-      devices: one for each tower.
+      towers: those that have copies.
       values: what the copies are given.
       waits: what the copies wait for.
       nodes: where nodes are added.
@@ -47,13 +48,13 @@ class Copies:
     def __init__(
         self,
         plan: Plan,
-        devices: Sequence[str],
+        towers: Sequence[Tower],
         values: Values,
         waits: Waits,
         nodes: NodeBuilder,
     ):
         self._plan = plan
-        self._devices = devices
+        self._towers = towers
         self._values = values
         self._waits = waits
         self._nodes = nodes
@@ -61,7 +62,7 @@ class Copies:
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
         """Adds a copy of an op for each tower."""
         definition = op.node_def
-        for tower in range(len(self._devices)):
+        for tower in self._towers:
             device = self._device(op, op_plan, tower)
             control_inputs = self._control_inputs(op, tower)
             operands = [
@@ -83,7 +84,7 @@ class Copies:
                 frame = self._values.copy_name(node.attr['frame_name'].s.decode(), tower)
                 node.attr['frame_name'].s = frame.encode()
 
-    def _device(self, op: tf.Operation, op_plan: OpPlan, tower: int) -> str:
+    def _device(self, op: tf.Operation, op_plan: OpPlan, tower: Tower) -> str:
         """Where a copy runs: on its tower's device, unless the user wants another kind."""
         for operand, need in zip(op.inputs, op_plan.needs):
             if operand.dtype == tf.resource and not isinstance(need, VariableValue):
@@ -96,7 +97,7 @@ class Copies:
             # So that rows of a table are sent, rather than the table.
             return self._values.device_of_full(op.inputs[0])
 
-        device = self._devices[tower]
+        device = tower.device
         if not op.device:
             return device
         wanted_kind = device_spec(op.device).device_type
@@ -104,7 +105,7 @@ class Copies:
             return device
         return op.device
 
-    def _control_inputs(self, op: tf.Operation, tower: int) -> list[str]:
+    def _control_inputs(self, op: tf.Operation, tower: Tower) -> list[str]:
         """What a copy waits for, as its op does: the tower's copies, and ops that run once."""
         names = []
         unsharded = []
@@ -116,11 +117,11 @@ class Copies:
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:
-            names.append(self._nodes.after(unsharded, host_of(self._devices[tower])))
+            names.append(self._nodes.after(unsharded, host_of(tower.device)))
         return names
 
     def _operand(
-        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: int, device: str
+        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: Tower, device: str
     ) -> str:
         """What a copy on a device is given for an input of its op."""
         is_read_in_loop = op.name in self._plan.in_loops and isinstance(need, VariableValue)
@@ -137,15 +138,15 @@ class Copies:
 
         placement = self._plan.placements.get(tensor.name)
         if need == FULL_ON_FIRST:
-            full = self._full_operand(tensor, tower, device, or_zeros=tower > 0)
-            if tower > 0:
+            full = self._full_operand(tensor, tower, device, or_zeros=tower.index > 0)
+            if tower.index > 0:
                 return self._nodes.add('ZerosLike', [full], device, T=tensor.dtype.base_dtype)
             return full
         if placement is not None and not isinstance(placement, (Shard, Partial)):
             return self._values.local(tensor, tower)  # It's the same on all towers.
         return self._full_operand(tensor, tower, device)
 
-    def _local_sizes(self, tensor: tf.Tensor, need: LocalShape | Constant, tower: int) -> str:
+    def _local_sizes(self, tensor: tf.Tensor, need: LocalShape | Constant, tower: Tower) -> str:
         shards = self._values.batch_shards
         if isinstance(need, LocalShape):
             shards = self._values.shards_of(need.rows)
@@ -154,7 +155,7 @@ class Copies:
         return self._nodes.tensor(sizes, dtype, dtype)
 
     def _full_operand(
-        self, tensor: tf.Tensor, tower: int, device: str, or_zeros: bool = False
+        self, tensor: tf.Tensor, tower: Tower, device: str, or_zeros: bool = False
     ) -> str:
         """A full value on a device; with `or_zeros` only its shape counts."""
         dtype = tensor.dtype.base_dtype
@@ -172,7 +173,7 @@ class Copies:
         return self._values.send(full, dtype, source, device)
 
     def _local_sizes_in_loop(
-        self, tensor: tf.Tensor, need: LocalShape | Constant, tower: int, device: str
+        self, tensor: tf.Tensor, need: LocalShape | Constant, tower: Tower, device: str
     ) -> str:
         """A constant in a v1 loop. It waits for what it replaces, and so is in the same frame."""
         dtype = tensor.dtype.base_dtype
@@ -182,7 +183,7 @@ class Copies:
         replaced = f'^{self._values.copy_name(tensor.op.name, tower)}'
         return self._nodes.add('Const', [replaced], device, dtype=dtype, value=value)
 
-    def _copy_of_constant(self, op: tf.Operation, tower: int) -> str:
+    def _copy_of_constant(self, op: tf.Operation, tower: Tower) -> str:
         value = op.get_attr('value').SerializeToString()
         control_inputs = self._control_inputs(op, tower)
         device = self._device(op, OpPlan(), tower)
@@ -195,7 +196,7 @@ class Copies:
         op_plan: OpPlan,
         operands: Sequence[str],
         control_inputs: Sequence[str],
-        tower: int,
+        tower: Tower,
         device: str,
     ) -> list[str]:
         """What a copy of an op that calls functions is given: values of variables, say."""
@@ -205,7 +206,7 @@ class Copies:
             dtype = tensor.dtype.base_dtype
             if dtype != tf.resource:
                 # TensorFlow begins a loop on the devices of its inputs, so they are the tower's.
-                operand = self._nodes.add('Identity', [operand], self._devices[tower], T=dtype)
+                operand = self._nodes.add('Identity', [operand], tower.device, T=dtype)
             function_operands.append(operand)
         return function_operands
 

@@ -16,13 +16,14 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.plan import Constant, LocalShape, OpPlan, Slice, VariableValue
 from estimator_mgpu.partition.towers.node_builder import const_def, set_attr
 from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import function_calls, op_types
 
 # Attributes that say where the user's op is, and which shapes it has for the global batch.
 _ATTRS_OF_GLOBAL_BATCH = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
 
 
-def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: int) -> None:
+def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: Tower) -> None:
     """Changes the copy of a node, in the graph or in a function, into that of a tower."""
     for attr in _ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
         del node.attr[attr]
@@ -60,7 +61,7 @@ def _copy_function(
     shards: Shards,
     name: str,
     op_plans: dict[str, OpPlan],
-    tower: int,
+    tower: Tower,
     variable_dtypes: dict[int, Any],
 ) -> str:
     """Adds a tower's copy of a function; returns its name.
@@ -88,7 +89,7 @@ def _copy_function(
     _set_signature_types(definition, types_of_values)
 
     renamed: dict[str, str] = {}  # outputs of nodes that are called otherwise in the copy
-    device = shards.devices[tower]
+    device = tower.device
     # A list, as constants are added to the nodes on the way.
     nodes = list(definition.node_def)
     for node, op in zip(nodes, function_calls.function_ops(definition, graph)):
@@ -126,14 +127,14 @@ def _replace_read(node: Any, dtype: int) -> None:
     node.attr['T'].type = dtype
 
 
-def _static_shape(shards: Shards, need: LocalShape, tower: int) -> tf.TensorShape:
+def _static_shape(shards: Shards, need: LocalShape, tower: Tower) -> tf.TensorShape:
     """A tower's shape, as far as it's known before a step."""
     sizes = shards.local_sizes(need, tower, False, tf.int32)
     assert isinstance(sizes, list)
     return tf.TensorShape([size if isinstance(size, int) and size >= 0 else None for size in sizes])
 
 
-def _slice_constant(shards: Shards, node: Any, need: Slice, tower: int) -> None:
+def _slice_constant(shards: Shards, node: Any, need: Slice, tower: Tower) -> None:
     """Turns the copy of a constant into the tower's slice of it."""
     start, size = map(int, shards.extent(need.factor, tower))
     value = tf.make_ndarray(node.attr['value'].tensor)
@@ -141,7 +142,7 @@ def _slice_constant(shards: Shards, node: Any, need: Slice, tower: int) -> None:
 
 
 def _set_local_constants(
-    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: int
+    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: Tower
 ) -> None:
     """Gives a node the tower's own sizes, as constants."""
     for position, need in enumerate(op_plan.needs):
@@ -151,7 +152,7 @@ def _set_local_constants(
             constant = definition.node_def.add()
             constant.CopyFrom(const_def(sizes, operand.dtype))
             constant.name = f'given_{len(definition.node_def)}'
-            constant.device = shards.devices[tower]
+            constant.device = tower.device
             node.input[position] = f'{constant.name}:output:0'
 
 
