@@ -138,8 +138,8 @@ class Copies:
 
         placement = self._plan.placements.get(tensor.name)
         if need == FULL_ON_FIRST:
-            full = self._full_operand(tensor, tower, device, or_zeros=tower.index > 0)
-            if tower.index > 0:
+            full = self._full_operand(tensor, tower, device, or_zeros=tower.number > 0)
+            if tower.number > 0:
                 return self._nodes.add('ZerosLike', [full], device, T=tensor.dtype.base_dtype)
             return full
         if placement is not None and not isinstance(placement, (Shard, Partial)):

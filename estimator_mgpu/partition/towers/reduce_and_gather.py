@@ -67,7 +67,7 @@ def _concat_chain(
 ) -> str:
     """Concatenates the shards of a chain of towers; `size` is that of all shards together."""
     device = chain[0].device
-    joined = shards.nodes.concat([parts[tower.index] for tower in chain], axis, dtype, device)
+    joined = shards.nodes.concat([parts[tower.number] for tower in chain], axis, dtype, device)
     if shards.active is None or len(chain) == 1:
         return joined
 
@@ -128,9 +128,9 @@ def _combine_chain(
 
     For example, a running sum of a gradient: each turn adds its own, and leaves nothing else.
     """
-    running = parts[chain[0].index]
+    running = parts[chain[0].number]
     for tower in chain[1:]:
-        running = _combine(shards, [running, parts[tower.index]], dtype, reduction, tower.device)
+        running = _combine(shards, [running, parts[tower.number]], dtype, reduction, tower.device)
     return running
 
 

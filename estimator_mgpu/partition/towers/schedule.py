@@ -244,8 +244,8 @@ def add_gates(
     gates: dict[int, str] = {}  # by tower
     for tower in towers:
         if tower.turn > 0:
-            gates[tower.index] = nodes.gate(
-                tower.index, ends.get(tower.index - 1, []), tower.device
+            gates[tower.number] = nodes.gate(
+                tower.number, ends.get(tower.number - 1, []), tower.device
             )
 
     consumers = _consumers_of_parts(step.edges)
@@ -268,7 +268,7 @@ def _ends_of_turns(
 
     A running sum is one, as what waits for it is made of the next turn, too.
     """
-    chains = [sum(1 << tower.index for tower in chain) for chain in chains_of(towers)]
+    chains = [sum(1 << tower.number for tower in chain) for chain in chains_of(towers)]
     made_of: dict[Unit, int] = {}  # chained copies, as the bits of their towers
     last_turn: dict[Unit, int] = {}  # of units of one chain only
     ends = defaultdict[int, dict[str, None]](dict)
@@ -276,7 +276,7 @@ def _ends_of_turns(
         bits = 0
         for edge in step.inputs[unit]:
             bits |= made_of.get(edge.unit, 0)
-        if unit.is_copy and unit.name in schedule.chained:
+        if unit.tower is not None and unit.name in schedule.chained:
             bits |= 1 << unit.tower
         made_of[unit] = bits
         if bits and step.edges.is_added(unit) and any(bits & ~chain == 0 for chain in chains):

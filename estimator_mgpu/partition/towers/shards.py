@@ -97,7 +97,7 @@ class Shards:
     def extent(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many there are, with `factor` entries a row."""
         entries_per_row = self.size_value(factor, tower, dtype)
-        return self._entries_of(self._extents[tower.index], entries_per_row, dtype)
+        return self._entries_of(self._extents[tower.number], entries_per_row, dtype)
 
     def count_of_chain(self, factor: Size, chain: Chain, dtype: tf.DType = tf.int32) -> Number:
         """How many entries all towers of a chain have, with `factor` entries a row."""
@@ -249,7 +249,7 @@ class Shards:
             self._add_extents_in_parts(parts)
 
         pieces = []
-        for part, extent in zip(parts, self._extents_in_parts[tower.index]):
+        for part, extent in zip(parts, self._extents_in_parts[tower.number]):
             pieces.append(self.cut(part.name, dtype, 0, extent, part.device))
         return self.nodes.concat(pieces, 0, dtype, tower.device)
 

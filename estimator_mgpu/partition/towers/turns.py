@@ -20,12 +20,12 @@ class Tower(NamedTuple):
     """A device and a turn.
 
     Attributes:
-      index: its place among all towers, which is in the names of its ops.
+      number: its place among all towers, which is in the names of its ops.
       device: on which it runs.
       turn: how many towers of its chain run before it.
     """
 
-    index: int
+    number: int
     device: str
     turn: int
 
@@ -45,9 +45,5 @@ def towers_of(devices: Sequence[str], turns: int = 1) -> list[Tower]:
 
 def chains_of(towers: Sequence[Tower]) -> list[Chain]:
     """The towers of each device; a device that is listed twice has two chains."""
-    chains: list[list[Tower]] = []
-    for tower in towers:
-        if tower.turn == 0:
-            chains.append([])
-        chains[-1].append(tower)
-    return chains
+    turns = max(tower.turn for tower in towers) + 1
+    return [towers[first : first + turns] for first in range(0, len(towers), turns)]

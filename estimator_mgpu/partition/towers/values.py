@@ -76,7 +76,7 @@ class Values:
 
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
-        return f'{self._nodes.scope}/tower_{tower.index}/{op_name}'
+        return f'{self._nodes.scope}/tower_{tower.number}/{op_name}'
 
     def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
