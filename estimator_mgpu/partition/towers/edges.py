@@ -81,6 +81,10 @@ class Edges:
         self._full_values = full_values
         self._control_inputs = control_inputs
         self._users_ops = {op.name: op for op in control_inputs}
+        # An op that doesn't depend on the batch may wait for one that does, and others for it.
+        of_batch = set(plan.order)
+        not_of_batch = [op for op in control_inputs if op not in of_batch]
+        self._users_ops.update((op.name, op) for op in graphs.descendants(not_of_batch))
         self._tower_prefix = f'{nodes.scope}/tower_'
         self._loop_of = {op.name: key for key, loop in self.loops.items() for op in loop.all_ops}
         self._exits = {op.name for loop in self.loops.values() for op in loop.exits}
@@ -149,7 +153,10 @@ class Edges:
         op = self._users_ops.get(name)
         if op is not None:
             operands = [self._full_values.get(tensor.name, tensor.name) for tensor in op.inputs]
-            return [*map(op_name, operands), *self._control_inputs[op]]
+            waits = self._control_inputs.get(op)
+            if waits is None:
+                waits = [before.name for before in op.control_inputs]
+            return [*map(op_name, operands), *waits]
 
         if name.startswith(f'{self._builder.scope}/'):  # They compute which rows towers have.
             op = self._graph.get_operation_by_name(name)
