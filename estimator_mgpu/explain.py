@@ -79,7 +79,7 @@ class Explanation(NamedTuple):
     scopes: dict[str, dict[str, int]]  # bytes of the ops' output: 'shard', 'partial' and 'once'
     unknown: list[str]  # features and labels of unknown rank: ops on them run once
     microbatches: int = 1  # that each device runs one after another; 1 if more save too little
-    chained: float = 0.0  # the part of all activations that are those of one micro-batch: 0 to 1
+    chained: float = 0.0  # the part of all activations that can be kept for one of them at a time
     before: Sequence[Join] = ()  # ops that keep others from it, the costliest first
 
     def as_dict(self) -> dict[str, Any]:
@@ -148,11 +148,11 @@ class Explanation(NamedTuple):
         """How many micro-batches each device has, and what needs the examples of all."""
         if not self.chained:
             return []
-        entries = [f'{self.chained:.1%} of all activations are those of one micro-batch at a time']
+        entries = [f'{self.chained:.1%} of all activations are kept for one of them at a time']
         if self.microbatches > 1:
             entries.insert(0, f'{self.microbatches} a device, one after another')
         else:
-            entries.insert(0, 'none, as they would save too little')
+            entries = ['none, as they would save too little of all activations']
         before = [
             f'{join.share:.1%} are needed for {join.op} of all examples' for join in self.before
         ]
@@ -299,9 +299,12 @@ def _micro_batches(schedule: Schedule) -> str:
     names = ', '.join(join.op for join in schedule.joins[:2])
     needed = f'{names} of all examples' if names else 'what the step is run for'
     if schedule.is_worth_it:
-        text = f' Of {schedule.turns} micro-batches, {chained} are there for one at a time.'
+        text = (
+            f' Each device runs {schedule.turns} micro-batches one after another, and keeps '
+            f'{chained} for one of them at a time.'
+        )
         if schedule.chainable < 1 - _WORTH_IT:
-            text += f' Others are needed for {needed}.'
+            text += f' The others are needed for {needed}.'
         return text
 
     remedy = 'more devices would help'

@@ -159,7 +159,7 @@ def test_exact_batch_norm_is_not_chained(caplog):
 
     run = train(model_fn, data, 1, microbatches=4, batch_norm='device')
     assert any(op.name.startswith('replicate/tower_3/') for op in run.graph.get_operations())
-    assert 'Of 4 micro-batches, 100% of the activations are there for one at a time.' in caplog.text
+    assert 'keeps 100% of the activations for one of them at a time' in caplog.text
 
 
 def test_initial_value_from_the_batch():
