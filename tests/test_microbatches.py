@@ -187,6 +187,13 @@ def test_initial_value_from_the_batch():
     assert steps.of_graph(graph).schedule.is_worth_it
 
 
+def test_verify_on_one_device():
+    """Without micro-batches, there would be nothing to compare."""
+    model_fn = estimator_mgpu.replicate(of_all_modes(dense), microbatches=3)
+    dataset = lambda: tf.data.Dataset.from_tensors(batches(7)[0])  # noqa: E731
+    assert estimator_mgpu.verify(model_fn, dataset, devices=1, steps=1).exact
+
+
 @pytest.mark.parametrize('microbatches', [0, -1, 1.5, True, '2', None])
 def test_illegal_numbers(microbatches):
     with pytest.raises(ValueError, match='no number of micro-batches. Give 1 or more'):

@@ -98,6 +98,7 @@ def find_schedule(
     sizes = {name: _bytes_of_activations(graph, plan, step.edges, name) for name in levels}
     first = [step.edges.unit_of(op.name) for op in _first_writes(graph, plan, results)]
 
+    # With each level, more ops can be in the chain, but more of them are needed by joins.
     best_level = -1
     most_bytes = -1
     before = _Before(step, sizes, first)
@@ -112,9 +113,11 @@ def find_schedule(
     for level in range(best_level + 1):
         before.add(joins[level])
     chained = {name for name in levels if levels[name] <= best_level} - before.names
+
     total = sum(sizes.values()) or 1
+    chainable = sum(sizes[name] for name in chained) / total
     costliest = [Join(name, size / total) for name, size in before.by_join.most_common() if size]
-    return Schedule(towers[-1].turn + 1, chained, max(most_bytes, 0) / total, costliest)
+    return Schedule(towers[-1].turn + 1, chained, chainable, costliest)
 
 
 def _levels(step: StepUnits) -> dict[str, int]:
