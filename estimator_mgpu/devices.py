@@ -205,7 +205,9 @@ def _canonical(device: str) -> str:
     )
 
 
-def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) -> tf.ConfigProto:
+def session_config(
+    devices: Devices = None, base: tf.ConfigProto | None = None, microbatches: int = 1
+) -> tf.ConfigProto:
     """Returns a new `ConfigProto`, for `RunConfig`, whose session has `devices`.
 
     A session has one CPU device unless told otherwise, and with soft placement, Estimator's
@@ -221,6 +223,7 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
       base: the config to start from, which is left as it is but for the devices. By default it's
         Estimator's own; for several towers without those of TensorFlow's graph optimizers that take
         long to start and make no step shorter.
+      microbatches: as for `replicate()`.
     """
     config = copy.deepcopy(get_default_session_config() if base is None else base)
     towers = resolve(devices)
@@ -239,7 +242,7 @@ def session_config(devices: Devices = None, base: tf.ConfigProto | None = None) 
         for parts in gpus:
             virtual_devices.add(memory_limit_mb=[part.memory_limit or 0 for part in parts])
 
-    if base is None and len(towers) > 1:
+    if base is None and len(towers) * microbatches > 1:
         rewriting = config.graph_options.rewrite_options
         kinds = {device_spec(tower).device_type for tower in towers}
         rewriting.disable_meta_optimizer = kinds == {'CPU'}

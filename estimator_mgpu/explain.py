@@ -25,6 +25,7 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.op_devices import device_of
+from estimator_mgpu.partition.towers.schedule import Join, Schedule
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
@@ -77,12 +78,16 @@ class Explanation(NamedTuple):
     once: list[Once]  # the costliest first; empty if nothing is sharded, as then all ops run once
     scopes: dict[str, dict[str, int]]  # bytes of the ops' output: 'shard', 'partial' and 'once'
     unknown: list[str]  # features and labels of unknown rank: ops on them run once
+    microbatches: int = 1  # that each device runs one after another; 1 if more save too little
+    chained: float = 0.0  # the part of all activations that can be kept for one of them at a time
+    before: Sequence[Join] = ()  # ops that keep others from it, the costliest first
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON knows it."""
         values = self._asdict()
         values['gradients'] = [gradient._asdict() for gradient in self.gradients]
         values['once'] = [op._asdict() for op in self.once]
+        values['before'] = [join._asdict() for join in self.before]
         values['traffic'] = {device: moved._asdict() for device, moved in self.traffic.items()}
         return values
 
@@ -134,9 +139,24 @@ class Explanation(NamedTuple):
             'gradients': gradients,
             'between devices, each step': traffic,
             f'of unknown rank, so it runs once: {RANK_REMEDY}': self.unknown,
+            'micro-batches': self._micro_batches(),
             'ops': self._counts_of_ops(),
             'run once: share of all output, name, bytes gathered, line, why': once,
         }
+
+    def _micro_batches(self) -> list[str]:
+        """How many micro-batches each device has, and what needs the examples of all."""
+        if not self.chained:
+            return []
+        entries = [f'{self.chained:.1%} of all activations are kept for one of them at a time']
+        if self.microbatches > 1:
+            entries.insert(0, f'{self.microbatches} a device, one after another')
+        else:
+            entries = ['none, as they would save too little of all activations']
+        before = [
+            f'{join.share:.1%} are needed for {join.op} of all examples' for join in self.before
+        ]
+        return entries + before
 
     def _counts_of_ops(self) -> list[str]:
         """How many ops are sharded, and how many run once."""
@@ -162,7 +182,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         ops = [getattr(result, 'op', result) for result in results]
         return Explanation(
             towers=step.devices,
-            examples_per_tower=step.examples_per_tower,
+            examples_per_tower=step.examples_per_device,
             variables=dict(sorted(variables.items())),
             gradients=[_gradient(*pair, plan) for pair in optimizer.applied(graph)],
             traffic=_traffic(ops, step.devices[0]),
@@ -170,7 +190,16 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
             once=ops_run_once(plan, _line) if plan else [],
             scopes=_scopes(plan) if plan else {},
             unknown=list(step.unknown),
+            **_of_schedule(step.schedule),
         )
+
+
+def _of_schedule(schedule: Schedule | None) -> dict[str, Any]:
+    """What an `Explanation` says of micro-batches."""
+    if schedule is None:
+        return {}
+    turns = schedule.turns if schedule.is_worth_it else 1
+    return dict(microbatches=turns, chained=schedule.chainable, before=list(schedule.joins))
 
 
 def _build_for_training(estimator: Any, input_fn: Callable[..., Any], graph: tf.Graph) -> Any:
@@ -248,7 +277,7 @@ def log_sharding(devices: Devices, config: Any) -> None:
       config: the RunConfig of the training; None if it isn't known.
     """
     step = steps.of_graph(tf.get_default_graph())
-    counts: Sequence[Any] = step.examples_per_tower or ['its share'] * len(step.devices)
+    counts: Sequence[Any] = step.examples_per_device or ['its share'] * len(step.devices)
     towers = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, counts))
     text = f'The input_fn gives the global batch; its examples go to {towers}.'
     level = tf.logging.INFO
@@ -262,10 +291,35 @@ def log_sharding(devices: Devices, config: Any) -> None:
             'Nothing is sharded: fewer examples than devices, or none in a dense or sparse tensor '
             'of known rank.'
         )
+    if step.schedule is not None:
+        text += _micro_batches(step.schedule)
     if step.unknown:
         names = ', '.join(step.unknown)
         text += f' The rank of {names} is unknown, so ops on it run once: {RANK_REMEDY}.'
     tf.logging.log(level, '%s', text)
+
+
+def _micro_batches(schedule: Schedule) -> str:
+    """Says what micro-batches save, and what they don't."""
+    chained = f'{schedule.chainable:.0%} of the activations'
+    names = ', '.join(join.op for join in schedule.joins[:2])
+    needed = f'{names} of all examples' if names else 'what the step is run for'
+    if schedule.is_worth_it:
+        text = (
+            f' Each device runs {schedule.turns} micro-batches one after another, and keeps '
+            f'{chained} for one of them at a time.'
+        )
+        if schedule.chainable < 1 - _WORTH_IT:
+            text += f' The others are needed for {needed}.'
+        return text
+
+    remedy = 'more devices would help'
+    if any('FusedBatchNorm' in join.op for join in schedule.joins):
+        remedy = "batch_norm='device' would help"
+    return (
+        f' microbatches={schedule.turns} is left out: it would save only {chained}, as the others '
+        f'are needed for {needed}; {remedy}.'
+    )
 
 
 def _costliest_once(plan: Plan) -> str:

@@ -39,6 +39,7 @@ def replicate(
     variables: str = SPREAD,
     batch_norm: str = 'batch',
     input: str = 'chief',
+    microbatches: int = 1,
     **gone: Any,
 ) -> Callable[..., Any]:
     """Makes a model_fn train on several devices, with the results that one device would give.
@@ -68,6 +69,9 @@ def replicate(
         or those of each 'device', which is faster, but gives other results.
       input: for `Estimator` on several machines: the 'chief' reads the global batch, or each
         'machine' reads its part, selected by the `input_context` that its input_fn is given.
+      microbatches: into how many parts each device's examples are divided. It runs them one after
+        another, and so needs memory for the activations of one. The results are the same; but
+        with `batch_norm='device'`, statistics are those of a micro-batch.
 
     Returns:
       The replicated model_fn; or a decorator that returns it.
@@ -76,6 +80,7 @@ def replicate(
     devices = checked(devices)
     choices = dict(variables=variables, batch_norm=batch_norm, input=input)
     _check_choices(choices)
+    _check_microbatches(microbatches)
     names = _names_of_features(broadcast)
     if names and input != 'chief':
         raise ValueError(
@@ -83,14 +88,14 @@ def replicate(
             'batch, which is sharded.'
         )
 
-    options = dict(devices=devices, broadcast=names, **choices)
+    options = dict(devices=devices, broadcast=names, microbatches=microbatches, **choices)
     decorator = functools.partial(_replicated, options)
     return decorator if model_fn is None else decorator(model_fn)
 
 
 def _check_no_unknown_options(unknown: dict[str, Any]) -> None:
     for name in unknown:
-        why = 'its options are devices, broadcast, variables, batch_norm and input'
+        why = 'its options are devices, broadcast, variables, batch_norm, input and microbatches'
         if name in ('loss_reduction', 'loss_weight'):
             why = (
                 "a loss is what the model_fn computes from the global batch, so it's needed no more"
@@ -102,6 +107,14 @@ def _check_choices(choices: dict[str, Any]) -> None:
     for name, value in choices.items():
         if not isinstance(value, str) or value not in _LEGAL[name]:
             raise ValueError(f'{name}={value!r} is not known. Legal are {", ".join(_LEGAL[name])}.')
+
+
+def _check_microbatches(microbatches: Any) -> None:
+    if not steps.is_count(microbatches):
+        raise ValueError(
+            f'microbatches={microbatches!r} is no number of micro-batches. Give 1 or more: that '
+            "many parts of each device's examples run one after another."
+        )
 
 
 def _names_of_features(broadcast: Any) -> list[str]:
@@ -174,7 +187,7 @@ def _build(
 
     # The tensors are listed before the model_fn is called: it may take some out of a dict.
     tensors = end_of_data.tensors_of(features, labels)
-    if len(towers) == 1:
+    if len(towers) == 1 and options['microbatches'] == 1:
         spec, step = _build_on_one(call, features, labels, options, towers[0])
     else:
         spec, step = _build_on_several(call, features, labels, options, towers, machines)
@@ -213,7 +226,7 @@ def _build_on_several(
     place_variables(options['variables'], servers or towers, ops_before)
 
     global_batch = unknown_ranks.shapes_told_by_model(global_batch)
-    return _divided(spec, global_batch, towers, ops_before, options['batch_norm'])
+    return _divided(spec, global_batch, towers, ops_before, options)
 
 
 def _divided(
@@ -221,7 +234,7 @@ def _divided(
     global_batch: batch.Batch,
     devices: list[str],
     ops_before: set[str],
-    batch_norm: str,
+    options: dict[str, Any],
 ) -> tuple[Any, steps.Step]:
     """Divides the default graph; returns its EstimatorSpec and a `Step`.
 
@@ -230,7 +243,7 @@ def _divided(
       global_batch: the features and labels.
       devices: one a tower.
       ops_before: the names of ops that were there before the model_fn was called.
-      batch_norm: as for `replicate()`.
+      options: the checked arguments of `replicate()`, by name.
     """
     graph = tf.get_default_graph()
     static = global_batch.static
@@ -239,8 +252,16 @@ def _divided(
 
     try:
         with _no_garbage_collection():
-            results = end_of_data.result_ops(spec)
-            towers = divide(graph, global_batch, total, devices, ops_before, batch_norm, results)
+            towers = divide(
+                graph,
+                global_batch,
+                total,
+                devices,
+                ops_before,
+                options['batch_norm'],
+                options['microbatches'],
+                _results_of_step(spec),
+            )
     except Exception as error:
         raise RuntimeError(
             f'Dividing the graph over the devices failed: {error}. Please report the model, or '
@@ -252,7 +273,19 @@ def _divided(
     if towers is None:
         return spec, step
     spec = _with_full_values(spec, towers)
-    return spec, step._replace(loss=spec.loss, plan=towers.plan)
+    return spec, step._replace(loss=spec.loss, plan=towers.plan, schedule=towers.schedule)
+
+
+def _results_of_step(spec: Any) -> list[tf.Tensor | tf.Operation]:
+    """What a step of training, evaluation or prediction is run for."""
+    modes = tf_estimator.estimator.ModeKeys
+    results: Any = spec.train_op
+    if spec.mode == modes.EVAL:
+        results = [spec.loss, spec.eval_metric_ops]
+    elif spec.mode == modes.PREDICT:
+        results = spec.predictions
+    leaves = tf.nest.flatten(results, expand_composites=True)
+    return [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, tf.Operation))]
 
 
 def _with_full_values(spec: Any, towers: Towers) -> Any:

@@ -163,7 +163,8 @@ class Estimator(_OnMachines):
         devices = model_fn.replicate_options['devices']  # type: ignore[attr-defined]
         _check_without_job(devices)
 
-        config = _with_devices(_checked_config(config), devices)
+        microbatches = model_fn.replicate_options['microbatches']  # type: ignore[attr-defined]
+        config = _with_devices(_checked_config(config), devices, microbatches)
         self._cluster_config = None
         if config.master:
             self._cluster_config = config
@@ -221,13 +222,13 @@ def _checked_config(config: Any) -> Any:
     return config
 
 
-def _with_devices(config: Any, devices: Any) -> Any:
+def _with_devices(config: Any, devices: Any, microbatches: int) -> Any:
     """A RunConfig whose session has the devices, and on several machines sees all of them."""
     session = copy.deepcopy(config.session_config)
     if config.master and session:
         del session.device_filters[:]  # Estimator's own hide machines from each other.
     base = None if session == get_default_session_config() else session
-    config = config.replace(session_config=session_config(devices, base))
+    config = config.replace(session_config=session_config(devices, base, microbatches))
     if config.session_config.operation_timeout_in_ms:
         # Otherwise this process itself would wait, to close a session, for a task that doesn't
         # answer.

@@ -25,18 +25,19 @@ class Step(NamedTuple):
 
     examples: int | tf.Tensor | None  # In the global batch: an int if it's static.
     loss: tf.Tensor | None
-    devices: list[str]  # One a tower; none if the model_fn isn't replicated.
+    devices: list[str]  # Of the towers; none if the model_fn isn't replicated.
     plan: Any = None  # How its graph was divided, a `Plan`; None if it wasn't.
+    schedule: Any = None  # Which ops run in turns, a `Schedule`; None without micro-batches.
     unknown: Sequence[str] = ()  # Features and labels of unknown rank, which aren't sharded.
 
     @property
-    def examples_per_tower(self) -> list[int] | None:
-        """How many examples each tower gets, in order; None if the batch size isn't static."""
+    def examples_per_device(self) -> list[int] | None:
+        """How many examples each device gets, in order; None if the batch size isn't static."""
         if not isinstance(self.examples, int):
             return None
-        # The first towers get what is left, one example each.
+        # The first devices get what is left, one example each.
         each, left = divmod(self.examples, len(self.devices))
-        return [each + 1 if tower < left else each for tower in range(len(self.devices))]
+        return [each + 1 if index < left else each for index in range(len(self.devices))]
 
 
 def record(step: Step) -> None:

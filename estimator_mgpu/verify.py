@@ -106,11 +106,12 @@ def verify(
 
     Raises:
       TypeError: if `params` isn't what an Estimator takes.
-      ValueError: if `devices` is one device, if another argument is out of range, or if the
-        input_fn gives no batch.
+      ValueError: if `devices` is one device, and there are no micro-batches; if another argument is
+        out of range, or if the input_fn gives no batch.
     """
     towers = resolve(devices)
-    if len(towers) < 2:
+    options = dict(getattr(model_fn, 'replicate_options', {}))
+    if len(towers) * options.get('microbatches', 1) < 2:
         raise ValueError(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
             'without GPUs, devices=2 makes two logical CPU devices.'
@@ -118,10 +119,8 @@ def verify(
     _check_arguments(params, steps, tolerance)
 
     plain = model_fn
-    options: dict[str, Any] = {}
-    if hasattr(model_fn, 'replicate_options'):
+    if options:
         plain = model_fn.__wrapped__  # type: ignore[attr-defined]
-        options.update(model_fn.replicate_options)
     options['devices'] = towers
     config = tf_estimator.estimator.RunConfig(
         tf_random_seed=1, session_config=session_config(towers)

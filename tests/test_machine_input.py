@@ -104,6 +104,25 @@ def test_as_one_device_that_reads_the_same_rows(name, three_machines):
     assert_close([losses, ours], list(one), 1e-5)
 
 
+@pytest.mark.parametrize('name', ['few', 'more steps on the last'])
+def test_micro_batches(name, three_machines):
+    """A machine's turns share what it has read."""
+
+    def model_fn(features, labels, mode):
+        net = tf.nn.dropout(tf.matmul(features['x'], weights('w', 3, 8)), rate=0.3, seed=4)
+        out = tf.matmul(tf.nn.tanh(net), weights('v', 8, 1))
+        loss = tf.reduce_mean(tf.square(out - labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    replicated = estimator_mgpu.replicate(
+        model_fn, devices=DEVICES, input='machine', microbatches=2
+    )
+    ours = train(read_parts(PARTS[name]), replicated, three_machines)
+    whole = tf.data.make_one_shot_iterator
+    one = train(lambda: whole(dataset_of(joined(PARTS[name]))).get_next(), model_fn)
+    assert_close(list(ours), list(one), 1e-5)
+
+
 def test_no_machine_reads_for_others():
     """Nothing but rows of its own, or none, goes to the devices of a machine."""
     with tf.Graph().as_default():

@@ -11,6 +11,7 @@ from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
+from estimator_mgpu.partition.towers.turns import towers_of
 from models import batches, floats, of_all_modes, weights
 from towers import compare
 
@@ -230,9 +231,10 @@ def test_entries_of_large_tensors():
             assert dtype == tf.int64
             return shards.total_as(dtype) if of is rows else each
 
-        shards = Shards(rows, given, ['/device:CPU:0'] * 2, nodes, symbol)
+        towers = towers_of(['/device:CPU:0'] * 2)
+        shards = Shards(rows, given, towers, nodes, symbol)
         entry = Size(2, (Entry(each, 0),))
-        extents = [shards.extent(Size(7), 1, tf.int64), shards.extent(entry, 1, tf.int64)]
+        extents = [shards.extent(size, towers[1], tf.int64) for size in (Size(7), entry)]
         total = shards.size_value(Size(7, (rows,)), None, tf.int64)
         nodes.build()
         assert session.run([extents, total]) == [
@@ -250,10 +252,10 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
         nodes, total = NodeBuilder(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
-        devices = ['/device:CPU:0'] * 2
-        shards = Shards(rows, total, devices, nodes, lambda *of: shards.total_as(of[-1]))
+        towers = towers_of(['/device:CPU:0'] * 2)
+        shards = Shards(rows, total, towers, nodes, lambda *of: shards.total_as(of[-1]))
         whole = tf.range(5 * entries)
-        parts = [shards.slice(whole.name, tf.int32, 0, Size(entries), i, '') for i in range(2)]
+        parts = [shards.slice(whole.name, tf.int32, 0, Size(entries), t, '') for t in towers]
         joined = gather(shards, parts, tf.int32, 0, [Size(entries, (rows,))], '')
         nodes.build()
         cuts = [op for op in graph.get_operations() if op.type == 'StridedSlice']

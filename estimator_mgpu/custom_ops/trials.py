@@ -194,7 +194,7 @@ class Trial:
         Raises:
           AssertionError: if the rule doesn't hold.
         """
-        for counts in self._counts(len(divided.devices)):
+        for counts in self._counts(len(divided.towers)):
             values = self._values(counts)
             try:
                 expected = self._run_on_one_device(session, values)

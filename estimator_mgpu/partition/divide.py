@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -34,26 +34,31 @@ def divide(
     devices: Sequence[str],
     existing_ops: Set[str] = frozenset(),
     batch_norm: str = 'batch',
-    results: Container[tf.Operation] = (),
+    turns: int = 1,
+    results: Sequence[tf.Tensor | tf.Operation] = (),
 ) -> Towers | None:
-    """Divides a finished graph over devices, one for each tower.
+    """Divides a finished graph over devices, and over turns of each device.
 
     Args:
       graph: the graph that the model_fn has built, which is changed.
       batch: the features and labels that it was built for.
       total: how many examples there are, an int32 scalar; None if the graph knows.
-      devices: one for each tower.
+      devices: those of towers.
       existing_ops: names of ops that were there before the model_fn, such as the global step; they
         stay as they are.
       batch_norm: 'batch' to normalize by the statistics of the global batch, 'device' by those of
-        each device's examples.
-      results: ops of what a step is run for.
+        each tower's examples.
+      turns: how many towers each device has, one after the other; fewer if the graph knows that
+        there are fewer examples.
+      results: what a step is run for: turns may need all of it.
 
     Returns:
       The towers; None if the graph stays as it is, as there is nothing to shard.
     """
     if not _is_shardable(batch, len(devices)):
         return None
+    if batch.static is not None:
+        turns = min(turns, batch.static // len(devices))
     unsharded = _unsharded_leaves(batch)
 
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
@@ -87,12 +92,23 @@ def divide(
     )
     full_value_devices = place_ops(graph, plan)
     calls = optimizer.gradients_by_call(graph)
-    return build_towers(graph, plan, total, devices, full_value_devices, replaced, order, calls)
+    return build_towers(
+        graph,
+        plan,
+        total,
+        devices,
+        full_value_devices,
+        replaced,
+        order,
+        calls,
+        turns,
+        results,
+    )
 
 
-def _is_shardable(batch: Batch, towers: int) -> bool:
-    """Whether there are dense or sparse tensors to shard, and an example for each tower."""
-    if batch.static is not None and batch.static < towers:
+def _is_shardable(batch: Batch, devices: int) -> bool:
+    """Whether there are dense or sparse tensors to shard, and an example for each device."""
+    if batch.static is not None and batch.static < devices:
         return False
     return bool(batch.sources or _sparse_leaves(batch))
 

@@ -12,7 +12,9 @@ ZEROS_ONES_LIKE = {'ZerosLike': 0, 'OnesLike': 1}
 """Ops that fill a tensor of another one's shape, and by what: they need no value, only a shape."""
 
 _IDENTITIES = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
-REARRANGEMENTS = (*_IDENTITIES, 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose')
+VIEWS = (*_IDENTITIES, 'ExpandDims', 'Reshape', 'Squeeze')
+"""Ops whose output is in the memory of their first input."""
+REARRANGEMENTS = (*VIEWS, 'Transpose')
 """Ops that keep all entries: it's the same to reduce partial results before or after these."""
 
 # The ops of a v1 loop: where it begins and ends, its way back, where that joins its begin, its

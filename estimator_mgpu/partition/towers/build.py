@@ -1,22 +1,27 @@
 """Carries out a plan: adds each tower's copies of ops, and gives full values to the user's ops.
 
-In: a `Plan`, the devices, and where full values are made. Out: `Towers`, by which the user's
-tensors are found again.
+In: a `Plan`, the devices and their turns, and where full values are made. Out: `Towers`, by which
+the user's tensors are found again.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.copies import Copies
+from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
+from estimator_mgpu.partition.towers.schedule import Schedule, add_gates, find_schedule
+from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types, private
@@ -25,19 +30,21 @@ from estimator_mgpu.tf_internals.state_order import StateOrder
 
 @dataclass
 class Towers:
-    """A graph that runs on several devices.
+    """A graph that runs on several devices, or in several turns.
 
     Attributes:
       graph: the user's, with the towers' copies of ops.
       plan: which ops are sharded, and how.
       total: how many examples there are, an int32 scalar; None if the plan knows.
-      devices: one for each tower.
+      towers: a device and a turn each.
+      schedule: which ops run one turn after another; None if one turn was asked for.
     """
 
     graph: tf.Graph
     plan: Plan
     total: tf.Tensor | None
-    devices: Sequence[str]
+    towers: Sequence[Tower]
+    schedule: Schedule | None
     _replaced: dict[str, tf.Tensor]
     _values: Values
     _waits: Waits
@@ -51,7 +58,7 @@ class Towers:
         missing = self._waits.missing(tensor, replacement)
         if not missing:
             return value
-        names = _names_of_ops(missing, self.plan, len(self.devices), self._values)
+        names = _names_of_ops(missing, self.plan, self.towers, self._values)
         waits = [self.graph.get_operation_by_name(name) for name in names]
         with self.graph.as_default(), tf.device(value.device), tf.name_scope(None):
             with tf.control_dependencies(None), tf.control_dependencies(waits):
@@ -59,7 +66,7 @@ class Towers:
 
     def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of the output of an op that is sharded."""
-        names = [self._values.local(tensor, tower) for tower in range(len(self.devices))]
+        names = [self._values.local(tensor, tower) for tower in self.towers]
         return [self.graph.get_tensor_by_name(name) for name in names]
 
 
@@ -72,8 +79,10 @@ def build_towers(
     replaced: dict[str, tf.Tensor],
     order: StateOrder,
     calls: Sequence[Sequence[tf.Tensor]] = (),
+    turns: int = 1,
+    results: Sequence[Result] = (),
 ) -> Towers:
-    """Changes a graph so that it runs on several devices, as planned.
+    """Changes a graph so that it runs on several devices, or in several turns, as planned.
 
     The ops that the user made stay: those that run once, and the sharded ones, too, for whoever
     fetches them. They are given full values, which are gathered or reduced from what towers have.
@@ -82,17 +91,78 @@ def build_towers(
       graph: the user's, which is changed.
       plan: which ops are sharded, and how.
       total: how many examples there are, an int32 scalar; None if the plan knows.
-      devices: one for each tower.
+      devices: those of towers.
       full_value_devices: where full values are made, by the names of tensors.
       replaced: what rewrites use in place of tensors, by their names.
       order: in which the graph touched state, before rewrites changed what waits for what.
       calls: the gradients of each optimizer's call.
+      turns: how many towers each device has, one after the other.
+      results: what a step is run for.
     """
-    nodes = NodeBuilder(graph, graph.unique_name('replicate'), host_of(devices[0]))
     calls = [[_replacement(gradient, replaced) for gradient in call] for call in calls]
-    values = Values(graph, plan, total, devices, full_value_devices, calls, order, nodes)
+    collect = functools.partial(
+        _collect_nodes,
+        graph,
+        plan,
+        total,
+        full_value_devices,
+        calls,
+        order,
+        graph.unique_name('replicate'),
+    )
+    towers = towers_of(devices, turns)
+    nodes, values, waits, control_inputs = collect(towers)
+    found = None
+    if turns > 1:
+        edges = Edges(graph, plan, nodes, values.full_values, control_inputs, order.liveness)
+        results = [_replaced_result(result, replaced) for result in results]
+        step = StepUnits(edges, [edges.unit_of_result(result) for result in results])
+        found = find_schedule(graph, plan, step, towers, results)
+        if found.is_worth_it:
+            add_gates(nodes, step, found, towers)
+        else:
+            towers = towers_of(devices)
+            nodes, values, waits, control_inputs = collect(towers)
+    nodes.build()
+
+    for op in plan.order:
+        _use_full_values(op, values)
+    for op, names in control_inputs.items():
+        _set_control_inputs(op, names)
+    return Towers(graph, plan, total, towers, found, replaced, values, waits)
+
+
+class _Collected(NamedTuple):
+    """What is added to the graph, and changed in it.
+
+    Attributes:
+      nodes: those that are added.
+      values: what the user's ops are given.
+      waits: what they wait for.
+      control_inputs: the names of the ops that they wait for.
+    """
+
+    nodes: NodeBuilder
+    values: Values
+    waits: Waits
+    control_inputs: dict[tf.Operation, list[str]]
+
+
+def _collect_nodes(
+    graph: tf.Graph,
+    plan: Plan,
+    total: tf.Tensor | None,
+    full_value_devices: dict[str, str],
+    calls: Sequence[Sequence[tf.Tensor]],
+    order: StateOrder,
+    scope: str,
+    towers: Sequence[Tower],
+) -> _Collected:
+    """Collects all nodes of the towers, under a scope."""
+    nodes = NodeBuilder(graph, scope, host_of(towers[0].device))
+    values = Values(graph, plan, total, towers, full_value_devices, calls, order, nodes)
     waits = Waits(graph, plan, order, values)
-    copies = Copies(plan, devices, values, waits, nodes)
+    copies = Copies(plan, towers, values, waits, nodes)
 
     for name, op_plan in plan.ops.items():
         copies.add(graph.get_operation_by_name(name), op_plan)
@@ -100,16 +170,10 @@ def build_towers(
         for tensor in op.outputs:
             values.full(tensor)
     control_inputs = {
-        op: _control_inputs(op, plan, devices, values, waits, nodes)
+        op: _control_inputs(op, plan, towers, values, waits, nodes)
         for op in dict.fromkeys([*plan.order, *waits.ops_with_added()])
     }
-    nodes.build()
-
-    for op in plan.order:
-        _use_full_values(op, values)
-    for op, names in control_inputs.items():
-        _set_control_inputs(op, names)
-    return Towers(graph, plan, total, devices, replaced, values, waits)
+    return _Collected(nodes, values, waits, control_inputs)
 
 
 def _replacement(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> tf.Tensor:
@@ -119,10 +183,14 @@ def _replacement(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> tf.Tensor
     return tensor
 
 
+def _replaced_result(result: Result, replaced: dict[str, tf.Tensor]) -> Result:
+    return _replacement(result, replaced) if isinstance(result, tf.Tensor) else result
+
+
 def _control_inputs(
     op: tf.Operation,
     plan: Plan,
-    devices: Sequence[str],
+    towers: Sequence[Tower],
     values: Values,
     waits: Waits,
     nodes: NodeBuilder,
@@ -135,28 +203,40 @@ def _control_inputs(
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP
     if is_group and op.name in plan.ops:
-        names = _names_of_ops([op], plan, len(devices), values)
+        names = _copies([op], towers, values, nodes)
     else:
         before = waits.of_op(op)
-        names = _names_of_ops([b for b in before if b.name in plan.ops], plan, len(devices), values)
+        names = []
+        for sharded in before:
+            if sharded.name in plan.ops:
+                names += _copies([sharded], towers, values, nodes)
         names += _joined([b for b in before if b.name not in plan.ops], is_group, nodes)
 
-    sharded = [before for before in added if before.name in plan.ops]
-    for tower, device in enumerate(devices):
-        if sharded:
-            copies = [values.copy_name(before.name, tower) for before in sharded]
-            names.append(nodes.join(copies, device))
+    added_sharded = [before for before in added if before.name in plan.ops]
+    if added_sharded:
+        names += _copies(added_sharded, towers, values, nodes)
     return names + _joined([b for b in added if b.name not in plan.ops], True, nodes)
 
 
+def _copies(
+    ops: Sequence[tf.Operation], towers: Sequence[Tower], values: Values, nodes: NodeBuilder
+) -> list[str]:
+    """Names one op on each device that waits for all copies of ops there: a copy, if it's one."""
+    names = []
+    for chain in chains_of(towers):
+        copies = [values.copy_name(op.name, tower) for tower in chain for op in ops]
+        names.append(copies[0] if len(copies) == 1 else nodes.join(copies, chain[0].device))
+    return names
+
+
 def _names_of_ops(
-    ops: Sequence[tf.Operation], plan: Plan, towers: int, values: Values
+    ops: Sequence[tf.Operation], plan: Plan, towers: Sequence[Tower], values: Values
 ) -> list[str]:
     """Names ops, or instead of a sharded op all of its copies."""
     names: list[str] = []
     for op in ops:
         if op.name in plan.ops:
-            names += [values.copy_name(op.name, tower) for tower in range(towers)]
+            names += [values.copy_name(op.name, tower) for tower in towers]
         else:
             names.append(op.name)
     return names

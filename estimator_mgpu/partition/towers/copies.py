@@ -28,6 +28,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.towers.functions import adapt_node
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types
@@ -41,7 +42,7 @@ class Copies:
 
     Args:
       plan: which ops are sharded, and what their copies are given.
-      devices: one for each tower.
+      towers: those that have copies.
       values: what the copies are given.
       waits: what the copies wait for.
       nodes: where nodes are added.
@@ -50,13 +51,13 @@ class Copies:
     def __init__(
         self,
         plan: Plan,
-        devices: Sequence[str],
+        towers: Sequence[Tower],
         values: Values,
         waits: Waits,
         nodes: NodeBuilder,
     ):
         self._plan = plan
-        self._devices = devices
+        self._towers = towers
         self._values = values
         self._waits = waits
         self._nodes = nodes
@@ -64,7 +65,7 @@ class Copies:
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
         """Adds a copy of an op for each tower."""
         definition = op.node_def
-        for tower in range(len(self._devices)):
+        for tower in self._towers:
             device = self._device(op, op_plan, tower)
             control_inputs = self._control_inputs(op, tower)
             operands = [
@@ -94,7 +95,7 @@ class Copies:
         node.attr['T'].type = tf.bool.as_datatype_enum
         node.input[:] = [self._values.local(op.outputs[0], 0)]
 
-    def _device(self, op: tf.Operation, op_plan: OpPlan, tower: int) -> str:
+    def _device(self, op: tf.Operation, op_plan: OpPlan, tower: Tower) -> str:
         """Where a copy runs: on its tower's device, unless the user wants another kind."""
         for operand, need in zip(op.inputs, op_plan.needs):
             if operand.dtype == tf.resource and not isinstance(need, VariableValue):
@@ -107,7 +108,7 @@ class Copies:
             # So that rows of a table are sent, rather than the table.
             return self._values.device_of_full(op.inputs[0])
 
-        device = self._devices[tower]
+        device = tower.device
         if not op.device:
             return device
         wanted_kind = device_spec(op.device).device_type
@@ -115,7 +116,7 @@ class Copies:
             return device
         return op.device
 
-    def _control_inputs(self, op: tf.Operation, tower: int) -> list[str]:
+    def _control_inputs(self, op: tf.Operation, tower: Tower) -> list[str]:
         """What a copy waits for, as its op does: the tower's copies, and ops that run once."""
         names = []
         unsharded = []
@@ -127,11 +128,11 @@ class Copies:
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:
-            names.append(self._nodes.after(unsharded, host_of(self._devices[tower])))
+            names.append(self._nodes.after(unsharded, host_of(tower.device)))
         return names
 
     def _operand(
-        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: int, device: str
+        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: Tower, device: str
     ) -> str:
         """What a copy on a device is given for an input of its op."""
         if need == LOCAL:
@@ -147,14 +148,14 @@ class Copies:
 
         placement = self._plan.placements.get(tensor.name)
         if need == FULL_ON_FIRST:
-            full = self._full_operand(tensor, tower, device, or_zeros=tower > 0)
-            return self._zeros_like(full, tensor, device) if tower > 0 else full
+            full = self._full_operand(tensor, tower, device, or_zeros=tower.number > 0)
+            return self._zeros_like(full, tensor, device) if tower.number > 0 else full
         if placement is not None and not isinstance(placement, (Shard, Partial)):
             return self._values.local(tensor, tower)  # It's the same on all towers.
         return self._full_operand(tensor, tower, device)
 
     def _operand_in_loop(
-        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: int, device: str
+        self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: Tower, device: str
     ) -> str:
         """The same in a v1 loop, where a full value is what each tower has."""
         loops = self._plan.frames[op.name]
@@ -169,14 +170,16 @@ class Copies:
             shards = self._values.batch_shards
             dtype = tensor.dtype.base_dtype
             return shards.slice(full, dtype, need.axis, need.factor, tower, device)
-        if need == FULL_ON_FIRST and tower > 0:
+        if need == FULL_ON_FIRST and tower.number > 0:
             return self._zeros_like(full, tensor, device)
         return full
 
     def _zeros_like(self, value: str, tensor: tf.Tensor, device: str) -> str:
         return self._nodes.add('ZerosLike', [value], device, T=tensor.dtype.base_dtype)
 
-    def _sizes(self, tensor: tf.Tensor, need: LocalShape | Constant | FullSizes, tower: int) -> str:
+    def _sizes(
+        self, tensor: tf.Tensor, need: LocalShape | Constant | FullSizes, tower: Tower
+    ) -> str:
         """The integers that a copy is given in place of a tensor of sizes."""
         shards = self._values.batch_shards
         if isinstance(need, LocalShape):
@@ -186,7 +189,7 @@ class Copies:
         return self._nodes.tensor(sizes, dtype, dtype)
 
     def _full_operand(
-        self, tensor: tf.Tensor, tower: int, device: str, or_zeros: bool = False
+        self, tensor: tf.Tensor, tower: Tower, device: str, or_zeros: bool = False
     ) -> str:
         """A full value on a device; with `or_zeros` only its shape counts."""
         dtype = tensor.dtype.base_dtype
@@ -203,7 +206,7 @@ class Copies:
             return full  # These can't be sent to another device.
         return self._values.send(full, dtype, source, device)
 
-    def _copy_of_constant(self, op: tf.Operation, tower: int) -> str:
+    def _copy_of_constant(self, op: tf.Operation, tower: Tower) -> str:
         value = op.get_attr('value').SerializeToString()
         control_inputs = self._control_inputs(op, tower)
         device = self._device(op, OpPlan(), tower)
@@ -216,7 +219,7 @@ class Copies:
         op_plan: OpPlan,
         operands: Sequence[str],
         control_inputs: Sequence[str],
-        tower: int,
+        tower: Tower,
         device: str,
     ) -> list[str]:
         """What a copy of an op that calls functions is given: values of variables, say."""
@@ -226,7 +229,7 @@ class Copies:
             dtype = tensor.dtype.base_dtype
             if dtype != tf.resource:
                 # TensorFlow begins a loop on the devices of its inputs, so they are the tower's.
-                operand = self._nodes.add('Identity', [operand], self._devices[tower], T=dtype)
+                operand = self._nodes.add('Identity', [operand], tower.device, T=dtype)
             function_operands.append(operand)
         return function_operands
 

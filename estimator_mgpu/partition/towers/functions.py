@@ -24,13 +24,14 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.towers.node_builder import const_def, node_def, set_attr
 from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import function_calls, op_types
 
 # Attributes that say where the user's op is, and which shapes it has for the global batch.
 _ATTRS_OF_GLOBAL_BATCH = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
 
 
-def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: int) -> None:
+def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: Tower) -> None:
     """Changes the copy of a node, in the graph or in a function, into that of a tower."""
     for attr in _ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
         del node.attr[attr]
@@ -68,7 +69,7 @@ def _copy_function(
     shards: Shards,
     name: str,
     op_plans: dict[str, OpPlan],
-    tower: int,
+    tower: Tower,
     variable_dtypes: dict[int, Any],
 ) -> str:
     """Adds a tower's copy of a function; returns its name.
@@ -96,7 +97,7 @@ def _copy_function(
     _set_signature_types(definition, types_of_values)
 
     renamed: dict[str, str] = {}  # outputs of nodes that are called otherwise in the copy
-    device = shards.devices[tower]
+    device = tower.device
     # A list, as constants are added to the nodes on the way.
     nodes = list(definition.node_def)
     for node, op in zip(nodes, function_calls.function_ops(definition, graph)):
@@ -135,14 +136,14 @@ def _replace_read(node: Any, dtype: int) -> None:
     node.attr['T'].type = dtype
 
 
-def _static_shape(shards: Shards, need: LocalShape, tower: int) -> tf.TensorShape:
+def _static_shape(shards: Shards, need: LocalShape, tower: Tower) -> tf.TensorShape:
     """A tower's shape, as far as it's known before a step."""
     sizes = shards.local_sizes(need, tower, False, tf.int32)
     assert isinstance(sizes, list)
     return tf.TensorShape([size if isinstance(size, int) and size >= 0 else None for size in sizes])
 
 
-def _slice_constant(shards: Shards, node: Any, need: Slice, tower: int) -> None:
+def _slice_constant(shards: Shards, node: Any, need: Slice, tower: Tower) -> None:
     """Turns the copy of a constant into the tower's slice of it."""
     start, size = map(int, shards.extent(need.factor, tower))
     value = tf.make_ndarray(node.attr['value'].tensor)
@@ -150,7 +151,7 @@ def _slice_constant(shards: Shards, node: Any, need: Slice, tower: int) -> None:
 
 
 def _set_local_constants(
-    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: int
+    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: Tower
 ) -> None:
     """Gives a node the tower's own sizes, as constants."""
     for position, need in enumerate(op_plan.needs):
@@ -158,12 +159,12 @@ def _set_local_constants(
             operand = op.inputs[position]
             sizes = shards.local_sizes(need, tower, operand.shape.rank == 0, operand.dtype)
             constant = const_def(sizes, operand.dtype)
-            name = _add_node(definition, constant, [], shards.devices[tower])
+            name = _add_node(definition, constant, [], tower.device)
             node.input[position] = f'{name}:output:0'
 
 
 def _set_parts(
-    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: int
+    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: Tower
 ) -> None:
     """Gives a node the tower's slices of full values, or zeros in place of these."""
     for position, need in enumerate(op_plan.needs):
@@ -171,7 +172,7 @@ def _set_parts(
             return  # It's replaced itself.
         dtype = op.inputs[position].dtype.base_dtype
         full = node.input[position]
-        if need == FULL_ON_FIRST and tower > 0:
+        if need == FULL_ON_FIRST and tower.number > 0:
             zeros = _add_node(definition, node_def('ZerosLike', T=dtype), [full], node.device)
             node.input[position] = f'{zeros}:y:0'
         elif isinstance(need, Slice):

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.tf_internals import private
+from estimator_mgpu.tf_internals import op_types, private
 
 Number = Union[int, str]
 """An integer that is known, or what an integer scalar is referred to by: int32 by default."""
@@ -44,8 +44,8 @@ class NodeBuilder:
         # Names of nodes, by what they are: the same node is added only once.
         self._names: dict[Hashable, str] = {}
         self._added: dict[str, Any] = {}  # these nodes, by name
-        # Ops of the graph that a node waits for, by the node's name.
-        self._control_inputs: dict[str, Sequence[tf.Operation]] = {}
+        self.waits: dict[str, Sequence[tf.Operation]] = {}
+        """Ops of the graph that a node waits for, by the node's name."""
         # Value, dtype and device of constants, by the names of their outputs.
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
         # The frames around tensors that are in v1 loops.
@@ -165,13 +165,20 @@ class NodeBuilder:
     def after(self, ops: Sequence[tf.Operation], device: str) -> str:
         """Adds a NoOp that waits for ops of the graph; returns it as a control input."""
         name = self._once((frozenset(ops), device), lambda: node_def('NoOp'), [], device)
-        self._control_inputs[name] = ops
+        self.waits[name] = ops
         return f'^{name}'
 
     def join(self, names: Sequence[str], device: str) -> str:
         """Adds a NoOp that waits for nodes, which were added before; returns its name."""
         controls = [f'^{name}' for name in names]
         return self._once((*controls, device), lambda: node_def('NoOp'), controls, device)
+
+    def gate(self, number: int, names: Sequence[str], device: str) -> str:
+        """Adds an op that waits for nodes, be they dead or not; returns it as a control input."""
+        name = f'{self.scope}/gate_{number}'
+        controls = [f'^{name}' for name in names]
+        self.copy(node_def(op_types.CONTROL_TRIGGER), name, controls, device)
+        return f'^{name}'
 
     def _once(self, key: Any, make: Callable[[], Any], inputs: Sequence[str], device: str) -> str:
         """Adds a node unless there is one with the key; returns its name."""
@@ -195,7 +202,7 @@ class NodeBuilder:
         for name, device in devices.items():
             private.set_device(self.graph.get_operation_by_name(name), device)
 
-        for name, ops in self._control_inputs.items():
+        for name, ops in self.waits.items():
             private.add_control_inputs(self.graph.get_operation_by_name(name), list(ops))
 
     def _copy_constants(self) -> None:

@@ -19,8 +19,9 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
-from estimator_mgpu.partition.sizes import ONE, Size
+from estimator_mgpu.partition.sizes import ONE, Size, per_row
 from estimator_mgpu.partition.towers.shards import Shards, index_type
+from estimator_mgpu.partition.towers.turns import Chain
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
 """For each reduction but the sum, the op that combines two partial results."""
@@ -36,6 +37,9 @@ def gather(
 ) -> str:
     """Concatenates the towers' shards on a device: all examples, in the order of the batch.
 
+    Those of a chain of towers are concatenated on their device, and sent as one. Towers without
+    examples are the last ones of a chain, and of all: what they have is cut off.
+
     Args:
       shards: which examples each tower has.
       parts: the shards, one for each tower.
@@ -44,14 +48,36 @@ def gather(
       dims: of the concatenation.
       device: where the concatenation is made.
     """
-    gathered = shards.nodes.concat(parts, axis, dtype, device)
+    of_chains = [
+        _concat_chain(shards, chain, parts, dtype, axis, dims[axis]) for chain in shards.chains
+    ]
+    gathered = shards.nodes.concat(of_chains, axis, dtype, device)
     if shards.active is None:
         return gathered
-
-    # Towers without examples are the last ones: what they have is cut off.
     index = index_type(dims[axis])
     extent = (0, shards.size_value(dims[axis], None, index))
     return shards.cut(gathered, dtype, axis, extent, device, index)
+
+
+def _concat_chain(
+    shards: Shards,
+    chain: Chain,
+    parts: Sequence[str],
+    dtype: tf.DType,
+    axis: int,
+    size: Size,
+) -> str:
+    """Concatenates the shards of a chain of towers; `size` is that of all shards together."""
+    device = chain[0].device
+    joined = shards.nodes.concat([parts[tower.number] for tower in chain], axis, dtype, device)
+    if shards.active is None or len(chain) == 1:
+        return joined
+
+    factor = per_row(size, shards.rows)
+    assert factor is not None
+    index = index_type(size)
+    extent = (0, shards.count_of_chain(factor, chain, index))
+    return shards.cut(joined, dtype, axis, extent, device, index)
 
 
 def gather_blocks(
@@ -67,7 +93,7 @@ def gather_blocks(
     They are concatenated along a dimension of their own: [blocks, rows] instead of [blocks * rows].
     """
     apart = []
-    for tower, part in enumerate(parts):
+    for tower, part in zip(shards.towers, parts):
         _, row_count = shards.extent(ONE, tower)
         apart.append(shards.reshape_blocks(part, dtype, axis, dims, row_count, device, apart=True))
     dims_apart = [*dims[:axis], ONE, Size(1, (shards.rows,)), *dims[axis + 1 :]]
@@ -85,14 +111,29 @@ def reduce(
         parts = _without_empty_towers(shards, parts, dtype, reduction)
 
     # The partial results of another machine are combined there first, and sent once.
+    devices = [tower.device for tower in shards.towers]
     groups: dict[str | int, list[str]] = {}
-    for tower, part in enumerate(parts):
-        sender = relay(shards.devices, shards.devices[tower], device)
-        groups.setdefault(sender or tower, []).append(part)
+    for number, chain in enumerate(shards.chains):
+        running = _combine_chain(shards, chain, parts, dtype, reduction)
+        sender = relay(devices, chain[0].device, device)
+        groups.setdefault(sender or number, []).append(running)
     combined = [
         _combine(shards, group, dtype, reduction, str(sender)) for sender, group in groups.items()
     ]
     return _combine(shards, combined, dtype, reduction, device)
+
+
+def _combine_chain(
+    shards: Shards, chain: Chain, parts: Sequence[str], dtype: tf.DType, reduction: str
+) -> str:
+    """Combines the partial results of a chain of towers, one after the other, on their device.
+
+    For example, a running sum of a gradient: each turn adds its own, and leaves nothing else.
+    """
+    running = parts[chain[0].number]
+    for tower in chain[1:]:
+        running = _combine(shards, [running, parts[tower.number]], dtype, reduction, tower.device)
+    return running
 
 
 def _reduce_mean(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: str) -> str:
@@ -100,10 +141,10 @@ def _reduce_mean(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: 
     nodes = shards.nodes
     wide = dtype if dtype.size > 2 else tf.float32
     weighted = []
-    for part, count, tower_device in zip(parts, shards.counts, shards.devices):
-        mean = nodes.cast(part, dtype, wide, tower_device)
+    for part, count, tower in zip(parts, shards.counts, shards.towers):
+        mean = nodes.cast(part, dtype, wide, tower.device)
         weight = nodes.tensor(count, wide)
-        weighted.append(nodes.add('Mul', [mean, weight], tower_device, T=wide))
+        weighted.append(nodes.add('Mul', [mean, weight], tower.device, T=wide))
 
     total = reduce(shards, weighted, wide, 'sum', device)
     count = nodes.tensor(shards.total, wide)
@@ -123,9 +164,9 @@ def _without_empty_towers(
     assert shards.active is not None
     neutral = _neutral_element(dtype, reduction)
     replaced = [parts[0]]
-    for part, is_active, device in zip(parts[1:], shards.active[1:], shards.devices[1:]):
-        operands = [is_active, part, shards.nodes.const(neutral, dtype, device)]
-        replaced.append(shards.nodes.add('SelectV2', operands, device, T=dtype))
+    for part, is_active, tower in zip(parts[1:], shards.active[1:], shards.towers[1:]):
+        operands = [is_active, part, shards.nodes.const(neutral, dtype, tower.device)]
+        replaced.append(shards.nodes.add('SelectV2', operands, tower.device, T=dtype))
     return replaced
 
 

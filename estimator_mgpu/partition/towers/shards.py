@@ -1,6 +1,6 @@
 """Which examples each tower has, and slices of full values.
 
-In: how many examples there are, and the towers' devices. Out: for each tower, where its shard
+In: how many examples there are, and the towers. Out: for each tower, where its shard
 starts and how large it is, along any dimension; and nodes that take the shard of a full value.
 
 For example, 3 towers share 7 examples as 3, 2 and 2: the second has the examples from 3 on. If
@@ -11,7 +11,7 @@ many kernels fail without one; `reduce_and_gather` leaves its results out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -19,6 +19,7 @@ from estimator_mgpu.batch import rows_of
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
 from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, Size, per_row
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
+from estimator_mgpu.partition.towers.turns import Chain, Tower, chains_of
 
 Extent = tuple[Number, Number]
 """Where a tower's entries along a dimension start, and how many they are."""
@@ -27,6 +28,8 @@ Extent = tuple[Number, Number]
 class Shards:
     """Shards of a row space: as equal as possible, the larger ones first.
 
+    The rows are divided over the devices, and then those of each device over its turns.
+
     Sizes are computed in the integer type of whoever needs them, as the model does: products are
     too large for int32 where a tensor, or something that a model counts, has more than 2 ** 31
     entries.
@@ -34,7 +37,7 @@ class Shards:
     Args:
       rows: the row space, of the batch's examples or of others, such as those a mask leaves.
       total: how many rows there are, an int32 scalar; None if `rows` knows.
-      devices: one for each tower.
+      towers: those that have shards.
       nodes: where nodes are added.
       symbol_value: symbol_value(symbol, tower or None, dtype) gives the value of a size's symbol.
     """
@@ -43,12 +46,13 @@ class Shards:
         self,
         rows: RowSpace,
         total: tf.Tensor | None,
-        devices: Sequence[str],
+        towers: Sequence[Tower],
         nodes: NodeBuilder,
         symbol_value: Callable[[Any, Any, tf.DType], Number],
     ):
         self.rows = rows
-        self.devices = devices
+        self.towers = towers
+        self.chains = chains_of(towers)
         self.nodes = nodes
         self._symbol_value = symbol_value
 
@@ -56,6 +60,7 @@ class Shards:
         self.counts: Sequence[Number]  # how many rows the shard of each tower has
         self.active: Sequence[str] | None = None  # whether a tower has any; None: all always have
         self._extents: Sequence[Extent]  # the rows on which each tower computes
+        self._extents_of_chains: Sequence[Extent]  # and those of the towers of each chain
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
 
@@ -67,32 +72,42 @@ class Shards:
     def _set_static_extents(self) -> None:
         """If the number of rows is known, there is one for each tower, or nothing is sharded."""
         self.total = self.rows.static or 0
-        each, larger_shards = divmod(self.total, len(self.devices))
+        self._extents_of_chains = _divide(0, self.total, len(self.chains))
 
-        counts = [each + (tower < larger_shards) for tower in range(len(self.devices))]
-        starts = [sum(counts[:tower]) for tower in range(len(counts))]
-        self.counts = counts
-        self._extents = list(zip(starts, counts))
+        extents: list[tuple[int, int]] = []
+        for chain, (start, count) in zip(self.chains, self._extents_of_chains):
+            extents += _divide(start, count, len(chain))
+        self._extents = extents
+        self.counts = [count for _, count in extents]
 
     def _add_extents(self, total: tf.Tensor) -> None:
         """Adds ops that compute the extents from the number of rows."""
-        towers = len(self.devices)
         with self.nodes.at_once(self.nodes.host):
-            counts = total // towers + tf.cast(tf.range(towers) < total % towers, tf.int32)
-            active = counts > 0
-            starts = tf.where(active, tf.cumsum(counts, exclusive=True), tf.zeros_like(counts))
-            # A tower without a row computes on the first one, if there is one.
-            sizes = tf.maximum(counts, tf.minimum(total, 1))
+            all_rows = _Extents(tf.zeros([1], tf.int32), total[None], total[None])
+            extents = all_rows.divided(len(self.chains))
+            turns = len(self.chains[0])
+            if turns > 1:
+                self._extents_of_chains = extents.names()
+                extents = extents.divided(turns)
 
             self.total = total.name
-            self.counts = _names_of_entries(counts)
-            self.active = _names_of_entries(active)
-            self._extents = list(zip(_names_of_entries(starts), _names_of_entries(sizes)))
+            self.counts = _names_of_entries(extents.counts)
+            self.active = _names_of_entries(extents.counts > 0)
+            self._extents = extents.names()
 
-    def extent(self, factor: Size, tower: int, dtype: tf.DType = tf.int32) -> Extent:
+    def extent(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many there are, with `factor` entries a row."""
         entries_per_row = self.size_value(factor, tower, dtype)
-        first_row, row_count = self._extents[tower]
+        return self._entries_of(self._extents[tower.number], entries_per_row, dtype)
+
+    def count_of_chain(self, factor: Size, chain: Chain, dtype: tf.DType = tf.int32) -> Number:
+        """How many entries all towers of a chain have, with `factor` entries a row."""
+        entries_per_row = self.size_value(factor, None, dtype)
+        extent = self._extents_of_chains[self.chains.index(chain)]
+        return self._entries_of(extent, entries_per_row, dtype)[1]
+
+    def _entries_of(self, extent: Extent, entries_per_row: Number, dtype: tf.DType) -> Extent:
+        first_row, row_count = extent
         first_row = self._cast(first_row, dtype)
         row_count = self._cast(row_count, dtype)
 
@@ -101,7 +116,7 @@ class Shards:
         return start, size
 
     def size_value(
-        self, size: Size, tower: int | None = None, dtype: tf.DType = tf.int32
+        self, size: Size, tower: Tower | None = None, dtype: tf.DType = tf.int32
     ) -> Number:
         """The value of a size, with all rows; with a tower, other dimensions are those it has."""
         if size.static is not None:
@@ -116,7 +131,7 @@ class Shards:
         return self._add(more, self._cast(self.total, dtype), dtype)
 
     def local_sizes(
-        self, need: Constant | LocalShape | FullSizes, tower: int, scalar: bool, dtype: tf.DType
+        self, need: Constant | LocalShape | FullSizes, tower: Tower, scalar: bool, dtype: tf.DType
     ) -> Number | list[Number]:
         """The integers that a tower gets in place of a tensor of sizes: its own shape, say."""
         if isinstance(need, Constant):
@@ -140,14 +155,14 @@ class Shards:
         return sizes
 
     def slice(
-        self, full: str, dtype: tf.DType, axis: int, factor: Size, tower: int, device: str
+        self, full: str, dtype: tf.DType, axis: int, factor: Size, tower: Tower, device: str
     ) -> str:
         """A tower's shard of a full value, with `factor` entries a row along an axis."""
         index = index_type(factor * Size(1, (self.rows,)))
         return self.cut(full, dtype, axis, self.extent(factor, tower, index), device, index)
 
     def slice_of_blocks(
-        self, full: str, dtype: tf.DType, axis: int, dims: Sequence[Size], tower: int, device: str
+        self, full: str, dtype: tf.DType, axis: int, dims: Sequence[Size], tower: Tower, device: str
     ) -> str:
         """The same of a full value in blocks: the tower's rows of each block.
 
@@ -228,7 +243,7 @@ class Shards:
             end_mask=mask,
         )
 
-    def join_parts(self, parts: Sequence[tf.Tensor], tower: int) -> str:
+    def join_parts(self, parts: Sequence[tf.Tensor], tower: Tower) -> str:
         """A tower's shard of a batch of which each machine has read a part, in order.
 
         Each part is cut on the machine that has it, so that only what the tower needs is sent.
@@ -238,9 +253,9 @@ class Shards:
             self._add_extents_in_parts(parts)
 
         pieces = []
-        for part, extent in zip(parts, self._extents_in_parts[tower]):
+        for part, extent in zip(parts, self._extents_in_parts[tower.number]):
             pieces.append(self.cut(part.name, dtype, 0, extent, part.device))
-        return self.nodes.concat(pieces, 0, dtype, self.devices[tower])
+        return self.nodes.concat(pieces, 0, dtype, tower.device)
 
     def _add_extents_in_parts(self, parts: Sequence[tf.Tensor]) -> None:
         """Adds ops that compute each tower's extent in each part."""
@@ -286,6 +301,43 @@ class Shards:
     def _binary(self, op_type: str, a: Number, b: Number, dtype: tf.DType) -> str:
         scalars = [self.nodes.scalar(a, dtype), self.nodes.scalar(b, dtype)]
         return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
+
+
+class _Extents(NamedTuple):
+    """Extents, as vectors: where each starts, on how many rows it computes, and how many it has.
+
+    One without a row computes on the first one of those that were divided, if there is one.
+    """
+
+    starts: tf.Tensor
+    sizes: tf.Tensor
+    counts: tf.Tensor
+
+    def divided(self, parts: int) -> _Extents:
+        """Divides each extent into so many."""
+        sizes = self.sizes[:, None]
+        shares = sizes // parts + tf.cast(tf.range(parts) < sizes % parts, tf.int32)
+        rows_before = tf.cumsum(shares, 1, exclusive=True)
+        starts = self.starts[:, None] + tf.where(shares > 0, rows_before, tf.zeros_like(shares))
+        sizes = tf.maximum(shares, tf.minimum(sizes, 1))
+        # In an extent without a row, the first part computes on a row that isn't its own.
+        counts = shares * tf.minimum(self.counts[:, None], 1)
+        return _Extents(*(tf.reshape(matrix, [-1]) for matrix in (starts, sizes, counts)))
+
+    def names(self) -> list[Extent]:
+        """The names of the start and the size of each."""
+        return list(zip(_names_of_entries(self.starts), _names_of_entries(self.sizes)))
+
+
+def _divide(start: int, count: int, parts: int) -> list[tuple[int, int]]:
+    """Divides an extent whose size is known."""
+    each, larger = divmod(count, parts)
+    extents = []
+    for part in range(parts):
+        size = each + (part < larger)
+        extents.append((start, size))
+        start += size
+    return extents
 
 
 def index_type(size: Size) -> tf.DType:

@@ -16,10 +16,11 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.partition.towers.turns import Tower
 
 
 def positions(
-    shards: Shards, indices: str, dtype: tf.DType, factor: Size, tower: int, device: str
+    shards: Shards, indices: str, dtype: tf.DType, factor: Size, tower: Tower, device: str
 ) -> str:
     """Which entries are in a tower's rows: their positions, a vector.
 
@@ -67,7 +68,7 @@ def count_from_first(
     dtype: tf.DType,
     column_count: int,
     factor: Size,
-    tower: int,
+    tower: Tower,
     device: str,
 ) -> str:
     """The indices of a tower's entries, with rows counted from the tower's first one.

@@ -1,8 +1,8 @@
 """What each tower has of a tensor, and the value of the tensor for the global batch.
 
-In: a plan, and the devices on which full values are made. Out: names of tensors. A full value is
-made where it's first asked for: gathered, reduced, or taken from the first tower if all have the
-same.
+In: a plan, the towers, and the devices on which full values are made. Out: names of tensors. A full
+value is made where it's first asked for: gathered, reduced, or taken from the first tower if all
+have the same.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Nu
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
 from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
@@ -34,7 +35,7 @@ class Values:
       graph: the user's.
       plan: which tensors are sharded, and how.
       total: how many examples there are, an int32 scalar; None if the plan knows.
-      devices: one for each tower.
+      towers: those that have local values.
       full_value_devices: where full values are made, by the names of tensors.
       calls: the gradients of each optimizer's call, which may be packed.
       order: in which the graph touches state.
@@ -46,7 +47,7 @@ class Values:
         graph: tf.Graph,
         plan: Plan,
         total: tf.Tensor | None,
-        devices: Sequence[str],
+        towers: Sequence[Tower],
         full_value_devices: dict[str, str],
         calls: Sequence[Sequence[tf.Tensor]],
         order: StateOrder,
@@ -54,12 +55,13 @@ class Values:
     ):
         self._graph = graph
         self._plan = plan
-        self._devices = devices
+        self._towers = towers
+        self._devices = [tower.device for tower in towers]
         self._full_value_devices = full_value_devices
         self._nodes = nodes
         self._source_names = {tensor.name for tensor in plan.sources}
 
-        self.batch_shards = Shards(plan.rows, total, devices, nodes, self._symbol_value)
+        self.batch_shards = Shards(plan.rows, total, towers, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
         self._packs = find_packs(graph, plan, calls, order, self.device_of_full)
 
@@ -72,31 +74,31 @@ class Values:
         """What the names of added nodes begin with."""
         return self._nodes.scope
 
-    def copy_name(self, op_name: str, tower: int) -> str:
+    def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
-        return f'{self._nodes.scope}/tower_{tower}/{op_name}'
+        return f'{self._nodes.scope}/tower_{tower.number}/{op_name}'
 
-    def frame_name(self, frame: str, is_joint: bool, tower: int) -> str:
+    def frame_name(self, frame: str, is_joint: bool, tower: Tower) -> str:
         """The name of the frame of a tower's copy of a v1 loop, whose frame has a name.
 
         Each tower's loop has a frame of its own, unless all make each step together.
         """
         return f'{self._nodes.scope}/{frame}' if is_joint else self.copy_name(frame, tower)
 
-    def local_in_loop(self, tensor: tf.Tensor, tower: int, loops: Sequence[LoopFrame]) -> str:
+    def local_in_loop(self, tensor: tf.Tensor, tower: Tower, loops: Sequence[LoopFrame]) -> str:
         """What a tower has of a tensor in v1 loops, so that what is added of it is there, too."""
         local = self.local(tensor, tower)
         self._nodes.place_in_frames(local, self.frames(loops, tower))
         return local
 
-    def frames(self, loops: Sequence[LoopFrame], tower: int) -> Frames:
+    def frames(self, loops: Sequence[LoopFrame], tower: Tower) -> Frames:
         """The frames of a tower's copies of v1 loops."""
         return tuple(
             (self.frame_name(loop.name, loop.is_joint, tower), loop.parallel_iterations)
             for loop in loops
         )
 
-    def local(self, tensor: tf.Tensor, tower: int) -> str:
+    def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         parts = parts_of(tensor)
         if len(parts) > 1:
@@ -105,7 +107,7 @@ class Values:
             return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
         return f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
 
-    def slice(self, tensor: tf.Tensor, need: Slice, tower: int) -> str:
+    def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
         """A tower's slice of a full value, taken on the device that has the full value."""
         shards = self.shards_of(need.rows)
         full = self.full(tensor)
@@ -116,7 +118,7 @@ class Values:
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
         return shards.slice(full, dtype, need.axis, need.factor, tower, device)
 
-    def sparse_rows(self, tensor: tf.Tensor, need: SparseRows, tower: int) -> str:
+    def sparse_rows(self, tensor: tf.Tensor, need: SparseRows, tower: Tower) -> str:
         """A tower's rows of a sparse tensor: the indices of its entries, or their values."""
         shards = self.shards_of(need.rows)
         indices = self._graph.get_tensor_by_name(need.indices)
@@ -194,7 +196,7 @@ class Values:
             tensor = self._graph.get_tensor_by_name(rows.name)
             with self._nodes.at_once(self.device_of_full(tensor)):
                 total = tf.shape(tensor)[0]
-            self._shards[rows] = Shards(rows, total, self._devices, self._nodes, self._symbol_value)
+            self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
         return self._shards[rows]
 
     def is_made_from_local(self, tensor: tf.Tensor) -> bool:
@@ -229,7 +231,7 @@ class Values:
 
         placement = self._plan.placements[name]
         if not isinstance(placement, (Shard, Partial)):
-            return {name: self.local(tensor, 0)}  # It's the same on all towers.
+            return {name: self.local(tensor, self._towers[0])}  # It's the same on all towers.
 
         shards = self.shards_of(placement.rows)
         dtype = tensor.dtype.base_dtype
@@ -237,7 +239,7 @@ class Values:
         if name in self._packs:
             return self._reduce_pack(self._packs[name], shards, dtype, device)
 
-        parts = [self.local(tensor, tower) for tower in range(len(self._devices))]
+        parts = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(placement, Partial):
             return {name: reduce_and_gather.reduce(shards, parts, dtype, placement.reduce, device)}
 
@@ -258,13 +260,13 @@ class Values:
     ) -> dict[str, str]:
         """Sums the partial sums of all tensors of a pack, as vectors."""
         vectors = []
-        for tower, tower_device in enumerate(self._devices):
+        for tower in self._towers:
             parts = [self.local(tensor, tower) for tensor in pack.tensors]
-            vectors.append(pack.join(parts, self._nodes, tower_device))
+            vectors.append(pack.join(parts, self._nodes, tower.device))
         total = reduce_and_gather.reduce(shards, vectors, dtype, 'sum', device)
         return pack.split(total, self._nodes, device)
 
-    def _symbol_value(self, symbol: Any, tower: int | None, dtype: tf.DType) -> Number:
+    def _symbol_value(self, symbol: Any, tower: Tower | None, dtype: tf.DType) -> Number:
         """The value of a symbol: how many rows or splits, a dimension, or a tensor's entry."""
         if isinstance(symbol, RowSpace):
             return self.shards_of(symbol).total_as(dtype)
@@ -287,12 +289,13 @@ class Values:
         vector = self._nodes.add('Reshape', [self.full(tensor), [-1]], host, T=tensor_dtype)
         return self._nodes.cast(vector, tensor_dtype, dtype, host)
 
-    def _shape(self, tensor: tf.Tensor, tower: int | None, dtype: tf.DType) -> str:
+    def _shape(self, tensor: tf.Tensor, tower: Tower | None, dtype: tf.DType) -> str:
         """The shape of what a tower has of a tensor, or of the full value if towers have none."""
         is_local = tensor.name in self._plan.placements and tensor.name not in self._source_names
         if is_local:
-            value = self.local(tensor, tower or 0)
-            device = self._devices[tower or 0]
+            tower = tower or self._towers[0]
+            value = self.local(tensor, tower)
+            device = tower.device
         else:
             value = self.full(tensor)
             device = self.device_of_full(tensor)

@@ -1,0 +1,227 @@
+"""What waits for what in a graph with its towers, before these are added to it.
+
+In: the nodes that are to be added, and what the user's ops will be given. Out: a `Unit` for each
+node, and the units that it waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Union
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.v1_loops import V1Loop, find_loops
+
+Result = Union[tf.Tensor, tf.Operation]
+"""What a step may be run for."""
+
+
+class Unit(NamedTuple):
+    """A node, or a v1 loop in the place of all of its nodes.
+
+    Attributes:
+      tower: the index of the tower whose copy it is; None if it's no copy.
+      name: that of the user's op or loop, or of the node if it's another added one.
+    """
+
+    tower: int | None
+    name: str
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it's a tower's copy of the user's op or loop."""
+        return self.tower is not None
+
+
+class Edge(NamedTuple):
+    """Says that something waits for a node, which is in a unit."""
+
+    source: str
+    unit: Unit
+
+
+class Edges:
+    """The edges between units.
+
+    Args:
+      graph: the user's.
+      plan: which ops are sharded.
+      nodes: those that will be added.
+      full_values: what the user's ops will be given, by the names of tensors.
+      control_inputs: the names of the ops that the user's ops will wait for.
+      liveness: of the user's graph.
+
+    Attributes:
+      nodes: the added ones, by name.
+      loops: the v1 loops, by the names of their units.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        plan: Plan,
+        nodes: NodeBuilder,
+        full_values: dict[str, str],
+        control_inputs: dict[tf.Operation, list[str]],
+        liveness: Liveness,
+    ):
+        self.nodes = {node.name: node for node in nodes.graph_def.node}
+        self.loops: dict[str, V1Loop] = {}
+        if plan.in_loops:
+            loops = find_loops(graph.get_operations(), liveness)
+            self.loops = {f'{loop.name} (loop)': loop for loop in loops}
+
+        self._graph = graph
+        self._builder = nodes
+        self._full_values = full_values
+        self._control_inputs = control_inputs
+        self._users_ops = {op.name: op for op in control_inputs}
+        # An op that doesn't depend on the batch may wait for one that does, and others for it.
+        of_batch = set(plan.order)
+        not_of_batch = [op for op in control_inputs if op not in of_batch]
+        self._users_ops.update((op.name, op) for op in graphs.descendants(not_of_batch))
+        self._tower_prefix = f'{nodes.scope}/tower_'
+        self._loop_of = {op.name: key for key, loop in self.loops.items() for op in loop.all_ops}
+        self._exits = {op.name for loop in self.loops.values() for op in loop.exits}
+
+    def unit_of(self, name: str) -> Unit:
+        """The unit of an added node, or of one of the user's ops."""
+        tower = None
+        op_name = name
+        if name.startswith(self._tower_prefix):
+            number, _, op_name = name[len(self._tower_prefix) :].partition('/')
+            tower = int(number)
+        elif name in self.nodes:
+            return self._loop_around(name) or Unit(None, name)
+        return Unit(tower, self._loop_of.get(op_name, op_name))
+
+    def _loop_around(self, name: str) -> Unit | None:
+        """The tower's v1 loop that a constant is in, which waits for an op there; None if none."""
+        node = self.nodes[name]
+        if not self.loops or node.op != op_types.CONST or not node.input:
+            return None
+        unit = self.unit_of(op_name(node.input[0]))
+        is_result = any(op_name(node.input[0]).endswith(f'/{exit}') for exit in self._exits)
+        return unit if unit.name in self.loops and not is_result else None
+
+    def members(self, unit: Unit) -> list[str]:
+        """The names of a unit's nodes, or of the user's ops."""
+        if unit.name not in self.loops:
+            return [self._node_name(unit.name, unit.tower)]
+        return [self._node_name(op.name, unit.tower) for op in self.loops[unit.name].all_ops]
+
+    def entries(self, unit: Unit) -> list[str]:
+        """The names of those of a unit's nodes that can wait for others: a loop's `Enter` ops."""
+        if unit.name not in self.loops:
+            return self.members(unit)
+        return [self._node_name(op.name, unit.tower) for op in self.loops[unit.name].enters]
+
+    def inputs(self, unit: Unit) -> list[Edge]:
+        """What a unit waits for, but for what no tower can be behind."""
+        edges = []
+        for member in self.members(unit):
+            for name in self._inputs_of_node(member):
+                source = self.unit_of(name)
+                if source != unit:
+                    edges.append(Edge(name, source))
+        return edges
+
+    def unit_of_result(self, result: Result) -> Unit:
+        """The unit of one of the user's ops, or of a tensor's full value."""
+        if isinstance(result, tf.Operation):
+            return self.unit_of(result.name)
+        return self.unit_of(op_name(self._full_values.get(result.name, result.name)))
+
+    def is_added(self, unit: Unit) -> bool:
+        """Whether a unit is added to the graph, rather than the user's."""
+        return unit.is_copy or unit.name in self.nodes
+
+    def _node_name(self, name: str, tower: int | None) -> str:
+        return name if tower is None else f'{self._tower_prefix}{tower}/{name}'
+
+    def _inputs_of_node(self, name: str) -> Sequence[str]:
+        node = self.nodes.get(name)
+        if node is not None:
+            names = [op_name(operand) for operand in node.input]
+            return names + [op.name for op in self._builder.waits.get(name, ())]
+
+        op = self._users_ops.get(name)
+        if op is not None:
+            operands = [self._full_values.get(tensor.name, tensor.name) for tensor in op.inputs]
+            waits = self._control_inputs.get(op)
+            if waits is None:
+                waits = [before.name for before in op.control_inputs]
+            return [*map(op_name, operands), *waits]
+
+        if name.startswith(f'{self._builder.scope}/'):  # They compute which rows towers have.
+            op = self._graph.get_operation_by_name(name)
+            return [before.name for before in graphs.direct_inputs(op)]
+        return ()
+
+
+class StepUnits:
+    """The units that a step runs, as far as towers may be behind them.
+
+    Args:
+      edges: those of the graph.
+      results: what a step is run for.
+
+    Attributes:
+      edges: those of the graph.
+      order: the units, each after those that it waits for.
+      inputs: the edges to each unit.
+    """
+
+    def __init__(self, edges: Edges, results: Sequence[Unit]):
+        self.edges = edges
+        self.order: list[Unit] = []
+        self.inputs: dict[Unit, list[Edge]] = {}
+        for result in results:
+            if result not in self.inputs:
+                self._visit(result)
+
+        # For a unit that is no copy, the towers whose copies it's made of, with other units that
+        # are no copies between them: as bits of an int.
+        self._made_of: dict[Unit, int] = {}
+        for unit in self.order:
+            bits = 0
+            for edge in self.inputs[unit]:
+                bits |= self._towers_behind(edge)
+            self._made_of[unit] = bits
+
+    def inputs_of(self, unit: Unit) -> list[Edge]:
+        """The edges to a unit, be it one that a step runs or not."""
+        return self.inputs[unit] if unit in self.inputs else self.edges.inputs(unit)
+
+    def is_join(self, edge: Edge, copy: Unit) -> bool:
+        """Whether what a copy is given is made of copies of other towers."""
+        assert copy.tower is not None
+        return bool(self._towers_behind(edge) & ~(1 << copy.tower))
+
+    def _towers_behind(self, edge: Edge) -> int:
+        tower = edge.unit.tower
+        return self._made_of.get(edge.unit, 0) if tower is None else 1 << tower
+
+    def _visit(self, result: Unit) -> None:
+        """Adds a unit and all that it waits for; without recursion, as paths are long."""
+        self.inputs[result] = self.edges.inputs(result)
+        stack = [(result, iter(self.inputs[result]))]
+        while stack:
+            unit, remaining = stack[-1]
+            edge = next(remaining, None)
+            if edge is None:
+                self.order.append(unit)
+                stack.pop()
+            elif edge.unit not in self.inputs:
+                self.inputs[edge.unit] = self.edges.inputs(edge.unit)
+                stack.append((edge.unit, iter(self.inputs[edge.unit])))
+
+
+def op_name(operand: str) -> str:
+    """The name of the node that an operand of a node is an output of, or that is waited for."""
+    return operand.partition(':')[0].removeprefix('^')

@@ -1,0 +1,219 @@
+"""Micro-batches: towers that run one after the other on a device, with one device's results."""
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from estimator_mgpu import explain, steps
+from estimator_mgpu.tf_internals import graphs
+from models import adam, batches, floats, of_all_modes, predict, regression, sgd, spec_of, step
+from towers import TRAIN, compare, compare_modes, train
+
+
+def short_last():
+    """Two batches of 12 examples, and a last one of 5."""
+    return [*batches(12, steps=2), *batches(5, steps=1)]
+
+
+def dense(features):
+    return predict(features)
+
+
+def dropout(features):
+    """Random numbers with a seed, which are drawn once for all examples."""
+    hidden = tf.nn.dropout(tf.layers.dense(features, 8, tf.nn.tanh), rate=0.3, seed=3)
+    return tf.layers.dense(hidden, 1)
+
+
+def recurrent(features):
+    """A loop, of which each tower has its own."""
+    sequence = tf.tile(features[:, None, :], [1, 4, 1])
+    lengths = 1 + tf.cast(features[:, 0] > 0, tf.int32)
+    cell = tf.nn.rnn_cell.LSTMCell(3)
+    _, state = tf.nn.dynamic_rnn(cell, sequence, lengths, dtype=tf.float32)
+    return tf.layers.dense(state.h, 1)
+
+
+def normalized(features):
+    """Needs the mean of all examples in the midst of the network."""
+    hidden = tf.layers.dense(features, 4, use_bias=False)
+    mean, variance = tf.nn.moments(hidden, [0])
+    return tf.layers.dense(tf.nn.batch_normalization(hidden, mean, variance, None, None, 1e-3), 1)
+
+
+def looked_up(features):
+    """A table's gradient consists of rows, which are gathered."""
+    table = tf.get_variable('table', initializer=floats(9, 2))
+    ids = tf.cast(tf.abs(features) * 3, tf.int32) % 9
+    return tf.layers.dense(tf.reduce_sum(tf.nn.embedding_lookup(table, ids), 1), 1)
+
+
+def branch(features):
+    """A branch that is taken in some batches, by what all examples say."""
+    hidden = predict(features)
+    return tf.cond(
+        tf.reduce_mean(features) > 0, lambda: tf.square(hidden), lambda: tf.tanh(hidden) * 2
+    )
+
+
+def sgd_train(loss):
+    return sgd(loss)
+
+
+def clipped(loss):
+    """The gradients' norm needs all turns."""
+    optimizer = tf.train.MomentumOptimizer(0.1, 0.9)
+    gradients, variables = zip(*optimizer.compute_gradients(loss))
+    gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+    return optimizer.apply_gradients(zip(gradients, variables), step())
+
+
+def two_optimizers(loss):
+    """An optimizer for each half of the variables."""
+    variables = tf.trainable_variables()
+    half = len(variables) // 2
+    first = tf.train.MomentumOptimizer(0.05, 0.9).minimize(loss, var_list=variables[:half])
+    second = tf.train.GradientDescentOptimizer(0.1).minimize(loss, step(), variables[half:])
+    return tf.group(first, second)
+
+
+FORWARD = [dense, dropout, recurrent, normalized, looked_up, branch]
+MODEL_FNS = [
+    *(of_all_modes(forward, sgd_train) for forward in FORWARD),
+    of_all_modes(dense, clipped, 'clipped'),
+    of_all_modes(dense, two_optimizers, 'two_optimizers'),
+]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('devices, microbatches', [(1, 2), (2, 3)], ids=['1x2', '2x3'])
+@pytest.mark.parametrize('model_fn', MODEL_FNS, ids=lambda model_fn: model_fn.__name__)
+def test_results_of_one_device(model_fn, devices, microbatches, behavior):
+    """In all modes, to the end of the data; the last batch has fewer examples than towers."""
+    options = dict(static=False, epochs=1, microbatches=microbatches)
+    compare_modes(model_fn, short_last, devices, **options)
+
+
+def ancestors_of(graph, name):
+    """The names of what an op waits for."""
+    return {op.name for op in graphs.ancestors([graph.get_operation_by_name(name)])}
+
+
+def test_turns_wait_for_each_other():
+    """The forward pass of a turn begins when the gradients of the turn before are there."""
+    run = train(of_all_modes(dropout, sgd_train), batches(12), 2, steps=1, microbatches=3)
+    gradient = 'gradients/dense/MatMul_grad/MatMul_1'
+    before = ancestors_of(run.graph, 'replicate/tower_1/dense/MatMul')
+    assert f'replicate/tower_0/{gradient}' in before
+    assert f'replicate/tower_2/{gradient}' not in before
+    # The other device's first turn waits for nothing.
+    before = ancestors_of(run.graph, 'replicate/tower_3/dense/MatMul')
+    assert not any(name.startswith('replicate/tower_0/') for name in before)
+
+
+def test_one_sum_of_a_device_is_sent():
+    """As many bytes, and tensors, as without micro-batches."""
+    sent = []
+    for microbatches in (1, 4):
+        with tf.Graph().as_default():
+            tf.train.get_or_create_global_step()
+            features = tf.placeholder(tf.float32, [16, 3])
+            labels = tf.placeholder(tf.float32, [16, 1])
+            model_fn = regression(adam)
+            replicated = estimator_mgpu.replicate(model_fn, devices=2, microbatches=microbatches)
+            spec = replicated(features=features, labels=labels, mode=TRAIN)
+            moved = explain.messages([spec.train_op, spec.loss.op], '/device:CPU:0')
+            # What a device is given of the batch comes in parts, but is as much.
+            own = [
+                size
+                for *ends, size in moved
+                if size and tuple(ends) == ('/device:CPU:1', '/device:CPU:0')
+            ]
+            sent.append((sorted(own), sum(size for *_, size in moved)))
+    assert sent[0] == sent[1]
+
+
+def test_fewer_turns_for_a_small_batch():
+    """Each tower has an example, if the batch is known to have few."""
+    ours, _ = compare(regression(adam), batches(5, steps=2), 2, microbatches=8)
+    schedule = steps.of_graph(ours.graph).schedule
+    assert schedule.turns == 2
+
+
+def test_exact_batch_norm_is_not_chained(caplog):
+    """Most of the network needs the statistics of all examples, so turns would save little."""
+
+    def model_fn(features, labels, mode):
+        net = features
+        for _ in range(3):
+            net = tf.layers.conv2d(net, 4, 3, padding='same')
+            net = tf.nn.relu(tf.layers.batch_normalization(net, training=True))
+        loss = tf.losses.mean_squared_error(labels, tf.layers.dense(tf.reduce_mean(net, [1, 2]), 1))
+        return spec_of(mode, loss, sgd(loss))
+
+    data = [(floats(8, 4, 4, 2), floats(8, 1))]
+    run = train(model_fn, data, 1, microbatches=4)
+    assert not any(op.name.startswith('replicate/tower_1/') for op in run.graph.get_operations())
+    assert 'microbatches=4 is left out: it would save only' in caplog.text
+    assert "batch_norm='device' would help" in caplog.text
+
+    run = train(model_fn, data, 1, microbatches=4, batch_norm='device')
+    assert any(op.name.startswith('replicate/tower_3/') for op in run.graph.get_operations())
+    assert 'keeps 100% of the activations for one of them at a time' in caplog.text
+
+
+def test_initial_value_from_the_batch():
+    """It's computed when the gradients, which need the variable, can't be waited for."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=lambda: tf.reduce_mean(tf.square(features), 0))
+        loss = tf.losses.mean_squared_error(labels, predict(features * w))
+        return spec_of(mode, loss, sgd(loss))
+
+    def run(towers, **options):
+        with tf.Graph().as_default():
+            tf.set_random_seed(1)
+            tf.train.get_or_create_global_step()
+            features, labels = map(tf.constant, batches(12)[0])
+            fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
+            spec = fn(features=features, labels=labels, mode=TRAIN)
+            with tf.Session() as session:
+                session.run(tf.global_variables_initializer())
+                return session.run([spec.loss, spec.train_op])[0], tf.get_default_graph()
+
+    one, _ = run(1)
+    ours, graph = run(1, microbatches=3)
+    assert ours == pytest.approx(one, rel=1e-5)
+    assert steps.of_graph(graph).schedule.is_worth_it
+
+
+def test_verify_on_one_device():
+    """Without micro-batches, there would be nothing to compare."""
+    model_fn = estimator_mgpu.replicate(of_all_modes(dense), microbatches=3)
+    dataset = lambda: tf.data.Dataset.from_tensors(batches(7)[0])  # noqa: E731
+    assert estimator_mgpu.verify(model_fn, dataset, devices=1, steps=1).exact
+
+
+@pytest.mark.parametrize('microbatches', [0, -1, 1.5, True, '2', None])
+def test_illegal_numbers(microbatches):
+    with pytest.raises(ValueError, match='no number of micro-batches. Give 1 or more'):
+        estimator_mgpu.replicate(regression(adam), microbatches=microbatches)
+
+
+def test_estimator(tmp_path, capsys):
+    """An Estimator on one device that has three micro-batches."""
+
+    def input_fn():
+        features, labels = batches(10)[0]
+        return tf.data.Dataset.from_tensor_slices((features, labels)).batch(4)
+
+    estimator = estimator_mgpu.Estimator(
+        of_all_modes(dense), str(tmp_path), devices=1, microbatches=3
+    )
+    estimator.train(input_fn)
+    assert estimator.evaluate(input_fn)['global_step'] == 3
+    assert len(list(estimator.predict(lambda: input_fn().map(lambda x, y: x)))) == 10
+
+    explanation = estimator.explain(input_fn)
+    assert explanation.microbatches == 3 and explanation.chained > 0.9
+    assert '3 a device, one after another' in capsys.readouterr().out
