@@ -153,7 +153,8 @@ def _run(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: int
         if towers > 1:
             examples = batch.look_at(placeholders, None)
             devices = [f'/device:CPU:{i}' for i in range(towers)]
-            divided = divide(graph, examples, examples.total(), devices)
+            results = [tensor.op for tensor in outputs]
+            divided = divide(graph, examples, examples.total(), devices, results=results)
             assert divided is not None  # The number of examples is dynamic.
 
             sharded = _types_of(graph, divided.plan.ops)

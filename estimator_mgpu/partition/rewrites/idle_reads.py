@@ -62,12 +62,14 @@ def copy_for_idle_reads(
 def _is_idle(op: tf.Operation, identities: Container[tf.Operation]) -> bool:
     """Whether what follows from an op ends in identities, entries of tuples, without users."""
     stack = [op]
+    seen = {op}  # Loops of TensorFlow 1 are cycles.
     while stack:
         last = stack.pop()
-        users = [user for output in last.outputs for user in output.consumers()]
+        users = {user for output in last.outputs for user in output.consumers()}
         if not users and last not in identities:
             return False
-        stack += users
+        stack += users - seen
+        seen |= users
     return True
 
 
