@@ -260,6 +260,7 @@ def _divided(
                 ops_before,
                 options['batch_norm'],
                 options['microbatches'],
+                end_of_data.result_ops(spec),
                 _results_of_step(spec),
             )
     except Exception as error:

@@ -69,12 +69,15 @@ def clipped(loss):
 
 
 def two_optimizers(loss):
-    """An optimizer for each half of the variables."""
+    """An optimizer for each half of the variables; both compute their gradients first."""
     variables = tf.trainable_variables()
     half = len(variables) // 2
-    first = tf.train.MomentumOptimizer(0.05, 0.9).minimize(loss, var_list=variables[:half])
-    second = tf.train.GradientDescentOptimizer(0.1).minimize(loss, step(), variables[half:])
-    return tf.group(first, second)
+    first = tf.train.MomentumOptimizer(0.05, 0.9)
+    second = tf.train.GradientDescentOptimizer(0.1)
+    of_first = first.compute_gradients(loss, variables[:half])
+    of_second = second.compute_gradients(loss, variables[half:])
+    with tf.control_dependencies([gradient for gradient, _ in of_first + of_second]):
+        return tf.group(first.apply_gradients(of_first), second.apply_gradients(of_second, step()))
 
 
 FORWARD = [dense, dropout, recurrent, normalized, looked_up, branch]

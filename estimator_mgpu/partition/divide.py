@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -35,7 +35,8 @@ def divide(
     existing_ops: Set[str] = frozenset(),
     batch_norm: str = 'batch',
     turns: int = 1,
-    results: Sequence[tf.Tensor | tf.Operation] = (),
+    results: Container[tf.Operation] = (),
+    step_results: Sequence[tf.Tensor | tf.Operation] = (),
 ) -> Towers | None:
     """Divides a finished graph over devices, and over turns of each device.
 
@@ -50,7 +51,8 @@ def divide(
         each tower's examples.
       turns: how many towers each device has, one after the other; fewer if the graph knows that
         there are fewer examples.
-      results: what a step is run for: turns may need all of it.
+      results: ops of what an EstimatorSpec gives, or whatever is wanted of the graph.
+      step_results: those for which a step is run in this mode: turns may need all of these.
 
     Returns:
       The towers; None if the graph stays as it is, as there is nothing to shard.
@@ -102,7 +104,8 @@ def divide(
         order,
         calls,
         turns,
-        results,
+        step_results,
+        loops,
     )
 
 

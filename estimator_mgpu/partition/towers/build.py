@@ -26,6 +26,7 @@ from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.state_order import StateOrder
+from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 
 @dataclass
@@ -81,6 +82,7 @@ def build_towers(
     calls: Sequence[Sequence[tf.Tensor]] = (),
     turns: int = 1,
     results: Sequence[Result] = (),
+    loops: Sequence[V1Loop] = (),
 ) -> Towers:
     """Changes a graph so that it runs on several devices, or in several turns, as planned.
 
@@ -98,6 +100,7 @@ def build_towers(
       calls: the gradients of each optimizer's call.
       turns: how many towers each device has, one after the other.
       results: what a step is run for.
+      loops: the user's v1 loops.
     """
     calls = [[_replacement(gradient, replaced) for gradient in call] for call in calls]
     collect = functools.partial(
@@ -114,7 +117,7 @@ def build_towers(
     nodes, values, waits, control_inputs = collect(towers)
     found = None
     if turns > 1:
-        edges = Edges(graph, plan, nodes, values.full_values, control_inputs, order.liveness)
+        edges = Edges(graph, plan, nodes, values.full_values, control_inputs, loops, len(towers))
         results = [_replaced_result(result, replaced) for result in results]
         step = StepUnits(edges, [edges.unit_of_result(result) for result in results])
         found = find_schedule(graph, plan, step, towers, results)

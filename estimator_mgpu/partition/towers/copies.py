@@ -86,14 +86,14 @@ class Copies:
                 frame = node.attr['frame_name'].s.decode()
                 frame = self._values.frame_name(frame, op_plan.is_joint, tower)
                 node.attr['frame_name'].s = frame.encode()
-            elif op_plan.is_joint and tower > 0:
+            elif op_plan.is_joint and tower.number > 0:
                 self._use_first_condition(op, node)
 
     def _use_first_condition(self, op: tf.Operation, node: Any) -> None:
         """A frame has one `LoopCond`, so other towers have the first tower's."""
         node.op = op_types.IDENTITY
         node.attr['T'].type = tf.bool.as_datatype_enum
-        node.input[:] = [self._values.local(op.outputs[0], 0)]
+        node.input[:] = [self._values.local(op.outputs[0], self._towers[0])]
 
     def _device(self, op: tf.Operation, op_plan: OpPlan, tower: Tower) -> str:
         """Where a copy runs: on its tower's device, unless the user wants another kind."""

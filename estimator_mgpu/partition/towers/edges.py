@@ -6,6 +6,7 @@ node, and the units that it waits for.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, Union
 
@@ -13,9 +14,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.tf_internals import graphs, op_types
-from estimator_mgpu.tf_internals.liveness import Liveness
-from estimator_mgpu.tf_internals.v1_loops import V1Loop, find_loops
+from estimator_mgpu.tf_internals import graphs
+from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 Result = Union[tf.Tensor, tf.Operation]
 """What a step may be run for."""
@@ -23,6 +23,8 @@ Result = Union[tf.Tensor, tf.Operation]
 
 class Unit(NamedTuple):
     """A node, or a v1 loop in the place of all of its nodes.
+
+    A joint loop, whose steps all towers make together, is one unit, which is no tower's copy.
 
     Attributes:
       tower: the index of the tower whose copy it is; None if it's no copy.
@@ -54,7 +56,8 @@ class Edges:
       nodes: those that will be added.
       full_values: what the user's ops will be given, by the names of tensors.
       control_inputs: the names of the ops that the user's ops will wait for.
-      liveness: of the user's graph.
+      loops: the v1 loops of the user's graph.
+      tower_count: how many towers there are.
 
     Attributes:
       nodes: the added ones, by name.
@@ -68,14 +71,11 @@ class Edges:
         nodes: NodeBuilder,
         full_values: dict[str, str],
         control_inputs: dict[tf.Operation, list[str]],
-        liveness: Liveness,
+        loops: Sequence[V1Loop],
+        tower_count: int,
     ):
         self.nodes = {node.name: node for node in nodes.graph_def.node}
-        self.loops: dict[str, V1Loop] = {}
-        if plan.in_loops:
-            loops = find_loops(graph.get_operations(), liveness)
-            self.loops = {f'{loop.name} (loop)': loop for loop in loops}
-
+        self.loops = {f'{loop.name} (loop)': loop for loop in loops}
         self._graph = graph
         self._builder = nodes
         self._full_values = full_values
@@ -87,36 +87,57 @@ class Edges:
         self._users_ops.update((op.name, op) for op in graphs.descendants(not_of_batch))
         self._tower_prefix = f'{nodes.scope}/tower_'
         self._loop_of = {op.name: key for key, loop in self.loops.items() for op in loop.all_ops}
-        self._exits = {op.name for loop in self.loops.values() for op in loop.exits}
+        self._tower_count = tower_count
+        self._joint = {key for key, loop in self.loops.items() if _is_joint(loop, plan)}
+        self._loops_by_frame = {loop.name: key for key, loop in self.loops.items()}
+        self._added_to_loops = self._find_added_to_loops()
 
     def unit_of(self, name: str) -> Unit:
         """The unit of an added node, or of one of the user's ops."""
-        tower = None
-        op_name = name
         if name.startswith(self._tower_prefix):
             number, _, op_name = name[len(self._tower_prefix) :].partition('/')
-            tower = int(number)
-        elif name in self.nodes:
+            return self._copy(int(number), self._loop_of.get(op_name, op_name))
+        if name in self.nodes:
             return self._loop_around(name) or Unit(None, name)
-        return Unit(tower, self._loop_of.get(op_name, op_name))
+        return Unit(None, self._loop_of.get(name, name))
+
+    def _copy(self, tower: int, name: str) -> Unit:
+        """A tower's copy of an op or a loop, or a joint loop of all towers."""
+        return Unit(None, f'{name} of all towers') if name in self._joint else Unit(tower, name)
 
     def _loop_around(self, name: str) -> Unit | None:
-        """The tower's v1 loop that a constant is in, which waits for an op there; None if none."""
-        node = self.nodes[name]
-        if not self.loops or node.op != op_types.CONST or not node.input:
+        """The unit of the v1 loop that an added node is in; None if it's in none."""
+        frame = self._builder.frame_of(name)
+        if frame is None:
             return None
-        unit = self.unit_of(op_name(node.input[0]))
-        is_result = any(op_name(node.input[0]).endswith(f'/{exit}') for exit in self._exits)
-        return unit if unit.name in self.loops and not is_result else None
+        if frame.startswith(self._tower_prefix):
+            number, _, loop = frame[len(self._tower_prefix) :].partition('/')
+            return self._copy(int(number), self._loops_by_frame[loop])
+        return self._copy(0, self._loops_by_frame[frame.removeprefix(f'{self._builder.scope}/')])
+
+    def _find_added_to_loops(self) -> dict[Unit, list[str]]:
+        """The added nodes that are in v1 loops and aren't copies, by the loops' units."""
+        added = defaultdict[Unit, list[str]](list)
+        if not self.loops:
+            return added
+        for name in self.nodes:
+            if not name.startswith(self._tower_prefix):
+                loop = self._loop_around(name)
+                if loop is not None:
+                    added[loop].append(name)
+        return added
 
     def members(self, unit: Unit) -> list[str]:
         """The names of a unit's nodes, or of the user's ops."""
-        if unit.name not in self.loops:
+        key = unit.name.removesuffix(' of all towers')
+        if key not in self.loops:
             return [self._node_name(unit.name, unit.tower)]
-        return [self._node_name(op.name, unit.tower) for op in self.loops[unit.name].all_ops]
+        towers = [unit.tower] if key == unit.name else list(range(self._tower_count))
+        copies = [self._node_name(op.name, t) for t in towers for op in self.loops[key].all_ops]
+        return copies + self._added_to_loops[unit]
 
     def entries(self, unit: Unit) -> list[str]:
-        """The names of those of a unit's nodes that can wait for others: a loop's `Enter` ops."""
+        """The names of those of a copy's nodes that can wait for others: a loop's `Enter` ops."""
         if unit.name not in self.loops:
             return self.members(unit)
         return [self._node_name(op.name, unit.tower) for op in self.loops[unit.name].enters]
@@ -139,7 +160,7 @@ class Edges:
 
     def is_added(self, unit: Unit) -> bool:
         """Whether a unit is added to the graph, rather than the user's."""
-        return unit.is_copy or unit.name in self.nodes
+        return unit.is_copy or unit.name in self.nodes or unit.name.endswith(' of all towers')
 
     def _node_name(self, name: str, tower: int | None) -> str:
         return name if tower is None else f'{self._tower_prefix}{tower}/{name}'
@@ -220,6 +241,12 @@ class StepUnits:
             elif edge.unit not in self.inputs:
                 self.inputs[edge.unit] = self.edges.inputs(edge.unit)
                 stack.append((edge.unit, iter(self.inputs[edge.unit])))
+
+
+def _is_joint(loop: V1Loop, plan: Plan) -> bool:
+    """Whether all towers make the steps of a loop together."""
+    plan_of_enter = plan.ops.get(loop.enters[0].name)
+    return plan_of_enter is not None and plan_of_enter.is_joint
 
 
 def op_name(operand: str) -> str:

@@ -65,10 +65,15 @@ class NodeBuilder:
         """Notes that a tensor is in a v1 loop: so is what is added of it."""
         self._frames[tensor] = frames
 
+    def frame_of(self, node: str) -> str | None:
+        """The outermost frame that a node's output is in; None if it's in none."""
+        frames = self._frames.get(f'{node}:0')
+        return None if frames is None else frames[0][0]
+
     def entered(self, name: str, frames: Frames, device: str) -> str:
         """A tensor that isn't in a v1 loop, as a constant of the loop."""
         dtype = self._dtype(name)
-        for frame, iterations in frames:
+        for depth, (frame, iterations) in enumerate(frames, 1):
             attrs = {
                 'T': dtype,
                 'frame_name': frame,
@@ -76,7 +81,7 @@ class NodeBuilder:
                 'parallel_iterations': iterations,
             }
             name = self._add('Enter', [name], device, attrs)
-        self._frames[name] = frames
+            self._frames[name] = frames[:depth]
         return name
 
     def _dtype(self, name: str) -> tf.DType:

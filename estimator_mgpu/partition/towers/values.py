@@ -142,11 +142,10 @@ class Values:
 
     def reduced(self, tensor: tf.Tensor, need: Reduced, loops: Sequence[LoopFrame]) -> str:
         """The reduced value of towers' partial results in joint loops, on the first device."""
-        towers = range(len(self._devices))
-        parts = [self.local_in_loop(tensor, tower, loops) for tower in towers]
+        parts = [self.local_in_loop(tensor, tower, loops) for tower in self._towers]
         dtype = tensor.dtype.base_dtype
         shards = self.shards_of(need.rows)
-        return reduce_and_gather.reduce(shards, parts, dtype, need.reduce, self._devices[0])
+        return reduce_and_gather.reduce(shards, parts, dtype, need.reduce, self._towers[0].device)
 
     def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
         """The dimensions of a full value that has `factor` entries a row along an axis."""
