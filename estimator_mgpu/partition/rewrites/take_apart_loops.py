@@ -26,9 +26,9 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.towers.node_builder import node_def
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import has_side_effect
+from estimator_mgpu.tf_internals.node_defs import node_def
 
 
 def take_apart_loops(of_batch: Sequence[tf.Operation]) -> dict[str, tf.Tensor]:

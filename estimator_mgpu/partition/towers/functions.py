@@ -22,10 +22,10 @@ from estimator_mgpu.partition.plan import (
     Slice,
     VariableValue,
 )
-from estimator_mgpu.partition.towers.node_builder import const_def, node_def, set_attr
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import function_calls, op_types
+from estimator_mgpu.tf_internals.node_defs import const_def, node_def, set_attr
 
 # Attributes that say where the user's op is, and which shapes it has for the global batch.
 _ATTRS_OF_GLOBAL_BATCH = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}

@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Union
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals.node_defs import const_def, node_def
 
 Number = Union[int, str]
 """An integer that is known, or what an integer scalar is referred to by: int32 by default."""
@@ -233,36 +233,3 @@ class NodeBuilder:
             for name in used
             if name.partition(':')[0] not in names_of_nodes
         }
-
-
-def node_def(op: str, **attrs: Any) -> Any:
-    """A NodeDef that has neither a name nor inputs."""
-    node = tf.NodeDef(op=op)
-    for key, value in attrs.items():
-        set_attr(node.attr[key], value)
-    return node
-
-
-def const_def(value: Any, dtype: tf.DType) -> Any:
-    """The NodeDef of a constant."""
-    return node_def('Const', dtype=dtype, value=np.asarray(value, dtype.as_numpy_dtype))
-
-
-def set_attr(attr: Any, value: Any) -> None:
-    """Sets an attribute of a NodeDef: a DType, shape, tensor, text, number or list of integers."""
-    if isinstance(value, tf.DType):
-        attr.type = value.as_datatype_enum
-    elif isinstance(value, tf.TensorShape):
-        attr.shape.CopyFrom(value.as_proto())
-    elif isinstance(value, bytes):
-        attr.tensor.ParseFromString(value)
-    elif isinstance(value, np.ndarray):
-        attr.tensor.CopyFrom(tf.make_tensor_proto(value))
-    elif isinstance(value, str):
-        attr.s = value.encode()
-    elif isinstance(value, bool):
-        attr.b = value
-    elif isinstance(value, int):
-        attr.i = value
-    else:
-        attr.list.CopyFrom(tf.AttrValue.ListValue(i=value))
