@@ -392,6 +392,26 @@ def test_a_gradient_that_nobody_uses_is_not_computed():
         np.testing.assert_array_equal(fetched, np.tile(floats(3, 1).T, [5, 1]))
 
 
+def test_a_call_writes_when_its_arguments_are_there():
+    """Also what isn't computed from them."""
+
+    def model_fn(features, labels, mode):
+        w = variable('w', 3, 1)
+        late = tf.numpy_function(lambda x: time.sleep(0.05) or x, [features], tf.float32)
+        late.set_shape(features.shape)
+        with tf.control_dependencies([late]):
+            loss = tf.reduce_mean(tf.square(tf.matmul(features, w.read_value())))
+
+        @tf.function
+        def halve(loss):
+            w.assign(w / 2)
+            return loss
+
+        return spec_of(mode, loss, tf.group(halve(loss), step().assign_add(1)))
+
+    compare(model_fn, BATCHES, 3)
+
+
 def test_effects_that_a_tuple_waits_for():
     calls = []
 

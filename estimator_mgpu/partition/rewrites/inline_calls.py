@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+from estimator_mgpu.tf_internals.effects import has_side_effect
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 # Attributes, of functions and of calls, that say that a function has to be called.
@@ -113,11 +114,16 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
         with tf.control_dependencies([*inlined_effects, *call.control_inputs, *output_ops]):
             last = tf.no_op(f'{call.name}/done')
 
+    inlined = [call.graph.get_operation_by_name(f'{scope}/{node.name}') for node in nodes]
     # What the call waited for, its stateful ops wait for.
     if call.control_inputs:
-        names = [f'{scope}/{node.name}' for node in nodes]
-        for op in _first_of_stateful([call.graph.get_operation_by_name(name) for name in names]):
+        for op in _first_of_stateful(inlined):
             private.add_control_inputs(op, call.control_inputs)
+    # A call begins when all of its arguments are there, and so do its writes.
+    arguments = [operand.op for operand in call.inputs if not _is_handle(operand)]
+    if arguments:
+        for op in _writes_to_arguments(call, inlined):
+            private.add_control_inputs(op, list(dict.fromkeys(arguments)))
     return outputs, last
 
 
@@ -127,6 +133,25 @@ def _after(call: tf.Operation, output: tf.Tensor) -> tf.Tensor:
         return output
     with tf.control_dependencies(call.control_inputs):
         return tf.identity(output, f'{call.name}/output')
+
+
+def _writes_to_arguments(call: tf.Operation, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """The ops of a function that write to variables that it's given, but in v1 loops."""
+    handles = {operand.name for operand in call.inputs if _is_handle(operand)}
+    if not handles:
+        return []
+    liveness = Liveness(ops)
+    return [
+        op
+        for op in ops
+        if any(operand.name in handles for operand in op.inputs)
+        and has_side_effect(op)
+        and not liveness.frame(op)
+    ]
+
+
+def _is_handle(tensor: tf.Tensor) -> bool:
+    return tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
 
 
 def _first_of_stateful(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
