@@ -314,7 +314,11 @@ def _micro_batches(schedule: Schedule) -> str:
         return text
 
     remedy = 'more devices would help'
-    if any('FusedBatchNorm' in join.op for join in schedule.joins):
+    batch_norms = [*op_types.BATCH_NORMS, *op_types.BATCH_NORMS.values()]
+    normalized = tuple(
+        op.name for op in tf.get_default_graph().get_operations() if op.type in batch_norms
+    )
+    if any(join.op.startswith(normalized) for join in schedule.joins):
         remedy = "batch_norm='device' would help"
     return (
         f' microbatches={schedule.turns} is left out: it would save only {chained}, as the others '

@@ -17,6 +17,9 @@ VIEWS = (*_IDENTITIES, 'ExpandDims', 'Reshape', 'Squeeze')
 REARRANGEMENTS = (*VIEWS, 'Transpose')
 """Ops that keep all entries: it's the same to reduce partial results before or after these."""
 
+TAKE_PARTS = ('ConcatV2', 'GatherV2', 'Reshape', 'StridedSlice')
+"""Ops by which a tower is given its part of a full value."""
+
 # The ops of a v1 loop: where it begins and ends, its way back, where that joins its begin, its
 # condition, and where a step goes on or ends. Branches begin at a `Switch`, too, and join at a
 # `Merge`. Walks over a graph must not run in circles.

@@ -40,8 +40,6 @@ from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
 _WORTH_IT = 0.5  # a share of the activations: with less in the chain, nothing is chained
-_PART_OPS = ('ConcatV2', 'GatherV2', 'Reshape', 'StridedSlice')
-"""Ops by which a tower takes its part of a full value."""
 
 
 class Join(NamedTuple):
@@ -309,7 +307,7 @@ def _own_parts(
 
 def _consumers_of_parts(edges: Edges) -> dict[str, set[Unit]]:
     """The units that use each part of a full value, by the name of the part."""
-    parts = {name for name, node in edges.nodes.items() if node.op in _PART_OPS}
+    parts = {name for name, node in edges.nodes.items() if node.op in op_types.TAKE_PARTS}
     parts = {name for name in parts if edges.unit_of(name) == Unit(None, name)}
     consumers = defaultdict[str, set[Unit]](set)
     for name, node in edges.nodes.items():
