@@ -32,7 +32,7 @@ def error(labels, net):
 
 def momentum(features, labels, mode):
     loss = tf.losses.mean_squared_error(labels, layers(features))
-    return spec_of(mode, loss, tf.train.MomentumOptimizer(0.002, 0.9).minimize(loss, step()))
+    return spec_of(mode, loss, tf.train.MomentumOptimizer(0.0002, 0.9).minimize(loss, step()))
 
 
 def of_graph(run, kind):

@@ -1,10 +1,15 @@
 """Propagation inside a function that every tower calls: a loop's body, say, or a branch.
 
-Towers call the function at different times, so nothing in it can be gathered, reduced or sliced. If
-an op asks for that, or has a side effect, the op that calls the function runs once: `NotSharded` is
-raised. Only in joint loops, whose steps all towers make together, values can be reduced.
+Towers call the function at different times, so nothing in it can be gathered or reduced. If an op
+asks for that, or has a side effect, the op that calls the function runs once: `NotSharded` is
+raised. There are exceptions:
 
-Sizes are in terms of the global batch, which stands for the tower's examples in a function.
+- In a joint loop, whose steps all towers make together, partial results can be reduced.
+- What each tower has in full, it can slice by itself, if it knows which examples it has: in a v1
+  loop, or if the size of the batch is static.
+
+Sizes are in terms of the global batch, which stands for the tower's examples in a function. Where
+an op needs those of the global batch itself, it's given them as `FullSizes`.
 """
 
 from __future__ import annotations

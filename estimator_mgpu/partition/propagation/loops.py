@@ -140,7 +140,7 @@ def _met(before: Placement, after: Placement) -> Placement:
     It can't be another partial result: all towers but the first start with zeros, which add nothing
     to a sum, but may be larger than the maximum, say.
 
-    What the body returns replicated is left as it was: `check_fixed_point` tells if that holds.
+    What the body returns replicated is left as it was: `_check_fixed_point` tells if that holds.
     Likewise for a list into which values are put that weren't known to be sharded.
     """
     if after in (before, REPLICATE):

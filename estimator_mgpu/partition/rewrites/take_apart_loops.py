@@ -117,13 +117,21 @@ def _replace_loop(loop: tf.Operation) -> tuple[list[tf.Tensor], list[tf.Operatio
             enter = loop.graph.get_operation_by_name(f'{scope}/enter_{index}')
             private.add_control_inputs(enter, loop.control_inputs)
 
-    results = list(loop.inputs)  # Constants of the loop are its results, too.
+    results = [_after(loop, tensor) for tensor in loop.inputs]  # Constants are results, too.
     for index, exit in zip(nodes.variables, exits):
         results[index] = exit
     graphs.redirect_consumers(loop, dict(enumerate(results)), last)
 
     inner_loops = [node.name for node in nodes.graph_def.node if node.op in op_types.LOOPS]
     return results, [loop.graph.get_operation_by_name(f'{scope}/{name}') for name in inner_loops]
+
+
+def _after(loop: tf.Operation, constant: tf.Tensor) -> tf.Tensor:
+    """A constant of a loop as its result, which runs what the loop waited for."""
+    if not loop.control_inputs or constant.dtype in (tf.resource, tf.variant):
+        return constant
+    with tf.control_dependencies(None), tf.control_dependencies(loop.control_inputs):
+        return tf.identity(constant, f'{loop.name}/output')
 
 
 def _indices_of_arguments(function: Any) -> dict[str, int]:

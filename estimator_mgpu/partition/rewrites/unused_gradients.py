@@ -35,7 +35,8 @@ def unused_gradients(
     Args:
       ops: all of a graph, in the order in which they were made.
       results: ops of what a step is run for.
-      heavy: types of ops that are left out, as a hook may fetch gradients that nothing else uses.
+      heavy: types of ops, such as matrix products, whose copies are kept although nothing uses
+        them: a hook may fetch their gradients, and the user's op would compute these on one device.
       unused: names of other ops that nobody uses.
       order: tells which ops touch state, and which are in v1 control flow.
     """

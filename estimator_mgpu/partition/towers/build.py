@@ -96,7 +96,7 @@ def build_towers(
       devices: those of towers.
       full_value_devices: where full values are made, by the names of tensors.
       replaced: what rewrites use in place of tensors, by their names.
-      order: in which the graph touched state, before rewrites changed what waits for what.
+      order: in which the graph touched state, before identities were bypassed.
       calls: the gradients of each optimizer's call.
       turns: how many towers each device has, one after the other.
       results: what a step is run for.

@@ -113,7 +113,8 @@ class Edges:
         if frame.startswith(self._tower_prefix):
             number, _, loop = frame[len(self._tower_prefix) :].partition('/')
             return self._copy(int(number), self._loops_by_frame[loop])
-        return self._copy(0, self._loops_by_frame[frame.removeprefix(f'{self._builder.scope}/')])
+        loop = frame.removeprefix(f'{self._builder.scope}/all_towers/')
+        return self._copy(0, self._loops_by_frame[loop])
 
     def _find_added_to_loops(self) -> dict[Unit, list[str]]:
         """The added nodes that are in v1 loops and aren't copies, by the loops' units."""

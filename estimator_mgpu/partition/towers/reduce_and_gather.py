@@ -95,7 +95,8 @@ def gather_blocks(
     apart = []
     for tower, part in zip(shards.towers, parts):
         _, row_count = shards.extent(ONE, tower)
-        apart.append(shards.reshape_blocks(part, dtype, axis, dims, row_count, device, apart=True))
+        blocks = shards.reshape_blocks(part, dtype, axis, dims, row_count, tower.device, apart=True)
+        apart.append(blocks)
     dims_apart = [*dims[:axis], ONE, Size(1, (shards.rows,)), *dims[axis + 1 :]]
     gathered = gather(shards, apart, dtype, axis + 1, dims_apart, device)
     return shards.reshape_blocks(gathered, dtype, axis, dims, shards.total, device, apart=False)

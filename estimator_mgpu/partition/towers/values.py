@@ -83,7 +83,9 @@ class Values:
 
         Each tower's loop has a frame of its own, unless all make each step together.
         """
-        return f'{self._nodes.scope}/{frame}' if is_joint else self.copy_name(frame, tower)
+        if is_joint:
+            return f'{self._nodes.scope}/all_towers/{frame}'
+        return self.copy_name(frame, tower)
 
     def local_in_loop(self, tensor: tf.Tensor, tower: Tower, loops: Sequence[LoopFrame]) -> str:
         """What a tower has of a tensor in v1 loops, so that what is added of it is there, too."""

@@ -46,7 +46,7 @@ class Waits:
     Args:
       graph: the user's, before towers are added.
       plan: which ops are sharded.
-      order: in which the graph touched state before rewrites changed what waits for what.
+      order: in which the graph touched state, before identities were bypassed.
       values: which values towers make.
     """
 
