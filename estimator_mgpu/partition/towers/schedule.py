@@ -16,7 +16,7 @@ results, such as a running sum of each gradient. Until then, its ops wait for a 
 A turn can't wait for another one if something that it needs is made of the examples of all towers:
 a *join*, such as the mean of exact batch normalization. What a join is made of runs before the
 chain, in all turns at once. What needs a join of the chain's results, such as the norm by which
-gradients are clipped, runs after it.So ops have levels, by the number of joins on their longest
+gradients are clipped, runs after it. So ops have levels, by the number of joins on their longest
 path. A chain up to level n has all ops of levels 0 to n, but for those that joins of these levels
 are made of. With each level more ops could be chained, but more are needed by joins, so the level
 is chosen that leaves the most bytes of activations in the chain.
