@@ -15,6 +15,7 @@ from typing import Any, Union
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.steps import is_count
 from estimator_mgpu.tf_internals.tf_estimator import get_default_session_config
 
 Devices = Union[None, int, str, Iterable[str]]
@@ -205,6 +206,15 @@ def _canonical(device: str) -> str:
     )
 
 
+def check_microbatches(microbatches: Any) -> None:
+    """Checks the argument `microbatches` of `replicate()` and `session_config()`."""
+    if not is_count(microbatches):
+        raise ValueError(
+            f'microbatches={microbatches!r} is no number of micro-batches. Give 1 or more: that '
+            "many parts of each device's examples run one after another."
+        )
+
+
 def session_config(
     devices: Devices = None, base: tf.ConfigProto | None = None, microbatches: int = 1
 ) -> tf.ConfigProto:
@@ -225,6 +235,7 @@ def session_config(
         long to start and make no step shorter.
       microbatches: as for `replicate()`.
     """
+    check_microbatches(microbatches)
     config = copy.deepcopy(get_default_session_config() if base is None else base)
     towers = resolve(devices)
     if not isinstance(config, tf.ConfigProto):

@@ -17,7 +17,14 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, checkpoints, end_of_data, explain, steps, unknown_ranks
 from estimator_mgpu.cluster import sessions, tf_config
-from estimator_mgpu.devices import Devices, checked, host_of, resolve, warn_of_missing
+from estimator_mgpu.devices import (
+    Devices,
+    check_microbatches,
+    checked,
+    host_of,
+    resolve,
+    warn_of_missing,
+)
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
@@ -80,7 +87,7 @@ def replicate(
     devices = checked(devices)
     choices = dict(variables=variables, batch_norm=batch_norm, input=input)
     _check_choices(choices)
-    _check_microbatches(microbatches)
+    check_microbatches(microbatches)
     names = _names_of_features(broadcast)
     if names and input != 'chief':
         raise ValueError(
@@ -107,14 +114,6 @@ def _check_choices(choices: dict[str, Any]) -> None:
     for name, value in choices.items():
         if not isinstance(value, str) or value not in _LEGAL[name]:
             raise ValueError(f'{name}={value!r} is not known. Legal are {", ".join(_LEGAL[name])}.')
-
-
-def _check_microbatches(microbatches: Any) -> None:
-    if not steps.is_count(microbatches):
-        raise ValueError(
-            f'microbatches={microbatches!r} is no number of micro-batches. Give 1 or more: that '
-            "many parts of each device's examples run one after another."
-        )
 
 
 def _names_of_features(broadcast: Any) -> list[str]:

@@ -179,10 +179,9 @@ def test_towers_are_in_one_frame(behavior):
     graph = graph_of(steps_are_counted)
     ops = [op for op in graph.get_operations() if op.name.startswith('replicate/')]
     frame = 'while/while_context' if behavior == 'v1' else 'while/apart'
+    frame = f'replicate/all_towers/{frame}'
     enters = [
-        op
-        for op in ops
-        if op.type == 'Enter' and op.get_attr('frame_name').decode() == f'replicate/{frame}'
+        op for op in ops if op.type == 'Enter' and op.get_attr('frame_name').decode() == frame
     ]
     assert {op.device[-5:] for op in enters} == {'CPU:0', 'CPU:1'}
 

@@ -197,26 +197,10 @@ def test_verify_on_one_device():
     assert estimator_mgpu.verify(model_fn, dataset, devices=1, steps=1).exact
 
 
-@pytest.mark.parametrize('microbatches', [0, -1, 1.5, True, '2', None])
-def test_illegal_numbers(microbatches):
-    with pytest.raises(ValueError, match='no number of micro-batches. Give 1 or more'):
-        estimator_mgpu.replicate(regression(adam), microbatches=microbatches)
-
-
-def test_estimator(tmp_path, capsys):
-    """An Estimator on one device that has three micro-batches."""
-
-    def input_fn():
-        features, labels = batches(10)[0]
-        return tf.data.Dataset.from_tensor_slices((features, labels)).batch(4)
-
-    estimator = estimator_mgpu.Estimator(
-        of_all_modes(dense), str(tmp_path), devices=1, microbatches=3
-    )
-    estimator.train(input_fn)
-    assert estimator.evaluate(input_fn)['global_step'] == 3
-    assert len(list(estimator.predict(lambda: input_fn().map(lambda x, y: x)))) == 10
-
-    explanation = estimator.explain(input_fn)
-    assert explanation.microbatches == 3 and explanation.chained > 0.9
-    assert '3 a device, one after another' in capsys.readouterr().out
+@pytest.mark.parametrize('microbatches', [0, -1, 2.5, '2', None, True])
+@pytest.mark.parametrize(
+    'called', [estimator_mgpu.session_config, estimator_mgpu.replicate], ids=['config', 'replicate']
+)
+def test_what_is_no_number_of_micro_batches(called, microbatches):
+    with pytest.raises(ValueError, match='is no number of micro-batches. Give 1 or more'):
+        called(devices=2, microbatches=microbatches)
