@@ -256,11 +256,11 @@ def _divided(
                 global_batch,
                 total,
                 devices,
-                ops_before,
-                options['batch_norm'],
-                options['microbatches'],
-                end_of_data.result_ops(spec),
-                _results_of_step(spec),
+                existing_ops=ops_before,
+                batch_norm=options['batch_norm'],
+                turns=options['microbatches'],
+                results=end_of_data.result_ops(spec),
+                step_results=_results_of_step(spec),
             )
     except Exception as error:
         raise RuntimeError(

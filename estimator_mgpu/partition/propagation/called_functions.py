@@ -8,14 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, Shard
-from estimator_mgpu.partition.plan import (
-    FULL,
-    FULL_ON_FIRST,
-    LOCAL,
-    Need,
-    Slice,
-    local_shape_of,
-)
+from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Need, Slice, local_shape_of
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, Requests
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded

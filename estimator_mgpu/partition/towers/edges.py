@@ -29,10 +29,12 @@ class Unit(NamedTuple):
     Attributes:
       tower: the index of the tower whose copy it is; None if it's no copy.
       name: that of the user's op or loop, or of the node if it's another added one.
+      is_joint: whether it's a joint loop of all towers, rather than the user's own loop.
     """
 
     tower: int | None
     name: str
+    is_joint: bool = False
 
     @property
     def is_copy(self) -> bool:
@@ -103,7 +105,7 @@ class Edges:
 
     def _copy(self, tower: int, name: str) -> Unit:
         """A tower's copy of an op or a loop, or a joint loop of all towers."""
-        return Unit(None, f'{name} of all towers') if name in self._joint else Unit(tower, name)
+        return Unit(None, name, is_joint=True) if name in self._joint else Unit(tower, name)
 
     def _loop_around(self, name: str) -> Unit | None:
         """The unit of the v1 loop that an added node is in; None if it's in none."""
@@ -130,12 +132,15 @@ class Edges:
 
     def members(self, unit: Unit) -> list[str]:
         """The names of a unit's nodes, or of the user's ops."""
-        key = unit.name.removesuffix(' of all towers')
-        if key not in self.loops:
+        if unit.name not in self.loops:
             return [self._node_name(unit.name, unit.tower)]
-        towers = [unit.tower] if key == unit.name else list(range(self._tower_count))
-        copies = [self._node_name(op.name, t) for t in towers for op in self.loops[key].all_ops]
-        return copies + self._added_to_loops[unit]
+
+        towers = list(range(self._tower_count)) if unit.is_joint else [unit.tower]
+        names = []
+        for tower in towers:
+            for op in self.loops[unit.name].all_ops:
+                names.append(self._node_name(op.name, tower))
+        return names + self._added_to_loops[unit]
 
     def entries(self, unit: Unit) -> list[str]:
         """The names of those of a copy's nodes that can wait for others: a loop's `Enter` ops."""
@@ -161,7 +166,7 @@ class Edges:
 
     def is_added(self, unit: Unit) -> bool:
         """Whether a unit is added to the graph, rather than the user's."""
-        return unit.is_copy or unit.name in self.nodes or unit.name.endswith(' of all towers')
+        return unit.is_copy or unit.is_joint or unit.name in self.nodes
 
     def _node_name(self, name: str, tower: int | None) -> str:
         return name if tower is None else f'{self._tower_prefix}{tower}/{name}'

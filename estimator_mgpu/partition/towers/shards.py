@@ -1,7 +1,7 @@
 """Which examples each tower has, and slices of full values.
 
-In: how many examples there are, and the towers. Out: for each tower, where its shard
-starts and how large it is, along any dimension; and nodes that take the shard of a full value.
+In: how many examples there are, and the towers. Out: for each tower, where its shard starts and how
+large it is, along any dimension; and nodes that take the shard of a full value.
 
 For example, 3 towers share 7 examples as 3, 2 and 2: the second has the examples from 3 on. If
 there are only 2 examples, the third tower has none. It computes on the first example instead, since
@@ -26,9 +26,10 @@ Extent = tuple[Number, Number]
 
 
 class Shards:
-    """Shards of a row space: as equal as possible, the larger ones first.
+    """Shards of a row space, as equal as possible.
 
-    The rows are divided over the devices, and then those of each device over its turns.
+    The rows are divided over the devices, the larger shares first, and then those of each device
+    over its turns in the same way: 9 rows, on 2 devices with 3 turns, as 2, 2, 1 and 2, 1, 1.
 
     Sizes are computed in the integer type of whoever needs them, as the model does: products are
     too large for int32 where a tensor, or something that a model counts, has more than 2 ** 31
