@@ -1,18 +1,20 @@
 """Gradients use copies of forward ops, which run only then: activations needn't be kept till then.
 
 The forward ops are cut into segments (`segments.py`). What crosses a cut is kept. The gradients of
-a segment get copies of its ops, which wait for the gradient that arrives from the next segment:
+a segment get copies of its ops, which wait at a *gate* for the gradient that arrives from the next
+segment. Here `x` is kept, and `a` and `b` are freed as soon as `c` is there:
 
-    forward      x -----> a -----> b ---|--> c -----> loss             (|: a cut)
-                 |                      |
-    copies       +------> a'            |
-                          ^ |           |
-                 (waits)  | +-----------|-----+
-                          |             |     v
-    gradients             +-------------|-- of b -----> of a
+    forward      x -----> a -----> b -----> c (kept) -----> ... -----> loss
+                 |
+    copies     gate ----> a' ----> b'
+                 ^        |        |
+                 |        v        v
+    gradients    |      of a <-- of b <-- of c <----- ... <----------- of loss
+                 |                         |
+                 +-------------------------+
 
-So `a` is freed as soon as `b` is there. Copies compute what the ops have computed, so all numbers
-stay the same. The last segment has no copies, as its gradients come at once.
+Copies compute what the ops have computed, so all numbers stay the same. The last segment has no
+copies, as its gradients come at once.
 
 Not copied are ops
 
@@ -81,17 +83,17 @@ def recompute_activations(
     order = StateOrder(graph.get_operations())
     forward = _Forward(step, order)
     uses = _uses_of_copies(step, forward)
-    arriving = _arriving_gradients(step, uses, forward, order)
+    gradients = _gradients_before_segments(step, uses, forward, order)
     # If no gradient arrives, copies would run at once, and save nothing.
-    uses = [use for use in uses if forward.segment(use.operand.op) in arriving]
+    uses = [use for use in uses if forward.segment(use.operand.op) in gradients]
 
     originals = _ops_to_copy(uses, forward)
     if not originals:
         return Recomputation(0, 0.0)
-    copies = _add_copies(graph, originals, forward, arriving)
+    copies = _add_copies(graph, originals, forward, gradients)
     for use in uses:
         copy = copies[use.operand.op]
-        private.set_input(use.op, use.index, copy.outputs[use.operand.value_index])
+        private.set_input(use.op, use.position, copy.outputs[use.operand.value_index])
     _let_writes_wait(graph, copies, order)
 
     bytes_of_copies = forward.bytes_of([use.operand for use in uses])
@@ -113,6 +115,7 @@ class _Step:
       forward: those that depend on the values of the batch, but not on gradients; or on gradients
         that are a part of the loss.
       backward: the others that depend on the values of the batch.
+      needed: those that results are computed from, or that other than identities wait for.
     """
 
     def __init__(
@@ -134,6 +137,25 @@ class _Step:
         of_values = self.ops & _dependents_of_values(inputs, existing_ops)
         self.forward = _in_order_of_creation(of_values - late)
         self.backward = of_values & late
+        self.needed = _ops_needed_by([loss.op, *ends])
+
+
+def _ops_needed_by(results: Sequence[tf.Operation]) -> set[tf.Operation]:
+    """What ops depend on, but for what identities only wait for, as those of `tf.tuple` do.
+
+    `tf.gradients` lets the gradients of an op wait for each other, also for those of constants,
+    from which nothing is computed.
+    """
+    needed = set(results)
+    stack = list(results)
+    while stack:
+        op = stack.pop()
+        before = {operand.op for operand in op.inputs}
+        if op.type != op_types.IDENTITY:
+            before.update(op.control_inputs)
+        stack += before - needed
+        needed |= before
+    return needed
 
 
 def _dependents_of_values(inputs: Sequence[tf.Tensor], existing_ops: Set[str]) -> set[tf.Operation]:
@@ -153,7 +175,7 @@ def _uses_values(op: tf.Operation) -> bool:
     return op.type not in op_types.SHAPE_QUERIES and op.type not in op_types.ZEROS_ONES_LIKE
 
 
-def _in_order_of_creation(ops: Set[tf.Operation]) -> list[tf.Operation]:
+def _in_order_of_creation(ops: set[tf.Operation]) -> list[tf.Operation]:
     """The ops, each after those that it depends on, and else as they were made."""
     missing = {}
     for op in ops:
@@ -195,9 +217,9 @@ class _Forward:
 
         needed = self._needed_by(step.backward)
         self.bytes = sum(map(bytes_of, needed.values()))
-        largest = max(map(bytes_of, needed.values()), default=0)
+        self._largest = max(map(bytes_of, needed.values()), default=0)
         self._copyable = _copyable_ops(step, order)
-        self._activations = self._find_activations(set(needed), largest / _SMALL)
+        self._activations = self._find_activations(set(needed))
 
         own = sum(bytes_of(root) for name, root in needed.items() if name in self._activations)
         activations = list(self._activations.values())
@@ -220,6 +242,11 @@ class _Forward:
         if activation is None or crosses_any(activation, self._cuts):
             return True
         return segment_of(activation.made, self._cuts) == len(self._cuts)  # the last one
+
+    def is_large(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor may be large, compared to the largest activation."""
+        has_unknown_size = tensor.shape.rank is None or None in tensor.shape.as_list()[1:]
+        return has_unknown_size or bytes_of(tensor) * _SMALL > self._largest
 
     def bytes_of(self, tensors: Sequence[tf.Tensor]) -> int:
         """The bytes of activations, or of views of them; each counts once."""
@@ -247,7 +274,7 @@ class _Forward:
                     needed[root.name] = root
         return needed
 
-    def _find_activations(self, needed: Set[str], small: float) -> dict[str, Activation]:
+    def _find_activations(self, needed: Set[str]) -> dict[str, Activation]:
         """What can be computed again, by name, but for small tensors."""
         last_uses: dict[str, int] = {}
         for op, position in self._positions.items():
@@ -259,7 +286,7 @@ class _Forward:
         for op, position in self._positions.items():
             for output in op.outputs if op in self._copyable else ():
                 is_root = self._roots[output.name] is output
-                if is_root and (bytes_of(output) > small or _has_unknown_size(output)):
+                if is_root and self.is_large(output):
                     activations[output.name] = Activation(
                         made=position,
                         last_use=last_uses.get(output.name, position),
@@ -267,11 +294,6 @@ class _Forward:
                         is_needed=output.name in needed,
                     )
         return activations
-
-
-def _has_unknown_size(tensor: tf.Tensor) -> bool:
-    """Whether a tensor may be large whatever `bytes_of` says."""
-    return tensor.shape.rank is None or None in tensor.shape.as_list()[1:]
 
 
 def _copyable_ops(step: _Step, order: StateOrder) -> set[tf.Operation]:
@@ -311,47 +333,72 @@ class _Use(NamedTuple):
     """An operand for which an op of the gradients gets the output of a copy."""
 
     op: tf.Operation
-    index: int  # of its input
+    position: int  # of its input
     operand: tf.Tensor
 
 
 def _uses_of_copies(step: _Step, forward: _Forward) -> list[_Use]:
     """Where gradients use activations that aren't kept."""
     return [
-        _Use(op, index, operand)
+        _Use(op, position, operand)
         for op in sorted(step.backward, key=private.creation_index)
         if _uses_values(op)
-        for index, operand in enumerate(op.inputs)
+        for position, operand in enumerate(op.inputs)
         if not forward.is_kept(operand)
     ]
 
 
-def _arriving_gradients(
+def _gradients_before_segments(
     step: _Step, uses: Sequence[_Use], forward: _Forward, order: StateOrder
 ) -> dict[int, list[tf.Operation]]:
-    """The ops of gradients that arrive at each segment, by its number.
+    """The ops of gradients for which the copies of each segment wait, by its number.
 
-    They are the operands of the first ops that use copies of the segment. They must not depend on
-    copies of the segment, which wait for them; nor on those of an earlier segment, as that would
-    make a circle if one of its gradients depended on this segment in turn.
+    These are the gradients that arrive, and all else that frees memory of later segments. For
+    example, the gradient of a layer's weights isn't needed for that of the layer before it. If it
+    ran when all layers have theirs, the activations of all would be there at once.
     """
     segments_of_user = defaultdict[tf.Operation, int](int)  # as bits
     for use in uses:
         segments_of_user[use.op] |= 1 << forward.segment(use.operand.op)
     upstream = upstream_bits(list(step.ops), segments_of_user)
 
-    arriving = defaultdict[int, dict[tf.Operation, None]](dict)  # sets that keep their order
+    # Copies mustn't wait for what depends on copies of their segment; nor on those of an earlier
+    # one, as that would make a circle if its gradients depended on this segment in turn.
+    def is_before(op: tf.Operation, segment: int) -> bool:
+        return not upstream[op] & ((2 << segment) - 1)
+
+    heavy = {op for op in step.backward & step.needed if _frees_memory(op, forward, order)}
+    found: dict[int, list[tf.Operation]] = {}
+    for segment, arriving in sorted(_arriving_gradients(uses, forward, upstream).items())[::-1]:
+        arriving = [op for op in arriving if op in step.backward and is_before(op, segment)]
+        arriving = [op for op in arriving if order.liveness.always_runs(op)]
+        if arriving:
+            early = {op for op in heavy if is_before(op, segment)}
+            heavy -= early
+            last = [op for op in early if early.isdisjoint(graphs.consumers_of(op))]
+            waits = {*arriving, *last}
+            found[segment] = sorted(waits, key=private.creation_index)
+    return found
+
+
+def _arriving_gradients(
+    uses: Sequence[_Use], forward: _Forward, upstream: dict[tf.Operation, int]
+) -> dict[int, list[tf.Operation]]:
+    """What the first ops that use copies of a segment are given, by its number."""
+    arriving = defaultdict[int, list[tf.Operation]](list)
     for use in uses:
         segment = forward.segment(use.operand.op)
-        up_to_segment = (2 << segment) - 1
         inputs = graphs.direct_inputs(use.op)
-        if any(upstream[op] >> segment & 1 for op in inputs):
-            continue
-        for op in inputs:
-            is_early = op in step.backward and not upstream[op] & up_to_segment
-            if is_early and order.liveness.always_runs(op):
-                arriving[segment][op] = None
-    return {segment: list(ops) for segment, ops in arriving.items()}
+        if not any(upstream[op] >> segment & 1 for op in inputs):
+            arriving[segment] += inputs
+    return arriving
+
+
+def _frees_memory(op: tf.Operation, forward: _Forward, order: StateOrder) -> bool:
+    """Whether an op uses something large, and can be waited for."""
+    if order.bits(op) or not order.liveness.always_runs(op) or not _uses_values(op):
+        return False
+    return any(operand.dtype.is_floating and forward.is_large(operand) for operand in op.inputs)
 
 
 def _ops_to_copy(uses: Sequence[_Use], forward: _Forward) -> list[tf.Operation]:
@@ -370,7 +417,7 @@ def _add_copies(
     graph: tf.Graph,
     originals: Sequence[tf.Operation],
     forward: _Forward,
-    arriving: dict[int, list[tf.Operation]],
+    gradients: dict[int, list[tf.Operation]],
 ) -> dict[tf.Operation, tf.Operation]:
     """Adds copies of ops, and lets those that use no other copies wait for gradients.
 
@@ -382,7 +429,7 @@ def _add_copies(
       graph: to which they are added.
       originals: the ops, with all that they need and that isn't kept.
       forward: tells what is kept.
-      arriving: the ops of gradients that arrive at each segment.
+      gradients: for which the copies of each segment wait, by its number.
 
     Returns:
       The copy of each op.
@@ -398,7 +445,7 @@ def _add_copies(
             segment = forward.segment(op)
             key = (segment, operands[index].name)
             if key not in gates:
-                gates[key] = _gate(operands[index], arriving[segment], f'{scope}/gate_{segment}')
+                gates[key] = _gate(operands[index], gradients[segment], f'{scope}/gate_{segment}')
             operands[index] = gates[key]
 
         node = graph_def.node.add()
