@@ -136,20 +136,19 @@ OTHERS = [
 
 
 @pytest.fixture
-def unfused(monkeypatch):
-    """Sessions whose graph optimizers fuse no ops.
+def as_written(monkeypatch):
+    """Sessions without graph optimizers, which would round in other ways with copies and without.
 
-    Otherwise oneDNN fuses, say, a product with an addition if nothing else uses the product. That
-    may hold with copies and not without, and fused ops round in another way.
+    For example, oneDNN fuses a product with an addition if nothing else uses the product.
     """
-    with_fused = estimator_mgpu.session_config
+    session_config = estimator_mgpu.session_config
 
-    def session_config(*args):
-        config = with_fused(*args)
-        config.graph_options.rewrite_options.remapping = 2  # OFF
+    def without_optimizers(*args):
+        config = session_config(*args)
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
         return config
 
-    monkeypatch.setattr(estimator_mgpu, 'session_config', session_config)
+    monkeypatch.setattr(estimator_mgpu, 'session_config', without_optimizers)
 
 
 def recomputation(run):
@@ -160,7 +159,7 @@ def recomputation(run):
 @pytest.mark.parametrize(
     'model_fn', [RESIDUAL, DROPOUT, LOOP, NORMALIZED, *OTHERS], ids=lambda fn: fn.__name__
 )
-def test_same_bits_on_one_device(model_fn, behavior, unfused):
+def test_same_bits_on_one_device(model_fn, behavior, as_written):
     one = train(model_fn, two_sizes(), 0, static=False)
     ours = train(model_fn, two_sizes(), 1, values=one.start, static=False, recompute=True)
     assert recomputation(ours).ops
@@ -176,6 +175,25 @@ def test_results_of_one_device(model_fn, devices, microbatches, behavior):
     options = dict(static=False, microbatches=microbatches, recompute=True)
     ours, _ = compare(model_fn, two_sizes(), devices, **options)
     assert recomputation(ours).ops
+
+
+def convolutions(features):
+    """The gradients of their biases are fused with those of their weights, on CPUs."""
+    hidden = features[:, None, None, :]
+    for _ in range(DEPTH):
+        hidden = tf.layers.conv2d(hidden, 4, 1, activation=tf.nn.relu)
+    return tf.layers.dense(hidden[:, 0, 0], 1)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('devices', [1, 2])
+def test_fused_gradients(devices):
+    """No fused gradient waits for copies that wait for it: then neither would run."""
+    ours, _ = compare(
+        of_all_modes(convolutions, sgd), batches(12, steps=2), devices, recompute=True
+    )
+    assert recomputation(ours).ops
+    assert ours.values['global_step'] == 2
 
 
 def test_evaluation_and_predictions():
@@ -211,7 +229,7 @@ def several_losses(features, labels, mode):
     return spec_of(mode, loss, *updates, tf.assign_add(step(), 1))
 
 
-def test_several_losses(unfused):
+def test_several_losses(as_written):
     one = train(several_losses, batches(12, steps=3), 0)
     ours = train(several_losses, batches(12, steps=3), 1, values=one.start, recompute=True)
     assert recomputation(ours).ops

@@ -359,44 +359,64 @@ def _gradients_before_segments(
     """
     segments_of_user = defaultdict[tf.Operation, int](int)  # as bits
     for use in uses:
-        segments_of_user[use.op] |= 1 << forward.segment(use.operand.op)
+        for op in _with_siblings(use.op, step):
+            segments_of_user[op] |= 1 << forward.segment(use.operand.op)
     upstream = upstream_bits(list(step.ops), segments_of_user)
 
     # Copies mustn't wait for what depends on copies of their segment; nor on those of an earlier
     # one, as that would make a circle if its gradients depended on this segment in turn.
     def is_before(op: tf.Operation, segment: int) -> bool:
-        return not upstream[op] & ((2 << segment) - 1)
+        is_independent = not upstream[op] & ((2 << segment) - 1)
+        return is_independent and order.liveness.always_runs(op)
 
-    heavy = {op for op in step.backward & step.needed if _frees_memory(op, forward, order)}
-    found: dict[int, list[tf.Operation]] = {}
-    for segment, arriving in sorted(_arriving_gradients(uses, forward, upstream).items())[::-1]:
-        arriving = [op for op in arriving if op in step.backward and is_before(op, segment)]
-        arriving = [op for op in arriving if order.liveness.always_runs(op)]
-        if arriving:
-            early = {op for op in heavy if is_before(op, segment)}
-            heavy -= early
-            last = [op for op in early if early.isdisjoint(graphs.consumers_of(op))]
-            waits = {*arriving, *last}
-            found[segment] = sorted(waits, key=private.creation_index)
-    return found
-
-
-def _arriving_gradients(
-    uses: Sequence[_Use], forward: _Forward, upstream: dict[tf.Operation, int]
-) -> dict[int, list[tf.Operation]]:
-    """What the first ops that use copies of a segment are given, by its number."""
-    arriving = defaultdict[int, list[tf.Operation]](list)
+    arriving = defaultdict[int, set[tf.Operation]](set)
     for use in uses:
         segment = forward.segment(use.operand.op)
-        inputs = graphs.direct_inputs(use.op)
-        if not any(upstream[op] >> segment & 1 for op in inputs):
-            arriving[segment] += inputs
-    return arriving
+        sources = [source.op for source in _sources(use.op, step)]
+        if all(is_before(source, segment) for source in sources):
+            arriving[segment].update(sources)
+
+    heavy = {op for op in step.backward & step.needed if _frees_memory(op, forward, order)}
+    waits: dict[int, list[tf.Operation]] = {}
+    for segment in sorted(arriving, reverse=True):
+        early = {op for op in heavy if is_before(op, segment)}
+        heavy -= early
+        last = [op for op in early if early.isdisjoint(graphs.consumers_of(op))]
+        if arriving[segment]:
+            waits[segment] = sorted(arriving[segment].union(last), key=private.creation_index)
+    return waits
+
+
+def _sources(op: tf.Operation, step: _Step) -> list[tf.Tensor]:
+    """The gradients that an op uses, without the identities of them that only wait."""
+    sources = []
+    for operand in op.inputs:
+        if operand.op in step.backward:
+            while operand.op.type == op_types.IDENTITY:
+                operand = operand.op.inputs[0]
+            sources.append(operand)
+    return sources
+
+
+def _with_siblings(op: tf.Operation, step: _Step) -> set[tf.Operation]:
+    """An op, and the others that use the same gradients, directly or by identities.
+
+    TensorFlow may fuse them: oneDNN computes the gradient of a bias with that of the weights. The
+    copies that one of them uses can't wait for another one, then.
+    """
+    siblings = {op}
+    stack = _sources(op, step)
+    while stack:
+        for user in stack.pop().consumers():
+            if user not in siblings and user in step.backward:
+                siblings.add(user)
+                stack += user.outputs if user.type == op_types.IDENTITY else []
+    return siblings
 
 
 def _frees_memory(op: tf.Operation, forward: _Forward, order: StateOrder) -> bool:
-    """Whether an op uses something large, and can be waited for."""
-    if order.bits(op) or not order.liveness.always_runs(op) or not _uses_values(op):
+    """Whether an op uses something large, and touches no state."""
+    if order.bits(op) or not _uses_values(op):
         return False
     return any(operand.dtype.is_floating and forward.is_large(operand) for operand in op.inputs)
 
