@@ -15,7 +15,15 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, checkpoints, end_of_data, explain, steps, unknown_ranks
+from estimator_mgpu import (
+    batch,
+    checkpoints,
+    end_of_data,
+    explain,
+    predictor,
+    steps,
+    unknown_ranks,
+)
 from estimator_mgpu.cluster import sessions, tf_config
 from estimator_mgpu.devices import (
     Devices,
@@ -426,6 +434,8 @@ def _check_config(config: Any, machines: Any) -> None:
 
 def _is_export(features_and_labels: Sequence[Any], mode: str | None) -> bool:
     """Whether Estimator builds a graph to export: the batch is fed, and no step is trained."""
+    if predictor.is_fed(tf.get_default_graph()):
+        return False
     trains = mode == tf_estimator.estimator.ModeKeys.TRAIN
     if trains and tf.get_collection(private.GLOBAL_STEP_READ):
         return False  # Estimator has read the global step before it trains; a batch may be fed.

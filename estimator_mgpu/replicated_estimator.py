@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -20,6 +20,7 @@ from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
+from estimator_mgpu.predictor import Predictor
 from estimator_mgpu.replicate import replicate
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
@@ -195,6 +196,58 @@ class Estimator(_OnMachines):
         explanation = explain.explain(self, input_fn)
         print(explanation)
         return explanation
+
+    def predictor(
+        self,
+        features: Any = None,
+        *,
+        serving_input_receiver_fn: Callable[[], Any] | None = None,
+        predict_keys: Sequence[str] | None = None,
+        hooks: Sequence[tf.train.SessionRunHook] | None = None,
+        checkpoint_path: str | None = None,
+    ) -> Predictor:
+        """Returns a function of a batch that predicts without building the graph in each call.
+
+        It takes features as the model_fn does, but of arrays: NumPy's, eager tensors or lists, in
+        any nest of dicts and tuples. It returns what `predict(yield_single_examples=False)` gives:
+        a dict with an array for each key; or one array, if the model_fn's predictions are one
+        tensor. A batch may have any number of examples. It may be called from several threads at
+        once.
+
+        The graph is built and the checkpoint restored once: in the first call, or at once if
+        `features` or `serving_input_receiver_fn` are given. Close the predictor, or use it in a
+        `with` statement.
+
+        Examples:
+          >>> columns = [tf.feature_column.numeric_column('x')]
+          >>> canned = tf.estimator.LinearRegressor(columns)
+          >>> estimator = replicate_estimator(canned, devices=2)
+          >>> with estimator.predictor() as predict:
+          ...     print(predict({'x': [3.0, 4.0, 5.0]})['predictions'].shape)
+          ...     print(predict({'x': [6.0]})['predictions'].shape)
+          (3, 1)
+          (1, 1)
+
+        Args:
+          features: a batch like those to come, or a `tf.TensorSpec` in place of each array. All
+            batches have its types and its shapes, but for the number of examples; in a spec, None
+            is any size. By default, that's the first batch.
+          serving_input_receiver_fn: as for `export_saved_model()`. Then the function takes a dict
+            of its receiver tensors instead of features.
+          predict_keys: as for `predict()`.
+          hooks: as for `predict()`; each call is a step. With hooks, calls run one at a time.
+          checkpoint_path: as for `predict()`.
+        """
+        broadcast = self._model_fn.replicate_options['broadcast']
+        return Predictor(
+            self,
+            features,
+            serving_input_receiver_fn,
+            broadcast,
+            predict_keys,
+            hooks,
+            checkpoint_path,
+        )
 
 
 def _check_without_job(devices: Any) -> None:

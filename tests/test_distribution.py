@@ -91,6 +91,8 @@ several = Estimator(replicate(devices=2, broadcast=['x'])(model_fn), 'model', co
 several.train(input_fn, [ProgressHook(steps=3), ThroughputHook(50, batch_size=4)], steps=3)
 canned: Estimator = replicate_estimator(estimator.LinearRegressor([]), variables='first')
 found = several.explain(input_fn)
+with several.predictor({'x': [1.0]}, predict_keys=['y']) as predict:
+    y: Any = predict({'x': [2.0]})['y']
 reasons: list[str] = [op.why for op in found.once] + [*found.as_dict()]
 worst: float = max(d.relative for d in verify(model_fn, input_fn, {}, devices, steps=2).differences)
 contrib = replicate_model_fn(model_fn, 'mean', devices)
