@@ -105,7 +105,7 @@ class Predictor:
         self.close()
 
     def close(self) -> None:
-        """Waits for calls that are running, and closes the session: its devices' memory is free."""
+        """Waits for calls that are running, and closes the session."""
         with self._state:
             self._is_closed = True
             self._state.wait_for(lambda: not self._calls)
