@@ -11,7 +11,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow.compat.v1 as tf
 
@@ -21,9 +21,12 @@ from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.predictor import Predictor
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.replicate import Options, replicate
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def _explained(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +154,7 @@ class Estimator(_OnMachines):
         warm_start_from: Any = None,
         *,
         devices: Devices = None,
-        **options: Any,
+        **options: Unpack[Options],
     ):
         if not hasattr(model_fn, 'replicate_options'):
             model_fn = replicate(devices=devices, **options)(model_fn)
@@ -298,7 +301,9 @@ def _of_single_task(config: Any) -> Any:
     return config
 
 
-def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: Any) -> Estimator:
+def replicate_estimator(
+    estimator: Any, *, devices: Devices = None, **options: Unpack[Options]
+) -> Estimator:
     """Returns an estimator that does on several devices what another does on one.
 
     It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,
