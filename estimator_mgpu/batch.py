@@ -119,7 +119,7 @@ def batch_of(leaves: dict[Path, Any]) -> Batch:
     """A batch of leaves that may have examples, by what the graph knows of their shapes now."""
     unknown = {path: leaf for path, leaf in leaves.items() if _rank(leaf) is None}
     with_examples = {path: leaf for path, leaf in leaves.items() if _rank(leaf)}
-    check_same_size(with_examples)
+    _check_same_size(with_examples)
 
     # By name, as one tensor may be in several places.
     dense = [leaf for leaf in with_examples.values() if isinstance(leaf, tf.Tensor)]
@@ -129,18 +129,25 @@ def batch_of(leaves: dict[Path, Any]) -> Batch:
     return Batch(list(sources.values()), static, with_examples, unknown)
 
 
-def check_same_size(leaves: dict[Path, Any]) -> None:
+def _check_same_size(leaves: dict[Path, Any]) -> None:
     """Raises ValueError if the graph knows that leaves differ in the number of examples."""
-    sizes = {path: static_rows(leaf) for path, leaf in leaves.items()}
-    known = {path: size for path, size in sizes.items() if size is not None}
-    if len(set(known.values())) > 1:
-        listed = ', '.join(f'{title(path)} has {size}' for path, size in known.items())
+    differing = differing_sizes(leaves)
+    if differing:
         raise ValueError(
-            f'The numbers of examples along dimension 0 differ: {listed}. Each needs one entry an '
-            "example: let the input_fn give batches, by dataset.batch() say. What isn't per "
+            f'The numbers of examples along dimension 0 differ: {differing}. Each needs one entry '
+            "an example: let the input_fn give batches, by dataset.batch() say. What isn't per "
             'example (a vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to '
             'every tower.'
         )
+
+
+def differing_sizes(leaves: dict[Path, Any]) -> str:
+    """Says how many examples each leaf has, if they are known to differ; '' otherwise."""
+    sizes = {path: static_rows(leaf) for path, leaf in leaves.items()}
+    known = {path: size for path, size in sizes.items() if size is not None}
+    if len(set(known.values())) < 2:
+        return ''
+    return ', '.join(f'{title(path)} has {size}' for path, size in known.items())
 
 
 def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:

@@ -185,6 +185,11 @@ def _check_arguments(features: Any, serving_input_receiver_fn: Any, hooks: Any) 
             'predictor() was given features and a serving_input_receiver_fn. Give one of them, or '
             'none: then the first batch says what features are like.'
         )
+    if callable(features):
+        raise TypeError(
+            f'predictor() was given {features!r} as features. Give a batch of arrays; or name the '
+            'function: serving_input_receiver_fn=function.'
+        )
     if serving_input_receiver_fn is not None and not callable(serving_input_receiver_fn):
         raise TypeError(
             f'serving_input_receiver_fn={serving_input_receiver_fn!r} is no function. Give one '
@@ -288,7 +293,12 @@ def _feed(inputs: Mapping[batch.Path, _Input], features: Any) -> dict[tf.Tensor,
         if expected.has_examples:
             examples[path] = value.spec
 
-    batch.check_same_size(examples)
+    differing = batch.differing_sizes(examples)
+    if differing:
+        raise ValueError(
+            f'Each feature needs an entry for each example, but their numbers differ: {differing}. '
+            "What isn't per example, such as a vocabulary, is named in replicate(broadcast=[...])."
+        )
     return feed
 
 
@@ -298,18 +308,24 @@ def _check_names(inputs: Mapping[batch.Path, _Input], leaves: Mapping[batch.Path
     for path, expected in inputs.items():
         has_default = expected.placeholders[0].op.type == op_types.PLACEHOLDER_WITH_DEFAULT
         if path not in leaves and not has_default:
-            missing.append(batch.title(path))
-    unknown = [batch.title(path) for path in leaves if path not in inputs]
-    if not missing and not unknown:
-        return
+            missing.append(_name(path))
+    unknown = [_name(path) for path in leaves if path not in inputs]
 
     wrong = []
     if missing:
         wrong.append(f'lacks {", ".join(missing)}')
     if unknown:
         wrong.append(f'has {", ".join(unknown)}')
-    legal = [f'{batch.title(path)} ({_described(known.spec)})' for path, known in inputs.items()]
-    raise ValueError(f'The batch {" and ".join(wrong)}. This predictor takes {", ".join(legal)}.')
+    if wrong:
+        legal = [f'{_name(path)} ({_described(known.spec)})' for path, known in inputs.items()]
+        raise ValueError(
+            f'The batch {" and ".join(wrong)}. This predictor takes {", ".join(legal)}.'
+        )
+
+
+def _name(path: batch.Path) -> str:
+    """What messages call a feature: "feature 'user/age'", or 'an array without a name'."""
+    return batch.title(path) if path[1:] else 'an array without a name'
 
 
 def _check_value(path: batch.Path, given: Any, expected: Any) -> None:
@@ -318,9 +334,8 @@ def _check_value(path: batch.Path, given: Any, expected: Any) -> None:
         return
     raise ValueError(
         f'{batch.title(path)} is {_described(given)}. This predictor takes {_described(expected)}. '
-        'Convert it; or say what features are like, with None for what may vary: '
-        'estimator.predictor(features) with a tf.TensorSpec([None, None], tf.float32), say, in '
-        'place of each array.'
+        'Convert it; or tell estimator.predictor(features) what may vary, by a tf.TensorSpec in '
+        'place of each array: tf.TensorSpec([None, None], tf.float32), say.'
     )
 
 

@@ -182,6 +182,9 @@ def test_broadcast_features():
             ValueError, match=r"'vocabulary' is float64 of shape \[3\].*shape \[2\]"
         ):
             predict({'ids': ids, 'vocabulary': np.zeros(3)})
+        with pytest.raises(tf.errors.InvalidArgumentError, match='= 2 is not in'):
+            predict({'ids': [0, 2], 'vocabulary': vocabulary})
+        assert predict({'ids': [1], 'vocabulary': vocabulary}).tolist() == [6.0]
 
 
 def tags(features, labels, mode):
@@ -253,6 +256,11 @@ WRONG = {
     'rank': ({'x': floats(2)}, ValueError, r'of shape \[2\]. This .* of shape \[None, 3\]'),
     'sizes': ({'x': floats(3, 3)}, ValueError, "differ: feature 'x' has 3, feature 'fruit/0' has"),
     'structure': ({'fruit': 'kiwi'}, ValueError, "lacks feature 'fruit/0', .* has feature 'fruit'"),
+    'nothing to take': (
+        {'x': (), 'fruit': ()},
+        ValueError,
+        "lacks feature 'x', feature 'fruit/0',",
+    ),
     'list': ({'x': [['a']]}, TypeError, "feature 'x' is a list that makes no array of float32 of"),
     'no array': ({'scale': object()}, TypeError, "'scale' is a object that makes no array of"),
     'nothing': ({'scale': ...}, TypeError, "'scale' is a ellipsis that makes no array of"),
@@ -280,6 +288,16 @@ def test_wrong_features(opened, changes, error, message):
     assert len(opened(batch_of(2))['hidden']) == 2
 
 
+def test_features_without_names(opened):
+    with pytest.raises(
+        ValueError, match="lacks feature 'x', .* and has an array without a name. Th"
+    ):
+        opened(floats(2, 3))
+    with estimator_in(None, sums).predictor(np.ones([4, 5])) as predict:
+        with pytest.raises(ValueError, match=r"lacks an array without .* has feature 'x'\. This"):
+            predict({'x': np.ones([4, 5])})
+
+
 def test_a_tensor_of_a_graph(opened):
     with tf.Graph().as_default(), pytest.raises(TypeError, match="'x' is .* which is of a graph"):
         opened({**batch_of(2), 'x': tf.zeros([2, 3])})
@@ -289,6 +307,8 @@ def test_wrong_arguments(model_dir):
     estimator = estimator_in(model_dir)
     with pytest.raises(ValueError, match='features and a serving_input_receiver_fn. Give one of'):
         estimator.predictor(batch_of(2), serving_input_receiver_fn=lambda: None)
+    with pytest.raises(TypeError, match='as features. Give .*: serving_input_receiver_fn=function'):
+        estimator.predictor(lambda: None)
     with pytest.raises(TypeError, match='=3 is no function'):
         estimator.predictor(serving_input_receiver_fn=3)
     with pytest.raises(TypeError, match='returned None. It has to return a'):
