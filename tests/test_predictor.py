@@ -16,7 +16,7 @@ MODES = tf.estimator.ModeKeys
 
 
 def model_fn(features, labels, mode, params):
-    """Some predictions are per example, one needs all of them, and some are from a table."""
+    """Some predictions are per example, one needs all of them, and some are of the scaffold."""
     with tf.variable_scope('net'):
         hidden = tf.tanh(features['x'] @ tf.get_variable('w', [3, 4])) * features['scale']
     if mode == MODES.TRAIN:
@@ -24,16 +24,19 @@ def model_fn(features, labels, mode, params):
         train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss, tf.train.get_global_step())
         return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
+    local = tf.get_local_variable('local', initializer=0.0)
     prices = tf.lookup.KeyValueTensorInitializer(['apple', 'pear'], [2.0, 3.0])
     fruit = tf.nest.flatten(features['fruit'])[0]
     predictions = {
-        'hidden': hidden,
+        'hidden': hidden + local,
         'softmax': tf.nn.softmax(tf.reduce_sum(hidden, 1), 0),
         'price': tf.lookup.StaticHashTable(prices, -1.0).lookup(fruit),
         'fruit': fruit,
     }
     only = predictions[params['only']] if params else predictions
-    return tf.estimator.EstimatorSpec(mode, predictions=only)
+    ready = tf.group(tf.tables_initializer(), local.assign(1.0))
+    scaffold = tf.train.Scaffold(local_init_op=ready)
+    return tf.estimator.EstimatorSpec(mode, predictions=only, scaffold=scaffold)
 
 
 def batch_of(examples):
@@ -127,6 +130,26 @@ def test_threads(model_dir):
         found = list(threads.map(predict, batches * 5))
     assert len(calls) == 1
     assert_close(found, expected_of(model_dir, batches) * 5, 1e-6)
+
+
+class Alone(tf.train.SessionRunHook):
+    """Fails if a step begins before the last one has ended."""
+
+    def __init__(self):
+        self.runs = threading.Lock()
+
+    def before_run(self, run_context):
+        assert self.runs.acquire(blocking=False)
+
+    def after_run(self, run_context, run_values):
+        self.runs.release()
+
+
+def test_threads_with_a_hook(model_dir):
+    with estimator_in(model_dir).predictor(batch_of(2), hooks=[Alone()]) as predict:
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(predict, [batch_of(2)] * 20))
+    assert_close(found, found[:1] * 20, 0)
 
 
 def test_features_that_are_like_arrays(model_dir):
@@ -235,8 +258,8 @@ def test_a_serving_input_receiver_fn(model_dir):
     predict = estimator_in(model_dir).predictor(serving_input_receiver_fn=parsed, hooks=[hook])
     assert_close(predict({'examples': records}), expected_of(model_dir, [batch])[0], 1e-6)
     assert 'net/Tanh' in hook.step.plan.ops
-    doubled = predict({'examples': records, 'scale': np.float32(4)})['hidden']
-    np.testing.assert_allclose(doubled, 2 * predict({'examples': records})['hidden'], 1e-6)
+    doubled = predict({'examples': records, 'scale': np.float32(4)})['hidden'] - 1
+    np.testing.assert_allclose(doubled, 2 * predict({'examples': records})['hidden'] - 2, 1e-5)
     with pytest.raises(ValueError, match=r"lacks feature 'examples' and has feature 'x'\. This"):
         predict({'x': records})
 
