@@ -11,11 +11,19 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, overload
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, checkpoints, end_of_data, explain, steps, unknown_ranks
+from estimator_mgpu import (
+    batch,
+    checkpoints,
+    end_of_data,
+    explain,
+    predictor,
+    steps,
+    unknown_ranks,
+)
 from estimator_mgpu.cluster import sessions, tf_config
 from estimator_mgpu.devices import (
     Devices,
@@ -29,13 +37,47 @@ from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.towers.build import Towers
-from estimator_mgpu.partition.towers.variables import CHOICES, SPREAD, place_variables
+from estimator_mgpu.partition.towers.variables import Variables, place_variables
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
 
-_LEGAL = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': ('chief', 'machine')}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+BatchNorm = Literal['batch', 'device']
+Input = Literal['chief', 'machine']
+ModelFn = TypeVar('ModelFn', bound=Callable[..., Any])
+
+
+class Options(TypedDict, total=False):
+    """The options of `replicate()`, which describes them, but for the devices."""
+
+    broadcast: Iterable[str] | None
+    variables: Variables
+    batch_norm: BatchNorm
+    input: Input
+    microbatches: int
+
+
+_LEGAL = {
+    'variables': get_args(Variables),
+    'batch_norm': get_args(BatchNorm),
+    'input': get_args(Input),
+}
 _RESULTS = ('loss', 'predictions', 'train_op', 'eval_metric_ops')  # of an EstimatorSpec
 
 _building: set[tf.Graph] = set()  # graphs whose model_fn is being called, in any thread
+
+
+@overload
+def replicate(
+    model_fn: ModelFn, *, devices: Devices = None, **options: Unpack[Options]
+) -> ModelFn: ...
+
+
+@overload
+def replicate(
+    model_fn: None = None, *, devices: Devices = None, **options: Unpack[Options]
+) -> Callable[[ModelFn], ModelFn]: ...
 
 
 def replicate(
@@ -43,9 +85,9 @@ def replicate(
     *,
     devices: Devices = None,
     broadcast: Iterable[str] | None = None,
-    variables: str = SPREAD,
-    batch_norm: str = 'batch',
-    input: str = 'chief',
+    variables: Variables = 'spread',
+    batch_norm: BatchNorm = 'batch',
+    input: Input = 'chief',
     microbatches: int = 1,
     **gone: Any,
 ) -> Callable[..., Any]:
@@ -426,6 +468,8 @@ def _check_config(config: Any, machines: Any) -> None:
 
 def _is_export(features_and_labels: Sequence[Any], mode: str | None) -> bool:
     """Whether Estimator builds a graph to export: the batch is fed, and no step is trained."""
+    if predictor.is_fed(tf.get_default_graph()):
+        return False
     trains = mode == tf_estimator.estimator.ModeKeys.TRAIN
     if trains and tf.get_collection(private.GLOBAL_STEP_READ):
         return False  # Estimator has read the global step before it trains; a batch may be fed.

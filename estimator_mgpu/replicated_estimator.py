@@ -10,8 +10,8 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tensorflow.compat.v1 as tf
 
@@ -20,9 +20,13 @@ from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.predictor import Predictor
+from estimator_mgpu.replicate import Options, replicate
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def _explained(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +154,7 @@ class Estimator(_OnMachines):
         warm_start_from: Any = None,
         *,
         devices: Devices = None,
-        **options: Any,
+        **options: Unpack[Options],
     ):
         if not hasattr(model_fn, 'replicate_options'):
             model_fn = replicate(devices=devices, **options)(model_fn)
@@ -195,6 +199,58 @@ class Estimator(_OnMachines):
         explanation = explain.explain(self, input_fn)
         print(explanation)
         return explanation
+
+    def predictor(
+        self,
+        features: Any = None,
+        *,
+        serving_input_receiver_fn: Callable[[], Any] | None = None,
+        predict_keys: Sequence[str] | None = None,
+        hooks: Sequence[tf.train.SessionRunHook] | None = None,
+        checkpoint_path: str | None = None,
+    ) -> Predictor:
+        """Returns a function of a batch that predicts without building the graph in each call.
+
+        It takes features as the model_fn does, but of arrays: NumPy's, eager tensors or lists, in
+        any nest of dicts and tuples. It returns what `predict(yield_single_examples=False)` gives:
+        a dict with an array for each key; or one array, if the model_fn's predictions are one
+        tensor. A batch may have any number of examples. It may be called from several threads at
+        once.
+
+        The graph is built and the checkpoint restored once: in the first call, or at once if
+        `features` or `serving_input_receiver_fn` are given. Close the predictor, or use it in a
+        `with` statement.
+
+        Examples:
+          >>> columns = [tf.feature_column.numeric_column('x')]
+          >>> canned = tf.estimator.LinearRegressor(columns)
+          >>> estimator = replicate_estimator(canned, devices=2)
+          >>> with estimator.predictor() as predict:
+          ...     print(predict({'x': [3.0, 4.0, 5.0]})['predictions'].shape)
+          ...     print(predict({'x': [6.0]})['predictions'].shape)
+          (3, 1)
+          (1, 1)
+
+        Args:
+          features: a batch like those to come, or a `tf.TensorSpec` in place of each array. All
+            batches have its types and its shapes, but for the number of examples; in a spec, None
+            is any size. By default, that's the first batch.
+          serving_input_receiver_fn: as for `export_saved_model()`. Then the function takes a dict
+            of its receiver tensors instead of features.
+          predict_keys: as for `predict()`.
+          hooks: as for `predict()`; each call is a step. With hooks, calls run one at a time.
+          checkpoint_path: as for `predict()`.
+        """
+        broadcast = self._model_fn.replicate_options['broadcast']
+        return Predictor(
+            self,
+            features,
+            serving_input_receiver_fn,
+            broadcast,
+            predict_keys,
+            hooks,
+            checkpoint_path,
+        )
 
 
 def _check_without_job(devices: Any) -> None:
@@ -245,7 +301,9 @@ def _of_single_task(config: Any) -> Any:
     return config
 
 
-def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: Any) -> Estimator:
+def replicate_estimator(
+    estimator: Any, *, devices: Devices = None, **options: Unpack[Options]
+) -> Estimator:
     """Returns an estimator that does on several devices what another does on one.
 
     It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,

@@ -114,7 +114,8 @@ STATE_QUERIES = (
 )
 """Ops that only look at a table, or whether a variable has a value: they needn't wait for it."""
 
-PLACEHOLDERS = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
+PLACEHOLDER_WITH_DEFAULT = 'PlaceholderWithDefault'
+PLACEHOLDERS = ('Placeholder', 'PlaceholderV2', PLACEHOLDER_WITH_DEFAULT)
 """Ops whose values are fed: there, a batch doesn't end."""
 
 IDENTITY_N = 'IdentityN'
