@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, checkpoints, end_of_data, explain, steps, unknown_ranks
+from estimator_mgpu.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.cluster import sessions, tf_config
 from estimator_mgpu.devices import (
     Devices,
@@ -78,7 +79,8 @@ def replicate(
         'machine' reads its part, selected by the `input_context` that its input_fn is given.
       microbatches: into how many parts each device's examples are divided. It runs them one after
         another, and so needs memory for the activations of one. The results are the same; but
-        with `batch_norm='device'`, statistics are those of a micro-batch.
+        with `batch_norm='device'`, statistics are those of a micro-batch. `Estimator` takes 'auto',
+        too: as many as the memory needs.
 
     Returns:
       The replicated model_fn; or a decorator that returns it.
@@ -87,7 +89,8 @@ def replicate(
     devices = checked(devices)
     choices = dict(variables=variables, batch_norm=batch_norm, input=input)
     _check_choices(choices)
-    check_microbatches(microbatches)
+    if not isinstance(microbatches, AutoMicrobatches):
+        check_microbatches(microbatches)
     names = _names_of_features(broadcast)
     if names and input != 'chief':
         raise ValueError(
@@ -184,6 +187,11 @@ def _build(
     if arguments.get('config') is not None and _is_export((features, labels), mode):
         return call()  # A SavedModel is loaded on any machine, so it names no device.
 
+    auto = options['microbatches']
+    if isinstance(auto, AutoMicrobatches):
+        noted = functools.partial(auto.noted, mode)
+        options = {**options, 'microbatches': auto.count(mode), 'noted': noted}
+
     # The tensors are listed before the model_fn is called: it may take some out of a dict.
     tensors = end_of_data.tensors_of(features, labels)
     if len(towers) == 1 and options['microbatches'] == 1:
@@ -194,6 +202,8 @@ def _build(
     end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     steps.record(step)
+    if isinstance(auto, AutoMicrobatches):
+        auto.note_graph(mode, step)
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
         explain.log_sharding(options['devices'], arguments.get('config'))
     return spec
@@ -242,12 +252,15 @@ def _divided(
       global_batch: the features and labels.
       devices: one a tower.
       ops_before: the names of ops that were there before the model_fn was called.
-      options: the checked arguments of `replicate()`, by name.
+      options: the checked arguments of `replicate()`, by name; and `noted`, which the number of
+        examples goes through, if there is one.
     """
     graph = tf.get_default_graph()
     static = global_batch.static
     with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device(host_of(devices[0])):
         total = global_batch.total() if static is None and global_batch.leaves else None
+        if total is not None and 'noted' in options:
+            total = options['noted'](total)
 
     try:
         with _no_garbage_collection():

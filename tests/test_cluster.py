@@ -189,6 +189,19 @@ def test_variables_on_a_ps_and_an_evaluator(make, one_device):
     assert found['loss'] == pytest.approx(of_one('EVALUATED')[0]['loss'], rel=1e-5)
 
 
+def test_micro_batches_that_the_chief_finds(make, one_device):
+    """Memory is too small after step 8, and the last checkpoint is that of step 5."""
+    two = make(chief=1, worker=1)
+    worker = two.start('worker')
+    chief = two.start('chief', scarce_at=8)
+    for machine in (chief, worker):
+        machine.ends()
+    two.comes_to(one_device[0])
+    assert chief.told('STEP') == [*range(1, 9), *range(6, STEPS + 1)]
+    assert 'each device runs 2 micro-batches' in chief.text()
+    assert 'Training goes on from model.ckpt-5' in chief.text()
+
+
 def test_a_lost_machine_that_never_comes_back(make):
     """The limit holds in the middle of training, too, and the chief's error ends all."""
     three = make(chief=1, worker=2)
