@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import checkpoints, steps
-from estimator_mgpu.tf_internals import error_messages, op_types, tf_estimator
+from estimator_mgpu.tf_internals import error_messages, tf_estimator
 
 AUTO = 'auto'
 _MODES = tf_estimator.estimator.ModeKeys
@@ -183,10 +183,8 @@ def _is_of_step(error: Exception, model_dir: str) -> bool:
     """Whether the memory was too small for a step, rather than a disk or the input pipeline."""
     if isinstance(error, _TooLittleMemory):  # of an evaluation during training
         return False
-    if checkpoints.is_of_writing(error, model_dir):
-        return False
-    op = getattr(error, 'op', None)
-    return op is None or op.type not in op_types.ITERATOR_READS
+    is_of_disk = checkpoints.is_of_writing(error, model_dir)
+    return not is_of_disk and not error_messages.is_of_input(error)
 
 
 def _without_remedy(

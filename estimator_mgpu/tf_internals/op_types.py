@@ -98,8 +98,6 @@ CHECKS = ('Assert', 'CheckNumerics', 'CheckNumericsV2')
 
 CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')
 CHECKPOINT_READ = 'RestoreV2'
-# Ops that take a batch out of an input pipeline, and fail with the pipeline.
-ITERATOR_READS = ('IteratorGetNext', 'IteratorGetNextSync', 'QueueDequeueManyV2', 'QueueDequeueV2')
 
 STATE_HOLDERS = (
     *('VarHandleOp', 'Variable', 'VariableV2'),
