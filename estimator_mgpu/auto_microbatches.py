@@ -64,9 +64,9 @@ class AutoMicrobatches:
     def __repr__(self) -> str:
         return repr(AUTO)
 
-    def count(self, mode: str | None) -> int:
+    def count(self, mode: str) -> int:
         """How many micro-batches the next graph of a mode has."""
-        return self._counts.get(mode or '', 1)
+        return self._counts.get(mode, 1)
 
     def noted(self, mode: str, examples: tf.Tensor) -> tf.Tensor:
         """A number of examples, noted before any op that needs it can run.

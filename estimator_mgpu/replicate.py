@@ -183,7 +183,7 @@ def _build(
     """
     features = arguments.get('features')
     labels = arguments.get('labels')
-    mode = arguments.get('mode')
+    mode: Any = arguments.get('mode')
     if arguments.get('config') is not None and _is_export((features, labels), mode):
         return call()  # A SavedModel is loaded on any machine, so it names no device.
 

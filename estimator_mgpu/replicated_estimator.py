@@ -64,11 +64,12 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         """As Estimator's. On a task other than the chief it serves the chief, and never returns."""
         self._check_train_arguments(input_fn, hooks)
         hooks = list(hooks or [])
-        chief = None
+        chief: Chief | None = None
         if self._cluster_config is not None:
-            chief = join.join(self._cluster_config)
-            if not isinstance(chief, Chief):
-                serve(chief)
+            process = join.join(self._cluster_config)
+            if not isinstance(process, Chief):
+                serve(process)
+            chief = process
 
         is_auto = isinstance(self._microbatches, AutoMicrobatches)
         if is_auto and max_steps is None and steps is not None and steps > 0:

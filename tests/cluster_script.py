@@ -200,14 +200,14 @@ def main(
         options['microbatches'] = 'auto'
     estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, **options)
     hurry = os.path.join(os.path.dirname(model_dir), 'hurry')
+    hooks = [Watch(sleep, hurry), Scarce(scarce_at)]
     if parts:
-        train = tf.estimator.TrainSpec(own_parts, stops[-1], [Watch(sleep, hurry)])
+        train = tf.estimator.TrainSpec(own_parts, stops[-1], hooks)
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
         tf.estimator.train_and_evaluate(estimator, train, evaluation)
         leave(status, error)
         return
     for stop in stops:
-        hooks = [Watch(sleep, hurry), Scarce(scarce_at)]
         estimator.train(remaining, hooks, max_steps=stop)
         result = estimator.evaluate(input_fn, steps=4)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
