@@ -29,6 +29,7 @@ NEXT_ITERATION = ('NextIteration', 'RefNextIteration')
 MERGE = ('Merge', 'RefMerge')
 LOOP_CONDITION = 'LoopCond'
 SWITCH = ('Switch', 'RefSwitch')
+FORWARDS = (*ENTER, *EXIT, *NEXT_ITERATION, *MERGE, *SWITCH)  # They copy nothing.
 """Has its value on one of two outputs; the other one is dead, and so is what depends on it."""
 CONTROL_TRIGGER = 'ControlTrigger'
 """A group that runs also if what it waits for is dead."""

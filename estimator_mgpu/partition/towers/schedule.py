@@ -207,14 +207,18 @@ class _Before:
 
 
 def _bytes_of_activations(graph: tf.Graph, plan: Plan, edges: Edges, name: str) -> int:
-    """The bytes that all copies of an op, or of a v1 loop, make of the examples of a batch."""
+    """The bytes that all copies of an op, or of a v1 loop, make of the examples of a batch.
+
+    Of a loop, these are the bytes of one step, as nobody knows how many steps it will take.
+    """
     ops = edges.loops[name].all_ops if name in edges.loops else [graph.get_operation_by_name(name)]
     size = 0
     for op in ops:
-        if op.type in op_types.VIEWS:
+        if op.type in op_types.VIEWS or op.type in op_types.FORWARDS:
             continue
         for tensor in op.outputs:
-            if isinstance(plan.placements.get(tensor.name), (NotGatherable, Shard)):
+            placement = plan.placements.get(tensor.name) or plan.in_loops.get(tensor.name)
+            if isinstance(placement, (NotGatherable, Shard)):
                 size += bytes_of(tensor)
     return size
 
