@@ -84,7 +84,7 @@ class AutoMicrobatches:
             self._largest[mode] = max(self._largest.get(mode, 0), int(count))
             return count
 
-        noted = tf.py_func(note, [examples], examples.dtype, stateful=False)
+        noted = tf.numpy_function(note, [examples], examples.dtype, stateful=False)
         noted.set_shape([])
         return noted
 
@@ -143,7 +143,7 @@ class AutoMicrobatches:
             return built.obstacle
         limit = self._limit(mode)
         if limit is not None and self.count(mode) >= limit:
-            return 'each has no more than one example'
+            return 'a batch has too few examples for more'
         return ''
 
     def _limit(self, mode: str) -> int | None:

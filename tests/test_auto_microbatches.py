@@ -119,25 +119,26 @@ def test_training(memory, tmp_path, behavior, caplog):
     assert saved_in(tmp_path / 'auto')['global_step'] == 5
 
 
-@pytest.mark.parametrize('ends', [dict(steps=5), dict(max_steps=6)], ids=['steps', 'max_steps'])
-def test_from_the_last_checkpoint(ends, memory, tmp_path, caplog):
+def test_from_the_last_checkpoint(memory, tmp_path, caplog):
     """It begins at step 1, and the step after step 4 has too little memory."""
-    read = lambda: input_fn().repeat()  # noqa: E731
-    config = dict(save_checkpoints_steps=2)
-    results = []
-    for name, limit in ('plenty', 100), ('scarce', 3):
+
+    def train(name, limit, **end):
         memory.limit = 100
-        estimator = estimator_of(memory, str(tmp_path / name), **config)
+        estimator = estimator_of(memory, str(tmp_path / name), save_checkpoints_steps=2)
+        read = lambda: input_fn().repeat()  # noqa: E731
         estimator.train(read, steps=1)
         hook = Shrink(memory, after=4, limit=limit)
-        estimator.train(read, hooks=[hook], **ends)
-        results.append(saved_in(tmp_path / name))
+        estimator.train(read, hooks=[hook], **end)
+        return saved_in(tmp_path / name), hook.noted
 
-    assert results[1]['global_step'] == 6
-    assert_close(results[1], results[0], 1e-5)
-    # The checkpoints are those of steps 1, 3, 5 and 6.
-    assert hook.noted == ['begin', 2, 3, 4, 'begin', 4, 5, 6, 'end']
-    assert 'Training goes on from model.ckpt-3, and steps made since then' in caplog.text
+    expected, _ = train('plenty', 100, steps=5)
+    assert expected['global_step'] == 6
+    for end in dict(steps=5), dict(max_steps=6):
+        values, noted = train('_'.join(end), 3, **end)
+        assert_close(values, expected, 1e-5)
+        # The checkpoints are those of steps 1, 3, 5 and 6.
+        assert noted == ['begin', 2, 3, 4, 'begin', 4, 5, 6, 'end']
+    assert caplog.text.count('Training goes on from model.ckpt-3, and steps made since then') == 2
 
 
 def test_evaluation_starts_over(memory):
@@ -193,7 +194,7 @@ def test_evaluation_that_fails_ends_training(memory, tmp_path):
         return input_fn(rows=2)
 
     estimator = estimator_of(memory, str(tmp_path), save_checkpoints_steps=1)
-    with pytest.raises(OutOfMemory, match='each has no more than one example'):
+    with pytest.raises(OutOfMemory, match='a batch has too few examples for more'):
         tf.estimator.train_and_evaluate(
             estimator,
             tf.estimator.TrainSpec(calls, max_steps=3),
@@ -209,7 +210,7 @@ def test_up_to_one_example(static, memory, caplog):
     calls = Calls(functools.partial(input_fn, static, rows=5))
     with pytest.raises(OutOfMemory) as raised:
         estimator_of(memory).train(calls, steps=1)
-    assert 'each has no more than one example. What can help: more devices' in str(raised.value)
+    assert 'a batch has too few examples for more. What can help: more devices' in str(raised.value)
     assert 'OOM when allocating' in str(raised.value)
     assert calls.count == (2 if static else 3)
 
