@@ -43,7 +43,9 @@ def memory(monkeypatch):
 
 def estimator_of(memory, model_dir=None, devices=2, forward=predict, microbatches='auto', **config):
     model_fn = of_all_modes(lambda features: forward(memory(features)), sgd)
-    config = tf.estimator.RunConfig(tf_random_seed=1, **config)
+    config = tf.estimator.RunConfig(
+        tf_random_seed=1, save_summary_steps=None, checkpoint_save_graph_def=False, **config
+    )
     return estimator_mgpu.Estimator(
         model_fn, model_dir, config, devices=devices, microbatches=microbatches
     )
@@ -178,11 +180,11 @@ def test_train_and_evaluate(memory, tmp_path):
             tf.estimator.train_and_evaluate(
                 estimator,
                 tf.estimator.TrainSpec(lambda: input_fn(rows=4).repeat(), max_steps=3),
-                tf.estimator.EvalSpec(input_fn, steps=2),
+                tf.estimator.EvalSpec(lambda: input_fn(rows=6), steps=2),
             )[0]
         )
     assert results[1] == pytest.approx(results[0], rel=1e-5)
-    assert counts_of(estimator) == (2, 6, 1)
+    assert counts_of(estimator) == (2, 3, 1)
 
 
 def test_evaluation_that_fails_ends_training(memory, tmp_path):
