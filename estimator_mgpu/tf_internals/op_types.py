@@ -32,6 +32,8 @@ SWITCH = ('Switch', 'RefSwitch')
 """Has its value on one of two outputs; the other one is dead, and so is what depends on it."""
 CONTROL_TRIGGER = 'ControlTrigger'
 """A group that runs also if what it waits for is dead."""
+FORWARDS = (*ENTER, *EXIT, *NEXT_ITERATION, *MERGE, *SWITCH)
+"""Ops of v1 control flow that give what they are given, without a copy."""
 V1_LOOP = 'v1 loop'
 """The type of a whole v1 loop, in place of its ops: there is no op of this type."""
 PASS_ON = ('Identity', 'Switch')
