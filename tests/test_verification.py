@@ -90,6 +90,11 @@ def test_what_differs_is_told():
     assert re.search(r'train loss +\d\.\de[+-]\d\d DIFFERS', str(result))
     hint = str(result).splitlines()[-1]
     assert 'without a seed' in hint and 'float64' in hint
+    html, count = result._repr_html_(), len(failed(result))
+    assert html.count('>DIFFERS<') == count > 0 and '>variable net/w<' in html
+    assert repr(result) == (
+        f'<Verification: {count} of {len(result.differences)} differ from one device.>'
+    )
 
 
 def test_an_error_on_several_devices_is_raised():
