@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ def failed(result):
 @pytest.mark.core
 @pytest.mark.parametrize('devices', [2, 4], ids='devices={}'.format)
 def test_an_exact_model(devices, capsys, behavior):
-    result = estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=devices)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')  # Only a user's own code may warn.
+        result = estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=devices)
     assert failed(result) == set() and result.exact
     assert str(result).endswith('differ from one device.')
     names = ['net/w', 'net/b', 'net/v']
