@@ -1,0 +1,188 @@
+"""Tables in parts, by a partitioner: several devices do as one, and each part stays where it is."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import LazyAdam, floats, sgd, spec_of, step, weights
+from towers import compare
+
+ROWS_OF_TABLE = 11
+PARTS = tf.fixed_size_partitioner(3)
+
+
+def ids_and_labels(rows, steps=3):
+    """Batches of three ids and one label for each example; the first leaves out a part."""
+    made = []
+    for i in range(steps):
+        ids = np.random.RandomState(i).randint(0, ROWS_OF_TABLE, [rows, 3])
+        if i == 0:
+            ids -= ids % 3 == 2
+        made.append((ids, floats(rows, 1, seed=i) + 2))
+    return made
+
+
+def adagrad(loss):
+    return tf.train.AdagradOptimizer(0.1).minimize(loss, step())
+
+
+def adam(loss):
+    return tf.train.AdamOptimizer(0.01, epsilon=1e-3).minimize(loss, step())
+
+
+def lazy_adam(loss):
+    return LazyAdam(0.01, epsilon=1e-3).minimize(loss, step())
+
+
+def from_rows(rows, labels):
+    """The loss of a small network on the rows that were looked up for each example."""
+    hidden = tf.nn.tanh(tf.reduce_sum(rows, 1) @ weights('hidden', 4, 4))
+    return tf.reduce_mean(tf.square(hidden @ weights('output', 4, 1) - labels))
+
+
+def lookup(strategy, optimize=adagrad, **options):
+    """Returns a model_fn that looks rows up in a table of three parts."""
+
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', [ROWS_OF_TABLE, 4], partitioner=PARTS)
+        rows = tf.nn.embedding_lookup(table, features, strategy, **options)
+        loss = from_rows(rows, labels)
+        return spec_of(mode, loss, optimize(loss))
+
+    return model_fn
+
+
+@pytest.mark.parametrize(
+    ('rows', 'devices', 'static'),
+    [(7, 2, True), (7, 4, False), (2, 4, False)],
+    ids=['static', 'dynamic', 'fewer examples than devices'],
+)
+@pytest.mark.parametrize(
+    ('strategy', 'optimize'), [('mod', adagrad), ('div', adam)], ids=['mod', 'div']
+)
+def test_lookup(strategy, optimize, rows, devices, static, behavior):
+    compare(lookup(strategy, optimize), ids_and_labels(rows), devices, static=static)
+
+
+@pytest.mark.parametrize('microbatches', [1, 2])
+def test_lookup_with_more_to_do(microbatches):
+    """Rows clipped by their norm, ids of [batch, 3], and moments of the rows looked up alone."""
+    model_fn = lookup('mod', lazy_adam, max_norm=1.0)
+    compare(model_fn, ids_and_labels(9), 2, static=False, microbatches=microbatches)
+
+
+def experts(features, labels, mode):
+    """A mixture of experts: each example goes to one of three networks, and back to its place."""
+    which = tf.argmax(features, 1, output_type=tf.int32)
+    examples = tf.dynamic_partition(features, which, 3)
+    positions = tf.dynamic_partition(tf.range(tf.shape(features)[0]), which, 3)
+    outputs = []
+    for i, part in enumerate(examples):
+        part = part - tf.reduce_mean(part, 0) + tf.sort(part, 0) + tf.ones_like(part)
+        part += tf.reduce_sum(tf.gather(features, positions[i]), 1, keepdims=True)
+        outputs.append(tf.nn.tanh(part @ weights(f'expert{i}', 3, 4)))
+    output = tf.dynamic_stitch(positions, outputs) @ weights('output', 4, 1)
+    loss = tf.reduce_mean(tf.square(output - labels))
+    return spec_of(mode, loss, sgd(loss))
+
+
+def examples_for_experts(rows):
+    """Batches with examples for each expert, but on some devices for only one or two of them."""
+    features = floats(rows, 3)
+    features[np.arange(rows), np.arange(rows) * 3 // rows] += 9
+    return [(features, floats(rows, 1))] * 2
+
+
+@pytest.mark.parametrize(
+    ('rows', 'devices', 'static', 'microbatches'),
+    [(8, 3, True, 1), (8, 3, False, 2), (3, 4, False, 1)],
+    ids=['static', 'micro-batches', 'fewer examples than devices'],
+)
+def test_experts(rows, devices, static, microbatches, behavior):
+    compare(experts, examples_for_experts(rows), devices, static=static, microbatches=microbatches)
+
+
+def positions_as_numbers(features, which, positions):
+    """What positions are in the global batch counts, beyond the order of rows."""
+    return tf.reduce_sum(tf.cast(positions[0], tf.float32))
+
+
+def some_parts_only(features, which, positions):
+    """Without the last part, the rows of others are zero."""
+    parts = tf.dynamic_partition(features, which, 3)
+    return tf.reduce_sum(tf.square(tf.dynamic_stitch(positions[:2], parts[:2])))
+
+
+def of_another_table(features, which, positions):
+    """Rows of a table that has more rows than the batch has examples."""
+    return tf.reduce_sum(tf.gather(weights('more', 20, 2), positions[1]))
+
+
+@pytest.mark.parametrize('part_of_loss', [positions_as_numbers, some_parts_only, of_another_table])
+def test_positions_for_something_else(part_of_loss):
+    """Each tower's own would be wrong here, so the op that makes them runs once."""
+
+    def model_fn(features, labels, mode):
+        which = tf.argmax(features, 1, output_type=tf.int32)
+        positions = tf.dynamic_partition(tf.range(tf.shape(features)[0]), which, 3)
+        loss = tf.reduce_mean(tf.square(features @ weights('w', 3, 1) - labels))
+        loss += part_of_loss(features * weights('scale', 3), which, positions)
+        return spec_of(mode, loss, sgd(loss, 0.01))
+
+    compare(model_fn, examples_for_experts(8), 3)
+
+
+def sparse_ids(features, labels):
+    """Sparse ids and their weights; some examples have none."""
+    dense = tf.where(features % 4 > 0, features, -tf.ones_like(features))
+    ids = tf.sparse.from_dense(dense + 1)
+    return tf.SparseTensor(ids.indices, ids.values - 1, ids.dense_shape), labels
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('safe', [True, False], ids=['safe', 'not safe'])
+def test_sparse_ids(safe, static):
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', [ROWS_OF_TABLE, 4], partitioner=PARTS)
+        if safe:
+            rows = tf.nn.safe_embedding_lookup_sparse(table, features, default_id=1)
+        else:
+            rows = tf.nn.embedding_lookup_sparse(table, features, None, combiner='sum')
+        loss = from_rows(rows[:, None], labels)
+        return spec_of(mode, loss, adagrad(loss))
+
+    data = ids_and_labels(7)
+    if not safe:
+        for ids, _ in data:
+            ids[:, 0] = 1  # Each example has an id.
+    compare(model_fn, data, 3, preprocess=sparse_ids, static=static)
+
+
+fc = tf.feature_column
+
+
+def columns(features):
+    """An embedding, two that share a table, and a linear model, all under a partitioner."""
+    names = 'abc'
+    features = {name: features[:, i : i + 1] for i, name in enumerate(names)}
+    a, b, c = (fc.categorical_column_with_identity(name, ROWS_OF_TABLE) for name in names)
+    with tf.variable_scope('columns', partitioner=PARTS):
+        shared = fc.shared_embedding_columns([b, c], 2)
+        rows = fc.input_layer(features, [fc.embedding_column(a, 4), *shared])
+        return tf.layers.dense(rows, 1) + fc.linear_model(features, [a, b])
+
+
+def dense_features(features):
+    """A Keras layer of feature columns, which takes the partitioner itself."""
+    column = fc.categorical_column_with_identity('a', ROWS_OF_TABLE)
+    layer = tf.keras.layers.DenseFeatures([fc.embedding_column(column, 4)], partitioner=PARTS)
+    return tf.layers.dense(layer({'a': features}), 1)
+
+
+@pytest.mark.parametrize('forward', [columns, dense_features])
+def test_feature_columns(forward, behavior):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(forward(features) - labels))
+        return spec_of(mode, loss, adagrad(loss))
+
+    compare(model_fn, ids_and_labels(7), 2, static=False)
