@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
 from models import LazyAdam, floats, sgd, spec_of, step, weights
-from towers import compare
+from test_samples import SAMPLES
+from towers import compare, session
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(SAMPLES))
+    import large_table
 
 ROWS_OF_TABLE = 11
 PARTS = tf.fixed_size_partitioner(3)
@@ -162,11 +168,11 @@ fc = tf.feature_column
 
 
 def columns(features):
-    """An embedding, two that share a table, and a linear model, all under a partitioner."""
+    """An embedding, two that share a table, and a linear model, all with tables of two parts."""
     names = 'abc'
     features = {name: features[:, i : i + 1] for i, name in enumerate(names)}
     a, b, c = (fc.categorical_column_with_identity(name, ROWS_OF_TABLE) for name in names)
-    with tf.variable_scope('columns', partitioner=PARTS):
+    with tf.variable_scope('columns', partitioner=tf.fixed_size_partitioner(2)):
         shared = fc.shared_embedding_columns([b, c], 2)
         rows = fc.input_layer(features, [fc.embedding_column(a, 4), *shared])
         return tf.layers.dense(rows, 1) + fc.linear_model(features, [a, b])
@@ -186,3 +192,42 @@ def test_feature_columns(forward, behavior):
         return spec_of(mode, loss, adagrad(loss))
 
     compare(model_fn, ids_and_labels(7), 2, static=False)
+
+
+def test_no_device_has_the_whole_table(tmp_path):
+    """Neither to initialize, nor to train, save or restore it; with four devices, a part is 25%."""
+    size = 8_000_000
+    peaks = large_table.measure(size // 1000, 8, 4, str(tmp_path))
+    assert set(peaks) == {'initialize', 'train', 'save', 'restore'}
+    for phase, peak in peaks.items():
+        assert size / 4 <= peak < 1.3 * size / 4, phase
+
+
+def test_warm_start_from_a_whole_table(tmp_path):
+    """Each part is cut from the saved table on its device, one part after the other."""
+    table = floats(ROWS_OF_TABLE, 4)
+    with tf.Graph().as_default(), session(1) as sess:
+        saver = tf.train.Saver({'saved': tf.get_variable('saved', initializer=table)})
+        sess.run(tf.global_variables_initializer())
+        path = saver.save(sess, str(tmp_path / 'model'))
+
+    def model_fn(features, labels, mode):
+        spec = lookup('div')(features, labels, mode)
+        tf.train.init_from_checkpoint(path, {'saved': 'table'})
+        return spec
+
+    with tf.Graph().as_default() as graph:
+        tf.train.get_or_create_global_step()
+        [(ids, labels), *_] = ids_and_labels(7)
+        replicated = estimator_mgpu.replicate(model_fn, devices=3)
+        spec = replicated(tf.constant(ids), tf.constant(labels), tf.estimator.ModeKeys.TRAIN)
+        spec.scaffold.finalize()
+        with session(3) as sess:
+            sess.run(spec.scaffold.init_op)
+            parts = sorted(tf.trainable_variables('table'), key=lambda part: part.op.name)
+            found = np.concatenate(sess.run(parts))
+        np.testing.assert_array_equal(found, table)
+
+        reads = [op for op in graph.get_operations() if op.type == 'RestoreV2']
+        devices = {op.device for op in reads if op.inputs[2].op.get_attr('value').string_val[0]}
+        assert devices == {part.device for part in parts} > {'/device:CPU:0'}
