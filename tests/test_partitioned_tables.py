@@ -1,5 +1,8 @@
 """Tables in parts, by a partitioner: several devices do as one, and each part stays where it is."""
 
+import re
+from collections import Counter
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -7,7 +10,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from models import LazyAdam, floats, sgd, spec_of, step, weights
 from test_samples import SAMPLES
-from towers import compare, session
+from towers import compare, nodes_of_a_step, session
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
@@ -68,6 +71,35 @@ def lookup(strategy, optimize=adagrad, **options):
 )
 def test_lookup(strategy, optimize, rows, devices, static, behavior):
     compare(lookup(strategy, optimize), ids_and_labels(rows), devices, static=static)
+
+
+def test_only_rows_that_are_looked_up_are_sent():
+    """Ids and rows, and the gradients of these: about as much from each device."""
+    width, ids = 64, np.random.RandomState(0).randint(0, 900, [12, 8])
+
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', [900, width], partitioner=tf.fixed_size_partitioner(4))
+        rows = tf.nn.embedding_lookup(table, features)
+        loss = tf.reduce_mean(tf.square(tf.reduce_sum(rows, [1, 2]) - labels))
+        return spec_of(mode, loss, adagrad(loss))
+
+    sent = Counter()
+    with tf.Graph().as_default() as graph, session(4) as sess:
+        tf.train.get_or_create_global_step()
+        batch = tf.constant(ids), tf.zeros([12])
+        spec = estimator_mgpu.replicate(model_fn, devices=4)(*batch, tf.estimator.ModeKeys.TRAIN)
+        sess.run(tf.global_variables_initializer())
+        for node in nodes_of_a_step(sess, spec.train_op):
+            name = re.sub(r'edge_\d+_', '', node.attr['tensor_name'].s.decode())
+            op, _, index = name.partition(':')
+            if node.op == '_Recv' and graph.get_operation_by_name(op).outputs:
+                value = sess.run(f'{op}:{index or 0}')
+                sent[node.attr['send_device'].s] += value.nbytes
+
+    # Three of four rows are another device's. An id is sent for its row, and for its gradient.
+    rows = ids.size * 3 / 4 * (8 + 4 * width)
+    assert 1.8 * rows < sum(sent.values()) < 2.2 * rows
+    assert max(sent.values()) < 1.5 * sum(sent.values()) / 4
 
 
 @pytest.mark.parametrize('microbatches', [1, 2])
