@@ -8,7 +8,10 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.partition.rules import parts
 from models import LazyAdam, floats, sgd, spec_of, step, weights
+from test_rules import SAMPLES as SAMPLES_OF_RULES
+from test_rules import Batch
 from test_samples import SAMPLES
 from towers import compare, nodes_of_a_step, session
 
@@ -138,6 +141,42 @@ def examples_for_experts(rows):
 )
 def test_experts(rows, devices, static, microbatches, behavior):
     compare(experts, examples_for_experts(rows), devices, static=static, microbatches=microbatches)
+
+
+def test_ops_that_do_without_rows():
+    """Each type of op by which parts are sharded takes a batch without rows."""
+    samples = [
+        sample for name in parts.DO_WITHOUT_ROWS for sample in SAMPLES_OF_RULES.get(name, [])
+    ]
+    with tf.Graph().as_default() as graph, session(1) as sess:
+        results = []
+        feed = {}
+        for i, sample in enumerate(samples):
+            before = len(graph.get_operations())
+            batch = Batch()
+            with tf.variable_scope(f'sample_{i}'):
+                results.append(sample(batch))
+            added = graph.get_operations()[before:]
+            placeholders = [op.outputs[0] for op in added if op.type == 'Placeholder']
+            feed.update(zip(placeholders, [rows[:0] for rows in batch.rows]))
+        sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
+        flat = tf.nest.flatten(results, expand_composites=True)
+        sess.run([result.op for result in flat if isinstance(result, tf.Tensor)], feed)
+
+
+def pooled(features, labels, mode):
+    """A part that is pooled: without examples, the kernel would end the process."""
+    which = tf.argmax(features, 1, output_type=tf.int32)
+    examples = tf.dynamic_partition(features, which, 3)
+    positions = tf.dynamic_partition(tf.range(tf.shape(features)[0]), which, 3)
+    parts_of_output = [tf.layers.max_pooling1d(part[:, :, None], 3, 1)[:, 0] for part in examples]
+    output = tf.dynamic_stitch(positions, parts_of_output) @ weights('output', 1, 1)
+    loss = tf.reduce_mean(tf.square(output - labels))
+    return spec_of(mode, loss, sgd(loss))
+
+
+def test_pooled_parts():
+    compare(pooled, examples_for_experts(8), 3)
 
 
 def positions_as_numbers(features, which, positions):

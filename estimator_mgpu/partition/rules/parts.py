@@ -24,6 +24,14 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import Placement, Positions, Shard
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, LocalRange, Need, OpPlan, Slice
+from estimator_mgpu.partition.rules import (
+    elementwise,
+    linear_algebra,
+    lookups,
+    reduction_ops,
+    shapes,
+    strings,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
 
@@ -32,6 +40,27 @@ _STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
 _GATHER = 'GatherV2'
 TYPES = (_PARTITION, *_STITCHES)
 """Types of ops that make parts, or put them together."""
+
+_DENSE_LAYERS = ('BiasAdd', 'BiasAddGrad', 'LogSoftmax', 'Softmax')
+_LOSSES = ('SoftmaxCrossEntropyWithLogits', 'SparseSoftmaxCrossEntropyWithLogits')
+_NEED_ROWS = {
+    *('MirrorPad', 'MirrorPadGrad', 'ScatterNd', 'TensorScatterAdd', 'TensorScatterMax'),
+    *('TensorScatterMin', 'TensorScatterSub', 'TensorScatterUpdate'),
+}
+DO_WITHOUT_ROWS = {
+    *elementwise.RULES,
+    *linear_algebra.RULES,
+    *lookups.RULES,
+    *reduction_ops.RULES,
+    *shapes.RULES,
+    *strings.RULES,
+    *_DENSE_LAYERS,
+    *_LOSSES,
+} - _NEED_ROWS
+"""Types of ops that may be sharded by the rows of a part, of which a tower may have none.
+
+Kernels of others fail then, and those of pooling even end the process.
+"""
 
 _INDEX_TYPES = (tf.int32, tf.int64)  # others are too small for positions
 _KEEP = ('Cast', 'Identity', 'Reshape')  # ops that keep numbers of such types, in their order
