@@ -68,7 +68,7 @@ class Shards:
         self._set_extents(total)
 
     def _set_extents(self, total: tf.Tensor | None) -> None:
-        """Finds out which rows a tower has."""
+        """Finds out which rows are whose."""
         if total is None:
             self._set_static_extents()
         else:
@@ -313,7 +313,7 @@ class PartShards(Shards):
 
     Args:
       rows: the part's row space.
-      sizes: how many rows a tower has picked, of those on which it computes, for each tower.
+      sizes: for each tower, how many rows it has picked of those on which it computes.
       origin: the shards that these were picked from.
       symbol_value: as in `Shards`.
     """

@@ -254,7 +254,7 @@ class Values:
             shards = self.shards_of(rows)
             return {name: reduce_and_gather.reduce(shards, parts, dtype, placement.reduce, device)}
         if isinstance(rows, PartRows) and not placement.in_blocks:
-            # How many rows a tower has picked needn't be known.
+            # How many rows were picked by which tower needn't be known.
             origin = self.shards_of(rows.origin)
             gathered = reduce_and_gather.gather_part(origin, parts, dtype, placement.axis, device)
             return {name: gathered}
