@@ -53,7 +53,7 @@ def _save_without_copies(graph: tf.Graph) -> None:
             for read in op.inputs[0].consumers():
                 is_of_scope = read.name.rpartition('/')[0] == scope
                 if is_of_scope and read.type == op_types.READ_VARIABLE:
-                    private.add_control_inputs(read, [op])
+                    _wait_for(read, op)
 
 
 def _restore_in_place(graph: tf.Graph) -> None:
@@ -66,8 +66,14 @@ def _restore_in_place(graph: tf.Graph) -> None:
         if _reads_parts(op):
             file = _file_of(op)
             if file in last:
-                private.add_control_inputs(op, [last[file]])
+                _wait_for(op, last[file])
             last[file] = op
+
+
+def _wait_for(op: tf.Operation, before: tf.Operation) -> None:
+    """Lets an op wait for another one, unless it does: a scaffold is finalized for each session."""
+    if before not in op.control_inputs:
+        private.add_control_inputs(op, [before])
 
 
 def _restore_of(read: tf.Operation) -> _Restore | None:
@@ -94,7 +100,8 @@ def _place(restore: _Restore) -> None:
     is_near = machine_of(device) == machine_of(restore.read.device)
     if device and is_near and device_spec(device).device_type == 'CPU':
         for op in [restore.read, *restore.between]:
-            private.set_device(op, device)
+            if op.device != device:
+                private.set_device(op, device)
 
 
 def _reads_parts(read: tf.Operation) -> bool:

@@ -143,6 +143,28 @@ def test_experts(rows, devices, static, microbatches, behavior):
     compare(experts, examples_for_experts(rows), devices, static=static, microbatches=microbatches)
 
 
+def test_parts_of_parts():
+    """Each part is divided again, and its rows are put together before those of all parts are."""
+
+    def parts_and_positions(rows, column):
+        which = tf.cast(rows[:, column] > 0, tf.int32)
+        positions = tf.dynamic_partition(tf.range(tf.shape(rows)[0]), which, 2)
+        return tf.dynamic_partition(rows, which, 2), positions
+
+    def model_fn(features, labels, mode):
+        outputs = []
+        outer, positions = parts_and_positions(features, 0)
+        for i, part in enumerate(outer):
+            inner, positions_in_part = parts_and_positions(part, 1)
+            scaled = [rows * weights(f'scale{i}{j}', 3) for j, rows in enumerate(inner)]
+            outputs.append(tf.dynamic_stitch(positions_in_part[::-1], scaled[::-1]))
+        output = tf.dynamic_stitch(positions, outputs) @ weights('output', 3, 1)
+        loss = tf.reduce_mean(tf.square(output - labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    compare(model_fn, [(floats(9, 3), floats(9, 1))] * 2, 4, static=False)
+
+
 def test_ops_that_do_without_rows():
     """Each type of op by which parts are sharded takes a batch without rows."""
     samples = [
