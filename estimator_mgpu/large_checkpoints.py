@@ -4,9 +4,9 @@ In: a graph with a saver, and maybe a warm start. Out: the same graph, in which
 
 - a variable is restored on its own device, if that is a CPU. TensorFlow would read all variables on
   the first CPU of a machine;
-- parts of tables are read one device after the other, so that a machine that reads for its GPUs, or
-  for other machines, doesn't read all of them at once. If a table was saved as a whole, TensorFlow
-  reads all of it to cut out a part;
+- parts of tables are read for one device of a machine after the other, so that a machine doesn't
+  read those of all its GPUs at once. If a table was saved as a whole, TensorFlow reads all of it to
+  cut out a part;
 - a variable is saved without a copy of it. TensorFlow makes one on the variable's device if a step
   has updated some rows: the op that turns this off is in the graph, but nothing waits for it.
 """
@@ -57,17 +57,18 @@ def _save_without_copies(graph: tf.Graph) -> None:
 
 
 def _restore_in_place(graph: tf.Graph) -> None:
-    last: dict[str, tf.Operation] = {}  # by the file, the op that reads parts from it
+    # By the machine and the file, the op that reads parts from it.
+    last: dict[tuple[str, str], tf.Operation] = {}
     for op in graph.get_operations():
         restore = _restore_of(op) if op.type == op_types.CHECKPOINT_READ else None
         if restore is None:
             continue
         _place(restore)
         if _reads_parts(op):
-            file = _file_of(op)
-            if file in last:
-                _wait_for(op, last[file])
-            last[file] = op
+            key = machine_of(op.device), _file_of(op)
+            if key in last:
+                _wait_for(op, last[key])
+            last[key] = op
 
 
 def _wait_for(op: tf.Operation, before: tf.Operation) -> None:
