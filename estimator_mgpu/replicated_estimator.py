@@ -5,6 +5,7 @@ On several machines, `train()` joins the cluster of TF_CONFIG: see `cluster`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -15,7 +16,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import checkpoints, explain
+from estimator_mgpu import checkpoints, explain, failures
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
@@ -25,8 +26,9 @@ from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
 
 
-def _explained(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """A context that explains errors with the checkpoint that a call of a method reads.
+@contextlib.contextmanager
+def _explained(method: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """A context that explains errors of a call of a method, and of the checkpoint that it reads.
 
     Args:
       method: a method of Estimator's.
@@ -34,11 +36,14 @@ def _explained(method: Any, *args: Any, **kwargs: Any) -> Any:
       **kwargs: those of the call.
     """
     arguments = inspect.signature(method).bind(*args, **kwargs).arguments
-    return checkpoints.explained(arguments['self'].model_dir, arguments.get('checkpoint_path'))
+    model_dir = arguments['self'].model_dir
+    path = arguments.get('checkpoint_path')
+    with failures.explained(), checkpoints.explained(model_dir, path):
+        yield
 
 
-def _explains_checkpoint_errors(method: Any) -> Any:
-    """A method of Estimator's whose errors with checkpoints are explained."""
+def _explains_errors(method: Any) -> Any:
+    """A method of Estimator's whose errors are explained."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,13 +78,14 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         if self._cluster_config is None:
             if by_machine:
                 input_fn = machine_input.in_context(input_fn)
-            with explained:
+            with failures.explained(), explained:
                 return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
 
         process = join.join(self._cluster_config)
         if not isinstance(process, Chief):
             serve(process)
-        with explained, process.training(self._config) as (hook, listener):
+        joined = process.training(self._config)
+        with failures.explained(), explained, joined as (hook, listener):
             if by_machine:
                 input_fn = self._reads_by_machine(input_fn)
             hooks = [*(hooks or []), hook]
@@ -114,9 +120,9 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         tf_estimator.check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
 
-    evaluate = _explains_checkpoint_errors(EstimatorV2.evaluate)
-    export_saved_model = _explains_checkpoint_errors(EstimatorV2.export_saved_model)
-    experimental_export_all_saved_models = _explains_checkpoint_errors(
+    evaluate = _explains_errors(EstimatorV2.evaluate)
+    export_saved_model = _explains_errors(EstimatorV2.export_saved_model)
+    experimental_export_all_saved_models = _explains_errors(
         EstimatorV2.experimental_export_all_saved_models
     )
 

@@ -1,7 +1,8 @@
 """Nodes that are added to a graph all at once, which is much faster than one by one.
 
 In: types of ops, and names of tensors: the graph's own, or outputs of nodes that were added before.
-Out: names of the nodes' outputs; and with `build()` the nodes in the graph.
+Out: names of the nodes' outputs; and with `build()` the nodes in the graph, each with the traceback
+of the user's op that it serves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals import op_types, private, tracebacks
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def
 
 Number = Union[int, str]
@@ -33,9 +34,10 @@ class NodeBuilder:
       graph: to which the nodes are added.
       scope: what the nodes' names begin with.
       host: the device on which sizes are computed.
+      served: the user's op for which nodes are added, if not within `serving()`.
     """
 
-    def __init__(self, graph: tf.Graph, scope: str, host: str):
+    def __init__(self, graph: tf.Graph, scope: str, host: str, served: tf.Operation | None = None):
         self.graph = graph
         self.scope = scope
         self.host = host
@@ -48,18 +50,32 @@ class NodeBuilder:
         """Ops of the graph that a node waits for, by the node's name."""
         # Value, dtype and device of constants, by the names of their outputs.
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
+        self._served = served
+        # The user's op that each node serves, by the node's name.
+        self._served_by: dict[str, tf.Operation | None] = {}
         # The frames around tensors that are in v1 loops.
         self._frames: dict[str, Frames] = {}
 
     @contextlib.contextmanager
-    def at_once(self, device: str) -> Iterator[None]:
+    def serving(self, op: tf.Operation | None) -> Iterator[None]:
+        """A context for nodes that are added for one of the user's ops."""
+        outer = self._served
+        self._served = op
+        try:
+            yield
+        finally:
+            self._served = outer
+
+    @contextlib.contextmanager
+    def at_once(self, device: str, served: tf.Operation) -> Iterator[None]:
         """A context for ops that TensorFlow's functions add to the graph, without `build()`.
 
-        They compute how many rows there are, and which of them each tower has.
+        They compute how many rows an op has given, and which of them each tower has.
         """
         scope = tf.name_scope(f'{self.scope}/rows/')
         with tf.control_dependencies(None), tf.device(device), scope:
-            yield
+            with tracebacks.made_for(served):
+                yield
 
     def place_in_frames(self, tensor: str, frames: Frames) -> None:
         """Notes that a tensor is in a v1 loop: so is what is added of it."""
@@ -98,6 +114,7 @@ class NodeBuilder:
         node.CopyFrom(definition)
         node.name, node.device = name, device
         node.input[:] = inputs
+        self._served_by[name] = self._served
         return node
 
     def add(self, op: str, inputs: Sequence[Any], device: str, **attrs: Hashable) -> str:
@@ -206,9 +223,16 @@ class NodeBuilder:
             tf.import_graph_def(self.graph_def, self._inputs_from_graph(), name='')
         for name, device in devices.items():
             private.set_device(self.graph.get_operation_by_name(name), device)
+        self._set_tracebacks()
 
         for name, ops in self.waits.items():
             private.add_control_inputs(self.graph.get_operation_by_name(name), list(ops))
+
+    def _set_tracebacks(self) -> None:
+        shared = tracebacks.Tracebacks()
+        by_served_op = {op: shared.of(op) for op in set(self._served_by.values())}
+        for name, op in self._served_by.items():
+            private.set_traceback(self.graph.get_operation_by_name(name), by_served_op[op])
 
     def _copy_constants(self) -> None:
         """Makes a constant on each device that uses it, rather than send it there."""
@@ -221,7 +245,8 @@ class NodeBuilder:
                 is_on_gpu = 'GPU' in node.device and dtype != tf.int32
                 wanted = host_of(node.device) if is_on_gpu else node.device
                 if device not in (node.device, wanted):
-                    node.input[position] = self.const(value, dtype, wanted)
+                    with self.serving(self._served_by[node.name]):
+                        node.input[position] = self.const(value, dtype, wanted)
 
     def _inputs_from_graph(self) -> dict[str, tf.Tensor]:
         """The graph's own tensors that nodes use, by name."""

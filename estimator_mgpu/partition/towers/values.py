@@ -158,7 +158,8 @@ class Values:
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
         if self.is_made_from_local(tensor) and tensor.name not in self.full_values:
-            self.full_values.update(self._make_full(tensor))
+            with self._nodes.serving(tensor.op):
+                self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
 
     def device_of_full(self, tensor: tf.Tensor) -> str:
@@ -195,7 +196,7 @@ class Values:
         """The shards of a row space: the batch's, or one that a tensor with a full value has."""
         if rows not in self._shards:
             tensor = self._graph.get_tensor_by_name(rows.name)
-            with self._nodes.at_once(self.device_of_full(tensor)):
+            with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
                 total = tf.shape(tensor)[0]
             self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
         return self._shards[rows]
