@@ -14,6 +14,7 @@ from typing import Any, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
+from estimator_mgpu.partition.towers.names import Names
 from estimator_mgpu.tf_internals import op_types, private, tracebacks
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def
 
@@ -40,6 +41,7 @@ class NodeBuilder:
     def __init__(self, graph: tf.Graph, scope: str, host: str, served: tf.Operation | None = None):
         self.graph = graph
         self.scope = scope
+        self.names = Names(scope)
         self.host = host
         self.graph_def = tf.GraphDef()
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
@@ -206,7 +208,8 @@ class NodeBuilder:
         """Adds a node unless there is one with the key; returns its name."""
         if key not in self._names:
             definition = make()
-            self._names[key] = f'{self.scope}/{definition.op}_{len(self._names)}'
+            served = '' if self._served is None else self._served.name
+            self._names[key] = self.names.added(served, f'{definition.op}_{len(self._names)}')
             name = self._names[key]
             self._added[name] = self.copy(definition, name, inputs, device)
         return self._names[key]

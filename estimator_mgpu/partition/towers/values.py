@@ -76,7 +76,7 @@ class Values:
 
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
-        return f'{self._nodes.scope}/tower_{tower.number}/{op_name}'
+        return self._nodes.names.copy(op_name, tower.number)
 
     def frame_name(self, frame: str, is_joint: bool, tower: Tower) -> str:
         """The name of the frame of a tower's copy of a v1 loop, whose frame has a name.
