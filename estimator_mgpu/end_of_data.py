@@ -23,8 +23,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.partition.towers.op_devices import device_of
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
-from estimator_mgpu.tf_internals.effects import has_side_effect
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
+from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.graphs import topological_order
 
 
@@ -99,36 +99,13 @@ def _writes_to_hold(
     loop_entries = _loop_entries(graph)
     held: dict[tf.Operation, None] = {}  # used as a set that keeps its order
     for op in graph.get_operations():
-        if op in waiting_already or op in before_batch or not _writes(op):
+        if op in waiting_already or op in before_batch or not writes_state(op):
             continue
         is_for_step = not step.isdisjoint(graphs.descendants([op], until=step))
         if is_for_step:
             # An op within a loop can't wait for one outside. So the ops wait by which it begins.
             held.update(dict.fromkeys(loop_entries.get(op, [op])))
     return [op for op in held if op not in before_batch]
-
-
-def _writes(op: tf.Operation) -> bool:
-    """Whether an op, or a function that it calls, writes to a variable or a table."""
-    if not has_side_effect(op) or op.type in op_types.STATE_QUERIES:
-        return False
-    if op.type in op_types.FUNCTION_CALLERS:
-        bodies = function_calls.function_graphs(op)
-        if not bodies:  # It may write or not.
-            return True
-        return any(_writes(inner) for body in bodies for inner in body.get_operations())
-    return any(map(_is_state, op.inputs))
-
-
-def _is_state(tensor: tf.Tensor) -> bool:
-    """Whether a tensor refers to a variable or a table, or to an argument of a function."""
-    if tensor.dtype != tf.resource and not graphs.is_reference_variable(tensor):
-        return False
-
-    op = tensor.op
-    while op.type in op_types.FORWARD_VARIABLES and op.inputs:
-        op = op.inputs[0].op
-    return op.type in op_types.STATE_HOLDERS or op.type in op_types.PLACEHOLDERS
 
 
 def result_ops(spec: Any) -> list[tf.Operation]:
@@ -235,4 +212,4 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
                 message = batch_is_there[input_device]
                 with tf.device(device or None), tf.control_dependencies([message]):
                     batch_is_there[device] = tf.no_op('is_there')
-            private.add_control_inputs(write, [batch_is_there[device]])
+            function_calls.let_wait(write, batch_is_there[device])

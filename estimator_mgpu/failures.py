@@ -41,7 +41,7 @@ def explained() -> Iterator[None]:
         sentences = _explanation(error)
         if not sentences:
             raise
-        text = '\n'.join([error_messages.details(error), ' '.join(sentences)])
+        text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
         # Without the op, as str() would end with its traceback, which the cause has anyway.
         raise type(error)(error.node_def, None, text) from error
 

@@ -8,6 +8,7 @@ import os
 
 import numpy as np
 import pytest
+import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
@@ -245,6 +246,31 @@ def test_evaluating_to_the_end(behavior):
     found = compare(model_fn, MODES.EVAL)
     assert found['counted'] == STEPS
     assert found['mean_1/count'] == 4 * STEPS  # entries of the variable
+
+
+def test_calls_in_turn(behavior):
+    """Calls that write to one variable: each has an argument that waits for the call before."""
+
+    def model_fn(features, labels, mode):
+        initial = tf.zeros_initializer()
+        total = tf.get_variable(
+            'total', [], use_resource=True, trainable=False, initializer=initial
+        )
+
+        @tf2.function
+        def add(x):
+            total.assign(total * 0.5 + tf.reduce_max(x))
+            return x * 2
+
+        first = add(features['x'])
+        with tf.control_dependencies([first]):
+            second = add(features['x'] * 3)
+        last = add(second)
+        with tf.control_dependencies([last]):
+            counted = step().assign_add(1)
+        return spec_of(mode, error_of(features, labels), counted)
+
+    compare(model_fn)
 
 
 def test_predicting_to_the_end(behavior):

@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu import failures, user_lines
 from models import batches, floats, sgd, spec_of, weights
-from towers import MODES, TRAIN, train
+from towers import MODES, TRAIN
 
 pytestmark = pytest.mark.core
 
@@ -34,32 +34,57 @@ def of_all_kinds(features, labels, mode):
     return spec_of(mode, loss + likes, sgd(loss))
 
 
-@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
-@pytest.mark.parametrize('microbatches', [1, 2])
-def test_all_ops_have_tracebacks(static, microbatches, behavior):
-    run = train(of_all_kinds, batches(8, 1), 2, static=static, microbatches=microbatches)
-    ops = run.graph.get_operations()
+def graph_of(model_fn, static=True, **options):
+    """The graph of a model_fn on two devices."""
+    with tf.Graph().as_default() as graph:
+        tf.train.get_or_create_global_step()
+        features, labels = floats(8, 3), floats(8, 1)
+        if static:
+            inputs = tf.constant(features), tf.constant(labels)
+        else:
+            inputs = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None, 1])
+        estimator_mgpu.replicate(model_fn, devices=2, **options)(*inputs, TRAIN)
+        return graph
+
+
+def added_with_places(graph):
+    """The ops that were added; each is for one of the program's lines."""
+    ops = graph.get_operations()
     # As tfdbg and the profiler read them.
     for op in ops:
         for filename, line_number, function, _ in op.traceback:
             assert filename and line_number > 0 and function, op.name
 
-    copies = [op for op in ops if op.name.startswith('replicate/tower_1/')]
+    added = [op for op in ops if op.name.startswith('replicate/')]
+    assert [op.name for op in added if place_of(op) is None] == []
+    return added
+
+
+def test_all_ops_have_tracebacks(behavior):
+    graph = graph_of(of_all_kinds, static=behavior == 'v1')
+    added = added_with_places(graph)
+    assert {op.type for op in added} >= {'AddN', 'ConcatV2', 'StridedSlice'}
+
+    copies = [op for op in added if op.name.startswith('replicate/tower_1/')]
     assert len(copies) > 30
     for copy in copies:
-        original = run.graph.get_operation_by_name(copy.name.removeprefix('replicate/tower_1/'))
-        assert line_of(copy) == line_of(original), copy.name
+        original = graph.get_operation_by_name(copy.name.removeprefix('replicate/tower_1/'))
+        assert place_of(copy) == place_of(original), copy.name
 
-    added = [op for op in ops if op.name.startswith('replicate/')]
-    assert {op.traceback.last_user_frame().filename for op in added} & {__file__}
-    inlined = [op for op in ops if op.type == 'Softplus']
-    assert len(inlined) == 1 + 2 * microbatches
-    assert {line_of(op) for op in inlined} == {FUNCTION_LINE}
+    inlined = [op for op in graph.get_operations() if op.type == 'Softplus']
+    assert len(inlined) == 1 + 2
+    assert {place_of(op) for op in inlined} == {(__file__, FUNCTION_LINE)}
 
 
-def line_of(op):
+def test_gates_have_tracebacks(behavior):
+    added = added_with_places(graph_of(checked, microbatches=2))
+    assert 'ControlTrigger' in {op.type for op in added}
+
+
+def place_of(op):
+    """The file and the line that made an op."""
     frame = user_lines.frame_of(op)
-    return frame and frame.filename == __file__ and frame.lineno
+    return frame and (frame.filename, frame.lineno)
 
 
 def test_an_imported_op_has_none(behavior):
@@ -72,7 +97,7 @@ def test_an_imported_op_has_none(behavior):
         loss = tf.reduce_mean(tf.square(tf.matmul(net, weights('w', 3, 1)) - labels))
         return spec_of(mode, loss, sgd(loss))
 
-    graph = train(model_fn, batches(4, 1), 2).graph
+    graph = graph_of(model_fn)
     assert graph.get_operation_by_name('in/y').traceback is None
     copy = graph.get_operation_by_name('replicate/tower_1/in/y')
     assert len(copy.traceback) > 0 and user_lines.frame_of(copy) is None
@@ -85,7 +110,7 @@ def test_wherever_tensorflow_is_installed(monkeypatch):
     with tf.Graph().as_default():
         made = tf.layers.dense(tf.zeros([2, 3]), 1)  # here
     first = test_wherever_tensorflow_is_installed.__code__.co_firstlineno
-    assert line_of(made.op) == first + 5
+    assert place_of(made.op) == (__file__, first + 5)
 
 
 def checked(features, labels, mode):
@@ -134,7 +159,6 @@ def test_an_error_names_the_line(row, static, microbatches, where, tmp_path):
 
 
 def test_an_error_in_prediction_names_the_line(tmp_path):
-    train(checked, batches(4, 1), 0)
     estimator = estimator_mgpu.Estimator(checked, str(tmp_path), devices=2)
     estimator.train(lambda: tf.data.Dataset.from_tensors(batches(4, 1)[0]))
     with pytest.raises(tf.errors.InvalidArgumentError, match='examples 6 to 11 .* in checked$'):
@@ -156,10 +180,7 @@ def ranked(features, labels, mode):
 
 def out_of_memory(name):
     """What is said if an op of a divided graph gets no memory."""
-    with tf.Graph().as_default() as graph:
-        tf.train.get_or_create_global_step()
-        inputs = tf.constant(floats(12, 3)), tf.constant(floats(12, 1))
-        estimator_mgpu.replicate(ranked, devices=2)(*inputs, TRAIN)
+    graph = graph_of(ranked)
     message = 'OOM when allocating tensor with shape[12,3]'
     with pytest.raises(tf.errors.ResourceExhaustedError) as info, failures.explained():
         raise tf.errors.ResourceExhaustedError(
@@ -172,7 +193,7 @@ def out_of_memory(name):
 
 def test_what_helps_if_memory_is_short():
     said = out_of_memory('replicate/tower_1/MatMul')
-    assert 'MatMul ran in tower 1, on /device:CPU:1, with examples 6 to 11 of 0 to 11. ' in said
+    assert 'MatMul ran in tower 1, on /device:CPU:1, with examples 4 to 7 of 0 to 7. ' in said
     assert 'use replicate(microbatches=2), more devices, or variables=' in said
     assert said.endswith('in ranked')
     said = out_of_memory('order/TopKV2')

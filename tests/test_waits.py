@@ -412,6 +412,29 @@ def test_a_call_writes_when_its_arguments_are_there():
     compare(model_fn, BATCHES, 3)
 
 
+def test_calls_are_ordered_by_their_outputs():
+    """Who waits for what a call gives waits for what the call writes."""
+
+    def model_fn(features, labels, mode):
+        total = variable('total', initializer=tf.zeros_initializer(), trainable=False)
+        loss = tf.reduce_mean(tf.square(tf.matmul(features, variable('w', 3, 1))))
+
+        @tf.function
+        def add(x):
+            total.assign(total * 2 + tf.reduce_sum(x))
+            return x * 2
+
+        first = add(features)
+        with tf.control_dependencies([first]):
+            second = add(features * 3)
+        third = add(second)
+        with tf.control_dependencies([third]):
+            loss = tf.identity(loss)
+        return spec_of(mode, loss, sgd(loss))
+
+    compare(model_fn, BATCHES, 3)
+
+
 def test_effects_that_a_tuple_waits_for():
     calls = []
 

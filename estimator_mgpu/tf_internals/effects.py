@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types
 from estimator_mgpu.tf_internals.graphs import topological_order
 
 
@@ -23,6 +23,29 @@ def has_side_effect(op: tf.Operation) -> bool:
         output.dtype == tf.resource or graphs.is_reference_variable(output) for output in op.outputs
     )
     return op.op_def.is_stateful and not only_makes_handles
+
+
+def writes_state(op: tf.Operation) -> bool:
+    """Whether an op, or a function that it calls, writes to a variable or a table."""
+    if not has_side_effect(op) or op.type in op_types.STATE_QUERIES:
+        return False
+    if op.type in op_types.FUNCTION_CALLERS:
+        bodies = function_calls.function_graphs(op)
+        if not bodies:  # It may write or not.
+            return True
+        return any(writes_state(inner) for body in bodies for inner in body.get_operations())
+    return any(map(_is_state, op.inputs))
+
+
+def _is_state(tensor: tf.Tensor) -> bool:
+    """Whether a tensor refers to a variable or a table, or to an argument of a function."""
+    if tensor.dtype != tf.resource and not graphs.is_reference_variable(tensor):
+        return False
+
+    op = tensor.op
+    while op.type in op_types.FORWARD_VARIABLES and op.inputs:
+        op = op.inputs[0].op
+    return op.type in op_types.STATE_HOLDERS or op.type in op_types.PLACEHOLDERS
 
 
 def is_unordered(op: tf.Operation) -> bool:

@@ -43,11 +43,6 @@ def reason(error: Exception) -> str:
     return type(error).__name__
 
 
-def details(error: Exception) -> str:
-    """Returns all that an error says is wrong, on as many lines."""
-    return '\n'.join(_lines(error))
-
-
 def summary(error: Exception) -> str:
     """Returns an error's class and all that it says is wrong, on one line of limited length."""
     text = ' '.join(_lines(error))

@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals.private import get_function
+from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.private import add_control_inputs, get_function
 
 
 def called_functions(node: Any) -> list[Any]:
@@ -49,3 +50,21 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
             f'graph in TensorFlow {tf.__version__}. Please report this.'
         )
     return ops
+
+
+def let_wait(op: tf.Operation, before: tf.Operation) -> None:
+    """Lets an op wait for another one; if it calls a function, for the call's arguments, too.
+
+    TensorFlow's optimizer takes calls apart. A call that waits for no other op begins when all of
+    its arguments are there. If it does wait for one, that is taken for its place in the order of
+    side effects: then what it reads and writes no longer waits for its arguments.
+
+    Args:
+      op: the op that has to wait.
+      before: the op to wait for, on the device of `op`.
+    """
+    if op.type in op_types.FUNCTION_CALLERS and not op.control_inputs:
+        arguments = [operand.op for operand in op.inputs if operand.dtype != tf.resource]
+        with tf.control_dependencies([before, *arguments]), tf.device(before.device or None):
+            before = tf.no_op('arguments_are_there')
+    add_control_inputs(op, [before])

@@ -7,13 +7,13 @@ Loops and branches call functions, too; these stay, and are sharded by `propagat
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
-from estimator_mgpu.tf_internals.effects import has_side_effect
+from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 # Attributes, of functions and of calls, that say that a function has to be called.
@@ -110,8 +110,12 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
             name=scope,
         )
         tensors.update(zip(computed, elements))
-        outputs = [_after(call, tensors[tensor.name]) for tensor in function.outputs]
         inlined_effects = elements[len(computed) :]
+        before_outputs = [*inlined_effects, *call.control_inputs]
+        outputs = [
+            _after(before_outputs, tensors[tensor.name], f'{call.name}/output')
+            for tensor in function.outputs
+        ]
         output_ops = [output.op for output in outputs]
         with tf.control_dependencies([*inlined_effects, *call.control_inputs, *output_ops]):
             last = tf.no_op(f'{call.name}/done')
@@ -121,24 +125,37 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
     if call.control_inputs:
         for op in _first_of_stateful(inlined):
             private.add_control_inputs(op, call.control_inputs)
-    # A call begins when all of its arguments are there, and so do its writes.
+    # A call begins when all of its arguments are there, and so do its writes. Its reads needn't
+    # wait, unless the arguments come from an op that writes to a variable that the call is given.
     arguments = [operand.op for operand in call.inputs if not _is_handle(operand)]
     if arguments:
-        for op in _writes_to_arguments(call, inlined):
+        first_uses = _first_uses_of_variables(call, inlined)
+        if not _follows_from_write(call):
+            first_uses = [op for op in first_uses if has_side_effect(op)]
+        for op in first_uses:
             private.add_control_inputs(op, list(dict.fromkeys(arguments)))
     return outputs, last
 
 
-def _after(call: tf.Operation, output: tf.Tensor) -> tf.Tensor:
-    """A function's output, which runs what the call waited for, whatever the function does."""
-    if not call.control_inputs or output.dtype in (tf.resource, tf.variant):
+def _after(before: Sequence[tf.Operation], output: tf.Tensor, name: str) -> tf.Tensor:
+    """A function's output, which is there when the call has done all, whatever it's computed from.
+
+    So who waits for an output waits for the function's side effects, too. What only computes
+    doesn't: `identities` bypasses what this adds.
+    """
+    if not before or output.dtype in (tf.resource, tf.variant):
         return output
-    with tf.control_dependencies(call.control_inputs):
-        return tf.identity(output, f'{call.name}/output')
+    with tf.control_dependencies(before):
+        return tf.identity(output, name)
 
 
-def _writes_to_arguments(call: tf.Operation, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """The ops of a function that write to variables that it's given, but in v1 loops."""
+def _first_uses_of_variables(call: tf.Operation, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """The ops of a function that are given a variable as the call is, but in v1 loops.
+
+    Args:
+      call: the op that calls the function.
+      ops: those of the function, inlined.
+    """
     handles = {operand.name for operand in call.inputs if _is_handle(operand)}
     if not handles:
         return []
@@ -146,10 +163,25 @@ def _writes_to_arguments(call: tf.Operation, ops: Sequence[tf.Operation]) -> lis
     return [
         op
         for op in ops
-        if any(operand.name in handles for operand in op.inputs)
-        and has_side_effect(op)
-        and not liveness.frame(op)
+        if any(operand.name in handles for operand in op.inputs) and not liveness.frame(op)
     ]
+
+
+def _follows_from_write(call: tf.Operation) -> bool:
+    """Whether an op that a call depends on writes to a variable that the call is given."""
+    handles = [operand for operand in call.inputs if _is_handle(operand)]
+    writes = [op for handle in handles for op in _users_of_variable(handle) if writes_state(op)]
+    return call in graphs.descendants([op for op in writes if op is not call])
+
+
+def _users_of_variable(handle: tf.Tensor) -> Iterator[tf.Operation]:
+    """The ops that are given a variable, or what passes it on, such as the `Enter` of a loop."""
+    for op in handle.consumers():
+        if op.type in op_types.FORWARD_VARIABLES:
+            for output in op.outputs:
+                yield from _users_of_variable(output)
+        else:
+            yield op
 
 
 def _is_handle(tensor: tf.Tensor) -> bool:

@@ -224,18 +224,16 @@ class NodeBuilder:
             node.device = ''
         with self.graph.as_default(), tf.control_dependencies(None), tf.device(None):
             tf.import_graph_def(self.graph_def, self._inputs_from_graph(), name='')
-        for name, device in devices.items():
-            private.set_device(self.graph.get_operation_by_name(name), device)
-        self._set_tracebacks()
+        shared = tracebacks.Tracebacks()
+        by_served_op = {op: shared.of(op) for op in set(self._served_by.values())}
+        for name, served in self._served_by.items():
+            op = self.graph.get_operation_by_name(name)
+            private.set_traceback(op, by_served_op[served])
+            if name in devices:
+                private.set_device(op, devices[name])
 
         for name, ops in self.waits.items():
             private.add_control_inputs(self.graph.get_operation_by_name(name), list(ops))
-
-    def _set_tracebacks(self) -> None:
-        shared = tracebacks.Tracebacks()
-        by_served_op = {op: shared.of(op) for op in set(self._served_by.values())}
-        for name, op in self._served_by.items():
-            private.set_traceback(self.graph.get_operation_by_name(name), by_served_op[op])
 
     def _copy_constants(self) -> None:
         """Makes a constant on each device that uses it, rather than send it there."""

@@ -328,7 +328,7 @@ class _Extents(NamedTuple):
 
 
 def static_extents(total: int, devices: int, turns: int) -> list[tuple[int, int]]:
-    """Where the rows of each tower start, and how many they are, in the order of the towers.
+    """The extents of all towers: where each starts, and how many rows it has.
 
     Args:
       total: how many rows there are.
