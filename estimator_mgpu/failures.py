@@ -11,17 +11,15 @@ that also names the user's op and its line, with TensorFlow's as its cause:
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps, user_lines
+from estimator_mgpu.partition.towers.names import ANY_NAMES
 from estimator_mgpu.partition.towers.shards import static_extents
 from estimator_mgpu.tf_internals import error_messages
 
-_ADDED = re.compile(r'replicate(?:_\d+)?/')  # what the names of added ops begin with
-_COPY = re.compile(rf'{_ADDED.pattern}tower_(\d+)/(.+)')
 _OUT_OF_MEMORY = 'OOM when allocating'
 # Errors that say that a session was lost, or closed: whichever op they name has no part in it.
 _OF_SESSIONS = (
@@ -69,12 +67,11 @@ def _explanation(error: tf.errors.OpError) -> list[str]:
 
 def _where(op: tf.Operation, step: steps.Step) -> str:
     """Which of the user's ops has failed, and on which examples; '' if that's of no interest."""
-    copy = _COPY.fullmatch(op.name)
-    if copy:
-        number = int(copy[1])
-        examples = _examples(step, number)
-        return f'{copy[2]} ran in tower {number}, on {op.device}, with {examples}.'
-    if _ADDED.match(op.name):
+    copy = ANY_NAMES.copy_of(op.name)
+    if copy is not None:
+        examples = _examples(step, copy.tower)
+        return f'{copy.op_name} ran in tower {copy.tower}, on {op.device}, with {examples}.'
+    if ANY_NAMES.is_added(op.name):
         return f'{op.name} ran on {op.device}, for an op of all towers.'
     if op.name in step.plan.once:
         why, _ = step.plan.once[op.name]

@@ -18,6 +18,7 @@ from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
+from estimator_mgpu.partition.towers.names import unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Schedule, add_gates, find_schedule
@@ -64,7 +65,7 @@ class Towers:
         with self.graph.as_default(), tf.device(value.device), tf.name_scope(None):
             with tf.control_dependencies(None), tf.control_dependencies(waits):
                 with tracebacks.made_for(tensor.op):
-                    return tf.identity(value, f'{self._values.scope}/{tensor.op.name}')
+                    return tf.identity(value, self._values.name_of_result(tensor.op))
 
     def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of the output of an op that is sharded."""
@@ -112,7 +113,7 @@ def build_towers(
         full_value_devices,
         calls,
         order,
-        graph.unique_name('replicate'),
+        unused_word(graph.get_operations()),
     )
     towers = towers_of(devices, turns)
     nodes, values, waits, control_inputs = collect(towers)

@@ -27,13 +27,13 @@ many steps may be under way."""
 
 
 class NodeBuilder:
-    """Collects NodeDefs under one scope.
+    """Collects NodeDefs.
 
     An input that is an integer, or a list of integers, becomes a tensor on the `host`.
 
     Args:
       graph: to which the nodes are added.
-      scope: what the nodes' names begin with.
+      scope: of what serves many ops; in names of others, it comes after the op's outermost scope.
       host: the device on which sizes are computed.
       served: the user's op for which nodes are added, if not within `serving()`.
     """
@@ -53,20 +53,22 @@ class NodeBuilder:
         # Value, dtype and device of constants, by the names of their outputs.
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
         self._served = served
+        self._is_for_many = True
         # The user's op that each node serves, by the node's name.
         self._served_by: dict[str, tf.Operation | None] = {}
         # The frames around tensors that are in v1 loops.
         self._frames: dict[str, Frames] = {}
 
     @contextlib.contextmanager
-    def serving(self, op: tf.Operation | None) -> Iterator[None]:
-        """A context for nodes that are added for one of the user's ops."""
-        outer = self._served
+    def serving(self, op: tf.Operation | None, is_for_many: bool = False) -> Iterator[None]:
+        """A context for nodes that are added for one of the user's ops, or for it and many more."""
+        outer = self._served, self._is_for_many
         self._served = op
+        self._is_for_many = is_for_many
         try:
             yield
         finally:
-            self._served = outer
+            self._served, self._is_for_many = outer
 
     @contextlib.contextmanager
     def at_once(self, device: str, served: tf.Operation) -> Iterator[None]:
@@ -208,7 +210,7 @@ class NodeBuilder:
         """Adds a node unless there is one with the key; returns its name."""
         if key not in self._names:
             definition = make()
-            served = '' if self._served is None else self._served.name
+            served = '' if self._served is None or self._is_for_many else self._served.name
             self._names[key] = self.names.added(served, f'{definition.op}_{len(self._names)}')
             name = self._names[key]
             self._added[name] = self.copy(definition, name, inputs, device)
