@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu import failures, user_lines
 from models import batches, floats, sgd, spec_of, weights
-from towers import MODES, TRAIN
+from towers import MODES, NAMES, TRAIN, tower_of
 
 pytestmark = pytest.mark.core
 
@@ -55,7 +55,7 @@ def added_with_places(graph):
         for filename, line_number, function, _ in op.traceback:
             assert filename and line_number > 0 and function, op.name
 
-    added = [op for op in ops if op.name.startswith('replicate/')]
+    added = [op for op in ops if NAMES.is_added(op.name)]
     assert [op.name for op in added if place_of(op) is None] == []
     return added
 
@@ -65,10 +65,10 @@ def test_all_ops_have_tracebacks(behavior):
     added = added_with_places(graph)
     assert {op.type for op in added} >= {'AddN', 'ConcatV2', 'StridedSlice'}
 
-    copies = [op for op in added if op.name.startswith('replicate/tower_1/')]
+    copies = [op for op in added if tower_of(op.name) == 1]
     assert len(copies) > 30
     for copy in copies:
-        original = graph.get_operation_by_name(copy.name.removeprefix('replicate/tower_1/'))
+        original = graph.get_operation_by_name(NAMES.copy_of(copy.name).op_name)
         assert place_of(copy) == place_of(original), copy.name
 
     inlined = [op for op in graph.get_operations() if op.type == 'Softplus']
@@ -99,7 +99,7 @@ def test_an_imported_op_has_none(behavior):
 
     graph = graph_of(model_fn)
     assert graph.get_operation_by_name('in/y').traceback is None
-    copy = graph.get_operation_by_name('replicate/tower_1/in/y')
+    copy = graph.get_operation_by_name(NAMES.copy('in/y', 1))
     assert len(copy.traceback) > 0 and user_lines.frame_of(copy) is None
 
 
@@ -192,7 +192,7 @@ def out_of_memory(name):
 
 
 def test_what_helps_if_memory_is_short():
-    said = out_of_memory('replicate/tower_1/MatMul')
+    said = out_of_memory(NAMES.copy('MatMul', 1))
     assert 'MatMul ran in tower 1, on /device:CPU:1, with examples 4 to 7 of 0 to 7. ' in said
     assert 'use replicate(microbatches=2), more devices, or variables=' in said
     assert said.endswith('in ranked')

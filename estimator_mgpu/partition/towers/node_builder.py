@@ -70,6 +70,10 @@ class NodeBuilder:
         finally:
             self._served, self._is_for_many = outer
 
+    def for_many(self) -> contextlib.AbstractContextManager[None]:
+        """A context for nodes that many ops use, such as sizes: the present op is only the first."""
+        return self.serving(self._served, is_for_many=True)
+
     @contextlib.contextmanager
     def at_once(self, device: str, served: tf.Operation) -> Iterator[None]:
         """A context for ops that TensorFlow's functions add to the graph, without `build()`.
@@ -172,8 +176,10 @@ class NodeBuilder:
             if isinstance(value, int) or all(isinstance(n, int) for n in value):
                 return self.const(value, dtype, self.host)
             scalars = [self.scalar(n, source) for n in value]
-            value = self.add('Pack', scalars, self.host, T=source, N=len(scalars))
-        return self.cast(value, source, dtype, self.host)
+            with self.for_many():
+                value = self.add('Pack', scalars, self.host, T=source, N=len(scalars))
+        with self.for_many():
+            return self.cast(value, source, dtype, self.host)
 
     def const(self, value: Any, dtype: tf.DType, device: str) -> str:
         """Adds a constant: a number or a list."""

@@ -278,7 +278,8 @@ class Shards:
         """A number of rows in another type; it's an int32 scalar if the graph doesn't know it."""
         if isinstance(rows, int):
             return rows
-        return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
+        with self.nodes.for_many():
+            return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
 
     def _multiply(self, a: Number, b: Number, dtype: tf.DType) -> Number:
         if isinstance(a, int) and isinstance(b, int):
@@ -298,7 +299,8 @@ class Shards:
 
     def _binary(self, op_type: str, a: Number, b: Number, dtype: tf.DType) -> str:
         scalars = [self.nodes.scalar(a, dtype), self.nodes.scalar(b, dtype)]
-        return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
+        with self.nodes.for_many():
+            return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
 
 
 class _Extents(NamedTuple):

@@ -277,12 +277,13 @@ class Values:
 
         name, index = symbol
         tensor = self._graph.get_tensor_by_name(name)
-        if isinstance(symbol, Dim):
-            vector = self._shape(tensor, tower, dtype)
-        else:
-            vector = self._entries(tensor, dtype)
-        types = {'Tparams': dtype, 'Tindices': tf.int32}
-        return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
+        with self._nodes.for_many():
+            if isinstance(symbol, Dim):
+                vector = self._shape(tensor, tower, dtype)
+            else:
+                vector = self._entries(tensor, dtype)
+            types = {'Tparams': dtype, 'Tindices': tf.int32}
+            return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
 
     def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""
