@@ -71,7 +71,7 @@ class NodeBuilder:
             self._served, self._is_for_many = outer
 
     def for_many(self) -> contextlib.AbstractContextManager[None]:
-        """A context for nodes that many ops use, such as sizes: the present op is only the first."""
+        """A context for nodes that many ops use, such as sizes; the present one is the first."""
         return self.serving(self._served, is_for_many=True)
 
     @contextlib.contextmanager
