@@ -9,6 +9,7 @@ import os
 import pkgutil
 import platform
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,15 @@ from estimator_mgpu.tf_internals import tf_estimator
 # Packages whose versions are reported.
 PACKAGES = ['tensorflow-estimator', 'tf-keras', 'keras', 'protobuf', 'numpy', 'absl-py', 'tqdm']
 
+_LAYERS_WORK = 'work'
+_NO_GPU = 'none. If there is one, set TF_CPP_MIN_LOG_LEVEL=0, and TensorFlow says what is missing'
+
 
 def main() -> int:
     """Prints the report, and returns the exit status: 1 if the training step is wrong, else 0."""
     os.environ['TF_FORCE_GPU_ALLOW_GROWTH'] = 'true'  # The step needs little of a GPU's memory.
-    for what, value in environment().items():
+    found = environment()
+    for what, value in found.items():
         print(f'{what:20}  {value}', flush=True)
 
     is_exact = False
@@ -38,7 +43,12 @@ def main() -> int:
         result = f'fails: {type(error).__name__}: {error}'
 
     print(f'{"one step":20}  on {", ".join(towers())}: {result}')
-    print('Nothing is wrong.' if is_exact else 'WRONG: report this, with all that is printed.')
+    if not is_exact:
+        print('WRONG: report this, with all that is printed.')
+    elif found['tf.layers'] != _LAYERS_WORK:
+        print('The step is right, but tf.layers fail: see above, if your model uses them.')
+    else:
+        print('Nothing is wrong.')
     return 0 if is_exact else 1
 
 
@@ -60,20 +70,21 @@ def environment() -> dict[str, str]:
         'OS': f'{platform.platform()}, {os.cpu_count()} CPU cores',
         'TensorFlow': tf.__version__,
         **{package: versions.get(package, 'not installed') for package in PACKAGES},
-        'tf.layers': tf_layers() or 'work',
-        'GPUs': ', '.join(gpus) or 'none',
+        'tf.layers': tf_layers(),
+        'GPUs': ', '.join(gpus) or _NO_GPU,
         'CUDA_VISIBLE_DEVICES': os.environ.get('CUDA_VISIBLE_DEVICES', 'not set'),
     }
 
 
 def tf_layers() -> str:
-    """Says what is wrong with `tf.layers`, which not all models need; '' if nothing is."""
+    """Says whether `tf.layers`, which not all models need, work, or what is wrong with them."""
     try:
-        with tf.Graph().as_default():
+        with tf.Graph().as_default(), warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # They are deprecated.
             tf.layers.dense(tf.zeros([2, 3]), 1)
     except Exception as error:
         return f'fail: {tf_estimator.legacy_keras_remedy(error) or error}'
-    return ''
+    return _LAYERS_WORK
 
 
 def towers() -> list[str]:

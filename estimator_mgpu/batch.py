@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     @property
     def unknown_titles(self) -> list[str]:
         """What messages call the leaves of unknown rank."""
-        return [_title(path) for path in self.unknown]
+        return [title(path) for path in self.unknown]
 
     def total(self) -> tf.Tensor:
         """The number of examples, an int32 scalar. A step fails if the leaves differ in it."""
@@ -61,7 +61,7 @@ class Batch(NamedTuple):
             message = (
                 'features and labels must have the same number of examples along dimension 0, but '
                 'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
-                f'names. The numbers of examples of {", ".join(map(_title, self.leaves))} are'
+                f'names. The numbers of examples of {", ".join(map(title, self.leaves))} are'
             )
             same = tf.reduce_all(tf.equal(rows, total))
             with tf.control_dependencies([tf.Assert(same, [message, rows], summarize=100)]):
@@ -116,7 +116,7 @@ def _with_shapes(leaves: dict[Path, Any]) -> str:
     texts = []
     for path, leaf in leaves.items():
         shape = getattr(leaf, 'shape', type(leaf).__name__)
-        texts.append(f'{_title(path)} ({shape})')
+        texts.append(f'{title(path)} ({shape})')
     return ', '.join(texts)
 
 
@@ -136,16 +136,23 @@ def batch_of(leaves: dict[Path, Any]) -> Batch:
 
 def _check_same_size(leaves: dict[Path, Any]) -> None:
     """Raises ValueError if the graph knows that leaves differ in the number of examples."""
-    sizes = {path: static_rows(leaf) for path, leaf in leaves.items()}
-    known = {path: size for path, size in sizes.items() if size is not None}
-    if len(set(known.values())) > 1:
-        listed = ', '.join(f'{_title(path)} has {size}' for path, size in known.items())
+    differing = differing_sizes(leaves)
+    if differing:
         raise ValueError(
-            f'The numbers of examples along dimension 0 differ: {listed}. Each needs one entry an '
-            "example: let the input_fn give batches, by dataset.batch() say. What isn't per "
+            f'The numbers of examples along dimension 0 differ: {differing}. Each needs one entry '
+            "an example: let the input_fn give batches, by dataset.batch() say. What isn't per "
             'example (a vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to '
             'every tower.'
         )
+
+
+def differing_sizes(leaves: dict[Path, Any]) -> str:
+    """Says how many examples each leaf has, if they are known to differ; '' otherwise."""
+    sizes = {path: static_rows(leaf) for path, leaf in leaves.items()}
+    known = {path: size for path, size in sizes.items() if size is not None}
+    if len(set(known.values())) < 2:
+        return ''
+    return ', '.join(f'{title(path)} has {size}' for path, size in known.items())
 
 
 def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:
@@ -206,7 +213,7 @@ def _may_have_examples(path: Path, leaf: Any) -> bool:
     if is_plain or is_numpy:
         return False
     raise TypeError(
-        f'{_title(path)} is of {type(leaf).__name__}, which cannot be sharded over towers. Let the '
+        f'{title(path)} is of {type(leaf).__name__}, which cannot be sharded over towers. Let the '
         'input_fn give dense, sparse and ragged tensors, in any nest of dicts, tuples and lists, '
         'or name it in replicate(broadcast=[...]).'
     )
@@ -236,7 +243,7 @@ def _broadcast_paths(leaves: dict[Path, Any], broadcast: Sequence[str]) -> set[P
     return {path for name in broadcast for path in paths_by_name[name]}
 
 
-def _title(path: Path) -> str:
+def title(path: Path) -> str:
     """Returns what messages call a leaf: "feature 'user/age'", or 'labels' if that's one tensor."""
     kind, *keys = path
     return f'{kind[:-1]} {"/".join(map(str, keys))!r}' if keys else kind

@@ -90,7 +90,7 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
                 raise
             checkpoint = _restored_path(error) or path or _last_checkpoint(model_dir)
             raise _unreadable(error, checkpoint) from error
-        if not _is_of_writing(error, model_dir):
+        if not is_of_writing(error, model_dir):
             raise
         raise _unwritable(error, model_dir) from error
 
@@ -161,7 +161,7 @@ def _restored_path(error: tf.errors.OpError) -> str | None:
     return None if path is None else tf.compat.as_text(path)
 
 
-def _is_of_writing(error: Exception, model_dir: str) -> bool:
+def is_of_writing(error: Exception, model_dir: str) -> bool:
     """Whether an error is about a file in the model_dir that can't be written."""
     op_type = _op_type(error)
     is_ours = op_type is None or op_type in op_types.CHECKPOINT_WRITES  # None for summaries
@@ -189,7 +189,7 @@ def _reason(error: Exception) -> str:
 
 def _unwritable(error: Exception, model_dir: str) -> Exception:
     """The error to raise for a model_dir that can't be written to."""
-    name = os.path.basename(_last_checkpoint(model_dir))
+    name = last_checkpoint_name(model_dir)
     kept = 'There is no checkpoint yet'
     if name in _complete_checkpoints(model_dir):
         kept = f'The checkpoints are kept, and training goes on from {name}'
@@ -271,6 +271,11 @@ def _step_of(name: str) -> int:
     """The step in a checkpoint's name, such as 6 in `model.ckpt-6`; 0 if there is none."""
     match = re.search(r'-(\d+)$', name)
     return int(match[1]) if match else 0
+
+
+def last_checkpoint_name(model_dir: str) -> str:
+    """The name of a model_dir's last checkpoint, such as `model.ckpt-6`; '' without one."""
+    return os.path.basename(_last_checkpoint(model_dir))
 
 
 def _last_checkpoint(model_dir: str) -> str:

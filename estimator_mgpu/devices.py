@@ -208,6 +208,12 @@ def _canonical(device: str) -> str:
 
 def check_microbatches(microbatches: Any) -> None:
     """Checks the argument `microbatches` of `replicate()` and `session_config()`."""
+    if isinstance(microbatches, str) and microbatches == 'auto':
+        raise ValueError(
+            "microbatches='auto' is for estimator_mgpu.Estimator and replicate_estimator(), which "
+            'can try again if memory is too small: Estimator(model_fn, devices=2, '
+            "microbatches='auto'), of a model_fn that isn't replicated. Here, give a number."
+        )
     if not is_count(microbatches):
         raise ValueError(
             f'microbatches={microbatches!r} is no number of micro-batches. Give 1 or more: that '

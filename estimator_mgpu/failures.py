@@ -54,7 +54,8 @@ def _explanation(error: tf.errors.OpError) -> list[str]:
 
     where = _where(error.op, step) if step.plan is not None else ''
     sentences = [where] if where else []
-    if _OUT_OF_MEMORY in error.message:
+    is_of_memory = type(error) is tf.errors.ResourceExhaustedError  # Others say what helps.
+    if is_of_memory and _OUT_OF_MEMORY in error.message:
         sentences.append(_less_memory(error.op, step))
     if where:
         frame = user_lines.frame_of(error.op)

@@ -11,11 +11,20 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, overload
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, checkpoints, end_of_data, explain, steps, unknown_ranks
+from estimator_mgpu import (
+    batch,
+    checkpoints,
+    end_of_data,
+    explain,
+    predictor,
+    steps,
+    unknown_ranks,
+)
+from estimator_mgpu.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.cluster import sessions, tf_config
 from estimator_mgpu.devices import (
     Devices,
@@ -29,13 +38,52 @@ from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.towers.build import Towers
-from estimator_mgpu.partition.towers.variables import CHOICES, SPREAD, place_variables
+from estimator_mgpu.partition.towers.variables import Variables, place_variables
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
 
-_LEGAL = {'variables': CHOICES, 'batch_norm': ('batch', 'device'), 'input': ('chief', 'machine')}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+BatchNorm = Literal['batch', 'device']
+Input = Literal['chief', 'machine']
+ModelFn = TypeVar('ModelFn', bound=Callable[..., Any])
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options of `replicate()`, which describes them, and of an `Estimator`."""
+
+    broadcast: Iterable[str] | None
+    variables: Variables
+    batch_norm: BatchNorm
+    input: Input
+
+
+class Options(CommonOptions, total=False):
+    """The options of `replicate()`, but for the devices."""
+
+    microbatches: int
+
+
+_LEGAL = {
+    'variables': get_args(Variables),
+    'batch_norm': get_args(BatchNorm),
+    'input': get_args(Input),
+}
 _RESULTS = ('loss', 'predictions', 'train_op', 'eval_metric_ops')  # of an EstimatorSpec
 
 _building: set[tf.Graph] = set()  # graphs whose model_fn is being called, in any thread
+
+
+@overload
+def replicate(
+    model_fn: ModelFn, *, devices: Devices = None, **options: Unpack[Options]
+) -> ModelFn: ...
+
+
+@overload
+def replicate(
+    model_fn: None = None, *, devices: Devices = None, **options: Unpack[Options]
+) -> Callable[[ModelFn], ModelFn]: ...
 
 
 def replicate(
@@ -43,9 +91,9 @@ def replicate(
     *,
     devices: Devices = None,
     broadcast: Iterable[str] | None = None,
-    variables: str = SPREAD,
-    batch_norm: str = 'batch',
-    input: str = 'chief',
+    variables: Variables = 'spread',
+    batch_norm: BatchNorm = 'batch',
+    input: Input = 'chief',
     microbatches: int = 1,
     **gone: Any,
 ) -> Callable[..., Any]:
@@ -78,7 +126,8 @@ def replicate(
         'machine' reads its part, selected by the `input_context` that its input_fn is given.
       microbatches: into how many parts each device's examples are divided. It runs them one after
         another, and so needs memory for the activations of one. The results are the same; but
-        with `batch_norm='device'`, statistics are those of a micro-batch.
+        with `batch_norm='device'`, statistics are those of a micro-batch. `Estimator` takes 'auto',
+        too: as many as the memory needs.
 
     Returns:
       The replicated model_fn; or a decorator that returns it.
@@ -87,7 +136,8 @@ def replicate(
     devices = checked(devices)
     choices = dict(variables=variables, batch_norm=batch_norm, input=input)
     _check_choices(choices)
-    check_microbatches(microbatches)
+    if not isinstance(microbatches, AutoMicrobatches):
+        check_microbatches(microbatches)
     names = _names_of_features(broadcast)
     if names and input != 'chief':
         raise ValueError(
@@ -180,9 +230,14 @@ def _build(
     """
     features = arguments.get('features')
     labels = arguments.get('labels')
-    mode = arguments.get('mode')
+    mode: Any = arguments.get('mode')
     if arguments.get('config') is not None and _is_export((features, labels), mode):
         return call()  # A SavedModel is loaded on any machine, so it names no device.
+
+    auto = options['microbatches']
+    if isinstance(auto, AutoMicrobatches):
+        noted = functools.partial(auto.noted, mode)
+        options = {**options, 'microbatches': auto.count(mode), 'noted': noted}
 
     # The tensors are listed before the model_fn is called: it may take some out of a dict.
     tensors = end_of_data.tensors_of(features, labels)
@@ -194,6 +249,8 @@ def _build(
     end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     steps.record(step)
+    if isinstance(auto, AutoMicrobatches):
+        auto.note_graph(mode, step)
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
         explain.log_sharding(options['devices'], arguments.get('config'))
     return spec
@@ -242,12 +299,15 @@ def _divided(
       global_batch: the features and labels.
       devices: one a tower.
       ops_before: the names of ops that were there before the model_fn was called.
-      options: the checked arguments of `replicate()`, by name.
+      options: the checked arguments of `replicate()`, by name; and `noted`, which the number of
+        examples goes through, if there is one.
     """
     graph = tf.get_default_graph()
     static = global_batch.static
     with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device(host_of(devices[0])):
         total = global_batch.total() if static is None and global_batch.leaves else None
+        if total is not None and 'noted' in options:
+            total = options['noted'](total)
 
     try:
         with _no_garbage_collection():
@@ -426,6 +486,8 @@ def _check_config(config: Any, machines: Any) -> None:
 
 def _is_export(features_and_labels: Sequence[Any], mode: str | None) -> bool:
     """Whether Estimator builds a graph to export: the batch is fed, and no step is trained."""
+    if predictor.is_fed(tf.get_default_graph()):
+        return False
     trains = mode == tf_estimator.estimator.ModeKeys.TRAIN
     if trains and tf.get_collection(private.GLOBAL_STEP_READ):
         return False  # Estimator has read the global step before it trains; a batch may be fed.

@@ -11,43 +11,42 @@ import functools
 import inspect
 import os
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import checkpoints, explain, failures
+from estimator_mgpu.auto_microbatches import AUTO, AutoMicrobatches
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.predictor import Predictor
+from estimator_mgpu.replicate import CommonOptions, replicate
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-@contextlib.contextmanager
-def _explained(method: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """A context that explains errors of a call of a method, and of the checkpoint that it reads.
-
-    Args:
-      method: a method of Estimator's.
-      *args: those of the call, the Estimator first.
-      **kwargs: those of the call.
-    """
-    arguments = inspect.signature(method).bind(*args, **kwargs).arguments
-    model_dir = arguments['self'].model_dir
-    path = arguments.get('checkpoint_path')
-    with failures.explained(), checkpoints.explained(model_dir, path):
-        yield
+_MODES = tf_estimator.estimator.ModeKeys
 
 
-def _explains_errors(method: Any) -> Any:
-    """A method of Estimator's whose errors are explained."""
+class EstimatorOptions(CommonOptions, total=False):
+    """The further options of `Estimator` and `replicate_estimator()`."""
+
+    microbatches: int | Literal['auto']
+
+
+def _explains_checkpoint_errors(method: Any) -> Any:
+    """A method of Estimator's whose errors with checkpoints are explained."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _explained(method, *args, **kwargs):
+        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+        path = arguments.get('checkpoint_path')
+        with checkpoints.explained(arguments['self'].model_dir, path):
             return method(*args, **kwargs)
 
     return call
@@ -55,6 +54,8 @@ def _explains_errors(method: Any) -> Any:
 
 class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
     """Trains on several machines, if TF_CONFIG has them, and explains errors of checkpoints.
+
+    With `microbatches='auto'`, it tries again if memory is too small.
 
     Estimator forbids its own classes to override its methods, but doesn't look at this one.
     """
@@ -72,27 +73,63 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     ) -> Any:
         """As Estimator's. On a task other than the chief it serves the chief, and never returns."""
         self._check_train_arguments(input_fn, hooks)
-        explained = checkpoints.explained(self.model_dir, None, self._warm_start_settings)
-        by_machine = self._model_fn.replicate_options['input'] == 'machine'
+        hooks = list(hooks or [])
+        chief: Chief | None = None
+        if self._cluster_config is not None:
+            process = join.join(self._cluster_config)
+            if not isinstance(process, Chief):
+                serve(process)
+            chief = process
 
-        if self._cluster_config is None:
+        is_auto = isinstance(self._microbatches, AutoMicrobatches)
+        if is_auto and max_steps is None and steps is not None and steps > 0:
+            # The hook keeps the last step, also if training goes on from a later checkpoint.
+            hooks.append(tf.train.StopAtStepHook(num_steps=steps))
+            steps = None
+
+        explained = checkpoints.explained(self.model_dir, None, self._warm_start_settings)
+        with failures.explained(), explained:
+            for attempt in self._attempts(_MODES.TRAIN):
+                with attempt as attempt_hooks:
+                    all_hooks = [*attempt_hooks, *hooks]
+                    return self._train_once(
+                        chief, input_fn, all_hooks, steps, max_steps, saving_listeners
+                    )
+
+    def _train_once(
+        self,
+        chief: Chief | None,
+        input_fn: Any,
+        hooks: list[Any],
+        steps: int | None,
+        max_steps: int | None,
+        saving_listeners: Any,
+    ) -> Any:
+        """An attempt at `train()`, whose arguments it takes, and the chief of several machines."""
+        by_machine = self._model_fn.replicate_options['input'] == 'machine'
+        if chief is None:
             if by_machine:
                 input_fn = machine_input.in_context(input_fn)
-            with failures.explained(), explained:
-                return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+            return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
 
-        process = join.join(self._cluster_config)
-        if not isinstance(process, Chief):
-            serve(process)
-        joined = process.training(self._config)
-        with failures.explained(), explained, joined as (hook, listener):
+        with chief.training(self._config) as (hook, listener):
             if by_machine:
                 input_fn = self._reads_by_machine(input_fn)
-            hooks = [*(hooks or []), hook]
+            hooks = [*hooks, hook]
             # TensorFlow refuses a listener if no checkpoints are saved.
             if self.config.save_checkpoints_secs or self.config.save_checkpoints_steps:
                 saving_listeners = [*(saving_listeners or []), listener]
             return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+
+    def _attempts(self, mode: str) -> Iterable[Any]:
+        """Attempts at a call, as contexts that give hooks: see `AutoMicrobatches.attempts()`."""
+        if isinstance(self._microbatches, AutoMicrobatches):
+            return self._microbatches.attempts(mode, self.model_dir)
+        return [contextlib.nullcontext([])]
+
+    @property
+    def _microbatches(self) -> int | AutoMicrobatches:
+        return self._model_fn.replicate_options['microbatches']
 
     def _check_train_arguments(self, input_fn: Any, hooks: Any) -> None:
         if self.config.task_type == 'evaluator':
@@ -120,16 +157,52 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         tf_estimator.check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
 
-    evaluate = _explains_errors(EstimatorV2.evaluate)
-    export_saved_model = _explains_errors(EstimatorV2.export_saved_model)
-    experimental_export_all_saved_models = _explains_errors(
+    export_saved_model = _explains_checkpoint_errors(EstimatorV2.export_saved_model)
+    experimental_export_all_saved_models = _explains_checkpoint_errors(
         EstimatorV2.experimental_export_all_saved_models
     )
 
-    @functools.wraps(EstimatorV2.predict)
-    def predict(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        with _explained(EstimatorV2.predict, self, *args, **kwargs):
-            yield from super().predict(*args, **kwargs)
+    def evaluate(
+        self,
+        input_fn: Any,
+        steps: int | None = None,
+        hooks: Any = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> Any:
+        """As Estimator's."""
+        hooks = list(hooks or [])
+        with failures.explained(), checkpoints.explained(self.model_dir, checkpoint_path):
+            for attempt in self._attempts(_MODES.EVAL):
+                with attempt as attempt_hooks:
+                    all_hooks = [*attempt_hooks, *hooks]
+                    return super().evaluate(input_fn, steps, all_hooks, checkpoint_path, name)
+
+    def predict(
+        self,
+        input_fn: Any,
+        predict_keys: Any = None,
+        hooks: Any = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[Any]:
+        """As Estimator's."""
+        hooks = list(hooks or [])
+        with failures.explained(), checkpoints.explained(self.model_dir, checkpoint_path):
+            # All attempts read one checkpoint, also if another process goes on training.
+            checkpoint_path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
+            given = 0
+            for attempt in self._attempts(_MODES.PREDICT):
+                with attempt as attempt_hooks:
+                    all_hooks = [*attempt_hooks, *hooks]
+                    predictions = super().predict(
+                        input_fn, predict_keys, all_hooks, checkpoint_path, yield_single_examples
+                    )
+                    for number, prediction in enumerate(predictions):
+                        if number >= given:
+                            given += 1
+                            yield prediction
+                    return
 
 
 class Estimator(_OnMachines):
@@ -144,7 +217,8 @@ class Estimator(_OnMachines):
       model_fn: as for `tf.estimator.Estimator`; one that is replicated already stays as it is.
       config: as for `tf.estimator.Estimator`. Its session config gets the devices.
       devices: as for `replicate()`; not for a model_fn that is replicated already.
-      **options: the further options of `replicate()`.
+      **options: the further options of `replicate()`. `microbatches='auto'` takes twice as many
+        micro-batches whenever memory is too small for a step, and goes on from the last checkpoint.
     """
 
     def __init__(
@@ -156,10 +230,10 @@ class Estimator(_OnMachines):
         warm_start_from: Any = None,
         *,
         devices: Devices = None,
-        **options: Any,
+        **options: Unpack[EstimatorOptions],
     ):
         if not hasattr(model_fn, 'replicate_options'):
-            model_fn = replicate(devices=devices, **options)(model_fn)
+            model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
         elif devices is not None or options:
             raise ValueError(
                 'This model_fn is replicated already, on '
@@ -170,7 +244,8 @@ class Estimator(_OnMachines):
         _check_without_job(devices)
 
         microbatches = model_fn.replicate_options['microbatches']  # type: ignore[attr-defined]
-        config = _with_devices(_checked_config(config), devices, microbatches)
+        may_have_several = isinstance(microbatches, AutoMicrobatches) or microbatches > 1
+        config = _with_devices(_checked_config(config), devices, 2 if may_have_several else 1)
         self._cluster_config = None
         if config.master:
             self._cluster_config = config
@@ -201,6 +276,66 @@ class Estimator(_OnMachines):
         explanation = explain.explain(self, input_fn)
         print(explanation)
         return explanation
+
+    def predictor(
+        self,
+        features: Any = None,
+        *,
+        serving_input_receiver_fn: Callable[[], Any] | None = None,
+        predict_keys: Sequence[str] | None = None,
+        hooks: Sequence[tf.train.SessionRunHook] | None = None,
+        checkpoint_path: str | None = None,
+    ) -> Predictor:
+        """Returns a function of a batch that predicts without building the graph in each call.
+
+        It takes features as the model_fn does, but of arrays: NumPy's, eager tensors or lists, in
+        any nest of dicts and tuples. It returns what `predict(yield_single_examples=False)` gives:
+        a dict with an array for each key; or one array, if the model_fn's predictions are one
+        tensor. A batch may have any number of examples. It may be called from several threads at
+        once.
+
+        The graph is built and the checkpoint restored once: in the first call, or at once if
+        `features` or `serving_input_receiver_fn` are given. Close the predictor, or use it in a
+        `with` statement.
+
+        Examples:
+          >>> columns = [tf.feature_column.numeric_column('x')]
+          >>> canned = tf.estimator.LinearRegressor(columns)
+          >>> estimator = replicate_estimator(canned, devices=2)
+          >>> with estimator.predictor() as predict:
+          ...     print(predict({'x': [3.0, 4.0, 5.0]})['predictions'].shape)
+          ...     print(predict({'x': [6.0]})['predictions'].shape)
+          (3, 1)
+          (1, 1)
+
+        Args:
+          features: a batch like those to come, or a `tf.TensorSpec` in place of each array. All
+            batches have its types and its shapes, but for the number of examples; in a spec, None
+            is any size. By default, that's the first batch.
+          serving_input_receiver_fn: as for `export_saved_model()`. Then the function takes a dict
+            of its receiver tensors instead of features.
+          predict_keys: as for `predict()`.
+          hooks: as for `predict()`; each call is a step. With hooks, calls run one at a time.
+          checkpoint_path: as for `predict()`.
+        """
+        broadcast = self._model_fn.replicate_options['broadcast']
+        return Predictor(
+            self,
+            features,
+            serving_input_receiver_fn,
+            broadcast,
+            predict_keys,
+            hooks,
+            checkpoint_path,
+        )
+
+
+def _with_auto(options: EstimatorOptions) -> Any:
+    """The options of `replicate()`, of which `microbatches` may be 'auto'."""
+    microbatches = options.get('microbatches')
+    if isinstance(microbatches, str) and microbatches == AUTO:
+        return {**options, 'microbatches': AutoMicrobatches()}
+    return options
 
 
 def _check_without_job(devices: Any) -> None:
@@ -251,7 +386,9 @@ def _of_single_task(config: Any) -> Any:
     return config
 
 
-def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: Any) -> Estimator:
+def replicate_estimator(
+    estimator: Any, *, devices: Devices = None, **options: Unpack[EstimatorOptions]
+) -> Estimator:
     """Returns an estimator that does on several devices what another does on one.
 
     It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,
@@ -278,7 +415,7 @@ def replicate_estimator(estimator: Any, *, devices: Devices = None, **options: A
     model_fn = estimator._model_fn
     if getattr(model_fn, '__self__', None) is estimator:  # a method of a canned one
         model_fn = types.MethodType(model_fn.__func__, several)
-    model_fn = replicate(devices=devices, **options)(model_fn)
+    model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
 
     # A model_fn that takes no params may be given none. Estimator keeps no warm_start_from, only
     # the settings made of it, which it takes as well.

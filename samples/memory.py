@@ -1,11 +1,17 @@
-"""Prints the peak memory of a step on the busiest device, as a part of what one device needs.
+"""Prints the peak memory of a step: on several devices, or as the batch grows.
 
     python samples/memory.py --models=cnn,transformer --devices=4
+    python samples/memory.py --models=transformer --batches=32,64,128 --microbatches=1,4,16
+
+The first command prints the peak of the busiest device, as a part of what one device needs. With
+four devices, 25% is a perfect split. Small batches with large layers need more, as each device
+computes a gradient of every weight. The second command measures one device, for each size of the
+batch and each number of micro-batches, and draws that. With --recompute it also measures each with
+`recompute=True`.
 
 The peak is computed from TensorFlow's trace (`RunMetadata`) of the outputs and the scratch space
 of all ops: activations, gradients and updates. Variables, which stay from step to step, aren't
-counted. With four devices, 25% is a perfect split. Small batches with large layers need more, as
-each device computes a gradient of every weight.
+counted.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import itertools
 
 import benchmark_models
+import matplotlib
 import tensorflow.compat.v1 as tf
 from absl import app, flags
 
@@ -23,22 +30,42 @@ flags.DEFINE_multi_enum(
     'models', ['cnn', 'transformer', 'lstm'], benchmark_models.MODELS, 'Models.'
 )
 flags.DEFINE_integer('devices', 4, 'Number of logical CPU devices.', lower_bound=2)
+flags.DEFINE_list('batches', [], 'Numbers of examples in a batch, if it is to grow.')
+flags.DEFINE_list('microbatches', ['1', '2', '4', '8'], 'Numbers of micro-batches.')
+flags.DEFINE_bool('recompute', False, 'Also measure recompute=True.')
+flags.DEFINE_string('output', 'memory.svg', 'Output file of the plot.')
+for flag in ('batches', 'microbatches'):
+    flags.register_validator(
+        flag,
+        lambda given: all(count.isdigit() and int(count) > 0 for count in given),
+        'give numbers of 1 or more, such as 1,2,4',
+    )
 
 
-def peaks(model, devices):
-    """Runs two steps of a model; returns by device the bytes that the second one has at most."""
+def peaks(model, devices, batch_size=None, **options):
+    """Runs two steps of a model; returns by device the bytes that the second one has at most.
+
+    Args:
+      model: its name.
+      devices: how many.
+      batch_size: how many examples a batch has; by default as many as in `benchmark.py`.
+      **options: those of `replicate()`.
+    """
     metadata = tf.RunMetadata()
-    options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+    run_options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
     chosen = benchmark_models.MODELS[model]
-    model_fn = estimator_mgpu.replicate(chosen.model_fn, devices=devices)
+    model_fn = estimator_mgpu.replicate(chosen.model_fn, devices=devices, **options)
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
-        batch = tf.data.make_one_shot_iterator(chosen.dataset(chosen.batch)).get_next()
+        dataset = chosen.dataset(batch_size or chosen.batch)
+        batch = tf.data.make_one_shot_iterator(dataset).get_next()
         spec = model_fn(*batch, estimator_mgpu.estimator.ModeKeys.TRAIN)
-        with tf.Session(config=estimator_mgpu.session_config(devices)) as session:
+        microbatches = options.get('microbatches', 1)
+        config = estimator_mgpu.session_config(devices, microbatches=microbatches)
+        with tf.Session(config=config) as session:
             session.run(tf.global_variables_initializer())
             session.run(spec.train_op)  # The first step makes what lasts.
-            session.run(spec.train_op, options=options, run_metadata=metadata)
+            session.run(spec.train_op, options=run_options, run_metadata=metadata)
     found = {}
     for stats in metadata.step_stats.dev_stats:
         used = [memory for node in stats.node_stats for memory in node.memory]
@@ -48,12 +75,76 @@ def peaks(model, devices):
     return found
 
 
-def main(argv):
-    tf.logging.set_verbosity(tf.logging.ERROR)
+def compare_devices():
+    """Prints the peak of the busiest device of several."""
     print(f'{"model":12} {"one device, MB":>16} {"the busiest of " + str(FLAGS.devices):>20}')
     for name in FLAGS.models:
         [one], busiest = peaks(name, 1).values(), max(peaks(name, FLAGS.devices).values())
         print(f'{name:12} {one / 1e6:16.1f} {busiest / one:20.0%}', flush=True)
+
+
+def grow_batches():
+    """Prints and draws the peak of one device, by the size of the batch."""
+    choices = choices_of_options()
+    batch_sizes = [int(size) for size in FLAGS.batches]
+    tables = {}
+    for name in FLAGS.models:
+        print(f'{name:24}' + ''.join(f'{size:>10}' for size in batch_sizes) + ' examples, MB')
+        tables[name] = {}
+        for title, options in choices.items():
+            megabytes = []
+            for size in batch_sizes:
+                [peak] = peaks(name, 1, size, **options).values()
+                megabytes.append(peak / 1e6)
+            tables[name][title] = megabytes
+            print(f'{title:24}' + ''.join(f'{size:10.1f}' for size in megabytes), flush=True)
+    draw(tables, batch_sizes)
+
+
+def choices_of_options():
+    """The options of `replicate()` to measure, by a title."""
+    choices = {}
+    for recompute in [False, True] if FLAGS.recompute else [False]:
+        for count in FLAGS.microbatches:
+            title = f'microbatches={count}'
+            options = {'microbatches': int(count)}
+            if recompute:
+                title += ', recompute'
+                options['recompute'] = True
+            choices[title] = options
+    return choices
+
+
+def draw(tables, batch_sizes):
+    """Draws a plot for each model, with a line for each choice of options.
+
+    Args:
+      tables: the peaks in MB, one for each size, by model and title.
+      batch_sizes: those sizes.
+    """
+    matplotlib.use('Agg')
+    matplotlib.rcParams['svg.hashsalt'] = 'memory'  # The same picture of the same peaks.
+    from matplotlib import pyplot
+
+    width = 4.5 * len(tables)
+    figure, [plots] = pyplot.subplots(
+        1, len(tables), figsize=(width, 3.5), layout='constrained', squeeze=False
+    )
+    for axes, (name, lines) in zip(plots, tables.items()):
+        for title, megabytes in lines.items():
+            axes.plot(batch_sizes, megabytes, 'o--' if 'recompute' in title else 'o-', label=title)
+        axes.set(title=name, xlabel='examples in a batch', ylabel='peak of a step, MB')
+        axes.set(xlim=(0, None), ylim=(0, None))
+    plots[0].legend()
+    figure.savefig(FLAGS.output, metadata={'Date': None})
+
+
+def main(argv):
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    if FLAGS.batches:
+        grow_batches()
+    else:
+        compare_devices()
 
 
 if __name__ == '__main__':

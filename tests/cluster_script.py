@@ -82,6 +82,18 @@ class Watch(tf.train.SessionRunHook):
         tell('VARIABLES', {variable.op.name: variable.device for variable in tf.global_variables()})
 
 
+class Scarce(tf.train.SessionRunHook):
+    """After one step, it raises the error of a device whose memory is too small, once."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def after_run(self, context, values):
+        if context.session.run(tf.train.get_global_step()) == self.step:
+            self.step = 0
+            raise tf.errors.ResourceExhaustedError(None, None, 'OOM when allocating a tensor')
+
+
 def tell(name, value):
     print(name, json.dumps(value), flush=True)
 
@@ -149,6 +161,7 @@ def main(
     elsewhere='',
     v1=False,
     closely=False,
+    scarce_at=0,
 ):
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
@@ -162,6 +175,7 @@ def main(
       elsewhere: another address of this task, as of another machine.
       v1: whether variables are as below tf.disable_v2_behavior().
       closely: whether the chief notices earlier that a task doesn't answer.
+      scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
     if elsewhere:
         serve_at(elsewhere)
@@ -182,16 +196,19 @@ def main(
     if unreached:
         cut_off(unreached)
     options = {'devices': devices, 'input': 'machine' if parts else 'chief'}
+    if scarce_at:
+        options['microbatches'] = 'auto'
     estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, **options)
     hurry = os.path.join(os.path.dirname(model_dir), 'hurry')
+    hooks = [Watch(sleep, hurry), Scarce(scarce_at)]
     if parts:
-        train = tf.estimator.TrainSpec(own_parts, stops[-1], [Watch(sleep, hurry)])
+        train = tf.estimator.TrainSpec(own_parts, stops[-1], hooks)
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
         tf.estimator.train_and_evaluate(estimator, train, evaluation)
         leave(status, error)
         return
     for stop in stops:
-        estimator.train(remaining, [Watch(sleep, hurry)], max_steps=stop)
+        estimator.train(remaining, hooks, max_steps=stop)
         result = estimator.evaluate(input_fn, steps=4)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
     found = estimator.predict(lambda: input_fn().take(2))

@@ -91,11 +91,21 @@ several = Estimator(replicate(devices=2, broadcast=['x'])(model_fn), 'model', co
 several.train(input_fn, [ProgressHook(steps=3), ThroughputHook(50, batch_size=4)], steps=3)
 canned: Estimator = replicate_estimator(estimator.LinearRegressor([]), variables='first')
 found = several.explain(input_fn)
+with several.predictor({'x': [1.0]}, predict_keys=['y']) as predict:
+    y: Any = predict({'x': [2.0]})['y']
 reasons: list[str] = [op.why for op in found.once] + [*found.as_dict()]
 worst: float = max(d.relative for d in verify(model_fn, input_fn, {}, devices, steps=2).differences)
 contrib = replicate_model_fn(model_fn, 'mean', devices)
 register_rule('MyOp', lambda op, sizes: 'n... -> n...' if op.get_attr('axis') else None)
 types: set[str] = check_rule(abs, [1.0, 2.0, 3.0], towers=2)
+
+# Each of these is an error: a comment that hides none would be one, too.
+replicate(varibles='cpu')  # type: ignore[call-overload]
+replicate(model_fn, variables='gpu')  # type: ignore[call-overload]
+replicate(model_fn)(1)  # type: ignore[call-arg]
+replicate(input='machine')(model_fn)(1)  # type: ignore[call-arg]
+Estimator(model_fn, batch_norm='global')  # type: ignore[arg-type]
+replicate_estimator(canned, varibles='cpu')  # type: ignore[call-arg]
 """
 
 

@@ -69,3 +69,18 @@ def test_errors_of_python():
 def test_long_messages_are_cut():
     error = tf.errors.AbortedError(None, None, 'x' * 1000)
     assert error_messages.summary(error) == f'AbortedError: {"x" * 400} ...'
+
+
+@pytest.mark.parametrize(
+    'text, is_of_input',
+    [
+        ('OOM [[{{node IteratorGetNext}}]]', True),
+        ('OOM\n\t [[{{node PyFunc}}]]\n\t [[scope/IteratorGetNext_1]]', True),
+        ('OOM\n\t [[{{node MatMul}}]]\n\t [[IteratorGetNext/_17]]', False),
+        ('OOM [[{{node replicate/tower_0/MatMul}}]]', False),
+    ],
+)
+def test_errors_of_an_input_pipeline(text, is_of_input):
+    """Not those of an op to which TensorFlow was sending a batch."""
+    error = tf.errors.ResourceExhaustedError(None, None, text)
+    assert error_messages.is_of_input(error) == is_of_input

@@ -165,11 +165,11 @@ def test_batches_of_a_static_size(name, behavior):
     check(name, (7, 7), static=True)
 
 
-def graph_of(function):
+def graph_of(function, **options):
     with tf.Graph().as_default() as graph:
         features = tf.placeholder(tf.float32, [6, STEPS, WIDTH])
         labels = tf.placeholder(tf.float32, [6, WIDTH])
-        model_fn = estimator_mgpu.replicate(model_fn_of(function), devices=2)
+        model_fn = estimator_mgpu.replicate(model_fn_of(function), devices=2, **options)
         model_fn(features, labels, mode=towers.TRAIN)
     return graph
 
@@ -206,3 +206,21 @@ def test_loops_that_stay():
     assert [name for name in conditions if 'replicate' not in name] == ['while/apart/goes_on']
     reasons = {why for why, _ in steps.of_graph(graph).plan.once.values()}
     assert 'in it, a RandomUniform has side effects, or draws random numbers' in reasons
+
+
+def test_what_micro_batches_would_not_save(behavior):
+    """The loop's tensors of [6, 500] are most activations, and all micro-batches keep them."""
+
+    def function(x, w):
+        widen = tf.get_variable('widen', [WIDTH, 500])
+
+        def step(i, h):
+            wide = tf.tanh(tf.matmul(h, widen))
+            return tf.matmul(wide, widen, transpose_b=True)
+
+        return tf.matmul(tf.stop_gradient(until_finished(step, x[:, 0], lengths_of(x))[2]), w)
+
+    schedule = steps.of_graph(graph_of(function, microbatches=3)).schedule
+    costliest = schedule.joins[0]
+    assert costliest.op.endswith('(loop)') and costliest.share > 0.9
+    assert not schedule.is_worth_it

@@ -14,12 +14,17 @@ CPUS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']
 CHOICES = pytest.mark.parametrize('variables', ['cpu', 'first', 'spread'])
 
 
-def build(model_fn, devices=3, **options):
-    """Returns the devices of variables, by name."""
-    with tf.Graph().as_default():
+def build_in(graph, model_fn, devices=3, **options):
+    with graph.as_default():
         tf.train.get_or_create_global_step()
         batch = tf.placeholder(tf.float32, [ROWS, 3]), tf.placeholder(tf.float32, [ROWS, 1])
         estimator_mgpu.replicate(model_fn, devices=devices, **options)(*batch, TRAIN)
+
+
+def build(model_fn, devices=3, **options):
+    """Returns the devices of variables, by name."""
+    with tf.Graph().as_default() as graph:
+        build_in(graph, model_fn, devices, **options)
         return {v.op.name: v.device for v in tf.global_variables()}
 
 
@@ -111,6 +116,24 @@ def of_everything(features, labels, mode):
 def test_training(model_fn, variables, behavior):
     given = [(features, labels + 2) for features, labels in batches(steps=5)]
     compare(model_fn, given, 3, variables=variables, static=False)
+
+
+def test_seeded_masks_are_spread():
+    """Each is drawn once, and the largest one is alone on its device."""
+
+    def model_fn(features, labels, mode):
+        hidden = features
+        for seed, units in enumerate([4, 16, 4, 4]):
+            hidden = tf.nn.dropout(tf.layers.dense(hidden, units), rate=0.5, seed=seed)
+        loss = tf.reduce_mean(tf.square(tf.layers.dense(hidden, 1) - labels))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss, step()))
+
+    graph = tf.Graph()
+    build_in(graph, model_fn, devices=2)
+    ops = graph.get_operations()
+    masks = [op for op in ops if op.type == 'RandomUniform' and op.name.startswith('dropout')]
+    assert [mask.device for mask in masks] == [CPUS[0], CPUS[1], CPUS[0], CPUS[0]]
+    compare(model_fn, batches(steps=2), 2)
 
 
 def test_constants_are_made_where_they_are_used():

@@ -208,6 +208,16 @@ def test_memory():
     assert 20 <= int(line.split()[-1].rstrip('%')) <= 100 / 4 * 1.15
 
 
+def test_memory_as_the_batch_grows(tmp_path):
+    """Most of it are activations, of which each micro-batch has a fourth."""
+    output = f'--output={tmp_path / "memory.svg"}'
+    options = ['--models=mlp', '--batches=2048', '--microbatches=1,4', output]
+    lines = run_python('memory.py', *options)[-2:]
+    one, four = [float(line.split()[-1]) for line in lines]
+    assert one / 4 < four < 0.6 * one
+    assert (tmp_path / 'memory.svg').exists()
+
+
 def test_growth(tmp_path):
     """By a smaller model for several devices than the sample's own, which has 5,000 ops."""
     code = 'import growth; growth.MANY_OPS = 200; growth.app.run(growth.main)'

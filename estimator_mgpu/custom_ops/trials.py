@@ -355,6 +355,6 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     plan = propagate(sources, [], ops, rows, RULES, PRODUCTS, frozenset(), {})
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
-    full_value_devices = place_ops(graph, plan)
+    full_value_devices = place_ops(graph, plan, devices)
     order = StateOrder(graph.get_operations())
     return build_towers(graph, plan, total, devices, full_value_devices, {}, order)

@@ -92,7 +92,7 @@ def divide(
         unused=unused,
         reasons=_reasons_of_unknown_ranks(batch),
     )
-    full_value_devices = place_ops(graph, plan)
+    full_value_devices = place_ops(graph, plan, devices)
     calls = optimizer.gradients_by_call(graph)
     return build_towers(
         graph,

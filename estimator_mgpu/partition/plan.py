@@ -149,6 +149,8 @@ class Decision(NamedTuple):
     dims: Sequence[list[Size] | None] = ()  # of each output's full value; None if unknown
     # The placements, from now on, of TensorArrays and stacks that the op uses, with their handles.
     lists: Sequence[tuple[tf.Tensor, Placement]] = ()
+    # Of the tensors in a v1 loop, by name.
+    in_loop: Mapping[str, Placement] = {}
 
 
 class LoopFrame(NamedTuple):
@@ -174,3 +176,5 @@ class Plan(NamedTuple):
     # By the names of the ops that are in v1 loops, the loops around them, the outermost first. They
     # can use only what is there.
     frames: Mapping[str, tuple[LoopFrame, ...]] = {}
+    # Of the tensors that towers make in v1 loops, by name. None of them is gathered.
+    in_loops: Mapping[str, Placement] = {}

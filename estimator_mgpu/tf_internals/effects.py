@@ -53,8 +53,11 @@ def is_unordered(op: tf.Operation) -> bool:
 
     Whether it comes before or after others can't be told.
     """
-    if op.type in op_types.CHECKS:
-        return True
+    return op.type in op_types.CHECKS or draws_numbers(op)
+
+
+def draws_numbers(op: tf.Operation) -> bool:
+    """Whether an op draws random numbers by a state of its own, as `tf.random.uniform` does."""
     has_state = any(
         operand.dtype == tf.resource or graphs.is_reference_variable(operand)
         for operand in op.inputs

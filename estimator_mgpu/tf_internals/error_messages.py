@@ -30,6 +30,9 @@ _NO_REASON = re.compile(
 _HEADING = re.compile(r'(\(\d+\) )?([A-Z_]+: )?From /job:|\d+ root error\(s\) found')
 # How a reason may begin: the number of the error, and its code.
 _NUMBER_AND_CODE = re.compile(r'\(\d+\) [A-Z_ ]+: ')
+# The op that takes a batch out of a dataset. If a function of the dataset has failed, it's named
+# after the function's op. What others receive of it has another name: `IteratorGetNext/_17`.
+_INPUT_OP = re.compile(r'\[\[(\{\{node )?\S*IteratorGetNext(_\d+)?(\}\})?\]\]')
 
 
 def reason(error: Exception) -> str:
@@ -41,6 +44,11 @@ def reason(error: Exception) -> str:
         if not _HEADING.match(line):
             return _NUMBER_AND_CODE.sub('', line, count=1)
     return type(error).__name__
+
+
+def is_of_input(error: Exception) -> bool:
+    """Whether an input pipeline has failed, rather than what is computed from its batches."""
+    return bool(_INPUT_OP.search(getattr(error, 'message', None) or str(error)))
 
 
 def summary(error: Exception) -> str:

@@ -32,6 +32,8 @@ SWITCH = ('Switch', 'RefSwitch')
 """Has its value on one of two outputs; the other one is dead, and so is what depends on it."""
 CONTROL_TRIGGER = 'ControlTrigger'
 """A group that runs also if what it waits for is dead."""
+FORWARDS = (*ENTER, *EXIT, *NEXT_ITERATION, *MERGE, *SWITCH)
+"""Ops of v1 control flow that give what they are given, without a copy."""
 V1_LOOP = 'v1 loop'
 """The type of a whole v1 loop, in place of its ops: there is no op of this type."""
 PASS_ON = ('Identity', 'Switch')
@@ -114,7 +116,8 @@ STATE_QUERIES = (
 )
 """Ops that only look at a table, or whether a variable has a value: they needn't wait for it."""
 
-PLACEHOLDERS = ('Placeholder', 'PlaceholderV2', 'PlaceholderWithDefault')
+PLACEHOLDER_WITH_DEFAULT = 'PlaceholderWithDefault'
+PLACEHOLDERS = ('Placeholder', 'PlaceholderV2', PLACEHOLDER_WITH_DEFAULT)
 """Ops whose values are fed: there, a batch doesn't end."""
 
 IDENTITY_N = 'IdentityN'

@@ -60,6 +60,21 @@ def spec_of(estimator: Any, features: Any, labels: Any, mode: str) -> Any:
     return estimator._call_model_fn(features, labels, mode, estimator.config)
 
 
+def predictions_of(estimator: Any, spec: Any, checkpoint_path: str | None, keys: Any) -> Any:
+    """Returns those of an EstimatorSpec's predictions that `predict()` would fetch.
+
+    Without a checkpoint, it adds the warm start to the graph.
+
+    Args:
+      estimator: the estimator whose model_fn has built the default graph.
+      spec: the model_fn's EstimatorSpec.
+      checkpoint_path: the checkpoint that will be restored, if there is one.
+      keys: as predict_keys of `predict()`.
+    """
+    estimator._maybe_warm_start(checkpoint_path)
+    return estimator._extract_keys(spec.predictions, keys)
+
+
 def legacy_keras_remedy(error: Exception) -> str | None:
     """Returns what to do about an error of Keras 2 code that met Keras 3; None for other errors."""
     if not re.search(_KERAS_ERRORS, str(error)):

@@ -102,6 +102,7 @@ def propagate(
                 graph_pass.once,
                 scope.sizes,
                 frames=_frames(scope, order),
+                in_loops=scope.in_loops,
             )
 
 

@@ -54,6 +54,7 @@ class Scope:
         again, along dimension 0.
       ops: what was decided for ops that run on every tower, by name.
       placements: of the tensors that towers make, by name.
+      in_loops: of those that towers make in v1 loops, by name.
     """
 
     batch: RowSpace
@@ -67,6 +68,7 @@ class Scope:
     reshardable: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
+    in_loops: dict[str, Placement] = field(default_factory=dict)
 
     def placement_of(self, tensor: tf.Tensor) -> Placement:
         """The placement that the tensor has for the ops that use it."""
@@ -92,6 +94,7 @@ class Scope:
         if isinstance(unit, V1Loop):
             [ops] = decision.plan.functions
             self.ops.update(ops)
+            self.in_loops.update(decision.in_loop)
             for enter, need in zip(unit.enters, decision.plan.needs):
                 self.ops[enter.name] = OpPlan((need,), is_joint=decision.plan.is_joint)
         else:

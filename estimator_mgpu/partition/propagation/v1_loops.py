@@ -96,7 +96,13 @@ def _decide(
         for tensor, placement in zip(loop.inputs, returned)
         if tensor.dtype == tf.resource and isinstance(placement, NotGatherable)
     ]
-    decision = Decision(_plan(functions, body, loop), output_placements, output_dims, lists)
+    decision = Decision(
+        _plan(functions, body, loop),
+        output_placements,
+        output_dims,
+        lists,
+        in_loop={**body.scope.placements, **body.scope.in_loops},
+    )
     return decision if scope.make_lists(loop, decision) else None
 
 

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import graphs, private
+from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 _NOT_ON_EVERY_DEVICE = (tf.string, tf.resource, tf.variant)  # types whose ops may lack a kernel
 
 
-def place_ops(graph: tf.Graph, plan: Plan) -> dict[str, str]:
+def place_ops(graph: tf.Graph, plan: Plan, devices: Sequence[str]) -> dict[str, str]:
     """Moves ops that run once, if they may be moved.
 
     For example, with the variable `w` on the second device, the ops of
@@ -30,13 +32,14 @@ def place_ops(graph: tf.Graph, plan: Plan) -> dict[str, str]:
     Args:
       graph: the user's, before towers are added.
       plan: which ops are sharded.
+      devices: those of towers.
 
     Returns:
       The devices of ops, by the ops' names; and those on which full values of sharded tensors are
       made, by the tensors' names. What isn't in it may be anywhere.
     """
     liveness = Liveness(graph.get_operations())
-    devices: dict[str, str] = {}
+    device_of_name: dict[str, str] = {}
     movable: list[tf.Operation] = []
     for op in graph.get_operations():
         if op.name in plan.ops:
@@ -47,42 +50,72 @@ def place_ops(graph: tf.Graph, plan: Plan) -> dict[str, str]:
         if device is None:
             movable.append(op)
         elif device:
-            devices[op.name] = device
+            device_of_name[op.name] = device
 
     # Backwards, from a variable: what its update is computed from is placed where the update is.
     for op in reversed(movable):
         largest_input = max(map(bytes_of, op.inputs), default=0)
         for output in op.outputs:
             if bytes_of(output) >= largest_input:  # A small result is rather sent.
-                _follow_consumers(op.name, output, devices)
-    _place_full_values(graph, plan, devices)
+                _follow_consumers(op.name, output, device_of_name)
+    _place_full_values(graph, plan, device_of_name)
+
+    _spread_draws([op for op in movable if op.name not in device_of_name], devices, device_of_name)
 
     # Forwards: what is left is placed where its largest input is.
     for op in movable:
-        if op.name not in devices and len(op.inputs):
+        if op.name not in device_of_name and len(op.inputs):
             largest = max(op.inputs, key=bytes_of)
-            device = devices.get(largest.name) or devices.get(largest.op.name)
+            device = device_of_name.get(largest.name) or device_of_name.get(largest.op.name)
             if device:
-                devices[op.name] = device
+                device_of_name[op.name] = device
 
     # Backwards again: ops of which no large input has a device are placed where they are used, as
     # those that prepare the ids for a lookup in a table.
     for op in reversed(movable):
         for output in op.outputs:
-            _follow_consumers(op.name, output, devices)
-    _place_full_values(graph, plan, devices)
+            _follow_consumers(op.name, output, device_of_name)
+    _place_full_values(graph, plan, device_of_name)
 
     for op in movable:
-        if op.name in devices:
+        if op.name in device_of_name:
             private.clear_colocation(op)
-            private.set_device(op, devices[op.name])
-    return devices
+            private.set_device(op, device_of_name[op.name])
+    return device_of_name
 
 
 def _place_full_values(graph: tf.Graph, plan: Plan, devices: dict[str, str]) -> None:
     """Decides where full values of sharded tensors are made: where they are used."""
     for name in plan.placements:
         _follow_consumers(name, graph.get_tensor_by_name(name), devices)
+
+
+def _spread_draws(
+    ops: Sequence[tf.Operation], devices: Sequence[str], device_of_name: dict[str, str]
+) -> None:
+    """Gives each device its part of the random numbers that are drawn for the global batch.
+
+    Seeded masks of dropout take as much memory as the activations that they're for, or a fourth of
+    it. The kind of a device may tell which numbers are drawn, and where they are drawn again after
+    a failure depends on the machine; so they stay on devices that are as the first one is.
+
+    Args:
+      ops: those that may be anywhere.
+      devices: those of towers.
+      device_of_name: by the names of ops, their devices, to which those of draws are added.
+    """
+    bytes_on = {device: 0 for device in devices if _is_like(device, devices[0])}
+    for op in ops:
+        if draws_numbers(op):
+            emptiest = min(bytes_on, key=bytes_on.__getitem__)
+            bytes_on[emptiest] += sum(map(bytes_of, op.outputs))
+            device_of_name[op.name] = emptiest
+
+
+def _is_like(device: str, other: str) -> bool:
+    """Whether two devices are of one kind, on one machine."""
+    index = {'device_index': None}
+    return device_spec(device).replace(**index) == device_spec(other).replace(**index)
 
 
 def _follow_consumers(name: str, tensor: tf.Tensor, devices: dict[str, str]) -> None:

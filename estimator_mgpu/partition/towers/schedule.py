@@ -63,7 +63,7 @@ class Schedule(NamedTuple):
       turns: how many turns were asked for.
       chained: the names of the ops and v1 loops that run one turn after another.
       chainable: the part of all activations that these ops make: 0 to 1.
-      joins: what keeps other ops from it, the costliest first.
+      joins: what keeps other ops from it, the costliest first; joint loops are among them.
     """
 
     turns: int
@@ -95,7 +95,11 @@ def find_schedule(
     """
     levels = _levels(step)
     joins = _joins_by_level(step, levels)
-    sizes = {name: _bytes_of_activations(graph, plan, step.edges, name) for name in levels}
+    joint_loops = [unit.name for unit in step.order if unit.is_joint]
+    sizes = {
+        name: _bytes_of_activations(graph, plan, step.edges, name)
+        for name in [*levels, *joint_loops]
+    }
     first = [step.edges.unit_of(op.name) for op in _first_writes(graph, plan, results)]
 
     # With each level, more ops can be in the chain, but more of them are needed by joins.
@@ -116,6 +120,9 @@ def find_schedule(
 
     total = sum(sizes.values()) or 1
     chainable = sum(sizes[name] for name in chained) / total
+    # A joint loop runs in all turns at once, whatever is made of it.
+    for name in joint_loops:
+        before.by_join[name] += sizes[name]
     costliest = [Join(name, size / total) for name, size in before.by_join.most_common() if size]
     return Schedule(towers[-1].turn + 1, chained, chainable, costliest)
 
@@ -200,14 +207,18 @@ class _Before:
 
 
 def _bytes_of_activations(graph: tf.Graph, plan: Plan, edges: Edges, name: str) -> int:
-    """The bytes that all copies of an op, or of a v1 loop, make of the examples of a batch."""
+    """The bytes that all copies of an op, or of a v1 loop, make of the examples of a batch.
+
+    Of a loop, these are the bytes of one step, as nobody knows how many steps it will take.
+    """
     ops = edges.loops[name].all_ops if name in edges.loops else [graph.get_operation_by_name(name)]
     size = 0
     for op in ops:
-        if op.type in op_types.VIEWS:
+        if op.type in op_types.VIEWS or op.type in op_types.FORWARDS:
             continue
         for tensor in op.outputs:
-            if isinstance(plan.placements.get(tensor.name), (NotGatherable, Shard)):
+            placement = plan.placements.get(tensor.name) or plan.in_loops.get(tensor.name)
+            if isinstance(placement, (NotGatherable, Shard)):
                 size += bytes_of(tensor)
     return size
 

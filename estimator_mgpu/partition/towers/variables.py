@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow.compat.v1 as tf
 
@@ -12,17 +12,17 @@ from estimator_mgpu.devices import machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.tf_internals import graphs, private
 
-CPU, FIRST, SPREAD = CHOICES = ('cpu', 'first', 'spread')
+Variables = Literal['cpu', 'first', 'spread']  # where they are placed
 
 
-def place_variables(choice: str, devices: Sequence[str], existing_ops: Set[str]) -> None:
+def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set[str]) -> None:
     """Places a model's variables on devices, but for those that have one already.
 
     Slots such as Adam's moments go with their variable, and so does any variable whose name begins
     with another one's. TensorFlow itself places what else has to be where a variable is.
 
     Args:
-      choice: one of `CHOICES`.
+      choice: as for `replicate()`.
       devices: one for each tower, or for each parameter server.
       existing_ops: names of ops that were there before the model_fn: their variables stay.
     """
@@ -51,13 +51,13 @@ def _bytes_of_group(group: Sequence[Any]) -> int:
 
 
 def _device_for(
-    group: Sequence[Any], choice: str, devices: Sequence[str], load: Counter[str]
+    group: Sequence[Any], choice: Variables, devices: Sequence[str], load: Counter[str]
 ) -> str:
     """The device for some variables; spread, the one that has the fewest bytes so far."""
-    if choice == CPU:
+    if choice == 'cpu':
         return '/device:CPU:0'
     is_trained = any(variable.trainable for variable in group)
-    if choice == FIRST or not is_trained:
+    if choice == 'first' or not is_trained:
         return devices[0]  # Towers don't need counters, metrics and moving averages.
     return min(devices, key=lambda device: (load[device], load[machine_of(device)]))
 
