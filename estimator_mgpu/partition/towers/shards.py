@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import rows_of
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
-from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, Entry, PartRows, RowSpace, Size, per_row
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.turns import Chain, Tower, chains_of
 
@@ -65,6 +65,10 @@ class Shards:
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
 
+        self._set_extents(total)
+
+    def _set_extents(self, total: tf.Tensor | None) -> None:
+        """Finds out which rows are whose."""
         if total is None:
             self._set_static_extents()
         else:
@@ -301,6 +305,57 @@ class Shards:
         scalars = [self.nodes.scalar(a, dtype), self.nodes.scalar(b, dtype)]
         with self.nodes.for_many():
             return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
+
+
+class PartShards(Shards):
+    """Shards of a part that `tf.dynamic_partition` makes: each tower has picked rows of its own.
+
+    Args:
+      rows: the part's row space.
+      sizes: for each tower, how many rows it has picked of those on which it computes.
+      origin: the shards that these were picked from.
+      symbol_value: as in `Shards`.
+    """
+
+    def __init__(
+        self,
+        rows: PartRows,
+        sizes: Sequence[Number],
+        origin: Shards,
+        symbol_value: Callable[[Any, Any, tf.DType], Number],
+    ):
+        self._sizes = sizes
+        self._origin = origin
+        super().__init__(rows, None, origin.towers, origin.nodes, symbol_value)
+
+    def _set_extents(self, total: tf.Tensor | None) -> None:
+        starts: list[Number] = []
+        counts: list[Number] = []
+        rows_before: Number = 0
+        for size, is_active in zip(self._sizes, self._flags()):
+            counts.append(self._multiply(size, is_active, tf.int32))
+            # A tower without examples computes on others' rows: on the first ones.
+            starts.append(self._multiply(rows_before, is_active, tf.int32))
+            rows_before = self._add(rows_before, counts[-1], tf.int32)
+
+        self.total = rows_before
+        self.counts = counts
+        self.active = [self._binary('Greater', count, 0, tf.int32) for count in counts]
+        self._extents = list(zip(starts, self._sizes))
+        self._extents_of_chains = [self._extent_of_chain(chain) for chain in self.chains]
+
+    def _flags(self) -> list[Number]:
+        """For each tower, 1 if it has examples, otherwise 0."""
+        if self._origin.active is None:
+            return [1] * len(self.towers)
+        host = self.nodes.host
+        return [self.nodes.cast(name, tf.bool, tf.int32, host) for name in self._origin.active]
+
+    def _extent_of_chain(self, chain: Chain) -> Extent:
+        count: Number = 0
+        for tower in chain:
+            count = self._add(count, self.counts[tower.number], tf.int32)
+        return self._extents[chain[0].number][0], count
 
 
 class _Extents(NamedTuple):
