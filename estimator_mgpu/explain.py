@@ -7,10 +7,8 @@ In: a graph that `replicate()` has built, with its plan. Out: the `Explanation` 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
-import site
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
-from estimator_mgpu import optimizer, pictures, steps
+from estimator_mgpu import optimizer, pictures, steps, user_lines
 from estimator_mgpu.batch import RANK_REMEDY
 from estimator_mgpu.devices import Devices, device_spec, has_useless_passes
 from estimator_mgpu.notebooks import Table, html_of
@@ -32,8 +30,6 @@ from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
 _WORTH_IT = 0.05  # a share of all output: the log is silent on less
 _SHOWN = 10  # entries of a section of the table
-_PACKAGES = (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(__file__))
-_REPLICATE = os.path.join(_PACKAGES[-1], 'replicate.py')  # calls the model_fn
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
@@ -455,13 +451,6 @@ def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def _line(op: tf.Operation) -> str:
-    """The line of the program that made an op: in the model_fn, or in what that calls.
-
-    Lines of installed packages don't count.
-    """
-    frames = reversed(list(op.traceback or ()))  # Ops of a tf.function may have none.
-    inside = itertools.takewhile(lambda frame: frame.filename != _REPLICATE, frames)
-    for frame in inside:
-        if not frame.filename.startswith(_PACKAGES):
-            return f'{os.path.basename(frame.filename)}:{frame.lineno}'
-    return ''
+    """The line of the program that made an op, 'model.py:12'; '' if that isn't known."""
+    frame = user_lines.frame_of(op)
+    return '' if frame is None else f'{os.path.basename(frame.filename)}:{frame.lineno}'

@@ -1,6 +1,6 @@
 """Each tower's copies of ops: where they run, what they are given, and what they wait for.
 
-In: an op and its `OpPlan`. Out: a node for each tower, named `replicate/tower_1/<op>`.
+In: an op and its `OpPlan`. Out: a node for each tower, named as `names` says.
 """
 
 from __future__ import annotations

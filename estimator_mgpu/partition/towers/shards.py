@@ -78,16 +78,13 @@ class Shards:
         """If the number of rows is known, there is one for each tower, or nothing is sharded."""
         self.total = self.rows.static or 0
         self._extents_of_chains = _divide(0, self.total, len(self.chains))
-
-        extents: list[tuple[int, int]] = []
-        for chain, (start, count) in zip(self.chains, self._extents_of_chains):
-            extents += _divide(start, count, len(chain))
+        extents = static_extents(self.total, len(self.chains), len(self.chains[0]))
         self._extents = extents
         self.counts = [count for _, count in extents]
 
     def _add_extents(self, total: tf.Tensor) -> None:
         """Adds ops that compute the extents from the number of rows."""
-        with self.nodes.at_once(self.nodes.host):
+        with self.nodes.at_once(self.nodes.host, total.op):
             all_rows = _Extents(tf.zeros([1], tf.int32), total[None], total[None])
             extents = all_rows.divided(len(self.chains))
             turns = len(self.chains[0])
@@ -265,7 +262,7 @@ class Shards:
     def _add_extents_in_parts(self, parts: Sequence[tf.Tensor]) -> None:
         """Adds ops that compute each tower's extent in each part."""
         tensor_of = self.nodes.graph.get_tensor_by_name
-        with self.nodes.at_once(self.nodes.host):
+        with self.nodes.at_once(self.nodes.host, parts[0].op):
             rows = tf.stack([tf.cast(rows_of(part), tf.int32) for part in parts])
             rows_before = tf.cumsum(rows, exclusive=True)
             start_names, size_names = zip(*self._extents)
@@ -285,7 +282,8 @@ class Shards:
         """A number of rows in another type; it's an int32 scalar if the graph doesn't know it."""
         if isinstance(rows, int):
             return rows
-        return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
+        with self.nodes.for_many():
+            return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
 
     def _multiply(self, a: Number, b: Number, dtype: tf.DType) -> Number:
         if isinstance(a, int) and isinstance(b, int):
@@ -305,7 +303,8 @@ class Shards:
 
     def _binary(self, op_type: str, a: Number, b: Number, dtype: tf.DType) -> str:
         scalars = [self.nodes.scalar(a, dtype), self.nodes.scalar(b, dtype)]
-        return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
+        with self.nodes.for_many():
+            return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
 
 
 class PartShards(Shards):
@@ -383,6 +382,20 @@ class _Extents(NamedTuple):
     def names(self) -> list[Extent]:
         """The names of the start and the size of each."""
         return list(zip(_names_of_entries(self.starts), _names_of_entries(self.sizes)))
+
+
+def static_extents(total: int, devices: int, turns: int) -> list[tuple[int, int]]:
+    """The extents of all towers: where each starts, and how many rows it has.
+
+    Args:
+      total: how many rows there are.
+      devices: over how many devices they are divided.
+      turns: how many towers each device has, one after the other.
+    """
+    extents: list[tuple[int, int]] = []
+    for start, count in _divide(0, total, devices):
+        extents += _divide(start, count, turns)
+    return extents
 
 
 def _divide(start: int, count: int, parts: int) -> list[tuple[int, int]]:

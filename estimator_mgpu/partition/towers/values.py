@@ -69,14 +69,13 @@ class Values:
         """The full values that were made from local ones so far, by the names of the tensors."""
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
 
-    @property
-    def scope(self) -> str:
-        """What the names of added nodes begin with."""
-        return self._nodes.scope
-
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
-        return f'{self._nodes.scope}/tower_{tower.number}/{op_name}'
+        return self._nodes.names.copy(op_name, tower.number)
+
+    def name_of_result(self, op: tf.Operation) -> str:
+        """The name of an identity that gives what one of the user's ops computes."""
+        return self._nodes.names.added(op.name, f'result_{op.name.rpartition("/")[2]}')
 
     def frame_name(self, frame: str, is_joint: bool, tower: Tower) -> str:
         """The name of the frame of a tower's copy of a v1 loop, whose frame has a name.
@@ -158,7 +157,8 @@ class Values:
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
         if self.is_made_from_local(tensor) and tensor.name not in self.full_values:
-            self.full_values.update(self._make_full(tensor))
+            with self._nodes.serving(tensor.op, is_for_many=tensor.name in self._packs):
+                self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
 
     def device_of_full(self, tensor: tf.Tensor) -> str:
@@ -186,9 +186,10 @@ class Values:
         if tensor.name not in unpacked:
             pack = self._packs[tensor.name]
             names = [packed.name for packed in pack.tensors]
-            vector = pack.join(names, self._nodes, source)
-            vector = self.send(vector, pack.dtype, source, device)
-            unpacked.update(pack.split(vector, self._nodes, device))
+            with self._nodes.serving(tensor.op, is_for_many=True):
+                vector = pack.join(names, self._nodes, source)
+                vector = self.send(vector, pack.dtype, source, device)
+                unpacked.update(pack.split(vector, self._nodes, device))
         return unpacked[tensor.name]
 
     def shards_of(self, rows: RowSpace) -> Shards:
@@ -197,7 +198,7 @@ class Values:
             self._shards[rows] = self._shards_of_part(rows)
         if rows not in self._shards:
             tensor = self._graph.get_tensor_by_name(rows.name)
-            with self._nodes.at_once(self.device_of_full(tensor)):
+            with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
                 total = tf.shape(tensor)[0]
             self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
         return self._shards[rows]
@@ -291,12 +292,13 @@ class Values:
 
         name, index = symbol
         tensor = self._graph.get_tensor_by_name(name)
-        if isinstance(symbol, Dim):
-            vector = self._shape(tensor, tower, dtype)
-        else:
-            vector = self._entries(tensor, dtype)
-        types = {'Tparams': dtype, 'Tindices': tf.int32}
-        return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
+        with self._nodes.for_many():
+            if isinstance(symbol, Dim):
+                vector = self._shape(tensor, tower, dtype)
+            else:
+                vector = self._entries(tensor, dtype)
+            types = {'Tparams': dtype, 'Tindices': tf.int32}
+            return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
 
     def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""
