@@ -61,9 +61,9 @@ def box_of(op):
         return 1, 0
     if op.type == 'ResourceApplyAdam':
         return 4, index_of(op.inputs[0].op)  # It runs where the variable is.
-    if op.name.startswith('replicate/tower_'):
+    if '/replicate/tower_' in op.name:
         return 2, index_of(op)
-    if op.name.startswith('replicate/AddN'):
+    if 'replicate/AddN' in op.name:
         return 3, index_of(op)
     return None
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import private
+from estimator_mgpu.tf_internals import private, tracebacks
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have examples
 # What to do about a feature or a label of unknown rank.
@@ -47,6 +47,11 @@ class Batch(NamedTuple):
 
     def total(self) -> tf.Tensor:
         """The number of examples, an int32 scalar. A step fails if the leaves differ in it."""
+        first = tf.nest.flatten(list(self.leaves.values()), expand_composites=True)[0]
+        with tracebacks.made_for(first.op):
+            return self._total()
+
+    def _total(self) -> tf.Tensor:
         counts = [rows_of(leaf) for leaf in self.leaves.values()]
         total = counts[0]
         is_static = all(static_rows(leaf) is not None for leaf in self.leaves.values())

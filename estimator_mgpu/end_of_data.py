@@ -23,7 +23,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.partition.towers.op_devices import device_of
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.graphs import topological_order
 
@@ -198,7 +198,8 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
     """
     input_device = batch[0].device
     batch_is_there: dict[str, tf.Operation] = {}  # by device; made when a write first needs it
-    with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'):
+    made_for_batch = tracebacks.made_for(batch[0].op)
+    with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'), made_for_batch:
         for write in writes:
             if not batch_is_there:
                 with tf.device(input_device or None):

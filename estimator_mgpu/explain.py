@@ -7,10 +7,8 @@ In: a graph that `replicate()` has built, with its plan. Out: the `Explanation` 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
-import site
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +16,10 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
-from estimator_mgpu import optimizer, steps
+from estimator_mgpu import optimizer, pictures, steps, user_lines
 from estimator_mgpu.batch import RANK_REMEDY
 from estimator_mgpu.devices import Devices, device_spec, has_useless_passes
+from estimator_mgpu.notebooks import Table, html_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
@@ -32,8 +31,6 @@ from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
 _WORTH_IT = 0.05  # a share of all output: the log is silent on less
 _SHOWN = 10  # entries of a section of the table
-_PACKAGES = (*site.getsitepackages(), site.getusersitepackages(), os.path.dirname(__file__))
-_REPLICATE = os.path.join(_PACKAGES[-1], 'replicate.py')  # calls the model_fn
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
@@ -82,6 +79,7 @@ class Explanation(NamedTuple):
     microbatches: int = 1  # that each device runs one after another; 1 if more save too little
     chained: float = 0.0  # the part of all activations that can be kept for one of them at a time
     before: Sequence[Join] = ()  # ops that keep others from it, the costliest first
+    sent: dict[str, dict[str, int]] = {}  # bytes a step: from one device, to each other one
     recomputation: Recomputation | None = None  # what is computed twice; None if not asked for
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,20 +94,54 @@ class Explanation(NamedTuple):
         return values
 
     def draw(self, path: str) -> None:
-        """Draws what each scope puts out, by placement, with Matplotlib: to 'plan.svg', say."""
-        from matplotlib.figure import Figure
+        """Draws what each scope puts out, and the devices beside it, with Matplotlib.
 
-        figure = Figure(figsize=(8, 1.5 + len(self.scopes) / 4), layout='constrained')
-        axes = figure.subplots()
-        left = [0.0] * len(self.scopes)
-        for kind, color in ('shard', 'tab:blue'), ('partial', 'tab:green'), ('once', 'tab:red'):
-            widths = [sizes.get(kind, 0) / 1e6 for sizes in self.scopes.values()]
-            axes.barh(list(self.scopes), widths, left=left, label=kind, color=color)
-            left = [end + width for end, width in zip(left, widths)]
-        axes.invert_yaxis()
-        axes.set_xlabel('output of its ops, MB a step')
-        axes.legend()
-        figure.savefig(path)
+        Args:
+          path: of the picture; its ending says in which format: 'plan.svg' or 'plan.png'.
+        """
+        pictures.draw(path, self.scopes, self._devices(), self.sent)
+
+    def __repr__(self) -> str:
+        counts = f'{self.sharded} ops are sharded, {len(self.once)} run once'
+        return f'<Explanation: {len(self.towers)} towers; {counts}>'
+
+    def _repr_html_(self) -> str:
+        """The same as tables, for notebooks."""
+        devices = []
+        for device in self._devices():
+            moved = self.traffic.get(device.name, Traffic(0, 0, 0))
+            sizes = [_size(size) for size in (device.bytes, moved.sent, moved.received)]
+            devices.append([device.name, device.examples, *sizes, moved.messages])
+        gradients = [[one.variable, _bytes_sent(one), one.device] for one in self.gradients]
+        once = [
+            [f'{op.share:.1%}', op.name, _size(op.gathered), op.line, op.why] for op in self.once
+        ]
+        notes = [[entry] for entry in self._counts_of_ops()]
+        notes += [[f'micro-batches: {entry}'] for entry in self._micro_batches()]
+        notes += [[f'of unknown rank, so it runs once: {name}'] for name in self.unknown]
+
+        columns = ['device', 'examples', 'variables', 'sends a step', 'receives', 'messages sent']
+        tables = [
+            Table('Devices', columns, devices),
+            Table('Gradients', ['variable', 'of each tower', 'summed on'], _first(gradients)),
+            Table('Ops', [''], notes),
+            Table('Run once', ['of all output', 'op', 'gathered', 'line', 'why'], _first(once)),
+        ]
+        return html_of(tables)
+
+    def _devices(self) -> list[pictures.Device]:
+        """What each device has: first those with towers, then others that have variables."""
+        counts: Sequence[Any] = self.examples_per_tower or ['its share of the'] * len(self.towers)
+        names = dict.fromkeys([*self.towers, *self.variables, *self.traffic])
+        names.pop(_NOWHERE, None)
+
+        devices = []
+        for name in names:
+            examples = [str(n) for tower, n in zip(self.towers, counts) if tower == name]
+            trained = [one.variable for one in self.gradients if one.device == name]
+            size = self.variables.get(name, 0)
+            devices.append(pictures.Device(name, ' + '.join(examples), size, trained))
+        return devices
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -126,7 +158,7 @@ class Explanation(NamedTuple):
         counts: Sequence[Any] = self.examples_per_tower or ['its share of the'] * len(self.towers)
         gradients = []
         for gradient in self.gradients:
-            size = 'gathered rows' if gradient.bytes is None else _size(gradient.bytes)
+            size = _bytes_sent(gradient)
             gradients.append(f'{gradient.variable}: {size}, summed on {gradient.device}')
         traffic = [
             f'{device}: {_size(moved.sent)} out in {moved.messages} messages, '
@@ -182,6 +214,18 @@ class Explanation(NamedTuple):
         ]
 
 
+def _bytes_sent(gradient: Gradient) -> str:
+    """What each tower sends of a gradient, as text."""
+    return 'gathered rows' if gradient.bytes is None else _size(gradient.bytes)
+
+
+def _first(rows: list[list[str]]) -> list[list[str]]:
+    """The first rows of a table, and how many more there are."""
+    if len(rows) <= _SHOWN:
+        return rows
+    return [*rows[:_SHOWN], [f'and {len(rows) - _SHOWN} more']]
+
+
 def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
     """Builds an estimator's graph for training, in a graph of its own, and looks at it."""
     with tf.Graph().as_default() as graph:
@@ -194,16 +238,18 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
         plan = step.plan
         results = [result for result in (spec.train_op, spec.loss) if result is not None]
         ops = [getattr(result, 'op', result) for result in results]
+        moved = messages(ops, step.devices[0])
         return Explanation(
             towers=step.devices,
             examples_per_tower=step.examples_per_device,
             variables=dict(sorted(variables.items())),
             gradients=[_gradient(*pair, plan) for pair in optimizer.applied(graph)],
-            traffic=_traffic(ops, step.devices[0]),
+            traffic=_traffic(moved),
             sharded=len(plan.ops) if plan else 0,
             once=ops_run_once(plan, _line) if plan else [],
             scopes=_scopes(plan) if plan else {},
             unknown=list(step.unknown),
+            sent=_bytes_between(moved),
             recomputation=step.recomputation,
             **_of_schedule(step.schedule),
         )
@@ -275,13 +321,22 @@ def _device(op: tf.Operation, first: str) -> str:
     return device_spec(device or first).to_string()
 
 
-def _traffic(ops: Sequence[tf.Operation], first: str) -> dict[str, Traffic]:
+def _traffic(moved: Sequence[tuple[str, str, int]]) -> dict[str, Traffic]:
+    """What each device sends and receives, of the messages between all of them."""
     sent, received, count = Counter[str](), Counter[str](), Counter[str]()
-    for source, target, size in messages(ops, first):
+    for source, target, size in moved:
         sent[source] += size
         received[target] += size
         count[source] += 1
     return {to: Traffic(sent[to], received[to], count[to]) for to in sorted({*count, *received})}
+
+
+def _bytes_between(moved: Sequence[tuple[str, str, int]]) -> dict[str, dict[str, int]]:
+    """How many bytes go from one device to another, of the messages between all of them."""
+    sent: dict[str, Counter[str]] = {}
+    for source, target, size in moved:
+        sent.setdefault(source, Counter())[target] += size
+    return {source: dict(sizes) for source, sizes in sorted(sent.items())}
 
 
 def log_sharding(devices: Devices, config: Any) -> None:
@@ -305,6 +360,12 @@ def log_sharding(devices: Devices, config: Any) -> None:
         text = (
             'Nothing is sharded: fewer examples than devices, or none in a dense or sparse tensor '
             'of known rank.'
+        )
+    elif devices is None and device_spec(step.devices[0]).device_type == 'CPU':
+        level = tf.logging.WARN  # The user may expect GPUs.
+        text += (
+            ' That is one CPU device, as TensorFlow finds no GPU; devices=2 makes two logical CPU '
+            'devices.'
         )
     if step.schedule is not None:
         text += _micro_batches(step.schedule)
@@ -418,13 +479,6 @@ def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def _line(op: tf.Operation) -> str:
-    """The line of the program that made an op: in the model_fn, or in what that calls.
-
-    Lines of installed packages don't count.
-    """
-    frames = reversed(list(op.traceback or ()))  # Ops of a tf.function may have none.
-    inside = itertools.takewhile(lambda frame: frame.filename != _REPLICATE, frames)
-    for frame in inside:
-        if not frame.filename.startswith(_PACKAGES):
-            return f'{os.path.basename(frame.filename)}:{frame.lineno}'
-    return ''
+    """The line of the program that made an op, 'model.py:12'; '' if that isn't known."""
+    frame = user_lines.frame_of(op)
+    return '' if frame is None else f'{os.path.basename(frame.filename)}:{frame.lineno}'

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
-from tqdm import tqdm
 
 from estimator_mgpu.steps import is_count, of_graph
 
@@ -62,8 +61,8 @@ class ProgressHook(_StepHook):
     """Shows a progress bar: the global step, the loss, examples/s and the time that is left.
 
     It goes to stderr. If that isn't a terminal (but a log file, say), nothing is shown or fetched.
-    The loss is that of the global batch. Without `steps` and `max_steps`, the time that is left
-    isn't shown.
+    In a notebook it's a widget, if ipywidgets is installed. The loss is that of the global batch.
+    Without `steps` and `max_steps`, the time that is left isn't shown.
 
     Examples:
       >>> bar = ProgressHook(max_steps=900)  # then: estimator.train(input_fn, [bar], max_steps=900)
@@ -81,15 +80,15 @@ class ProgressHook(_StepHook):
         super().__init__(steps=steps, max_steps=max_steps, batch_size=batch_size)
         self._steps = steps
         self._max_steps = max_steps
-        self._bar = tqdm(disable=True)
+        self._bar = _new_bar(disable=True)
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
         self._bar.close()  # That of a training that failed, or of a session that was lost.
         self._last_facts: dict[str, Any] = {}
         start = int(session.run(self._global_step))
         total = self._max_steps if self._steps is None else start + self._steps
-        # With disable=None, it's shown on terminals only.
-        self._bar = tqdm(total=total, initial=start, unit='step', disable=None)
+        # With disable=None, it's shown on terminals and in notebooks only.
+        self._bar = _new_bar(total=total, initial=start, unit='step', disable=None)
 
     def before_run(self, run_context: Any) -> Any:
         return None if self._bar.disable else super().before_run(run_context)
@@ -126,6 +125,13 @@ class ProgressHook(_StepHook):
             texts.append(f'{steps_per_second * int(examples):.1f} examples/s')
         self._bar.set_postfix_str(', '.join(texts), refresh=False)
         self._bar.update(step - self._bar.n)
+
+
+def _new_bar(**options: Any) -> Any:
+    """A progress bar of tqdm: of text, or in a notebook a widget."""
+    from tqdm.auto import tqdm  # Not at the top: in a notebook, it warns if ipywidgets is missing.
+
+    return tqdm(**options)
 
 
 class ThroughputHook(_StepHook):

@@ -20,6 +20,7 @@ from estimator_mgpu import (
     checkpoints,
     end_of_data,
     explain,
+    large_checkpoints,
     predictor,
     steps,
     unknown_ranks,
@@ -399,8 +400,12 @@ def _with_full_values(spec: Any, towers: Towers) -> Any:
 
 
 def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:
-    """An EstimatorSpec whose sessions explain errors of checkpoints, and wait for other tasks."""
+    """An EstimatorSpec with a scaffold that knows of checkpoints, devices and other tasks.
+
+    Errors of checkpoints are explained, and no device has more of a checkpoint than its own part.
+    """
     scaffold = checkpoints.explain_restore_errors(spec.scaffold or tf.train.Scaffold())
+    scaffold = large_checkpoints.save_and_restore_in_place(scaffold)
     if waits_for_tasks:
         scaffold = sessions.wait_for_tasks(scaffold)
     return spec._replace(scaffold=scaffold)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import checkpoints, explain
+from estimator_mgpu import checkpoints, explain, failures
 from estimator_mgpu.auto_microbatches import AUTO, AutoMicrobatches
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
@@ -87,7 +87,8 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             hooks.append(tf.train.StopAtStepHook(num_steps=steps))
             steps = None
 
-        with checkpoints.explained(self.model_dir, None, self._warm_start_settings):
+        explained = checkpoints.explained(self.model_dir, None, self._warm_start_settings)
+        with failures.explained(), explained:
             for attempt in self._attempts(_MODES.TRAIN):
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
@@ -171,7 +172,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     ) -> Any:
         """As Estimator's."""
         hooks = list(hooks or [])
-        with checkpoints.explained(self.model_dir, checkpoint_path):
+        with failures.explained(), checkpoints.explained(self.model_dir, checkpoint_path):
             for attempt in self._attempts(_MODES.EVAL):
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
@@ -187,7 +188,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     ) -> Iterator[Any]:
         """As Estimator's."""
         hooks = list(hooks or [])
-        with checkpoints.explained(self.model_dir, checkpoint_path):
+        with failures.explained(), checkpoints.explained(self.model_dir, checkpoint_path):
             # All attempts read one checkpoint, also if another process goes on training.
             checkpoint_path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
             given = 0

@@ -17,6 +17,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
 from estimator_mgpu.devices import Devices, resolve, session_config
+from estimator_mgpu.notebooks import Table, html_of
 from estimator_mgpu.replicate import replicate
 from estimator_mgpu.steps import is_count, of_graph
 from estimator_mgpu.tf_internals import tf_estimator
@@ -57,11 +58,24 @@ class Verification(NamedTuple):
         for mode, what, relative, exact in self.differences:
             lines.append(f'{mode:5} {what:{width}} {relative:8.1e} {"ok" if exact else "DIFFERS"}')
 
-        wrong = sum(not d.exact for d in self.differences)
-        lines.append(f'{wrong} of {len(self.differences)} differ from one device.')
-        if wrong:
+        lines.append(self._summary())
+        if not all(d.exact for d in self.differences):
             lines.append(_HINT)
         return '\n'.join(lines)
+
+    def __repr__(self) -> str:
+        return f'<Verification: {self._summary()}>'
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = []
+        for mode, what, relative, exact in self.differences:
+            rows.append([mode, what, f'{relative:.1e}', 'ok' if exact else 'DIFFERS'])
+        return html_of([Table(self._summary(), ['mode', 'value', 'difference', ''], rows)])
+
+    def _summary(self) -> str:
+        wrong = sum(not d.exact for d in self.differences)
+        return f'{wrong} of {len(self.differences)} differ from one device.'
 
 
 def verify(

@@ -223,6 +223,7 @@ def test_leaves_what_others_chose():
         """,
         before=MODEL,
         TF_USE_LEGACY_KERAS='0',
+        PYTHONWARNINGS='error::UserWarning',  # No warning comes that a user couldn't mend.
     )
 
 

@@ -1,7 +1,6 @@
 """What several devices add to a graph and to a step."""
 
 import gc
-import re
 import weakref
 from collections import Counter
 
@@ -11,6 +10,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu.tf_internals import graphs
 from models import floats, spec_of, step
+from towers import NAMES, tower_of
 
 ROWS = 24
 
@@ -50,14 +50,8 @@ def types(ops):
     return Counter(op.type for op in ops)
 
 
-def tower_of(op):
-    """The number of the tower that an op is a copy in; None for others."""
-    found = re.match(r'replicate/tower_(\d+)/', op.name)
-    return int(found[1]) if found else None
-
-
 def of_tower(ops, i):
-    return types(op for op in ops if tower_of(op) == i)
+    return types(op for op in ops if tower_of(op.name) == i)
 
 
 @pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])
@@ -74,7 +68,7 @@ def test_towers_run_what_one_device_runs(model_fn, rows):
     heavy = ('MatMul', 'BiasAdd', 'BiasAddGrad', 'Tanh', 'TanhGrad', 'Relu', 'ReluGrad', 'Rsqrt')
     assert own['SelectV2'] == (2 if model_fn is perceptron else 0)  # Dropout's, and its gradient's.
     for kind in heavy:
-        whole = sum(op.type == kind and tower_of(op) is None for op in ops)
+        whole = sum(op.type == kind and tower_of(op.name) is None for op in ops)
         assert own[kind] + whole == one[kind] - unused.get(kind, 0), kind
         assert not whole or kind == 'Rsqrt', kind
 
@@ -83,7 +77,7 @@ def test_towers_run_what_one_device_runs(model_fn, rows):
 def test_a_step_slices_and_sums(towers):
     """Beyond the towers' own: slices of features and labels, packs, a sum of each variable."""
     ops = ops_of_a_step(perceptron, towers)
-    added = [op for op in ops if op.name.startswith('replicate/') and tower_of(op) is None]
+    added = [op for op in ops if NAMES.is_added(op.name) and tower_of(op.name) is None]
     sums = [op for op in added if op.type == 'AddN']
     # Three layers' kernels and biases, and the loss; those of a device share a sum.
     assert sum(op.outputs[0].shape.num_elements() for op in sums) == 20 + 42 + 8 + 1
@@ -116,11 +110,11 @@ def test_no_tower_waits_for_another(rows):
 
     ops = ops_of_a_step(clipped, 3, rows)
     kinds = ('MatMul', 'BiasAddGrad', 'TanhGrad')
-    ends = [op for op in ops if tower_of(op) is not None and op.type in kinds]
+    ends = [op for op in ops if tower_of(op.name) is not None and op.type in kinds]
     assert len(ends) == 3 * (8 + 3 + 2)
     for op in ends:
-        others = {tower_of(other) for other in graphs.ancestors([op]) if other in ends}
-        assert others <= {tower_of(op)}, op.name
+        others = {tower_of(other.name) for other in graphs.ancestors([op]) if other in ends}
+        assert others <= {tower_of(op.name)}, op.name
 
 
 @pytest.mark.parametrize('rows', [ROWS, None], ids=['static', 'dynamic'])
@@ -135,7 +129,7 @@ def test_no_images_are_gathered_for_their_size(rows):
         return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
 
     ops = ops_of_a_step(convolutional, 4, rows)
-    gathered = [op for op in ops if op.type == 'ConcatV2' and tower_of(op) is None]
+    gathered = [op for op in ops if op.type == 'ConcatV2' and tower_of(op.name) is None]
     assert all(op.outputs[0].shape.rank < 2 for op in gathered)
     assert len([op for op in ops if op.type == 'ShapeN']) == 0
 
@@ -155,7 +149,7 @@ def test_what_follows_from_ops_without_a_rule_is_divided_again(rows, sparse):
         return spec_of(mode, loss, tf.train.MomentumOptimizer(0.1, 0.9).minimize(loss, step()))
 
     ops = ops_of_a_step(embedded, 4, rows, sparse)
-    products = [tower_of(op) for op in ops if op.type == 'MatMul']
+    products = [tower_of(op.name) for op in ops if op.type == 'MatMul']
     assert sorted(products) == sorted([*range(4)] * 6)
 
 

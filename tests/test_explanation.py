@@ -7,9 +7,12 @@ from collections import Counter
 import pytest
 import tensorflow.compat.v1 as tf
 import tf_slim
+from matplotlib.figure import Figure
 
 import estimator_mgpu
+from estimator_mgpu import pictures
 from estimator_mgpu.devices import has_useless_passes
+from estimator_mgpu.notebooks import Table, html_of
 from models import floats, spec_of, step
 
 TOWERS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']
@@ -223,12 +226,13 @@ def test_lines_are_those_of_the_program():
 
 
 def test_what_a_function_does():
-    """Its ops have no line of their own once they are part of the graph."""
-    ordered = tf.function(lambda net: tf.sort(net, 0))
+    """Its ops have the lines in it, also once they are part of the graph."""
+    ordered = tf.function(lambda net: tf.sort(net, 0))  # here
     found = explain(lambda features, labels, mode: ranked(ordered(features), labels, mode))
     lines = [op.line for op in found.once if op.name.endswith('TopKV2')]
-    assert len(lines) == 2 and '' in lines
-    assert ', no line, this TopKV2 needs all examples' in str(found)
+    first = test_what_a_function_does.__code__.co_firstlineno
+    assert f'test_explanation.py:{first + 2}' in lines
+    assert len(lines) == 2 and '' not in lines
 
 
 def test_a_loop_that_would_end_otherwise_than_it_starts(behavior):
@@ -335,17 +339,96 @@ def test_the_log_is_silent_on_what_costs_little(caplog):
     assert line.endswith(f' {found.sharded} ops are sharded.')
 
 
-def test_as_a_dict_and_a_drawing(tmp_path):
-    """A bar for each scope, with a box for each placement that there is in the model."""
-    found, path = explain(ranked), tmp_path / 'plan.svg'
+def test_as_a_dict():
+    found = explain(ranked)
     told = json.loads(json.dumps(found.as_dict()))
     assert told['towers'] == TOWERS[:2] and list(told['traffic']) == TOWERS[:2]
     assert list(told['traffic'][TOWERS[0]]) == ['sent', 'received', 'messages']
     assert told['once'][0]['name'] == 'order/TopKV2' and told['once'][0]['gathered'] == FLOATS
     assert told['gradients'] == [{'variable': 'net/w', 'bytes': 12, 'device': TOWERS[0]}]
-    assert told['scopes'] == found.scopes
+    assert told['scopes'] == found.scopes and told['sent'] == found.sent
+
+
+def test_what_each_device_sends_to_each_other_one():
+    found = explain(devices=TOWERS)
+    assert found.sent.keys() == found.traffic.keys() == set(TOWERS)
+    for device, moved in found.traffic.items():
+        assert device not in found.sent[device]
+        assert sum(found.sent[device].values()) == moved.sent
+        assert sum(sizes.get(device, 0) for sizes in found.sent.values()) == moved.received
+
+
+def test_in_a_notebook():
+    """Devices, gradients and ops as tables; as text, one line instead of a long tuple."""
+    found = explain(ranked, devices=['/cpu:0', '/cpu:1', '/cpu:1'])
+    text = repr(found)
+    assert text == f'<Explanation: 3 towers; {found.sharded} ops are sharded, 2 run once>'
+    cells = cells_of(found._repr_html_())
+    device, examples, *_ = cells[cells.index(TOWERS[1]) :]
+    assert (device, examples) == (TOWERS[1], '4 + 4')
+    assert 'net/w' in cells and 'order/TopKV2' in cells
+    assert '(no device)' not in cells  # The global step's device isn't known.
+
+    many = found._replace(once=found.once * 6)._repr_html_()
+    assert many.count('order/TopKV2') == 5 and 'and 2 more' in cells_of(many)
+
+
+def cells_of(html):
+    return re.findall(r'<td[^>]*>(.*?)</td>', html)
+
+
+def test_html_is_escaped():
+    table = Table('<a>', ['&'], [['<b>', 1]])
+    assert cells_of(html_of([table, Table('empty', ['x'], [])])) == ['&lt;b&gt;', '1']
+    assert '<a>' not in html_of([table]) and 'empty' not in html_of([table])
+
+
+def test_drawing(tmp_path):
+    found, path = explain(ranked), tmp_path / 'plan.svg'
     found.draw(str(path))
     svg = path.read_text()
-    assert {'order', 'net', 'Mean', 'shard', 'once'} <= set(re.findall(r'<!-- (.*?) -->', svg))
-    boxes = Counter(re.findall(r'style="fill: (#\w+)"/>', svg.partition('legend_1')[0]))
-    assert boxes['#1f77b4'] == boxes['#2ca02c'] == boxes['#d62728'] == 5  # scopes
+    texts = re.findall(r'<!-- (.*?) -->', svg)
+    assert {'order', 'net', 'runs once, on one device', 'CPU:0: 6 examples', 'to CPU:1'} <= {*texts}
+    bars = Counter(re.findall(r'style="fill: (#\w+)"/>', svg.partition('legend_1')[0].lower()))
+    colors = [color.lower() for color in pictures._COLORS.values()]
+    assert all(bars[color] >= 2 for color in colors), bars
+    explain(devices=1).draw(str(path))
+    assert 'A step on one device: nothing is sharded' in path.read_text()
+
+
+def test_bars():
+    """None is empty, and those of less than 1% of all output share one."""
+    scopes = {
+        'large': {'shard': 1000, 'once': 200},
+        'empty': {'shard': 0},
+        'small': {'shard': 5},
+        'smaller': {'partial': 3, 'once': 1},
+    }
+    small = {'shard': 5, 'partial': 3, 'once': 1}
+    assert pictures.bars_of(scopes) == [('large', scopes['large']), ('2 smaller scopes', small)]
+    many = pictures.bars_of({f'scope{i}': {'shard': 1000 + i} for i in range(30)})
+    assert [bar.label for bar in many][:1] == ['scope6'] and many[-1].label == '6 smaller scopes'
+
+
+def test_no_bar_ends_at_the_frame():
+    axes = Figure().subplots()
+    pictures._draw_bars(axes, [pictures.Bar('net', {'shard': 900, 'once': 100})])
+    assert axes.get_xlim()[1] > 1100
+    assert [text.get_text() for text in axes.texts] == ['1.00kB']
+
+
+@pytest.mark.parametrize(
+    'device, short',
+    [('/device:GPU:0', 'GPU:0'), ('/job:worker/task:1/device:CPU:0', 'worker 1, CPU:0')],
+)
+def test_names_of_devices_in_a_picture(device, short):
+    assert pictures._short_name(device) == short
+
+
+def test_the_log_warns_that_there_is_no_gpu(caplog):
+    for devices, warns in (None, True), (1, False):
+        caplog.clear()
+        explain(devices=devices)
+        [record] = [r for r in caplog.records if 'The input_fn gives' in r.getMessage()]
+        assert ('TensorFlow finds no GPU' in record.getMessage()) == warns
+        assert (record.levelname == 'WARNING') == warns

@@ -132,8 +132,9 @@ def bars(stream):
 @pytest.fixture
 def shows_all(monkeypatch):
     """Without a pause between what a bar shows."""
-    tqdm = hooks.tqdm
-    monkeypatch.setattr(hooks, 'tqdm', lambda **options: tqdm(mininterval=0, ncols=150, **options))
+    new = hooks._new_bar
+    always = {'mininterval': 0, 'ncols': 150}
+    monkeypatch.setattr(hooks, '_new_bar', lambda **options: new(**always, **options))
 
 
 @pytest.mark.parametrize(

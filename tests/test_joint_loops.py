@@ -177,7 +177,7 @@ def graph_of(function, **options):
 def test_towers_are_in_one_frame(behavior):
     """It has one condition, that of the first tower."""
     graph = graph_of(steps_are_counted)
-    ops = [op for op in graph.get_operations() if op.name.startswith('replicate/')]
+    ops = [op for op in graph.get_operations() if towers.NAMES.is_added(op.name)]
     frame = 'while/while_context' if behavior == 'v1' else 'while/apart'
     frame = f'replicate/all_towers/{frame}'
     enters = [
@@ -185,8 +185,10 @@ def test_towers_are_in_one_frame(behavior):
     ]
     assert {op.device[-5:] for op in enters} == {'CPU:0', 'CPU:1'}
 
-    conditions = [op.name for op in ops if op.type == 'LoopCond' and '/gradients/' not in op.name]
-    assert len(conditions) == 1 and conditions[0].startswith('replicate/tower_0/')
+    conditions = [
+        op.name for op in ops if op.type == 'LoopCond' and not op.name.startswith('gradients/')
+    ]
+    assert len(conditions) == 1 and towers.tower_of(conditions[0]) == 0
 
 
 def test_loops_that_stay():

@@ -7,7 +7,7 @@ import estimator_mgpu
 from estimator_mgpu import explain, steps
 from estimator_mgpu.tf_internals import graphs
 from models import adam, batches, floats, of_all_modes, predict, regression, sgd, spec_of, step
-from towers import TRAIN, compare, compare_modes, train
+from towers import NAMES, TRAIN, compare, compare_modes, tower_of, train
 
 
 def short_last():
@@ -106,12 +106,12 @@ def test_turns_wait_for_each_other():
     """The forward pass of a turn begins when the gradients of the turn before are there."""
     run = train(of_all_modes(dropout, sgd_train), batches(12), 2, steps=1, microbatches=3)
     gradient = 'gradients/dense/MatMul_grad/MatMul_1'
-    before = ancestors_of(run.graph, 'replicate/tower_1/dense/MatMul')
-    assert f'replicate/tower_0/{gradient}' in before
-    assert f'replicate/tower_2/{gradient}' not in before
+    before = ancestors_of(run.graph, NAMES.copy('dense/MatMul', 1))
+    assert NAMES.copy(gradient, 0) in before
+    assert NAMES.copy(gradient, 2) not in before
     # The other device's first turn waits for nothing.
-    before = ancestors_of(run.graph, 'replicate/tower_3/dense/MatMul')
-    assert not any(name.startswith('replicate/tower_0/') for name in before)
+    before = ancestors_of(run.graph, NAMES.copy('dense/MatMul', 3))
+    assert not any(tower_of(name) == 0 for name in before)
 
 
 def test_one_sum_of_a_device_is_sent():
@@ -156,12 +156,12 @@ def test_exact_batch_norm_is_not_chained(caplog):
 
     data = [(floats(8, 4, 4, 2), floats(8, 1))]
     run = train(model_fn, data, 1, microbatches=4)
-    assert not any(op.name.startswith('replicate/tower_1/') for op in run.graph.get_operations())
+    assert not any(tower_of(op.name) == 1 for op in run.graph.get_operations())
     assert 'microbatches=4 is left out: it would save only' in caplog.text
     assert "batch_norm='device' would help" in caplog.text
 
     run = train(model_fn, data, 1, microbatches=4, batch_norm='device')
-    assert any(op.name.startswith('replicate/tower_3/') for op in run.graph.get_operations())
+    assert any(tower_of(op.name) == 3 for op in run.graph.get_operations())
     assert 'keeps 100% of the activations for one of them at a time' in caplog.text
 
 

@@ -1,7 +1,6 @@
 """Where variables live, and what has to be there with them."""
 
 import collections
-import re
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -9,7 +8,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from models import ROWS, batches, predict, regression, spec_of, step
-from towers import TRAIN, compare, nodes_of_a_step, session
+from towers import TRAIN, compare, nodes_of_a_step, session, tower_of
 
 CPUS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']
 CHOICES = pytest.mark.parametrize('variables', ['cpu', 'first', 'spread'])
@@ -168,9 +167,9 @@ def test_what_runs_is_on_its_device():
         assert found[f'Momentum/update_{name}/ResourceApplyMomentum'] == device
     products = collections.Counter()
     for node in nodes:
-        tower = re.match(r'replicate/tower_(\d)/', node.name)
-        if tower and node.op not in ('_Send', '_Recv', '_HostSend', '_HostRecv'):
-            assert found[node.name] == int(tower[1]), node
-            products[tower[1]] += node.op.endswith('MatMul')  # or fused with what follows
+        tower = tower_of(node.name)
+        if tower is not None and node.op not in ('_Send', '_Recv', '_HostSend', '_HostRecv'):
+            assert found[node.name] == tower, node
+            products[tower] += node.op.endswith('MatMul')  # or fused with what follows
     # The forward pass and the gradient of each tower, two layers.
-    assert products == dict.fromkeys('012', 5)
+    assert products == dict.fromkeys(range(3), 5)

@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu.devices import resolve
 from models import adam, batches, predict, regression, spec_of
-from towers import TRAIN
+from towers import NAMES, TRAIN, tower_of
 
 
 def built(model_fn, rows=4):
@@ -26,7 +26,7 @@ def built(model_fn, rows=4):
 
 
 def of_tower_1(ops):
-    return [op for op in ops if op.name.startswith('replicate/tower_1/')]
+    return [op for op in ops if tower_of(op.name) == 1]
 
 
 def test_all_three_forms():
@@ -60,10 +60,8 @@ PLACES = {
 }
 
 
-def tower_of(op):
-    """Returns the number of an op's tower, or None."""
-    found = re.match(r'replicate/tower_(\d)/', op.name)
-    return int(found[1]) if found else None
+def is_added(op):
+    return NAMES.is_added(op.name)
 
 
 def variable_of(op):
@@ -79,7 +77,7 @@ def sums_before(update):
     remaining = [tensor.op for tensor in update.inputs]
     while remaining:
         op = remaining.pop()
-        if op.name.startswith('replicate/') and op.type in ('AddN', 'ConcatV2'):
+        if is_added(op) and op.type in ('AddN', 'ConcatV2'):
             sums.append(op)
         elif op.type in between:
             remaining += [tensor.op for tensor in op.inputs]
@@ -95,17 +93,18 @@ def test_placement_on_gpus(devices, variables, gpus):
     ops = built(estimator_mgpu.replicate(embedded, devices=devices, variables=variables), 8)
 
     pinned = [op for op in ops if re.search(r'(^|/)pinned(/|$)', op.name)]
+    pinned = [op for op in pinned if tower_of(op.name) is not None or not is_added(op)]
     assert {op.device for op in pinned} == {'/device:CPU:0'}
 
     # The lookups of four towers, and the model_fn's own, which nothing uses any more.
     lookups = [op for op in ops if op.type == 'ResourceGather']
-    assert len([op for op in lookups if tower_of(op) is not None]) == 4
+    assert len([op for op in lookups if tower_of(op.name) is not None]) == 4
     for op in lookups:
-        assert op.device == places['table'] or tower_of(op) is None and not op.device, op
+        assert op.device == places['table'] or tower_of(op.name) is None and not op.device, op
 
     for op in ops:
-        if tower_of(op) is not None and op.type != 'NoOp' and op not in [*pinned, *lookups]:
-            assert op.device == f'/device:GPU:{tower_of(op)}', op
+        if tower_of(op.name) is not None and op.type != 'NoOp' and op not in [*pinned, *lookups]:
+            assert op.device == f'/device:GPU:{tower_of(op.name)}', op
 
     # Each variable and Adam's two moments of it. What uses a handle has to be where that is.
     handles = [op for op in ops if op.type == 'VarHandleOp' and variable_of(op)]
@@ -158,7 +157,7 @@ def test_two_threads_at_once():
     barrier = threading.Barrier(1)
     run('alone', waiting)
     assert graphs['plain'] == graphs['alone']
-    assert any(name.startswith('replicate/tower_1/') for name in graphs['ours'])
+    assert any(tower_of(name) == 1 for name in graphs['ours'])
 
 
 SIGNATURES = {

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import nbclient
+import nbformat
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -125,6 +127,22 @@ def test_trains_on_two_devices(command, tmp_path):
         written = re.fullmatch(pattern, '\n'.join(lines[1:-1]), re.DOTALL)
         assert written, lines
         assert written[1] != written[2]
+
+
+def test_notebook(tmp_path):
+    """Its cells run, and show tables, a picture, and a progress bar that is a widget."""
+    notebook = nbformat.read(SAMPLES / 'notebook.ipynb', as_version=4)
+    client = nbclient.NotebookClient(notebook, resources={'metadata': {'path': str(tmp_path)}})
+    client.execute(env={**os.environ, 'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '3'})
+
+    outputs = [output for cell in notebook.cells for output in cell.get('outputs', [])]
+    printed = ''.join(output.text for output in outputs if output.get('name') == 'stdout')
+    assert re.search(r'\n0 of \d+ differ from one device', printed)
+    assert float(re.search('accuracy (.*) on 4000 points', printed)[1]) > 0.9
+    shown = {kind: data for output in outputs for kind, data in output.get('data', {}).items()}
+    assert '<td style="text-align: left">/device:CPU:1</td>' in shown['text/html']
+    assert 'image/png' in shown
+    assert 'application/vnd.jupyter.widget-view+json' in shown
 
 
 def test_separate_trains_two_models_at_a_time(tmp_path):

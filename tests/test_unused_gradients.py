@@ -50,7 +50,7 @@ def test_nobody_computes_them_unless_they_are_fetched(behavior):
     for value, of_one_device in zip(found, expected):
         np.testing.assert_allclose(value, of_one_device, rtol=1e-5)
 
-    of_tower = 'replicate/tower_2/gradients/net_grad'
+    of_tower = 'gradients/replicate/tower_2/net_grad'
     assert f'{of_tower}/Mul_1' in names  # The gradient of the product is used, and is sharded.
     assert f'{of_tower}/Mul' not in names and f'{of_tower}/Sum' not in names
 
@@ -59,4 +59,4 @@ def test_a_result_is_used(behavior):
     names, found = gradients_of(3, as_prediction=True)
     _, expected = gradients_of(1, as_prediction=True)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    assert 'replicate/tower_2/gradients/net_grad/Mul' in names
+    assert 'gradients/replicate/tower_2/net_grad/Mul' in names

@@ -317,12 +317,12 @@ def test_towers_have_frames_of_their_own():
 
     frames = {}
     for op in graph.get_operations():
-        if op.type == 'Enter' and op.name.startswith('replicate/'):
+        if op.type == 'Enter' and towers.NAMES.is_added(op.name):
             frames.setdefault(op.get_attr('frame_name'), set()).add(op.device)
     assert sorted(frames) == [
-        b'replicate/tower_0/gradients/while/while_context',
-        b'replicate/tower_0/while/while_context',
-        b'replicate/tower_1/gradients/while/while_context',
-        b'replicate/tower_1/while/while_context',
+        b'gradients/replicate/tower_0/while/while_context',
+        b'gradients/replicate/tower_1/while/while_context',
+        b'while/replicate/tower_0/while_context',
+        b'while/replicate/tower_1/while_context',
     ]
     assert all(len(devices) == 1 for devices in frames.values())

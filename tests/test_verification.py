@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ def failed(result):
 @pytest.mark.core
 @pytest.mark.parametrize('devices', [2, 4], ids='devices={}'.format)
 def test_an_exact_model(devices, capsys, behavior):
-    result = estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=devices)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')  # Only a user's own code may warn.
+        result = estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=devices)
     assert failed(result) == set() and result.exact
     assert str(result).endswith('differ from one device.')
     names = ['net/w', 'net/b', 'net/v']
@@ -90,6 +93,11 @@ def test_what_differs_is_told():
     assert re.search(r'train loss +\d\.\de[+-]\d\d DIFFERS', str(result))
     hint = str(result).splitlines()[-1]
     assert 'without a seed' in hint and 'float64' in hint
+    html, count = result._repr_html_(), len(failed(result))
+    assert html.count('>DIFFERS<') == count > 0 and '>variable net/w<' in html
+    assert repr(result) == (
+        f'<Verification: {count} of {len(result.differences)} differ from one device.>'
+    )
 
 
 def test_an_error_on_several_devices_is_raised():

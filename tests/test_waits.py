@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu.tf_internals import graphs
 from models import floats, of_all_modes, sgd, spec_of, step
-from towers import TRAIN, compare, session
+from towers import NAMES, TRAIN, compare, session, tower_of
 
 pytestmark = pytest.mark.core
 BATCHES = [(floats(7, 3), floats(7, 1))] * 3
@@ -51,9 +51,9 @@ def test_an_entry_waits_for_no_other(use_resource, effects):
 
     with tf.Graph().as_default(), session(2) as run:
         graph = replicated(model_fn)
-        found = before(graph.get_operation_by_name('replicate/tower_1/used'))
-        assert 'replicate/tower_1/x' in found
-        assert 'replicate/tower_1/y' not in found
+        found = before(graph.get_operation_by_name(NAMES.copy('used', 1)))
+        assert NAMES.copy('x', 1) in found
+        assert NAMES.copy('y', 1) not in found
         run.run(tf.global_variables_initializer())
         run.run('used:0', {'features:0': floats(5, 3)})
         [count] = [v for v in tf.global_variables() if v.op.name == 'count']
@@ -217,13 +217,13 @@ INDEPENDENT += [averages_before_the_loss, custom_gradient, recurrent]
 
 def waiting(graph, is_source):
     """The ops of the second tower that depend on some of the first one's."""
-    first, second = 'replicate/tower_0/', 'replicate/tower_1/'
-    return [
-        op.name
-        for op in graph.get_operations()
-        if op.name.startswith(second)
-        and any(name.startswith(first) and is_source(name[len(first) :]) for name in before(op))
-    ]
+    found = []
+    for op in graph.get_operations():
+        if tower_of(op.name) == 1:
+            copies = [NAMES.copy_of(name) for name in before(op) if tower_of(name) == 0]
+            if any(is_source(copy.op_name) for copy in copies):
+                found.append(op.name)
+    return found
 
 
 @pytest.mark.parametrize('model_fn', INDEPENDENT, ids=lambda f: f.__name__)
@@ -252,7 +252,7 @@ def test_a_tower_waits_for_sums_that_the_model_asks_for(behavior):
         assert found
         assert all('gradients/' in name for name in found)
         for op in graph.get_operations():
-            if op.name.startswith('replicate/tower_'):
+            if tower_of(op.name) is not None:
                 assert not [name for name in before(op) if 'AssignMovingAvg' in name]
         [*_, last] = tf.get_collection(tf.GraphKeys.TRAIN_OP)
         assert [name for name in before(last) if 'AssignMovingAvg' in name]
@@ -350,7 +350,7 @@ def test_rows_of_a_reference_variable_are_looked_up_where_it_is():
         copies = [
             op
             for op in graph.get_operations()
-            if op.name.startswith('replicate/tower_') and op.type == 'GatherV2'
+            if tower_of(op.name) is not None and op.type == 'GatherV2'
         ]
         assert len(copies) == 2
         assert {op.device for op in copies} == {table.op.device}
@@ -382,8 +382,8 @@ def test_a_gradient_that_nobody_uses_is_not_computed():
         [write] = [op for op in graph.get_operations() if op.type.startswith('Apply')]
         unused = 'gradients/MatMul_grad/MatMul'  # with respect to the features
         for tower in range(2):
-            assert f'replicate/tower_{tower}/{unused}' not in before(write)
-            assert f'replicate/tower_{tower}/{unused}_1' in before(write)
+            assert NAMES.copy(unused, tower) not in before(write)
+            assert NAMES.copy(f'{unused}_1', tower) in before(write)
 
         copies = [op for op in graph.get_operations() if op.type == 'DeepCopy']
         assert copies and set(copies) <= graphs.ancestors([write])

@@ -24,9 +24,17 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.partition.towers.names import Names
 
 MODES = tf.estimator.ModeKeys
 TRAIN = MODES.TRAIN
+NAMES = Names('replicate')  # of the ops that are added
+
+
+def tower_of(name):
+    """The number of the tower that an op is a copy in, by the op's name; None for others."""
+    copy = NAMES.copy_of(name)
+    return None if copy is None else copy.tower
 
 
 class Run(NamedTuple):

@@ -1,8 +1,8 @@
 """Which tasks save a part of each checkpoint. These have to see the chief's model_dir.
 
 The chief saves all resource variables, as a saver doesn't see on which task they are. A saver lets
-a task save itself what it finds there: reference variables, and variables and iterators that a
-program has put there.
+a task save itself what it finds there: reference variables, parts of variables that have a
+partitioner, and variables and iterators that a program has put there.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Not
                     f'{task} has variables or iterators that it saves itself, and does not see '
                     f'model_dir={model_dir!r} of {CHIEF}. Give a directory of a file system of all '
                     'machines. The chief saves all if there are only resource variables, which '
-                    'tf.disable_v2_behavior() turns off, and the program puts none on another '
-                    'task.'
+                    'tf.disable_v2_behavior() turns off, without a partitioner, and the program '
+                    'puts none on another task.'
                 ) from error
     finally:
         tf.io.gfile.rmtree(directory)

@@ -1,7 +1,7 @@
 """Placements: what each tower has of a tensor.
 
-`Replicate`, `Shard` and `Partial` are those of PyTorch's DTensor. The others are of TensorLists and
-Optionals, in which loops and branches keep what their gradients need: these cannot be gathered.
+`Replicate`, `Shard` and `Partial` are those of PyTorch's DTensor. The others cannot be gathered:
+most are of TensorLists and Optionals, in which loops and branches keep what their gradients need.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
-from estimator_mgpu.partition.sizes import RowSpace, Size
+from estimator_mgpu.partition.sizes import PartRows, RowSpace, Size
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,22 @@ class Flow(NotGatherable):
 
 FLOW = Flow()
 
+
+@dataclass(frozen=True)
+class Positions(NotGatherable):
+    """Where the rows of a part were, before `tf.dynamic_partition` made parts of all rows.
+
+    Each tower counts from its own first row, so these are of use only to ops on the same tower.
+    """
+
+    part: PartRows
+    parts: tuple[PartRows, ...]  # all those that were made together
+    rows: RowSpace  # of what parts were made of
+    factor: Size  # how many entries each of these rows had
+
+
 ListPlacement = Union[ShardList, SizeList, NestedList, ReplicateList]
-Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape, Flow]
+Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape, Flow, Positions]
 
 
 def rows_of(placement: Placement) -> RowSpace | None:

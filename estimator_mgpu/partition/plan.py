@@ -89,6 +89,13 @@ class Reduced(NamedTuple):
     rows: RowSpace
 
 
+class LocalRange(NamedTuple):
+    """The numbers from 0 on, one for each entry that the tower's rows have."""
+
+    rows: RowSpace
+    factor: Size  # how many entries a row has
+
+
 class FullSizes(NamedTuple):
     """Sizes in a v1 loop for the global batch, where a tower has its own: a vector, or a scalar."""
 
@@ -101,7 +108,17 @@ class VariableValue(NamedTuple):
     dtype: tf.DType
 
 
-Need = Union[Form, Slice, LocalShape, FullSizes, SparseRows, Constant, Reduced, VariableValue]
+Need = Union[
+    Form,
+    Slice,
+    LocalShape,
+    LocalRange,
+    FullSizes,
+    SparseRows,
+    Constant,
+    Reduced,
+    VariableValue,
+]
 
 
 # What a rule says of an operand's dimensions.

@@ -20,6 +20,7 @@ from estimator_mgpu.partition.sizes import (
     ONE,
     Dim,
     Entry,
+    PartRows,
     RowSpace,
     Size,
     UnknownSize,
@@ -57,6 +58,8 @@ class Sizes:
         self._scope = scope
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
+        # By the tensor that says in which part each row is, and the number of parts.
+        self._parts: dict[tuple[str, int], tuple[PartRows, ...]] = {}
 
     def set_dims(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
         """Sets the dimensions of a tensor; None leaves them as they are."""
@@ -113,6 +116,19 @@ class Sizes:
         if dims and dims[0] == self.unknown_dim(tensor, 0):
             rows = RowSpace(tensor.name, None)
             self.set_dims(tensor, [Size(1, (rows,)), *dims[1:]])
+
+    def parts(self, partition: tf.Operation, rows: RowSpace) -> tuple[PartRows, ...]:
+        """The row spaces of the parts that a `DynamicPartition` makes of rows.
+
+        Ops that put rows into the same parts have the same.
+        """
+        key = partition.inputs[1].name, len(partition.outputs)
+        if key not in self._parts:
+            origin = rows.origin if isinstance(rows, PartRows) else rows
+            self._parts[key] = tuple(
+                PartRows(part.name, None, origin) for part in partition.outputs
+            )
+        return self._parts[key]
 
     def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
         """The symbol for a dimension that is known only when the step runs."""

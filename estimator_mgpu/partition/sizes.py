@@ -28,6 +28,17 @@ class RowSpace:
     static: int | None  # how many rows there are, if the graph knows
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartRows(RowSpace):
+    """The rows of a part that `tf.dynamic_partition` makes of others.
+
+    Each tower has those that it picks of its own rows, so only the step tells how many. Those of
+    all towers, in order, are the part of the global batch.
+    """
+
+    origin: RowSpace  # the batch's, or whichever is shared out equally: whose rows are in parts
+
+
 class Splits(NamedTuple):
     """One more than the rows: the number of row splits that a ragged tensor has."""
 

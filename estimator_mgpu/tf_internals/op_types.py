@@ -6,6 +6,7 @@ FILL = 'Fill'
 NO_OP = 'NoOp'
 IDENTITY = 'Identity'
 READ_VARIABLE = 'ReadVariableOp'
+DISABLE_COPIES = 'DisableCopyOnRead'
 ENSURE_SHAPE = 'EnsureShape'
 
 ZEROS_ONES_LIKE = {'ZerosLike': 0, 'OnesLike': 1}
@@ -100,6 +101,8 @@ CHECKS = ('Assert', 'CheckNumerics', 'CheckNumericsV2')
 
 CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')
 CHECKPOINT_READ = 'RestoreV2'
+ASSIGNS = ('Assign', 'AssignVariableOp')
+"""Ops that give a variable a value, as a restored one."""
 
 STATE_HOLDERS = (
     *('VarHandleOp', 'Variable', 'VariableV2'),

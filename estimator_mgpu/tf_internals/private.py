@@ -44,6 +44,11 @@ clear_colocation = functools.partial(
 # (type of op): what TensorFlow declares of the type, an OpDef; None if it knows no such type.
 op_definition = _find('framework.op_def_registry', 'get')
 
+# (op in C, traceback): what `Operation.traceback` then gives.
+_set_traceback = _find('client.pywrap_tf_session', 'TF_SetOpStackTrace')
+# (): the traceback of whoever calls it.
+own_traceback = _find('util.tf_stack', 'extract_stack')
+
 # Facts about an op.
 creation_index = _find('framework.ops', 'Operation._id').fget  # the order in which ops were made
 control_consumers = _find('framework.ops', 'Operation._control_outputs').fget
@@ -61,6 +66,11 @@ get_function = _find('framework.ops', 'Graph._get_function')
 
 # The log of MonitoredSession, which has nothing else that tells why a session was lost.
 session_log = _find('training.monitored_session', 'logging')
+
+
+def set_traceback(op: tf.Operation, traceback: Any) -> None:
+    """Sets where an op was made, as `Operation.traceback` gives it."""
+    _set_traceback(op._c_op, traceback)
 
 
 def is_made_by_gradients(op: tf.Operation) -> bool:

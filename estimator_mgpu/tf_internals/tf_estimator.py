@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,6 +185,8 @@ if _minor(tf.__version__) > (2, 15):
     _restore_removed()
     _publish_estimator()
 tf.get_logger().addFilter(_is_no_advice)
+# TensorFlow 2.20 writes graphs as text with an option of which newer versions of protobuf warn.
+warnings.filterwarnings('ignore', 'float_format is deprecated', UserWarning)
 estimator: Any = tf.compat.v1.estimator
 
 # Only now does TensorFlow have what these modules import. The rest of the package takes them from

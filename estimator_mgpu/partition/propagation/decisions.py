@@ -16,12 +16,13 @@ from estimator_mgpu.partition.placements import (
     NotGatherable,
     Partial,
     Placement,
+    Positions,
     rows_of,
 )
 from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import handles, lists
+from estimator_mgpu.partition.rules import handles, lists, parts
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals import op_types
@@ -52,6 +53,11 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
 
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
+    has_positions = any(isinstance(placement, Positions) for placement in placements)
+    if op.type in parts.TYPES or has_positions:
+        # The sizes of parts differ from step to step, and functions have sizes of their own.
+        return None if scope.in_function else parts.decide(op, placements, scope.sizes)
+
     if op.type in scope.rules.of_calls:
         rule = scope.rules.of_calls[op.type]
         return rule(scope, op, _of_batch(placements, scope.batch))
@@ -161,6 +167,6 @@ def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placemen
 
 def has_rule(scope: Scope, op: tf.Operation) -> bool:
     """Whether there is a rule for the op's type, of any kind."""
-    if op.type in scope.rules.of_ops or op.type in scope.rules.of_calls:
+    if op.type in scope.rules.of_ops or op.type in scope.rules.of_calls or op.type in parts.TYPES:
         return True
     return op.type.startswith((*op_types.LIST_PREFIXES, *op_types.HANDLE_PREFIXES))

@@ -32,8 +32,9 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation.accepted_shapes import takes
 from estimator_mgpu.partition.propagation.scope import Scope
+from estimator_mgpu.partition.rules import parts
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
-from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, PartRows, RowSpace, Size, per_row
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -98,11 +99,15 @@ class Match:
 
             for label, size, rows in candidates:
                 factor = per_row(size, rows)
-                if label is None or factor is None:
+                if label is None or factor is None or not self._may_have(rows):
                     continue
                 in_blocks = self._in_blocks(tensor, label, factor, placement)
                 if in_blocks is not None:
                     yield Way(label, rows, factor, in_blocks)
+
+    def _may_have(self, rows: RowSpace) -> bool:
+        """Whether the op does with the rows that a tower may have: with none, of a part."""
+        return not isinstance(rows, PartRows) or self._op.type in parts.DO_WITHOUT_ROWS
 
     def _in_blocks(
         self, tensor: tf.Tensor, label: Label, factor: Size, placement: Placement

@@ -18,7 +18,7 @@ from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals import graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
@@ -46,7 +46,7 @@ def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.T
         if not trains or op.inputs[0].shape.rank is None or liveness.is_in_loop(op):
             continue
         users = [u for u in op.outputs[3].consumers() if u.type in op_types.BATCH_NORMS.values()]
-        with tf.control_dependencies(None), tf.device(op.device):
+        with tf.control_dependencies(None), tf.device(op.device), tracebacks.made_for(op):
             with tf.name_scope(None), tf.name_scope(f'{op.name}/sums'):
                 by_sums = _by_sums(op, users)
         for fused, outputs in by_sums.items():

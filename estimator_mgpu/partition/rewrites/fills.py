@@ -12,7 +12,7 @@ from collections.abc import Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals import graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 _NOT_FILLED = (tf.string, tf.resource, tf.variant)
@@ -42,9 +42,10 @@ def replace_likes_by_fills(
 
         value = op_types.ZEROS_ONES_LIKE[op.type]
         with tf.control_dependencies(op.control_inputs), tf.device(op.device), tf.name_scope(None):
-            # Unlike tf.shape(), this isn't a constant if the graph knows the shape.
-            shape = tf.raw_ops.Shape(input=op.inputs[0], name=f'{op.name}/shape')
-            filled = tf.fill(shape, tf.cast(value, output.dtype), f'{op.name}/fill')
+            with tracebacks.made_for(op):
+                # Unlike tf.shape(), this isn't a constant if the graph knows the shape.
+                shape = tf.raw_ops.Shape(input=op.inputs[0], name=f'{op.name}/shape')
+                filled = tf.fill(shape, tf.cast(value, output.dtype), f'{op.name}/fill')
         graphs.redirect_consumers(op, {0: filled}, op)
         replaced[output.name] = filled
     return replaced

@@ -24,7 +24,7 @@ from collections.abc import Container
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import private
+from estimator_mgpu.tf_internals import private, tracebacks
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
@@ -82,5 +82,6 @@ def _can_be_copied(tensor: tf.Tensor, op: tf.Operation, order: StateOrder) -> bo
 def _copy(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
     """A copy in other memory, on the same device."""
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
-        with graph.colocate_with(tensor.op, ignore_existing=True):
+        colocated = graph.colocate_with(tensor.op, ignore_existing=True)
+        with colocated, tracebacks.made_for(tensor.op):
             return tf.raw_ops.DeepCopy(x=tensor, name=f'{tensor.op.name}/copy')

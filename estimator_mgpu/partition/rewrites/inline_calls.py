@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -49,7 +49,9 @@ def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor
             # In a v1 loop or a branch, a function's constants would run outside of it.
             if function is None or not liveness.always_runs(call):
                 continue
-            outputs, last = _add_body(call, function)
+            with tracebacks.made_for(call):
+                outputs, last = _add_body(call, function)
+            tracebacks.copy_those_of_function(function, graph, f'{call.name}/inlined')
             # The function may have got further outputs since it was called.
             pairs = list(zip(call.outputs, outputs))
             graphs.redirect_consumers(

@@ -26,7 +26,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect
 from estimator_mgpu.tf_internals.node_defs import node_def
 
@@ -47,7 +47,11 @@ def take_apart_loops(of_batch: Sequence[tf.Operation]) -> dict[str, tf.Tensor]:
     while candidates:
         loop = candidates.pop()
         if _examples_decide(loop):
-            results, inner_loops = _replace_loop(loop)
+            with tracebacks.made_for(loop):
+                results, inner_loops = _replace_loop(loop)
+            for name, function in zip(('condition', 'body'), function_calls.function_graphs(loop)):
+                scope = f'{loop.name}/apart/{name}'
+                tracebacks.copy_those_of_function(function, loop.graph, scope)
             replaced.update((before.name, result) for before, result in zip(loop.outputs, results))
             candidates += inner_loops
     return replaced

@@ -18,6 +18,7 @@ from estimator_mgpu.partition.placements import (
     NestedList,
     NotGatherable,
     Placement,
+    Positions,
     Shard,
     ShardList,
     SizeList,
@@ -204,7 +205,7 @@ def list_with(
     """
     if isinstance(placement, Shard):
         return _list_of(value, placement, sizes, stacked)
-    if isinstance(placement, NotGatherable):
+    if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
         return NestedList(placement)
     entries = sizes.entries(value) or []
     if placement == REPLICATE and not stacked and any(batch in size.symbols for size in entries):

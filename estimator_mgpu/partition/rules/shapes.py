@@ -26,7 +26,15 @@ from estimator_mgpu.partition.rules.notation import (
     word,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, UnknownSize, per_row, product
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    PartRows,
+    RowSpace,
+    Size,
+    UnknownSize,
+    per_row,
+    product,
+)
 
 # Dimensions of size 1, and their order.
 
@@ -99,11 +107,23 @@ def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
             output_labels[j] = i
             in_blocks[i] = True
     return Signature(
-        [tuple(input_labels), SizesOf(tuple(output_labels))],
+        [tuple(input_labels), _new_shape(after, output_labels)],
         [tuple(output_labels)],
         dims=[after],
         in_blocks=in_blocks,
     )
+
+
+def _new_shape(after: Sequence[Size], labels: Sequence[Label]) -> SizesOf | Constant:
+    """The shape that a `Reshape` on a tower is given, for these dimensions.
+
+    The rows of a part can only be sharded along the dimension that has them, so -1 stands for them:
+    how many a tower has needn't be computed.
+    """
+    unknown = [size for size in after if size.symbols]
+    if len(unknown) == 1 and isinstance(unknown[0].rows, PartRows) and Size(0) not in after:
+        return Constant(tuple(-1 if size.symbols else size.number for size in after))
+    return SizesOf(tuple(labels))
 
 
 def _new_dims(op: tf.Operation, before: Sequence[Size], sizes: Sizes) -> list[Size]:

@@ -19,13 +19,14 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
+from estimator_mgpu.partition.towers.names import unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Schedule, add_gates, find_schedule
 from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
-from estimator_mgpu.tf_internals import graphs, op_types, private
+from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -66,7 +67,8 @@ class Towers:
         waits = [self.graph.get_operation_by_name(name) for name in names]
         with self.graph.as_default(), tf.device(value.device), tf.name_scope(None):
             with tf.control_dependencies(None), tf.control_dependencies(waits):
-                return tf.identity(value, f'{self._values.scope}/{tensor.op.name}')
+                with tracebacks.made_for(tensor.op):
+                    return tf.identity(value, self._values.name_of_result(tensor.op))
 
     def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of the output of an op that is sharded."""
@@ -114,7 +116,7 @@ def build_towers(
         full_value_devices,
         calls,
         order,
-        graph.unique_name('replicate'),
+        unused_word(graph.get_operations()),
     )
     towers = towers_of(devices, turns)
     nodes, values, waits, control_inputs = collect(towers)
@@ -165,20 +167,23 @@ def _collect_nodes(
     towers: Sequence[Tower],
 ) -> _Collected:
     """Collects all nodes of the towers, under a scope."""
-    nodes = NodeBuilder(graph, scope, host_of(towers[0].device))
+    first = next(iter(plan.order), None)
+    nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
     values = Values(graph, plan, total, towers, full_value_devices, calls, order, nodes)
     waits = Waits(graph, plan, order, values)
     copies = Copies(plan, towers, values, waits, nodes)
 
     for name, op_plan in plan.ops.items():
-        copies.add(graph.get_operation_by_name(name), op_plan)
+        op = graph.get_operation_by_name(name)
+        with nodes.serving(op):
+            copies.add(op, op_plan)
     for op in plan.order:
         for tensor in op.outputs:
             values.full(tensor)
-    control_inputs = {
-        op: _control_inputs(op, plan, towers, values, waits, nodes)
-        for op in dict.fromkeys([*plan.order, *waits.ops_with_added()])
-    }
+    control_inputs: dict[tf.Operation, list[str]] = {}
+    for op in dict.fromkeys([*plan.order, *waits.ops_with_added()]):
+        with nodes.serving(op):
+            control_inputs[op] = _control_inputs(op, plan, towers, values, waits, nodes)
     return _Collected(nodes, values, waits, control_inputs)
 
 

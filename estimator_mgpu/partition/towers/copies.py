@@ -1,6 +1,6 @@
 """Each tower's copies of ops: where they run, what they are given, and what they wait for.
 
-In: an op and its `OpPlan`. Out: a node for each tower, named `replicate/tower_1/<op>`.
+In: an op and its `OpPlan`. Out: a node for each tower, named as `names` says.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from estimator_mgpu.partition.plan import (
     LOCAL,
     Constant,
     FullSizes,
+    LocalRange,
     LocalShape,
     Need,
     OpPlan,
@@ -145,6 +146,8 @@ class Copies:
             return self._values.sparse_rows(tensor, need, tower)
         if isinstance(need, (LocalShape, Constant)):
             return self._sizes(tensor, need, tower)
+        if isinstance(need, LocalRange):
+            return self._range(tensor.dtype.base_dtype, need, tower)
 
         placement = self._plan.placements.get(tensor.name)
         if need == FULL_ON_FIRST:
@@ -187,6 +190,12 @@ class Copies:
         dtype = tensor.dtype.base_dtype
         sizes = shards.local_sizes(need, tower, tensor.shape.rank == 0, dtype)
         return self._nodes.tensor(sizes, dtype, dtype)
+
+    def _range(self, dtype: tf.DType, need: LocalRange, tower: Tower) -> str:
+        """The numbers of the entries that a tower's rows have."""
+        _, size = self._values.shards_of(need.rows).extent(need.factor, tower, dtype)
+        ends = [self._nodes.scalar(number, dtype) for number in (0, size, 1)]
+        return self._nodes.add('Range', ends, tower.device, Tidx=dtype)
 
     def _full_operand(
         self, tensor: tf.Tensor, tower: Tower, device: str, or_zeros: bool = False

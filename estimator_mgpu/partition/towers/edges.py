@@ -87,7 +87,6 @@ class Edges:
         of_batch = set(plan.order)
         not_of_batch = [op for op in control_inputs if op not in of_batch]
         self._users_ops.update((op.name, op) for op in graphs.descendants(not_of_batch))
-        self._tower_prefix = f'{nodes.scope}/tower_'
         self._loop_of = {op.name: key for key, loop in self.loops.items() for op in loop.all_ops}
         self._tower_count = tower_count
         self._joint = {key for key, loop in self.loops.items() if _is_joint(loop, plan)}
@@ -96,9 +95,9 @@ class Edges:
 
     def unit_of(self, name: str) -> Unit:
         """The unit of an added node, or of one of the user's ops."""
-        if name.startswith(self._tower_prefix):
-            number, _, op_name = name[len(self._tower_prefix) :].partition('/')
-            return self._copy(int(number), self._loop_of.get(op_name, op_name))
+        copy = self._builder.names.copy_of(name)
+        if copy is not None:
+            return self._copy(copy.tower, self._loop_of.get(copy.op_name, copy.op_name))
         if name in self.nodes:
             return self._loop_around(name) or Unit(None, name)
         return Unit(None, self._loop_of.get(name, name))
@@ -112,9 +111,9 @@ class Edges:
         frame = self._builder.frame_of(name)
         if frame is None:
             return None
-        if frame.startswith(self._tower_prefix):
-            number, _, loop = frame[len(self._tower_prefix) :].partition('/')
-            return self._copy(int(number), self._loops_by_frame[loop])
+        copy = self._builder.names.copy_of(frame)
+        if copy is not None:
+            return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
         loop = frame.removeprefix(f'{self._builder.scope}/all_towers/')
         return self._copy(0, self._loops_by_frame[loop])
 
@@ -124,7 +123,7 @@ class Edges:
         if not self.loops:
             return added
         for name in self.nodes:
-            if not name.startswith(self._tower_prefix):
+            if self._builder.names.copy_of(name) is None:
                 loop = self._loop_around(name)
                 if loop is not None:
                     added[loop].append(name)
@@ -169,7 +168,7 @@ class Edges:
         return unit.is_copy or unit.is_joint or unit.name in self.nodes
 
     def _node_name(self, name: str, tower: int | None) -> str:
-        return name if tower is None else f'{self._tower_prefix}{tower}/{name}'
+        return name if tower is None else self._builder.names.copy(name, tower)
 
     def _inputs_of_node(self, name: str) -> Sequence[str]:
         node = self.nodes.get(name)

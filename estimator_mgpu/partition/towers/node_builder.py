@@ -1,7 +1,8 @@
 """Nodes that are added to a graph all at once, which is much faster than one by one.
 
 In: types of ops, and names of tensors: the graph's own, or outputs of nodes that were added before.
-Out: names of the nodes' outputs; and with `build()` the nodes in the graph.
+Out: names of the nodes' outputs; and with `build()` the nodes in the graph, each with the traceback
+of the user's op that it serves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.partition.towers.names import Names
+from estimator_mgpu.tf_internals import op_types, private, tracebacks
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def
 
 Number = Union[int, str]
@@ -25,19 +27,21 @@ many steps may be under way."""
 
 
 class NodeBuilder:
-    """Collects NodeDefs under one scope.
+    """Collects NodeDefs.
 
     An input that is an integer, or a list of integers, becomes a tensor on the `host`.
 
     Args:
       graph: to which the nodes are added.
-      scope: what the nodes' names begin with.
+      scope: of what serves many ops; in names of others, it comes after the op's outermost scope.
       host: the device on which sizes are computed.
+      served: the user's op for which nodes are added, if not within `serving()`.
     """
 
-    def __init__(self, graph: tf.Graph, scope: str, host: str):
+    def __init__(self, graph: tf.Graph, scope: str, host: str, served: tf.Operation | None = None):
         self.graph = graph
         self.scope = scope
+        self.names = Names(scope)
         self.host = host
         self.graph_def = tf.GraphDef()
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
@@ -48,18 +52,38 @@ class NodeBuilder:
         """Ops of the graph that a node waits for, by the node's name."""
         # Value, dtype and device of constants, by the names of their outputs.
         self._consts: dict[str, tuple[Any, tf.DType, str]] = {}
+        self._served = served
+        self._is_for_many = True
+        # The user's op that each node serves, by the node's name.
+        self._served_by: dict[str, tf.Operation | None] = {}
         # The frames around tensors that are in v1 loops.
         self._frames: dict[str, Frames] = {}
 
     @contextlib.contextmanager
-    def at_once(self, device: str) -> Iterator[None]:
+    def serving(self, op: tf.Operation | None, is_for_many: bool = False) -> Iterator[None]:
+        """A context for nodes that are added for one of the user's ops, or for it and many more."""
+        outer = self._served, self._is_for_many
+        self._served = op
+        self._is_for_many = is_for_many
+        try:
+            yield
+        finally:
+            self._served, self._is_for_many = outer
+
+    def for_many(self) -> contextlib.AbstractContextManager[None]:
+        """A context for nodes that many ops use, such as sizes; the present one is the first."""
+        return self.serving(self._served, is_for_many=True)
+
+    @contextlib.contextmanager
+    def at_once(self, device: str, served: tf.Operation) -> Iterator[None]:
         """A context for ops that TensorFlow's functions add to the graph, without `build()`.
 
-        They compute how many rows there are, and which of them each tower has.
+        They compute how many rows an op has given, and which of them each tower has.
         """
         scope = tf.name_scope(f'{self.scope}/rows/')
         with tf.control_dependencies(None), tf.device(device), scope:
-            yield
+            with tracebacks.made_for(served):
+                yield
 
     def place_in_frames(self, tensor: str, frames: Frames) -> None:
         """Notes that a tensor is in a v1 loop: so is what is added of it."""
@@ -98,6 +122,7 @@ class NodeBuilder:
         node.CopyFrom(definition)
         node.name, node.device = name, device
         node.input[:] = inputs
+        self._served_by[name] = self._served
         return node
 
     def add(self, op: str, inputs: Sequence[Any], device: str, **attrs: Hashable) -> str:
@@ -151,8 +176,10 @@ class NodeBuilder:
             if isinstance(value, int) or all(isinstance(n, int) for n in value):
                 return self.const(value, dtype, self.host)
             scalars = [self.scalar(n, source) for n in value]
-            value = self.add('Pack', scalars, self.host, T=source, N=len(scalars))
-        return self.cast(value, source, dtype, self.host)
+            with self.for_many():
+                value = self.add('Pack', scalars, self.host, T=source, N=len(scalars))
+        with self.for_many():
+            return self.cast(value, source, dtype, self.host)
 
     def const(self, value: Any, dtype: tf.DType, device: str) -> str:
         """Adds a constant: a number or a list."""
@@ -189,7 +216,8 @@ class NodeBuilder:
         """Adds a node unless there is one with the key; returns its name."""
         if key not in self._names:
             definition = make()
-            self._names[key] = f'{self.scope}/{definition.op}_{len(self._names)}'
+            served = '' if self._served is None or self._is_for_many else self._served.name
+            self._names[key] = self.names.added(served, f'{definition.op}_{len(self._names)}')
             name = self._names[key]
             self._added[name] = self.copy(definition, name, inputs, device)
         return self._names[key]
@@ -204,8 +232,13 @@ class NodeBuilder:
             node.device = ''
         with self.graph.as_default(), tf.control_dependencies(None), tf.device(None):
             tf.import_graph_def(self.graph_def, self._inputs_from_graph(), name='')
-        for name, device in devices.items():
-            private.set_device(self.graph.get_operation_by_name(name), device)
+        shared = tracebacks.Tracebacks()
+        by_served_op = {op: shared.of(op) for op in set(self._served_by.values())}
+        for name, served in self._served_by.items():
+            op = self.graph.get_operation_by_name(name)
+            private.set_traceback(op, by_served_op[served])
+            if name in devices:
+                private.set_device(op, devices[name])
 
         for name, ops in self.waits.items():
             private.add_control_inputs(self.graph.get_operation_by_name(name), list(ops))
@@ -221,7 +254,8 @@ class NodeBuilder:
                 is_on_gpu = 'GPU' in node.device and dtype != tf.int32
                 wanted = host_of(node.device) if is_on_gpu else node.device
                 if device not in (node.device, wanted):
-                    node.input[position] = self.const(value, dtype, wanted)
+                    with self.serving(self._served_by[node.name]):
+                        node.input[position] = self.const(value, dtype, wanted)
 
     def _inputs_from_graph(self) -> dict[str, tf.Tensor]:
         """The graph's own tensors that nodes use, by name."""

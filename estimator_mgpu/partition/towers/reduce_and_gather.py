@@ -20,7 +20,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.sizes import ONE, Size, per_row
-from estimator_mgpu.partition.towers.shards import Shards, index_type
+from estimator_mgpu.partition.towers.shards import PartShards, Shards, index_type
 from estimator_mgpu.partition.towers.turns import Chain
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
@@ -78,6 +78,36 @@ def _concat_chain(
     index = index_type(size)
     extent = (0, shards.count_of_chain(factor, chain, index))
     return shards.cut(joined, dtype, axis, extent, device, index)
+
+
+def gather_part(
+    shards: Shards, parts: Sequence[str], dtype: tf.DType, axis: int, device: str
+) -> str:
+    """Concatenates rows of a part that `tf.dynamic_partition` makes, which towers have picked.
+
+    What a tower without examples has is left out where it is, as only that tower knows how many
+    rows these are.
+
+    Args:
+      shards: those that rows were picked from.
+      parts: what each tower has picked.
+      dtype: their type.
+      axis: the dimension along which the rows are.
+      device: where the concatenation is made.
+    """
+    nodes = shards.nodes
+    of_chains = []
+    for chain in shards.chains:
+        picked = []
+        for tower in chain:
+            part = parts[tower.number]
+            if shards.active is not None and tower.number > 0:
+                is_active = shards.active[tower.number]
+                limit = nodes.add('SelectV2', [is_active, tf.int32.max, 0], nodes.host, T=tf.int32)
+                part = shards.cut(part, dtype, axis, (0, limit), tower.device)
+            picked.append(part)
+        of_chains.append(nodes.concat(picked, axis, dtype, chain[0].device))
+    return nodes.concat(of_chains, axis, dtype, device)
 
 
 def gather_blocks(
@@ -160,12 +190,13 @@ def _without_empty_towers(
 
     It's a `where`, as what such a tower has may be inf or nan, which a product with 0 would keep.
     The first tower is left as it is: if it has no example, or is the only one that has some, it has
-    computed on all there are.
+    computed on all there are. But it may have no rows of a part, of which others have some.
     """
     assert shards.active is not None
     neutral = _neutral_element(dtype, reduction)
-    replaced = [parts[0]]
-    for part, is_active, tower in zip(parts[1:], shards.active[1:], shards.towers[1:]):
+    kept = 0 if isinstance(shards, PartShards) else 1
+    replaced = list(parts[:kept])
+    for part, is_active, tower in zip(parts[kept:], shards.active[kept:], shards.towers[kept:]):
         operands = [is_active, part, shards.nodes.const(neutral, dtype, tower.device)]
         replaced.append(shards.nodes.add('SelectV2', operands, tower.device, T=dtype))
     return replaced

@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import rows_of
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
-from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, Entry, PartRows, RowSpace, Size, per_row
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.turns import Chain, Tower, chains_of
 
@@ -65,6 +65,10 @@ class Shards:
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
 
+        self._set_extents(total)
+
+    def _set_extents(self, total: tf.Tensor | None) -> None:
+        """Finds out which rows are whose."""
         if total is None:
             self._set_static_extents()
         else:
@@ -74,16 +78,13 @@ class Shards:
         """If the number of rows is known, there is one for each tower, or nothing is sharded."""
         self.total = self.rows.static or 0
         self._extents_of_chains = _divide(0, self.total, len(self.chains))
-
-        extents: list[tuple[int, int]] = []
-        for chain, (start, count) in zip(self.chains, self._extents_of_chains):
-            extents += _divide(start, count, len(chain))
+        extents = static_extents(self.total, len(self.chains), len(self.chains[0]))
         self._extents = extents
         self.counts = [count for _, count in extents]
 
     def _add_extents(self, total: tf.Tensor) -> None:
         """Adds ops that compute the extents from the number of rows."""
-        with self.nodes.at_once(self.nodes.host):
+        with self.nodes.at_once(self.nodes.host, total.op):
             all_rows = _Extents(tf.zeros([1], tf.int32), total[None], total[None])
             extents = all_rows.divided(len(self.chains))
             turns = len(self.chains[0])
@@ -261,7 +262,7 @@ class Shards:
     def _add_extents_in_parts(self, parts: Sequence[tf.Tensor]) -> None:
         """Adds ops that compute each tower's extent in each part."""
         tensor_of = self.nodes.graph.get_tensor_by_name
-        with self.nodes.at_once(self.nodes.host):
+        with self.nodes.at_once(self.nodes.host, parts[0].op):
             rows = tf.stack([tf.cast(rows_of(part), tf.int32) for part in parts])
             rows_before = tf.cumsum(rows, exclusive=True)
             start_names, size_names = zip(*self._extents)
@@ -281,7 +282,8 @@ class Shards:
         """A number of rows in another type; it's an int32 scalar if the graph doesn't know it."""
         if isinstance(rows, int):
             return rows
-        return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
+        with self.nodes.for_many():
+            return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
 
     def _multiply(self, a: Number, b: Number, dtype: tf.DType) -> Number:
         if isinstance(a, int) and isinstance(b, int):
@@ -301,7 +303,59 @@ class Shards:
 
     def _binary(self, op_type: str, a: Number, b: Number, dtype: tf.DType) -> str:
         scalars = [self.nodes.scalar(a, dtype), self.nodes.scalar(b, dtype)]
-        return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
+        with self.nodes.for_many():
+            return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
+
+
+class PartShards(Shards):
+    """Shards of a part that `tf.dynamic_partition` makes: each tower has picked rows of its own.
+
+    Args:
+      rows: the part's row space.
+      sizes: for each tower, how many rows it has picked of those on which it computes.
+      origin: the shards that these were picked from.
+      symbol_value: as in `Shards`.
+    """
+
+    def __init__(
+        self,
+        rows: PartRows,
+        sizes: Sequence[Number],
+        origin: Shards,
+        symbol_value: Callable[[Any, Any, tf.DType], Number],
+    ):
+        self._sizes = sizes
+        self._origin = origin
+        super().__init__(rows, None, origin.towers, origin.nodes, symbol_value)
+
+    def _set_extents(self, total: tf.Tensor | None) -> None:
+        starts: list[Number] = []
+        counts: list[Number] = []
+        rows_before: Number = 0
+        for size, is_active in zip(self._sizes, self._flags()):
+            counts.append(self._multiply(size, is_active, tf.int32))
+            # A tower without examples computes on others' rows: on the first ones.
+            starts.append(self._multiply(rows_before, is_active, tf.int32))
+            rows_before = self._add(rows_before, counts[-1], tf.int32)
+
+        self.total = rows_before
+        self.counts = counts
+        self.active = [self._binary('Greater', count, 0, tf.int32) for count in counts]
+        self._extents = list(zip(starts, self._sizes))
+        self._extents_of_chains = [self._extent_of_chain(chain) for chain in self.chains]
+
+    def _flags(self) -> list[Number]:
+        """For each tower, 1 if it has examples, otherwise 0."""
+        if self._origin.active is None:
+            return [1] * len(self.towers)
+        host = self.nodes.host
+        return [self.nodes.cast(name, tf.bool, tf.int32, host) for name in self._origin.active]
+
+    def _extent_of_chain(self, chain: Chain) -> Extent:
+        count: Number = 0
+        for tower in chain:
+            count = self._add(count, self.counts[tower.number], tf.int32)
+        return self._extents[chain[0].number][0], count
 
 
 class _Extents(NamedTuple):
@@ -328,6 +382,20 @@ class _Extents(NamedTuple):
     def names(self) -> list[Extent]:
         """The names of the start and the size of each."""
         return list(zip(_names_of_entries(self.starts), _names_of_entries(self.sizes)))
+
+
+def static_extents(total: int, devices: int, turns: int) -> list[tuple[int, int]]:
+    """The extents of all towers: where each starts, and how many rows it has.
+
+    Args:
+      total: how many rows there are.
+      devices: over how many devices they are divided.
+      turns: how many towers each device has, one after the other.
+    """
+    extents: list[tuple[int, int]] = []
+    for start, count in _divide(0, total, devices):
+        extents += _divide(start, count, turns)
+    return extents
 
 
 def _divide(start: int, count: int, parts: int) -> list[tuple[int, int]]:

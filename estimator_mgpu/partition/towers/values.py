@@ -17,12 +17,12 @@ from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import LoopFrame, Plan, Reduced, Slice, SparseRows
-from estimator_mgpu.partition.sizes import ONE, Dim, RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import ONE, Dim, PartRows, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
-from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.partition.towers.shards import PartShards, Shards
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.state_order import StateOrder
@@ -69,14 +69,13 @@ class Values:
         """The full values that were made from local ones so far, by the names of the tensors."""
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
 
-    @property
-    def scope(self) -> str:
-        """What the names of added nodes begin with."""
-        return self._nodes.scope
-
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
-        return f'{self._nodes.scope}/tower_{tower.number}/{op_name}'
+        return self._nodes.names.copy(op_name, tower.number)
+
+    def name_of_result(self, op: tf.Operation) -> str:
+        """The name of an identity that gives what one of the user's ops computes."""
+        return self._nodes.names.added(op.name, f'result_{op.name.rpartition("/")[2]}')
 
     def frame_name(self, frame: str, is_joint: bool, tower: Tower) -> str:
         """The name of the frame of a tower's copy of a v1 loop, whose frame has a name.
@@ -158,7 +157,8 @@ class Values:
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
         if self.is_made_from_local(tensor) and tensor.name not in self.full_values:
-            self.full_values.update(self._make_full(tensor))
+            with self._nodes.serving(tensor.op, is_for_many=tensor.name in self._packs):
+                self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
 
     def device_of_full(self, tensor: tf.Tensor) -> str:
@@ -186,19 +186,29 @@ class Values:
         if tensor.name not in unpacked:
             pack = self._packs[tensor.name]
             names = [packed.name for packed in pack.tensors]
-            vector = pack.join(names, self._nodes, source)
-            vector = self.send(vector, pack.dtype, source, device)
-            unpacked.update(pack.split(vector, self._nodes, device))
+            with self._nodes.serving(tensor.op, is_for_many=True):
+                vector = pack.join(names, self._nodes, source)
+                vector = self.send(vector, pack.dtype, source, device)
+                unpacked.update(pack.split(vector, self._nodes, device))
         return unpacked[tensor.name]
 
     def shards_of(self, rows: RowSpace) -> Shards:
-        """The shards of a row space: the batch's, or one that a tensor with a full value has."""
+        """The shards of a row space: the batch's, or one that starts with a tensor."""
+        if isinstance(rows, PartRows) and rows not in self._shards:
+            self._shards[rows] = self._shards_of_part(rows)
         if rows not in self._shards:
             tensor = self._graph.get_tensor_by_name(rows.name)
-            with self._nodes.at_once(self.device_of_full(tensor)):
+            with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
                 total = tf.shape(tensor)[0]
             self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
         return self._shards[rows]
+
+    def _shards_of_part(self, rows: PartRows) -> Shards:
+        """The shards of a part, of which each tower has the rows that it has picked."""
+        part = self._graph.get_tensor_by_name(rows.name)
+        first_dim = Dim(part.name, 0)
+        sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
+        return PartShards(rows, sizes, self.shards_of(rows.origin), self._symbol_value)
 
     def is_made_from_local(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is another tensor than the output of the user's op."""
@@ -234,21 +244,27 @@ class Values:
         if not isinstance(placement, (Shard, Partial)):
             return {name: self.local(tensor, self._towers[0])}  # It's the same on all towers.
 
-        shards = self.shards_of(placement.rows)
+        rows = placement.rows
         dtype = tensor.dtype.base_dtype
         device = self.device_of_full(tensor)
         if name in self._packs:
-            return self._reduce_pack(self._packs[name], shards, dtype, device)
+            return self._reduce_pack(self._packs[name], self.shards_of(rows), dtype, device)
 
         parts = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(placement, Partial):
+            shards = self.shards_of(rows)
             return {name: reduce_and_gather.reduce(shards, parts, dtype, placement.reduce, device)}
+        if isinstance(rows, PartRows) and not placement.in_blocks:
+            # How many rows were picked by which tower needn't be known.
+            origin = self.shards_of(rows.origin)
+            gathered = reduce_and_gather.gather_part(origin, parts, dtype, placement.axis, device)
+            return {name: gathered}
 
         dims = self._plan.sizes.dims(tensor) or []
         gather = reduce_and_gather.gather
         if placement.in_blocks:
             gather = reduce_and_gather.gather_blocks
-        return {name: gather(shards, parts, dtype, placement.axis, dims, device)}
+        return {name: gather(self.shards_of(rows), parts, dtype, placement.axis, dims, device)}
 
     def _make_size(self, tensor: tf.Tensor) -> str:
         dtype = tensor.dtype.base_dtype
@@ -276,12 +292,13 @@ class Values:
 
         name, index = symbol
         tensor = self._graph.get_tensor_by_name(name)
-        if isinstance(symbol, Dim):
-            vector = self._shape(tensor, tower, dtype)
-        else:
-            vector = self._entries(tensor, dtype)
-        types = {'Tparams': dtype, 'Tindices': tf.int32}
-        return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
+        with self._nodes.for_many():
+            if isinstance(symbol, Dim):
+                vector = self._shape(tensor, tower, dtype)
+            else:
+                vector = self._entries(tensor, dtype)
+            types = {'Tparams': dtype, 'Tindices': tf.int32}
+            return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
 
     def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""

@@ -1,0 +1,112 @@
+"""Which op of the user's, on which device and which examples, an error of a step is about.
+
+In: the error of a step that a call of an Estimator's method raises. Out: an error of the same class
+that also names the user's op and its line, with TensorFlow's as its cause:
+
+    loss : Tensor had NaN values
+    loss/CheckNumerics ran in tower 2, on /device:GPU:2, with examples 6 to 8 of 0 to 11. It was
+    made by File "model.py", line 5, in model_fn
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import steps, user_lines
+from estimator_mgpu.partition.towers.names import ANY_NAMES
+from estimator_mgpu.partition.towers.shards import static_extents
+from estimator_mgpu.tf_internals import error_messages
+
+_OUT_OF_MEMORY = 'OOM when allocating'
+# Errors that say that a session was lost, or closed: whichever op they name has no part in it.
+_OF_SESSIONS = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.UnavailableError,
+)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Explains errors of the ops of a divided graph, and errors of memory."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        sentences = _explanation(error)
+        if not sentences:
+            raise
+        text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
+        # Without the op, as str() would end with its traceback, which the cause has anyway.
+        raise type(error)(error.node_def, None, text) from error
+
+
+def _explanation(error: tf.errors.OpError) -> list[str]:
+    """What there is to say about an error; nothing if TensorFlow has said all."""
+    if isinstance(error, _OF_SESSIONS):
+        return []
+    step = steps.Step(None, None, [])
+    if error.op is not None:
+        step = steps.of_graph(error.op.graph)
+
+    where = _where(error.op, step) if step.plan is not None else ''
+    sentences = [where] if where else []
+    is_of_memory = type(error) is tf.errors.ResourceExhaustedError  # Others say what helps.
+    if is_of_memory and _OUT_OF_MEMORY in error.message:
+        sentences.append(_less_memory(error.op, step))
+    if where:
+        frame = user_lines.frame_of(error.op)
+        if frame is not None:
+            sentences.append(
+                f'It was made by File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+            )
+    return sentences
+
+
+def _where(op: tf.Operation, step: steps.Step) -> str:
+    """Which of the user's ops has failed, and on which examples; '' if that's of no interest."""
+    copy = ANY_NAMES.copy_of(op.name)
+    if copy is not None:
+        examples = _examples(step, copy.tower)
+        return f'{copy.op_name} ran in tower {copy.tower}, on {op.device}, with {examples}.'
+    if ANY_NAMES.is_added(op.name):
+        return f'{op.name} ran on {op.device}, for an op of all towers.'
+    if op.name in step.plan.once:
+        why, _ = step.plan.once[op.name]
+        return f'{op.name} ran once, on the global batch: {why}.'
+    return ''
+
+
+def _examples(step: steps.Step, tower: int) -> str:
+    """Says which examples a tower has."""
+    if not isinstance(step.examples, int):
+        return 'its share of the examples'
+    extents = static_extents(step.examples, len(step.devices), _turns(step))
+    start, count = extents[tower]
+    if count == 1:
+        return f'example {start} of 0 to {step.examples - 1}'
+    return f'examples {start} to {start + count - 1} of 0 to {step.examples - 1}'
+
+
+def _turns(step: steps.Step) -> int:
+    """How many towers each device has, one after the other."""
+    if step.schedule is None or not step.schedule.is_worth_it:
+        return 1
+    return step.schedule.turns
+
+
+def _less_memory(op: tf.Operation | None, step: steps.Step) -> str:
+    """Says what helps if a device has too little memory."""
+    if op is not None and step.plan is not None and op.name in step.plan.once:
+        return (
+            'On more devices it needs as much memory: Estimator.explain() tells what keeps it from '
+            'being sharded.'
+        )
+    turns = 2 * _turns(step)
+    return (
+        f'To need less memory on each device, use replicate(microbatches={turns}), more devices, '
+        "or variables='cpu', by which variables and optimizer slots are in the host's memory."
+    )

@@ -1,0 +1,43 @@
+"""Which line of the user's program made an op.
+
+In: an op, be it the user's or one that was added for it. Out: the frame of its traceback that is in
+the model_fn, or in what that calls: the deepest that isn't in an installed package.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import site
+import sys
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+_OWN = os.path.dirname(__file__)
+_REPLICATE = os.path.join(_OWN, 'replicate.py')  # calls the model_fn
+# Packages that make ops for the user, wherever they are installed: `pip install --target` and
+# PYTHONPATH may put them anywhere, also beside the user's program.
+_MAKE_OPS = ('tensorflow', 'tensorflow_estimator', 'keras', 'tf_keras', 'tf_slim')
+
+
+def frame_of(op: tf.Operation) -> Any:
+    """The frame of the program that made an op, with `filename`, `lineno` and `name`; or None."""
+    packages = _directories_of_packages()
+    frames = reversed(list(op.traceback or ()))  # An imported op has none.
+    inside = itertools.takewhile(lambda frame: frame.filename != _REPLICATE, frames)
+    for frame in inside:
+        if not frame.filename.startswith(packages):
+            return frame
+    return None
+
+
+def _directories_of_packages() -> tuple[str, ...]:
+    """The directories whose files aren't the user's program, each with a slash at its end."""
+    directories = [*site.getsitepackages(), site.getusersitepackages(), _OWN]
+    for name in _MAKE_OPS:
+        # Keras is imported only when it's used.
+        module = sys.modules.get(name)
+        if module is not None:
+            directories += module.__path__
+    return tuple(os.path.join(directory, '') for directory in directories)

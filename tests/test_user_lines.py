@@ -1,0 +1,209 @@
+"""Added ops say where the user's program made those that they serve; so do errors."""
+
+import site
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from estimator_mgpu import failures, user_lines
+from models import batches, floats, sgd, spec_of, weights
+from towers import MODES, NAMES, TRAIN, tower_of
+
+pytestmark = pytest.mark.core
+
+
+@tf.function
+def in_function(net):
+    return tf.nn.softplus(net)  # here
+
+
+FUNCTION_LINE = in_function.python_function.__code__.co_firstlineno + 2
+
+
+def of_all_kinds(features, labels, mode):
+    """Its graph is rewritten, shards, gathers, and has a loop."""
+    net = in_function(tf.matmul(features, weights('w', 3, 4)))
+    net = tf.layers.batch_normalization(net[:, None, None, :], training=True, fused=True)[:, 0, 0]
+    net = tf.nn.dropout(net, rate=0.1) + tf.sort(net, 0)
+    longest = tf.while_loop(lambda i: i < 3, lambda i: i + 1, [0])
+    joint = tf.while_loop(lambda x: ~tf.reduce_all(x > 1), lambda x: x + tf.exp(x), [net])
+    net = net * tf.cast(longest, tf.float32) + joint + tf.reduce_mean(net, 0)
+    loss = tf.reduce_mean(tf.square(tf.reduce_sum(net, 1) - labels[:, 0]))
+    likes = tf.reduce_sum(tf.ones_like(net)) + tf.reduce_sum(tf.norm(net, axis=1))
+    return spec_of(mode, loss + likes, sgd(loss))
+
+
+def graph_of(model_fn, static=True, **options):
+    """The graph of a model_fn on two devices."""
+    with tf.Graph().as_default() as graph:
+        tf.train.get_or_create_global_step()
+        features, labels = floats(8, 3), floats(8, 1)
+        if static:
+            inputs = tf.constant(features), tf.constant(labels)
+        else:
+            inputs = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None, 1])
+        estimator_mgpu.replicate(model_fn, devices=2, **options)(*inputs, TRAIN)
+        return graph
+
+
+def added_with_places(graph):
+    """The ops that were added; each is for one of the program's lines."""
+    ops = graph.get_operations()
+    # As tfdbg and the profiler read them.
+    for op in ops:
+        for filename, line_number, function, _ in op.traceback:
+            assert filename and line_number > 0 and function, op.name
+
+    added = [op for op in ops if NAMES.is_added(op.name)]
+    assert [op.name for op in added if place_of(op) is None] == []
+    return added
+
+
+def test_all_ops_have_tracebacks(behavior):
+    graph = graph_of(of_all_kinds, static=behavior == 'v1')
+    added = added_with_places(graph)
+    assert {op.type for op in added} >= {'AddN', 'ConcatV2', 'StridedSlice'}
+
+    copies = [op for op in added if tower_of(op.name) == 1]
+    assert len(copies) > 30
+    for copy in copies:
+        original = graph.get_operation_by_name(NAMES.copy_of(copy.name).op_name)
+        assert place_of(copy) == place_of(original), copy.name
+
+    inlined = [op for op in graph.get_operations() if op.type == 'Softplus']
+    assert len(inlined) == 1 + 2
+    assert {place_of(op) for op in inlined} == {(__file__, FUNCTION_LINE)}
+
+
+def test_gates_have_tracebacks(behavior):
+    added = added_with_places(graph_of(checked, microbatches=2))
+    assert 'ControlTrigger' in {op.type for op in added}
+
+
+def place_of(op):
+    """The file and the line that made an op."""
+    frame = user_lines.frame_of(op)
+    return frame and (frame.filename, frame.lineno)
+
+
+def test_an_imported_op_has_none(behavior):
+    """Then the ops that serve it have the line that divides the graph."""
+
+    def model_fn(features, labels, mode):
+        with tf.Graph().as_default() as graph:
+            tf.nn.tanh(tf.placeholder(tf.float32, [None, 3], 'x'), name='y')
+        [net] = tf.import_graph_def(graph.as_graph_def(), {'x': features}, ['y:0'], name='in')
+        loss = tf.reduce_mean(tf.square(tf.matmul(net, weights('w', 3, 1)) - labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    graph = graph_of(model_fn)
+    assert graph.get_operation_by_name('in/y').traceback is None
+    copy = graph.get_operation_by_name(NAMES.copy('in/y', 1))
+    assert len(copy.traceback) > 0 and user_lines.frame_of(copy) is None
+
+
+def test_wherever_tensorflow_is_installed(monkeypatch):
+    """Its packages need not be where Python looks for installed ones."""
+    monkeypatch.setattr(site, 'getsitepackages', list)
+    monkeypatch.setattr(site, 'getusersitepackages', lambda: '/nowhere')
+    with tf.Graph().as_default():
+        made = tf.layers.dense(tf.zeros([2, 3]), 1)  # here
+    first = test_wherever_tensorflow_is_installed.__code__.co_firstlineno
+    assert place_of(made.op) == (__file__, first + 5)
+
+
+def checked(features, labels, mode):
+    net = tf.matmul(features, weights('w', 3, 1))
+    net = tf.check_numerics(net, 'net', name='check')  # here
+    if mode == MODES.PREDICT:
+        return tf.estimator.EstimatorSpec(mode, predictions=net)
+    loss = tf.losses.mean_squared_error(labels, net)
+    return spec_of(mode, loss, sgd(loss))
+
+
+CHECK = f'File "{__file__}", line {checked.__code__.co_firstlineno + 2}, in checked'
+
+
+def with_nan(row, static=True):
+    """An input_fn whose batch of 12 has a number that is none."""
+    features = floats(12, 3)
+    features[row] = float('nan')
+
+    def input_fn():
+        dataset = tf.data.Dataset.from_tensor_slices((features, floats(12, 1)))
+        return dataset.batch(12, drop_remainder=static)
+
+    return input_fn
+
+
+@pytest.mark.parametrize(
+    'row, static, microbatches, where',
+    [
+        (9, True, 1, 'tower 2, on /device:CPU:2, with examples 8 to 11 of 0 to 11'),
+        (9, True, 2, 'tower 4, on /device:CPU:2, with examples 8 to 9 of 0 to 11'),
+        (4, False, 1, 'tower 1, on /device:CPU:1, with its share of the examples'),
+    ],
+)
+def test_an_error_names_the_line(row, static, microbatches, where, tmp_path):
+    estimator = estimator_mgpu.Estimator(
+        checked, str(tmp_path), devices=3, microbatches=microbatches
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError) as info:
+        estimator.train(with_nan(row, static))
+    reason, last = str(info.value).splitlines()
+    assert reason == 'net : Tensor had NaN values'
+    assert last == f'check ran in {where}. It was made by {CHECK}'
+    assert isinstance(info.value.__cause__, tf.errors.InvalidArgumentError)
+    assert CHECK in info.value.__cause__.message  # as on one device
+
+
+def test_an_error_in_prediction_names_the_line(tmp_path):
+    estimator = estimator_mgpu.Estimator(checked, str(tmp_path), devices=2)
+    estimator.train(lambda: tf.data.Dataset.from_tensors(batches(4, 1)[0]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match='examples 6 to 11 .* in checked$'):
+        list(estimator.predict(with_nan(9)))
+
+
+def test_an_error_of_one_device_stays_as_it_is(tmp_path):
+    estimator = estimator_mgpu.Estimator(checked, str(tmp_path), devices=1)
+    with pytest.raises(tf.errors.InvalidArgumentError) as info:
+        estimator.train(with_nan(9))
+    assert info.value.op.name == 'check'
+
+
+def ranked(features, labels, mode):
+    order = tf.sort(features, 0, name='order')
+    loss = tf.reduce_mean(tf.square(tf.matmul(order, weights('w', 3, 1)) - labels))
+    return spec_of(mode, loss, sgd(loss))
+
+
+def out_of_memory(name):
+    """What is said if an op of a divided graph gets no memory."""
+    graph = graph_of(ranked)
+    message = 'OOM when allocating tensor with shape[12,3]'
+    with pytest.raises(tf.errors.ResourceExhaustedError) as info, failures.explained():
+        raise tf.errors.ResourceExhaustedError(
+            None, name and graph.get_operation_by_name(name), message
+        )
+    first, last = str(info.value).splitlines()
+    assert first == message
+    return last
+
+
+def test_what_helps_if_memory_is_short():
+    said = out_of_memory(NAMES.copy('MatMul', 1))
+    assert 'MatMul ran in tower 1, on /device:CPU:1, with examples 4 to 7 of 0 to 7. ' in said
+    assert 'use replicate(microbatches=2), more devices, or variables=' in said
+    assert said.endswith('in ranked')
+    said = out_of_memory('order/TopKV2')
+    assert said.startswith('order/TopKV2 ran once, on the global batch: this TopKV2 needs all')
+    assert 'microbatches' not in said and 'explain()' in said
+    assert out_of_memory(None).startswith('To need less memory on each device, use replicate(')
+
+
+def test_other_errors_stay_as_they_are():
+    error = tf.errors.UnavailableError(None, None, 'Socket closed')
+    with pytest.raises(tf.errors.UnavailableError) as info, failures.explained():
+        raise error
+    assert info.value is error
