@@ -23,6 +23,7 @@ from estimator_mgpu.notebooks import Table, html_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.rewrites.recompute import Recomputation
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
@@ -79,6 +80,7 @@ class Explanation(NamedTuple):
     chained: float = 0.0  # the part of all activations that can be kept for one of them at a time
     before: Sequence[Join] = ()  # ops that keep others from it, the costliest first
     sent: dict[str, dict[str, int]] = {}  # bytes a step: from one device, to each other one
+    recomputation: Recomputation | None = None  # what is computed twice; None if not asked for
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, as JSON knows it."""
@@ -86,6 +88,8 @@ class Explanation(NamedTuple):
         values['gradients'] = [gradient._asdict() for gradient in self.gradients]
         values['once'] = [op._asdict() for op in self.once]
         values['before'] = [join._asdict() for join in self.before]
+        if self.recomputation:
+            values['recomputation'] = self.recomputation._asdict()
         values['traffic'] = {device: moved._asdict() for device, moved in self.traffic.items()}
         return values
 
@@ -172,6 +176,7 @@ class Explanation(NamedTuple):
             'between devices, each step': traffic,
             f'of unknown rank, so it runs once: {RANK_REMEDY}': self.unknown,
             'micro-batches': self._micro_batches(),
+            'computed twice': self._computed_twice(),
             'ops': self._counts_of_ops(),
             'run once: share of all output, name, bytes gathered, line, why': once,
         }
@@ -189,6 +194,15 @@ class Explanation(NamedTuple):
             f'{join.share:.1%} are needed for {join.op} of all examples' for join in self.before
         ]
         return entries + before
+
+    def _computed_twice(self) -> list[str]:
+        """How many ops compute activations again, and how many bytes of these there are."""
+        if self.recomputation is None:
+            return []
+        if not self.recomputation.ops:
+            return ['no op, as that would save too little of all activations']
+        share = f'{self.recomputation.share:.1%} of the bytes that gradients need of activations'
+        return [f'{self.recomputation.ops} ops, with {share}']
 
     def _counts_of_ops(self) -> list[str]:
         """How many ops are sharded, and how many run once."""
@@ -236,6 +250,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
             scopes=_scopes(plan) if plan else {},
             unknown=list(step.unknown),
             sent=_bytes_between(moved),
+            recomputation=step.recomputation,
             **_of_schedule(step.schedule),
         )
 
@@ -354,6 +369,8 @@ def log_sharding(devices: Devices, config: Any) -> None:
         )
     if step.schedule is not None:
         text += _micro_batches(step.schedule)
+    if step.recomputation is not None:
+        text += _recomputed(step.recomputation)
     if step.unknown:
         names = ', '.join(step.unknown)
         text += f' The rank of {names} is unknown, so ops on it run once: {RANK_REMEDY}.'
@@ -384,6 +401,16 @@ def _micro_batches(schedule: Schedule) -> str:
     return (
         f' microbatches={schedule.turns} is left out: it would save only {chained}, as the others '
         f'are needed for {needed}; {remedy}.'
+    )
+
+
+def _recomputed(recomputation: Recomputation) -> str:
+    """Says what is computed twice."""
+    if not recomputation.ops:
+        return ' recompute=True is left out: it would save too little of the activations.'
+    return (
+        f' {recomputation.ops} ops run a second time for the gradients, so that '
+        f"{recomputation.share:.0%} of the activations needn't be kept."
     )
 
 
@@ -434,11 +461,12 @@ def _counted(plan: Plan) -> list[tf.Operation]:
 def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
     """Bytes of output by outermost scope and kind, in the model's order.
 
-    Gradients count in the scope of the op whose gradients they are.
+    Gradients count in the scope of the op whose gradients they are, and copies in that of the op.
     """
     scopes: dict[str, Counter[str]] = {}
     for op in sorted(_counted(plan), key=private.creation_index):
-        scope = re.sub(r'^gradients(_\d+)?/', '', op.name).partition('/')[0].removesuffix('_grad')
+        name = re.sub(r'^((gradients|recompute)(_\d+)?/)+', '', op.name)
+        scope = name.partition('/')[0].removesuffix('_grad')
         for tensor in op.outputs:
             if op.name in plan.once:
                 kind = 'once'

@@ -30,6 +30,7 @@ from estimator_mgpu.cluster import sessions, tf_config
 from estimator_mgpu.devices import (
     Devices,
     check_microbatches,
+    check_recompute,
     checked,
     host_of,
     resolve,
@@ -38,6 +39,7 @@ from estimator_mgpu.devices import (
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.rewrites.recompute import recompute_activations
 from estimator_mgpu.partition.towers.build import Towers
 from estimator_mgpu.partition.towers.variables import Variables, place_variables
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
@@ -57,6 +59,7 @@ class CommonOptions(TypedDict, total=False):
     variables: Variables
     batch_norm: BatchNorm
     input: Input
+    recompute: bool
 
 
 class Options(CommonOptions, total=False):
@@ -96,6 +99,7 @@ def replicate(
     batch_norm: BatchNorm = 'batch',
     input: Input = 'chief',
     microbatches: int = 1,
+    recompute: bool = False,
     **gone: Any,
 ) -> Callable[..., Any]:
     """Makes a model_fn train on several devices, with the results that one device would give.
@@ -129,6 +133,8 @@ def replicate(
         another, and so needs memory for the activations of one. The results are the same; but
         with `batch_norm='device'`, statistics are those of a micro-batch. `Estimator` takes 'auto',
         too: as many as the memory needs.
+      recompute: True to keep only some of the activations, and to compute the others again for the
+        gradients. It takes less memory and more time, and the results are the same.
 
     Returns:
       The replicated model_fn; or a decorator that returns it.
@@ -139,6 +145,7 @@ def replicate(
     _check_choices(choices)
     if not isinstance(microbatches, AutoMicrobatches):
         check_microbatches(microbatches)
+    check_recompute(recompute)
     names = _names_of_features(broadcast)
     if names and input != 'chief':
         raise ValueError(
@@ -146,14 +153,23 @@ def replicate(
             'batch, which is sharded.'
         )
 
-    options = dict(devices=devices, broadcast=names, microbatches=microbatches, **choices)
+    options = dict(
+        devices=devices,
+        broadcast=names,
+        microbatches=microbatches,
+        recompute=recompute,
+        **choices,
+    )
     decorator = functools.partial(_replicated, options)
     return decorator if model_fn is None else decorator(model_fn)
 
 
 def _check_no_unknown_options(unknown: dict[str, Any]) -> None:
     for name in unknown:
-        why = 'its options are devices, broadcast, variables, batch_norm, input and microbatches'
+        why = (
+            'its options are devices, broadcast, variables, batch_norm, input, microbatches and '
+            'recompute'
+        )
         if name in ('loss_reduction', 'loss_weight'):
             why = (
                 "a loss is what the model_fn computes from the global batch, so it's needed no more"
@@ -261,9 +277,26 @@ def _build_on_one(
     call: Callable[..., Any], features: Any, labels: Any, options: dict[str, Any], tower: str
 ) -> tuple[Any, steps.Step]:
     """Builds a graph for one device; returns its EstimatorSpec and a `Step`."""
+    graph = tf.get_default_graph()
     leaves = batch.leaves_of(features, labels, options['broadcast'])
+    tensors = end_of_data.tensors_of(features, labels)
+    ops_before = {op.name for op in graph.get_operations()}
     spec = call('' if options['devices'] is None else tower)
-    return spec, steps.Step(batch.examples_of(leaves), spec.loss, [tower])
+
+    recomputation = None
+    if _recomputes(spec, options):
+        results = _results_of_step(spec)
+        with _no_garbage_collection():
+            recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
+
+    examples = batch.examples_of(leaves)
+    return spec, steps.Step(examples, spec.loss, [tower], recomputation=recomputation)
+
+
+def _recomputes(spec: Any, options: dict[str, Any]) -> bool:
+    """Whether activations are computed again, as it was asked for and there are gradients."""
+    trains = spec.mode == tf_estimator.estimator.ModeKeys.TRAIN
+    return options['recompute'] and trains and spec.train_op is not None
 
 
 def _build_on_several(
@@ -322,6 +355,7 @@ def _divided(
                 turns=options['microbatches'],
                 results=end_of_data.result_ops(spec),
                 step_results=_results_of_step(spec),
+                recomputed_loss=spec.loss if _recomputes(spec, options) else None,
             )
     except Exception as error:
         raise RuntimeError(
@@ -334,7 +368,12 @@ def _divided(
     if towers is None:
         return spec, step
     spec = _with_full_values(spec, towers)
-    return spec, step._replace(loss=spec.loss, plan=towers.plan, schedule=towers.schedule)
+    return spec, step._replace(
+        loss=spec.loss,
+        plan=towers.plan,
+        schedule=towers.schedule,
+        recomputation=towers.recomputation,
+    )
 
 
 def _results_of_step(spec: Any) -> list[tf.Tensor | tf.Operation]:

@@ -28,6 +28,7 @@ class Step(NamedTuple):
     devices: list[str]  # Of the towers; none if the model_fn isn't replicated.
     plan: Any = None  # How its graph was divided, a `Plan`; None if it wasn't.
     schedule: Any = None  # Which ops run in turns, a `Schedule`; None without micro-batches.
+    recomputation: Any = None  # What is computed twice, a `Recomputation`; None if not asked for.
     unknown: Sequence[str] = ()  # Features and labels of unknown rank, which aren't sharded.
 
     @property

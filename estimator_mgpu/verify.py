@@ -120,12 +120,13 @@ def verify(
 
     Raises:
       TypeError: if `params` isn't what an Estimator takes.
-      ValueError: if `devices` is one device, and there are no micro-batches; if another argument is
-        out of range, or if the input_fn gives no batch.
+      ValueError: if `devices` is one device, with neither micro-batches nor `recompute=True`; if
+        another argument is out of range, or if the input_fn gives no batch.
     """
     towers = resolve(devices)
     options = dict(getattr(model_fn, 'replicate_options', {}))
-    if len(towers) * options.get('microbatches', 1) < 2:
+    is_changed = options.get('microbatches', 1) > 1 or options.get('recompute', False)
+    if len(towers) == 1 and not is_changed:
         raise ValueError(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
             'without GPUs, devices=2 makes two logical CPU devices.'

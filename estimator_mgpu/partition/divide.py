@@ -15,11 +15,12 @@ from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
+from estimator_mgpu.partition.rewrites.recompute import recompute_activations
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.build import Towers, build_towers
+from estimator_mgpu.partition.towers.build import Towers, build_towers, replaced_result
 from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.graphs import dependents
@@ -37,6 +38,7 @@ def divide(
     turns: int = 1,
     results: Container[tf.Operation] = (),
     step_results: Sequence[tf.Tensor | tf.Operation] = (),
+    recomputed_loss: tf.Tensor | None = None,
 ) -> Towers | None:
     """Divides a finished graph over devices, and over turns of each device.
 
@@ -53,6 +55,7 @@ def divide(
         there are fewer examples.
       results: ops of what an EstimatorSpec gives, or whatever is wanted of the graph.
       step_results: those for which a step is run in this mode: turns may need all of these.
+      recomputed_loss: the loss, if forward ops are computed again for its gradients.
 
     Returns:
       The towers; None if the graph stays as it is, as there is nothing to shard.
@@ -69,6 +72,11 @@ def divide(
     infer_loop_shapes(graph)
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
+    recomputation = None
+    if recomputed_loss is not None:
+        loss = replaced_result(recomputed_loss, replaced)
+        current_results = [replaced_result(result, replaced) for result in step_results]
+        recomputation = recompute_activations(graph, inputs, loss, current_results, existing_ops)
     order = StateOrder(graph.get_operations())
 
     # The number of examples waits for the check that all leaves have as many.
@@ -94,7 +102,7 @@ def divide(
     )
     full_value_devices = place_ops(graph, plan, devices)
     calls = optimizer.gradients_by_call(graph)
-    return build_towers(
+    towers = build_towers(
         graph,
         plan,
         total,
@@ -107,6 +115,8 @@ def divide(
         step_results,
         loops,
     )
+    towers.recomputation = recomputation
+    return towers
 
 
 def _is_shardable(batch: Batch, devices: int) -> bool:

@@ -16,6 +16,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.rewrites.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.names import unused_word
@@ -40,6 +41,7 @@ class Towers:
       total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: a device and a turn each.
       schedule: which ops run one turn after another; None if one turn was asked for.
+      recomputation: what is computed twice; None if that wasn't asked for.
     """
 
     graph: tf.Graph
@@ -50,6 +52,7 @@ class Towers:
     _replaced: dict[str, tf.Tensor]
     _values: Values
     _waits: Waits
+    recomputation: Recomputation | None = None
 
     def full_value(self, tensor: tf.Tensor) -> tf.Tensor:
         """The value of one of the user's tensors for the global batch, and its side effects."""
@@ -120,7 +123,7 @@ def build_towers(
     found = None
     if turns > 1:
         edges = Edges(graph, plan, nodes, values.full_values, control_inputs, loops, len(towers))
-        results = [_replaced_result(result, replaced) for result in results]
+        results = [replaced_result(result, replaced) for result in results]
         step = StepUnits(edges, [edges.unit_of_result(result) for result in results])
         found = find_schedule(graph, plan, step, towers, results)
         if found.is_worth_it:
@@ -191,7 +194,8 @@ def _replacement(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> tf.Tensor
     return tensor
 
 
-def _replaced_result(result: Result, replaced: dict[str, tf.Tensor]) -> Result:
+def replaced_result(result: Result, replaced: dict[str, tf.Tensor]) -> Result:
+    """What rewrites use in place of what a step is run for, if anything."""
     return _replacement(result, replaced) if isinstance(result, tf.Tensor) else result
 
 
