@@ -125,7 +125,9 @@ def verify(
     """
     towers = resolve(devices)
     options = dict(getattr(model_fn, 'replicate_options', {}))
-    is_changed = options.get('microbatches', 1) > 1 or options.get('recompute', False)
+    microbatches = options.get('microbatches', 1)
+    has_turns = isinstance(microbatches, int) and microbatches > 1  # for 'auto', it's an object
+    is_changed = has_turns or options.get('recompute', False)
     if len(towers) == 1 and not is_changed:
         raise ValueError(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '

@@ -14,7 +14,7 @@ import pickled
 from estimator_mgpu import TowerOptimizer, optimizer
 from forks import output_of
 from models import batches, spec_of
-from towers import assert_same, train
+from towers import assert_same, tower_of, train
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 COPIES = {
@@ -32,12 +32,11 @@ copied = pytest.mark.parametrize('copy_of', COPIES.values(), ids=COPIES)
 
 
 def towers_of(model_fn):
-    """How many towers a model_fn builds, and that it gets along without some of its arguments."""
+    """The towers that a model_fn builds. It gets along without some of its arguments."""
     with tf.Graph().as_default() as graph:
         tf.train.get_or_create_global_step()
         model_fn(features=tf.zeros([4, 3]), labels=tf.zeros([4, 1]), mode='train')
-        names = [op.name.split('/')[1] for op in graph.get_operations() if '/tower_' in op.name]
-        return {name for name in names if name.startswith('tower_')}
+        return {tower_of(op.name) for op in graph.get_operations()} - {None}
 
 
 @copied
@@ -45,7 +44,7 @@ def towers_of(model_fn):
 def test_model_fns(name, copy_of):
     model_fn = pickled.ALL[name]
     again = copy_of(model_fn)
-    assert towers_of(again) == {'tower_0', 'tower_1'}
+    assert towers_of(again) == {0, 1}
     assert again.replicate_options == model_fn.replicate_options
     assert inspect.signature(again) == inspect.signature(model_fn)
     if name in pickled.BY_NAME:  # As of any function.
