@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.tf_internals import graphs, private
+from estimator_mgpu.tf_internals import function_calls, graphs, private
 
 Variables = Literal['cpu', 'first', 'spread']  # where they are placed
 
@@ -19,7 +19,9 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
     """Places a model's variables on devices, but for those that have one already.
 
     Slots such as Adam's moments go with their variable, and so does any variable whose name begins
-    with another one's. TensorFlow itself places what else has to be where a variable is.
+    with another one's. The variables of a function that XLA compiles are together, as the compiled
+    function can use those of one device only. TensorFlow itself places what else has to be where a
+    variable is.
 
     Args:
       choice: as for `replicate()`.
@@ -35,6 +37,9 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
     groups: dict[str, list[Any]] = {}  # of variables that are placed together
     for variable in variables:
         groups.setdefault(_leader(variable, names), []).append(variable)
+    for op in tf.get_default_graph().get_operations():
+        if function_calls.calls_compiled(op):
+            _join_groups(groups, {tensor.op.name for tensor in op.inputs})
 
     load: Counter[str] = Counter()  # bytes, of devices and of machines
     # The largest first: so the bytes are spread most evenly.
@@ -44,6 +49,17 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
         load[machine_of(device)] += _bytes_of_group(group)
         for variable in group:
             private.set_device(variable.op, device)
+
+
+def _join_groups(groups: dict[str, list[Any]], names: set[str]) -> None:
+    """Makes the groups one that have a variable of these names."""
+    leaders = [
+        leader
+        for leader, group in groups.items()
+        if any(variable.op.name in names for variable in group)
+    ]
+    for leader in leaders[1:]:
+        groups[leaders[0]] += groups.pop(leader)
 
 
 def _bytes_of_group(group: Sequence[Any]) -> int:
