@@ -1,11 +1,14 @@
-"""Functions that XLA compiles: several devices give the variables of one."""
+"""What XLA compiles: several devices give the variables of one."""
 
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
+import towers
 from estimator_mgpu.tf_internals import op_types
-from models import away_from_0, floats, of_all_modes
-from towers import assert_same, train
+from forks import output_of
+from models import away_from_0, floats, of_all_modes, predict
+from towers import TRAIN, behavior_of, nodes_of_a_step, session, train
 
 
 def compiled(function):
@@ -74,11 +77,9 @@ def keras_layers(features):
     return compiled(lambda x: output(hidden(x)))(features)
 
 
-def compare(forward, towers, **options):
-    model_fn = of_all_modes(forward)
-    one = train(model_fn, away_from_0(), 0)
-    ours = train(model_fn, away_from_0(), towers, values=one.start, **options)
-    assert_same(ours, one)
+def compare(forward, count, **options):
+    """Trains on one device and on so many, and compares; returns the latter run."""
+    ours, _ = towers.compare(of_all_modes(forward), away_from_0(), count, **options)
     return ours
 
 
@@ -123,3 +124,51 @@ def test_is_compiled():
 
     with pytest.raises(tf.errors.InvalidArgumentError, match='XLA_CPU_JIT'):
         train(of_all_modes(joined), away_from_0(), 2)
+
+
+def compare_with_auto_jit(level, count, **options):
+    """The same, where XLA compiles all that it can; to be called in a process of its own.
+
+    Args:
+      level: of `global_jit_level` in the session's config.
+      count: how many devices.
+      options: of `train`.
+    """
+    make_config = estimator_mgpu.session_config
+
+    def config_with_level(*args):
+        config = make_config(*args)
+        config.graph_options.optimizer_options.global_jit_level = level
+        return config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimator_mgpu, 'session_config', config_with_level)
+        # Without constant folding, TensorFlow itself fails on several CPU devices.
+        compare(predict, count, optimized=True, **options)
+        assert devices_of_clusters(count) == {f'CPU:{number}' for number in range(count)}
+
+
+def devices_of_clusters(count):
+    """The devices on which a step runs what XLA has compiled."""
+    with tf.Graph().as_default(), session(count, optimized=True) as sess:
+        tf.train.get_or_create_global_step()
+        batch = map(tf.constant, away_from_0()[0])
+        spec = estimator_mgpu.replicate(of_all_modes(predict), devices=count)(*batch, TRAIN)
+        sess.run(tf.global_variables_initializer())
+        nodes = nodes_of_a_step(sess, [spec.loss, spec.train_op])
+    return {node.device.rpartition('device:')[2] for node in nodes if node.op == '_XlaRun'}
+
+
+def test_auto_jit():
+    """Both levels, and micro-batches. TensorFlow takes the flags in a new process only."""
+    program = 'import test_xla; test_xla.compare_in_all_ways_with_auto_jit()'
+    flags = '--tf_xla_cpu_global_jit --tf_xla_min_cluster_size=2'
+    output_of(['-c', program], TF_XLA_FLAGS=flags)
+
+
+def compare_in_all_ways_with_auto_jit():
+    levels = tf.OptimizerOptions
+    compare_with_auto_jit(levels.ON_1, 3)
+    compare_with_auto_jit(levels.ON_2, 2, microbatches=2)
+    with behavior_of('v1'):
+        compare_with_auto_jit(levels.ON_2, 2)
