@@ -40,6 +40,19 @@ def centered(features):
     return call(features)
 
 
+def with_global_step(features):
+    """A function that runs once, and uses a variable that was there before the model_fn."""
+    largest, w, v = weight('largest', 3, 90), weight('w', 90, 2), weight('v', 2, 1)
+    steps = tf.train.get_global_step()
+
+    @compiled
+    def call(x):
+        hidden = tf.matmul(x - tf.reduce_mean(x, 0), w)
+        return tf.nn.tanh(hidden / (1 + tf.cast(steps, tf.float32)))
+
+    return tf.matmul(call(tf.matmul(features, largest)), v)
+
+
 def moving_mean(features):
     """A function that writes to a variable."""
     w, v = weight('w', 3, 4), weight('v', 4, 1)
@@ -113,6 +126,10 @@ def test_variables_on_one_device(forward, behavior):
 def test_sharded(forward):
     ours = compare(forward, 2)
     assert 'CPU:1' in devices_of_compiled(ours.graph)
+
+
+def test_with_variable_that_is_placed():
+    compare(with_global_step, 2)
 
 
 def test_is_compiled():
