@@ -5,7 +5,7 @@ import tensorflow.compat.v1 as tf
 
 from layers import mean_square, of_losses
 from models import away_from_0, of_all_modes, predict, step
-from towers import compare_modes, train
+from towers import compare, compare_modes, train
 
 
 def scaled(make_scale, name):
@@ -67,3 +67,27 @@ def in_half(dtype):
 )
 def test_half_precision(dtype, rtol, behavior):
     compare_modes(in_half(dtype), away_from_0, 3, rtol=rtol)
+
+
+def keras_layers(policy):
+    """Returns a model_fn whose layers compute as Keras' policy says, with float32 variables."""
+
+    def losses(features, labels):
+        layers = tf.keras.layers
+        hidden = layers.Dense(4, 'tanh', dtype=policy)(features)
+        output = tf.cast(layers.Dense(1, dtype=policy)(hidden), tf.float32)
+        assert policy == f'mixed_{tf.as_dtype(hidden.dtype).name}'
+        loss = mean_square(labels, output)
+        optimizer = tf.train.GradientDescentOptimizer(0.01)
+        return loss, output, optimizer.minimize(loss, step())
+
+    return of_losses(losses)
+
+
+@pytest.mark.parametrize(
+    ('policy', 'rtol'),
+    [('mixed_float16', 2**-10), ('mixed_bfloat16', 2**-7)],
+)
+def test_keras_policy(policy, rtol):
+    compare(keras_layers(policy), away_from_0(), 3, rtol=rtol)
+    compare(keras_layers(policy), away_from_0(), 2, rtol=rtol, microbatches=2)

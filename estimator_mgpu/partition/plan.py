@@ -103,7 +103,7 @@ class FullSizes(NamedTuple):
 
 
 class VariableValue(NamedTuple):
-    """The value of a variable in place of the variable, for a loop that only reads it."""
+    """The value of a variable in place of the variable, for a loop or a call that only reads it."""
 
     dtype: tf.DType
 

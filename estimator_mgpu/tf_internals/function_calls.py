@@ -36,6 +36,27 @@ def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
     return definition, function.graph
 
 
+def call_attributes(call: tf.Operation) -> set[str]:
+    """Returns the names of the attributes of a call, and of the function that it calls."""
+    names = set(call.node_def.attr)
+    for called in called_functions(call.node_def):
+        definition, _ = function_definition(call.graph, called.name)
+        names.update(definition.attr)
+    return names
+
+
+def calls_compiled(op: tf.Operation) -> bool:
+    """Whether an op calls a function that XLA has to compile, also by way of other functions."""
+    if op.type not in op_types.FUNCTION_CALLERS:
+        return False
+    if op_types.MUST_COMPILE in op.node_def.attr:
+        return True
+    functions = function_graphs(op)
+    if functions and op_types.MUST_COMPILE in call_attributes(op):
+        return True
+    return any(calls_compiled(inner) for graph in functions for inner in graph.get_operations())
+
+
 def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
     """Lists the ops of a function's graph that match the nodes of its FunctionDef, in their order.
 

@@ -18,8 +18,8 @@ from estimator_mgpu.partition.placements import (
     Placement,
     Shard,
 )
-from estimator_mgpu.partition.plan import FULL, Decision, OpPlan
-from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
+from estimator_mgpu.partition.plan import FULL, Decision, Need, OpPlan
+from estimator_mgpu.partition.propagation.called_functions import CalledFunctions, variable_value
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, is_zero
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
@@ -74,9 +74,22 @@ def decide_branches(
         return None
 
     needs = functions.needs()
+    if op.type in op_types.PARTITIONED_CALLS:
+        needs = [_value_of_variable(functions, index) or need for index, need in enumerate(needs)]
     plan = OpPlan((*[FULL] * chooses, *needs), functions=[body.scope.ops for body in bodies])
     decision = Decision(plan, output_placements, output_dims)
     return decision if scope.make_lists(op, decision) else None
+
+
+def _value_of_variable(functions: CalledFunctions, index: int) -> Need | None:
+    """The value of a variable that a called function only reads; None if it needs the variable.
+
+    XLA compiles a function for one device, which has to have all variables that the function uses.
+    So a tower's copy is given values.
+    """
+    [function] = functions.bodies
+    is_returned = any(output is function.inputs[index] for output in function.outputs)
+    return None if is_returned else variable_value(functions.scope, [function], index)
 
 
 def _place_arguments(functions: CalledFunctions) -> None:

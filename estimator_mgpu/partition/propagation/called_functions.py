@@ -8,11 +8,20 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, Shard
-from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Need, Slice, local_shape_of
+from estimator_mgpu.partition.plan import (
+    FULL,
+    FULL_ON_FIRST,
+    LOCAL,
+    Need,
+    Slice,
+    VariableValue,
+    local_shape_of,
+)
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, Requests
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.tf_internals import op_types
 
 
 class CalledFunctions:
@@ -151,3 +160,17 @@ class CalledFunctions:
         if local_shape is None or len(positions) > 1:
             raise NotSharded(f'the sizes in {argument.name} are unknown')
         return local_shape
+
+
+def variable_value(scope: Scope, graphs: Sequence[Any], index: int) -> Need | None:
+    """The value of a variable, if reading it is all that functions do with an argument.
+
+    Then the variable is read once before the call, and sent to each tower. A call in a function
+    can't do so: it's the outermost one that would have to.
+    """
+    if scope.in_function:
+        return None
+    users = [user for graph in graphs for user in graph.inputs[index].consumers()]
+    if not users or any(user.type != op_types.READ_VARIABLE for user in users):
+        return None
+    return VariableValue(users[0].get_attr('dtype'))

@@ -18,7 +18,6 @@ This module is about loops that call functions; `v1_loops` is about those of Ten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -34,16 +33,15 @@ from estimator_mgpu.partition.plan import (
     FULL,
     Decision,
     LocalShape,
-    Need,
     OpPlan,
     VariableValue,
 )
-from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
+from estimator_mgpu.partition.propagation.called_functions import CalledFunctions, variable_value
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
-from estimator_mgpu.tf_internals import function_calls, op_types
+from estimator_mgpu.tf_internals import function_calls
 
 
 def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
@@ -213,17 +211,3 @@ def _check_condition(functions: CalledFunctions, condition: tf.Graph) -> Functio
     if not is_same or len(functions.requests) > request_count:
         raise NotSharded('the examples decide how many steps it takes')
     return body
-
-
-def variable_value(scope: Scope, graphs: Sequence[Any], index: int) -> Need | None:
-    """The value of a variable, if reading it is all that a loop does with an argument.
-
-    Then the variable is read once before the loop, and sent to each tower. A loop in a function
-    can't do so: it's the outermost one that would have to.
-    """
-    if scope.in_function:
-        return None
-    users = [user for graph in graphs for user in graph.inputs[index].consumers()]
-    if not users or any(user.type != op_types.READ_VARIABLE for user in users):
-        return None
-    return VariableValue(users[0].get_attr('dtype'))

@@ -17,9 +17,9 @@ from estimator_mgpu.partition.placements import (
     Shard,
 )
 from estimator_mgpu.partition.plan import FULL, Decision, OpPlan
-from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
+from estimator_mgpu.partition.propagation.called_functions import CalledFunctions, variable_value
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
-from estimator_mgpu.partition.propagation.loops import find_fixed_point, variable_value
+from estimator_mgpu.partition.propagation.loops import find_fixed_point
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size

@@ -17,7 +17,7 @@ from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 # Attributes, of functions and of calls, that say that a function has to be called.
-_STAYS_A_CALL = {'_noinline', '_XlaMustCompile'}
+_STAYS_A_CALL = {'_noinline', op_types.MUST_COMPILE}
 
 
 def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
@@ -64,10 +64,10 @@ def _function_to_inline(call: tf.Operation) -> Any:
     """The graph of the function that an op calls; None if it has to be called."""
     if not function_calls.function_graphs(call):
         return None
-    [called] = function_calls.called_functions(call.node_def)
-    definition, graph = function_calls.function_definition(call.graph, called.name)
-    attributes = {*definition.attr, *call.node_def.attr}
-    return None if attributes & _STAYS_A_CALL else graph
+    if function_calls.call_attributes(call) & _STAYS_A_CALL:
+        return None
+    [graph] = function_calls.function_graphs(call)
+    return graph
 
 
 def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operation]:

@@ -250,7 +250,7 @@ class Copies:
         control_inputs: Sequence[str],
         device: str,
     ) -> list[str]:
-        """The operands, with the value of each variable that a loop only reads."""
+        """The operands, with the value of each variable that a loop, say, only reads."""
         values = []
         for tensor, need, operand in zip(op.inputs, op_plan.needs, operands):
             if isinstance(need, VariableValue):

@@ -57,7 +57,8 @@ def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: Tower) -> None
         elif node.op in op_types.ENTER:
             node.attr['T'].type = dtype.as_datatype_enum
         else:
-            node.attr['T'].list.type[position] = dtype.as_datatype_enum
+            types = 'Tin' if node.op in op_types.PARTITIONED_CALLS else 'T'
+            node.attr[types].list.type[position] = dtype.as_datatype_enum
 
     if 'output_shapes' in node.attr:
         for shape in node.attr['output_shapes'].list.shape:

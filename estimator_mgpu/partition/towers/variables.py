@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.tf_internals import graphs, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 
 Variables = Literal['cpu', 'first', 'spread']  # where they are placed
 
@@ -19,7 +19,9 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
     """Places a model's variables on devices, but for those that have one already.
 
     Slots such as Adam's moments go with their variable, and so does any variable whose name begins
-    with another one's. TensorFlow itself places what else has to be where a variable is.
+    with another one's. The variables of a function that XLA compiles are together, as the compiled
+    function can use those of one device only. TensorFlow itself places what else has to be where a
+    variable is.
 
     Args:
       choice: as for `replicate()`.
@@ -35,15 +37,50 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
     groups: dict[str, list[Any]] = {}  # of variables that are placed together
     for variable in variables:
         groups.setdefault(_leader(variable, names), []).append(variable)
+    compiled = _variables_of_compiled_functions()
+    for used in compiled:
+        _join_groups(groups, {op.name for op in used})
 
     load: Counter[str] = Counter()  # bytes, of devices and of machines
     # The largest first: so the bytes are spread most evenly.
     for group in sorted(groups.values(), key=_bytes_of_group, reverse=True):
-        device = _device_for(group, choice, devices, load)
+        placed = [op for op in _used_with(group, compiled) if op.name not in names]
+        if placed:
+            device = placed[0].device or devices[0]
+        else:
+            device = _device_for(group, choice, devices, load)
         load[device] += _bytes_of_group(group)
         load[machine_of(device)] += _bytes_of_group(group)
         for variable in group:
             private.set_device(variable.op, device)
+
+
+def _variables_of_compiled_functions() -> list[list[tf.Operation]]:
+    """For each call of a function that XLA compiles, the variables that it's given."""
+    return [
+        [tensor.op for tensor in op.inputs if tensor.op.type in op_types.STATE_HOLDERS]
+        for op in tf.get_default_graph().get_operations()
+        if function_calls.calls_compiled(op)
+    ]
+
+
+def _used_with(
+    group: Sequence[Any], compiled: Sequence[Sequence[tf.Operation]]
+) -> list[tf.Operation]:
+    """The variables that compiled functions use together with one of a group."""
+    of_group = {variable.op for variable in group}
+    return [op for used in compiled if of_group.intersection(used) for op in used]
+
+
+def _join_groups(groups: dict[str, list[Any]], names: set[str]) -> None:
+    """Makes the groups one that have a variable of these names."""
+    leaders = [
+        leader
+        for leader, group in groups.items()
+        if any(variable.op.name in names for variable in group)
+    ]
+    for leader in leaders[1:]:
+        groups[leaders[0]] += groups.pop(leader)
 
 
 def _bytes_of_group(group: Sequence[Any]) -> int:
