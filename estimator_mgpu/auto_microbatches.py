@@ -200,6 +200,6 @@ def _without_remedy(
     text = (
         f'Out of memory: {error_messages.reason(error)}. Each device ran {count} micro-batch(es), '
         f'and more would not help: {obstacle}. What can help: more devices, a smaller batch, '
-        "variables='cpu' if variables take much of the memory."
+        "recompute=True for deep networks, variables='cpu' if variables take much of the memory."
     )
     return _TooLittleMemory(error.node_def, error.op, text)

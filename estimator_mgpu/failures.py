@@ -108,5 +108,5 @@ def _less_memory(op: tf.Operation | None, step: steps.Step) -> str:
     turns = 2 * _turns(step)
     return (
         f'To need less memory on each device, use replicate(microbatches={turns}), more devices, '
-        "or variables='cpu', by which variables and optimizer slots are in the host's memory."
+        "recompute=True for deep networks, or variables='cpu', by which variables and optimizer slots are in the host's memory."
     )
