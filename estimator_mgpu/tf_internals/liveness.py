@@ -160,7 +160,11 @@ def _complementary_pair(conditions: Iterable[Condition]) -> tuple[Condition, Con
 
 
 def _source(predicate: tf.Tensor) -> tf.Tensor:
-    """What a predicate is a copy of: `tf.cond` gives switches several copies of one."""
-    while predicate.op.type == op_types.IDENTITY or predicate.op.type in op_types.SWITCH:
+    """What a predicate is a copy of: `tf.cond` gives switches several copies of one.
+
+    Of a variable, it makes several reads.
+    """
+    copies = (op_types.IDENTITY, op_types.READ_VARIABLE, *op_types.SWITCH)
+    while predicate.op.type in copies:
         predicate = predicate.op.inputs[0]
     return predicate

@@ -116,15 +116,20 @@ class StateOrder:
         """
         found = []
         within = 0  # in branches and loops
+        by_output = 0  # branches, each output of which runs its own side effects
         for before in self._ops_of(missing):
             if self._can_be_waited_for(before):
                 found.append(before)
+            elif before.type in op_types.BRANCHES:
+                by_output |= self.bits(before)
             else:
                 within |= self.bits(before)
-        if within:
+        if within or by_output:
             # These are waited for where the branch or loop ends.
             for end in self._ops_of(self.upstream(op) & ~self.bits(op)):
-                if self.upstream(end) & within and self._can_be_waited_for(end):
+                ends_branch = self.upstream(end) & by_output and self._ends_control_flow(end)
+                ends_other = self.upstream(end) & within and self._can_be_waited_for(end)
+                if ends_branch or ends_other:
                     found.append(end)
                     within &= ~self.upstream(end)
         return list(dict.fromkeys(found))
@@ -161,8 +166,12 @@ class StateOrder:
             bits ^= lowest
 
     def _can_be_waited_for(self, op: tf.Operation) -> bool:
-        """Whether an op can be waited for by ops that are in no loop and may not be dead."""
-        return not (self.liveness.may_be_dead(op) or self.liveness.output_frame(op))
+        """Whether an op can be waited for by ops that are in no loop and may not be dead.
+
+        Who waits for a `tf.cond` itself, rather than for an output, waits for nothing in it.
+        """
+        is_branch = op.type in op_types.BRANCHES and bool(op.outputs)
+        return not (is_branch or self.liveness.may_be_dead(op) or self.liveness.output_frame(op))
 
     def _ends_control_flow(self, op: tf.Operation) -> bool:
         """Whether an op can be waited for, but something that it waits for can't."""

@@ -59,6 +59,7 @@ class Values:
         self._devices = [tower.device for tower in towers]
         self._full_value_devices = full_value_devices
         self._nodes = nodes
+        self._order = order
         self._source_names = {tensor.name for tensor in plan.sources}
 
         self.batch_shards = Shards(plan.rows, total, towers, nodes, self._symbol_value)
@@ -238,7 +239,10 @@ class Values:
         """Makes a full value from local ones; returns it by name, with others of its pack."""
         name = tensor.name
         if self.is_size_of_local(tensor):
-            return {name: self._make_size(tensor)}
+            size = self._make_size(tensor)
+            if self._order.liveness.may_be_dead(tensor.op):
+                size = self._dead_as(tensor, size)
+            return {name: size}
 
         placement = self._plan.placements[name]
         if not isinstance(placement, (Shard, Partial)):
@@ -271,6 +275,19 @@ class Values:
         entries = self._plan.sizes.entries(tensor) or []
         values = [self.batch_shards.size_value(size, None, dtype) for size in entries]
         return self._nodes.tensor(values if tensor.shape.rank else values[0], dtype, dtype)
+
+    def _dead_as(self, tensor: tf.Tensor, size: str) -> str:
+        """A size that is dead if the op that asked for it is: in a branch that isn't taken.
+
+        Else what follows would run, and draw random numbers of which the next step has other ones.
+        """
+        tower = self._towers[0]
+        operand = next(o for o in tensor.op.inputs if o.name in self._plan.placements)
+        types = {'T': operand.dtype.base_dtype, 'out_type': tf.int32}
+        asked = self._nodes.add('Shape', [self.local(operand, tower)], tower.device, **types)
+        is_alive = f'^{asked.partition(":")[0]}'
+        dtype = tensor.dtype.base_dtype
+        return self._nodes.add('Identity', [size, is_alive], self._nodes.host, T=dtype)
 
     def _reduce_pack(
         self, pack: Pack, shards: Shards, dtype: tf.DType, device: str
