@@ -7,7 +7,7 @@ import estimator_mgpu
 from estimator_mgpu import explain, steps
 from estimator_mgpu.tf_internals import graphs
 from models import adam, batches, floats, of_all_modes, predict, regression, sgd, spec_of, step
-from towers import NAMES, TRAIN, compare, compare_modes, tower_of, train
+from towers import MODES, NAMES, TRAIN, compare, compare_modes, tower_of, train
 
 
 def short_last():
@@ -141,6 +141,22 @@ def test_fewer_turns_for_a_small_batch():
     ours, _ = compare(regression(adam), batches(5, steps=2), 2, microbatches=8)
     schedule = steps.of_graph(ours.graph).schedule
     assert schedule.turns == 2
+
+
+def test_evaluation_with_a_train_op():
+    """No step of evaluation runs it, so it keeps nothing from running in turns."""
+
+    def model_fn(features, labels, mode):
+        output = tf.layers.dense(tf.layers.dense(features, 64, tf.nn.relu), 1)
+        loss = tf.losses.mean_squared_error(labels, output)
+        train_op = tf.train.AdamOptimizer().minimize(loss, tf.train.get_global_step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    with tf.Graph().as_default() as graph:
+        tf.train.create_global_step()
+        batch = tf.placeholder(tf.float32, [12, 3]), tf.placeholder(tf.float32, [12, 1])
+        estimator_mgpu.replicate(model_fn, devices=2, microbatches=3)(*batch, MODES.EVAL)
+        assert steps.of_graph(graph).schedule.chainable == 1
 
 
 def test_exact_batch_norm_is_not_chained(caplog):

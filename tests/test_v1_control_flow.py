@@ -270,6 +270,22 @@ def test_as_on_one_device(name, static):
         assert 'loop' not in reasons
 
 
+def test_a_branch_that_is_not_taken_draws_no_numbers():
+    """Else the next draws of the same seed would be other ones."""
+
+    def dropped_if_positive(x, w):
+        x = x[:, 0]
+        is_positive = tf.reduce_sum(x) > 0
+        x = tf.cond(is_positive, lambda: tf.nn.dropout(x, rate=0.5, seed=1), lambda: x)
+        return tf.matmul(x, w)
+
+    [(rows, labels)] = batches(7)
+    signs = [1, -1, 1, -1, -1, 1]
+    signed = [(np.abs(rows) * sign, labels) for sign in signs]
+    with towers.behavior_of('v1'):
+        towers.compare(model_fn_of(dropped_if_positive), signed, 3, static=False)
+
+
 def loops_of(graph):
     ops = graph.get_operations()
     return find_loops(ops, Liveness(ops))

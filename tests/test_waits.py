@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
@@ -430,6 +431,32 @@ def test_calls_are_ordered_by_their_outputs():
         third = add(second)
         with tf.control_dependencies([third]):
             loss = tf.identity(loss)
+        return spec_of(mode, loss, sgd(loss))
+
+    compare(model_fn, BATCHES, 3)
+
+
+@pytest.mark.parametrize('predicate', ['features', 'variable'])
+@pytest.mark.parametrize('branches', ['cond', 'switch_case'])
+def test_who_waits_for_a_branch_waits_for_what_it_writes(predicate, branches, behavior):
+    def model_fn(features, labels, mode):
+        count = variable('count', initializer=tf.zeros_initializer(), trainable=False)
+        is_taken = tf.reduce_mean(features) < 99
+        if predicate == 'variable':
+            always = {'initializer': tf.ones_initializer(), 'trainable': False}
+            is_taken = variable('is_taken', dtype=tf.bool, **always)
+
+        def counted():
+            with tf.control_dependencies([count.assign_add(1.0)]):
+                return tf.identity(features)
+
+        if branches == 'cond':
+            result = tf.cond(is_taken, counted, lambda: features)
+        else:
+            index = tf.cast(is_taken, tf.int32)
+            result = tf2.switch_case(index, [lambda: features, counted])
+        with tf.control_dependencies([result]):
+            loss = tf.reduce_mean(tf.square(tf.matmul(features, variable('w', 3, 1)))) * count
         return spec_of(mode, loss, sgd(loss))
 
     compare(model_fn, BATCHES, 3)

@@ -101,7 +101,7 @@ def devices_of_compiled(graph):
     return [
         op.device.removeprefix('/device:')
         for op in graph.get_operations()
-        if op_types.MUST_COMPILE in op.node_def.attr and op.name.startswith('replicate/tower_')
+        if op_types.MUST_COMPILE in op.node_def.attr and towers.tower_of(op.name) is not None
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -36,7 +36,7 @@ def divide(
     existing_ops: Set[str] = frozenset(),
     batch_norm: str = 'batch',
     turns: int = 1,
-    results: Container[tf.Operation] = (),
+    results: Sequence[tf.Operation] = (),
     step_results: Sequence[tf.Tensor | tf.Operation] = (),
     recomputed_loss: tf.Tensor | None = None,
 ) -> Towers | None:
@@ -114,6 +114,7 @@ def divide(
         turns,
         step_results,
         loops,
+        results,
     )
     towers.recomputation = recomputation
     return towers

@@ -88,6 +88,7 @@ def build_towers(
     turns: int = 1,
     results: Sequence[Result] = (),
     loops: Sequence[V1Loop] = (),
+    other_results: Sequence[tf.Operation] = (),
 ) -> Towers:
     """Changes a graph so that it runs on several devices, or in several turns, as planned.
 
@@ -106,6 +107,7 @@ def build_towers(
       turns: how many towers each device has, one after the other.
       results: what a step is run for.
       loops: the user's v1 loops.
+      other_results: ops of what steps of other modes are run for: in evaluation, the train_op.
     """
     calls = [[_replacement(gradient, replaced) for gradient in call] for call in calls]
     collect = functools.partial(
@@ -125,7 +127,7 @@ def build_towers(
         edges = Edges(graph, plan, nodes, values.full_values, control_inputs, loops, len(towers))
         results = [replaced_result(result, replaced) for result in results]
         step = StepUnits(edges, [edges.unit_of_result(result) for result in results])
-        found = find_schedule(graph, plan, step, towers, results)
+        found = find_schedule(graph, plan, step, towers, [*results, *other_results])
         if found.is_worth_it:
             add_gates(nodes, step, found, towers)
         else:

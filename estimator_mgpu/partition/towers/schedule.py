@@ -91,7 +91,7 @@ def find_schedule(
       plan: which ops are sharded.
       step: the units that a step runs.
       towers: some of which share a device.
-      results: what a step is run for, before towers are added.
+      results: what steps of any mode are run for, before towers are added.
     """
     levels = _levels(step)
     joins = _joins_by_level(step, levels)
