@@ -67,8 +67,8 @@ def test_the_source_distribution(built):
     top = 'CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in Makefile PKG-INFO README.md mkdocs.yml'
     assert found == {
         *package(),
-        *sources('docs', '*.md', '*.py', '*.svg', 'digits.png'),
-        *sources('samples', '*.py'),
+        *sources('docs', '*.md', '*.py', '*.svg', 'digits.png', 'plan.png'),
+        *sources('samples', '*.py', '*.ipynb'),
         *sources('tests', '*.py'),
         *('.ci/matrix', '.ci/run', *top.split(), 'pyproject.toml', 'setup.cfg', 'setup.py'),
     }

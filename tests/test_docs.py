@@ -134,7 +134,7 @@ def run(command):
     elif command[0] == 'python':
         sources = [(ROOT / path).read_text() for path in (command[1], 'samples/common.py')]
         for flag in command[2:]:
-            name = re.fullmatch(r'--(\w+)=\S+', flag)[1]
+            name = re.fullmatch(r'--(\w+)(=\S+)?', flag)[1]
             assert re.search(rf"DEFINE_\w+\(\s*'{name}'", ''.join(sources)), flag
     else:
         assert command in (['.ci/run'], ['.ci/matrix'])
