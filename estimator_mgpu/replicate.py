@@ -39,7 +39,7 @@ from estimator_mgpu.devices import (
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
-from estimator_mgpu.partition.rewrites.recompute import recompute_activations
+from estimator_mgpu.partition.rewrites.recompute import Recomputation, recompute_activations
 from estimator_mgpu.partition.towers.build import Towers
 from estimator_mgpu.partition.towers.variables import Variables, place_variables
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
@@ -277,20 +277,26 @@ def _build_on_one(
     call: Callable[..., Any], features: Any, labels: Any, options: dict[str, Any], tower: str
 ) -> tuple[Any, steps.Step]:
     """Builds a graph for one device; returns its EstimatorSpec and a `Step`."""
-    graph = tf.get_default_graph()
     leaves = batch.leaves_of(features, labels, options['broadcast'])
     tensors = end_of_data.tensors_of(features, labels)
-    ops_before = {op.name for op in graph.get_operations()}
+    ops_before = {op.name for op in tf.get_default_graph().get_operations()}
     spec = call('' if options['devices'] is None else tower)
 
-    recomputation = None
-    if _recomputes(spec, options):
-        results = _results_of_step(spec)
-        with _no_garbage_collection():
-            recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
-
     examples = batch.examples_of(leaves)
+    recomputation = _recompute(spec, tensors, ops_before, options)
     return spec, steps.Step(examples, spec.loss, [tower], recomputation=recomputation)
+
+
+def _recompute(
+    spec: Any, tensors: Sequence[tf.Tensor], ops_before: set[str], options: dict[str, Any]
+) -> Recomputation | None:
+    """Lets gradients of a graph that isn't divided use copies of forward ops, if asked for."""
+    if not _recomputes(spec, options):
+        return None
+    graph = tf.get_default_graph()
+    results = _results_of_step(spec)
+    with _no_garbage_collection():
+        return recompute_activations(graph, tensors, spec.loss, results, ops_before)
 
 
 def _recomputes(spec: Any, options: dict[str, Any]) -> bool:
@@ -309,6 +315,7 @@ def _build_on_several(
 ) -> tuple[Any, steps.Step]:
     """Builds a graph for several devices; returns its EstimatorSpec and a `Step`."""
     global_batch = batch.look_at(features, labels, options['broadcast'])
+    tensors = end_of_data.tensors_of(features, labels)
     ops_before = {op.name for op in tf.get_default_graph().get_operations()}
 
     spec = call()
@@ -316,7 +323,10 @@ def _build_on_several(
     place_variables(options['variables'], servers or towers, ops_before)
 
     global_batch = unknown_ranks.shapes_told_by_model(global_batch)
-    return _divided(spec, global_batch, towers, ops_before, options)
+    spec, step = _divided(spec, global_batch, towers, ops_before, options)
+    if step.plan is None:
+        step = step._replace(recomputation=_recompute(spec, tensors, ops_before, options))
+    return spec, step
 
 
 def _divided(

@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import explain, steps
-from estimator_mgpu.partition.rewrites.segments import Activation, choose_cuts
+from estimator_mgpu.partition.rewrites.recompute_cuts import Activation, choose_cuts
 from estimator_mgpu.tf_internals import graphs
 from models import batches, floats, of_all_modes, sgd, spec_of, step
 from towers import TRAIN, behavior_of, compare, compare_modes, session, train
@@ -369,6 +369,27 @@ def test_shallow_model(caplog):
 
     assert not copies_in(graph_of(model_fn))
     assert 'recompute=True is left out: it would save too little' in caplog.text
+
+
+@pytest.mark.parametrize('devices', [1, 2])
+def test_loss_that_ignores_the_batch(devices, caplog):
+    """No forward op uses the batch, so there is nothing to compute again."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_sum(tf.square(tf.get_variable('w', [3]) - 1))
+        return spec_of(mode, loss, sgd(loss))
+
+    ours, _ = compare(model_fn, batches(12, steps=2), devices, recompute=True)
+    assert recomputation(ours) == (0, 0.0)
+    assert 'recompute=True is left out: it would save too little' in caplog.text
+
+
+def test_fewer_examples_than_devices(caplog):
+    """The model runs on one device, and that computes activations again."""
+    ours, _ = compare(of_all_modes(deep, sgd), batches(2, steps=2), 3, recompute=True)
+    assert recomputation(ours).ops
+    assert 'Nothing is sharded' in caplog.text
+    assert f' {recomputation(ours).ops} ops run a second time for the gradients' in caplog.text
 
 
 def test_explanation(caplog, tmp_path):

@@ -1,8 +1,10 @@
-"""Gradients use copies of forward ops, which run only then: activations needn't be kept till then.
+"""Gradients use copies of forward ops.
 
-The forward ops are cut into segments (`segments.py`). What crosses a cut is kept. The gradients of
-a segment get copies of its ops, which wait at a *gate* for the gradient that arrives from the next
-segment. Here `x` is kept, and `a` and `b` are freed as soon as `c` is there:
+The copies run only when the gradients are due, so the originals' outputs can be freed.
+
+The forward ops are cut into segments (`recompute_cuts.py`). What crosses a cut is kept. The
+gradients of a segment get copies of its ops, which wait at a *gate* for the gradient that arrives
+from the next segment. Here `x` is kept, and `a` and `b` are freed as soon as `c` is there:
 
     forward      x -----> a -----> b -----> c (kept) -----> ... -----> loss
                  |
@@ -32,13 +34,13 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.partition.rewrites.segments import (
+from estimator_mgpu.partition.rewrites.recompute_cuts import (
     Activation,
     choose_cuts,
     crosses_any,
@@ -79,7 +81,7 @@ def recompute_activations(
       results: what a step is run for.
       existing_ops: names of ops that were there before the model_fn, which stay as they are.
     """
-    step = _Step(inputs, loss, results, existing_ops)
+    step = _StepOps(inputs, loss, results, existing_ops)
     order = StateOrder(graph.get_operations())
     forward = _Forward(step, order)
     uses = _uses_of_copies(step, forward)
@@ -96,11 +98,11 @@ def recompute_activations(
         private.set_input(use.op, use.position, copy.outputs[use.operand.value_index])
     _let_writes_wait(graph, copies, order)
 
-    bytes_of_copies = forward.bytes_of([use.operand for use in uses])
-    return Recomputation(len(copies), bytes_of_copies / forward.bytes)
+    bytes_of_copies = forward.bytes_of_roots([use.operand for use in uses])
+    return Recomputation(len(copies), bytes_of_copies / forward.needed_bytes)
 
 
-class _Step:
+class _StepOps:
     """The ops of a step.
 
     Args:
@@ -115,7 +117,7 @@ class _Step:
       forward: those that depend on the values of the batch, but not on gradients; or on gradients
         that are a part of the loss.
       backward: the others that depend on the values of the batch.
-      needed: those that results are computed from, or that other than identities wait for.
+      needed: the ops that results depend on. What an Identity only waits for doesn't count.
     """
 
     def __init__(
@@ -204,10 +206,10 @@ class _Forward:
       order: in which the graph touches state.
 
     Attributes:
-      bytes: those of all activations that gradients use.
+      needed_bytes: those of all activations that gradients use.
     """
 
-    def __init__(self, step: _Step, order: StateOrder):
+    def __init__(self, step: _StepOps, order: StateOrder):
         self._positions = {op: position for position, op in enumerate(step.forward)}
         self._inputs = step.inputs
         self._roots: dict[str, tf.Tensor] = {}  # by name, in whose memory a tensor is
@@ -216,14 +218,14 @@ class _Forward:
                 self._roots[output.name] = self._root_of(output)
 
         needed = self._needed_by(step.backward)
-        self.bytes = sum(map(bytes_of, needed.values()))
+        self.needed_bytes = sum(map(bytes_of, needed.values()))
         self._largest = max(map(bytes_of, needed.values()), default=0)
         self._copyable = _copyable_ops(step, order)
         self._activations = self._find_activations(set(needed))
 
         own = sum(bytes_of(root) for name, root in needed.items() if name in self._activations)
         activations = list(self._activations.values())
-        self._cuts = choose_cuts(activations, len(step.forward), self.bytes - own)
+        self._cuts = choose_cuts(activations, len(step.forward), self.needed_bytes - own)
 
     def is_of_batch(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor depends on the values of the batch."""
@@ -248,7 +250,7 @@ class _Forward:
         has_unknown_size = tensor.shape.rank is None or None in tensor.shape.as_list()[1:]
         return has_unknown_size or bytes_of(tensor) * _SMALL > self._largest
 
-    def bytes_of(self, tensors: Sequence[tf.Tensor]) -> int:
+    def bytes_of_roots(self, tensors: Sequence[tf.Tensor]) -> int:
         """The bytes of activations, or of views of them; each counts once."""
         roots = {self._roots[tensor.name].name: self._roots[tensor.name] for tensor in tensors}
         return sum(map(bytes_of, roots.values()))
@@ -296,8 +298,14 @@ class _Forward:
         return activations
 
 
-def _copyable_ops(step: _Step, order: StateOrder) -> set[tf.Operation]:
-    """The forward ops that can run a second time, later."""
+def _copyable_ops(step: _StepOps, order: StateOrder) -> set[tf.Operation]:
+    """The forward ops that can run a second time, later.
+
+    For example, a product with a reference variable `w` reads `w` when it runs. Its copy gets the
+    same value if it runs before `w` is updated. So the update has to wait for the copy
+    (`_let_writes_wait`), which it can't if the copy, or gradients that use it, come after the
+    update themselves.
+    """
     readers = set(order.late_readers()).intersection(step.forward)
     before_copies = set()
     if readers:
@@ -337,7 +345,7 @@ class _Use(NamedTuple):
     operand: tf.Tensor
 
 
-def _uses_of_copies(step: _Step, forward: _Forward) -> list[_Use]:
+def _uses_of_copies(step: _StepOps, forward: _Forward) -> list[_Use]:
     """Where gradients use activations that aren't kept."""
     return [
         _Use(op, position, operand)
@@ -349,24 +357,26 @@ def _uses_of_copies(step: _Step, forward: _Forward) -> list[_Use]:
 
 
 def _gradients_before_segments(
-    step: _Step, uses: Sequence[_Use], forward: _Forward, order: StateOrder
+    step: _StepOps, uses: Sequence[_Use], forward: _Forward, order: StateOrder
 ) -> dict[int, list[tf.Operation]]:
     """The ops of gradients for which the copies of each segment wait, by its number.
 
     These are the gradients that arrive, and all else that frees memory of later segments. For
     example, the gradient of a layer's weights isn't needed for that of the layer before it. If it
     ran when all layers have theirs, the activations of all would be there at once.
-    """
-    segments_of_user = defaultdict[tf.Operation, int](int)  # as bits
-    for use in uses:
-        for op in _with_siblings(use.op, step):
-            segments_of_user[op] |= 1 << forward.segment(use.operand.op)
-    upstream = upstream_bits(list(step.ops), segments_of_user)
 
-    # Copies mustn't wait for what depends on copies of their segment; nor on those of an earlier
-    # one, as that would make a circle if its gradients depended on this segment in turn.
+    With three segments of one layer each, the last one has no copies, and there are
+
+        {1: [gradient of layer 1's output, gradient of layer 2's weights],
+         0: [gradient of layer 0's output, gradient of layer 1's weights]}
+    """
+    upstream = _segments_upstream(step, uses, forward)
+
+    # Copies of a segment may wait only for ops that depend on no copy of this segment or an earlier
+    # one. Otherwise two segments could wait for each other.
     def is_before(op: tf.Operation, segment: int) -> bool:
-        is_independent = not upstream[op] & ((2 << segment) - 1)
+        segments_up_to_this = (2 << segment) - 1  # as bits: of segment 1, 0b11
+        is_independent = not upstream[op] & segments_up_to_this
         return is_independent and order.liveness.always_runs(op)
 
     arriving = defaultdict[int, set[tf.Operation]](set)
@@ -377,17 +387,48 @@ def _gradients_before_segments(
             arriving[segment].update(sources)
 
     heavy = {op for op in step.backward & step.needed if _frees_memory(op, forward, order)}
-    waits: dict[int, list[tf.Operation]] = {}
-    for segment in sorted(arriving, reverse=True):
-        early = {op for op in heavy if is_before(op, segment)}
-        heavy -= early
-        last = [op for op in early if early.isdisjoint(graphs.consumers_of(op))]
-        if arriving[segment]:
-            waits[segment] = sorted(arriving[segment].union(last), key=private.creation_index)
-    return waits
+    heavy_before = _last_before_segments(heavy, list(arriving), is_before)
+    return {
+        segment: sorted(ops.union(heavy_before[segment]), key=private.creation_index)
+        for segment, ops in arriving.items()
+        if ops
+    }
 
 
-def _sources(op: tf.Operation, step: _Step) -> list[tf.Tensor]:
+def _segments_upstream(
+    step: _StepOps, uses: Sequence[_Use], forward: _Forward
+) -> dict[tf.Operation, int]:
+    """For each op of a step, the segments on whose copies it depends, a bit for each.
+
+    With three segments, the gradients of the last one have 0b00, as they use no copies. Those of
+    segment 1 have 0b10, and those of segment 0, which come after them, 0b11.
+    """
+    segments_of_user = defaultdict[tf.Operation, int](int)
+    for use in uses:
+        for op in _with_siblings(use.op, step):
+            segments_of_user[op] |= 1 << forward.segment(use.operand.op)
+    return upstream_bits(list(step.ops), segments_of_user)
+
+
+def _last_before_segments(
+    ops: Set[tf.Operation],
+    segments: Sequence[int],
+    is_before: Callable[[tf.Operation, int], bool],
+) -> dict[int, list[tf.Operation]]:
+    """The ops that come before each segment, but not before a later one, by its number.
+
+    Without those that others of them use: who waits for these waits for them, too.
+    """
+    last: dict[int, list[tf.Operation]] = {}
+    remaining = set(ops)
+    for segment in sorted(segments, reverse=True):
+        early = {op for op in remaining if is_before(op, segment)}
+        remaining -= early
+        last[segment] = [op for op in early if early.isdisjoint(graphs.consumers_of(op))]
+    return last
+
+
+def _sources(op: tf.Operation, step: _StepOps) -> list[tf.Tensor]:
     """The gradients that an op uses, without the identities of them that only wait."""
     sources = []
     for operand in op.inputs:
@@ -398,7 +439,7 @@ def _sources(op: tf.Operation, step: _Step) -> list[tf.Tensor]:
     return sources
 
 
-def _with_siblings(op: tf.Operation, step: _Step) -> set[tf.Operation]:
+def _with_siblings(op: tf.Operation, step: _StepOps) -> set[tf.Operation]:
     """An op, and the others that use the same gradients, directly or by identities.
 
     TensorFlow may fuse them: oneDNN computes the gradient of a bias with that of the weights. The
@@ -441,10 +482,6 @@ def _add_copies(
 ) -> dict[tf.Operation, tf.Operation]:
     """Adds copies of ops, and lets those that use no other copies wait for gradients.
 
-    They wait by an op before them that does nothing else. If they had control inputs, TensorFlow's
-    graph optimizers wouldn't fuse them as they fuse the originals, and results would be rounded in
-    another way.
-
     Args:
       graph: to which they are added.
       originals: the ops, with all that they need and that isn't kept.
@@ -455,33 +492,8 @@ def _add_copies(
       The copy of each op.
     """
     scope = graph.unique_name('recompute')
-    graph_def = tf.GraphDef(versions=graph.graph_def_versions)
-    used: dict[str, tf.Tensor] = {}  # by copies, by name
-    gates: dict[tuple[int, str], tf.Tensor] = {}  # by segment, and what they let through
-    for op in originals:
-        operands = list(op.inputs)
-        if all(map(forward.is_kept, operands)):
-            [index, *_] = [i for i, operand in enumerate(operands) if forward.is_of_batch(operand)]
-            segment = forward.segment(op)
-            key = (segment, operands[index].name)
-            if key not in gates:
-                gates[key] = _gate(operands[index], gradients[segment], f'{scope}/gate_{segment}')
-            operands[index] = gates[key]
-
-        node = graph_def.node.add()
-        node.CopyFrom(op.node_def)
-        node.name = f'{scope}/{op.name}'
-        node.attr.pop('_class', None)
-        names = []
-        for operand in operands:
-            if forward.is_kept(operand):
-                names.append(operand.name)
-                used[operand.name] = operand
-            else:
-                names.append(f'{scope}/{operand.name}')
-        node.input[:] = names
-    with graph.as_default(), tf.control_dependencies(None), tf.device(None):
-        tf.import_graph_def(graph_def, used, name='')
+    operands = _gated_operands(originals, forward, gradients, scope)
+    _import_copies(graph, operands, forward, scope)
 
     copies = {}
     for op in originals:
@@ -491,6 +503,72 @@ def _add_copies(
         private.add_control_inputs(copy, op.control_inputs)
         copies[op] = copy
     return copies
+
+
+def _gated_operands(
+    originals: Sequence[tf.Operation],
+    forward: _Forward,
+    gradients: dict[int, list[tf.Operation]],
+    scope: str,
+) -> dict[tf.Operation, list[tf.Tensor]]:
+    """The operands of each op; for a copy that uses no other copies, one of them is a gate.
+
+    The gate does nothing but wait. If the copies had control inputs, TensorFlow's graph optimizers
+    wouldn't fuse them as they fuse the originals, and results would be rounded in another way.
+    """
+    gated: dict[tf.Operation, list[tf.Tensor]] = {}
+    gates: dict[tuple[int, str], tf.Tensor] = {}  # by segment, and what they let through
+    for op in originals:
+        operands = list(op.inputs)
+        gated[op] = operands
+        if not all(map(forward.is_kept, operands)):
+            continue  # It waits for another copy.
+
+        position = _first_of_batch(operands, forward)
+        segment = forward.segment(op)
+        key = (segment, operands[position].name)
+        if key not in gates:
+            gates[key] = _gate(operands[position], gradients[segment], f'{scope}/gate_{segment}')
+        operands[position] = gates[key]
+    return gated
+
+
+def _first_of_batch(operands: Sequence[tf.Tensor], forward: _Forward) -> int:
+    """The position of the first operand that depends on the batch; a forward op has one."""
+    return next(i for i, operand in enumerate(operands) if forward.is_of_batch(operand))
+
+
+def _import_copies(
+    graph: tf.Graph,
+    operands: dict[tf.Operation, list[tf.Tensor]],
+    forward: _Forward,
+    scope: str,
+) -> None:
+    """Adds copies of ops to a graph, which use each other where an operand isn't kept.
+
+    Args:
+      graph: to which they are added.
+      operands: those of each op, with gates.
+      forward: tells what is kept.
+      scope: the name scope of the copies.
+    """
+    graph_def = tf.GraphDef(versions=graph.graph_def_versions)
+    used: dict[str, tf.Tensor] = {}  # what exists already, by name
+    for op, operands_of_copy in operands.items():
+        node = graph_def.node.add()
+        node.CopyFrom(op.node_def)
+        node.name = f'{scope}/{op.name}'
+        node.attr.pop('_class', None)
+        del node.input[:]
+        for operand in operands_of_copy:
+            if forward.is_kept(operand):
+                node.input.append(operand.name)
+                used[operand.name] = operand
+            else:
+                node.input.append(f'{scope}/{operand.name}')
+
+    with graph.as_default(), tf.control_dependencies(None), tf.device(None):
+        tf.import_graph_def(graph_def, used, name='')
 
 
 def _gate(tensor: tf.Tensor, gradients: Sequence[tf.Operation], name: str) -> tf.Tensor:

@@ -88,6 +88,12 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
 
     A part has its rows in their order, so those of all towers, one tower after the other, are those
     of the full value.
+
+    The placement of `which` decides: it's computed from the ids, whose rows are the examples. The
+    data may be the same for all towers, such as the positions `tf.range(tf.size(ids))`.
+
+    An example may have several rows: with ids of shape [n, 5], `which` is a vector of 5 * n
+    entries, 5 for each example. That's the factor.
     """
     data, which = op.inputs
     shard = placements[1]
@@ -109,7 +115,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
         # The data has as many rows, or the op fails.
         need = LOCAL if placements[0] == shard else Slice(0, shard.rows, factor)
         outputs = [Shard(0, part) for part in parts]
-    dims = [[_all(part), *data_dims[1:]] for part in parts]
+    dims = [[_full_size(part), *data_dims[1:]] for part in parts]
     return Decision(OpPlan((need, LOCAL)), outputs, dims)
 
 
@@ -145,7 +151,7 @@ def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
         LOCAL if placement == Shard(0, part) else Slice(0, part, ONE)
         for placement, part in zip(placements[count:], given)
     ]
-    dims = [first.factor * _all(first.rows), *data_dims[1:]]
+    dims = [first.factor * _full_size(first.rows), *data_dims[1:]]
     return Decision(OpPlan((*[LOCAL] * count, *needs)), [Shard(0, first.rows)], [dims])
 
 
@@ -157,16 +163,16 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
     if not isinstance(positions, Positions) or not is_along_rows or not dims:
         return None
-    if not dims[0].same_as(positions.factor * _all(positions.rows)):
+    if not dims[0].same_as(positions.factor * _full_size(positions.rows)):
         return None
 
     shard = Shard(0, positions.rows)
     is_sharded = placements[0] == shard
     need = LOCAL if is_sharded else Slice(0, positions.rows, positions.factor)
-    part_dims = [_all(positions.part), *dims[1:]]
+    part_dims = [_full_size(positions.part), *dims[1:]]
     return Decision(OpPlan((need, LOCAL, FULL)), [Shard(0, positions.part)], [part_dims])
 
 
-def _all(rows: RowSpace) -> Size:
-    """The number of all rows."""
+def _full_size(rows: RowSpace) -> Size:
+    """The number of rows that all towers have together."""
     return Size(1, (rows,))

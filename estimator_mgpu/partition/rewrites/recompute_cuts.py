@@ -55,6 +55,8 @@ def choose_cuts(activations: Sequence[Activation], count: int, fixed: int) -> li
       count: the number of forward ops.
       fixed: the bytes of other tensors that gradients use: these are kept anyway.
     """
+    if not activations:
+        return []
     profile = _Profile(activations, count)
     total = profile.needed_until[-1]
     best: list[int] = []
