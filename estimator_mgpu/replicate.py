@@ -373,6 +373,7 @@ def _divided(
         plan=towers.plan,
         schedule=towers.schedule,
         recomputation=towers.recomputation,
+        names=towers.names,
     )
 
 

@@ -229,8 +229,9 @@ def test_what_micro_batches_would_not_save(memory):
     memory.limit = 2
     calls = Calls()
     estimator = estimator_of(lambda features: features, forward=normalized)
-    with pytest.raises(OutOfMemory, match='they would save only .* of the activations'):
+    with pytest.raises(OutOfMemory, match='they would save only .* of the activations') as raised:
         estimator.train(calls, steps=1)
+    assert 'Each device had 1 micro-batch(es), and more would not help' in str(raised.value)
     assert calls.count == 2
 
 
@@ -276,6 +277,43 @@ def test_other_resources(memory, tmp_path):
         estimator.train(calls_of_second, [DiskIsFull()], steps=1)
     assert calls.count == calls_of_second.count == 1
     assert counts_of(estimator) == (1, 1, 1)
+
+
+def test_errors_that_no_op_has_raised(memory, tmp_path):
+    """But a hook, a saving listener or the input_fn: the error stays as it is."""
+    error = OutOfMemory(None, None, 'OOM when allocating in Python')
+    calls = Calls()
+
+    def fail(*args):
+        raise error
+
+    hook = tf.train.SessionRunHook()
+    hook.after_run = fail
+    listener = tf.train.CheckpointSaverListener()
+    listener.after_save = fail
+    estimator = estimator_of(memory, str(tmp_path))
+    for read, options in (
+        (calls, dict(hooks=[hook])),
+        (calls, dict(saving_listeners=[listener])),
+        (Calls(fail), {}),
+    ):
+        with pytest.raises(OutOfMemory) as raised:
+            estimator.train(read, steps=1, **options)
+        assert raised.value is error
+    assert calls.count == 2 and counts_of(estimator) == (1, 1, 1)
+
+
+def test_an_input_of_an_evaluation_ends_training(memory, tmp_path):
+    """Training isn't tried again, as its own steps have enough memory."""
+    calls = Calls(lambda: input_fn(rows=12).repeat())
+    estimator = estimator_of(memory, str(tmp_path))
+    with pytest.raises(OutOfMemory, match='OOM in the input'):
+        tf.estimator.train_and_evaluate(
+            estimator,
+            tf.estimator.TrainSpec(calls, max_steps=1),
+            tf.estimator.EvalSpec(no_memory_for_the_input),
+        )
+    assert calls.count == 1
 
 
 def test_a_replicated_estimator(memory):
