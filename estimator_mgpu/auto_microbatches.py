@@ -174,7 +174,7 @@ class AutoMicrobatches:
         checkpoint = checkpoints.last_checkpoint_name(model_dir) or 'the start'
         goes_on = _GOES_ON[mode].format(checkpoint=checkpoint)
         tf.logging.warning(
-            f'Out of memory: {error_messages.reason(error)}. From now on, each device runs {count} '
+            f'Out of memory: {_reason(error)}. From now on, each device runs {count} '
             f'micro-batches, one after another. {goes_on}; the input_fn is called anew.'
         )
 
@@ -188,6 +188,11 @@ class _Begun(tf.train.SessionRunHook):
         self.has_session = True
 
 
+def _reason(error: Exception) -> str:
+    """What is wrong, to be part of a sentence."""
+    return error_messages.reason(error).rstrip('.')
+
+
 def _without_remedy(
     error: tf.errors.ResourceExhaustedError, count: int, obstacle: str
 ) -> _TooLittleMemory:
@@ -199,7 +204,7 @@ def _without_remedy(
       obstacle: why more would be of no use.
     """
     text = (
-        f'Out of memory: {error_messages.reason(error)}. Each device had {count} micro-batch(es), '
+        f'Out of memory: {_reason(error)}. Each device had {count} micro-batch(es), '
         f'and more would not help: {obstacle}. What can help: more devices, a smaller batch, '
         "recompute=True for deep networks, variables='cpu' if variables take much of the memory."
     )

@@ -332,3 +332,17 @@ def test_a_replicated_estimator(memory):
 def test_not_without_an_estimator(called):
     with pytest.raises(ValueError, match="microbatches='auto' is for estimator_mgpu.Estimator"):
         called(devices=2, microbatches='auto')
+
+
+@pytest.mark.parametrize('microbatches', ['Auto', 'AUTO', '8'])
+def test_texts_that_are_no_number(microbatches):
+    with pytest.raises(ValueError, match="Give 1 or more: .* take 'auto', too"):
+        estimator_mgpu.Estimator(predict, devices=2, microbatches=microbatches)
+
+
+def test_an_option_that_is_misspelled():
+    with pytest.raises(TypeError, match='^Estimator.. takes no microbatch: .* Is microbatches mea'):
+        estimator_mgpu.Estimator(predict, microbatch='auto')
+    plain = tf.estimator.Estimator(of_all_modes(predict))
+    with pytest.raises(TypeError, match='^replicate_estimator.. takes no device: .* Is devices'):
+        estimator_mgpu.replicate_estimator(plain, device=2)
