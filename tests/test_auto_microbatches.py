@@ -257,7 +257,7 @@ def test_variables_that_do_not_fit(memory):
 
 
 def no_memory_for_the_input():
-    fail = lambda *batch: (raises(MemoryError('OOM in the input')), batch[1])  # noqa: E731
+    fail = lambda *batch: (raises(MemoryError('OOM when allocating the input')), batch[1])  # noqa: E731
     return input_fn().map(fail).map(lambda x, y: (tf.ensure_shape(x, [12, 3]), y))
 
 
@@ -265,7 +265,7 @@ def test_other_resources(memory, tmp_path):
     """The input pipeline's memory, and the disk: the error stays as it is."""
     estimator = estimator_of(memory, str(tmp_path))
     calls = Calls(no_memory_for_the_input)
-    with pytest.raises(OutOfMemory, match='OOM in the input'):
+    with pytest.raises(OutOfMemory, match='OOM when allocating the input'):
         estimator.train(calls, steps=1)
 
     class DiskIsFull(tf.train.SessionRunHook):
@@ -307,7 +307,7 @@ def test_an_input_of_an_evaluation_ends_training(memory, tmp_path):
     """Training isn't tried again, as its own steps have enough memory."""
     calls = Calls(lambda: input_fn(rows=12).repeat())
     estimator = estimator_of(memory, str(tmp_path))
-    with pytest.raises(OutOfMemory, match='OOM in the input'):
+    with pytest.raises(OutOfMemory, match='OOM when allocating the input'):
         tf.estimator.train_and_evaluate(
             estimator,
             tf.estimator.TrainSpec(calls, max_steps=1),
