@@ -32,7 +32,10 @@ _GOES_ON = {
 
 
 class _TooLittleMemory(tf.errors.ResourceExhaustedError):
-    """Memory is too small, and micro-batches are no remedy. It isn't tried again."""
+    """Memory is too small, and micro-batches are no remedy. It isn't tried again.
+
+    Nor are calls around it: it may be of an evaluation during training.
+    """
 
 
 class _Built(NamedTuple):
@@ -41,11 +44,13 @@ class _Built(NamedTuple):
     Attributes:
       devices: how many devices share the batch.
       examples: how many examples a batch has, if the graph knows.
+      microbatches: how many each device has.
       obstacle: why more micro-batches would be of no use; '' if they would.
     """
 
     devices: int
     examples: int | None
+    microbatches: int
     obstacle: str
 
 
@@ -101,7 +106,8 @@ class AutoMicrobatches:
                 f'others are needed for {names or "what the step is run for"})'
             )
         examples = step.examples if isinstance(step.examples, int) else None
-        self._built[mode] = _Built(len(step.devices), examples, obstacle)
+        microbatches = 1 if obstacle else self.count(mode)
+        self._built[mode] = _Built(len(step.devices), examples, microbatches, obstacle)
 
     def attempts(self, mode: str, model_dir: str) -> Iterator[Any]:
         """Attempts at a call, each with more micro-batches than the one before.
@@ -125,13 +131,16 @@ class AutoMicrobatches:
         try:
             yield [begun]
         except tf.errors.ResourceExhaustedError as error:
-            if not _is_of_step(error, model_dir):
+            is_of_disk = checkpoints.is_of_writing(error, model_dir)
+            if is_of_disk or not error_messages.is_of_step_memory(error):
                 raise
             obstacle = self._obstacle(mode)
             if not begun.has_session:
                 obstacle = 'it ran out before the first step, as variables were made or restored'
             if obstacle:
-                raise _without_remedy(error, self.count(mode), obstacle) from error
+                built = self._built.get(mode)
+                count = self.count(mode) if built is None else built.microbatches
+                raise _without_remedy(error, count, obstacle) from error
             self._double(mode, error, model_dir)
 
     def _obstacle(self, mode: str) -> str:
@@ -165,7 +174,7 @@ class AutoMicrobatches:
         checkpoint = checkpoints.last_checkpoint_name(model_dir) or 'the start'
         goes_on = _GOES_ON[mode].format(checkpoint=checkpoint)
         tf.logging.warning(
-            f'Out of memory: {error_messages.reason(error)}. From now on, each device runs {count} '
+            f'Out of memory: {_reason(error)}. From now on, each device runs {count} '
             f'micro-batches, one after another. {goes_on}; the input_fn is called anew.'
         )
 
@@ -179,12 +188,9 @@ class _Begun(tf.train.SessionRunHook):
         self.has_session = True
 
 
-def _is_of_step(error: Exception, model_dir: str) -> bool:
-    """Whether the memory was too small for a step, rather than a disk or the input pipeline."""
-    if isinstance(error, _TooLittleMemory):  # of an evaluation during training
-        return False
-    is_of_disk = checkpoints.is_of_writing(error, model_dir)
-    return not is_of_disk and not error_messages.is_of_input(error)
+def _reason(error: Exception) -> str:
+    """What is wrong, to be part of a sentence."""
+    return error_messages.reason(error).rstrip('.')
 
 
 def _without_remedy(
@@ -198,7 +204,7 @@ def _without_remedy(
       obstacle: why more would be of no use.
     """
     text = (
-        f'Out of memory: {error_messages.reason(error)}. Each device ran {count} micro-batch(es), '
+        f'Out of memory: {_reason(error)}. Each device had {count} micro-batch(es), '
         f'and more would not help: {obstacle}. What can help: more devices, a smaller batch, '
         "recompute=True for deep networks, variables='cpu' if variables take much of the memory."
     )

@@ -2,13 +2,18 @@
 
 Much of it is written while TensorFlow is imported. Python imports the package, and so TensorFlow,
 before it runs `__main__`: so the package imports this module first.
+
+If the import fails, all of the log is printed. TensorFlow may end the process, for example on a
+CPU that it wasn't built for: then another process prints it.
 """
 
 import contextlib
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
+from typing import IO, NoReturn
 
 _LEVEL = 'TF_CPP_MIN_LOG_LEVEL'
 
@@ -23,21 +28,47 @@ def _is_command() -> bool:
 
 
 @contextlib.contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Drops what is written to the standard error, also by C++ code."""
+def _log_if_it_fails() -> Iterator[None]:
+    """Drops what is written to the standard error, also by C++ code, unless the block fails."""
     sys.stderr.flush()
-    stderr = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    sys.stdout.flush()
+    with tempfile.TemporaryFile() as log:
+        end, success = os.pipe()
+        printer = os.fork()
+        if not printer:
+            os.close(success)
+            _print_unless(end, log)
+
+        os.close(end)
+        stderr = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+            os.write(success, b'1')
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            os.close(success)
+            os.waitpid(printer, 0)
+
+
+def _print_unless(end: int, log: IO[bytes]) -> NoReturn:
+    """Waits for the other process, prints the log unless that has written to a pipe, and exits.
+
+    Args:
+      end: the pipe's end that is read.
+      log: what the other process has written to its standard error.
+    """
     try:
-        yield
+        if not os.read(end, 1):
+            log.seek(0)
+            os.write(2, log.read())
     finally:
-        os.dup2(stderr, 2)
-        os.close(nowhere)
-        os.close(stderr)
+        os._exit(0)
 
 
 if _is_command() and _LEVEL not in os.environ:
     os.environ[_LEVEL] = '3'
-    with _without_stderr():  # During its import, TensorFlow 2.21 doesn't look at the level.
+    with _log_if_it_fails():  # During its import, TensorFlow 2.21 doesn't look at the level.
         importlib.import_module('tensorflow')

@@ -217,7 +217,8 @@ def check_microbatches(microbatches: Any) -> None:
     if not is_count(microbatches):
         raise ValueError(
             f'microbatches={microbatches!r} is no number of micro-batches. Give 1 or more: that '
-            "many parts of each device's examples run one after another."
+            "many parts of each device's examples run one after another. Estimator and "
+            "replicate_estimator() take 'auto', too."
         )
 
 

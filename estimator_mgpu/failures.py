@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps, user_lines
-from estimator_mgpu.partition.towers.names import ANY_NAMES
+from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.sizes import RowSpace
+from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
 from estimator_mgpu.tf_internals import error_messages
 
-_OUT_OF_MEMORY = 'OOM when allocating'
 # Errors that say that a session was lost, or closed: whichever op they name has no part in it.
 _OF_SESSIONS = (
     tf.errors.AbortedError,
@@ -36,12 +38,22 @@ def explained() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        sentences = _explanation(error)
-        if not sentences:
+        explained_error = _explained(error)
+        if explained_error is None:
             raise
-        text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
-        # Without the op, as str() would end with its traceback, which the cause has anyway.
-        raise type(error)(error.node_def, None, text) from error
+        raise explained_error from error
+
+
+def _explained(error: tf.errors.OpError) -> tf.errors.OpError | None:
+    """An error that says more than another; None if there is nothing to add."""
+    # Whatever the graph is like, and however the error is made: the user sees it.
+    with contextlib.suppress(Exception):
+        sentences = _explanation(error)
+        if sentences:
+            text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
+            # Without the op, as str() would end with its traceback, which the cause has anyway.
+            return type(error)(error.node_def, None, text)
+    return None
 
 
 def _explanation(error: tf.errors.OpError) -> list[str]:
@@ -54,8 +66,7 @@ def _explanation(error: tf.errors.OpError) -> list[str]:
 
     where = _where(error.op, step) if step.plan is not None else ''
     sentences = [where] if where else []
-    is_of_memory = type(error) is tf.errors.ResourceExhaustedError  # Others say what helps.
-    if is_of_memory and _OUT_OF_MEMORY in error.message:
+    if error_messages.is_of_step_memory(error):
         sentences.append(_less_memory(error.op, step))
     if where:
         frame = user_lines.frame_of(error.op)
@@ -68,27 +79,41 @@ def _explanation(error: tf.errors.OpError) -> list[str]:
 
 def _where(op: tf.Operation, step: steps.Step) -> str:
     """Which of the user's ops has failed, and on which examples; '' if that's of no interest."""
-    copy = ANY_NAMES.copy_of(op.name)
-    if copy is not None:
-        examples = _examples(step, copy.tower)
-        return f'{copy.op_name} ran in tower {copy.tower}, on {op.device}, with {examples}.'
-    if ANY_NAMES.is_added(op.name):
-        return f'{op.name} ran on {op.device}, for an op of all towers.'
     if op.name in step.plan.once:
         why, _ = step.plan.once[op.name]
         return f'{op.name} ran once, on the global batch: {why}.'
+    copy = step.names.copy_of(op.name)
+    if copy is not None:
+        examples = _examples(step, copy)
+        return f'{copy.op_name} ran in tower {copy.tower}, on {op.device}, with {examples}.'
+    if step.names.is_added(op.name):
+        return f'{op.name} ran on {op.device}, for an op of all towers.'
     return ''
 
 
-def _examples(step: steps.Step, tower: int) -> str:
-    """Says which examples a tower has."""
+def _examples(step: steps.Step, copy: CopyName) -> str:
+    """Says which examples a tower's copy of an op has."""
+    if _row_spaces(step.plan, copy.op_name) - {step.plan.rows}:
+        return 'its share of the rows'  # that a mask left, say
     if not isinstance(step.examples, int):
         return 'its share of the examples'
     extents = static_extents(step.examples, len(step.devices), _turns(step))
-    start, count = extents[tower]
+    start, count = extents[copy.tower]
     if count == 1:
         return f'example {start} of 0 to {step.examples - 1}'
     return f'examples {start} to {start + count - 1} of 0 to {step.examples - 1}'
+
+
+def _row_spaces(plan: Plan, op_name: str) -> set[RowSpace]:
+    """What the rows are that an op takes and makes."""
+    forms: list[Any] = []
+    if op_name in plan.ops:
+        forms += plan.ops[op_name].needs
+    for placements in (plan.placements, plan.in_loops):
+        for name, placement in placements.items():
+            if name.partition(':')[0] == op_name:
+                forms.append(placement)
+    return {form.rows for form in forms if hasattr(form, 'rows')}
 
 
 def _turns(step: steps.Step) -> int:
@@ -105,8 +130,26 @@ def _less_memory(op: tf.Operation | None, step: steps.Step) -> str:
             'On more devices it needs as much memory: Estimator.explain() tells what keeps it from '
             'being sharded.'
         )
-    turns = 2 * _turns(step)
+    remedies = ['more devices', 'recompute=True for deep networks']
+    turns = _more_turns(step) if step.devices else None
+    if turns is not None:
+        remedies.insert(0, f'replicate(microbatches={turns})')
+    elif not step.devices:  # The op isn't known, and so nor is its graph.
+        remedies.insert(0, 'more micro-batches')
     return (
-        f'To need less memory on each device, use replicate(microbatches={turns}), more devices, '
-        "recompute=True for deep networks, or variables='cpu', by which variables and optimizer slots are in the host's memory."
+        f'To need less memory on each device, use {", ".join(remedies)}, or '
+        "variables='cpu', by which variables and optimizer slots are in the host's memory."
     )
+
+
+def _more_turns(step: steps.Step) -> int | None:
+    """How many micro-batches need less memory than those of a graph; None if none do."""
+    is_left_out = step.schedule is not None and not step.schedule.is_worth_it
+    nothing_is_sharded = step.plan is None and len(step.devices) > 1
+    if is_left_out or nothing_is_sharded:
+        return None
+    turns = _turns(step)
+    more = 2 * turns
+    if isinstance(step.examples, int):
+        more = min(more, step.examples // len(step.devices))
+    return more if more > turns else None

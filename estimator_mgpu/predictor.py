@@ -10,14 +10,15 @@ checked by their inputs, and fed.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, checkpoints
+from estimator_mgpu import batch, checkpoints, failures
 from estimator_mgpu.tf_internals import op_types, tf_estimator
 
 _COMPOSITE_TENSORS = (tf.SparseTensor, tf.RaggedTensor)
@@ -67,7 +68,7 @@ class Predictor:
         hooks: Sequence[tf.train.SessionRunHook] | None,
         checkpoint_path: str | None,
     ):
-        _check_arguments(features, serving_input_receiver_fn, hooks)
+        _check_arguments(features, serving_input_receiver_fn, hooks, checkpoint_path)
         self._estimator = estimator
         self._serving_input_receiver_fn = serving_input_receiver_fn
         self._broadcast = broadcast
@@ -91,7 +92,8 @@ class Predictor:
             tensors of `serving_input_receiver_fn`. Dicts and tuples are structure; all else is
             an array: NumPy's, an eager tensor, a list.
         """
-        with self._opened(features) as model:
+        _check_batch(features)
+        with failures.explained(), self._opened(features) as model:
             feed = _feed(model.inputs, features)
             # Hooks keep notes from before a run until after it.
             one_at_a_time = self._hooked_run if model.has_hooks else contextlib.nullcontext()
@@ -179,17 +181,15 @@ class Predictor:
         return _Model(inputs, predictions, session, has_hooks=bool(hooks))
 
 
-def _check_arguments(features: Any, serving_input_receiver_fn: Any, hooks: Any) -> None:
+def _check_arguments(
+    features: Any, serving_input_receiver_fn: Any, hooks: Any, checkpoint_path: Any
+) -> None:
     if features is not None and serving_input_receiver_fn is not None:
         raise ValueError(
             'predictor() was given features and a serving_input_receiver_fn. Give one of them, or '
             'none: then the first batch says what features are like.'
         )
-    if callable(features):
-        raise TypeError(
-            f'predictor() was given {features!r} as features. Give a batch of arrays; or name the '
-            'function: serving_input_receiver_fn=function.'
-        )
+    _check_batch(features)
     if serving_input_receiver_fn is not None and not callable(serving_input_receiver_fn):
         raise TypeError(
             f'serving_input_receiver_fn={serving_input_receiver_fn!r} is no function. Give one '
@@ -197,6 +197,23 @@ def _check_arguments(features: Any, serving_input_receiver_fn: Any, hooks: Any) 
         )
     if isinstance(hooks, tf.train.SessionRunHook):
         raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
+    if hooks is not None and not isinstance(hooks, Iterable):
+        raise TypeError(f'hooks={hooks!r} is no list of hooks. Give one, as for predict().')
+    if checkpoint_path is not None and not isinstance(checkpoint_path, (str, os.PathLike)):
+        raise TypeError(
+            f'checkpoint_path={checkpoint_path!r} is no path. Give that of a checkpoint, such as '
+            "'DIR/model.ckpt-100'; or leave it out, for the last one."
+        )
+
+
+def _check_batch(features: Any) -> None:
+    """Raises TypeError if what is given for a batch makes batches."""
+    if callable(features) or isinstance(features, tf.compat.v2.data.Dataset):
+        raise TypeError(
+            f'The predictor was given {features!r} as features. Give a batch of arrays, rather '
+            'than a dataset or an input_fn; a function that makes inputs is named: '
+            'serving_input_receiver_fn=function.'
+        )
 
 
 def _computed(tensor: tf.Tensor) -> tf.Tensor:
@@ -391,7 +408,8 @@ def _value_of(path: batch.Path, leaf: Any, expected: Any = None) -> _Value:
     except (TypeError, ValueError) as error:
         takes = '' if expected is None else f' of {_described(expected)}'
         raise TypeError(
-            f'{batch.title(path)} is a {type(leaf).__name__} that makes no array{takes}: {error}. '
+            f'{batch.title(path)} is a {type(leaf).__name__} that makes no array{takes}: '
+            f'{str(error).rstrip(".")}. '
             'Give arrays, eager tensors or lists, in dicts and tuples as the model_fn takes them.'
         ) from error
 

@@ -7,6 +7,7 @@ EstimatorSpec, whose graph trains on all devices. The graph itself is divided by
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import gc
 import inspect
@@ -68,6 +69,15 @@ class Options(CommonOptions, total=False):
     microbatches: int
 
 
+_OPTIONS = (
+    'devices',
+    'broadcast',
+    'variables',
+    'batch_norm',
+    'input',
+    'microbatches',
+    'recompute',
+)
 _LEGAL = {
     'variables': get_args(Variables),
     'batch_norm': get_args(BatchNorm),
@@ -139,7 +149,7 @@ def replicate(
     Returns:
       The replicated model_fn; or a decorator that returns it.
     """
-    _check_no_unknown_options(gone)
+    check_options(gone)
     devices = checked(devices)
     choices = dict(variables=variables, batch_norm=batch_norm, input=input)
     _check_choices(choices)
@@ -164,17 +174,24 @@ def replicate(
     return decorator if model_fn is None else decorator(model_fn)
 
 
-def _check_no_unknown_options(unknown: dict[str, Any]) -> None:
-    for name in unknown:
-        why = (
-            'its options are devices, broadcast, variables, batch_norm, input, microbatches and '
-            'recompute'
-        )
+def check_options(names: Iterable[str], caller: str = 'replicate') -> None:
+    """Raises TypeError if there are options that a function of the package doesn't take.
+
+    Args:
+      names: the options'.
+      caller: the function's name.
+    """
+    for name in names:
+        if name in _OPTIONS:
+            continue
+        why = f'its options are {", ".join(_OPTIONS[:-1])} and {_OPTIONS[-1]}'
         if name in ('loss_reduction', 'loss_weight'):
             why = (
                 "a loss is what the model_fn computes from the global batch, so it's needed no more"
             )
-        raise TypeError(f'replicate() takes no {name}: {why}. Leave it out.')
+        close = difflib.get_close_matches(name, _OPTIONS, 1)
+        remedy = f'Is {close[0]} meant?' if close else 'Leave it out.'
+        raise TypeError(f'{caller}() takes no {name}: {why}. {remedy}')
 
 
 def _check_choices(choices: dict[str, Any]) -> None:
@@ -368,8 +385,9 @@ def _divided(
                 recomputed_loss=spec.loss if _recomputes(spec, options) else None,
             )
     except Exception as error:
+        reason = str(error).rstrip('.')
         raise RuntimeError(
-            f'Dividing the graph over the devices failed: {error}. Please report the model, or '
+            f'Dividing the graph over the devices failed: {reason}. Please report the model, or '
             'mend your own rule; meanwhile replicate(devices=1) trains it on one device.'
         ) from error
 
@@ -383,6 +401,7 @@ def _divided(
         plan=towers.plan,
         schedule=towers.schedule,
         recomputation=towers.recomputation,
+        names=towers.names,
     )
 
 

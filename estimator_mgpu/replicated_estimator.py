@@ -23,7 +23,7 @@ from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.predictor import Predictor
-from estimator_mgpu.replicate import CommonOptions, replicate
+from estimator_mgpu.replicate import CommonOptions, check_options, replicate
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
 
@@ -232,6 +232,7 @@ class Estimator(_OnMachines):
         devices: Devices = None,
         **options: Unpack[EstimatorOptions],
     ):
+        check_options(options, 'Estimator')
         if not hasattr(model_fn, 'replicate_options'):
             model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
         elif devices is not None or options:
@@ -292,7 +293,7 @@ class Estimator(_OnMachines):
         any nest of dicts and tuples. It returns what `predict(yield_single_examples=False)` gives:
         a dict with an array for each key; or one array, if the model_fn's predictions are one
         tensor. A batch may have any number of examples. It may be called from several threads at
-        once.
+        once. An op that runs out of memory isn't tried again, also with `microbatches='auto'`.
 
         The graph is built and the checkpoint restored once: in the first call, or at once if
         `features` or `serving_input_receiver_fn` are given. Close the predictor, or use it in a
@@ -409,6 +410,7 @@ def replicate_estimator(
             f'replicate_estimator({estimator!r}) was given a {type(estimator).__name__}. It takes '
             'a tf.estimator.Estimator; a model_fn goes to replicate().'
         )
+    check_options(options, 'replicate_estimator')
     several = _blank(type(estimator))
     several.__dict__.update(vars(estimator))
 
@@ -455,8 +457,9 @@ def _class_of(kind: type) -> type[Estimator]:
             kind.__name__, (kind, Estimator), {}, lambda namespace: namespace.update(attributes)
         )
     except TypeError as error:
+        reason = str(error).rstrip('.')
         raise TypeError(
             f"replicate_estimator() can't make a class that is both {kind.__name__} and an "
-            f'Estimator for several devices: {error}. Build a plain tf.estimator.Estimator of its '
+            f'Estimator for several devices: {reason}. Build a plain tf.estimator.Estimator of its '
             'model_fn, and replicate that.'
         ) from error

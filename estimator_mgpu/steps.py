@@ -29,6 +29,7 @@ class Step(NamedTuple):
     plan: Any = None  # How its graph was divided, a `Plan`; None if it wasn't.
     schedule: Any = None  # Which ops run in turns, a `Schedule`; None without micro-batches.
     recomputation: Any = None  # What is computed twice, a `Recomputation`; None if not asked for.
+    names: Any = None  # Of the ops that were added, `Names`; None if it wasn't divided.
     unknown: Sequence[str] = ()  # Features and labels of unknown rank, which aren't sharded.
 
     @property

@@ -1,7 +1,8 @@
 """Which line of the user's program made an op.
 
 In: an op, be it the user's or one that was added for it. Out: the frame of its traceback that is in
-the model_fn, or in what that calls: the deepest that isn't in an installed package.
+the model_fn, or in what that calls: the deepest that isn't in an installed package, nor in Python's
+own library.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+_LIBRARY = os.path.dirname(os.__file__)  # Python's, whose functools calls packages, say
 _OWN = os.path.dirname(__file__)
 _REPLICATE = os.path.join(_OWN, 'replicate.py')  # calls the model_fn
 # Packages that make ops for the user, wherever they are installed: `pip install --target` and
@@ -34,7 +36,7 @@ def frame_of(op: tf.Operation) -> Any:
 
 def _directories_of_packages() -> tuple[str, ...]:
     """The directories whose files aren't the user's program, each with a slash at its end."""
-    directories = [*site.getsitepackages(), site.getusersitepackages(), _OWN]
+    directories = [*site.getsitepackages(), site.getusersitepackages(), _LIBRARY, _OWN]
     for name in _MAKE_OPS:
         # Keras is imported only when it's used.
         module = sys.modules.get(name)

@@ -229,8 +229,9 @@ def test_what_micro_batches_would_not_save(memory):
     memory.limit = 2
     calls = Calls()
     estimator = estimator_of(lambda features: features, forward=normalized)
-    with pytest.raises(OutOfMemory, match='they would save only .* of the activations'):
+    with pytest.raises(OutOfMemory, match='they would save only .* of the activations') as raised:
         estimator.train(calls, steps=1)
+    assert 'Each device had 1 micro-batch(es), and more would not help' in str(raised.value)
     assert calls.count == 2
 
 
@@ -256,7 +257,7 @@ def test_variables_that_do_not_fit(memory):
 
 
 def no_memory_for_the_input():
-    fail = lambda *batch: (raises(MemoryError('OOM in the input')), batch[1])  # noqa: E731
+    fail = lambda *batch: (raises(MemoryError('OOM when allocating the input')), batch[1])  # noqa: E731
     return input_fn().map(fail).map(lambda x, y: (tf.ensure_shape(x, [12, 3]), y))
 
 
@@ -264,7 +265,7 @@ def test_other_resources(memory, tmp_path):
     """The input pipeline's memory, and the disk: the error stays as it is."""
     estimator = estimator_of(memory, str(tmp_path))
     calls = Calls(no_memory_for_the_input)
-    with pytest.raises(OutOfMemory, match='OOM in the input'):
+    with pytest.raises(OutOfMemory, match='OOM when allocating the input'):
         estimator.train(calls, steps=1)
 
     class DiskIsFull(tf.train.SessionRunHook):
@@ -276,6 +277,43 @@ def test_other_resources(memory, tmp_path):
         estimator.train(calls_of_second, [DiskIsFull()], steps=1)
     assert calls.count == calls_of_second.count == 1
     assert counts_of(estimator) == (1, 1, 1)
+
+
+def test_errors_that_no_op_has_raised(memory, tmp_path):
+    """But a hook, a saving listener or the input_fn: the error stays as it is."""
+    error = OutOfMemory(None, None, 'OOM when allocating in Python')
+    calls = Calls()
+
+    def fail(*args):
+        raise error
+
+    hook = tf.train.SessionRunHook()
+    hook.after_run = fail
+    listener = tf.train.CheckpointSaverListener()
+    listener.after_save = fail
+    estimator = estimator_of(memory, str(tmp_path))
+    for read, options in (
+        (calls, dict(hooks=[hook])),
+        (calls, dict(saving_listeners=[listener])),
+        (Calls(fail), {}),
+    ):
+        with pytest.raises(OutOfMemory) as raised:
+            estimator.train(read, steps=1, **options)
+        assert raised.value is error
+    assert calls.count == 2 and counts_of(estimator) == (1, 1, 1)
+
+
+def test_an_input_of_an_evaluation_ends_training(memory, tmp_path):
+    """Training isn't tried again, as its own steps have enough memory."""
+    calls = Calls(lambda: input_fn(rows=12).repeat())
+    estimator = estimator_of(memory, str(tmp_path))
+    with pytest.raises(OutOfMemory, match='OOM when allocating the input'):
+        tf.estimator.train_and_evaluate(
+            estimator,
+            tf.estimator.TrainSpec(calls, max_steps=1),
+            tf.estimator.EvalSpec(no_memory_for_the_input),
+        )
+    assert calls.count == 1
 
 
 def test_a_replicated_estimator(memory):
@@ -294,3 +332,17 @@ def test_a_replicated_estimator(memory):
 def test_not_without_an_estimator(called):
     with pytest.raises(ValueError, match="microbatches='auto' is for estimator_mgpu.Estimator"):
         called(devices=2, microbatches='auto')
+
+
+@pytest.mark.parametrize('microbatches', ['Auto', 'AUTO', '8'])
+def test_texts_that_are_no_number(microbatches):
+    with pytest.raises(ValueError, match="Give 1 or more: .* take 'auto', too"):
+        estimator_mgpu.Estimator(predict, devices=2, microbatches=microbatches)
+
+
+def test_an_option_that_is_misspelled():
+    with pytest.raises(TypeError, match='^Estimator.. takes no microbatch: .* Is microbatches mea'):
+        estimator_mgpu.Estimator(predict, microbatch='auto')
+    plain = tf.estimator.Estimator(of_all_modes(predict))
+    with pytest.raises(TypeError, match='^replicate_estimator.. takes no device: .* Is devices'):
+        estimator_mgpu.replicate_estimator(plain, device=2)

@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import pathlib
 import runpy
+import subprocess
 import sys
 import types
 
@@ -12,6 +13,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import __main__ as environment
+from estimator_mgpu import command_log
 
 
 @pytest.fixture
@@ -154,3 +156,20 @@ def test_two_towers_at_least(gpus):
     assert environment.towers() == ['/device:GPU:0'] * 2
     gpus()
     assert environment.towers() == ['/device:CPU:0', '/device:CPU:1']
+
+
+@pytest.mark.parametrize(
+    'last, printed',
+    [('pass', b''), ('os.abort()', b'fatal\n'), ('raise SystemExit("end")', b'fatal\nend\n')],
+    ids=['succeeds', 'is ended', 'raises'],
+)
+def test_the_log_of_an_import_is_printed_if_it_fails(last, printed):
+    program = f"""
+import os, runpy
+log_if_it_fails = runpy.run_path({command_log.__file__!r})['_log_if_it_fails']
+with log_if_it_fails():
+    os.write(2, b'fatal\\n')
+    {last}
+"""
+    done = subprocess.run([sys.executable, '-c', program], stderr=subprocess.PIPE)
+    assert done.stderr == printed

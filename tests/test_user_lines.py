@@ -1,5 +1,6 @@
 """Added ops say where the user's program made those that they serve; so do errors."""
 
+import functools
 import site
 
 import pytest
@@ -113,6 +114,14 @@ def test_wherever_tensorflow_is_installed(monkeypatch):
     assert place_of(made.op) == (__file__, first + 5)
 
 
+def test_lines_of_pythons_library_are_passed_over():
+    tanh = functools.singledispatch(tf.nn.tanh)
+    with tf.Graph().as_default():
+        made = tanh(tf.zeros([2, 3]))  # here
+    first = test_lines_of_pythons_library_are_passed_over.__code__.co_firstlineno
+    assert place_of(made.op) == (__file__, first + 3)
+
+
 def checked(features, labels, mode):
     net = tf.matmul(features, weights('w', 3, 1))
     net = tf.check_numerics(net, 'net', name='check')  # here
@@ -178,15 +187,19 @@ def ranked(features, labels, mode):
     return spec_of(mode, loss, sgd(loss))
 
 
-def out_of_memory(name):
+def raised(error):
+    """The error that is raised in place of another one."""
+    with pytest.raises(type(error)) as info, failures.explained():
+        raise error
+    return info.value
+
+
+def out_of_memory(name, model_fn=ranked, **options):
     """What is said if an op of a divided graph gets no memory."""
-    graph = graph_of(ranked)
+    op = graph_of(model_fn, **options).get_operation_by_name(name)
     message = 'OOM when allocating tensor with shape[12,3]'
-    with pytest.raises(tf.errors.ResourceExhaustedError) as info, failures.explained():
-        raise tf.errors.ResourceExhaustedError(
-            None, name and graph.get_operation_by_name(name), message
-        )
-    first, last = str(info.value).splitlines()
+    error = raised(tf.errors.ResourceExhaustedError(None, op, message))
+    first, last = str(error).splitlines()
     assert first == message
     return last
 
@@ -194,16 +207,92 @@ def out_of_memory(name):
 def test_what_helps_if_memory_is_short():
     said = out_of_memory(NAMES.copy('MatMul', 1))
     assert 'MatMul ran in tower 1, on /device:CPU:1, with examples 4 to 7 of 0 to 7. ' in said
-    assert 'use replicate(microbatches=2), more devices, or variables=' in said
+    assert 'use replicate(microbatches=2), more devices, recompute=True' in said
     assert said.endswith('in ranked')
     said = out_of_memory('order/TopKV2')
     assert said.startswith('order/TopKV2 ran once, on the global batch: this TopKV2 needs all')
     assert 'microbatches' not in said and 'explain()' in said
-    assert out_of_memory(None).startswith('To need less memory on each device, use replicate(')
+
+    of_function = 'OOM when allocating tensor\n\t [[{{node inner}}]]\n\t [[call]]'
+    said = str(raised(tf.errors.ResourceExhaustedError(None, None, of_function)))
+    assert 'To need less memory on each device, use more micro-batches, more devices,' in said
+
+
+@pytest.mark.parametrize('asked, advised', [(2, 4), (3, 4), (4, None)])
+def test_no_more_micro_batches_than_examples(asked, advised):
+    """Each of the two devices has four examples."""
+    said = out_of_memory(NAMES.copy('check', 1), checked, microbatches=asked)
+    assert f'replicate(microbatches={advised})' in said or not advised
+    assert ('microbatches' in said) == bool(advised)
+
+
+def test_micro_batches_that_were_left_out_are_not_advised():
+    """All is normalized by a mean of all examples."""
+
+    def normalized(features, labels, mode):
+        for _ in range(3):
+            mean, variance = tf.nn.moments(features, [0])
+            features = tf.nn.batch_normalization(features, mean, variance, None, None, 1e-3)
+        loss = tf.reduce_mean(tf.square(tf.matmul(features, weights('w', 3, 1)) - labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    said = out_of_memory(NAMES.copy('MatMul', 1), normalized, microbatches=4)
+    assert 'with examples 4 to 7 of 0 to 7' in said
+    assert 'use more devices, recompute' in said and 'microbatches' not in said
+
+
+def masked(features, labels, mode):
+    left = tf.boolean_mask(features, features[:, 0] > 0)
+    net = tf.tanh(tf.matmul(left, weights('w', 3, 1)), name='left')
+    loss = tf.reduce_mean(tf.square(net))
+    return spec_of(mode, loss, sgd(loss))
+
+
+def test_rows_that_are_no_examples_have_no_numbers():
+    said = out_of_memory(NAMES.copy('left', 1), masked)
+    assert 'left ran in tower 1, on /device:CPU:1, with its share of the rows. ' in said
+
+
+def test_names_of_the_user_that_look_like_a_copy():
+    """The error stays as it is."""
+
+    def model_fn(features, labels, mode):
+        tf.constant(1.0, name='x/replicate/tower_9/y')
+        return checked(features, labels, mode)
+
+    graph = graph_of(model_fn)
+    op = graph.get_operation_by_name('x/replicate/tower_9/y')
+    error = tf.errors.InvalidArgumentError(None, op, 'wrong')
+    assert raised(error) is error
+    copy = graph.get_operation_by_name('check/replicate_1/tower_1')
+    assert 'tower 1' in str(raised(tf.errors.InvalidArgumentError(None, copy, 'wrong')))
+
+
+class OwnError(tf.errors.InvalidArgumentError):
+    def __init__(self, op):
+        super().__init__(None, op, 'own')
+
+
+def test_errors_that_cannot_be_made_anew_stay_as_they_are():
+    error = OwnError(graph_of(checked).get_operation_by_name(NAMES.copy('check', 1)))
+    assert raised(error) is error
+
+
+@pytest.mark.parametrize(
+    'message',
+    [
+        'OOM when allocating tensor\n\t [[{{node Pad}}]]\n\t [[IteratorGetNext]]',
+        'OOM when allocating in a hook',
+        '/data/x; No space left on device\n\t [[{{node WriteFile}}]]',
+        'Received message larger than max (9 vs. 4)\n\t [[{{node MatMul}}]]',
+    ],
+    ids=['input', 'hook', 'disk', 'gRPC'],
+)
+def test_other_resources(message):
+    error = tf.errors.ResourceExhaustedError(None, None, message)
+    assert raised(error) is error
 
 
 def test_other_errors_stay_as_they_are():
     error = tf.errors.UnavailableError(None, None, 'Socket closed')
-    with pytest.raises(tf.errors.UnavailableError) as info, failures.explained():
-        raise error
-    assert info.value is error
+    assert raised(error) is error

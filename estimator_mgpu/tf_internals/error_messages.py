@@ -19,7 +19,11 @@ Here the reason is '/data/words; No such file or directory'.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+
+import tensorflow.compat.v1 as tf
 
 _LONGEST_SUMMARY = 400  # characters
 # Lines that say where ops were made and what they are called, and those in which gRPC repeats all.
@@ -33,6 +37,17 @@ _NUMBER_AND_CODE = re.compile(r'\(\d+\) [A-Z_ ]+: ')
 # The op that takes a batch out of a dataset. If a function of the dataset has failed, it's named
 # after the function's op. What others receive of it has another name: `IteratorGetNext/_17`.
 _INPUT_OP = re.compile(r'\[\[(\{\{node )?\S*IteratorGetNext(_\d+)?(\}\})?\]\]')
+
+# An op of a graph that a session runs.
+_ANY_OP = re.compile(r'\[\[(\{\{node )?[^\[\]{}\s]+(\}\})?\]\]')
+# What is too small, or too large, where it isn't memory: files, and the messages of gRPC.
+_NO_MEMORY = (
+    os.strerror(errno.ENOSPC),
+    os.strerror(errno.EDQUOT),
+    os.strerror(errno.EMFILE),
+    os.strerror(errno.ENFILE),
+    'larger than max',
+)
 
 
 def reason(error: Exception) -> str:
@@ -49,6 +64,20 @@ def reason(error: Exception) -> str:
 def is_of_input(error: Exception) -> bool:
     """Whether an input pipeline has failed, rather than what is computed from its batches."""
     return bool(_INPUT_OP.search(getattr(error, 'message', None) or str(error)))
+
+
+def is_of_step_memory(error: tf.errors.OpError) -> bool:
+    """Whether memory was too small for an op that a session has run, but not for the input.
+
+    An error of a subclass, which this package makes, says already what would help. One that a hook
+    or an input_fn raises is of no op.
+    """
+    if type(error) is not tf.errors.ResourceExhaustedError:
+        return False
+    is_of_op = error.op is not None or bool(_ANY_OP.search(error.message))
+    if not is_of_op or is_of_input(error):
+        return False
+    return not any(other in error.message for other in _NO_MEMORY)
 
 
 def summary(error: Exception) -> str:

@@ -19,7 +19,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
-from estimator_mgpu.partition.towers.names import unused_word
+from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Schedule, add_gates, find_schedule
@@ -40,6 +40,7 @@ class Towers:
       plan: which ops are sharded, and how.
       total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: a device and a turn each.
+      names: of the nodes that were added.
       schedule: which ops run one turn after another; None if one turn was asked for.
       recomputation: what is computed twice; None if that wasn't asked for.
     """
@@ -48,6 +49,7 @@ class Towers:
     plan: Plan
     total: tf.Tensor | None
     towers: Sequence[Tower]
+    names: Names
     schedule: Schedule | None
     _replaced: dict[str, tf.Tensor]
     _values: Values
@@ -139,7 +141,7 @@ def build_towers(
         _use_full_values(op, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
-    return Towers(graph, plan, total, towers, found, replaced, values, waits)
+    return Towers(graph, plan, total, towers, nodes.names, found, replaced, values, waits)
 
 
 class _Collected(NamedTuple):

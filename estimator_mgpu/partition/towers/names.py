@@ -70,7 +70,3 @@ def unused_word(ops: Iterable[tf.Operation]) -> str:
         count += 1
         word = f'{_WORD}_{count}'
     return word
-
-
-ANY_NAMES = Names(rf'{_WORD}(?:_\d+)?')
-"""Reads names without knowing which word a graph has."""
