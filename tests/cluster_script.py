@@ -91,7 +91,8 @@ class Scarce(tf.train.SessionRunHook):
     def after_run(self, context, values):
         if context.session.run(tf.train.get_global_step()) == self.step:
             self.step = 0
-            raise tf.errors.ResourceExhaustedError(None, None, 'OOM when allocating a tensor')
+            message = 'OOM when allocating a tensor [[{{node MatMul}}]]'  # as of an op
+            raise tf.errors.ResourceExhaustedError(None, None, message)
 
 
 def tell(name, value):
