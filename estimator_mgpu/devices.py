@@ -222,15 +222,6 @@ def check_microbatches(microbatches: Any) -> None:
         )
 
 
-def check_recompute(recompute: Any) -> None:
-    """Checks the argument `recompute` of `replicate()`."""
-    if not isinstance(recompute, bool):
-        raise ValueError(
-            f'recompute={recompute!r} is neither True nor False. Give True to compute activations '
-            'again for the gradients, rather than keep them.'
-        )
-
-
 def session_config(
     devices: Devices = None, base: tf.ConfigProto | None = None, microbatches: int = 1
 ) -> tf.ConfigProto:

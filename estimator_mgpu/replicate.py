@@ -31,7 +31,6 @@ from estimator_mgpu.cluster import sessions, tf_config
 from estimator_mgpu.devices import (
     Devices,
     check_microbatches,
-    check_recompute,
     checked,
     host_of,
     resolve,
@@ -155,7 +154,7 @@ def replicate(
     _check_choices(choices)
     if not isinstance(microbatches, AutoMicrobatches):
         check_microbatches(microbatches)
-    check_recompute(recompute)
+    _check_recompute(recompute)
     names = _names_of_features(broadcast)
     if names and input != 'chief':
         raise ValueError(
@@ -536,6 +535,15 @@ def _check_builds_graph() -> None:
         raise RuntimeError(
             'A replicated model_fn builds a graph. Let an Estimator call it, or call it within '
             '`with tf.Graph().as_default():`.'
+        )
+
+
+def _check_recompute(recompute: Any) -> None:
+    """Raises ValueError unless the argument `recompute` is True or False."""
+    if not isinstance(recompute, bool):
+        raise ValueError(
+            f'recompute={recompute!r} is neither True nor False. Give True to compute activations '
+            'again for the gradients, rather than keep them.'
         )
 
 

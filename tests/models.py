@@ -51,6 +51,14 @@ def adam(loss):
     return tf.train.AdamOptimizer(0.01, epsilon=1e-3).minimize(loss, step())
 
 
+def clipped(loss):
+    """The gradients' norm needs all gradients, of all examples."""
+    optimizer = tf.train.MomentumOptimizer(0.1, 0.9)
+    gradients, variables = zip(*optimizer.compute_gradients(loss))
+    gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
+    return optimizer.apply_gradients(zip(gradients, variables), step())
+
+
 def sgd(loss, rate=0.1):
     """Returns a train_op."""
     return tf.train.GradientDescentOptimizer(rate).minimize(loss, step())

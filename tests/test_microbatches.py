@@ -6,7 +6,18 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu import explain, steps
 from estimator_mgpu.tf_internals import graphs
-from models import adam, batches, floats, of_all_modes, predict, regression, sgd, spec_of, step
+from models import (
+    adam,
+    batches,
+    clipped,
+    floats,
+    of_all_modes,
+    predict,
+    regression,
+    sgd,
+    spec_of,
+    step,
+)
 from towers import MODES, NAMES, TRAIN, compare, compare_modes, tower_of, train
 
 
@@ -58,14 +69,6 @@ def branch(features):
 
 def sgd_train(loss):
     return sgd(loss)
-
-
-def clipped(loss):
-    """The gradients' norm needs all turns."""
-    optimizer = tf.train.MomentumOptimizer(0.1, 0.9)
-    gradients, variables = zip(*optimizer.compute_gradients(loss))
-    gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
-    return optimizer.apply_gradients(zip(gradients, variables), step())
 
 
 def two_optimizers(loss):

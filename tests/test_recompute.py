@@ -10,7 +10,7 @@ import estimator_mgpu
 from estimator_mgpu import explain, steps
 from estimator_mgpu.partition.rewrites.recompute_cuts import Activation, choose_cuts
 from estimator_mgpu.tf_internals import graphs
-from models import batches, floats, of_all_modes, sgd, spec_of, step
+from models import batches, clipped, floats, of_all_modes, sgd, spec_of, step
 from towers import TRAIN, behavior_of, compare, compare_modes, session, train
 
 DEPTH = 6
@@ -98,14 +98,6 @@ def effects(features):
 def updates_and_sgd(loss):
     with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
         return sgd(loss)
-
-
-def clipped(loss):
-    """The gradients' norm needs all gradients."""
-    optimizer = tf.train.MomentumOptimizer(0.1, 0.9)
-    gradients, variables = zip(*optimizer.compute_gradients(loss))
-    gradients, _ = tf.clip_by_global_norm(gradients, 0.5)
-    return optimizer.apply_gradients(zip(gradients, variables), step())
 
 
 def penalized(loss):

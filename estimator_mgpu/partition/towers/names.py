@@ -32,7 +32,7 @@ class Names:
     """Makes names of added ops, and reads them.
 
     Args:
-      word: no scope of the user's is called so, such as 'replicate'.
+      word: a scope name that the user's graph doesn't have, such as 'replicate'.
     """
 
     def __init__(self, word: str):

@@ -84,10 +84,10 @@ def place_ops(graph: tf.Graph, plan: Plan, devices: Sequence[str]) -> dict[str, 
     return device_of_name
 
 
-def _place_full_values(graph: tf.Graph, plan: Plan, devices: dict[str, str]) -> None:
+def _place_full_values(graph: tf.Graph, plan: Plan, device_of_name: dict[str, str]) -> None:
     """Decides where full values of sharded tensors are made: where they are used."""
     for name in plan.placements:
-        _follow_consumers(name, graph.get_tensor_by_name(name), devices)
+        _follow_consumers(name, graph.get_tensor_by_name(name), device_of_name)
 
 
 def _spread_draws(
@@ -96,8 +96,10 @@ def _spread_draws(
     """Gives each device its part of the random numbers that are drawn for the global batch.
 
     Seeded masks of dropout take as much memory as the activations that they're for, or a fourth of
-    it. The kind of a device may tell which numbers are drawn, and where they are drawn again after
-    a failure depends on the machine; so they stay on devices that are as the first one is.
+    it. Each is drawn on the device that has the fewest bytes of them so far.
+
+    Only devices of the first one's kind and machine count: another kind may draw other numbers, and
+    another machine, if it's restarted, begins with the first ones again.
 
     Args:
       ops: those that may be anywhere.
@@ -118,14 +120,14 @@ def _is_like(device: str, other: str) -> bool:
     return device_spec(device).replace(**index) == device_spec(other).replace(**index)
 
 
-def _follow_consumers(name: str, tensor: tf.Tensor, devices: dict[str, str]) -> None:
+def _follow_consumers(name: str, tensor: tf.Tensor, device_of_name: dict[str, str]) -> None:
     """Gives a name, if it has no device yet, that of the tensor's first consumer that has one."""
-    if name in devices:
+    if name in device_of_name:
         return
-    placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op.name in devices]
+    placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op.name in device_of_name]
     if placed:
         first = min(placed, key=private.creation_index)
-        devices[name] = devices[first.name]
+        device_of_name[name] = device_of_name[first.name]
 
 
 def device_of(op: tf.Operation) -> str | None:
