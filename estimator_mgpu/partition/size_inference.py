@@ -42,6 +42,7 @@ _SHAPE_INPUTS = {
 }
 _SPLITS_OF_STRINGS = ('StringSplit', 'StringSplitV2')
 _LARGEST = 64  # entries of a tensor: larger ones aren't sizes
+_RANGES = {dtype: range(dtype.min, dtype.max + 1) for dtype in (tf.int32, tf.int64)}
 
 
 class Sizes:
@@ -205,7 +206,8 @@ class Sizes:
         for position, entry in enumerate(value.flat):
             if entry is None:
                 value.flat[position] = self._symbol(tensor, position)
-        if not all(_fits(size, tensor.dtype.base_dtype) for size in value.flat):
+        legal = _RANGES[tensor.dtype.base_dtype]
+        if not all(_is_in(legal, size) for size in value.flat):
             raise UnknownSize(f'{tensor.name} overflows')
         return value
 
@@ -222,8 +224,10 @@ class Sizes:
         return Size(1, (Entry(f'{self._scope}{tensor.name}', position),))
 
 
-# An array of `Size`, of an array of numbers.
-_sizes = np.vectorize(lambda number: Size(int(number)), [object])
+def _sizes(numbers: Any) -> ndarray:
+    """An array of `Size`, of an array of integers."""
+    array = np.asarray(numbers)
+    return np.array([Size(int(number)) for number in array.flat], object).reshape(array.shape)
 
 
 def _constant(tensor: tf.Tensor) -> ndarray:
@@ -233,10 +237,9 @@ def _constant(tensor: tf.Tensor) -> ndarray:
     return _sizes(tf.make_ndarray(tensor.op.get_attr('value')))
 
 
-def _fits(size: Size, dtype: tf.DType) -> bool:
-    """Whether a size can be computed in this type, without overflow."""
-    number = size.number if size.static is None else size.static
-    return dtype.min <= number <= dtype.max
+def _is_in(legal: range, size: Size) -> bool:
+    """Whether a size can be computed in a type of that range, without overflow."""
+    return (size.number if size.static is None else size.static) in legal
 
 
 def _numbers(values: ndarray) -> Any:

@@ -407,7 +407,7 @@ def _segments_upstream(
     for use in uses:
         for op in _with_siblings(use.op, step):
             segments_of_user[op] |= 1 << forward.segment(use.operand.op)
-    return upstream_bits(list(step.ops), segments_of_user)
+    return upstream_bits(graphs.topological_order(list(step.ops)), segments_of_user)
 
 
 def _last_before_segments(
@@ -593,7 +593,7 @@ def _let_writes_wait(
         return
 
     bits = {copies[op]: 1 << index for index, op in enumerate(readers)}
-    upstream = upstream_bits(graph.get_operations(), bits)
+    upstream = upstream_bits(graphs.topological_order(graph.get_operations()), bits)
     waits = defaultdict[tf.Operation, list[tf.Operation]](list)
     for op in readers:
         for write in order.writes_after(op):

@@ -32,7 +32,7 @@ class Values:
     """Local and full values, by the names of their tensors.
 
     Args:
-      graph: the user's.
+      ops: the user's, each after those that it depends on.
       plan: which tensors are sharded, and how.
       total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: those that have local values.
@@ -44,7 +44,7 @@ class Values:
 
     def __init__(
         self,
-        graph: tf.Graph,
+        ops: Sequence[tf.Operation],
         plan: Plan,
         total: tf.Tensor | None,
         towers: Sequence[Tower],
@@ -53,7 +53,7 @@ class Values:
         order: StateOrder,
         nodes: NodeBuilder,
     ):
-        self._graph = graph
+        self._graph = nodes.graph
         self._plan = plan
         self._towers = towers
         self._devices = [tower.device for tower in towers]
@@ -64,7 +64,7 @@ class Values:
 
         self.batch_shards = Shards(plan.rows, total, towers, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
-        self._packs = find_packs(graph, plan, calls, order, self.device_of_full)
+        self._packs = find_packs(ops, plan, calls, order, self.device_of_full)
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
