@@ -282,8 +282,6 @@ def _build(
     end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     steps.record(step)
-    if isinstance(auto, AutoMicrobatches):
-        auto.note_graph(mode, step)
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
         explain.log_sharding(options['devices'], arguments.get('config'))
     return spec
