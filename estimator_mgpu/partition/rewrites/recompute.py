@@ -46,7 +46,7 @@ from estimator_mgpu.partition.rewrites.recompute_cuts import (
     crosses_any,
     segment_of,
 )
-from estimator_mgpu.tf_internals import graphs, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import upstream_bits
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
@@ -500,7 +500,7 @@ def _add_copies(
         copy = graph.get_operation_by_name(f'{scope}/{op.name}')
         for output, output_of_copy in zip(op.outputs, copy.outputs):
             output_of_copy.set_shape(output.shape)  # The model_fn may have set it.
-        private.add_control_inputs(copy, op.control_inputs)
+        function_calls.let_wait(copy, op.control_inputs)
         copies[op] = copy
     return copies
 
@@ -600,4 +600,4 @@ def _let_writes_wait(
             if not upstream[write] & bits[copies[op]]:
                 waits[write].append(copies[op])
     for write, before in waits.items():
-        private.add_control_inputs(write, before)
+        function_calls.let_wait(write, before)
