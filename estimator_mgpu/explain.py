@@ -23,7 +23,7 @@ from estimator_mgpu.notebooks import Table, html_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.rewrites.recompute import Recomputation
+from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator

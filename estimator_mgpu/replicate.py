@@ -39,7 +39,10 @@ from estimator_mgpu.devices import (
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
-from estimator_mgpu.partition.rewrites.recompute import Recomputation, recompute_activations
+from estimator_mgpu.partition.rewrites.recomputation.recompute import (
+    Recomputation,
+    recompute_activations,
+)
 from estimator_mgpu.partition.towers.build import Towers
 from estimator_mgpu.partition.towers.variables import Variables, place_variables
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
