@@ -80,6 +80,7 @@ class Predictor:
         self._checkpoint_path = checkpoint_path
 
         self._attempts = estimator._attempts(_PREDICT)
+        self._specs: Any = None  # what batches are like, once a model was built for one
         self._model: _Model | None = None
         self._is_closed = False
         self._calls = 0  # that are running
@@ -194,10 +195,13 @@ class Predictor:
         tf.set_random_seed(config.tf_random_seed)
         tf_estimator.global_step_of(self._estimator, graph)
 
+        specs = None
         if self._serving_input_receiver_fn:
             features, inputs = _received(self._serving_input_receiver_fn)
         else:
-            features, inputs = _placeholders_for(features, self._broadcast)
+            batch_like = features if self._specs is None else self._specs
+            features, inputs = _placeholders_for(batch_like, self._broadcast)
+            specs = _map_leaves(lambda path, _: inputs[path].spec, batch_like)
         spec = tf_estimator.spec_of(self._estimator, features, None, _PREDICT)
 
         path = self._checkpoint_path or tf.train.latest_checkpoint(self._estimator.model_dir)
@@ -216,7 +220,9 @@ class Predictor:
         )
         hooks = [*self._hooks, *(spec.prediction_hooks or [])]
         session = tf.train.MonitoredSession(creator, [*hooks_of_attempt, *hooks])
-        self._checkpoint_path = path  # Another attempt reads the same one.
+        # If memory turns out to be too small, the next model is one like this.
+        self._checkpoint_path = path
+        self._specs = specs
         return _Model(inputs, predictions, session, bool(hooks), attempt)
 
 

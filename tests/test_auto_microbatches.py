@@ -172,18 +172,19 @@ def test_predictions_are_given_once(single, memory):
 
 
 def test_a_predictor(memory):
-    """Memory is too small for the second call, which builds two more graphs."""
-    estimator = estimator_of(memory)
+    """Memory is too small for the second call, which builds two more graphs like the first one."""
+    estimator = estimator_of(memory, forward=lambda x: tf.reduce_sum(x, 1, keepdims=True))
     noted = []
     hook = tf.train.SessionRunHook()
     hook.begin = lambda: noted.append('begin')
     hook.after_run = lambda context, values: noted.append('run')
     hook.end = lambda session: noted.append('end')
-    with estimator.predictor(hooks=[hook]) as predict:
+    with estimator.predictor(tf.TensorSpec([None, None], tf.float32), hooks=[hook]) as predict:
         expected = predict(FEATURES)
         memory.limit = 2
         assert_close(predict(FEATURES), expected, 1e-5)
-    assert noted == ['begin', 'run', 'begin', 'begin', 'run', 'end']
+        assert predict(floats(5, 4))['output'].shape == (5, 1)
+    assert noted == ['begin', 'run', 'begin', 'begin', 'run', 'run', 'end']
     assert counts_of(estimator) == (1, 1, 4)
 
 
