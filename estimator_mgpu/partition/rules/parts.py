@@ -28,6 +28,7 @@ from estimator_mgpu.partition.rules import (
     elementwise,
     linear_algebra,
     lookups,
+    neural_networks,
     reduction_ops,
     shapes,
     strings,
@@ -41,8 +42,6 @@ _GATHER = 'GatherV2'
 TYPES = (_PARTITION, *_STITCHES)
 """Types of ops that make parts, or put them together."""
 
-_DENSE_LAYERS = ('BiasAdd', 'BiasAddGrad', 'LogSoftmax', 'Softmax')
-_LOSSES = ('SoftmaxCrossEntropyWithLogits', 'SparseSoftmaxCrossEntropyWithLogits')
 _NEED_ROWS = {
     *('MirrorPad', 'MirrorPadGrad', 'ScatterNd', 'TensorScatterAdd', 'TensorScatterMax'),
     *('TensorScatterMin', 'TensorScatterSub', 'TensorScatterUpdate'),
@@ -51,11 +50,10 @@ DO_WITHOUT_ROWS = {
     *elementwise.RULES,
     *linear_algebra.RULES,
     *lookups.RULES,
+    *neural_networks.DENSE,
     *reduction_ops.RULES,
     *shapes.RULES,
     *strings.RULES,
-    *_DENSE_LAYERS,
-    *_LOSSES,
 } - _NEED_ROWS
 """Types of ops that may be sharded by the rows of a part, of which a tower may have none.
 

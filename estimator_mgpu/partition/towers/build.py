@@ -16,7 +16,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.rewrites.recompute import Recomputation
+from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.names import Names, unused_word
