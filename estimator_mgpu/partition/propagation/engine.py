@@ -17,6 +17,7 @@ from estimator_mgpu.partition.placements import (
     NotGatherable,
     Partial,
     Placement,
+    Positions,
     Shard,
 )
 from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan
@@ -203,7 +204,8 @@ class _Pass:
     def _run_unsharded(self, op: Unit, placements: Sequence[Placement], reason: str) -> None:
         """Lets an op run once, with the full values of its inputs."""
         for tensor, placement in zip(op.inputs, placements):
-            if isinstance(placement, NotGatherable):
+            # Positions are computed once more, in full, which is cheap.
+            if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
                 self.scope.run_once.add(passed_on(tensor).op.name)  # from the next pass on
 
         follows_gathered = self.scope.follows_gathered(op)
