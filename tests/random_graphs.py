@@ -1133,9 +1133,7 @@ def two_sequences(x, c):
     sequences = tf.reshape(tf.concat([x, tf.sin(x)], 0), [-1, 2, WIDTH // 2])
     cell = tf.nn.rnn_cell.GRUCell(WIDTH)
     length = tf.concat([1 + c.ids[:, 0] % 2, 1 + c.ids[:, 1] % 2], 0)
-    outputs, state = tf.nn.dynamic_rnn(
-        cell, sequences, length, dtype=tf.float64, scope=c.name()
-    )
+    outputs, state = tf.nn.dynamic_rnn(cell, sequences, length, dtype=tf.float64, scope=c.name())
     first, second = tf.split(tf.reduce_mean(outputs, 1) + state, 2, 0)
     return x + first * second
 

@@ -58,8 +58,8 @@ class Sizes:
         self._scope = scope
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
-        # By the tensor that says in which part each row is, and the number of parts.
-        self._parts: dict[tuple[str, int], tuple[PartRows, ...]] = {}
+        # By the tensor that says in which part each row is, the type of op and the number of parts.
+        self._parts: dict[tuple[str, str, int], tuple[PartRows, ...]] = {}
 
     def set_dims(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
         """Sets the dimensions of a tensor; None leaves them as they are."""
@@ -129,7 +129,7 @@ class Sizes:
           outputs: of the op, one for each part.
           rows: what the parts are made of.
         """
-        key = which.name, len(outputs)
+        key = which.name, outputs[0].op.type, len(outputs)
         if key not in self._parts:
             origin = rows.origin if isinstance(rows, PartRows) else rows
             self._parts[key] = tuple(PartRows(part.name, None, origin) for part in outputs)

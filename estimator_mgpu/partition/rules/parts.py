@@ -210,15 +210,19 @@ def _keep(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> De
         return Decision(OpPlan((LOCAL,)), [placements[0]], [dims])
 
     columns_before = dims[1:]
-    columns_after = [*map(Size, output.shape.as_list()[1:])] if output.shape.rank else None
-    one_column = ([], [ONE])
-    if columns_before not in one_column or columns_after not in one_column:
+    columns_after = sizes.static_dims(output)[1:]
+    if not output.shape.rank or not _are_one(columns_before) or not _are_one(columns_after):
         return None
     if op.type == 'Squeeze':
         plan = OpPlan((LOCAL,), {'squeeze_dims': [1]})
     else:
         plan = OpPlan((LOCAL, Constant((-1, *[1] * len(columns_after)))))
     return Decision(plan, [placements[0]], [[dims[0], *columns_after]])
+
+
+def _are_one(columns: list[Size]) -> bool:
+    """Whether these are the columns of a matrix that has one, or those of a vector."""
+    return columns in ([], [ONE])
 
 
 def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import elementwise, shapes
-from estimator_mgpu.partition.rules.notation import NotSharded, signature_of
+from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
 
@@ -51,9 +51,9 @@ def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
         return op.get_attr('axis') in (-1, last) and _is_position(op.inputs[0], 0, sizes)
     if op.type == 'ConcatV2':
         first = op.inputs[0]
-        has_one_number = (sizes.dims(first) or [None])[-1] == ONE
+        dims = sizes.dims(first) or []
         is_along_last = sizes.numbers(op.inputs[-1]) in ([-1], [last])
-        return is_along_last and has_one_number and _is_position(first, 0, sizes)
+        return is_along_last and dims[-1:] == [ONE] and _is_position(first, 0, sizes)
     return False
 
 
@@ -76,7 +76,7 @@ def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
 
     source = op.inputs[0]
     [output_labels] = signature.outputs
-    source_labels = signature.inputs[0]
+    source_labels = labels_of(signature.inputs[0])
     label = output_labels[axis]
     if label is None or label not in source_labels or label in signature.in_blocks:
         return False
