@@ -114,7 +114,7 @@ def test_as_on_one_device(model_fn):
     compare_modes(model_fn, examples, 4)
 
 
-def test_recurrent_network_on_sequences(behavior):
+def test_recurrent_network_on_sequences():
     """It runs on every device, and the longest sequence of the batch is on one of them."""
 
     def model_fn(features, labels, mode):

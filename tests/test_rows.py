@@ -55,7 +55,7 @@ def test_trains_on_nests(kind, static):
     compare(model_fn, data, 3, preprocess=preprocess, static=static)
 
 
-def test_recurrent_network_on_ragged_sequences(behavior):
+def test_recurrent_network_on_ragged_sequences():
     """Padded before or after they are looked up, and as long as each is."""
 
     def model_fn(features, labels, mode):
