@@ -82,6 +82,7 @@ Kernels of others fail then, and those of pooling even end the process.
 
 _INDEX_TYPES = (tf.int32, tf.int64)  # others are too small for positions
 _KEEP = ('Cast', 'Identity', 'Reshape')  # ops that keep numbers of such types, in their order
+_TAKE = ('GatherNd', 'GatherV2')  # ops that take what is at positions from their first input
 _SAME_ENTRIES = ('ExpandDims', 'Identity', 'Reshape', 'Squeeze')  # these keep all entries' order
 
 
@@ -191,10 +192,30 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     # A mask that is reshaped has the same true entries.
     while mask.op.type in _SAME_ENTRIES:
         mask = mask.op.inputs[0]
+    if not _selects_vectors(mask):
+        return None
     [part] = sizes.parts(mask, op.outputs, shard.rows)
     columns = Size(len(sizes.dims(op.inputs[0]) or []))
     positions = Positions(part, (), shard.rows, factor)
     return Decision(OpPlan((LOCAL,)), [positions], [[_full_size(part), columns]])
+
+
+def _selects_vectors(mask: tf.Tensor) -> bool:
+    """Whether a mask selects vectors of floats, such as those of tokens, of any tensor.
+
+    Others aren't worth it: the values and ids of which sparse tensors are made are needed in full.
+    """
+    stack = [mask]
+    while stack:
+        tensor = stack.pop()
+        for user in tensor.consumers():
+            if user.type == _WHERE or user.type in (*_SAME_ENTRIES, *_KEEP):
+                stack += user.outputs
+            elif user.type in _TAKE and user.inputs[0] is not tensor:
+                taken = user.outputs[0]
+                if taken.dtype.is_floating and taken.shape.rank not in (0, 1):
+                    return True
+    return False
 
 
 # Ops that are given positions.
