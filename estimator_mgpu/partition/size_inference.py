@@ -62,8 +62,8 @@ class Sizes:
         self._scope = scope
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
-        # By the tensor that says in which part each row is, and the number of parts.
-        self._parts: dict[tuple[str, int], tuple[PartRows, ...]] = {}
+        # By the tensor that says in which part each row is, the type of op and the number of parts.
+        self._parts: dict[tuple[str, str, int], tuple[PartRows, ...]] = {}
 
     def set_dims(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
         """Sets the dimensions of a tensor; None leaves them as they are."""
@@ -121,17 +121,22 @@ class Sizes:
             rows = RowSpace(tensor.name, None)
             self.set_dims(tensor, [Size(1, (rows,)), *dims[1:]])
 
-    def parts(self, partition: tf.Operation, rows: RowSpace) -> tuple[PartRows, ...]:
-        """The row spaces of the parts that a `DynamicPartition` makes of rows.
+    def parts(
+        self, which: tf.Tensor, outputs: Sequence[tf.Tensor], rows: RowSpace
+    ) -> tuple[PartRows, ...]:
+        """The row spaces of the parts that an op makes of rows.
 
         Ops that put rows into the same parts have the same.
+
+        Args:
+          which: says in which part each row is: a number, or by a mask whether it's in the part.
+          outputs: of the op, one for each part.
+          rows: what the parts are made of.
         """
-        key = partition.inputs[1].name, len(partition.outputs)
+        key = which.name, outputs[0].op.type, len(outputs)
         if key not in self._parts:
             origin = rows.origin if isinstance(rows, PartRows) else rows
-            self._parts[key] = tuple(
-                PartRows(part.name, None, origin) for part in partition.outputs
-            )
+            self._parts[key] = tuple(PartRows(part.name, None, origin) for part in outputs)
         return self._parts[key]
 
     def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
@@ -274,9 +279,45 @@ def _shape_of_ragged(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
         return None
 
 
+def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows."""
+    dims = sizes.dims(op.inputs[0])
+    begin, end, stride = (sizes.entries(operand) for operand in op.inputs[1:])
+    masks = [op.get_attr(f'{name}_mask') for name in ('ellipsis', 'new_axis', 'shrink_axis')]
+    if any(masks) or len(dims or []) != 1 or not begin or not end or stride != [ONE]:
+        return None
+    assert dims is not None
+    # How many entries are left out before and behind; a negative number counts from the end.
+    before = Size(0) if op.get_attr('begin_mask') else begin[0]
+    behind = Size(0) if op.get_attr('end_mask') else end[0] * Size(-1)
+    try:
+        if before.as_integer() < 0 or behind.as_integer() < 0:
+            return None
+        return [dims[0] + (before + behind) * Size(-1)]
+    except UnknownSize:
+        return None
+
+
+def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """What is filled up to n entries has n: x, which has m entries, and n - m zeros."""
+    *values, axis = op.inputs
+    if len(values) != 2 or sizes.numbers(axis) != [0]:
+        return None
+    x, filler = values
+    dims = sizes.dims(x)
+    if filler.op.type != op_types.FILL or filler.op.inputs[0].op.type != 'Sub' or not dims:
+        return None
+    count, count_of_x = filler.op.inputs[0].op.inputs
+    if sizes.entries(count_of_x) != dims:
+        return None
+    return sizes.entries(count)
+
+
 _SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None] | None]] = {
+    'ConcatV2': _shape_of_concat,
     'RaggedTensorToTensor': _shape_of_ragged,
     'Range': _shape_of_range,
+    'StridedSlice': _shape_of_slice,
     **dict.fromkeys(
         [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')],
         _shape_of_segments,

@@ -58,7 +58,10 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
     has_positions = any(isinstance(placement, Positions) for placement in placements)
     if op.type in parts.TYPES or has_positions:
         # The sizes of parts differ from step to step, and functions have sizes of their own.
-        return None if scope.in_function else parts.decide(op, placements, scope.sizes)
+        decision = None if scope.in_function else parts.decide(op, placements, scope.sizes)
+        if decision is not None or op.type in parts.TYPES:
+            return decision
+        placements = [REPLICATE if isinstance(p, Positions) else p for p in placements]
 
     if op.type in scope.rules.of_calls:
         rule = scope.rules.of_calls[op.type]

@@ -16,7 +16,14 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
-from estimator_mgpu.partition.plan import LoopFrame, Plan, Reduced, Slice, SparseRows
+from estimator_mgpu.partition.plan import (
+    CountedFromFirst,
+    LoopFrame,
+    Plan,
+    Reduced,
+    Slice,
+    SparseRows,
+)
 from estimator_mgpu.partition.sizes import ONE, Dim, PartRows, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
@@ -140,6 +147,29 @@ class Values:
         columns = indices.shape.as_list()[1]
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
+        )
+
+    def counted_from_first(
+        self,
+        tensor: tf.Tensor,
+        indices: str,
+        need: CountedFromFirst,
+        tower: Tower,
+        device: str,
+    ) -> str:
+        """A tower's indices, each of which begins with its row, counted from the tower's first.
+
+        Args:
+          tensor: the user's.
+          indices: what the tower has of it, counted from the first row of all.
+          need: of the tower.
+          tower: the tower.
+          device: where this is computed.
+        """
+        shards = self.shards_of(need.rows)
+        columns = tensor.shape.as_list()[-1]
+        return sparse_rows.count_from_first(
+            shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
         )
 
     def reduced(self, tensor: tf.Tensor, need: Reduced, loops: Sequence[LoopFrame]) -> str:
