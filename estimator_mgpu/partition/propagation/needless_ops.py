@@ -79,7 +79,7 @@ def _gives_its_input(op: tf.Operation, plan: Plan) -> bool:
     if op.type in op_types.REDUCTIONS:
         if needs[1] != Constant(()):
             return False
-    elif op.type != op_types.RESHAPE and op.type not in op_types.IDENTITIES:
+    elif op.type != op_types.RESHAPE and op.type not in op_types.GRADIENT_STOPS:
         return False
     if needs[0] != LOCAL:
         return False
