@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import checkpoints, steps
+from estimator_mgpu import checkpoints, failures, steps
 from estimator_mgpu.tf_internals import error_messages, tf_estimator
 
 AUTO = 'auto'
@@ -130,7 +130,8 @@ class AutoMicrobatches:
         self._built.pop(mode, None)
         try:
             yield [begun]
-        except tf.errors.ResourceExhaustedError as error:
+        except tf.errors.ResourceExhaustedError as raised:
+            error = failures.original(raised)
             is_of_disk = checkpoints.is_of_writing(error, model_dir)
             if is_of_disk or not error_messages.is_of_step_memory(error):
                 raise

@@ -52,7 +52,7 @@ class _Model(NamedTuple):
     inputs: dict[batch.Path, _Input]
     predictions: Any  # as the model_fn gives them
     session: tf.train.MonitoredSession
-    has_hooks: bool
+    has_hooks: bool  # that keep notes
 
 
 class Predictor:
@@ -178,7 +178,8 @@ class Predictor:
         )
         hooks = [*self._hooks, *(spec.prediction_hooks or [])]
         session = tf.train.MonitoredSession(creator, hooks)
-        return _Model(inputs, predictions, session, has_hooks=bool(hooks))
+        has_hooks = any(not isinstance(hook, failures.ExplainErrorsHook) for hook in hooks)
+        return _Model(inputs, predictions, session, has_hooks)
 
 
 def _check_arguments(

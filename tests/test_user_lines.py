@@ -181,6 +181,99 @@ def test_an_error_of_one_device_stays_as_it_is(tmp_path):
     assert info.value.op.name == 'check'
 
 
+def looked_up(net):
+    """Its op fails for numbers that are none."""
+    bad = tf.cast(tf.is_nan(net), tf.int32)
+    return net + tf.gather([0.0], bad, name='look_up')  # here
+
+
+LOOK_UP = f'File "{__file__}", line {looked_up.__code__.co_firstlineno + 3}, in looked_up'
+
+
+@tf.function(experimental_attributes={'_noinline': True})
+def called(net):
+    return looked_up(net)
+
+
+def in_branch(net):
+    return tf.cond(tf.shape(net)[1] > 0, lambda: looked_up(net), lambda: net)
+
+
+def in_loop(net, body=looked_up):
+    return tf.while_loop(lambda i, _: i < 2, lambda i, net: (i + 1, body(net)), [0, net])[1]
+
+
+def in_branch_of_loop(net):
+    branches = [lambda: net, lambda: looked_up(net)]
+    return in_loop(net, lambda net: tf.switch_case(tf.constant(1), branches))
+
+
+def checked_in_loop(net):
+    return in_loop(net, lambda net: tf.check_numerics(net, 'net', name='check'))  # here
+
+
+CHECK_IN_LOOP = f'line {checked_in_loop.__code__.co_firstlineno + 1}, in '
+
+
+def error_of(function):
+    """The error of a step of `function(features)` on three devices, one of which has a NaN."""
+    features = floats(12, 3)
+    features[9] = float('nan')
+
+    def model_fn(features, labels, mode):
+        net = function(tf.matmul(features, weights('w', 3, 1)))
+        loss = tf.losses.mean_squared_error(labels, net)
+        return spec_of(mode, loss, sgd(loss))
+
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        replicated = estimator_mgpu.replicate(model_fn, devices=3)
+        spec = replicated(tf.constant(features), tf.constant(floats(12, 1)), TRAIN)
+        creator = tf.train.ChiefSessionCreator(config=estimator_mgpu.session_config(3))
+        with tf.train.MonitoredSession(creator, spec.training_hooks) as session:
+            with pytest.raises(tf.errors.InvalidArgumentError) as info:
+                session.run(spec.loss)
+    return info.value
+
+
+@pytest.mark.parametrize(
+    'function, path',
+    [
+        (called, 'PartitionedCall/f/look_up'),
+        (in_branch, 'cond/then_branch/look_up'),
+        (in_loop, 'while/body/look_up'),
+        (in_branch_of_loop, 'while/body/switch_case/indexed_case/branches_1/look_up'),
+    ],
+    ids=['call', 'branch', 'loop', 'branch of a loop'],
+)
+def test_an_error_in_a_function_names_the_line(function, path):
+    reason, last = str(error_of(function)).splitlines()
+    assert reason == 'indices[1,0] = 1 is not in [0, 1)'  # in the tower's function
+    where = 'tower 2, on /device:CPU:2, with examples 8 to 11 of 0 to 11'
+    assert last == f'{path} ran in {where}. It was made by {LOOK_UP}'
+
+
+def test_an_error_in_a_function_that_runs_once():
+    reason, last = str(error_of(checked_in_loop)).splitlines()
+    assert reason == 'net : Tensor had NaN values'
+    assert last.startswith('while/body/check ran once, on the global batch: in it, a CheckNumerics')
+    assert CHECK_IN_LOOP in last
+
+
+def test_one_of_two_functions_with_the_same_names():
+    """TensorFlow doesn't say in which of them an op has failed."""
+    error = error_of(lambda net: checked_in_loop(checked_in_loop(net)))
+    assert '{{node check_0}}' in error.message and 'ran once' not in str(error)
+
+
+def test_an_error_of_a_plain_estimator_names_the_line(tmp_path):
+    config = tf.estimator.RunConfig(session_config=estimator_mgpu.session_config(3))
+    replicated = estimator_mgpu.replicate(devices=3)(checked)
+    estimator = tf.estimator.Estimator(replicated, str(tmp_path), config)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='examples 8 to 11 .* in checked$'):
+        estimator.train(with_nan(9))
+
+
 def ranked(features, labels, mode):
     order = tf.sort(features, 0, name='order')
     loss = tf.reduce_mean(tf.square(tf.matmul(order, weights('w', 3, 1)) - labels))
