@@ -1,8 +1,11 @@
 """Added ops say where the user's program made those that they serve; so do errors."""
 
 import functools
+import io
 import site
+import sys
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -86,6 +89,33 @@ def place_of(op):
     """The file and the line that made an op."""
     frame = user_lines.frame_of(op)
     return frame and (frame.filename, frame.lineno)
+
+
+def doubled(features, labels, mode):
+    net = tf.multiply(features, 2.0, name='double')  # here
+    loss = tf.losses.mean_squared_error(labels, tf.matmul(net, weights('w', 1, 1)))
+    return spec_of(mode, loss, sgd(loss))
+
+
+def test_tensorflows_debugger(tmp_path, monkeypatch, capsys):
+    """Its user types commands: before a step it's run, then its tensors are looked at."""
+    debug = pytest.importorskip('tensorflow.python.debug')
+    copy = NAMES.copy('double', 1)
+    commands = ['run', f'node_info -t {copy}', f'print_tensor {copy}:0', 'run -t 9', '']
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(commands)))
+    hook = debug.LocalCLIDebugHook(dump_root=str(tmp_path / 'dump'))
+
+    batch = np.float32([[1], [2], [3], [4]])
+    estimator = estimator_mgpu.Estimator(doubled, str(tmp_path / 'model'), devices=2)
+    estimator.train(lambda: tf.data.Dataset.from_tensors((batch, batch)).repeat(2), [hook])
+
+    _, first_step, of_node, of_tensor, _ = capsys.readouterr().out.split('tfdbg> ')
+    assert f'{NAMES.copy("double", 0)}:0' in first_step and f'{copy}:0' in first_step
+    last_frame = of_node[of_node.rindex(f': {__file__}') :]
+    line = str(doubled.__code__.co_firstlineno + 1)
+    assert last_frame.split()[2:6] == ['Line:', line, 'Function:', 'doubled']
+    assert 'array([[6.],\n       [8.]], dtype=float32)' in of_tensor
+    assert estimator.get_variable_value('global_step') == 2
 
 
 def test_an_imported_op_has_none(behavior):
