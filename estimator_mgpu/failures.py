@@ -26,7 +26,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
-from estimator_mgpu.tf_internals import error_messages, function_calls, op_types, tf_estimator
+from estimator_mgpu.tf_internals import error_messages, function_calls, tf_estimator
 
 # Errors that say that a session was lost, or closed: whichever op they name has no part in it.
 _OF_SESSIONS = (
@@ -35,8 +35,6 @@ _OF_SESSIONS = (
     tf.errors.DeadlineExceededError,
     tf.errors.UnavailableError,
 )
-
-
 _ORIGINAL = '_estimator_mgpu_original'  # An attribute of an error that was explained.
 
 
@@ -107,10 +105,8 @@ def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
         graph = error.op.graph
     step = steps.Step(None, None, []) if graph is None else steps.of_graph(graph)
 
-    failed = None
-    if graph is not None and step.plan is not None:
-        failed = _failed_op(error, graph, step)
-    where = _where(failed, step) if failed is not None else ''
+    failed = None if step.plan is None else _failed_op(error, graph, step)
+    where = '' if failed is None else _where(failed, step)
     sentences = [where] if where else []
     if error_messages.is_of_step_memory(error):
         sentences.append(_less_memory(error.op, step))
@@ -142,7 +138,7 @@ def _failed_op(error: tf.errors.OpError, graph: tf.Graph, step: steps.Step) -> _
     if split is None:
         return _op_of_function_that_runs_once(graph, step, path)
 
-    # Only the user's own functions have graphs.
+    # A copy's functions have no graphs with tracebacks; those of the user's op have.
     copy = step.names.copy_of(path)
     users_op = function_calls.op_of_path(graph, path if copy is None else copy.op_name)
     return None if users_op is None else _FailedOp(path, split.caller, users_op)
@@ -152,12 +148,12 @@ def _op_of_function_that_runs_once(
     graph: tf.Graph, step: steps.Step, node_name: str
 ) -> _FailedOp | None:
     """The op of a function that runs once, by the name of its node; None if several have it."""
-    found = []
-    for caller in graph.get_operations():
-        if caller.type in op_types.FUNCTION_CALLERS and caller.name not in step.plan.ops:
-            for path, op in function_calls.inner_ops_of_node(caller, node_name):
-                found.append(_FailedOp(path, caller, op))
-    return found[0] if len(found) == 1 else None
+    failed = []
+    for name in step.plan.once:
+        caller = graph.get_operation_by_name(name)
+        for path, op in function_calls.ops_of_node(caller, node_name):
+            failed.append(_FailedOp(path, caller, op))
+    return failed[0] if len(failed) == 1 else None
 
 
 def _where(failed: _FailedOp, step: steps.Step) -> str:

@@ -97,19 +97,20 @@ def op_of_path(graph: tf.Graph, path: str) -> tf.Operation | None:
     return op_of_path(functions[split.label], split.rest)
 
 
-def inner_ops_of_node(caller: tf.Operation, name: str) -> Iterator[tuple[str, tf.Operation]]:
-    """Gives the ops of the functions that an op calls whose nodes have a name, with their paths."""
-    graphs = function_graphs(caller)
-    called = called_functions(caller.node_def)
-    labels = function_labels(caller.node_def)
-    for function, label, graph in zip(called, labels, graphs):
-        definition, _ = function_definition(caller.graph, function.name)
+def ops_of_node(caller: tf.Operation, name: str) -> Iterator[tuple[str, tf.Operation]]:
+    """Gives the ops of an op's functions whose nodes have a name there, each with its path.
+
+    These functions may call others, whose ops are given, too.
+    """
+    if not function_graphs(caller):
+        return
+    for label, function in _functions_by_label(caller.node_def).items():
+        definition, graph = function_definition(caller.graph, function.name)
         for node, op in zip(definition.node_def, function_ops(definition, graph)):
             if node.name == name:
                 yield path_in_function(caller.name, label, op.name), op
-            if op.type in op_types.FUNCTION_CALLERS:
-                for path, inner in inner_ops_of_node(op, name):
-                    yield path_in_function(caller.name, label, path), inner
+            for path, inner_op in ops_of_node(op, name):
+                yield path_in_function(caller.name, label, path), inner_op
 
 
 def _op_or_none(graph: tf.Graph, name: str) -> tf.Operation | None:
