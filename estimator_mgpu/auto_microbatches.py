@@ -130,9 +130,10 @@ class Attempt:
     def __enter__(self) -> list[tf.train.SessionRunHook]:
         return [self._progress]
 
-    def __exit__(self, _: Any, error: BaseException | None, traceback: Any) -> bool:
-        if not isinstance(error, tf.errors.ResourceExhaustedError):
+    def __exit__(self, _: Any, raised: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(raised, tf.errors.ResourceExhaustedError):
             return False
+        error = failures.original(raised)
         is_of_disk = checkpoints.is_of_writing(error, self._model_dir)
         if is_of_disk or not error_messages.is_of_step_memory(error):
             return False

@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import failures
 from estimator_mgpu.tf_internals import error_messages, op_types, private
 
 # TensorFlow's errors of a file that can't be written. What writes summaries raises RuntimeError.
@@ -86,7 +87,8 @@ def file_errors_explained(
     _check_sources(model_dir, path, warm_start)
     try:
         yield
-    except (*_RESTORE_ERRORS, *_WRITE_ERRORS) as error:
+    except (*_RESTORE_ERRORS, *_WRITE_ERRORS) as raised:
+        error = failures.original(raised)
         if _op_type(error) == op_types.CHECKPOINT_READ:
             if not isinstance(error, _RESTORE_ERRORS) or _is_of_other_variables(error):
                 raise

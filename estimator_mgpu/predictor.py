@@ -54,7 +54,7 @@ class _Model(NamedTuple):
     inputs: dict[batch.Path, _Input]
     predictions: Any  # as the model_fn gives them
     session: tf.train.MonitoredSession
-    has_hooks: bool
+    has_hooks: bool  # that keep notes
     attempt: AbstractContextManager[Any]  # in which it runs: see `auto_microbatches.Attempt`
 
 
@@ -223,7 +223,8 @@ class Predictor:
         # If memory turns out to be too small, the next model is one like this.
         self._checkpoint_path = path
         self._specs = specs
-        return _Model(inputs, predictions, session, bool(hooks), attempt)
+        has_hooks = any(not isinstance(hook, failures.ExplainErrorsHook) for hook in hooks)
+        return _Model(inputs, predictions, session, has_hooks, attempt)
 
 
 def _check_arguments(

@@ -21,6 +21,7 @@ from estimator_mgpu import (
     checkpoints,
     end_of_data,
     explain,
+    failures,
     large_checkpoints,
     predictor,
     steps,
@@ -284,6 +285,7 @@ def _build(
 
     end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
+    spec = failures.explain_errors(spec)
     steps.record(step)
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
         explain.log_sharding(options['devices'], arguments.get('config'))
