@@ -44,7 +44,7 @@ class Run(NamedTuple):
     losses: list[float]
     graph: tf.Graph
     spec: Any
-    start: dict[str, np.ndarray]  # what the variables were before the first step, or were given as
+    start: dict[str, np.ndarray]  # what the variables were before the first step
 
 
 class Evaluation(NamedTuple):
@@ -112,13 +112,16 @@ def session(towers, optimized=False):
     On GPUs, it puts elsewhere what has no kernel for them.
 
     Args:
-      towers: how many; 0 is one device, as 1 is.
-      optimized: whether all of TensorFlow's graph optimizers run, as in a session of a user's own.
-        Otherwise those do that a user gets by default: on several devices almost none.
+      towers: how many; 0 is one device, and none of TensorFlow's graph optimizers: they take long,
+        and what others are compared with has to be what the graph says.
+      optimized: whether all of these run on towers, as in a session of a user's own. Otherwise
+        those do that a user gets by default: on several devices almost none.
     """
     count = max(towers, 1)
     config = tf.ConfigProto(device_count={'CPU': count}) if optimized else None
     config = estimator_mgpu.session_config(count, config)
+    if not towers:
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.allow_soft_placement = bool(tf.config.list_physical_devices('GPU'))
     with tf.Session(config=config) as sess:
         yield sess
@@ -137,6 +140,7 @@ def _started(
     batches,
     towers,
     mode,
+    values=None,
     static=True,
     preprocess=None,
     epochs=None,
@@ -144,7 +148,7 @@ def _started(
     replicate=estimator_mgpu.replicate,
     **options,
 ):
-    """A session of initialized variables, the EstimatorSpec, and what each step is fed.
+    """A session, the EstimatorSpec, what each step is fed, and what variables start from.
 
     After the last step of an input pipeline, there has to be none.
     """
@@ -164,9 +168,26 @@ def _started(
         spec = model_fn(features=features, labels=labels, mode=mode)
 
         with session(towers, optimized) as sess:
-            sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            sess.run(tf.local_variables_initializer())
-            yield sess, spec, feeds
+            yield sess, spec, feeds, _initialize(sess, values or {})
+
+
+def _initialize(sess, values):
+    """Initializes tables and variables, from `values` where these have a variable's name.
+
+    It's one step, as each step of another kind takes its time to be prepared.
+
+    Returns:
+      What the global variables start from, by name.
+    """
+    initial = {v.op.name: v.initializer.inputs[1] for v in tf.global_variables()}
+    initializers = [
+        tf.global_variables_initializer(),
+        tf.local_variables_initializer(),
+        tf.tables_initializer(),
+    ]
+    given = {tensor: values[name] for name, tensor in initial.items() if name in values}
+    _, start = sess.run([initializers, initial], given)
+    return start
 
 
 def _feed(inputs, batch):
@@ -186,13 +207,10 @@ def _run(sess, fetches, feeds, ends):
 def train(model_fn, batches, towers, *, values=None, steps=None, **options):
     """Trains for one step a batch, or for so many steps."""
     ends = bool(options.get('epochs') and towers and steps is None)
-    with _started(model_fn, batches, towers, TRAIN, **options) as (sess, spec, feeds):
+    with _started(model_fn, batches, towers, TRAIN, values, **options) as started:
+        sess, spec, feeds, start = started
         variables = {v.op.name: v for v in tf.global_variables()}
-        if values is None:
-            start = sess.run(variables)
-        else:
-            start = values
-            load(sess, {variables[name]: value for name, value in values.items()})
+        assert {*(values or {})} <= {*variables}
         losses = [loss for loss, _ in _run(sess, [spec.loss, spec.train_op], feeds[:steps], ends)]
         return Run(sess.run(variables), losses, sess.graph, spec, start)
 
@@ -219,14 +237,15 @@ def saved_in(model_dir):
 def evaluate(model_fn, batches, towers, *, mode=MODES.EVAL, values=None, **options):
     """Evaluates, or predicts, one step a batch."""
     ends = bool(options.get('epochs') and towers)
-    with _started(model_fn, batches, towers, mode, **options) as (sess, spec, feeds):
+    with _started(model_fn, batches, towers, mode, values, **options) as started:
+        sess, spec, feeds, start = started
+        assert values is None or {*start} <= {*values}
         updates = tf.group(*(update for _, update in spec.eval_metric_ops.values()))
         loss = tf.constant(0.0) if spec.loss is None else spec.loss
-        if values:
-            load(sess, {v: values[v.op.name] for v in tf.global_variables()})
         losses, predictions, _ = zip(*_run(sess, [loss, spec.predictions, updates], feeds, ends))
-        metrics = sess.run({name: value for name, (value, _) in spec.eval_metric_ops.items()})
-        after = sess.run({v.op.name: v for v in tf.global_variables() + tf.local_variables()})
+        metrics = {name: value for name, (value, _) in spec.eval_metric_ops.items()}
+        variables = {v.op.name: v for v in tf.global_variables() + tf.local_variables()}
+        metrics, after = sess.run([metrics, variables])
         return Evaluation(metrics, list(losses), list(predictions), after)
 
 
