@@ -93,6 +93,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keeps the garbage collector from going through all that has been imported, again and again."""
+    """Garbage collections pass over what has been imported, of which nothing becomes garbage."""
     gc.collect()
     gc.freeze()

@@ -168,10 +168,10 @@ def _started(
         spec = model_fn(features=features, labels=labels, mode=mode)
 
         with session(towers, optimized) as sess:
-            yield sess, spec, feeds, _initialize(sess, values or {})
+            yield sess, spec, feeds, initialize(sess, values or {})
 
 
-def _initialize(sess, values):
+def initialize(sess, values):
     """Initializes tables and variables, from `values` where these have a variable's name.
 
     It's one step, as each step of another kind takes its time to be prepared.
