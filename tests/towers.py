@@ -106,7 +106,7 @@ def behavior_of(version):
 
 
 @contextlib.contextmanager
-def session(towers, optimized=False):
+def session(towers, optimized=False, microbatches=1):
     """A session that has a device a tower and puts every op where it's told to.
 
     On GPUs, it puts elsewhere what has no kernel for them.
@@ -115,11 +115,12 @@ def session(towers, optimized=False):
       towers: how many; 0 is one device, and none of TensorFlow's graph optimizers: they take long,
         and what others are compared with has to be what the graph says.
       optimized: whether all of these run on towers, as in a session of a user's own. Otherwise
-        those do that a user gets by default: on several devices almost none.
+        those do that a user gets by default: with several towers almost none.
+      microbatches: as of `replicate()`.
     """
     count = max(towers, 1)
     config = tf.ConfigProto(device_count={'CPU': count}) if optimized else None
-    config = estimator_mgpu.session_config(count, config)
+    config = estimator_mgpu.session_config(count, config, microbatches)
     if not towers:
         config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.allow_soft_placement = bool(tf.config.list_physical_devices('GPU'))
@@ -167,7 +168,7 @@ def _started(
         features, labels = preprocess(*inputs) if preprocess else inputs
         spec = model_fn(features=features, labels=labels, mode=mode)
 
-        with session(towers, optimized) as sess:
+        with session(towers, optimized, options.get('microbatches', 1)) as sess:
             yield sess, spec, feeds, initialize(sess, values or {})
 
 
@@ -281,13 +282,16 @@ def compare(model_fn, batches, towers, *, rtol=1e-5, **options):
     return ours, one
 
 
+_OF_INPUTS = ('static', 'preprocess', 'epochs')  # options that one device has, too
+
+
 @functools.lru_cache(maxsize=8)
-def _on_one_device(model_fn, make_batches, v2, **options):
+def _on_one_device(model_fn, make_batches, v2, **inputs):
     """What one device comes to: runs of all modes."""
     del v2  # Tells results under TensorFlow 2's behavior from those under TensorFlow 1's.
     batches = make_batches()
-    run = train(model_fn, batches, 0, **options)
-    return run, _others(model_fn, batches, 0, values=run.values, **options)
+    run = train(model_fn, batches, 0, **inputs)
+    return run, _others(model_fn, batches, 0, values=run.values, **inputs)
 
 
 def _others(model_fn, batches, towers, **options):
@@ -301,10 +305,11 @@ def compare_modes(model_fn, make_batches, towers, *, rtol=1e-5, **options):
     """Trains, evaluates and predicts on one device and on several; all has to agree.
 
     Both functions are at module level, as one device's results are kept for other numbers of
-    towers.
+    towers, and for other options of `replicate()`.
     """
     v2 = tf.control_flow_v2_enabled()
-    one, others = _on_one_device(model_fn, make_batches, v2, **options)
+    inputs = {name: options[name] for name in _OF_INPUTS if name in options}
+    one, others = _on_one_device(model_fn, make_batches, v2, **inputs)
     batches = make_batches()
     ours = train(model_fn, batches, towers, values=one.start, **options)
     assert_same(ours, one, rtol)
