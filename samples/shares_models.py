@@ -673,9 +673,12 @@ def kernels_of(name, devices):
     """
     metadata = tf.RunMetadata()
     options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
-    config = tf.ConfigProto(device_count={'CPU': devices, 'GPU': 0}, allow_soft_placement=False)
+    places = [f'/device:CPU:{i}' for i in range(devices)]
+    config = estimator_mgpu.session_config(places)
+    config.device_count['GPU'] = 0
+    config.allow_soft_placement = False
     with tf.Graph().as_default() as graph:
-        spec, feed = spec_of(name, [f'/device:CPU:{i}' for i in range(devices)])
+        spec, feed = spec_of(name, places)
         with tf.Session(config=config) as session:
             session.run([tf.global_variables_initializer(), tf.tables_initializer()])
             fetches = spec.predictions if spec.train_op is None else spec.train_op

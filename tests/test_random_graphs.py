@@ -129,6 +129,7 @@ def test_each_op_where_the_batch_size_is_known(name):
     assert_sharded(run, name, static=True)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('name', sorted((OPS | EVEN).keys() - SIMPLE))
 def test_each_op_in_v1(name):
     """By TensorFlow 1's behavior, those with variables, loops or gradients."""
@@ -142,6 +143,7 @@ WRITING = """
 """
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('name', WRITING.split())
 def test_what_writes_to_the_end_of_the_data(name, behavior):
     """On batches of 6, 6 and 2 rows, twice."""
@@ -153,6 +155,7 @@ def test_what_writes_in_a_loop_on_one_device():
     check(case_of('loop_with_effects', [6], True, epochs=2)._replace(towers=1))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('name', ['row_norm', 'embedded', 'dynamic_rnn'])
 def test_a_batch_without_rows(name):
     """Between others. A mean of nothing is nan on one device, too, so it's a sum here."""
