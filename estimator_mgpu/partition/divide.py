@@ -16,7 +16,7 @@ from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
-from estimator_mgpu.partition.rewrites.recompute import recompute_activations
+from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
