@@ -104,7 +104,7 @@ def test_of_a_table_rows_are_counted():
     assert found.gradients[0] == ('table', None, TOWERS[0])
     # To the second device 6 rows: of features, of labels, of the loss's gradient, and of the table;
     # w, a learning rate. Back ids, gradients of the table's rows and w, and the loss.
-    sent, received = 6 * (4 + 8 + 4) + 8 + 4, 6 * (12 + 4 + 4 + 8) + 8 + 4
+    sent, received = 6 * (4 + 8) + 8 + 4, 6 * (12 + 4 + 4 + 8) + 8 + 4
     assert found.traffic[TOWERS[1]][:2] == (sent, received)
     assert '  table: gathered rows, summed on /device:CPU:0\n' in str(found)
 
