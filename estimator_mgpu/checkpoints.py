@@ -72,7 +72,9 @@ def check(model_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -> Iterator[None]:
+def file_errors_explained(
+    model_dir: str, path: str | None = None, warm_start: Any = None
+) -> Iterator[None]:
     """Checks the files that a call will read, and explains errors with files that it raises.
 
     An error that is explained keeps its class, and has TensorFlow's as its cause.

@@ -48,7 +48,7 @@ class ExplainErrorsHook(tf.train.SessionRunHook):
 
 def _run(reference: weakref.ref[tf.Session], *args: Any, **kwargs: Any) -> Any:
     session: Any = reference()
-    with explained(session.graph):
+    with op_errors_explained(session.graph):
         return type(session).run(session, *args, **kwargs)
 
 
@@ -61,7 +61,7 @@ def explain_errors(spec: Any) -> Any:
 
 
 @contextlib.contextmanager
-def explained(graph: tf.Graph | None = None) -> Iterator[None]:
+def op_errors_explained(graph: tf.Graph | None = None) -> Iterator[None]:
     """Explains errors of the ops of a divided graph, and errors of memory.
 
     Args:
@@ -72,10 +72,10 @@ def explained(graph: tf.Graph | None = None) -> Iterator[None]:
     except tf.errors.OpError as error:
         if original(error) is not error:
             raise
-        explained_error = _explained(error, graph)
-        if explained_error is None:
+        explained = _explained(error, graph)
+        if explained is None:
             raise
-        raise explained_error from error
+        raise explained from error
 
 
 def original(error: Any) -> Any:
@@ -91,9 +91,9 @@ def _explained(error: tf.errors.OpError, graph: tf.Graph | None) -> tf.errors.Op
         if sentences:
             text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
             # Without the op, as str() would end with its traceback, which the cause has anyway.
-            explained_error = type(error)(error.node_def, None, text)
-            setattr(explained_error, _ORIGINAL, error)
-            return explained_error
+            explained = type(error)(error.node_def, None, text)
+            setattr(explained, _ORIGINAL, error)
+            return explained
     return None
 
 
@@ -178,7 +178,7 @@ def _examples(step: steps.Step, copy: CopyName) -> str:
         return 'its share of the rows'  # that a mask left, say
     if not isinstance(step.examples, int):
         return 'its share of the examples'
-    extents = static_extents(step.examples, len(step.devices), _turns(step))
+    extents = static_extents(step.examples, len(step.devices), step.microbatches)
     start, count = extents[copy.tower]
     if count == 1:
         return f'example {start} of 0 to {step.examples - 1}'
@@ -197,40 +197,38 @@ def _row_spaces(plan: Plan, op_name: str) -> set[RowSpace]:
     return {form.rows for form in forms if hasattr(form, 'rows')}
 
 
-def _turns(step: steps.Step) -> int:
-    """How many towers each device has, one after the other."""
-    if step.schedule is None or not step.schedule.is_worth_it:
-        return 1
-    return step.schedule.turns
-
-
 def _less_memory(op: tf.Operation | None, step: steps.Step) -> str:
-    """Says what helps if a device has too little memory."""
+    """Says what helps if a device has too little memory for an op of a step."""
     if op is not None and step.plan is not None and op.name in step.plan.once:
         return (
             'On more devices it needs as much memory: Estimator.explain() tells what keeps it from '
             'being sharded.'
         )
-    remedies = ['more devices', 'recompute=True for deep networks']
-    turns = _more_turns(step) if step.devices else None
-    if turns is not None:
-        remedies.insert(0, f'replicate(microbatches={turns})')
-    elif not step.devices:  # The op isn't known, and so nor is its graph.
-        remedies.insert(0, 'more micro-batches')
+    if not step.devices:  # The op isn't known, and so nor is its graph.
+        return remedies('more micro-batches')
+    more = _more_microbatches(step)
+    return remedies() if more is None else remedies(f'replicate(microbatches={more})')
+
+
+def remedies(*first: str) -> str:
+    """Says what helps if a device has too little memory.
+
+    Args:
+      *first: what helps most, in words.
+    """
+    helps = [*first, 'more devices', 'recompute=True for deep networks', 'a smaller batch']
     return (
-        f'To need less memory on each device, use {", ".join(remedies)}, or '
+        f'To need less memory on each device, use {", ".join(helps)}, or '
         "variables='cpu', by which variables and optimizer slots are in the host's memory."
     )
 
 
-def _more_turns(step: steps.Step) -> int | None:
+def _more_microbatches(step: steps.Step) -> int | None:
     """How many micro-batches need less memory than those of a graph; None if none do."""
-    is_left_out = step.schedule is not None and not step.schedule.is_worth_it
     nothing_is_sharded = step.plan is None and len(step.devices) > 1
-    if is_left_out or nothing_is_sharded:
+    if step.leaves_out_microbatches or nothing_is_sharded:
         return None
-    turns = _turns(step)
-    more = 2 * turns
+    more = 2 * step.microbatches
     if isinstance(step.examples, int):
         more = min(more, step.examples // len(step.devices))
-    return more if more > turns else None
+    return more if more > step.microbatches else None

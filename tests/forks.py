@@ -5,6 +5,7 @@ for each of them. `Popen` asks it to, and otherwise is that of subprocess. Progr
 others, as samples do for machines, have them forked as well.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -188,6 +189,7 @@ def run(command):
 if __name__ == '__main__':
     import cluster_script  # noqa: F401, for what it imports
 
+    gc.freeze()  # what forks share
     address = sys.argv[1]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)

@@ -109,10 +109,9 @@ def test_more_entries_than_an_int32_counts(rows):
 def test_statistics_of_each_device(norm):
     """For speed: other numbers, and a loss that falls all the same."""
     batches = [(floats(12, 4, 4, 3) + 1, floats(12, 1, seed=100) + 2)] * 15
-    values = train(model_of(norm), batches, 0, steps=0).values
-    one = train(model_of(norm), batches, 0, values=values)
-    exact = train(model_of(norm), batches, 3, values=values)
-    ours = train(model_of(norm), batches, 3, values=values, batch_norm='device')
+    one = train(model_of(norm), batches, 0)
+    exact = train(model_of(norm), batches, 3, values=one.start)
+    ours = train(model_of(norm), batches, 3, values=one.start, batch_norm='device')
     np.testing.assert_allclose(exact.losses, one.losses, rtol=1e-4)
     assert abs(ours.losses[0] / one.losses[0] - 1) > 1e-3
     assert np.isfinite(ours.losses).all() and ours.losses[-1] < 0.7 * ours.losses[0]

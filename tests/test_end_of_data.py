@@ -16,7 +16,7 @@ from estimator_mgpu.cluster import machine_input, sessions
 from models import ROWS, LazyAdam, floats, spec_of, step
 from towers import MODES, TRAIN, assert_close, load, session
 
-RUNS = int(os.environ.get('RUNS', '2'))
+RUNS = [None] * int(os.environ.get('RUNS', '2'))  # each to the end of the data
 IDS = 40  # Not all are in a batch.
 
 
@@ -169,9 +169,17 @@ def read_by_machine():
 
 
 def runs_of(
-    model_fn, mode=TRAIN, *, devices=1, runs=1, values=None, steps=None, read=read_all, target=None
+    model_fn, mode=TRAIN, *, devices=0, values=None, steps=(None,), read=read_all, target=None
 ):
-    """Runs steps over and over, from the same values; yields the variables that they come to."""
+    """Runs steps, over and over.
+
+    Args:
+      values: what variables have before each run; without it, they go on from the run before.
+      steps: how many steps, for each run; None for all up to the end of the data.
+
+    Yields:
+      The variables that a run comes to.
+    """
     with tf.Graph().as_default() as graph:
         tf.train.create_global_step()
         features, labels, begin = read()
@@ -185,30 +193,28 @@ def runs_of(
             sessions.place_on_chief(graph)
         with tf.Session(target) if target else session(devices) as sess:
             sess.run(initializers)
-            for _ in range(runs):
+            for count in steps:
                 load(sess, {variables[name]: value for name, value in (values or {}).items()})
                 sess.run(begin)
                 try:
-                    for _ in range(1000 if steps is None else steps):
+                    for _ in range(1000 if count is None else count):
                         sess.run(fetches)
                 except tf.errors.OutOfRangeError:
-                    assert steps is None
+                    assert count is None
                 yield sess.run(variables)
 
 
 def known_steps(model_fn, mode=TRAIN):
     """The initial values, and what as many steps come to on one device, undecorated."""
-    [values] = runs_of(model_fn, mode, steps=0)
-    [expected] = runs_of(model_fn, mode, values=values, steps=STEPS)
-    return values, expected
+    return runs_of(model_fn, mode, steps=(0, STEPS))
 
 
 def compare(model_fn, mode=TRAIN):
-    """Compares running to the end of the data, on one to four devices, with known steps."""
+    """Compares running to the end of the data, on one and on several devices, with known steps."""
     values, expected = known_steps(model_fn, mode)
-    for devices in (1, 2, 3, 4):
+    for devices in (1, 2, 4):
         ours = estimator_mgpu.replicate(model_fn, devices=devices)
-        for found in runs_of(ours, mode, devices=devices, runs=RUNS, values=values):
+        for found in runs_of(ours, mode, devices=devices, steps=RUNS, values=values):
             assert_close(found, expected, 1e-4)
     return expected
 
@@ -225,7 +231,7 @@ def test_training_on_machines(name, read, three_machines):
     values, expected = known_steps(MODELS[name])
     devices = [f'{machine}/device:CPU:{i}' for machine in MACHINES for i in range(2)]
     ours = estimator_mgpu.replicate(MODELS[name], devices=devices)
-    options = {'runs': RUNS, 'values': values, 'read': read, 'target': three_machines}
+    options = {'steps': RUNS, 'values': values, 'read': read, 'target': three_machines}
     for found in runs_of(ours, devices=len(devices), **options):
         assert_close(found, expected, 1e-4)
 

@@ -15,6 +15,7 @@ from towers import assert_close, assert_same, evaluate, train
 fc = tf.feature_column
 
 
+@pytest.mark.no_cover
 def test_bert():
     """Biases start away from 0: the gradients of some are 0 up to rounding."""
     batches = libraries.sentences()
@@ -45,6 +46,7 @@ def compare_estimators(make, inputs, path, towers, replicate=estimator_mgpu.repl
     assert_close(results[1], results[0], 1e-5)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('towers, rows', [(3, 12), (4, 10)])
 def test_gan(towers, rows, tmp_path):
     """Hooks run the train_ops, of two networks in turn, each on a batch of its own."""
@@ -66,6 +68,7 @@ def data(labels, batch):
     return tf.data.Dataset.from_tensor_slices((features, labels)).batch(batch)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize('namespace', [tf.estimator, tf2.estimator], ids=['v1', 'v2'])
 @pytest.mark.parametrize('name', ['DNNRegressor', 'DNNLinearCombinedClassifier'])
 def test_canned(name, namespace, tmp_path):

@@ -675,6 +675,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ('name', 'wrong'),
     [

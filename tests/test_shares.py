@@ -12,11 +12,13 @@ with pytest.MonkeyPatch.context() as patch:
     import feature_columns_models
     import shares_models
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.no_cover]
 
 
-@pytest.mark.no_cover
-@pytest.mark.parametrize('name', shares_models.MODELS)
+WHOLE_LOOPS = {'speech_with_dense_labels'}  # Models with loops that run once.
+
+
+@pytest.mark.parametrize('name', sorted(shares_models.MODELS.keys() - WHOLE_LOOPS))
 def test_the_busiest_of_four_devices(name):
     kernels, _ = shares_models.kernels_of(name, 4)
     assert len(kernels) == 4
@@ -38,26 +40,23 @@ def test_the_busiest_below_disable_v2_behavior(name):
 
 
 def found(name, devices, static, values=None):
-    """What a step gives, and the variables before and after it."""
+    """What a step gives, and the variables before and after it; 0 `devices` are one."""
     with tf.Graph().as_default():
         tf.set_random_seed(3)
-        spec, feed = shares_models.spec_of(name, devices, static)
+        spec, feed = shares_models.spec_of(name, devices or 1, static)
         variables = {v.op.name: v for v in tf.global_variables()}
         with towers.session(devices) as session:
-            session.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            towers.load(session, {variables[own]: value for own, value in (values or {}).items()})
-            before = session.run(variables)
+            before = towers.initialize(session, values or {})
             if spec.train_op is None:
                 return before, session.run(spec.predictions, feed)
             loss = session.run([spec.loss, spec.train_op], feed)[0]
             return before, {'loss': loss, **session.run(variables)}
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize('name', shares_models.MODELS)
 def test_as_on_one_device(name):
     """With a batch whose size the graph knows, and with one whose size it doesn't know."""
-    values, expected = found(name, 1, static=False)
+    values, expected = found(name, 0, static=False)
     assert expected and all(np.isfinite(value).all() for value in expected.values())
 
     for static in (True, False):
@@ -68,20 +67,20 @@ def test_as_on_one_device(name):
 @pytest.mark.parametrize('name', LEGACY)
 def test_as_on_one_device_below_disable_v2_behavior(name):
     with towers.behavior_of('v1'):
-        values, expected = found(name, 1, static=False)
+        values, expected = found(name, 0, static=False)
         _, ours = found(name, 3, False, values)
         towers.assert_close(ours, expected, 1e-5)
 
 
 def test_the_table():
-    header, *table = run_python('shares.py', '--models=lstm,last_step', '--devices=2')[-3:]
+    header, *table = run_python('shares.py', '--models=lstm,after_python', '--devices=2')[-3:]
     assert header.split(maxsplit=1) == ['model', 'on the busiest of 2 devices  runs once']
     assert table[0].split() == ['lstm', '50%', '0%']
     name, busiest, once, largest = table[1].split()
-    assert (name, busiest, largest) == ('last_step', '50%', 'ScatterNd')
+    assert (name, busiest, largest) == ('after_python', '50%', 'EagerPyFunc')
     assert 1 <= int(once.removesuffix('%')) <= 20
-    lines = run_python('shares.py', '--models=last_step', '--whole')
-    assert lines[-1] == '  gradients/GatherNd_grad/ScatterNd: this ScatterNd needs all examples'
+    lines = run_python('shares.py', '--models=after_python', '--whole')
+    assert '  EagerPyFunc: no rule for EagerPyFunc' in lines
 
 
 def test_models_that_are_none():
@@ -105,7 +104,6 @@ def test_the_table_of_feature_columns():
     assert all(' us, ' in line for line in [*table[1::3], *table[2::3]])
 
 
-@pytest.mark.core
 def test_lookups_of_a_table_run_where_it_is():
     """With what makes its ids, and what sums its gradients: of 26 tables, on four devices."""
     with tf.Graph().as_default():

@@ -89,10 +89,9 @@ def test_as_by_auto_reuse(output_of, behavior):
     steps = batches(6, steps=3)
     with pytest.raises(ValueError, match='already exists'):
         train(model(output_of), steps, 0)
-    values = train(model(output_of, auto_reuse), steps, 0, steps=0).values
-    one = train(model(output_of, auto_reuse), steps, 0, values=values)
+    one = train(model(output_of, auto_reuse), steps, 0)
     for towers in 1, 2:
-        ours = train(model(output_of), steps, towers, values=values)
+        ours = train(model(output_of), steps, towers, values=one.start)
         assert_close(ours.values, one.values, 1e-5)
 
 

@@ -312,7 +312,7 @@ def ranked(features, labels, mode):
 
 def raised(error):
     """The error that is raised in place of another one."""
-    with pytest.raises(type(error)) as info, failures.explained():
+    with pytest.raises(type(error)) as info, failures.op_errors_explained():
         raise error
     return info.value
 

@@ -24,6 +24,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu import steps
 from estimator_mgpu.partition.towers.names import Names
 
 MODES = tf.estimator.ModeKeys
@@ -44,7 +45,7 @@ class Run(NamedTuple):
     losses: list[float]
     graph: tf.Graph
     spec: Any
-    start: dict[str, np.ndarray]  # what the variables were before the first step, or were given as
+    start: dict[str, np.ndarray]  # what the variables were before the first step
 
 
 class Evaluation(NamedTuple):
@@ -106,19 +107,23 @@ def behavior_of(version):
 
 
 @contextlib.contextmanager
-def session(towers, optimized=False):
+def session(towers, optimized=False, microbatches=1):
     """A session that has a device a tower and puts every op where it's told to.
 
     On GPUs, it puts elsewhere what has no kernel for them.
 
     Args:
-      towers: how many; 0 is one device, as 1 is.
-      optimized: whether all of TensorFlow's graph optimizers run, as in a session of a user's own.
-        Otherwise those do that a user gets by default: on several devices almost none.
+      towers: how many; 0 is one device, and none of TensorFlow's graph optimizers: they take long,
+        and what others are compared with has to be what the graph says.
+      optimized: whether all of these run on towers, as in a session of a user's own. Otherwise
+        those do that a user gets by default: with several towers almost none.
+      microbatches: as of `replicate()`.
     """
     count = max(towers, 1)
     config = tf.ConfigProto(device_count={'CPU': count}) if optimized else None
-    config = estimator_mgpu.session_config(count, config)
+    config = estimator_mgpu.session_config(count, config, microbatches)
+    if not towers:
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.allow_soft_placement = bool(tf.config.list_physical_devices('GPU'))
     with tf.Session(config=config) as sess:
         yield sess
@@ -137,6 +142,7 @@ def _started(
     batches,
     towers,
     mode,
+    values=None,
     static=True,
     preprocess=None,
     epochs=None,
@@ -144,7 +150,7 @@ def _started(
     replicate=estimator_mgpu.replicate,
     **options,
 ):
-    """A session of initialized variables, the EstimatorSpec, and what each step is fed.
+    """A session, the EstimatorSpec, what each step is fed, and what variables start from.
 
     After the last step of an input pipeline, there has to be none.
     """
@@ -163,10 +169,27 @@ def _started(
         features, labels = preprocess(*inputs) if preprocess else inputs
         spec = model_fn(features=features, labels=labels, mode=mode)
 
-        with session(towers, optimized) as sess:
-            sess.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            sess.run(tf.local_variables_initializer())
-            yield sess, spec, feeds
+        with session(towers, optimized, options.get('microbatches', 1)) as sess:
+            yield sess, spec, feeds, initialize(sess, values or {})
+
+
+def initialize(sess, values):
+    """Initializes tables and variables, from `values` where these have a variable's name.
+
+    It's one step, as each step of another kind takes its time to be prepared.
+
+    Returns:
+      What the global variables start from, by name.
+    """
+    initial = {v.op.name: v.initializer.inputs[1] for v in tf.global_variables()}
+    initializers = [
+        tf.global_variables_initializer(),
+        tf.local_variables_initializer(),
+        tf.tables_initializer(),
+    ]
+    given = {tensor: values[name] for name, tensor in initial.items() if name in values}
+    _, start = sess.run([initializers, initial], given)
+    return start
 
 
 def _feed(inputs, batch):
@@ -186,13 +209,10 @@ def _run(sess, fetches, feeds, ends):
 def train(model_fn, batches, towers, *, values=None, steps=None, **options):
     """Trains for one step a batch, or for so many steps."""
     ends = bool(options.get('epochs') and towers and steps is None)
-    with _started(model_fn, batches, towers, TRAIN, **options) as (sess, spec, feeds):
+    with _started(model_fn, batches, towers, TRAIN, values, **options) as started:
+        sess, spec, feeds, start = started
         variables = {v.op.name: v for v in tf.global_variables()}
-        if values is None:
-            start = sess.run(variables)
-        else:
-            start = values
-            load(sess, {variables[name]: value for name, value in values.items()})
+        assert {*(values or {})} <= {*variables}
         losses = [loss for loss, _ in _run(sess, [spec.loss, spec.train_op], feeds[:steps], ends)]
         return Run(sess.run(variables), losses, sess.graph, spec, start)
 
@@ -219,14 +239,15 @@ def saved_in(model_dir):
 def evaluate(model_fn, batches, towers, *, mode=MODES.EVAL, values=None, **options):
     """Evaluates, or predicts, one step a batch."""
     ends = bool(options.get('epochs') and towers)
-    with _started(model_fn, batches, towers, mode, **options) as (sess, spec, feeds):
+    with _started(model_fn, batches, towers, mode, values, **options) as started:
+        sess, spec, feeds, start = started
+        assert values is None or {*start} <= {*values}
         updates = tf.group(*(update for _, update in spec.eval_metric_ops.values()))
         loss = tf.constant(0.0) if spec.loss is None else spec.loss
-        if values:
-            load(sess, {v: values[v.op.name] for v in tf.global_variables()})
         losses, predictions, _ = zip(*_run(sess, [loss, spec.predictions, updates], feeds, ends))
-        metrics = sess.run({name: value for name, (value, _) in spec.eval_metric_ops.items()})
-        after = sess.run({v.op.name: v for v in tf.global_variables() + tf.local_variables()})
+        metrics = {name: value for name, (value, _) in spec.eval_metric_ops.items()}
+        variables = {v.op.name: v for v in tf.global_variables() + tf.local_variables()}
+        metrics, after = sess.run([metrics, variables])
         return Evaluation(metrics, list(losses), list(predictions), after)
 
 
@@ -254,6 +275,11 @@ def assert_same(ours, one, rtol=1e-5):
     assert np.isfinite(one.losses).all()
 
 
+def types_run_once(graph):
+    """The types of the ops that depend on the batch, but aren't sharded."""
+    return {graph.get_operation_by_name(name).type for name in steps.of_graph(graph).plan.once}
+
+
 def compare(model_fn, batches, towers, *, rtol=1e-5, **options):
     """Trains on one device and on several, from the same values; they have to agree."""
     one = train(model_fn, batches, 0, **options)
@@ -262,13 +288,16 @@ def compare(model_fn, batches, towers, *, rtol=1e-5, **options):
     return ours, one
 
 
+_OF_INPUTS = ('static', 'preprocess', 'epochs')  # options that one device has, too
+
+
 @functools.lru_cache(maxsize=8)
-def _on_one_device(model_fn, make_batches, v2, **options):
+def _on_one_device(model_fn, make_batches, v2, **inputs):
     """What one device comes to: runs of all modes."""
     del v2  # Tells results under TensorFlow 2's behavior from those under TensorFlow 1's.
     batches = make_batches()
-    run = train(model_fn, batches, 0, **options)
-    return run, _others(model_fn, batches, 0, values=run.values, **options)
+    run = train(model_fn, batches, 0, **inputs)
+    return run, _others(model_fn, batches, 0, values=run.values, **inputs)
 
 
 def _others(model_fn, batches, towers, **options):
@@ -282,10 +311,11 @@ def compare_modes(model_fn, make_batches, towers, *, rtol=1e-5, **options):
     """Trains, evaluates and predicts on one device and on several; all has to agree.
 
     Both functions are at module level, as one device's results are kept for other numbers of
-    towers.
+    towers, and for other options of `replicate()`.
     """
     v2 = tf.control_flow_v2_enabled()
-    one, others = _on_one_device(model_fn, make_batches, v2, **options)
+    inputs = {name: options[name] for name in _OF_INPUTS if name in options}
+    one, others = _on_one_device(model_fn, make_batches, v2, **inputs)
     batches = make_batches()
     ours = train(model_fn, batches, towers, values=one.start, **options)
     assert_same(ours, one, rtol)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -157,8 +157,8 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
     return ops
 
 
-def let_wait(op: tf.Operation, before: tf.Operation) -> None:
-    """Lets an op wait for another one; if it calls a function, for the call's arguments, too.
+def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
+    """Lets an op wait for others; if it calls a function, for the call's arguments, too.
 
     TensorFlow's optimizer takes calls apart. A call that waits for no other op begins when all of
     its arguments are there. If it does wait for one, that is taken for its place in the order of
@@ -166,10 +166,12 @@ def let_wait(op: tf.Operation, before: tf.Operation) -> None:
 
     Args:
       op: the op that has to wait.
-      before: the op to wait for, on the device of `op`.
+      before: the ops to wait for.
     """
-    if op.type in op_types.FUNCTION_CALLERS and not op.control_inputs:
+    if before and op.type in op_types.FUNCTION_CALLERS and not op.control_inputs:
         arguments = [operand.op for operand in op.inputs if operand.dtype != tf.resource]
-        with tf.control_dependencies([before, *arguments]), tf.device(before.device or None):
-            before = tf.no_op('arguments_are_there')
-    add_control_inputs(op, [before])
+        device = op.device or before[0].device
+        with op.graph.as_default(), tf.name_scope(None), tf.device(device or None):
+            with tf.control_dependencies(None), tf.control_dependencies([*before, *arguments]):
+                before = [tf.no_op(f'{op.name}/arguments_are_there')]
+    add_control_inputs(op, list(dict.fromkeys(before)))
