@@ -3,7 +3,7 @@
 Start with `replicate`, which decorates a model_fn, or with `Estimator`.
 """
 
-from estimator_mgpu import command_log  # noqa: F401  # before TensorFlow is imported
+from estimator_mgpu import quiet_tensorflow  # noqa: F401  # before TensorFlow is imported
 from estimator_mgpu.contrib import replicate_model_fn
 from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.custom_ops.register_rule import register_rule

@@ -1,8 +1,8 @@
 """`microbatches='auto'`: as many micro-batches as the memory of the devices needs.
 
-In: errors of steps for which the memory was too small, and what `replicate()` has built for them.
-Out: the number of micro-batches for the next attempt; or an error that says what would help, where
-more of them wouldn't.
+In: errors of steps for which the memory was too small, and the graphs that `replicate()` has built
+for them. Out: the number of micro-batches for the next attempt; or an error that says what would
+help, where more of them wouldn't.
 
 The results don't depend on the number of micro-batches, so it can be changed between two steps. An
 `Estimator` makes each call in attempts. The first one has one micro-batch, and each has twice as
@@ -12,22 +12,23 @@ calls.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import checkpoints, steps
+from estimator_mgpu import checkpoints, failures, steps
 from estimator_mgpu.tf_internals import error_messages, tf_estimator
 
 AUTO = 'auto'
 _MODES = tf_estimator.estimator.ModeKeys
 _GOES_ON = {
-    _MODES.TRAIN: 'Training goes on from {checkpoint}, and steps made since then are made again',
-    _MODES.EVAL: 'Evaluation starts over',
-    _MODES.PREDICT: 'Prediction goes on with the first example that has none',
+    _MODES.TRAIN: 'Training goes on from {checkpoint}: steps made since then are made again, and '
+    'the input_fn is called anew',
+    _MODES.EVAL: 'Evaluation starts over, and the input_fn is called anew',
+    _MODES.PREDICT: 'Prediction goes on with the first example that has none; an input_fn is '
+    'called anew',
 }
 
 
@@ -36,22 +37,6 @@ class _TooLittleMemory(tf.errors.ResourceExhaustedError):
 
     Nor are calls around it: it may be of an evaluation during training.
     """
-
-
-class _Built(NamedTuple):
-    """What is known of a graph that was built.
-
-    Attributes:
-      devices: how many devices share the batch.
-      examples: how many examples a batch has, if the graph knows.
-      microbatches: how many each device has.
-      obstacle: why more micro-batches would be of no use; '' if they would.
-    """
-
-    devices: int
-    examples: int | None
-    microbatches: int
-    obstacle: str
 
 
 class AutoMicrobatches:
@@ -63,7 +48,6 @@ class AutoMicrobatches:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}  # of micro-batches
-        self._built: dict[str, _Built] = {}  # the last graph
         self._largest: dict[str, int] = {}  # of the batches whose size only a step knew
 
     def __repr__(self) -> str:
@@ -93,96 +77,123 @@ class AutoMicrobatches:
         noted.set_shape([])
         return noted
 
-    def note_graph(self, mode: str, step: steps.Step) -> None:
-        """Notes what was built for a mode."""
-        obstacle = ''
-        schedule = step.schedule
-        if self.count(mode) > 1 and step.plan is None:
-            obstacle = 'nothing is sharded'
-        elif schedule is not None and not schedule.is_worth_it:
-            names = ', '.join(join.op for join in schedule.joins[:2])
-            obstacle = (
-                f'they would save only {schedule.chainable:.0%} of the activations (most of the '
-                f'others are needed for {names or "what the step is run for"})'
-            )
-        examples = step.examples if isinstance(step.examples, int) else None
-        microbatches = 1 if obstacle else self.count(mode)
-        self._built[mode] = _Built(len(step.devices), examples, microbatches, obstacle)
-
-    def attempts(self, mode: str, model_dir: str) -> Iterator[Any]:
+    def attempts(self, mode: str, model_dir: str) -> Iterator[Attempt]:
         """Attempts at a call, each with more micro-batches than the one before.
-
-        An attempt is a context, in which the call is made and returns. It gives hooks that the call
-        needs. If memory is too small, the context swallows the error, and there is another attempt;
-        or it raises an error that says what would help.
 
         Args:
           mode: that of the call.
           model_dir: where the call may write.
         """
         while True:
-            yield self._attempt(mode, model_dir)
+            yield Attempt(self, mode, model_dir)
             gc.collect()  # The attempt's session, and so the memory of its variables, is in cycles.
 
-    @contextlib.contextmanager
-    def _attempt(self, mode: str, model_dir: str) -> Iterator[list[tf.train.SessionRunHook]]:
-        begun = _Begun()
-        self._built.pop(mode, None)
-        try:
-            yield [begun]
-        except tf.errors.ResourceExhaustedError as error:
-            is_of_disk = checkpoints.is_of_writing(error, model_dir)
-            if is_of_disk or not error_messages.is_of_step_memory(error):
-                raise
-            obstacle = self._obstacle(mode)
-            if not begun.has_session:
-                obstacle = 'it ran out before the first step, as variables were made or restored'
-            if obstacle:
-                built = self._built.get(mode)
-                count = self.count(mode) if built is None else built.microbatches
-                raise _without_remedy(error, count, obstacle) from error
-            self._double(mode, error, model_dir)
+    def limit(self, mode: str, step: steps.Step) -> int | None:
+        """The most micro-batches that a device can have; None if it isn't known.
 
-    def _obstacle(self, mode: str) -> str:
+        Args:
+          mode: that of a graph.
+          step: what is known of the graph's steps.
+        """
+        if isinstance(step.examples, int):
+            return step.examples // len(step.devices)  # as in `divide()`
+        if mode in self._largest:
+            return -(-self._largest[mode] // len(step.devices))
+        return None
+
+    def raise_to(self, count: int, mode: str) -> None:
+        """Lets the next graph of a mode have so many micro-batches, or more."""
+        self._counts[mode] = max(count, self.count(mode))
+
+
+class Attempt:
+    """A context, in which a graph is built, and its session runs steps.
+
+    It gives the hooks that the session needs. If memory is too small, it swallows the error, and
+    there may be another attempt; or it raises an error that says what would help.
+
+    Several threads may be in it at once, as far as they run the session.
+
+    Args:
+      auto: knows how many micro-batches the graph gets.
+      mode: that of the graph.
+      model_dir: where steps may write.
+    """
+
+    def __init__(self, auto: AutoMicrobatches, mode: str, model_dir: str):
+        self._auto = auto
+        self._mode = mode
+        self._model_dir = model_dir
+        self._count = auto.count(mode)
+        self._progress = _Progress()
+
+    def __enter__(self) -> list[tf.train.SessionRunHook]:
+        return [self._progress]
+
+    def __exit__(self, _: Any, raised: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(raised, tf.errors.ResourceExhaustedError):
+            return False
+        error = failures.original(raised)
+        is_of_disk = checkpoints.is_of_writing(error, self._model_dir)
+        if is_of_disk or not error_messages.is_of_step_memory(error):
+            return False
+
+        graph = self._progress.graph
+        if graph is None:
+            return False  # An input_fn has run a session of its own.
+        step = steps.of_graph(graph)
+        obstacle = self._obstacle(step)
+        if obstacle:
+            raise _without_remedy(error, step.microbatches, obstacle) from error
+        self._double(error, step)
+        return True
+
+    def _obstacle(self, step: steps.Step) -> str:
         """Why more micro-batches would be of no use; '' if they would, as far as is known."""
-        built = self._built.get(mode)
-        if built is None:
-            return 'it ran out before the model was built'
-        if built.obstacle:
-            return built.obstacle
-        limit = self._limit(mode)
-        if limit is not None and self.count(mode) >= limit:
+        if not self._progress.has_session:
+            return 'it ran out before the first step, as variables were made or restored'
+        if self._count > 1 and step.plan is None:
+            return 'nothing is sharded'
+        if step.leaves_out_microbatches:
+            names = ', '.join(join.op for join in step.schedule.joins[:2])
+            return (
+                f'they would save only {step.schedule.chainable:.0%} of the activations (most of '
+                f'the others are needed for {names or "what the step is run for"})'
+            )
+        limit = self._auto.limit(self._mode, step)
+        if limit is not None and self._count >= limit:
             return 'a batch has too few examples for more'
         return ''
 
-    def _limit(self, mode: str) -> int | None:
-        """The most micro-batches that a device can have; None if it isn't known."""
-        built = self._built[mode]
-        if built.examples is not None:
-            return built.examples // built.devices  # as in `divide()`
-        if mode in self._largest:
-            return -(-self._largest[mode] // built.devices)
-        return None
-
-    def _double(self, mode: str, error: Exception, model_dir: str) -> None:
-        count = 2 * self.count(mode)
-        limit = self._limit(mode)
+    def _double(self, error: Exception, step: steps.Step) -> None:
+        """Lets the next graph have twice as many micro-batches as that of this attempt."""
+        count = 2 * self._count
+        limit = self._auto.limit(self._mode, step)
         if limit is not None:
             count = min(count, limit)
-        self._counts[mode] = count
+        self._auto.raise_to(count, self._mode)
 
-        checkpoint = checkpoints.last_checkpoint_name(model_dir) or 'the start'
-        goes_on = _GOES_ON[mode].format(checkpoint=checkpoint)
+        checkpoint = checkpoints.last_checkpoint_name(self._model_dir) or 'the start'
         tf.logging.warning(
-            f'Out of memory: {_reason(error)}. From now on, each device runs {count} '
-            f'micro-batches, one after another. {goes_on}; the input_fn is called anew.'
+            f'Out of memory: {_reason(error)}. From now on, each device runs '
+            f'{self._auto.count(self._mode)} micro-batches, one after another. '
+            f'{_GOES_ON[self._mode].format(checkpoint=checkpoint)}.'
         )
 
 
-class _Begun(tf.train.SessionRunHook):
-    """Notes that a session has all variables, so that steps begin."""
+class _Progress(tf.train.SessionRunHook):
+    """Notes how far an attempt has come.
 
+    Attributes:
+      graph: what it has built; None before that.
+      has_session: whether a session has all variables, so that steps begin.
+    """
+
+    graph: tf.Graph | None = None
     has_session = False
+
+    def begin(self) -> None:
+        self.graph = tf.get_default_graph()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         self.has_session = True
@@ -204,8 +215,7 @@ def _without_remedy(
       obstacle: why more would be of no use.
     """
     text = (
-        f'Out of memory: {_reason(error)}. Each device had {count} micro-batch(es), '
-        f'and more would not help: {obstacle}. What can help: more devices, a smaller batch, '
-        "recompute=True for deep networks, variables='cpu' if variables take much of the memory."
+        f'Out of memory: {_reason(error)}. Each device had {count} micro-batch(es), and more would '
+        f'not help: {obstacle}. {failures.remedies()}'
     )
     return _TooLittleMemory(error.node_def, error.op, text)

@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import failures
 from estimator_mgpu.tf_internals import error_messages, op_types, private
 
 # TensorFlow's errors of a file that can't be written. What writes summaries raises RuntimeError.
@@ -71,7 +72,9 @@ def check(model_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -> Iterator[None]:
+def file_errors_explained(
+    model_dir: str, path: str | None = None, warm_start: Any = None
+) -> Iterator[None]:
     """Checks the files that a call will read, and explains errors with files that it raises.
 
     An error that is explained keeps its class, and has TensorFlow's as its cause.
@@ -84,7 +87,8 @@ def explained(model_dir: str, path: str | None = None, warm_start: Any = None) -
     _check_sources(model_dir, path, warm_start)
     try:
         yield
-    except (*_RESTORE_ERRORS, *_WRITE_ERRORS) as error:
+    except (*_RESTORE_ERRORS, *_WRITE_ERRORS) as raised:
+        error = failures.original(raised)
         if _op_type(error) == op_types.CHECKPOINT_READ:
             if not isinstance(error, _RESTORE_ERRORS) or _is_of_other_variables(error):
                 raise

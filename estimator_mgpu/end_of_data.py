@@ -212,4 +212,4 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
                 message = batch_is_there[input_device]
                 with tf.device(device or None), tf.control_dependencies([message]):
                     batch_is_there[device] = tf.no_op('is_there')
-            function_calls.let_wait(write, batch_is_there[device])
+            function_calls.let_wait(write, [batch_is_there[device]])

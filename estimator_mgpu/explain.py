@@ -23,7 +23,7 @@ from estimator_mgpu.notebooks import Table, html_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.rewrites.recompute import Recomputation
+from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
@@ -251,6 +251,7 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
             unknown=list(step.unknown),
             sent=_bytes_between(moved),
             recomputation=step.recomputation,
+            microbatches=step.microbatches,
             **_of_schedule(step.schedule),
         )
 
@@ -259,8 +260,7 @@ def _of_schedule(schedule: Schedule | None) -> dict[str, Any]:
     """What an `Explanation` says of micro-batches."""
     if schedule is None:
         return {}
-    turns = schedule.turns if schedule.is_worth_it else 1
-    return dict(microbatches=turns, chained=schedule.chainable, before=list(schedule.joins))
+    return dict(chained=schedule.chainable, before=list(schedule.joins))
 
 
 def _build_for_training(estimator: Any, input_fn: Callable[..., Any], graph: tf.Graph) -> Any:

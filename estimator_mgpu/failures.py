@@ -1,18 +1,23 @@
 """Which op of the user's, on which device and which examples, an error of a step is about.
 
-In: the error of a step that a call of an Estimator's method raises. Out: an error of the same class
-that also names the user's op and its line, with TensorFlow's as its cause:
+In: the error that a session raises in a step. Out: an error of the same class that also names the
+user's op and its line, with TensorFlow's as its cause:
 
     loss : Tensor had NaN values
     loss/CheckNumerics ran in tower 2, on /device:GPU:2, with examples 6 to 8 of 0 to 11. It was
     made by File "model.py", line 5, in model_fn
+
+An op of a loop's or a branch's function isn't in the graph. It's found by its path, which the
+towers' copies of functions have: see `function_calls.OpPath`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -21,7 +26,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
-from estimator_mgpu.tf_internals import error_messages
+from estimator_mgpu.tf_internals import error_messages, function_calls, tf_estimator
 
 # Errors that say that a session was lost, or closed: whichever op they name has no part in it.
 _OF_SESSIONS = (
@@ -30,46 +35,83 @@ _OF_SESSIONS = (
     tf.errors.DeadlineExceededError,
     tf.errors.UnavailableError,
 )
+_ORIGINAL = '_estimator_mgpu_original'  # An attribute of an error that was explained.
+
+
+class ExplainErrorsHook(tf.train.SessionRunHook):
+    """Lets a session explain the errors of its steps. Hooks aren't told of errors themselves."""
+
+    def after_create_session(self, session: tf.Session, coord: Any) -> None:
+        # The session doesn't refer to itself, so that its memory is free as soon as it's dropped.
+        session.run = functools.partial(_run, weakref.ref(session))
+
+
+def _run(reference: weakref.ref[tf.Session], *args: Any, **kwargs: Any) -> Any:
+    session: Any = reference()
+    with op_errors_explained(session.graph):
+        return type(session).run(session, *args, **kwargs)
+
+
+def explain_errors(spec: Any) -> Any:
+    """An EstimatorSpec that lets sessions explain the errors of its steps."""
+    modes = tf_estimator.estimator.ModeKeys
+    hooks = {modes.EVAL: 'evaluation_hooks', modes.PREDICT: 'prediction_hooks'}
+    name = hooks.get(spec.mode, 'training_hooks')
+    return spec._replace(**{name: [*(getattr(spec, name) or []), ExplainErrorsHook()]})
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Explains errors of the ops of a divided graph, and errors of memory."""
+def op_errors_explained(graph: tf.Graph | None = None) -> Iterator[None]:
+    """Explains errors of the ops of a divided graph, and errors of memory.
+
+    Args:
+      graph: that of the session, if there is one already.
+    """
     try:
         yield
     except tf.errors.OpError as error:
-        explained_error = _explained(error)
-        if explained_error is None:
+        if original(error) is not error:
             raise
-        raise explained_error from error
+        explained = _explained(error, graph)
+        if explained is None:
+            raise
+        raise explained from error
 
 
-def _explained(error: tf.errors.OpError) -> tf.errors.OpError | None:
+def original(error: Any) -> Any:
+    """The error that TensorFlow has raised, for one that was explained; the same one for others."""
+    return getattr(error, _ORIGINAL, error)
+
+
+def _explained(error: tf.errors.OpError, graph: tf.Graph | None) -> tf.errors.OpError | None:
     """An error that says more than another; None if there is nothing to add."""
     # Whatever the graph is like, and however the error is made: the user sees it.
     with contextlib.suppress(Exception):
-        sentences = _explanation(error)
+        sentences = _explanation(error, graph)
         if sentences:
             text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
             # Without the op, as str() would end with its traceback, which the cause has anyway.
-            return type(error)(error.node_def, None, text)
+            explained = type(error)(error.node_def, None, text)
+            setattr(explained, _ORIGINAL, error)
+            return explained
     return None
 
 
-def _explanation(error: tf.errors.OpError) -> list[str]:
+def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
     """What there is to say about an error; nothing if TensorFlow has said all."""
     if isinstance(error, _OF_SESSIONS):
         return []
-    step = steps.Step(None, None, [])
     if error.op is not None:
-        step = steps.of_graph(error.op.graph)
+        graph = error.op.graph
+    step = steps.Step(None, None, []) if graph is None else steps.of_graph(graph)
 
-    where = _where(error.op, step) if step.plan is not None else ''
+    failed = None if step.plan is None else _failed_op(error, graph, step)
+    where = '' if failed is None else _where(failed, step)
     sentences = [where] if where else []
     if error_messages.is_of_step_memory(error):
         sentences.append(_less_memory(error.op, step))
-    if where:
-        frame = user_lines.frame_of(error.op)
+    if failed is not None and where:
+        frame = user_lines.frame_of(failed.made_for)
         if frame is not None:
             sentences.append(
                 f'It was made by File "{frame.filename}", line {frame.lineno}, in {frame.name}'
@@ -77,17 +119,56 @@ def _explanation(error: tf.errors.OpError) -> list[str]:
     return sentences
 
 
-def _where(op: tf.Operation, step: steps.Step) -> str:
+class _FailedOp(NamedTuple):
+    """An op that has failed, in the graph or in a function."""
+
+    path: str  # its name, or in a function its path
+    in_graph: tf.Operation  # the op itself, or the one of the graph that calls the function
+    made_for: tf.Operation  # with the traceback of the user's op
+
+
+def _failed_op(error: tf.errors.OpError, graph: tf.Graph, step: steps.Step) -> _FailedOp | None:
+    """The op that an error is about; None if it isn't known."""
+    if error.op is not None:
+        return _FailedOp(error.op.name, error.op, error.op)
+    path = error_messages.node_name(error)
+    if path is None or error_messages.is_of_input(error):
+        return None
+    split = function_calls.split_path(graph, path)
+    if split is None:
+        return _op_of_function_that_runs_once(graph, step, path)
+
+    # A copy's functions have no graphs with tracebacks; those of the user's op have.
+    copy = step.names.copy_of(path)
+    users_op = function_calls.op_of_path(graph, path if copy is None else copy.op_name)
+    return None if users_op is None else _FailedOp(path, split.caller, users_op)
+
+
+def _op_of_function_that_runs_once(
+    graph: tf.Graph, step: steps.Step, node_name: str
+) -> _FailedOp | None:
+    """The op of a function that runs once, by the name of its node; None if several have it."""
+    failed = []
+    for name in step.plan.once:
+        caller = graph.get_operation_by_name(name)
+        for path, op in function_calls.ops_of_node(caller, node_name):
+            failed.append(_FailedOp(path, caller, op))
+    return failed[0] if len(failed) == 1 else None
+
+
+def _where(failed: _FailedOp, step: steps.Step) -> str:
     """Which of the user's ops has failed, and on which examples; '' if that's of no interest."""
-    if op.name in step.plan.once:
-        why, _ = step.plan.once[op.name]
-        return f'{op.name} ran once, on the global batch: {why}.'
-    copy = step.names.copy_of(op.name)
+    in_graph = failed.in_graph
+    if in_graph.name in step.plan.once:
+        why, _ = step.plan.once[in_graph.name]
+        return f'{failed.path} ran once, on the global batch: {why}.'
+    copy = step.names.copy_of(in_graph.name)
     if copy is not None:
+        users_path = step.names.copy_of(failed.path).op_name
         examples = _examples(step, copy)
-        return f'{copy.op_name} ran in tower {copy.tower}, on {op.device}, with {examples}.'
-    if step.names.is_added(op.name):
-        return f'{op.name} ran on {op.device}, for an op of all towers.'
+        return f'{users_path} ran in tower {copy.tower}, on {in_graph.device}, with {examples}.'
+    if step.names.is_added(in_graph.name):
+        return f'{failed.path} ran on {in_graph.device}, for an op of all towers.'
     return ''
 
 
@@ -97,7 +178,7 @@ def _examples(step: steps.Step, copy: CopyName) -> str:
         return 'its share of the rows'  # that a mask left, say
     if not isinstance(step.examples, int):
         return 'its share of the examples'
-    extents = static_extents(step.examples, len(step.devices), _turns(step))
+    extents = static_extents(step.examples, len(step.devices), step.microbatches)
     start, count = extents[copy.tower]
     if count == 1:
         return f'example {start} of 0 to {step.examples - 1}'
@@ -116,40 +197,38 @@ def _row_spaces(plan: Plan, op_name: str) -> set[RowSpace]:
     return {form.rows for form in forms if hasattr(form, 'rows')}
 
 
-def _turns(step: steps.Step) -> int:
-    """How many towers each device has, one after the other."""
-    if step.schedule is None or not step.schedule.is_worth_it:
-        return 1
-    return step.schedule.turns
-
-
 def _less_memory(op: tf.Operation | None, step: steps.Step) -> str:
-    """Says what helps if a device has too little memory."""
+    """Says what helps if a device has too little memory for an op of a step."""
     if op is not None and step.plan is not None and op.name in step.plan.once:
         return (
             'On more devices it needs as much memory: Estimator.explain() tells what keeps it from '
             'being sharded.'
         )
-    remedies = ['more devices', 'recompute=True for deep networks']
-    turns = _more_turns(step) if step.devices else None
-    if turns is not None:
-        remedies.insert(0, f'replicate(microbatches={turns})')
-    elif not step.devices:  # The op isn't known, and so nor is its graph.
-        remedies.insert(0, 'more micro-batches')
+    if not step.devices:  # The op isn't known, and so nor is its graph.
+        return remedies('more micro-batches')
+    more = _more_microbatches(step)
+    return remedies() if more is None else remedies(f'replicate(microbatches={more})')
+
+
+def remedies(*first: str) -> str:
+    """Says what helps if a device has too little memory.
+
+    Args:
+      *first: what helps most, in words.
+    """
+    helps = [*first, 'more devices', 'recompute=True for deep networks', 'a smaller batch']
     return (
-        f'To need less memory on each device, use {", ".join(remedies)}, or '
+        f'To need less memory on each device, use {", ".join(helps)}, or '
         "variables='cpu', by which variables and optimizer slots are in the host's memory."
     )
 
 
-def _more_turns(step: steps.Step) -> int | None:
+def _more_microbatches(step: steps.Step) -> int | None:
     """How many micro-batches need less memory than those of a graph; None if none do."""
-    is_left_out = step.schedule is not None and not step.schedule.is_worth_it
     nothing_is_sharded = step.plan is None and len(step.devices) > 1
-    if is_left_out or nothing_is_sharded:
+    if step.leaves_out_microbatches or nothing_is_sharded:
         return None
-    turns = _turns(step)
-    more = 2 * turns
+    more = 2 * step.microbatches
     if isinstance(step.examples, int):
         more = min(more, step.examples // len(step.devices))
-    return more if more > turns else None
+    return more if more > step.microbatches else None

@@ -20,7 +20,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, machine_of
 from estimator_mgpu.partition.towers.op_devices import device_of
-from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
 class _Restore(NamedTuple):
@@ -74,7 +74,7 @@ def _restore_in_place(graph: tf.Graph) -> None:
 def _wait_for(op: tf.Operation, before: tf.Operation) -> None:
     """Lets an op wait for another one, unless it does: a scaffold is finalized for each session."""
     if before not in op.control_inputs:
-        private.add_control_inputs(op, [before])
+        function_calls.let_wait(op, [before])
 
 
 def _restore_of(read: tf.Operation) -> _Restore | None:

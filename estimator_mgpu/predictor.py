@@ -13,6 +13,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from estimator_mgpu.tf_internals import op_types, tf_estimator
 
 _COMPOSITE_TENSORS = (tf.SparseTensor, tf.RaggedTensor)
 _COMPOSITE_VALUES = (tf.SparseTensorValue, tf.ragged.RaggedTensorValue)  # as a session gives them
+_PREDICT = tf_estimator.estimator.ModeKeys.PREDICT
 _IS_FED = '_estimator_mgpu_is_fed'  # An attribute of the graph.
 
 
@@ -52,7 +54,8 @@ class _Model(NamedTuple):
     inputs: dict[batch.Path, _Input]
     predictions: Any  # as the model_fn gives them
     session: tf.train.MonitoredSession
-    has_hooks: bool
+    has_hooks: bool  # that keep notes
+    attempt: AbstractContextManager[Any]  # in which it runs: see `auto_microbatches.Attempt`
 
 
 class Predictor:
@@ -76,13 +79,16 @@ class Predictor:
         self._hooks = list(hooks or [])
         self._checkpoint_path = checkpoint_path
 
+        self._attempts = estimator._attempts(_PREDICT)
+        self._specs: Any = None  # what batches are like, once a model was built for one
         self._model: _Model | None = None
         self._is_closed = False
         self._calls = 0  # that are running
         self._state = threading.Condition()  # held to change what is above
         self._hooked_run = threading.Lock()
         if features is not None or serving_input_receiver_fn:
-            self._open(features)
+            with self._state:
+                self._open(features)
 
     def __call__(self, features: Any) -> Any:
         """Returns the predictions for a batch, which are arrays.
@@ -93,12 +99,21 @@ class Predictor:
             an array: NumPy's, an eager tensor, a list.
         """
         _check_batch(features)
-        with failures.explained(), self._opened(features) as model:
-            feed = _feed(model.inputs, features)
-            # Hooks keep notes from before a run until after it.
-            one_at_a_time = self._hooked_run if model.has_hooks else contextlib.nullcontext()
-            with one_at_a_time:
-                return model.session.run(model.predictions, feed)
+        with failures.op_errors_explained():
+            while True:
+                with self._opened(features) as model:
+                    with model.attempt:
+                        return self._run(model, features)
+                    self._give_up(model)
+                del model  # The memory of its session is needed for the next one.
+
+    def _run(self, model: _Model, features: Any) -> Any:
+        """Predicts for a batch."""
+        feed = _feed(model.inputs, features)
+        # Hooks keep notes from before a run until after it.
+        one_at_a_time = self._hooked_run if model.has_hooks else contextlib.nullcontext()
+        with one_at_a_time:
+            return model.session.run(model.predictions, feed)
 
     def __enter__(self) -> Predictor:
         return self
@@ -132,6 +147,16 @@ class Predictor:
             with self._state:
                 self._calls -= 1
                 self._state.notify_all()
+                was_given_up = model is not self._model
+                if was_given_up and not self._calls:
+                    # As after any error, the end() of hooks isn't called.
+                    model.session.__exit__(tf.errors.ResourceExhaustedError, None, None)
+
+    def _give_up(self, model: _Model) -> None:
+        """Lets the next call open another model, once no call runs in this one."""
+        with self._state:
+            if self._model is model:  # Other calls may have found, too, that memory is too small.
+                self._model = None
 
     def _open(self, features: Any) -> _Model:
         """Returns the model, which is built if it isn't there yet.
@@ -139,28 +164,45 @@ class Predictor:
         Args:
           features: the first batch, or what it will be like; None if it's received.
         """
+        self._state.wait_for(lambda: self._model is not None or not self._calls)
         if self._is_closed:
             raise RuntimeError('This predictor is closed. Open another one: estimator.predictor().')
-        if self._model is None:
-            explained = checkpoints.explained(self._estimator.model_dir, self._checkpoint_path)
-            with explained, tf.Graph().as_default():
-                self._model = self._built(features)
+        while self._model is None:
+            attempt = next(self._attempts)
+            explained = checkpoints.file_errors_explained(
+                self._estimator.model_dir, self._checkpoint_path
+            )
+            with explained, attempt as hooks, tf.Graph().as_default():
+                self._model = self._built(features, attempt, hooks)
         return self._model
 
-    def _built(self, features: Any) -> _Model:
-        """Builds the default graph, and starts its session, as `Estimator.predict()` does."""
+    def _built(
+        self,
+        features: Any,
+        attempt: AbstractContextManager[Any],
+        hooks_of_attempt: Sequence[tf.train.SessionRunHook],
+    ) -> _Model:
+        """Builds the default graph, and starts its session, as `Estimator.predict()` does.
+
+        Args:
+          features: as for `_open()`.
+          attempt: the context in which the session is going to run.
+          hooks_of_attempt: those that the session needs for that.
+        """
         graph = tf.get_default_graph()
         setattr(graph, _IS_FED, True)
         config = self._estimator.config
         tf.set_random_seed(config.tf_random_seed)
         tf_estimator.global_step_of(self._estimator, graph)
 
+        specs = None
         if self._serving_input_receiver_fn:
             features, inputs = _received(self._serving_input_receiver_fn)
         else:
-            features, inputs = _placeholders_for(features, self._broadcast)
-        mode = tf_estimator.estimator.ModeKeys.PREDICT
-        spec = tf_estimator.spec_of(self._estimator, features, None, mode)
+            batch_like = features if self._specs is None else self._specs
+            features, inputs = _placeholders_for(batch_like, self._broadcast)
+            specs = _map_leaves(lambda path, _: inputs[path].spec, batch_like)
+        spec = tf_estimator.spec_of(self._estimator, features, None, _PREDICT)
 
         path = self._checkpoint_path or tf.train.latest_checkpoint(self._estimator.model_dir)
         if path is None:
@@ -177,8 +219,12 @@ class Predictor:
             checkpoint_filename_with_path=path,
         )
         hooks = [*self._hooks, *(spec.prediction_hooks or [])]
-        session = tf.train.MonitoredSession(creator, hooks)
-        return _Model(inputs, predictions, session, has_hooks=bool(hooks))
+        session = tf.train.MonitoredSession(creator, [*hooks_of_attempt, *hooks])
+        # If memory turns out to be too small, the next model is one like this.
+        self._checkpoint_path = path
+        self._specs = specs
+        has_hooks = any(not isinstance(hook, failures.ExplainErrorsHook) for hook in hooks)
+        return _Model(inputs, predictions, session, has_hooks, attempt)
 
 
 def _check_arguments(

@@ -21,6 +21,7 @@ from estimator_mgpu import (
     checkpoints,
     end_of_data,
     explain,
+    failures,
     large_checkpoints,
     predictor,
     steps,
@@ -39,7 +40,10 @@ from estimator_mgpu.devices import (
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition.divide import divide
-from estimator_mgpu.partition.rewrites.recompute import Recomputation, recompute_activations
+from estimator_mgpu.partition.rewrites.recomputation.recompute import (
+    Recomputation,
+    recompute_activations,
+)
 from estimator_mgpu.partition.towers.build import Towers
 from estimator_mgpu.partition.towers.variables import Variables, place_variables
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
@@ -281,9 +285,8 @@ def _build(
 
     end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
+    spec = failures.explain_errors(spec)
     steps.record(step)
-    if isinstance(auto, AutoMicrobatches):
-        auto.note_graph(mode, step)
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
         explain.log_sharding(options['devices'], arguments.get('config'))
     return spec

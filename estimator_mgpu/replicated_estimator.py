@@ -9,10 +9,12 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, SupportsInt
 
 import tensorflow.compat.v1 as tf
 
@@ -46,7 +48,7 @@ def _explains_checkpoint_errors(method: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(method).bind(*args, **kwargs).arguments
         path = arguments.get('checkpoint_path')
-        with checkpoints.explained(arguments['self'].model_dir, path):
+        with checkpoints.file_errors_explained(arguments['self'].model_dir, path):
             return method(*args, **kwargs)
 
     return call
@@ -72,7 +74,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         saving_listeners: Any = None,
     ) -> Any:
         """As Estimator's. On a task other than the chief it serves the chief, and never returns."""
-        self._check_train_arguments(input_fn, hooks)
+        self._check_train_arguments(input_fn, hooks, steps, max_steps)
         hooks = list(hooks or [])
         chief: Chief | None = None
         if self._cluster_config is not None:
@@ -87,8 +89,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             hooks.append(tf.train.StopAtStepHook(num_steps=steps))
             steps = None
 
-        explained = checkpoints.explained(self.model_dir, None, self._warm_start_settings)
-        with failures.explained(), explained:
+        with self._errors_explained(warm_start=self._warm_start_settings):
             for attempt in self._attempts(_MODES.TRAIN):
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
@@ -121,17 +122,31 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
                 saving_listeners = [*(saving_listeners or []), listener]
             return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
 
-    def _attempts(self, mode: str) -> Iterable[Any]:
-        """Attempts at a call, as contexts that give hooks: see `AutoMicrobatches.attempts()`."""
+    @contextlib.contextmanager
+    def _errors_explained(
+        self, checkpoint_path: str | None = None, warm_start: Any = None
+    ) -> Iterator[None]:
+        """Explains what a call raises, of ops and of the files of checkpoints.
+
+        Args:
+          checkpoint_path: the checkpoint that is read; None for the last one.
+          warm_start: the settings of what variables start from.
+        """
+        files = checkpoints.file_errors_explained(self.model_dir, checkpoint_path, warm_start)
+        with failures.op_errors_explained(), files:
+            yield
+
+    def _attempts(self, mode: str) -> Iterator[AbstractContextManager[list[Any]]]:
+        """Attempts at a call, as contexts that give hooks: see `auto_microbatches.Attempt`."""
         if isinstance(self._microbatches, AutoMicrobatches):
             return self._microbatches.attempts(mode, self.model_dir)
-        return [contextlib.nullcontext([])]
+        return itertools.repeat(contextlib.nullcontext([]))
 
     @property
     def _microbatches(self) -> int | AutoMicrobatches:
         return self._model_fn.replicate_options['microbatches']
 
-    def _check_train_arguments(self, input_fn: Any, hooks: Any) -> None:
+    def _check_train_arguments(self, input_fn: Any, hooks: Any, steps: Any, max_steps: Any) -> None:
         if self.config.task_type == 'evaluator':
             raise ValueError(
                 "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
@@ -140,6 +155,8 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         tf_estimator.check_input_fn(input_fn)
         if isinstance(hooks, tf.train.SessionRunHook):
             raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
+        _check_number('steps', steps)
+        _check_number('max_steps', max_steps)
 
     def _reads_by_machine(self, input_fn: Any) -> Callable[[], Any]:
         """An input_fn whose batches are the parts that all machines read."""
@@ -171,8 +188,9 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         name: str | None = None,
     ) -> Any:
         """As Estimator's."""
+        _check_number('steps', steps)
         hooks = list(hooks or [])
-        with failures.explained(), checkpoints.explained(self.model_dir, checkpoint_path):
+        with self._errors_explained(checkpoint_path):
             for attempt in self._attempts(_MODES.EVAL):
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
@@ -188,7 +206,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     ) -> Iterator[Any]:
         """As Estimator's."""
         hooks = list(hooks or [])
-        with failures.explained(), checkpoints.explained(self.model_dir, checkpoint_path):
+        with self._errors_explained(checkpoint_path):
             # All attempts read one checkpoint, also if another process goes on training.
             checkpoint_path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
             given = 0
@@ -293,7 +311,8 @@ class Estimator(_OnMachines):
         any nest of dicts and tuples. It returns what `predict(yield_single_examples=False)` gives:
         a dict with an array for each key; or one array, if the model_fn's predictions are one
         tensor. A batch may have any number of examples. It may be called from several threads at
-        once. An op that runs out of memory isn't tried again, also with `microbatches='auto'`.
+        once. With `microbatches='auto'`, a call for which memory is too small builds the graph
+        anew, with twice as many micro-batches.
 
         The graph is built and the checkpoint restored once: in the first call, or at once if
         `features` or `serving_input_receiver_fn` are given. Close the predictor, or use it in a
@@ -328,6 +347,15 @@ class Estimator(_OnMachines):
             predict_keys,
             hooks,
             checkpoint_path,
+        )
+
+
+def _check_number(name: str, steps: Any) -> None:
+    """Raises TypeError if a number of steps is a text, say. Estimator checks that it's above 0."""
+    if steps is not None and not isinstance(steps, SupportsInt):
+        raise TypeError(
+            f'{name}={steps!r} is no number of steps. Give a positive integer, or leave it out to '
+            'run to the end of the data.'
         )
 
 

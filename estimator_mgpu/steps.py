@@ -33,6 +33,18 @@ class Step(NamedTuple):
     unknown: Sequence[str] = ()  # Features and labels of unknown rank, which aren't sharded.
 
     @property
+    def leaves_out_microbatches(self) -> bool:
+        """Whether each device has one micro-batch, as more would save too little."""
+        return self.schedule is not None and not self.schedule.is_worth_it
+
+    @property
+    def microbatches(self) -> int:
+        """How many micro-batches each device runs, one after another."""
+        if self.schedule is None or self.leaves_out_microbatches:
+            return 1
+        return self.schedule.turns
+
+    @property
     def examples_per_device(self) -> list[int] | None:
         """How many examples each device gets, in order; None if the batch size isn't static."""
         if not isinstance(self.examples, int):

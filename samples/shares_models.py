@@ -203,6 +203,17 @@ def convolutions(features):
     return _loss(tf.layers.flatten(net), features['y'])
 
 
+@model(x=_floats(UNITS), **LABELS)
+def ghost_batch_norm(features):
+    """Each four examples are normalized by themselves."""
+    net = features['x']
+    for _ in range(2):
+        net = tf.layers.dense(net, 4 * UNITS, use_bias=False)
+        net = tf.layers.batch_normalization(net, training=True, virtual_batch_size=4, fused=False)
+        net = tf.nn.relu(net)
+    return _loss(net, features['y'])
+
+
 @model(image=_floats(16, 16, 3), labels=_ids(4, 16, 16))
 def dilated_convolutions(features):
     """Segmentation, with a pyramid of dilations."""
@@ -248,6 +259,31 @@ def speech(features):
     time_major = tf.reshape(tf.transpose(net, [1, 0, 2]), [-1, UNITS])
     logits = tf.reshape(tf.layers.dense(time_major, 6), [net.shape[1], -1, 6])
     return tf.reduce_mean(tf.nn.ctc_loss(features['labels'], logits, length))
+
+
+@model(sound=_floats(60), labels=_ids(4, 3) + 1, label_length=_ids(3) + 1)
+def speech_with_dense_labels(features):
+    """The same with labels that are padded, whose loss consists of loops."""
+    spectra = tf.abs(tf.signal.stft(features['sound'], 8, 4, 8))
+    length = tf.fill(tf.shape(spectra)[:1], spectra.shape[1])
+    net, _ = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(UNITS), spectra, length, dtype=tf.float32)
+    losses = tf.nn.ctc_loss_v2(
+        features['labels'],
+        tf.layers.dense(net, 6),
+        features['label_length'],
+        length,
+        logits_time_major=False,
+    )
+    return tf.reduce_mean(losses)
+
+
+@model(first=_floats(STEPS, UNITS), second=_floats(STEPS, UNITS), **LABELS)
+def two_sequences(features):
+    """One recurrent layer for two sequences of each example, in one batch of twice the size."""
+    both = tf.concat([features['first'], features['second']], 0)
+    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.LSTMCell(UNITS), both, dtype=tf.float32)
+    first, second = tf.split(state.h, 2, 0)
+    return _loss(first * second, features['y'])
 
 
 @model(first=_floats(8, 8, 3), second=_floats(8, 8, 3))
@@ -472,6 +508,54 @@ def sparse_and_ragged(features):
     hidden = tf.ragged.map_flat_values(lambda v: tf.nn.relu(v @ table[:UNITS]), ragged)
     net = tf.concat([sparse, safe, tf.reduce_sum(hidden, 1)], 1)
     return _loss(tf.layers.dense(net, UNITS, tf.nn.relu), features['y'])
+
+
+RAGGED = tf.compat.v1.ragged.RaggedTensorValue(
+    _random.randint(0, 50, SPLITS[-1]).astype(np.int64), SPLITS.astype(np.int64)
+)
+
+
+@model(ragged=RAGGED, **LABELS)
+def ragged_reductions(features):
+    ids, table = features['ragged'], tf.get_variable('table', [50, UNITS])
+    hidden = tf.ragged.map_flat_values(tf.tanh, tf.nn.embedding_lookup(table, ids))
+    count = tf.cast(tf.maximum(ids.row_lengths(), 1), tf.float32)
+    sums, largest = tf.reduce_sum(hidden, 1), tf.maximum(tf.reduce_max(hidden, 1), -1)
+    net = tf.concat([sums, sums / count[:, None], largest], 1)
+    return _loss(tf.layers.dense(net, 2 * UNITS, tf.nn.relu), features['y'])
+
+
+@model(ragged=RAGGED, **LABELS)
+def ragged_sequences(features):
+    """Padded, for a recurrent layer."""
+    ids, table = features['ragged'], tf.get_variable('table', [50, UNITS])
+    net = tf.nn.embedding_lookup(table, ids).to_tensor()
+    length = tf.cast(ids.row_lengths(), tf.int32)
+    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(UNITS), net, length, dtype=tf.float32)
+    return _loss(state, features['y'])
+
+
+SPARSE_SEQUENCES = tf.SparseTensorValue(
+    np.array([[i, j] for i in range(ROWS) for j in range(1 + i % 3)], np.int64),
+    np.array([7 * i % 50 for i in range(ROWS) for _ in range(1 + i % 3)], np.int64),
+    np.array([ROWS, 3], np.int64),
+)
+
+
+@model(
+    word=SPARSE_SEQUENCES,
+    rating=SPARSE_SEQUENCES._replace(values=SPARSE_SEQUENCES.values.astype(np.float32) / 50),
+    **LABELS,
+)
+def sequence_columns(features):
+    """Feature columns of words and of numbers, for a recurrent layer."""
+    column = tf.feature_column
+    word = column.sequence_categorical_column_with_identity('word', 50)
+    columns = [column.embedding_column(word, UNITS), column.sequence_numeric_column('rating')]
+    labels = features.pop('y')
+    net, length = tf.keras.experimental.SequenceFeatures(columns)(features)
+    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(UNITS), net, length, dtype=tf.float32)
+    return _loss(state, labels)
 
 
 @model(text=np.array([b' '.join([b'%d' % (i + j) for j in range(1 + i % 4)]) for i in range(ROWS)]))

@@ -660,6 +660,19 @@ def dilated(x, c):
 
 
 @_sharded
+def places_of_rows(x, c):
+    """Two places in each example, and what is put there."""
+    rows = tf.range(tf.shape(x)[0])
+    pairs = tf.tile(rows[:, None], [1, 2])
+    columns = tf.cast(c.ids[:, :2] % 2, tf.int32)
+    places = tf.concat([pairs[:, :, None], columns[:, :, None]], -1)
+    found = tf.gather_nd(x, tf.stack([pairs, columns + [0, 2]], 2))
+    scattered = tf.scatter_nd(places, tf.tanh(found), tf.shape(x))
+    last = tf.cast(tf.stack([rows, columns[:, 1]], 1), tf.int64)
+    return tf.tensor_scatter_nd_update(x, last, found[:, 0]) + scattered
+
+
+@_sharded
 def last_step(x, c):
     """Of sequences of one or two steps, as ids say, the last one."""
     steps = tf.math.cumsum(tf.reshape(x, [-1, 2, WIDTH // 2]), 1)
@@ -729,10 +742,12 @@ def _without_padding(x, c, mask):
     return _added_at(x, tf.where(mask), dense(left, c))
 
 
+@_sharded
 def without_padding(x, c):
     return _without_padding(x, c, c.ids[:, 0] > 1)
 
 
+@_sharded
 def without_all(x, c):
     """The mask leaves no row."""
     return _without_padding(x, c, c.ids[:, 0] > IDS)
@@ -742,6 +757,44 @@ def masked_dense(x, c):
     places = tf.where(x[:, 0] > 0)
     left = tf.boolean_mask(x, x[:, 0] > 0)
     return 0.3 * _added_at(x, places, dense(left, c))
+
+
+@_shards('UnsortedSegmentMax')
+def masked_tokens(x, c):
+    """Of two tokens for each example, what masks of both select, and its place in the batch."""
+    tokens = tf.reshape(x, [-1, 2, WIDTH // 2])
+    mask = c.ids[:, :2] > 2
+    left = tf.boolean_mask(tokens, mask)
+    hidden = tf.tanh(left @ c.variable(WIDTH // 2, WIDTH // 2)) - tf.reduce_mean(left, 0)
+    flat_places = tf.reshape(tf.where(tf.reshape(mask, [-1])), [-1])
+    count = tf.size(mask)
+    sums = tf.math.unsorted_segment_sum(hidden, tf.cast(flat_places, tf.int32), count)
+    largest = tf.math.unsorted_segment_max(hidden, flat_places, count)
+    both = sums + tf.maximum(largest, -1.0)
+    share = tf.cast(tf.shape(flat_places)[0], tf.float64) / tf.cast(count, tf.float64)
+    return x * share + tf.reshape(both, [-1, WIDTH])
+
+
+def masked_again(x, c):
+    """A mask of what another one leaves, whose places are also summed as numbers."""
+    places = tf.where(x[:, 0] > -0.5)
+    left = tf.gather_nd(x, places)
+    again = tf.where(left[:, 1] > 0)
+    changed = left + tf.scatter_nd(
+        again, tf.gather_nd(left, again), tf.shape(left, out_type=tf.int64)
+    )
+    middle = tf.reduce_sum(tf.cast(places, tf.float64))
+    return _added_at(0.5 * x, places, changed) + 0.01 * middle
+
+
+def masked_in_a_branch(x, c):
+    """One is taken, and one isn't."""
+    selected = lambda: tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0), 0)  # noqa: E731
+    is_many = tf.shape(x)[0] > 100
+    return x + 0.1 * (
+        tf.cond(is_many, selected, lambda: tf.reduce_mean(x, 0))
+        + tf.cond(is_many, lambda: tf.reduce_mean(x, 0), selected)
+    )
 
 
 def _by_python(function, x):
@@ -1072,6 +1125,17 @@ def dynamic_rnn(x, c):
     steps = tf.reshape(x, [-1, 2, WIDTH // 2])
     _, state = tf.nn.dynamic_rnn(cell, steps, dtype=tf.float64, scope=c.name())
     return x + state
+
+
+@_sharded
+def two_sequences(x, c):
+    """The same recurrent layer for two batches of sequences, one after the other."""
+    sequences = tf.reshape(tf.concat([x, tf.sin(x)], 0), [-1, 2, WIDTH // 2])
+    cell = tf.nn.rnn_cell.GRUCell(WIDTH)
+    length = tf.concat([1 + c.ids[:, 0] % 2, 1 + c.ids[:, 1] % 2], 0)
+    outputs, state = tf.nn.dynamic_rnn(cell, sequences, length, dtype=tf.float64, scope=c.name())
+    first, second = tf.split(tf.reduce_mean(outputs, 1) + state, 2, 0)
+    return x + first * second
 
 
 def written_rows(x, c):

@@ -1,5 +1,6 @@
 """`microbatches='auto'`: more micro-batches if memory is too small, and the same results."""
 
+import concurrent.futures
 import copy
 import functools
 
@@ -140,7 +141,7 @@ def test_from_the_last_checkpoint(memory, tmp_path, caplog):
         assert_close(values, expected, 1e-5)
         # The checkpoints are those of steps 1, 3, 5 and 6.
         assert noted == ['begin', 2, 3, 4, 'begin', 4, 5, 6, 'end']
-    assert caplog.text.count('Training goes on from model.ckpt-3, and steps made since then') == 2
+    assert caplog.text.count('Training goes on from model.ckpt-3: steps made since then') == 2
 
 
 def test_evaluation_starts_over(memory):
@@ -168,6 +169,42 @@ def test_predictions_are_given_once(single, memory):
     assert len(predictions) == len(expected) == (30 if single else 3)
     assert_close(predictions, expected, 1e-5)
     assert counts_of(estimator) == (1, 1, 4)
+
+
+def test_a_predictor(memory):
+    """Memory is too small for the second call, which builds two more graphs like the first one."""
+    estimator = estimator_of(memory, forward=lambda x: tf.reduce_sum(x, 1, keepdims=True))
+    noted = []
+    hook = tf.train.SessionRunHook()
+    hook.begin = lambda: noted.append('begin')
+    hook.after_run = lambda context, values: noted.append('run')
+    hook.end = lambda session: noted.append('end')
+    with estimator.predictor(tf.TensorSpec([None, None], tf.float32), hooks=[hook]) as predict:
+        expected = predict(FEATURES)
+        memory.limit = 2
+        assert_close(predict(FEATURES), expected, 1e-5)
+        assert predict(floats(5, 4))['output'].shape == (5, 1)
+    assert noted == ['begin', 'run', 'begin', 'begin', 'run', 'run', 'end']
+    assert counts_of(estimator) == (1, 1, 4)
+
+
+def test_a_predictor_in_several_threads(memory):
+    """All calls find at once that memory is too small: that raises the number only once."""
+    estimator = estimator_of(memory)
+    with estimator.predictor() as predict, concurrent.futures.ThreadPoolExecutor(3) as threads:
+        expected = predict(FEATURES)
+        memory.limit = 3
+        for predictions in threads.map(predict, [FEATURES] * 9):
+            assert_close(predictions, expected, 1e-5)
+    assert counts_of(estimator) == (1, 1, 2)
+
+
+def test_a_predictor_whose_batch_has_too_few_examples(memory):
+    estimator = estimator_of(memory)
+    with estimator.predictor() as predict:
+        memory.limit = 0
+        with pytest.raises(OutOfMemory, match='a batch has too few examples for more'):
+            predict(FEATURES[:2])
 
 
 def test_train_and_evaluate(memory, tmp_path):
@@ -212,7 +249,7 @@ def test_up_to_one_example(static, memory, caplog):
     calls = Calls(functools.partial(input_fn, static, rows=5))
     with pytest.raises(OutOfMemory) as raised:
         estimator_of(memory).train(calls, steps=1)
-    assert 'a batch has too few examples for more. What can help: more devices' in str(raised.value)
+    assert 'a batch has too few examples for more. To need less memory' in str(raised.value)
     assert 'OOM when allocating' in str(raised.value)
     assert calls.count == (2 if static else 3)
 

@@ -245,7 +245,7 @@ def test_a_full_disk(error, model_dir):
     ]
     for message in messages:
         given = RuntimeError(message) if error is RuntimeError else error(None, None, message)
-        with pytest.raises(error) as info, checkpoints.explained(str(model_dir)):
+        with pytest.raises(error) as info, checkpoints.file_errors_explained(str(model_dir)):
             raise given
         assert str(info.value) == (
             f"{model_dir} can't be written to: {reason}. The checkpoints are kept, and training "
@@ -255,7 +255,7 @@ def test_a_full_disk(error, model_dir):
         assert info.value.__cause__ is given
     for text in (f'model_checkpoint_path: "{BEFORE}"', ''):  # before the last was noted; torn
         kept = f'training goes on from {BEFORE}' if text else 'There is no checkpoint yet'
-        with pytest.raises(error, match=kept), checkpoints.explained(str(model_dir)):
+        with pytest.raises(error, match=kept), checkpoints.file_errors_explained(str(model_dir)):
             (model_dir / 'checkpoint').write_text(text)
             raise given
         (model_dir / 'checkpoint').write_text(f'model_checkpoint_path: "{BEFORE}"')
@@ -266,11 +266,11 @@ def test_errors_of_something_else(model_dir):
     for message in ('OOM when allocating tensor', f'{model_dir}2/a; Read-only file system', ''):
         given = tf.errors.ResourceExhaustedError(None, None, message)
         with pytest.raises(tf.errors.ResourceExhaustedError) as info:
-            with checkpoints.explained(str(model_dir)):
+            with checkpoints.file_errors_explained(str(model_dir)):
                 raise given
         assert info.value is given
     given = tf.errors.NotFoundError(None, None, f'{model_dir}/words; No such file or directory')
-    with pytest.raises(NOT_FOUND) as info, checkpoints.explained(str(model_dir)):
+    with pytest.raises(NOT_FOUND) as info, checkpoints.file_errors_explained(str(model_dir)):
         raise given
     assert info.value is given
 

@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import __main__ as environment
-from estimator_mgpu import command_log
+from estimator_mgpu import quiet_tensorflow
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_two_towers_at_least(gpus):
 def test_the_log_of_an_import_is_printed_if_it_fails(last, printed):
     program = f"""
 import os, runpy
-log_if_it_fails = runpy.run_path({command_log.__file__!r})['_log_if_it_fails']
+log_if_it_fails = runpy.run_path({quiet_tensorflow.__file__!r})['_log_if_it_fails']
 with log_if_it_fails():
     os.write(2, b'fatal\\n')
     {last}

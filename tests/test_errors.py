@@ -243,6 +243,8 @@ DATASET = 'Give a function that makes the batches: lambda: data'
             lambda: estimator().train(a_dataset, estimator_mgpu.ProgressHook()),
             r'is one hook. Give a list: hooks=\[hook\]',
         ),
+        (lambda: estimator().train(a_dataset, steps='3'), "steps='3' is no number of steps. Give"),
+        (lambda: estimator().evaluate(a_dataset, steps='3'), "steps='3' is no number of steps"),
     ],
     ids=[
         'config is a dict',
@@ -255,6 +257,8 @@ DATASET = 'Give a function that makes the batches: lambda: data'
         'explain a dataset',
         'verify on a dataset',
         'one hook',
+        'train for a text of steps',
+        'evaluate a text of steps',
     ],
 )
 def test_arguments_of_another_type(call, message):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from models import ROWS, floats, of_all_modes
-from towers import compare, compare_modes
+from models import ROWS, floats, of_all_modes, sgd, spec_of
+from towers import compare, compare_modes, types_run_once
 
 fc = tf.feature_column
 WORDS = ['red', 'green', 'blue']
@@ -112,6 +112,34 @@ MODELS = [*map(of_all_modes, FORWARD)]
 @pytest.mark.parametrize('model_fn', MODELS, ids=lambda f: f.__name__)
 def test_as_on_one_device(model_fn):
     compare_modes(model_fn, examples, 4)
+
+
+def test_recurrent_network_on_sequences():
+    """It runs on every device, and the longest sequence of the batch is on one of them."""
+
+    def model_fn(features, labels, mode):
+        words = fc.sequence_categorical_column_with_vocabulary_list('a', WORDS, num_oov_buckets=1)
+        columns = [fc.embedding_column(words, 3), fc.sequence_numeric_column('weight')]
+        inputs, length = tf.keras.experimental.SequenceFeatures(columns)(features)
+        cell = tf.nn.rnn_cell.GRUCell(3)
+        _, state = tf.nn.dynamic_rnn(cell, inputs, length, dtype=tf.float32)
+        loss = tf.reduce_mean(tf.square(network(state) - labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    def preprocess(features, labels):
+        """The first half of the examples has one word, and the last example has none."""
+        last = tf.shape(labels)[0] - 1
+        is_long = tf.range(last + 1) > last // 2
+        count = 1 + tf.cast(is_long, tf.int32) - 2 * tf.one_hot(last, last + 1, dtype=tf.int32)
+        places = tf.where(tf.sequence_mask(count, 2))
+        shape = tf.shape(features['a'], out_type=tf.int64)
+        return {
+            name: tf.SparseTensor(places, tf.gather_nd(features[name], places), shape)
+            for name in ('a', 'weight')
+        }, labels
+
+    ours, _ = compare(model_fn, examples()[:2], 3, static=False, preprocess=preprocess)
+    assert not types_run_once(ours.graph) & {'While', 'StatelessWhile', 'Exit'}
 
 
 def to_sparse(features, labels):

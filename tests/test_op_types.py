@@ -16,7 +16,8 @@ PACKAGE = pathlib.Path(estimator_mgpu.__file__).parent
 
 PLACES = [
     PACKAGE / 'tf_internals' / 'op_types.py',
-    PACKAGE / 'partition' / 'size_inference.py',  # tables of ops that compute sizes
+    PACKAGE / 'partition' / 'size_inference.py',  # tables of ops whose shapes and values are sizes
+    PACKAGE / 'partition' / 'value_functions.py',
     *(PACKAGE / 'partition' / 'rewrites').rglob('*.py'),
     *(PACKAGE / 'partition' / 'rules').rglob('*.py'),
 ]

@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from layers import mean_square
 from models import batches, floats, spec_of, step, weights, with_loss
-from towers import compare, session, train
+from towers import compare, session, train, types_run_once
 
 MODES = tf.estimator.ModeKeys
 
@@ -53,6 +53,29 @@ def test_trains_on_nests(kind, static):
         for i in range(4)
     ]
     compare(model_fn, data, 3, preprocess=preprocess, static=static)
+
+
+def test_recurrent_network_on_ragged_sequences():
+    """Padded before or after they are looked up, and as long as each is."""
+
+    def model_fn(features, labels, mode):
+        ids = features['ids']
+        table = tf.get_variable('table', [5, 2])
+        looked_up = tf.nn.embedding_lookup(table, ids).to_tensor()
+        padded = tf.nn.embedding_lookup(table, ids.to_tensor())
+        length = tf.cast(ids.row_lengths(), tf.int32)
+        cell = tf.nn.rnn_cell.GRUCell(3)
+        both = tf.concat([looked_up, padded], -1)
+        _, state = tf.nn.dynamic_rnn(cell, both, length, dtype=tf.float32)
+        return adagrad(mode, tf.reduce_mean(tf.square(state - labels)))
+
+    def preprocess(features, labels):
+        ids = tf.cast(tf.abs(features) * 10, tf.int32) % 5
+        ragged = tf.RaggedTensor.from_tensor(ids, 1 + tf.range(tf.shape(ids)[0]) % 3)
+        return {'ids': ragged}, labels
+
+    ours, _ = compare(model_fn, batches(7, steps=2), 3, preprocess=preprocess, static=False)
+    assert not types_run_once(ours.graph) & {'While', 'StatelessWhile', 'Exit'}
 
 
 def test_broadcast():

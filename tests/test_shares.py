@@ -15,7 +15,10 @@ with pytest.MonkeyPatch.context() as patch:
 pytestmark = [pytest.mark.core, pytest.mark.no_cover]
 
 
-@pytest.mark.parametrize('name', shares_models.MODELS)
+WHOLE_LOOPS = {'speech_with_dense_labels'}  # Models with loops that run once.
+
+
+@pytest.mark.parametrize('name', sorted(shares_models.MODELS.keys() - WHOLE_LOOPS))
 def test_the_busiest_of_four_devices(name):
     kernels, _ = shares_models.kernels_of(name, 4)
     assert len(kernels) == 4
@@ -70,14 +73,14 @@ def test_as_on_one_device_below_disable_v2_behavior(name):
 
 
 def test_the_table():
-    header, *table = run_python('shares.py', '--models=lstm,last_step', '--devices=2')[-3:]
+    header, *table = run_python('shares.py', '--models=lstm,after_python', '--devices=2')[-3:]
     assert header.split(maxsplit=1) == ['model', 'on the busiest of 2 devices  runs once']
     assert table[0].split() == ['lstm', '50%', '0%']
     name, busiest, once, largest = table[1].split()
-    assert (name, busiest, largest) == ('last_step', '50%', 'ScatterNd')
+    assert (name, busiest, largest) == ('after_python', '50%', 'EagerPyFunc')
     assert 1 <= int(once.removesuffix('%')) <= 20
-    lines = run_python('shares.py', '--models=last_step', '--whole')
-    assert lines[-1] == '  gradients/GatherNd_grad/ScatterNd: this ScatterNd needs all examples'
+    lines = run_python('shares.py', '--models=after_python', '--whole')
+    assert '  EagerPyFunc: no rule for EagerPyFunc' in lines
 
 
 def test_models_that_are_none():

@@ -127,6 +127,13 @@ def test_entries(make, expected):
     assert entries(make) == expected
 
 
+def _filled_up(ragged, count, more=0):
+    """A value for each row up to the last one that has any, and zeros for the others."""
+    values = tf.math.segment_max(ragged.values, ragged.value_rowids())
+    zeros = tf.zeros(count - (tf.shape(values) + more))
+    return tf.concat([values, zeros], 0)
+
+
 @pytest.mark.parametrize(
     'make, expected',
     {
@@ -141,6 +148,14 @@ def test_entries(make, expected):
         'ragged, and cut': (lambda _, ragged: ragged.to_tensor(shape=[6, None]), [6, '?']),
         'rows of ragged': (lambda _, ragged: tf.zeros([ragged.nrows()]), ['B']),
         'sums of ragged': (lambda _, ragged: tf.reduce_sum(ragged, 1), ['B']),
+        'starts of ragged': (lambda _, ragged: ragged.row_splits[:-1], ['B']),
+        'ends of ragged': (lambda _, ragged: ragged.row_splits[1:], ['B']),
+        'some of ragged': (lambda _, ragged: ragged.row_splits[2:], ['?']),
+        'last of ragged': (lambda _, ragged: ragged.row_splits[-2:], ['?']),
+        'every other of ragged': (lambda _, ragged: ragged.row_splits[1::2], ['?']),
+        'filled up': (lambda s, ragged: _filled_up(ragged, s[:1]), ['B']),
+        'filled up to more': (lambda s, ragged: _filled_up(ragged, s[:1] + 1), ['?']),
+        'filled up by more': (lambda s, ragged: _filled_up(ragged, s[:1], more=1), ['?']),
     }.values(),
     ids=lambda value: None if callable(value) else str(value),
 )

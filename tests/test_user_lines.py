@@ -1,8 +1,11 @@
 """Added ops say where the user's program made those that they serve; so do errors."""
 
 import functools
+import io
 import site
+import sys
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -86,6 +89,33 @@ def place_of(op):
     """The file and the line that made an op."""
     frame = user_lines.frame_of(op)
     return frame and (frame.filename, frame.lineno)
+
+
+def doubled(features, labels, mode):
+    net = tf.multiply(features, 2.0, name='double')  # here
+    loss = tf.losses.mean_squared_error(labels, tf.matmul(net, weights('w', 1, 1)))
+    return spec_of(mode, loss, sgd(loss))
+
+
+def test_tensorflows_debugger(tmp_path, monkeypatch, capsys):
+    """Its user types commands: before a step it's run, then its tensors are looked at."""
+    debug = pytest.importorskip('tensorflow.python.debug')
+    copy = NAMES.copy('double', 1)
+    commands = ['run', f'node_info -t {copy}', f'print_tensor {copy}:0', 'run -t 9', '']
+    monkeypatch.setattr(sys, 'stdin', io.StringIO('\n'.join(commands)))
+    hook = debug.LocalCLIDebugHook(dump_root=str(tmp_path / 'dump'))
+
+    batch = np.float32([[1], [2], [3], [4]])
+    estimator = estimator_mgpu.Estimator(doubled, str(tmp_path / 'model'), devices=2)
+    estimator.train(lambda: tf.data.Dataset.from_tensors((batch, batch)).repeat(2), [hook])
+
+    _, first_step, of_node, of_tensor, _ = capsys.readouterr().out.split('tfdbg> ')
+    assert f'{NAMES.copy("double", 0)}:0' in first_step and f'{copy}:0' in first_step
+    last_frame = of_node[of_node.rindex(f': {__file__}') :]
+    line = str(doubled.__code__.co_firstlineno + 1)
+    assert last_frame.split()[2:6] == ['Line:', line, 'Function:', 'doubled']
+    assert 'array([[6.],\n       [8.]], dtype=float32)' in of_tensor
+    assert estimator.get_variable_value('global_step') == 2
 
 
 def test_an_imported_op_has_none(behavior):
@@ -181,6 +211,99 @@ def test_an_error_of_one_device_stays_as_it_is(tmp_path):
     assert info.value.op.name == 'check'
 
 
+def looked_up(net):
+    """Its op fails for numbers that are none."""
+    bad = tf.cast(tf.is_nan(net), tf.int32)
+    return net + tf.gather([0.0], bad, name='look_up')  # here
+
+
+LOOK_UP = f'File "{__file__}", line {looked_up.__code__.co_firstlineno + 3}, in looked_up'
+
+
+@tf.function(experimental_attributes={'_noinline': True})
+def called(net):
+    return looked_up(net)
+
+
+def in_branch(net):
+    return tf.cond(tf.shape(net)[1] > 0, lambda: looked_up(net), lambda: net)
+
+
+def in_loop(net, body=looked_up):
+    return tf.while_loop(lambda i, _: i < 2, lambda i, net: (i + 1, body(net)), [0, net])[1]
+
+
+def in_branch_of_loop(net):
+    branches = [lambda: net, lambda: looked_up(net)]
+    return in_loop(net, lambda net: tf.switch_case(tf.constant(1), branches))
+
+
+def checked_in_loop(net):
+    return in_loop(net, lambda net: tf.check_numerics(net, 'net', name='check'))  # here
+
+
+CHECK_IN_LOOP = f'line {checked_in_loop.__code__.co_firstlineno + 1}, in '
+
+
+def error_of(function):
+    """The error of a step of `function(features)` on three devices, one of which has a NaN."""
+    features = floats(12, 3)
+    features[9] = float('nan')
+
+    def model_fn(features, labels, mode):
+        net = function(tf.matmul(features, weights('w', 3, 1)))
+        loss = tf.losses.mean_squared_error(labels, net)
+        return spec_of(mode, loss, sgd(loss))
+
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        replicated = estimator_mgpu.replicate(model_fn, devices=3)
+        spec = replicated(tf.constant(features), tf.constant(floats(12, 1)), TRAIN)
+        creator = tf.train.ChiefSessionCreator(config=estimator_mgpu.session_config(3))
+        with tf.train.MonitoredSession(creator, spec.training_hooks) as session:
+            with pytest.raises(tf.errors.InvalidArgumentError) as info:
+                session.run(spec.loss)
+    return info.value
+
+
+@pytest.mark.parametrize(
+    'function, path',
+    [
+        (called, 'PartitionedCall/f/look_up'),
+        (in_branch, 'cond/then_branch/look_up'),
+        (in_loop, 'while/body/look_up'),
+        (in_branch_of_loop, 'while/body/switch_case/indexed_case/branches_1/look_up'),
+    ],
+    ids=['call', 'branch', 'loop', 'branch of a loop'],
+)
+def test_an_error_in_a_function_names_the_line(function, path):
+    reason, last = str(error_of(function)).splitlines()
+    assert reason == 'indices[1,0] = 1 is not in [0, 1)'  # in the tower's function
+    where = 'tower 2, on /device:CPU:2, with examples 8 to 11 of 0 to 11'
+    assert last == f'{path} ran in {where}. It was made by {LOOK_UP}'
+
+
+def test_an_error_in_a_function_that_runs_once():
+    reason, last = str(error_of(checked_in_loop)).splitlines()
+    assert reason == 'net : Tensor had NaN values'
+    assert last.startswith('while/body/check ran once, on the global batch: in it, a CheckNumerics')
+    assert CHECK_IN_LOOP in last
+
+
+def test_one_of_two_functions_with_the_same_names():
+    """TensorFlow doesn't say in which of them an op has failed."""
+    error = error_of(lambda net: checked_in_loop(checked_in_loop(net)))
+    assert '{{node check_0}}' in error.message and 'ran once' not in str(error)
+
+
+def test_an_error_of_a_plain_estimator_names_the_line(tmp_path):
+    config = tf.estimator.RunConfig(session_config=estimator_mgpu.session_config(3))
+    replicated = estimator_mgpu.replicate(devices=3)(checked)
+    estimator = tf.estimator.Estimator(replicated, str(tmp_path), config)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='examples 8 to 11 .* in checked$'):
+        estimator.train(with_nan(9))
+
+
 def ranked(features, labels, mode):
     order = tf.sort(features, 0, name='order')
     loss = tf.reduce_mean(tf.square(tf.matmul(order, weights('w', 3, 1)) - labels))
@@ -189,7 +312,7 @@ def ranked(features, labels, mode):
 
 def raised(error):
     """The error that is raised in place of another one."""
-    with pytest.raises(type(error)) as info, failures.explained():
+    with pytest.raises(type(error)) as info, failures.op_errors_explained():
         raise error
     return info.value
 

@@ -8,7 +8,7 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.tf_internals import graphs
+from estimator_mgpu.tf_internals import graphs, op_types
 from models import floats, of_all_modes, sgd, spec_of, step
 from towers import NAMES, TRAIN, compare, session, tower_of
 
@@ -434,6 +434,42 @@ def test_calls_are_ordered_by_their_outputs():
         return spec_of(mode, loss, sgd(loss))
 
     compare(model_fn, BATCHES, 3)
+
+
+def call_of_halving(x, y, w):
+    """Calls a function that halves a variable, and is given two values that it doesn't use.
+
+    The ops of a function that comes with a GraphDef aren't known: so it stays a call.
+    """
+
+    @tf2.function
+    def halve(x, y, w):
+        value = tf.raw_ops.ReadVariableOp(resource=w, dtype=tf.float32)
+        tf.raw_ops.AssignVariableOp(resource=w, value=value / 2)
+
+    with tf.Graph().as_default() as graph:
+        values = [tf.placeholder(tf.float32, [], name) for name in 'xy']
+        halve(*values, tf.placeholder(tf.resource, [], 'w'))
+        [call] = [op for op in graph.get_operations() if op.type in op_types.PARTITIONED_CALLS]
+    arguments = {'x:0': x, 'y:0': y, 'w:0': w.handle}
+    [imported] = tf.import_graph_def(graph.as_graph_def(), arguments, [call.name], name='imported')
+    return imported
+
+
+def test_a_call_that_has_to_wait_begins_with_all_arguments():
+    """The second one waits for a write, and the call itself for what the first one waited for."""
+
+    def model_fn(features, labels, mode):
+        w = variable('w', 3, 1)
+        count = variable('count', initializer=tf.zeros_initializer(), trainable=False)
+        with tf.control_dependencies([tf.numpy_function(lambda x: x, [features], tf.float32)]):
+            loss = tf.reduce_mean(tf.square(tf.matmul(features, w.read_value())))
+        with tf.control_dependencies([count.assign_add(1.0)]):
+            after_write = tf.identity(loss)
+        call = call_of_halving(loss, after_write, w)
+        return spec_of(mode, loss, tf.group(call, step().assign_add(1)))
+
+    compare(model_fn, BATCHES, 3, optimized=True)
 
 
 @pytest.mark.parametrize('predicate', ['features', 'variable'])

@@ -24,6 +24,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu import steps
 from estimator_mgpu.partition.towers.names import Names
 
 MODES = tf.estimator.ModeKeys
@@ -278,6 +279,11 @@ def assert_same(ours, one, rtol=1e-5):
         assert_close(ours.values[name], expected, rtol, name)
     np.testing.assert_allclose(ours.losses, one.losses, rtol=rtol)
     assert np.isfinite(one.losses).all()
+
+
+def types_run_once(graph):
+    """The types of the ops that depend on the batch, but aren't sharded."""
+    return {graph.get_operation_by_name(name).type for name in steps.of_graph(graph).plan.once}
 
 
 def compare(model_fn, batches, towers, *, rtol=1e-5, **options):

@@ -10,12 +10,13 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import optimizer
 from estimator_mgpu.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition.propagation.engine import propagate
+from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
-from estimator_mgpu.partition.rewrites.recompute import recompute_activations
+from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
@@ -100,6 +101,8 @@ def divide(
         unused=unused,
         reasons=_reasons_of_unknown_ranks(batch),
     )
+    plan, bypassed = bypass_needless_ops(graph, plan, order)
+    replaced.update(bypassed)
     full_value_devices = place_ops(graph, plan, devices)
     calls = optimizer.gradients_by_call(graph)
     towers = build_towers(

@@ -62,6 +62,7 @@ class ShardList(NotGatherable):
     rows: RowSpace
     factor: Size  # how many entries an example has along the axis
     rank: int  # of the elements
+    in_blocks: bool = False  # whether these are in blocks, as in `Shard`
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,14 @@ FLOW = Flow()
 
 @dataclass(frozen=True)
 class Positions(NotGatherable):
-    """Where the rows of a part were, before `tf.dynamic_partition` made parts of all rows.
+    """Where the rows of a part were before: those that `tf.dynamic_partition` makes, or a mask.
 
     Each tower counts from its own first row, so these are of use only to ops on the same tower.
+    For other ops, the op that makes them runs once as well.
     """
 
     part: PartRows
-    parts: tuple[PartRows, ...]  # all those that were made together
+    parts: tuple[PartRows, ...]  # all those that were made together, if they are all there are
     rows: RowSpace  # of what parts were made of
     factor: Size  # how many entries each of these rows had
 

@@ -96,6 +96,17 @@ class LocalRange(NamedTuple):
     factor: Size  # how many entries a row has
 
 
+class CountedFromFirst(NamedTuple):
+    """Indices of a tower's rows, each of which begins with its row: counted from the tower's first.
+
+    If a tower's first row is 3, and it has the indices [[3, 0], [4, 2]], that is [[0, 0], [1, 2]].
+    """
+
+    indices: Form | Slice  # the form in which the tower has them, counted from the batch's first
+    rows: RowSpace
+    factor: Size  # how many indices a row has
+
+
 class FullSizes(NamedTuple):
     """Sizes in a v1 loop for the global batch, where a tower has its own: a vector, or a scalar."""
 
@@ -115,6 +126,7 @@ Need = Union[
     LocalRange,
     FullSizes,
     SparseRows,
+    CountedFromFirst,
     Constant,
     Reduced,
     VariableValue,
@@ -139,6 +151,15 @@ class EntriesOf(NamedTuple):
 
     label: Label  # of the sparse tensor's dimension 0
     indices: int  # which input of the op has the indices
+
+
+class IndicesOfRows(NamedTuple):
+    """Says that an operand has indices, each of which begins with the row in which it stands.
+
+    The row is that of the first label, which the tensor has as well to which the indices belong.
+    """
+
+    labels: tuple[Label, ...]
 
 
 # What propagation decides.

@@ -25,7 +25,12 @@ from estimator_mgpu.partition.sizes import (
     Size,
     UnknownSize,
     per_row,
-    product,
+)
+from estimator_mgpu.partition.value_functions import (
+    LARGEST,
+    SPLITS_OF_STRINGS,
+    VALUE_FUNCTIONS,
+    to_sizes,
 )
 from estimator_mgpu.tf_internals import op_types
 
@@ -40,8 +45,7 @@ _SHAPE_INPUTS = {
     **dict.fromkeys(_RANDOM, 0),
     **dict.fromkeys(_STATELESS, 0),
 }
-_SPLITS_OF_STRINGS = ('StringSplit', 'StringSplitV2')
-_LARGEST = 64  # entries of a tensor: larger ones aren't sizes
+_RANGES = {dtype: range(dtype.min, dtype.max + 1) for dtype in (tf.int32, tf.int64)}
 
 
 class Sizes:
@@ -58,8 +62,8 @@ class Sizes:
         self._scope = scope
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
-        # By the tensor that says in which part each row is, and the number of parts.
-        self._parts: dict[tuple[str, int], tuple[PartRows, ...]] = {}
+        # By the tensor that says in which part each row is, the type of op and the number of parts.
+        self._parts: dict[tuple[str, str, int], tuple[PartRows, ...]] = {}
 
     def set_dims(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
         """Sets the dimensions of a tensor; None leaves them as they are."""
@@ -117,17 +121,22 @@ class Sizes:
             rows = RowSpace(tensor.name, None)
             self.set_dims(tensor, [Size(1, (rows,)), *dims[1:]])
 
-    def parts(self, partition: tf.Operation, rows: RowSpace) -> tuple[PartRows, ...]:
-        """The row spaces of the parts that a `DynamicPartition` makes of rows.
+    def parts(
+        self, which: tf.Tensor, outputs: Sequence[tf.Tensor], rows: RowSpace
+    ) -> tuple[PartRows, ...]:
+        """The row spaces of the parts that an op makes of rows.
 
         Ops that put rows into the same parts have the same.
+
+        Args:
+          which: says in which part each row is: a number, or by a mask whether it's in the part.
+          outputs: of the op, one for each part.
+          rows: what the parts are made of.
         """
-        key = partition.inputs[1].name, len(partition.outputs)
+        key = which.name, outputs[0].op.type, len(outputs)
         if key not in self._parts:
             origin = rows.origin if isinstance(rows, PartRows) else rows
-            self._parts[key] = tuple(
-                PartRows(part.name, None, origin) for part in partition.outputs
-            )
+            self._parts[key] = tuple(PartRows(part.name, None, origin) for part in outputs)
         return self._parts[key]
 
     def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
@@ -188,31 +197,32 @@ class Sizes:
             inputs = [self.dims(op.inputs[tensor.value_index])]
         elif op.type in op_types.SWITCH:
             inputs = [self._value(op.inputs[0])]  # Whichever output it goes to.
-        elif op.type in _SPLITS_OF_STRINGS:
+        elif op.type in SPLITS_OF_STRINGS:
             inputs = [self.dims(op.inputs[0])]
         elif op.type == 'SparseReshape':
             inputs = [self._value(operand) for operand in op.inputs[1:]]
-        elif op.type in _VALUE_FUNCTIONS and op.inputs:
+        elif op.type in VALUE_FUNCTIONS and op.inputs:
             inputs = [self._value(operand) for operand in op.inputs]
         else:
             raise UnknownSize(f'{op.type} computes no sizes')
         if any(operand is None for operand in inputs):
             raise UnknownSize(f'an input of {op.name} is unknown')
 
-        value = np.array(_VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
-        if value.size > _LARGEST:
+        value = np.array(VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
+        if value.size > LARGEST:
             raise UnknownSize(f'{tensor.name} is too large')
         for position, entry in enumerate(value.flat):
             if entry is None:
                 value.flat[position] = self._symbol(tensor, position)
-        if not all(_fits(size, tensor.dtype.base_dtype) for size in value.flat):
+        legal = _RANGES[tensor.dtype.base_dtype]
+        if not all(_is_in(legal, size) for size in value.flat):
             raise UnknownSize(f'{tensor.name} overflows')
         return value
 
     def _symbols(self, tensor: tf.Tensor) -> ndarray | None:
         """A symbol for each entry of a small tensor; None if it may be a large one."""
         count = tensor.shape.num_elements()
-        if count is None or count > _LARGEST:
+        if count is None or count > LARGEST:
             return None
         entries = [self._symbol(tensor, position) for position in range(count)]
         return np.array(entries, object).reshape(tensor.shape)
@@ -222,50 +232,16 @@ class Sizes:
         return Size(1, (Entry(f'{self._scope}{tensor.name}', position),))
 
 
-# An array of `Size`, of an array of numbers.
-_sizes = np.vectorize(lambda number: Size(int(number)), [object])
-
-
 def _constant(tensor: tf.Tensor) -> ndarray:
     count = tensor.shape.num_elements()
-    if count is None or count > _LARGEST:
+    if count is None or count > LARGEST:
         raise UnknownSize(f'{tensor.name} is too large')
-    return _sizes(tf.make_ndarray(tensor.op.get_attr('value')))
+    return to_sizes(tf.make_ndarray(tensor.op.get_attr('value')))
 
 
-def _fits(size: Size, dtype: tf.DType) -> bool:
-    """Whether a size can be computed in this type, without overflow."""
-    number = size.number if size.static is None else size.static
-    return dtype.min <= number <= dtype.max
-
-
-def _numbers(values: ndarray) -> Any:
-    """The sizes as integers: one of a scalar, otherwise nested lists.
-
-    Raises:
-      UnknownSize: if any of them has symbols.
-    """
-    return np.vectorize(lambda size: size.as_integer(), [int])(values).tolist()
-
-
-def _only_number(values: ndarray) -> int:
-    """The entry of a vector of one; raises UnknownSize for another number of entries."""
-    if values.shape != (1,):
-        raise UnknownSize('several dimensions are sliced')
-    [number] = _numbers(values)
-    return number
-
-
-def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a NumPy function; raises UnknownSize if it refuses its arguments.
-
-    It refuses shapes or positions that don't fit. Then TensorFlow's op fails as well, when it runs;
-    in a branch that isn't taken it never does.
-    """
-    try:
-        return function(*args, **kwargs)
-    except (IndexError, ValueError) as error:
-        raise UnknownSize(str(error)) from error
+def _is_in(legal: range, size: Size) -> bool:
+    """Whether a size can be computed in a type of that range, without overflow."""
+    return (size.number if size.static is None else size.static) in legal
 
 
 # Shape functions: the first dimensions of an op's output, where its inputs tell them.
@@ -303,210 +279,47 @@ def _shape_of_ragged(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
         return None
 
 
+def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows."""
+    dims = sizes.dims(op.inputs[0])
+    begin, end, stride = (sizes.entries(operand) for operand in op.inputs[1:])
+    masks = [op.get_attr(f'{name}_mask') for name in ('ellipsis', 'new_axis', 'shrink_axis')]
+    if any(masks) or len(dims or []) != 1 or not begin or not end or stride != [ONE]:
+        return None
+    assert dims is not None
+    # How many entries are left out before and behind; a negative number counts from the end.
+    before = Size(0) if op.get_attr('begin_mask') else begin[0]
+    behind = Size(0) if op.get_attr('end_mask') else end[0] * Size(-1)
+    try:
+        if before.as_integer() < 0 or behind.as_integer() < 0:
+            return None
+        return [dims[0] + (before + behind) * Size(-1)]
+    except UnknownSize:
+        return None
+
+
+def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """What is filled up to n entries has n: x, which has m entries, and n - m zeros."""
+    *values, axis = op.inputs
+    if len(values) != 2 or sizes.numbers(axis) != [0]:
+        return None
+    x, filler = values
+    dims = sizes.dims(x)
+    if filler.op.type != op_types.FILL or filler.op.inputs[0].op.type != 'Sub' or not dims:
+        return None
+    count, count_of_x = filler.op.inputs[0].op.inputs
+    if sizes.entries(count_of_x) != dims:
+        return None
+    return sizes.entries(count)
+
+
 _SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None] | None]] = {
+    'ConcatV2': _shape_of_concat,
     'RaggedTensorToTensor': _shape_of_ragged,
     'Range': _shape_of_range,
+    'StridedSlice': _shape_of_slice,
     **dict.fromkeys(
         [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')],
         _shape_of_segments,
     ),
-}
-
-# Value functions: what an op computes of sizes. The first argument is the output; the others are
-# the values of the op's inputs, as arrays of `Size`. An entry of the result that can't be told is
-# None.
-
-
-def _strided_slice(
-    tensor: tf.Tensor, x: ndarray, begin: ndarray, end: ndarray, stride: ndarray
-) -> Any:
-    """`x[begin:end:stride]` along the first dimension, or `x[begin]`."""
-    op = tensor.op
-    if op.get_attr('new_axis_mask') or op.get_attr('ellipsis_mask'):
-        raise UnknownSize('the slice adds dimensions')
-    first: int | None = _only_number(begin)
-    last: int | None = _only_number(end)
-    step = _only_number(stride)
-    if op.get_attr('shrink_axis_mask'):
-        return _numpy(x.__getitem__, first)
-    if op.get_attr('begin_mask'):
-        first = None
-    if op.get_attr('end_mask'):
-        last = None
-    return _numpy(x.__getitem__, slice(first, last, step))
-
-
-def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> Any:
-    slices = []
-    for first, count in zip(_numbers(begin), _numbers(size)):
-        # -1 stands for all that are left.
-        slices.append(slice(first, None if count < 0 else first + count))
-    return _numpy(x.__getitem__, tuple(slices))
-
-
-def _pack(tensor: tf.Tensor, *values: ndarray) -> ndarray:
-    return _numpy(np.stack, values, tensor.op.get_attr('axis'))
-
-
-def _unpack(tensor: tf.Tensor, x: ndarray) -> Any:
-    return _numpy(np.take, x, tensor.value_index, tensor.op.get_attr('axis'))
-
-
-def _concat(_: tf.Tensor, *values_and_axis: ndarray) -> ndarray:
-    *values, axis = values_and_axis
-    return _numpy(np.concatenate, values, _numbers(axis))
-
-
-def _reshape(_: tf.Tensor, x: ndarray, shape: ndarray) -> ndarray:
-    return _numpy(np.reshape, x, _numbers(shape))
-
-
-def _expand_dims(_: tf.Tensor, x: ndarray, axis: ndarray) -> ndarray:
-    return _numpy(np.expand_dims, x, _numbers(_numpy(np.reshape, axis, ())))
-
-
-def _split(tensor: tf.Tensor, axis: ndarray, x: ndarray) -> Any:
-    return _numpy(np.split, x, tensor.op.get_attr('num_split'), _numbers(axis))[tensor.value_index]
-
-
-def _split_by_sizes(tensor: tf.Tensor, x: ndarray, lengths: ndarray, axis: ndarray) -> Any:
-    ends = np.cumsum(_numbers(lengths))[:-1]
-    if min(_numbers(lengths)) < 0:
-        raise UnknownSize('a part takes what is left')
-    return _numpy(np.split, x, ends, _numbers(axis))[tensor.value_index]
-
-
-def _sparse_reshape(tensor: tf.Tensor, shape: ndarray, new_shape: ndarray) -> list[Size | None]:
-    """Output 1, the new shape of a sparse tensor, in which -1 stands for what is left."""
-    if tensor.value_index != 1:
-        raise UnknownSize('these are indices')
-    entries: list[Size | None] = list(new_shape)
-    if Size(-1) in entries:
-        others = product(list(new_shape)) * Size(-1)
-        entries[entries.index(Size(-1))] = product(list(shape)).over(others)
-    return entries
-
-
-def _shape_of_split_strings(tensor: tf.Tensor, dims: list[Size]) -> list[Size | None]:
-    """Output 2, the shape of a sparse tensor with a row for each string."""
-    if tensor.value_index != 2:
-        raise UnknownSize('these are indices, or strings')
-    return [dims[0], None]
-
-
-def _transpose(_: tf.Tensor, x: ndarray, permutation: ndarray) -> Any:
-    return _numpy(np.transpose, x, _numbers(permutation))
-
-
-def _squeeze(tensor: tf.Tensor, x: ndarray) -> ndarray:
-    axes = tuple(tensor.op.get_attr('squeeze_dims')) or None
-    return _numpy(np.squeeze, x, axes)
-
-
-def _prod(tensor: tf.Tensor, x: ndarray, axes: ndarray) -> Any:
-    keep_dims = tensor.op.get_attr('keep_dims')
-    return _numpy(np.prod, x, tuple(_numbers(axes.flatten())), keepdims=keep_dims, initial=ONE)
-
-
-def _gather(_: tf.Tensor, x: ndarray, indices: ndarray, *axis: ndarray) -> ndarray:
-    positions = np.array(_numbers(indices), int)
-    if x.ndim != 1 or (positions < 0).any():
-        raise UnknownSize('entries of a vector are needed')
-    return _numpy(x.__getitem__, positions)
-
-
-def _dynamic_stitch(_: tf.Tensor, *indices_and_data: ndarray) -> list[Size]:
-    """Entry by entry, `result[indices[k]] = data[k]`; where several say so, the last one counts."""
-    half = len(indices_and_data) // 2
-    entries: dict[int, Size] = {}
-    for indices, data in zip(indices_and_data[:half], indices_and_data[half:]):
-        if indices.shape != data.shape:
-            raise UnknownSize('vectors are stitched, rather than their entries')
-        for position, entry in zip(indices.flat, data.flat):
-            entries[position.as_integer()] = entry
-    if set(entries) != set(range(len(entries))):
-        raise UnknownSize('nothing says what some entries are')
-    return [entries[position] for position in range(len(entries))]
-
-
-def _concat_offset(tensor: tf.Tensor, axis: ndarray, *shapes: ndarray) -> ndarray:
-    """Where a value begins in a concatenation: behind those before it, along the axis."""
-    result = _sizes(np.zeros(len(shapes[0])))
-    position = _numbers(axis)
-    before = shapes[: tensor.value_index]
-    lengths = [_numpy(shape.__getitem__, position) for shape in before]
-    try:
-        offset = sum(lengths, Size(0))
-    except UnknownSize:
-        offset = None
-    _numpy(result.__setitem__, position, offset)
-    return result
-
-
-def _fill(_: tf.Tensor, shape: ndarray, value: ndarray) -> ndarray:
-    return _numpy(np.broadcast_to, value, _numbers(shape))
-
-
-def _range(_: tf.Tensor, *start_limit_delta: ndarray) -> ndarray:
-    numbers = _numpy(range, *(_numbers(end) for end in start_limit_delta))
-    return _sizes(numbers[: _LARGEST + 1])
-
-
-def _broadcast_axes(tensor: tf.Tensor, *shapes: ndarray) -> list[Size]:
-    """The dimensions of an operand over which its gradient is summed, as it was broadcast in them.
-
-    For shapes [batch, 3] and [3], output 0 is [] and output 1 is [0].
-    """
-    rank = max(len(shape) for shape in shapes)
-    padded = [[ONE] * (rank - len(shape)) + list(shape) for shape in shapes]
-    for one, other in zip(*padded):
-        if ONE not in (one, other) and one.same_as(other) is None:
-            raise UnknownSize('one of them may be 1')
-    operand = padded[tensor.value_index]
-    return [Size(axis) for axis, size in enumerate(operand) if size == ONE]
-
-
-_VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    # Of the dimensions of a tensor:
-    'Shape': lambda _, dims: dims,
-    'ShapeN': lambda _, dims: dims,
-    'Rank': lambda _, dims: Size(len(dims)),
-    'Size': lambda _, dims: product(dims),
-    # Arithmetic:
-    'Add': lambda _, x, y: _numpy(np.add, x, y),
-    'AddV2': lambda _, x, y: _numpy(np.add, x, y),
-    'FloorDiv': lambda _, x, y: _numpy(np.floor_divide, x, y),
-    'FloorMod': lambda _, x, y: _numpy(np.remainder, x, y),
-    'Maximum': lambda _, x, y: _numpy(np.maximum, x, y),
-    'Mul': lambda _, x, y: _numpy(np.multiply, x, y),
-    'Prod': _prod,
-    'Sub': lambda _, x, y: _numpy(np.add, x, y * Size(-1)),
-    # Values that are arranged anew:
-    'Cast': lambda _, x: x,
-    'ConcatV2': _concat,
-    'DynamicStitch': _dynamic_stitch,
-    'ExpandDims': _expand_dims,
-    'GatherV2': _gather,
-    'Identity': lambda _, x: x,
-    'Pack': _pack,
-    'Reshape': _reshape,
-    'Slice': _slice,
-    'SparseReshape': _sparse_reshape,
-    'Split': _split,
-    **dict.fromkeys(_SPLITS_OF_STRINGS, _shape_of_split_strings),
-    'SplitV': _split_by_sizes,
-    'Squeeze': _squeeze,
-    'StopGradient': lambda _, x: x,
-    'StridedSlice': _strided_slice,
-    'Switch': lambda _, x: x,
-    'Transpose': _transpose,
-    'Unpack': _unpack,
-    # New values:
-    'ConcatOffset': _concat_offset,
-    'Fill': _fill,
-    'InvertPermutation': lambda _, x: _sizes(np.argsort(_numbers(x))),
-    'OnesLike': lambda _, x: np.full_like(x, ONE),
-    'Range': _range,
-    'ZerosLike': lambda _, x: np.full_like(x, Size(0)),
-    op_types.BROADCAST_GRADIENT_ARGS: _broadcast_axes,
 }

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types
-from estimator_mgpu.tf_internals.graphs import topological_order
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+
+
+class _Declared(NamedTuple):
+    """What TensorFlow declares of a type of ops."""
+
+    takes_references: bool
+    is_stateful: bool
 
 
 def has_side_effect(op: tf.Operation) -> bool:
     """Whether an op changes state, or may give another result when it's run again."""
-    if op.type in op_types.VARIABLE_READS or op.type in op_types.REFERENCE_READS:
+    op_type = op.type
+    if op_type in op_types.VARIABLE_READS or op_type in op_types.REFERENCE_READS:
         return False
+
+    declared = _declared(op_type)
+    if declared is None:  # The type is a function of the op's own graph.
+        declared = _declaration(op.op_def)
     # An op that writes to a reference variable isn't called stateful.
-    if _takes_references(op.op_def):
-        return True
+    if declared.takes_references or not declared.is_stateful:
+        return declared.takes_references
+
     # An op that only makes the handle of a variable, a table or a queue has no side effect.
     only_makes_handles = bool(op.outputs) and all(
         output.dtype == tf.resource or graphs.is_reference_variable(output) for output in op.outputs
     )
-    return op.op_def.is_stateful and not only_makes_handles
+    return not only_makes_handles
+
+
+@functools.cache
+def _declared(op_type: str) -> _Declared | None:
+    """What is declared of a type; None if TensorFlow doesn't know it."""
+    definition = private.op_definition(op_type)
+    return None if definition is None else _declaration(definition)
+
+
+def _declaration(definition: Any) -> _Declared:
+    return _Declared(_takes_references(definition), definition.is_stateful)
 
 
 def writes_state(op: tf.Operation) -> bool:
@@ -80,24 +104,23 @@ def _takes_references(definition: Any) -> bool:
 
 
 def upstream_side_effects(
-    ops: Sequence[tf.Operation], also: Sequence[str] = ()
+    order: Sequence[tf.Operation], also: Sequence[str] = ()
 ) -> dict[tf.Operation, int]:
     """For each op, the ops with side effects that it depends on, and itself, as bits of an int.
 
     Args:
-      ops: those that are looked at.
+      order: the ops that are looked at, each after those that it depends on.
       also: types of further ops that count as if they had side effects.
     """
-    has_effect = [op for op in ops if has_side_effect(op) or op.type in also]
-    return upstream_bits(ops, {op: 1 << index for index, op in enumerate(has_effect)})
+    has_effect = [op for op in order if has_side_effect(op) or op.type in also]
+    return upstream_bits(order, {op: 1 << index for index, op in enumerate(has_effect)})
 
 
 def upstream_bits(
-    ops: Sequence[tf.Operation], bits: dict[tf.Operation, int]
+    order: Sequence[tf.Operation], bits: dict[tf.Operation, int]
 ) -> dict[tf.Operation, int]:
-    """For each op, its bits and those of all ops that it depends on."""
+    """For each op, its bits and those of all ops that it depends on, which come before it."""
     upstream: dict[tf.Operation, int] = {}
-    order = topological_order(ops)
     is_complete = False
     while not is_complete:
         is_complete = True

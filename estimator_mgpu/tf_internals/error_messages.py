@@ -40,6 +40,8 @@ _INPUT_OP = re.compile(r'\[\[(\{\{node )?\S*IteratorGetNext(_\d+)?(\}\})?\]\]')
 
 # An op of a graph that a session runs.
 _ANY_OP = re.compile(r'\[\[(\{\{node )?[^\[\]{}\s]+(\}\})?\]\]')
+# An op of a graph or of a function that has failed.
+_NODE = re.compile(r'\[\[\{\{node ([^\s{}]+)\}\}')
 # What is too small, or too large, where it isn't memory: files, and the messages of gRPC.
 _NO_MEMORY = (
     os.strerror(errno.ENOSPC),
@@ -59,6 +61,12 @@ def reason(error: Exception) -> str:
         if not _HEADING.match(line):
             return _NUMBER_AND_CODE.sub('', line, count=1)
     return type(error).__name__
+
+
+def node_name(error: Exception) -> str | None:
+    """The name of the first node that an error is about; None if it names none."""
+    match = _NODE.search(getattr(error, 'message', None) or str(error))
+    return None if match is None else match[1]
 
 
 def is_of_input(error: Exception) -> bool:

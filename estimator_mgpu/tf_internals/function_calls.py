@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.private import add_control_inputs, get_function
 
+# The attributes that name functions, in the order in which these are listed.
+_FUNCTION_ATTRS = ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f')
+
 
 def called_functions(node: Any) -> list[Any]:
     """Returns what a NodeDef says of the functions that it calls: a loop's condition is first."""
-    names = ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f')
-    values = [node.attr[name] for name in names if name in node.attr]
-    return [function for value in values for function in value.list.func or [value.func]]
+    return list(_functions_by_label(node).values())
+
+
+def function_labels(node: Any) -> list[str]:
+    """Labels the functions that a NodeDef calls: 'then_branch', say, or 'branches_1'."""
+    return list(_functions_by_label(node))
+
+
+def _functions_by_label(node: Any) -> dict[str, Any]:
+    functions = {}
+    for name in _FUNCTION_ATTRS:
+        if name in node.attr:
+            value = node.attr[name]
+            if value.list.func:
+                for number, function in enumerate(value.list.func):
+                    functions[f'{name}_{number}'] = function
+            else:
+                functions[name] = value.func
+    return functions
 
 
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:
@@ -34,6 +54,70 @@ def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
     function = get_function(graph, name)
     definition = getattr(function, 'cached_definition', None) or function.definition
     return definition, function.graph
+
+
+class OpPath(NamedTuple):
+    """Where an op of a function is: 'scope/cond/then_branch/check', say."""
+
+    caller: tf.Operation  # of the graph: scope/cond
+    label: str  # of the function that it calls: then_branch
+    rest: str  # check; or the path of an op that this function calls, in turn
+
+
+def path_in_function(caller: str, label: str, op_name: str) -> str:
+    """The path of an op of a function.
+
+    Args:
+      caller: the op that calls the function; its own path, if it's in a function, too.
+      label: of the function, as in `function_labels()`.
+      op_name: in the function's graph.
+    """
+    return f'{caller}/{label}/{op_name}'
+
+
+def split_path(graph: tf.Graph, path: str) -> OpPath | None:
+    """Reads the path of an op of a function; None for another name."""
+    parts = path.split('/')
+    for end in range(1, len(parts) - 1):
+        caller = _op_or_none(graph, '/'.join(parts[:end]))
+        if caller is not None and parts[end] in function_labels(caller.node_def):
+            return OpPath(caller, parts[end], '/'.join(parts[end + 1 :]))
+    return None
+
+
+def op_of_path(graph: tf.Graph, path: str) -> tf.Operation | None:
+    """The op of a graph, or of a function that it calls, by its path; None if there is none."""
+    split = split_path(graph, path)
+    if split is None:
+        return _op_or_none(graph, path)
+    labels = function_labels(split.caller.node_def)
+    functions = dict(zip(labels, function_graphs(split.caller)))
+    if split.label not in functions:
+        return None
+    return op_of_path(functions[split.label], split.rest)
+
+
+def ops_of_node(caller: tf.Operation, name: str) -> Iterator[tuple[str, tf.Operation]]:
+    """Gives the ops of an op's functions whose nodes have a name there, each with its path.
+
+    These functions may call others, whose ops are given, too.
+    """
+    if not function_graphs(caller):
+        return
+    for label, function in _functions_by_label(caller.node_def).items():
+        definition, graph = function_definition(caller.graph, function.name)
+        for node, op in zip(definition.node_def, function_ops(definition, graph)):
+            if node.name == name:
+                yield path_in_function(caller.name, label, op.name), op
+            for path, inner_op in ops_of_node(op, name):
+                yield path_in_function(caller.name, label, path), inner_op
+
+
+def _op_or_none(graph: tf.Graph, name: str) -> tf.Operation | None:
+    try:
+        return graph.get_operation_by_name(name)
+    except KeyError:
+        return None
 
 
 def call_attributes(call: tf.Operation) -> set[str]:
@@ -73,8 +157,8 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
     return ops
 
 
-def let_wait(op: tf.Operation, before: tf.Operation) -> None:
-    """Lets an op wait for another one; if it calls a function, for the call's arguments, too.
+def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
+    """Lets an op wait for others; if it calls a function, for the call's arguments, too.
 
     TensorFlow's optimizer takes calls apart. A call that waits for no other op begins when all of
     its arguments are there. If it does wait for one, that is taken for its place in the order of
@@ -82,10 +166,12 @@ def let_wait(op: tf.Operation, before: tf.Operation) -> None:
 
     Args:
       op: the op that has to wait.
-      before: the op to wait for, on the device of `op`.
+      before: the ops to wait for.
     """
-    if op.type in op_types.FUNCTION_CALLERS and not op.control_inputs:
+    if before and op.type in op_types.FUNCTION_CALLERS and not op.control_inputs:
         arguments = [operand.op for operand in op.inputs if operand.dtype != tf.resource]
-        with tf.control_dependencies([before, *arguments]), tf.device(before.device or None):
-            before = tf.no_op('arguments_are_there')
-    add_control_inputs(op, [before])
+        device = op.device or before[0].device
+        with op.graph.as_default(), tf.name_scope(None), tf.device(device or None):
+            with tf.control_dependencies(None), tf.control_dependencies([*before, *arguments]):
+                before = [tf.no_op(f'{op.name}/arguments_are_there')]
+    add_control_inputs(op, list(dict.fromkeys(before)))

@@ -8,9 +8,8 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.private import (
-    add_control_inputs,
     control_consumers,
     creation_index,
     remove_control_inputs,
@@ -21,7 +20,7 @@ from estimator_mgpu.tf_internals.private import (
 def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None:
     """Makes an op that exists already wait for these, and for no others."""
     remove_control_inputs(op)
-    add_control_inputs(op, list(dict.fromkeys(inputs)))
+    function_calls.let_wait(op, inputs)
 
 
 def consumers_of(op: tf.Operation) -> list[tf.Operation]:

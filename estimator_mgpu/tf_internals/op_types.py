@@ -8,11 +8,14 @@ IDENTITY = 'Identity'
 READ_VARIABLE = 'ReadVariableOp'
 DISABLE_COPIES = 'DisableCopyOnRead'
 ENSURE_SHAPE = 'EnsureShape'
+RESHAPE = 'Reshape'
 
 ZEROS_ONES_LIKE = {'ZerosLike': 0, 'OnesLike': 1}
 """Ops that fill a tensor of another one's shape, and by what: they need no value, only a shape."""
 
-_IDENTITIES = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
+GRADIENT_STOPS = ('PreventGradient', 'StopGradient')
+"""Identities that count only while gradients are made."""
+_IDENTITIES = ('Identity', 'Snapshot', *GRADIENT_STOPS)
 VIEWS = (*_IDENTITIES, 'ExpandDims', 'Reshape', 'Squeeze')
 """Ops whose output is in the memory of their first input."""
 REARRANGEMENTS = (*VIEWS, 'Transpose')

@@ -53,9 +53,10 @@ class StateOrder:
 
         order = topological_order(ops)
         self._behind = _read_by_users(order)
+        self._not_waited_for = {op for op in ops if not self._can_be_waited_for(op)}
         for op in order:
             self._classify(op)
-        self._upstream = upstream_bits(ops, self._bits)
+        self._upstream = upstream_bits(order, self._bits)
 
     def bits(self, op: tf.Operation) -> int:
         """The bit of an op; 0 if it touches no state."""
@@ -175,9 +176,9 @@ class StateOrder:
 
     def _ends_control_flow(self, op: tf.Operation) -> bool:
         """Whether an op can be waited for, but something that it waits for can't."""
-        if not self._can_be_waited_for(op):
+        if not self._not_waited_for or op in self._not_waited_for:
             return False
-        return not all(map(self._can_be_waited_for, graphs.direct_inputs(op)))
+        return not self._not_waited_for.isdisjoint(graphs.direct_inputs(op))
 
 
 def _read_by_users(order: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:

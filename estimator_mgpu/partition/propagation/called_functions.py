@@ -95,7 +95,8 @@ class CalledFunctions:
             for index, argument in enumerate(body.inputs):
                 request = self.requests.get(argument.op)
                 if request is not None and self.placements[index] == REPLICATE:
-                    self.placements[index] = Shard(request.axis, request.rows)
+                    shard = Shard(request.axis, request.rows, request.in_blocks)
+                    self.placements[index] = shard
 
     def sizes(self, index: int) -> list[Size]:
         """The entries of an argument that is a size, and the same in every call; [] of others."""

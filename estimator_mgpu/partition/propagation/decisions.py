@@ -27,6 +27,8 @@ from estimator_mgpu.partition.rules.notation import NotSharded, failure, signatu
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals import op_types
 
+_SIZE_TYPES = (tf.int32, tf.int64)
+
 
 def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision:
     """Decides how an op runs on every tower.
@@ -56,7 +58,10 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
     has_positions = any(isinstance(placement, Positions) for placement in placements)
     if op.type in parts.TYPES or has_positions:
         # The sizes of parts differ from step to step, and functions have sizes of their own.
-        return None if scope.in_function else parts.decide(op, placements, scope.sizes)
+        decision = None if scope.in_function else parts.decide(op, placements, scope.sizes)
+        if decision is not None or op.type in parts.TYPES:
+            return decision
+        placements = [REPLICATE if isinstance(p, Positions) else p for p in placements]
 
     if op.type in scope.rules.of_calls:
         rule = scope.rules.of_calls[op.type]
@@ -86,19 +91,31 @@ def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placemen
 
 def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
     """By the rule for the op's type; None if no input is sharded in a way that the rule allows."""
+    follows_gathered = scope.follows_gathered(op)
+    is_whole = not follows_gathered and all(placement == REPLICATE for placement in placements)
+    if is_whole and _is_known_by_graph(op):
+        return None
+
     signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
-    computes_sizes = all(placement == REPLICATE for placement in placements)
-    if computes_sizes and not scope.follows_gathered(op):
-        dims = match.dims()
-    else:
-        dims = [_if_complete(by_rule) for by_rule in signature.dims or ()]
+    dims_by_rule = signature.dims or ()
+    dims = match.dims() if is_whole else [_if_complete(known) for known in dims_by_rule]
     for output, output_dims in zip(op.outputs, dims):
         scope.sizes.set_dims(output, output_dims)
 
     return match.decision()
+
+
+def _is_known_by_graph(op: tf.Operation) -> bool:
+    """Whether the rule of an op of which no input is sharded or gathered has nothing to say.
+
+    That's so for most ops of an optimizer. Of sizes, the op could still make its shard by itself.
+    """
+    if any(operand.dtype.base_dtype in _SIZE_TYPES for operand in op.inputs):
+        return False
+    return all(output.shape.is_fully_defined() for output in op.outputs)
 
 
 def _if_complete(dims: Sequence[Size | None] | None) -> list[Size] | None:

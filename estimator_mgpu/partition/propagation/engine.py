@@ -17,6 +17,7 @@ from estimator_mgpu.partition.placements import (
     NotGatherable,
     Partial,
     Placement,
+    Positions,
     Shard,
 )
 from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan
@@ -76,7 +77,7 @@ def propagate(
       RuntimeError: if a rule fails.
     """
     reduced: set[str] = set()
-    once: set[str] = set()
+    once: dict[str, str] = {}
     while True:
         noted_before = len(reduced), len(once)
         scope = Scope(
@@ -170,10 +171,13 @@ class _Pass:
         placements = self.scope.placements_of_inputs(op)
         if op.type in op_types.SHAPE_QUERIES:
             self._run_unsharded(op, placements, '')  # It needs no values, and so no reason.
-        elif any(member.name in self.scope.run_once for member in _boundary(op)):
-            self._run_unsharded(op, placements, 'another op needs all of its lists')
         else:
-            self._decide(op, placements)
+            names = [member.name for member in _boundary(op)]
+            reasons = [self.scope.run_once[name] for name in names if name in self.scope.run_once]
+            if reasons:
+                self._run_unsharded(op, placements, reasons[0])
+            else:
+                self._decide(op, placements)
 
     def _visit_group(self, op: tf.Operation) -> None:
         """A `tf.group` stands for the control edges into it, on each tower for the tower's own."""
@@ -196,15 +200,18 @@ class _Pass:
         try:
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
-            self._run_unsharded(op, placements, str(error) or self._reason(op, placements))
+            reason = self._first_reason(op) or str(error) or self._reason(op, placements)
+            self._run_unsharded(op, placements, reason)
         else:
             self.scope.record(op, decision)
 
     def _run_unsharded(self, op: Unit, placements: Sequence[Placement], reason: str) -> None:
         """Lets an op run once, with the full values of its inputs."""
         for tensor, placement in zip(op.inputs, placements):
-            if isinstance(placement, NotGatherable):
-                self.scope.run_once.add(passed_on(tensor).op.name)  # from the next pass on
+            # Positions are computed once more, in full, which is cheap.
+            if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
+                maker = passed_on(tensor).op
+                self.scope.run_once.setdefault(maker.name, reason)  # from the next pass on
 
         follows_gathered = self.scope.follows_gathered(op)
         uses_towers = any(placement != REPLICATE for placement in placements)
@@ -246,6 +253,15 @@ class _Pass:
                         break
                     tensor = source
                 self.scope.reduced.add(tensor.name)
+
+    def _first_reason(self, op: Unit) -> str | None:
+        """Why an op needed all of a list in a pass before; None if it needed none.
+
+        In this pass, it may have another reason: the list itself is no longer a tower's own.
+        """
+        makers = [passed_on(tensor).op.name for tensor in op.inputs]
+        reasons = [self.scope.run_once[name] for name in makers if name in self.scope.run_once]
+        return reasons[0] if reasons else None
 
     def _reason(self, op: Unit, placements: Sequence[Placement]) -> str:
         """Why an op runs once. If it's for the sake of an op before, it's that op's reason."""

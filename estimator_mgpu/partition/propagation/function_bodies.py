@@ -26,6 +26,7 @@ from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     LOCAL,
     Constant,
+    CountedFromFirst,
     Decision,
     FullSizes,
     LocalShape,
@@ -239,7 +240,7 @@ class FunctionBody:
             return self._full_sizes(op, tensor) if differs else LOCAL
 
         source = passed_on(tensor)
-        if isinstance(need, Slice) and not need.in_blocks and self._can_be_made(source):
+        if isinstance(need, Slice) and self._can_be_made(source, need.in_blocks):
             self._requests[source.op] = need
             return LOCAL
         if need == FULL_ON_FIRST and is_zero(tensor):
@@ -249,6 +250,8 @@ class FunctionBody:
 
         if isinstance(need, SparseRows):
             raise NotSharded(f'in it, {op.type} needs rows of a sparse tensor')
+        if isinstance(need, CountedFromFirst):
+            raise NotSharded(f'in it, {op.type} needs indices of the rows of a tower')
         if isinstance(need, LocalShape):
             self._check_local_shape(op, need, differs)
             return LOCAL if differs else need
@@ -293,12 +296,14 @@ class FunctionBody:
         if len(unknown) > allowed:
             raise NotSharded(f'in it, {op.type} needs other sizes')
 
-    def _can_be_made(self, tensor: tf.Tensor) -> bool:
+    def _can_be_made(self, tensor: tf.Tensor, in_blocks: bool) -> bool:
         """Whether each tower can have its shard of a tensor: see `Requests`."""
         if any(tensor is argument for argument in self.graph.inputs):
             return self.scope.placement_of(tensor) == REPLICATE
         if not self.scope.batch.static:
             return False
+        if in_blocks and not is_zero(tensor):
+            return False  # The entries would have to be in another order than those of a slice.
         if tensor.op.type == op_types.FILL:
             return self.scope.sizes.numbers(tensor.op.inputs[0]) is not None
         return tensor.op.type == op_types.CONST
@@ -314,7 +319,7 @@ class FunctionBody:
         if op.type == op_types.FILL:
             needs = (LocalShape(tuple(dims), request.axis, self.scope.batch), LOCAL)
         dims[request.axis] = factor * Size(1, (self.scope.batch,))
-        shard = Shard(request.axis, self.scope.batch)
+        shard = Shard(request.axis, self.scope.batch, request.in_blocks)
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))
 
 

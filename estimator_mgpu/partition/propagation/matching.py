@@ -19,9 +19,11 @@ from estimator_mgpu.partition.plan import (
     FULL,
     LOCAL,
     Constant,
+    CountedFromFirst,
     Decision,
     EntriesOf,
     Form,
+    IndicesOfRows,
     Label,
     Need,
     OpPlan,
@@ -122,11 +124,22 @@ class Match:
             return placement.in_blocks if by_rule in (None, placement.in_blocks) else None
         if by_rule is not None:
             return by_rule
-        # What has the shape of another tensor is used together with it, as ones are in gradients.
-        if tensor.op.type in op_types.SHAPE_QUERIES:
-            other = self._scope.placement_of(tensor.op.inputs[tensor.value_index])
-            return isinstance(other, Shard) and other.in_blocks
-        return False
+        # What has the size of another tensor is used together with it, as ones are in gradients, or
+        # the zeros with which a recurrent network begins.
+        others = [self._scope.placement_of(other) for other in self._measured(tensor)]
+        return any(isinstance(other, Shard) and other.in_blocks for other in others)
+
+    def _measured(self, shape: tf.Tensor) -> Iterator[tf.Tensor]:
+        """Yields the tensors of whose sizes a shape is computed."""
+        seen = set()
+        stack = [shape]
+        while stack:
+            tensor = stack.pop()
+            if tensor.op.type in op_types.SHAPE_QUERIES:
+                yield tensor.op.inputs[tensor.value_index]
+            elif tensor.op not in seen and self._sizes.entries(tensor) is not None:
+                seen.add(tensor.op)
+                stack += tensor.op.inputs
 
     def _along_shard(
         self, tensor: tf.Tensor, operand: Operand, placement: Shard
@@ -203,6 +216,8 @@ class Match:
             return operand if operand != LOCAL or has_local else None
         if isinstance(operand, EntriesOf):
             return self._need_of_entries(operand, way)
+        if isinstance(operand, IndicesOfRows):
+            return self._need_of_indices(tensor, operand, placement, way)
         labels = operand.labels if isinstance(operand, SizesOf) else operand
         if way.label not in labels:
             return FULL
@@ -221,6 +236,16 @@ class Match:
         if way.in_blocks:
             return None  # A tower's rows don't follow each other.
         return SparseRows(self._op.inputs[operand.indices].name, way.rows, way.factor)
+
+    def _need_of_indices(
+        self, tensor: tf.Tensor, operand: IndicesOfRows, placement: Placement, way: Way
+    ) -> Need | None:
+        """The form of indices that begin with their rows."""
+        need = self._need(tensor, operand.labels, placement, way)
+        if need is None or way.in_blocks or way.label != operand.labels[0]:
+            return None
+        assert isinstance(need, (Form, Slice))
+        return CountedFromFirst(need, way.rows, way.factor)
 
     def _need_of_sizes(self, tensor: tf.Tensor, position: int, way: Way) -> Need | None:
         """The form of a shape whose entry at a position is sharded."""

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence, Set
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rewrites.idle_reads import copy_for_idle_reads
-from estimator_mgpu.tf_internals import graphs, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
@@ -109,7 +109,7 @@ def _wait_for_late_reads(
     for op, reads in reads_of.items():
         source = op.inputs[0].op
         if all((read, source) in possible for read in reads):
-            private.add_control_inputs(source, reads)
+            function_calls.let_wait(source, reads)
         else:
             graphs.set_control_inputs(op, reads)
             tied.add(op)

@@ -24,7 +24,7 @@ from collections.abc import Container
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import private, tracebacks
+from estimator_mgpu.tf_internals import function_calls, private, tracebacks
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
@@ -55,7 +55,7 @@ def copy_for_idle_reads(
                 private.set_input(op, index, copies[tensor.name])
         copied = [copies[tensor.name].op for tensor in operands]
         for write in writes:
-            private.add_control_inputs(write, copied)
+            function_calls.let_wait(write, copied)
         order.forget_read(op)
 
 

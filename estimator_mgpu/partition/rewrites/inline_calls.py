@@ -88,14 +88,8 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
         controls[f'^{argument.op.name}'] = operand
 
     definition = function.as_graph_def()
-    nodes = [node for node in definition.node if f'^{node.name}' not in controls]
     scope = f'{call.name}/inlined'
-    for node in nodes:
-        node.attr.pop('_class', None)
-        if node.op in op_types.ENTER:
-            # If the function is called twice, its v1 loops are two.
-            frame = f'{scope}/{node.attr["frame_name"].s.decode()}'
-            node.attr['frame_name'].s = frame.encode()
+    nodes = _nodes_of_body(definition, set(controls), scope)
     used = {name for node in nodes for name in node.input}
     used |= {f'{name}:0' for name in used}
     input_map = {name: tensor for name, tensor in {**tensors, **controls}.items() if name in used}
@@ -110,31 +104,74 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
             name=scope,
         )
         tensors.update(zip(computed, elements))
-        inlined_effects = elements[len(computed) :]
-        before_outputs = [*inlined_effects, *call.control_inputs]
-        outputs = [
-            _after(before_outputs, tensors[tensor.name], f'{call.name}/output')
-            for tensor in function.outputs
-        ]
-        output_ops = [output.op for output in outputs]
-        with tf.control_dependencies([*inlined_effects, *call.control_inputs, *output_ops]):
-            last = tf.no_op(f'{call.name}/done')
+        results = [tensors[tensor.name] for tensor in function.outputs]
+        outputs, last = _after_body(call, results, elements[len(computed) :])
 
     inlined = [call.graph.get_operation_by_name(f'{scope}/{node.name}') for node in nodes]
-    # What the call waited for, its stateful ops wait for.
+    _wait_as_the_call_did(call, inlined)
+    _wait_for_arguments(call, inlined)
+    return outputs, last
+
+
+def _nodes_of_body(definition: Any, arguments: Set[str], scope: str) -> list[Any]:
+    """The nodes of a function that are added to the graph.
+
+    Args:
+      definition: the function's GraphDef, whose nodes are changed.
+      arguments: the function's arguments, as control inputs.
+      scope: the name scope of the nodes.
+    """
+    nodes = [node for node in definition.node if f'^{node.name}' not in arguments]
+    for node in nodes:
+        node.attr.pop('_class', None)
+        if node.op in op_types.ENTER:
+            # If the function is called twice, its v1 loops are two.
+            frame = f'{scope}/{node.attr["frame_name"].s.decode()}'
+            node.attr['frame_name'].s = frame.encode()
+    return nodes
+
+
+def _after_body(
+    call: tf.Operation, results: Sequence[tf.Tensor], effects: Sequence[tf.Operation]
+) -> tuple[list[tf.Tensor], tf.Operation]:
+    """What is used in place of a call: its outputs, and an op that waits for all that it does.
+
+    Args:
+      call: the op that calls the function.
+      results: what the function's ops give, inlined.
+      effects: those of its ops that have to run in any case.
+    """
+    before = [*effects, *call.control_inputs]
+    outputs = [_after(before, result, f'{call.name}/output') for result in results]
+    with tf.control_dependencies([*before, *(output.op for output in outputs)]):
+        last = tf.no_op(f'{call.name}/done')
+    return outputs, last
+
+
+def _wait_as_the_call_did(call: tf.Operation, inlined: Sequence[tf.Operation]) -> None:
+    """Lets the stateful ops of a function wait for what its call waited for by control edges.
+
+    Calls among them are inlined next: then their own ops wait for their arguments.
+    """
     if call.control_inputs:
         for op in _first_of_stateful(inlined):
             private.add_control_inputs(op, call.control_inputs)
-    # A call begins when all of its arguments are there, and so do its writes. Its reads needn't
-    # wait, unless the arguments come from an op that writes to a variable that the call is given.
+
+
+def _wait_for_arguments(call: tf.Operation, inlined: Sequence[tf.Operation]) -> None:
+    """Lets a function's writes wait for all of its arguments, as a call begins with these.
+
+    Its reads needn't wait, unless the arguments come from an op that writes to a variable that the
+    call is given.
+    """
     arguments = [operand.op for operand in call.inputs if not _is_handle(operand)]
-    if arguments:
-        first_uses = _first_uses_of_variables(call, inlined)
-        if not _follows_from_write(call):
-            first_uses = [op for op in first_uses if has_side_effect(op)]
-        for op in first_uses:
-            private.add_control_inputs(op, list(dict.fromkeys(arguments)))
-    return outputs, last
+    if not arguments:
+        return
+    first_uses = _first_uses_of_variables(call, inlined)
+    if not _follows_from_write(call):
+        first_uses = [op for op in first_uses if has_side_effect(op)]
+    for op in first_uses:
+        private.add_control_inputs(op, list(dict.fromkeys(arguments)))
 
 
 def _after(before: Sequence[tf.Operation], output: tf.Tensor, name: str) -> tf.Tensor:

@@ -26,7 +26,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect
 from estimator_mgpu.tf_internals.node_defs import node_def
 
@@ -119,7 +119,7 @@ def _replace_loop(loop: tf.Operation) -> tuple[list[tf.Tensor], list[tf.Operatio
     if loop.control_inputs:
         for index in range(len(loop.inputs)):
             enter = loop.graph.get_operation_by_name(f'{scope}/enter_{index}')
-            private.add_control_inputs(enter, loop.control_inputs)
+            function_calls.let_wait(enter, loop.control_inputs)
 
     results = [_after(loop, tensor) for tensor in loop.inputs]  # Constants are results, too.
     for index, exit in zip(nodes.variables, exits):

@@ -154,8 +154,8 @@ class _ListOp:
         if placement == REPLICATE and isinstance(self.current, ShardList):
             result = self.current
             axis = result.axis + put.stacked
-            need: Need = Slice(axis, self.batch, result.factor)
-            placement = Shard(axis, self.batch)
+            need: Need = Slice(axis, self.batch, result.factor, result.in_blocks)
+            placement = Shard(axis, self.batch, result.in_blocks)
         else:
             result = self._list_with(value, placement, put.stacked)
             need = LOCAL if placement != REPLICATE or self.in_function else FULL
@@ -190,7 +190,7 @@ class _ListOp:
         plan = OpPlan(tuple(self._needs()))
 
         if isinstance(placement, ShardList):
-            shard = Shard(placement.axis + stacked, placement.rows)
+            shard = Shard(placement.axis + stacked, placement.rows, placement.in_blocks)
             rank = placement.rank + stacked
             dims = self.sizes.dims_of_shard(output, shard, placement.factor, rank)
             attrs = _local_attrs(self.op, placement)

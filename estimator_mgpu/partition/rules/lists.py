@@ -135,7 +135,7 @@ def _with_shards(op: tf.Operation, placement: ShardList, sizes: Sizes) -> Decisi
 def _get(op: tf.Operation, placement: ShardList, sizes: Sizes) -> Decision:
     """An element of a list of shards, or all of them stacked, is a shard."""
     stacked = int(op.type == 'TensorListStack')  # A new dimension comes first.
-    shard = Shard(placement.axis + stacked, placement.rows)
+    shard = Shard(placement.axis + stacked, placement.rows, placement.in_blocks)
     output = op.outputs[-1]
     dims = sizes.dims_of_shard(output, shard, placement.factor, placement.rank + stacked)
 
@@ -182,7 +182,7 @@ def _put(
         needs = [LOCAL, *[FULL] * (len(before) - 1)]
 
     if item == REPLICATE and isinstance(current, ShardList):
-        need = Slice(current.axis, batch, current.factor)
+        need = Slice(current.axis, batch, current.factor, current.in_blocks)
         return Decision(OpPlan((*needs, need)), [current])
 
     result = list_with(element, item, batch, sizes)
@@ -219,10 +219,10 @@ def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes, stacked: int = 0) ->
     If `stacked` is 1, the elements are those along dimension 0.
     """
     factor = sizes.per_row(tensor, shard.axis, shard.rows)
-    if factor is None or factor.static is None or shard.in_blocks or shard.axis < stacked:
+    if factor is None or factor.static is None or shard.axis < stacked:
         return None
     rank = len(sizes.dims(tensor) or [])
-    return ShardList(shard.axis - stacked, shard.rows, factor, rank - stacked)
+    return ShardList(shard.axis - stacked, shard.rows, factor, rank - stacked, shard.in_blocks)
 
 
 def _any_shape(shape: tf.Tensor) -> Constant:

@@ -10,7 +10,7 @@ import string
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import FULL, Label, SizesOf
+from estimator_mgpu.partition.plan import FULL, IndicesOfRows, Label, SizesOf
 from estimator_mgpu.partition.rules.axes import axes_of
 from estimator_mgpu.partition.rules.notation import (
     Rule,
@@ -20,6 +20,7 @@ from estimator_mgpu.partition.rules.notation import (
     require,
     table,
 )
+from estimator_mgpu.partition.rules.row_indices import begin_with_rows
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Size
 
@@ -62,13 +63,45 @@ def _unsorted_segments(op: tf.Operation, sizes: Sizes) -> str:
     return f'I... I * -> * ({reduction})'
 
 
+def _gather_nd(op: tf.Operation, sizes: Sizes) -> str | Signature:
+    """`GatherNd`: the last dimension of the indices is a position in the table.
+
+    If each index begins with its own row, towers need no more than their rows of the table: the
+    last step of each example, say, is at [[0, 3], [1, 5], ...].
+    """
+    table, indices = op.inputs
+    dims = require(sizes.dims(table))
+    if not begin_with_rows(indices, dims[0], sizes):
+        return '* I_ -> I...'
+    index_dims = require(sizes.dims(indices))
+    named = require(index_dims[-1].static)
+    output_dims = [*index_dims[:-1], *dims[named:]]
+    return Signature(
+        [_by_rows(len(dims)), IndicesOfRows(_by_rows(len(index_dims)))],
+        [_by_rows(len(output_dims))],
+        dims=[output_dims],
+    )
+
+
+def _by_rows(count: int) -> tuple[Label, ...]:
+    """Labels of which the first one, of the rows, is sharded."""
+    return ('n', *[None] * (count - 1))
+
+
 def _scatter(op: tf.Operation, sizes: Sizes) -> Signature:
     """`TensorScatterUpdate` and the like: along the dimensions that the indices don't name.
 
     An index of two numbers, say, is a place in the first two dimensions; of [time, batch, units],
     with the indices [[0], [1]], a tower updates its examples at both times.
+
+    If each index begins with its own row, towers update their rows.
     """
     target = rank(op.inputs[0], sizes)
+    dims = require(sizes.dims(op.inputs[0]))
+    if begin_with_rows(op.inputs[1], dims[0], sizes):
+        indices = IndicesOfRows(_by_rows(rank(op.inputs[1], sizes)))
+        updates = _by_rows(rank(op.inputs[2], sizes))
+        return Signature([_by_rows(target), indices, updates], [_by_rows(target)], dims=[dims])
     named, updates = _scattered(op.inputs[1], target, sizes)
     labels = (*[None] * named, *range(named, target))
     return Signature([labels, FULL, updates], [labels], dims=[sizes.dims(op.inputs[0])])
@@ -77,6 +110,11 @@ def _scatter(op: tf.Operation, sizes: Sizes) -> Signature:
 def _scatter_nd(op: tf.Operation, sizes: Sizes) -> Signature:
     """`ScatterNd`: the same with zeros, of a shape that it's given."""
     dims = require(sizes.entries(op.inputs[2]))
+    if begin_with_rows(op.inputs[0], dims[0], sizes):
+        indices = IndicesOfRows(_by_rows(rank(op.inputs[0], sizes)))
+        updates = _by_rows(rank(op.inputs[1], sizes))
+        shape = SizesOf(_by_rows(len(dims)))
+        return Signature([indices, updates, shape], [_by_rows(len(dims))], dims=[dims])
     named, updates = _scattered(op.inputs[0], len(dims), sizes)
     labels = (*[None] * named, *range(named, len(dims)))
     return Signature([FULL, updates, SizesOf(labels)], [labels], dims=[dims])
@@ -98,8 +136,8 @@ def _scattered(indices: tf.Tensor, target: int, sizes: Sizes) -> tuple[int, tupl
 _RULES: dict[str, Rule] = {
     'Gather': '_P I -> IP',
     'GatherV2': _gather,
-    # The last dimension of the indices is a position in the table.
-    'GatherNd ResourceGatherNd': '* I_ -> I...',
+    'GatherNd': _gather_nd,
+    'ResourceGatherNd': '* I_ -> I...',
     'LookupTableFind LookupTableFindV2': '* S * -> S...',
     'OneHot': _one_hot,
     'ScatterNd': _scatter_nd,

@@ -37,12 +37,21 @@ def _like_logits(text: str) -> Rule:
     return rule
 
 
-_RULES: dict[str, Rule] = {
-    # Dense layers. (Products are in `linear_algebra`.)
+_DENSE: dict[str, Rule] = {
+    # Products are in `linear_algebra`.
     'BiasAdd': by_attribute('data_format', {b'NHWC': 'Sc c -> Sc', b'NCHW': 'ncS c -> ncS'}),
     'BiasAddGrad': by_attribute(
         'data_format', {b'NHWC': 'Sc -> c (sum)', b'NCHW': 'ncS -> c (sum)'}
     ),
+    # Softmax, and losses, of the last dimension.
+    'LogSoftmax Softmax': _like_logits('S_ -> S_'),
+    'SoftmaxCrossEntropyWithLogits': _like_logits('S_ S_ -> S S_'),
+    'SparseSoftmaxCrossEntropyWithLogits': _like_logits('n_ n -> n n_'),
+}
+DENSE = table(_DENSE)
+"""Rules for dense layers, softmax and its losses. Their kernels do without rows."""
+
+_RULES: dict[str, Rule] = {
     # Convolutions.
     'Conv2D Conv3D DepthwiseConv2dNative Dilation2D': _WITH_WEIGHTS,
     # The first input is the shape of the gradient, which has the examples' number in it.
@@ -65,10 +74,6 @@ _RULES: dict[str, Rule] = {
     'LRNGrad': _THREE_INPUTS,
     _NORMS: by_attribute('is_training', {False: _NORM_OF_GIVEN}),
     _NORM_GRADIENTS: by_attribute('is_training', {False: _NORM_GRADIENT_OF_GIVEN}),
-    # Softmax, and losses, of the last dimension.
-    'LogSoftmax Softmax': _like_logits('S_ -> S_'),
-    'SoftmaxCrossEntropyWithLogits': _like_logits('S_ S_ -> S S_'),
-    'SparseSoftmaxCrossEntropyWithLogits': _like_logits('n_ n -> n n_'),
     # Recurrent cells, whose weights and biases each tower needs in full.
     'GRUBlockCell': 'n_ n_ * * * * -> n_+',
     'GRUBlockCellGrad': 'n_ n_ * * * * n_+ -> n_+',
@@ -81,7 +86,7 @@ _RULES: dict[str, Rule] = {
     'FakeQuantWithMinMaxVarsPerChannel': 'S_ * * -> S_',
     'FakeQuantWithMinMaxVarsPerChannelGradient': 'S_ S_ * * -> S_ * * (sum)',
 }
-RULES = table(_RULES)
+RULES = DENSE | table(_RULES)
 
 _OF_DEVICE: dict[str, Rule] = {
     # Statistics that the op gives, for moving averages, are the mean of the towers'.

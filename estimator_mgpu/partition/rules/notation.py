@@ -48,14 +48,14 @@ from typing import Any, NamedTuple, TypeVar, Union
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.plan import Constant, EntriesOf, Form, Label, SizesOf
+from estimator_mgpu.partition.plan import Constant, EntriesOf, Form, IndicesOfRows, Label, SizesOf
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
 
 T = TypeVar('T')
 
 # What a rule says of an input: the labels of its dimensions, or what towers are given.
-Operand = Union[tuple[Label, ...], SizesOf, EntriesOf, Form, Constant]
+Operand = Union[tuple[Label, ...], SizesOf, EntriesOf, IndicesOfRows, Form, Constant]
 
 
 class Signature(NamedTuple):
@@ -164,6 +164,8 @@ def signature_of(rule: Rule | None, op: tf.Operation, sizes: Sizes) -> Signature
 
 def labels_of(operand: Operand) -> tuple[Label, ...]:
     """The labels of an input's own dimensions."""
+    if isinstance(operand, IndicesOfRows):
+        return operand.labels
     return () if isinstance(operand, (SizesOf, EntriesOf, Form, Constant)) else operand
 
 

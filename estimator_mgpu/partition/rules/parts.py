@@ -1,4 +1,4 @@
-"""Rules for `tf.dynamic_partition` and `tf.dynamic_stitch`: parts of which towers pick their rows.
+"""Rules for parts of which towers pick their rows: `tf.dynamic_partition` and `tf.where`.
 
 For example, `tf.nn.embedding_lookup` of a table in two parts looks each id up in the part that has
 its row, and puts the rows back in the order of the ids:
@@ -12,6 +12,13 @@ its row, and puts the rows back in the order of the ids:
 Each tower does this with its own ids, and counts positions from its own first id. The rows of a
 part are a row space of their own (`PartRows`), and so whatever has rules can be done with them.
 
+The entries that a mask selects are a part as well. Its positions are those of `tf.where`, as in
+`tf.boolean_mask`, or where a layer is only given what isn't padding:
+
+    positions = tf.where(mask)
+    tokens = dense(tf.gather_nd(net, positions))
+    net += tf.scatter_nd(positions, tokens, tf.shape(net, out_type=tf.int64))
+
 Parts are made of rows, and put together to rows: two row spaces meet in one op, which a text can't
 say. So these rules are functions of the placements, as those for lists are.
 """
@@ -23,26 +30,36 @@ from collections.abc import Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import Placement, Positions, Shard
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, LocalRange, Need, OpPlan, Slice
+from estimator_mgpu.partition.plan import (
+    FULL,
+    LOCAL,
+    Constant,
+    Decision,
+    LocalRange,
+    LocalShape,
+    Need,
+    OpPlan,
+    Slice,
+    local_shape_of,
+)
 from estimator_mgpu.partition.rules import (
     elementwise,
     linear_algebra,
     lookups,
+    neural_networks,
     reduction_ops,
     shapes,
     strings,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
+from estimator_mgpu.partition.sizes import ONE, PartRows, RowSpace, Size
 
 _PARTITION = 'DynamicPartition'
 _STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
-_GATHER = 'GatherV2'
-TYPES = (_PARTITION, *_STITCHES)
+_WHERE = 'Where'
+TYPES = (_PARTITION, *_STITCHES, _WHERE)
 """Types of ops that make parts, or put them together."""
 
-_DENSE_LAYERS = ('BiasAdd', 'BiasAddGrad', 'LogSoftmax', 'Softmax')
-_LOSSES = ('SoftmaxCrossEntropyWithLogits', 'SparseSoftmaxCrossEntropyWithLogits')
 _NEED_ROWS = {
     *('MirrorPad', 'MirrorPadGrad', 'ScatterNd', 'TensorScatterAdd', 'TensorScatterMax'),
     *('TensorScatterMin', 'TensorScatterSub', 'TensorScatterUpdate'),
@@ -51,11 +68,10 @@ DO_WITHOUT_ROWS = {
     *elementwise.RULES,
     *linear_algebra.RULES,
     *lookups.RULES,
+    *neural_networks.DENSE,
     *reduction_ops.RULES,
     *shapes.RULES,
     *strings.RULES,
-    *_DENSE_LAYERS,
-    *_LOSSES,
 } - _NEED_ROWS
 """Types of ops that may be sharded by the rows of a part, of which a tower may have none.
 
@@ -64,6 +80,8 @@ Kernels of others fail then, and those of pooling even end the process.
 
 _INDEX_TYPES = (tf.int32, tf.int64)  # others are too small for positions
 _KEEP = ('Cast', 'Identity', 'Reshape')  # ops that keep numbers of such types, in their order
+_TAKE = ('GatherNd', 'GatherV2')  # ops that take what is at positions from their first input
+_SAME_ENTRIES = ('ExpandDims', 'Identity', 'Reshape', 'Squeeze')  # these keep all entries' order
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -78,9 +96,10 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
         return _partition(op, placements, sizes)
     if op.type in _STITCHES:
         return _stitch(op, placements, sizes)
-    if op.type == _GATHER:
-        return _gather(op, placements, sizes)
-    return None
+    if op.type == _WHERE:
+        return _where(op, placements, sizes)
+    use = _USES.get(op.type)
+    return None if use is None else use(op, placements, sizes)
 
 
 def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -105,7 +124,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     if factor is None:
         return None
 
-    parts = sizes.parts(op, shard.rows)
+    parts = sizes.parts(which, op.outputs, shard.rows)
     need: Need
     outputs: list[Placement]
     if _is_range(data, sizes):
@@ -155,22 +174,188 @@ def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     return Decision(OpPlan((*[LOCAL] * count, *needs)), [Shard(0, first.rows)], [dims])
 
 
+def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Where`: the indices of a mask's true entries, each of which begins with its row.
+
+    They are in the order of the rows, so those of all towers are those of the global batch.
+    """
+    [mask] = op.inputs
+    [shard] = placements
+    if not isinstance(shard, Shard) or shard.axis > 0 or shard.in_blocks:
+        return None
+    factor = sizes.per_row(mask, 0, shard.rows)
+    if factor is None:
+        return None
+
+    # A mask that is reshaped has the same true entries.
+    while mask.op.type in _SAME_ENTRIES:
+        mask = mask.op.inputs[0]
+    if not _selects_vectors(mask):
+        return None
+    [part] = sizes.parts(mask, op.outputs, shard.rows)
+    columns = Size(len(sizes.dims(op.inputs[0]) or []))
+    positions = Positions(part, (), shard.rows, factor)
+    return Decision(OpPlan((LOCAL,)), [positions], [[_full_size(part), columns]])
+
+
+def _selects_vectors(mask: tf.Tensor) -> bool:
+    """Whether a mask selects vectors of floats, such as those of tokens, of any tensor.
+
+    Others aren't worth it: the values and ids of which sparse tensors are made are needed in full.
+    """
+    stack = [mask]
+    while stack:
+        tensor = stack.pop()
+        for user in tensor.consumers():
+            if user.type == _WHERE or user.type in (*_SAME_ENTRIES, *_KEEP):
+                stack += user.outputs
+            elif user.type in _TAKE and user.inputs[0] is not tensor:
+                taken = user.outputs[0]
+                if taken.dtype.is_floating and taken.shape.rank not in (0, 1):
+                    return True
+    return False
+
+
+# Ops that are given positions.
+
+
+def _keep(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """Positions of another type; or a vector in place of a matrix of one column, or the reverse."""
+    [output] = op.outputs
+    dims = sizes.dims(op.inputs[0])
+    if not dims or output.dtype not in _INDEX_TYPES:
+        return None
+    if op.type in ('Cast', 'Identity'):
+        return Decision(OpPlan((LOCAL,)), [placements[0]], [dims])
+
+    columns_before = dims[1:]
+    columns_after = sizes.static_dims(output)[1:]
+    if not output.shape.rank or not _are_one(columns_before) or not _are_one(columns_after):
+        return None
+    if op.type == 'Squeeze':
+        plan = OpPlan((LOCAL,), {'squeeze_dims': [1]})
+    else:
+        plan = OpPlan((LOCAL, Constant((-1, *[1] * len(columns_after)))))
+    return Decision(plan, [placements[0]], [[dims[0], *columns_after]])
+
+
+def _are_one(columns: list[Size]) -> bool:
+    """Whether these are the columns of a matrix that has one, or those of a vector."""
+    return columns in ([], [ONE])
+
+
 def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`GatherV2` of positions, in gradients: it takes the rows of a part again."""
-    rows, _, axis = op.inputs
-    positions = placements[1]
-    dims = sizes.dims(rows)
+    """`GatherV2` of a vector of positions: it takes the rows of a part."""
+    rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
-    if not isinstance(positions, Positions) or not is_along_rows or not dims:
+    if not is_along_rows or len(sizes.dims(indices) or []) != 1:
+        return None
+    return _taken(rows, placements, 1, sizes, (FULL,))
+
+
+def _gather_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`GatherNd` of a matrix of positions: it takes the entries of a part."""
+    dims = sizes.dims(op.inputs[1]) or []
+    if len(dims) != 2:
+        return None
+    return _taken(op.inputs[0], placements, dims[1].as_integer(), sizes)
+
+
+def _taken(
+    rows: tf.Tensor,
+    placements: Sequence[Placement],
+    named: int,
+    sizes: Sizes,
+    more_needs: tuple[Need, ...] = (),
+) -> Decision | None:
+    """What is at the positions in a tensor.
+
+    Args:
+      rows: the tensor.
+      placements: its own, and that of the positions.
+      named: how many of its dimensions a position names.
+      sizes: of tensors.
+      more_needs: the forms of the op's other inputs.
+    """
+    placement, positions = placements[:2]
+    dims = sizes.dims(rows)
+    if not isinstance(positions, Positions) or not dims:
         return None
     if not dims[0].same_as(positions.factor * _full_size(positions.rows)):
         return None
-
-    shard = Shard(0, positions.rows)
-    is_sharded = placements[0] == shard
+    is_sharded = placement == Shard(0, positions.rows)
     need = LOCAL if is_sharded else Slice(0, positions.rows, positions.factor)
-    part_dims = [_full_size(positions.part), *dims[1:]]
-    return Decision(OpPlan((need, LOCAL, FULL)), [Shard(0, positions.part)], [part_dims])
+    part_dims = [_full_size(positions.part), *dims[named:]]
+    plan = OpPlan((need, LOCAL, *more_needs))
+    return Decision(plan, [Shard(0, positions.part)], [part_dims])
+
+
+def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`ScatterNd` at a matrix of positions: zeros, but for the entries of a part."""
+    indices, _, shape = op.inputs
+    positions, placement, _ = placements
+    dims = sizes.entries(shape)
+    is_part_of_part = isinstance(positions, Positions) and isinstance(positions.rows, PartRows)
+    if len(sizes.dims(indices) or []) != 2 or not dims or is_part_of_part:
+        return None  # The kernel fails without rows, which a part may be.
+    decided = _put(positions, placement, dims)
+    if decided is None:
+        return None
+    need, local_shape, shard = decided
+    return Decision(OpPlan((LOCAL, need, local_shape)), [shard], [dims])
+
+
+def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`UnsortedSegmentSum` and the like, by a vector of positions: the rows of a part, or zeros."""
+    data, indices, count = op.inputs
+    placement, positions, _ = placements
+    data_dims = sizes.dims(data)
+    count_entries = sizes.entries(count)
+    if len(sizes.dims(indices) or []) != 1 or not data_dims or not count_entries:
+        return None
+    decided = _put(positions, placement, count_entries)
+    if decided is None:
+        return None
+    need, local_shape, shard = decided
+    return Decision(OpPlan((need, LOCAL, local_shape)), [shard], [[*count_entries, *data_dims[1:]]])
+
+
+def _put(
+    positions: Placement, placement: Placement, dims: Sequence[Size]
+) -> tuple[Need, LocalShape, Shard] | None:
+    """How the rows of a part are put at their positions, in a tensor of so many rows.
+
+    Args:
+      positions: their placement.
+      placement: that of the rows.
+      dims: those of the tensor, or only the first one.
+
+    Returns:
+      The form of the rows, the tower's version of the dimensions, and the tensor's placement.
+    """
+    if not isinstance(positions, Positions):
+        return None
+    if not dims[0].same_as(positions.factor * _full_size(positions.rows)):
+        return None
+    local_shape = local_shape_of(dims, 0, positions.rows)
+    if local_shape is None:
+        return None
+    # There are as many rows as positions, or the op fails.
+    is_sharded = placement == Shard(0, positions.part)
+    need = LOCAL if is_sharded else Slice(0, positions.part, ONE)
+    return need, local_shape, Shard(0, positions.rows)
+
+
+_USES = {
+    **dict.fromkeys(('Cast', 'Identity', 'Reshape', 'Squeeze'), _keep),
+    'GatherV2': _gather,
+    'GatherNd': _gather_nd,
+    'ScatterNd': _scatter_nd,
+    **dict.fromkeys(
+        [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')], _segments
+    ),
+}
+"""By type of op that is given positions: how it's sharded."""
 
 
 def _full_size(rows: RowSpace) -> Size:

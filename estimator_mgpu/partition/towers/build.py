@@ -16,7 +16,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.rewrites.recompute import Recomputation
+from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.names import Names, unused_word
@@ -115,6 +115,7 @@ def build_towers(
     collect = functools.partial(
         _collect_nodes,
         graph,
+        graphs.topological_order(graph.get_operations()),
         plan,
         total,
         full_value_devices,
@@ -162,6 +163,7 @@ class _Collected(NamedTuple):
 
 def _collect_nodes(
     graph: tf.Graph,
+    ops: Sequence[tf.Operation],
     plan: Plan,
     total: tf.Tensor | None,
     full_value_devices: dict[str, str],
@@ -170,11 +172,11 @@ def _collect_nodes(
     scope: str,
     towers: Sequence[Tower],
 ) -> _Collected:
-    """Collects all nodes of the towers, under a scope."""
+    """Collects all nodes of the towers, under a scope, given the ops in topological order."""
     first = next(iter(plan.order), None)
     nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
-    values = Values(graph, plan, total, towers, full_value_devices, calls, order, nodes)
-    waits = Waits(graph, plan, order, values)
+    values = Values(ops, plan, total, towers, full_value_devices, calls, order, nodes)
+    waits = Waits(ops, plan, order, values)
     copies = Copies(plan, towers, values, waits, nodes)
 
     for name, op_plan in plan.ops.items():

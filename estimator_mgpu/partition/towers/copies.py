@@ -11,11 +11,12 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
-from estimator_mgpu.partition.placements import Partial, Shard
+from estimator_mgpu.partition.placements import Partial, Positions, Shard
 from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     LOCAL,
     Constant,
+    CountedFromFirst,
     FullSizes,
     LocalRange,
     LocalShape,
@@ -144,6 +145,9 @@ class Copies:
             return self._values.slice(tensor, need, tower)
         if isinstance(need, SparseRows):
             return self._values.sparse_rows(tensor, need, tower)
+        if isinstance(need, CountedFromFirst):
+            indices = self._operand(op, tensor, need.indices, tower, device)
+            return self._values.counted_from_first(tensor, indices, need, tower, device)
         if isinstance(need, (LocalShape, Constant)):
             return self._sizes(tensor, need, tower)
         if isinstance(need, LocalRange):
@@ -153,7 +157,7 @@ class Copies:
         if need == FULL_ON_FIRST:
             full = self._full_operand(tensor, tower, device, or_zeros=tower.number > 0)
             return self._zeros_like(full, tensor, device) if tower.number > 0 else full
-        if placement is not None and not isinstance(placement, (Shard, Partial)):
+        if placement is not None and not isinstance(placement, (Shard, Partial, Positions)):
             return self._values.local(tensor, tower)  # It's the same on all towers.
         return self._full_operand(tensor, tower, device)
 

@@ -8,7 +8,8 @@ begins, and then places all nodes without a device on the session's first one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,18 @@ from estimator_mgpu.tf_internals.node_defs import const_def, node_def, set_attr
 _ATTRS_OF_GLOBAL_BATCH = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
 
 
-def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: Tower) -> None:
-    """Changes the copy of a node, in the graph or in a function, into that of a tower."""
+def adapt_node(
+    shards: Shards, node: Any, op_plan: OpPlan, tower: Tower, path: str | None = None
+) -> None:
+    """Changes the copy of a node into that of a tower.
+
+    Args:
+      shards: which examples each tower has.
+      node: the copy, in the graph or in a function.
+      op_plan: of the op.
+      tower: whose copy it is.
+      path: of a node in a function, as in `function_calls`.
+    """
     for attr in _ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
         del node.attr[attr]
     for key, value in op_plan.attrs.items():
@@ -49,8 +60,12 @@ def adapt_node(shards: Shards, node: Any, op_plan: OpPlan, tower: Tower) -> None
         if isinstance(need, VariableValue)
     }
     called = function_calls.called_functions(node)
-    for function, op_plans in zip(called, op_plan.functions):
-        function.name = _copy_function(shards, function.name, op_plans, tower, variable_dtypes)
+    labels = function_calls.function_labels(node)
+    for function, label, op_plans in zip(called, labels, op_plan.functions):
+        path_of = functools.partial(function_calls.path_in_function, path or node.name, label)
+        function.name = _copy_function(
+            shards, function.name, op_plans, tower, variable_dtypes, path_of
+        )
     for position, dtype in variable_dtypes.items():
         if node.op == op_types.READ_VARIABLE:
             _replace_read(node, dtype.as_datatype_enum)
@@ -72,6 +87,7 @@ def _copy_function(
     op_plans: dict[str, OpPlan],
     tower: Tower,
     variable_dtypes: dict[int, Any],
+    path_of: Callable[[str], str],
 ) -> str:
     """Adds a tower's copy of a function; returns its name.
 
@@ -82,6 +98,7 @@ def _copy_function(
       tower: whose copy it is.
       variable_dtypes: by position, the types of arguments that are the values of variables in the
         copy, and variables in the function.
+      path_of: returns the path of an op's copy, by the op's name.
     """
     original, graph = function_calls.function_definition(shards.nodes.graph, name)
     definition = copy.deepcopy(original)
@@ -115,7 +132,10 @@ def _copy_function(
         op_plan = op_plans.get(op.name, OpPlan())
         _set_local_constants(shards, definition, node, op, op_plan, tower)
         _set_parts(shards, definition, node, op, op_plan, tower)
-        adapt_node(shards, node, op_plan, tower)
+        path = path_of(op.name)
+        adapt_node(shards, node, op_plan, tower, path)
+        # What errors call the node: by its name alone, nobody knows of which tower it is.
+        node.experimental_debug_info.original_node_names[:] = [path]
 
     _rename_tensors(definition, renamed)
     library.append(definition)

@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.towers.names import Names
-from estimator_mgpu.tf_internals import op_types, private, tracebacks
+from estimator_mgpu.tf_internals import function_calls, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def
 
 Number = Union[int, str]
@@ -241,7 +241,7 @@ class NodeBuilder:
                 private.set_device(op, devices[name])
 
         for name, ops in self.waits.items():
-            private.add_control_inputs(self.graph.get_operation_by_name(name), list(ops))
+            function_calls.let_wait(self.graph.get_operation_by_name(name), ops)
 
     def _copy_constants(self) -> None:
         """Makes a constant on each device that uses it, rather than send it there."""

@@ -81,7 +81,7 @@ class Pack:
 
 
 def find_packs(
-    graph: tf.Graph,
+    ops: Sequence[tf.Operation],
     plan: Plan,
     calls: Sequence[Sequence[tf.Tensor]],
     order: StateOrder,
@@ -90,13 +90,12 @@ def find_packs(
     """Returns the pack of each tensor that is in one, by its name.
 
     Args:
-      graph: the user's, before towers are added.
+      ops: the user's, each after those that it depends on.
       plan: which ops are sharded.
       calls: the gradients of each optimizer's call.
       order: in which the user's graph touched state, before rewrites removed edges from it.
       device_of_full: gives the device of a tensor's value for the global batch.
     """
-    ops = graph.get_operations()
     if not calls:
         return {}
 

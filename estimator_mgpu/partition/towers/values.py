@@ -16,7 +16,14 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
-from estimator_mgpu.partition.plan import LoopFrame, Plan, Reduced, Slice, SparseRows
+from estimator_mgpu.partition.plan import (
+    CountedFromFirst,
+    LoopFrame,
+    Plan,
+    Reduced,
+    Slice,
+    SparseRows,
+)
 from estimator_mgpu.partition.sizes import ONE, Dim, PartRows, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
@@ -32,7 +39,7 @@ class Values:
     """Local and full values, by the names of their tensors.
 
     Args:
-      graph: the user's.
+      ops: the user's, each after those that it depends on.
       plan: which tensors are sharded, and how.
       total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: those that have local values.
@@ -44,7 +51,7 @@ class Values:
 
     def __init__(
         self,
-        graph: tf.Graph,
+        ops: Sequence[tf.Operation],
         plan: Plan,
         total: tf.Tensor | None,
         towers: Sequence[Tower],
@@ -53,7 +60,7 @@ class Values:
         order: StateOrder,
         nodes: NodeBuilder,
     ):
-        self._graph = graph
+        self._graph = nodes.graph
         self._plan = plan
         self._towers = towers
         self._devices = [tower.device for tower in towers]
@@ -64,7 +71,7 @@ class Values:
 
         self.batch_shards = Shards(plan.rows, total, towers, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
-        self._packs = find_packs(graph, plan, calls, order, self.device_of_full)
+        self._packs = find_packs(ops, plan, calls, order, self.device_of_full)
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
@@ -140,6 +147,29 @@ class Values:
         columns = indices.shape.as_list()[1]
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
+        )
+
+    def counted_from_first(
+        self,
+        tensor: tf.Tensor,
+        indices: str,
+        need: CountedFromFirst,
+        tower: Tower,
+        device: str,
+    ) -> str:
+        """A tower's indices, each of which begins with its row, counted from the tower's first.
+
+        Args:
+          tensor: the user's.
+          indices: what the tower has of it, counted from the first row of all.
+          need: of the tower.
+          tower: the tower.
+          device: where this is computed.
+        """
+        shards = self.shards_of(need.rows)
+        columns = tensor.shape.as_list()[-1]
+        return sparse_rows.count_from_first(
+            shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
         )
 
     def reduced(self, tensor: tf.Tensor, need: Reduced, loops: Sequence[LoopFrame]) -> str:

@@ -36,7 +36,6 @@ from estimator_mgpu.partition.plan import (
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.effects import union
-from estimator_mgpu.tf_internals.graphs import topological_order
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
@@ -44,13 +43,13 @@ class Waits:
     """Decides what copies and the user's ops wait for.
 
     Args:
-      graph: the user's, before towers are added.
+      ops: the user's, each after those that it depends on.
       plan: which ops are sharded.
       order: in which the graph touched state, before identities were bypassed.
       values: which values towers make.
     """
 
-    def __init__(self, graph: tf.Graph, plan: Plan, order: StateOrder, values: Values):
+    def __init__(self, ops: Sequence[tf.Operation], plan: Plan, order: StateOrder, values: Values):
         self._plan = plan
         self._order = order
         self._values = values
@@ -64,8 +63,7 @@ class Waits:
         self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}
         self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}
 
-        self._needed_by_copies = self._find_needed_by_copies(graph)
-        ops = topological_order(graph.get_operations())
+        self._needed_by_copies = self._find_needed_by_copies(ops)
         has_loops = any(op.type in op_types.NEXT_ITERATION for op in ops)
         # What a v1 loop gives is known only once its way back is, which comes first.
         for _ in range(3 if has_loops else 1):
@@ -144,13 +142,15 @@ class Waits:
         self._added[op] = added
         self._bits[op] = union(self._order.bits(op), bits)
 
-    def _find_needed_by_copies(self, graph: tf.Graph) -> set[tf.Operation]:
+    def _find_needed_by_copies(self, ops: Sequence[tf.Operation]) -> set[tf.Operation]:
         """The user's ops without side effects that run once, and that copies need."""
         needed: set[tf.Operation] = set()
         stack: list[tf.Operation] = []
-        for name, op_plan in self._plan.ops.items():
-            operands = graph.get_operation_by_name(name).inputs
-            for tensor, need in zip(operands, op_plan.needs):
+        for op in ops:
+            op_plan = self._plan.ops.get(op.name)
+            if op_plan is None:
+                continue
+            for tensor, need in zip(op.inputs, op_plan.needs):
                 if not isinstance(need, (LocalShape, Constant, FullSizes)):
                     stack += self._user_ops_of([tensor])
         while stack:

@@ -96,12 +96,19 @@ class _Profile:
         self.crossing = list(accumulate(changes))
         self.crossing_needed = list(accumulate(changes_of_needed))
 
+    def costs(self, position: int) -> tuple[int, ...]:
+        """Says how bad a cut is behind a position. What counts most comes first."""
+        return (self.crossing[position], -self.crossing_needed[position], -position)
+
 
 def _cuts_within(budget: float, profile: _Profile) -> list[int]:
     """Cuts for which so many bytes are enough at once; [] if there are none.
 
     Each segment has between half and all of the bytes that are left for it. It ends where the
     fewest bytes cross; if that is so in several places, then where most of these are kept anyhow.
+
+    For example, six layers of 10 bytes each are cut behind the fourth one if 40 bytes are enough:
+    four layers have 40. After them, 10 bytes are kept, and the other two layers have 20.
     """
     needed_until = profile.needed_until
     cuts: list[int] = []
@@ -113,15 +120,7 @@ def _cuts_within(budget: float, profile: _Profile) -> list[int]:
         if first >= end:
             return []
 
-        window = range(first, end)
-        cut = min(
-            window,
-            key=lambda position: (
-                profile.crossing[position],
-                -profile.crossing_needed[position],
-                -position,
-            ),
-        )
+        cut = min(range(first, end), key=profile.costs)
         cuts.append(cut)
         before = needed_until[cut]
         room = budget - _bytes_kept(profile.activations, cuts)

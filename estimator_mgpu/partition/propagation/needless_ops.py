@@ -1,0 +1,102 @@
+"""Sharded ops that give what they are given are bypassed, so that towers have no copies of them.
+
+The gradients of broadcasts sum over the dimensions that were broadcast, and restore the shape. As
+the number of examples may not be known when they are made, they do so also if nothing was:
+
+    gradient --> Sum over no dimension --> Reshape to the same shape --> user
+
+        =>
+
+    gradient --> user
+
+Of a transformer with dropout, these are 7% of the ops that can be sharded, and 25% if the size of
+the batch is dynamic. Each tower would run copies of them in each step.
+
+In: a plan, whose sizes tell which shapes are the same. Out: the plan without these ops. They stay
+in the graph, for whoever fetches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import Partial, Shard
+from estimator_mgpu.partition.plan import LOCAL, Constant, Plan, SparseRows
+from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals.state_order import StateOrder
+
+
+def bypass_needless_ops(
+    graph: tf.Graph, plan: Plan, order: StateOrder
+) -> tuple[Plan, dict[str, tf.Tensor]]:
+    """Lets the users of needless ops use what these are given, and wait for that.
+
+    Args:
+      graph: the user's, before towers are added.
+      plan: which ops are sharded.
+      order: in which the graph touches state, and which ops are in v1 control flow: these stay.
+
+    Returns:
+      The plan without these ops; and by the name of an op's output, the tensor in its place.
+    """
+    named = {
+        need.indices
+        for op_plan in plan.ops.values()
+        for need in op_plan.needs
+        if isinstance(need, SparseRows)
+    }
+    replaced: dict[str, tf.Tensor] = {}
+    bypassed: set[str] = set()
+    for name in plan.ops:
+        op = graph.get_operation_by_name(name)
+        if _is_free(op, order, named) and _gives_its_input(op, plan):
+            [output] = op.outputs
+            source = op.inputs[0]
+            graphs.redirect_consumers(op, {0: source}, source.op)
+            replaced[output.name] = source
+            bypassed.add(name)
+
+    ops = {name: op_plan for name, op_plan in plan.ops.items() if name not in bypassed}
+    placements = {
+        name: placement for name, placement in plan.placements.items() if name not in replaced
+    }
+    return plan._replace(ops=ops, placements=placements), replaced
+
+
+def _is_free(op: tf.Operation, order: StateOrder, named: Set[str]) -> bool:
+    """Whether an op neither waits for others nor runs elsewhere, and no need names its output."""
+    if op.control_inputs or op.device:
+        return False
+    is_named = any(output.name in named for output in op.outputs)
+    return not is_named and not order.bits(op) and order.liveness.always_runs(op)
+
+
+def _gives_its_input(op: tf.Operation, plan: Plan) -> bool:
+    """Whether each tower's copy of an op would give what the tower has of the op's first input."""
+    needs = plan.ops[op.name].needs
+    if op.type in op_types.REDUCTIONS:
+        if needs[1] != Constant(()):
+            return False
+    elif op.type != op_types.RESHAPE and op.type not in op_types.GRADIENT_STOPS:
+        return False
+    if needs[0] != LOCAL:
+        return False
+
+    source = op.inputs[0]
+    output = op.outputs[0]
+    placement = plan.placements.get(source.name)
+    if not isinstance(placement, (Partial, Shard)) or placement != plan.placements.get(output.name):
+        return False
+    dims = plan.sizes.dims(source)
+    has_same_shape = dims is not None and dims == plan.sizes.dims(output)
+    return has_same_shape and _is_as_well_known(source, output)
+
+
+def _is_as_well_known(source: tf.Tensor, output: tf.Tensor) -> bool:
+    """Whether TensorFlow knows as much of a tensor's shape as of that of an op's output."""
+    if output.shape.rank is None or source.shape.rank is None:
+        return output.shape.rank is None
+    sizes = zip(source.shape.as_list(), output.shape.as_list())
+    return all(of_output in (None, of_source) for of_source, of_output in sizes)
