@@ -673,12 +673,10 @@ def kernels_of(name, devices):
     """
     metadata = tf.RunMetadata()
     options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
-    places = [f'/device:CPU:{i}' for i in range(devices)]
-    config = estimator_mgpu.session_config(places)
-    config.device_count['GPU'] = 0
-    config.allow_soft_placement = False
+    config = tf.ConfigProto(device_count={'CPU': devices, 'GPU': 0}, allow_soft_placement=False)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True  # as by session_config()
     with tf.Graph().as_default() as graph:
-        spec, feed = spec_of(name, places)
+        spec, feed = spec_of(name, [f'/device:CPU:{i}' for i in range(devices)])
         with tf.Session(config=config) as session:
             session.run([tf.global_variables_initializer(), tf.tables_initializer()])
             fetches = spec.predictions if spec.train_op is None else spec.train_op

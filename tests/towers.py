@@ -181,7 +181,13 @@ def initialize(sess, values):
     Returns:
       What the global variables start from, by name.
     """
-    initial = {v.op.name: v.initializer.inputs[1] for v in tf.global_variables()}
+    initial = {}
+    for variable in tf.global_variables():
+        assign = variable.initializer
+        if tf.is_tensor(assign):  # of a variable of an imported graph
+            assign = assign.op
+        initial[variable.op.name] = assign.inputs[1]
+
     initializers = [
         tf.global_variables_initializer(),
         tf.local_variables_initializer(),
