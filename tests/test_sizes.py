@@ -152,6 +152,8 @@ def _filled_up(ragged, count, more=0):
         'ends of ragged': (lambda _, ragged: ragged.row_splits[1:], ['B']),
         'some of ragged': (lambda _, ragged: ragged.row_splits[2:], ['?']),
         'last of ragged': (lambda _, ragged: ragged.row_splits[-2:], ['?']),
+        'none of ragged': (lambda _, ragged: ragged.row_splits[:0], ['?']),
+        'first of ragged': (lambda _, ragged: ragged.row_splits[:1], ['?']),
         'every other of ragged': (lambda _, ragged: ragged.row_splits[1::2], ['?']),
         'filled up': (lambda s, ragged: _filled_up(ragged, s[:1]), ['B']),
         'filled up to more': (lambda s, ragged: _filled_up(ragged, s[:1] + 1), ['?']),
