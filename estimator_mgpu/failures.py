@@ -133,8 +133,10 @@ def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
     # Whatever the graph is like, the user gets TensorFlow's error, and what helps.
     with contextlib.suppress(Exception):
         failed = _failed_op(error, graph, step)
-        where = '' if failed is None else _where(failed, step)
-        line = _line(failed) if where else ''
+        if failed is not None:
+            where = _where(failed, step)
+            if where:
+                line = _line(failed)
 
     what_helps = ''
     if error_messages.is_of_step_memory(error):

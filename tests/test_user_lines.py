@@ -321,9 +321,10 @@ class Runs(tf.train.SessionRunHook):
 def test_a_session_whose_run_another_hook_has_replaced():
     runs = Runs()
     with tf.Graph().as_default():
+        three = tf.constant(3.0)
         hooks = [runs, failures.ExplainErrorsHook()]
         with tf.train.MonitoredSession(hooks=hooks) as session:
-            assert session.run(tf.constant(3.0)) == 3.0
+            assert session.run(three) == 3.0
     assert runs.count == 1
 
 
