@@ -13,9 +13,7 @@ RESHAPE = 'Reshape'
 ZEROS_ONES_LIKE = {'ZerosLike': 0, 'OnesLike': 1}
 """Ops that fill a tensor of another one's shape, and by what: they need no value, only a shape."""
 
-GRADIENT_STOPS = ('PreventGradient', 'StopGradient')
-"""Identities that count only while gradients are made."""
-_IDENTITIES = ('Identity', 'Snapshot', *GRADIENT_STOPS)
+_IDENTITIES = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
 VIEWS = (*_IDENTITIES, 'ExpandDims', 'Reshape', 'Squeeze')
 """Ops whose output is in the memory of their first input."""
 REARRANGEMENTS = (*VIEWS, 'Transpose')
@@ -82,6 +80,8 @@ LOOPS = ('While', 'StatelessWhile')
 BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
 FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
 """Ops that call functions: whether they can be sharded depends on the functions' ops."""
+GRADIENT_OVERRIDE = '_gradient_op_type'
+"""The attribute of an op that names another gradient than its type's, `gradient_override_map`'s."""
 MUST_COMPILE = '_XlaMustCompile'
 """The attribute of a function, or of a call, that says that XLA has to compile it."""
 
