@@ -241,7 +241,8 @@ def _constant(tensor: tf.Tensor) -> ndarray:
 
 def _is_in(legal: range, size: Size) -> bool:
     """Whether a size can be computed in a type of that range, without overflow."""
-    return (size.number if size.static is None else size.static) in legal
+    number = size.number if size.static is None else size.static
+    return legal.start <= number < legal.stop
 
 
 # Shape functions: the first dimensions of an op's output, where its inputs tell them.
@@ -280,22 +281,29 @@ def _shape_of_ragged(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
 
 
 def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
-    """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows."""
+    """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows.
+
+    `x[:0]` has none, wherever it begins.
+    """
     dims = sizes.dims(op.inputs[0])
     begin, end, stride = (sizes.entries(operand) for operand in op.inputs[1:])
     masks = [op.get_attr(f'{name}_mask') for name in ('ellipsis', 'new_axis', 'shrink_axis')]
     if any(masks) or len(dims or []) != 1 or not begin or not end or stride != [ONE]:
         return None
     assert dims is not None
+    has_end = not op.get_attr('end_mask')
+    if has_end and end[0] == Size(0):
+        return [Size(0)]
     # How many entries are left out before and behind; a negative number counts from the end.
     before = Size(0) if op.get_attr('begin_mask') else begin[0]
-    behind = Size(0) if op.get_attr('end_mask') else end[0] * Size(-1)
+    behind = end[0] * Size(-1) if has_end else Size(0)
     try:
         if before.as_integer() < 0 or behind.as_integer() < 0:
             return None
-        return [dims[0] + (before + behind) * Size(-1)]
+        left = dims[0] + (before + behind) * Size(-1)
     except UnknownSize:
         return None
+    return [left if left.symbols else Size(max(left.number, 0))]
 
 
 def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
