@@ -169,9 +169,7 @@ class Values:
         shards = self.shards_of(need.rows)
         dims = self._plan.sizes.dims(tensor) or []
         columns = dims[-1].static
-        assert (
-            columns is not None
-        )  # Otherwise the rule doesn't say that they begin with their rows.
+        assert columns is not None, 'the rule knows how long an index is'
         return sparse_rows.count_from_first(
             shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
         )
