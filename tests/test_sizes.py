@@ -152,18 +152,17 @@ def _filled_up(ragged, count, more=0):
         'ends of ragged': (lambda _, ragged: ragged.row_splits[1:], ['B']),
         'some of ragged': (lambda _, ragged: ragged.row_splits[2:], ['?']),
         'last of ragged': (lambda _, ragged: ragged.row_splits[-2:], ['?']),
+        'none of ragged': (lambda _, ragged: ragged.row_splits[:0], ['?']),
+        'first of ragged': (lambda _, ragged: ragged.row_splits[:1], ['?']),
         'every other of ragged': (lambda _, ragged: ragged.row_splits[1::2], ['?']),
-        'none of ragged': (lambda _, ragged: ragged.row_splits[:0], [0]),
-        'from 0 to 0 of ragged': (lambda _, ragged: ragged.row_splits[0:0], [0]),
-        'from 1 to 0 of ragged': (lambda _, ragged: ragged.row_splits[1:0], [0]),
-        'from -2 to 0 of ragged': (lambda _, ragged: ragged.row_splits[-2:0], [0]),
-        'none of a vector': (lambda s, _: tf.range(s[0])[:0], [0]),
-        # TensorFlow doesn't know that this begins at 5.
-        'beyond the end': (
+        'from 0 to 0 of ragged': (lambda _, ragged: ragged.row_splits[0:0], ['?']),
+        'from 1 to 0 of ragged': (lambda _, ragged: ragged.row_splits[1:0], ['?']),
+        'less than nothing': (
+            # TensorFlow doesn't know that it begins at 5.
             lambda s, _: tf.strided_slice(
                 tf.range(3), tf.dynamic_stitch([[0]], [s[2:]]), [0], [1], end_mask=1
             ),
-            [0],
+            ['?'],
         ),
         'filled up': (lambda s, ragged: _filled_up(ragged, s[:1]), ['B']),
         'filled up to more': (lambda s, ragged: _filled_up(ragged, s[:1] + 1), ['?']),

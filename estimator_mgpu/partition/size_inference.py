@@ -281,29 +281,22 @@ def _shape_of_ragged(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
 
 
 def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
-    """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows.
-
-    `x[:0]` has none, wherever it begins.
-    """
+    """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows."""
     dims = sizes.dims(op.inputs[0])
     begin, end, stride = (sizes.entries(operand) for operand in op.inputs[1:])
     masks = [op.get_attr(f'{name}_mask') for name in ('ellipsis', 'new_axis', 'shrink_axis')]
     if any(masks) or len(dims or []) != 1 or not begin or not end or stride != [ONE]:
         return None
     assert dims is not None
-    has_end = not op.get_attr('end_mask')
-    if has_end and end[0] == Size(0):
-        return [Size(0)]
-    # How many entries are left out before and behind; a negative number counts from the end.
-    before = Size(0) if op.get_attr('begin_mask') else begin[0]
-    behind = end[0] * Size(-1) if has_end else Size(0)
     try:
-        if before.as_integer() < 0 or behind.as_integer() < 0:
-            return None
-        left = dims[0] + (before + behind) * Size(-1)
+        # How many entries are left out before and behind.
+        before = 0 if op.get_attr('begin_mask') else begin[0].as_integer()
+        behind = 0 if op.get_attr('end_mask') else -end[0].as_integer()
+        takes_to_end = op.get_attr('end_mask') or behind > 0  # A negative end counts from the end.
+        left = dims[0] + Size(-before - behind)
     except UnknownSize:
         return None
-    return [left if left.symbols else Size(max(left.number, 0))]
+    return [left] if before >= 0 and takes_to_end and left.number >= 0 else None
 
 
 def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:

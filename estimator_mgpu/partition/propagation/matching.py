@@ -124,6 +124,8 @@ class Match:
             return placement.in_blocks if by_rule in (None, placement.in_blocks) else None
         if by_rule is not None:
             return by_rule
+        if factor == ONE:
+            return False  # There's one block.
         # What has the size of another tensor is used together with it, as ones are in gradients, or
         # the zeros with which a recurrent network begins.
         others = [self._scope.placement_of(other) for other in self._measured(tensor)]

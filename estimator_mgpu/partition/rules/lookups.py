@@ -70,8 +70,8 @@ def _gather_nd(op: tf.Operation, sizes: Sizes) -> str | Signature:
     last step of each example, say, is at [[0, 3], [1, 5], ...].
     """
     table, indices = op.inputs
-    dims = require(sizes.dims(table))
-    if not begin_with_rows(indices, dims[0], sizes):
+    dims = sizes.dims(table)
+    if not dims or not begin_with_rows(indices, dims[0], sizes):
         return '* I_ -> I...'
     index_dims = require(sizes.dims(indices))
     named = require(index_dims[-1].static)
