@@ -241,7 +241,8 @@ def _constant(tensor: tf.Tensor) -> ndarray:
 
 def _is_in(legal: range, size: Size) -> bool:
     """Whether a size can be computed in a type of that range, without overflow."""
-    return (size.number if size.static is None else size.static) in legal
+    number = size.number if size.static is None else size.static
+    return legal.start <= number < legal.stop
 
 
 # Shape functions: the first dimensions of an op's output, where its inputs tell them.

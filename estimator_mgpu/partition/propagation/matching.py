@@ -243,8 +243,10 @@ class Match:
         self, tensor: tf.Tensor, operand: IndicesOfRows, placement: Placement, way: Way
     ) -> Need | None:
         """The form of indices that begin with their rows."""
+        if self._scope.in_function or way.in_blocks or way.label != operand.labels[0]:
+            return None  # In a function, a tower doesn't know its first row.
         need = self._need(tensor, operand.labels, placement, way)
-        if need is None or way.in_blocks or way.label != operand.labels[0]:
+        if need is None:
             return None
         assert isinstance(need, (Form, Slice))
         return CountedFromFirst(need, way.rows, way.factor)
