@@ -5,7 +5,6 @@ between. `c` makes what else it needs: variables, the labels and ids of the batc
 without an underscore are ops, up to where they're put in `OPS`.
 """
 
-import functools
 import inspect
 import typing
 
@@ -1288,9 +1287,11 @@ def loop_with_rows_summed(x, c):
     return _loop(2, lambda i, h: h - 0.1 * tf.reduce_mean(h, 0), x)
 
 
-@functools.lru_cache(maxsize=1)
-def _graph_of_v1():
-    """A loop with a branch and a TensorArray in it, of TensorFlow 1."""
+def _graph_of_v1(loop_name):
+    """A loop with a branch and a TensorArray in it, of TensorFlow 1.
+
+    Its frame has the loop's name: TensorFlow fails if another loop has it, too.
+    """
     with towers.behavior_of('v1'), tf.Graph().as_default() as graph:
         x = tf.placeholder(tf.float64, [None, WIDTH], 'x')
 
@@ -1299,7 +1300,7 @@ def _graph_of_v1():
             return i + 1, h, states.write(i, h)
 
         start = 0, tf.zeros_like(x), tf.TensorArray(tf.float64, 3)
-        _, h, states = tf.while_loop(lambda i, *_: i < 3, body, start)
+        _, h, states = tf.while_loop(lambda i, *_: i < 3, body, start, name=loop_name)
         tf.add(h, tf.reduce_sum(states.stack(), 0), 'y')
     return graph.as_graph_def()
 
@@ -1308,7 +1309,7 @@ def _graph_of_v1():
 def imported(x, c):
     """Of the features, as TensorFlow can't differentiate a loop that is imported."""
     rows = c.features['x']
-    [y] = tf.import_graph_def(_graph_of_v1(), {'x:0': rows}, ['y:0'])
+    [y] = tf.import_graph_def(_graph_of_v1(c.name()), {'x:0': rows}, ['y:0'])
     y.set_shape(rows.shape)
     return x + y
 
