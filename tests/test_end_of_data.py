@@ -212,7 +212,7 @@ def known_steps(model_fn, mode=TRAIN):
 def compare(model_fn, mode=TRAIN):
     """Compares running to the end of the data, on one and on several devices, with known steps."""
     values, expected = known_steps(model_fn, mode)
-    for devices in (1, 2, 4):
+    for devices in (1, 3, 4):
         ours = estimator_mgpu.replicate(model_fn, devices=devices)
         for found in runs_of(ours, mode, devices=devices, steps=RUNS, values=values):
             assert_close(found, expected, 1e-4)

@@ -87,6 +87,11 @@ def test_an_op_of_tensorflow_without_a_rule(rule):
     assert check_rule(tf.math.special.dawsn, ROWS) == {'Dawsn'}
 
 
+def test_an_op_that_gives_what_it_is_given():
+    same = lambda x: tf.reshape(x + 1, tf.shape(x))  # noqa: E731
+    assert check_rule(same, ROWS) == {'AddV2', 'Reshape'}
+
+
 def test_an_op_in_a_loop():
     register_rule('Dawsn', 'elementwise')
     inside = check_rule(lambda x: tf.map_fn(tf.math.special.dawsn, tf.transpose(x)), ROWS)

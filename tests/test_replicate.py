@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu.devices import resolve
 from models import adam, batches, predict, regression, spec_of
-from towers import NAMES, TRAIN, tower_of
+from towers import NAMES, TRAIN, assert_close, tower_of, train
 
 
 def built(model_fn, rows=4):
@@ -129,6 +129,12 @@ def test_nothing_is_left_of_a_call():
             model_fn(features=tf.zeros([4, 3]), labels=tf.zeros([4, 1]), mode=TRAIN)
         assert len(tf.trainable_variables()) == 3
     assert gc.isenabled()
+
+
+def test_variables_start_from_their_initial_values(behavior):
+    """Which the tests that compare take for what variables start from."""
+    run = train(regression(adam), batches(), 3, steps=0)
+    assert_close(run.values, run.start, 0.0)
 
 
 def test_two_threads_at_once():

@@ -201,7 +201,11 @@ def test_machines_fails_if_the_chief_does(tmp_path):
 
 
 def test_storm(tmp_path):
-    """A short one, in which the chief is killed, too; those of 25 events last minutes."""
+    """A short one, in which the chief is killed, too; those of 25 events last minutes.
+
+    Its machines are forks: each is a process with connections of its own, and is killed, stopped
+    and cut off as any other. It's only back sooner, as it needn't import TensorFlow.
+    """
     flags = '--devices=1', '--events=7', '--pause=2', '--stopped=3', '--train_steps=30', '--seed=1'
     lines = run_python('storm.py', *flags, f'--model_dir={tmp_path}')
     assert sum(bool(re.match(r'\d\. (kill|stop|cut) [a-z]+\d$', line)) for line in lines) == 7

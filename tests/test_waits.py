@@ -8,6 +8,7 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.tf_internals import graphs, op_types
 from models import floats, of_all_modes, sgd, spec_of, step
 from towers import NAMES, TRAIN, compare, session, tower_of
@@ -434,6 +435,47 @@ def test_calls_are_ordered_by_their_outputs():
         return spec_of(mode, loss, sgd(loss))
 
     compare(model_fn, BATCHES, 3)
+
+
+def inlined_ops(op_type, call):
+    """The ops of a type that the function of a call had."""
+    scope = f'{call.op.name}/inlined/'
+    ops = call.graph.get_operations()
+    return [op for op in ops if op.type == op_type and op.name.startswith(scope)]
+
+
+def test_a_call_reads_without_its_arguments():
+    """Also if it waits for another call, which is inlined before it."""
+    with tf.Graph().as_default() as graph:
+        w = variable('w', 3)
+        scale = tf.function(lambda x: w * x)
+        late = tf.placeholder(tf.float32, [], 'late')
+        first = scale(tf.placeholder(tf.float32, [], 'x'))
+        with tf.control_dependencies([first]):
+            second = scale(late)
+        inline_calls(graph, frozenset())
+
+        [read] = inlined_ops('ReadVariableOp', second)
+        assert 'x' in before(read)
+        assert 'late' not in before(read)
+
+
+def test_a_branch_in_a_call_that_waits_begins_with_its_arguments():
+    """Only what it waits for by control edges counts when TensorFlow takes it apart."""
+    with tf.Graph().as_default() as graph:
+        w = variable('w', 3)
+
+        @tf.function
+        def halve(x):
+            return tf.cond(x > 0, lambda: w.assign(w / x), lambda: w.assign(w * 2)) + 0
+
+        with tf.control_dependencies([tf.no_op('earlier')]):
+            call = halve(tf.placeholder(tf.float32, [], 'x'))
+        inline_calls(graph, frozenset())
+
+        [branch] = inlined_ops('If', call)
+        names = {op.name for op in graphs.ancestors(branch.control_inputs)}
+        assert {'earlier', 'x'} <= names
 
 
 def call_of_halving(x, y, w):

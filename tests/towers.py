@@ -116,7 +116,8 @@ def session(towers, optimized=False, microbatches=1):
       towers: how many; 0 is one device, and none of TensorFlow's graph optimizers: they take long,
         and what others are compared with has to be what the graph says.
       optimized: whether all of these run on towers, as in a session of a user's own. Otherwise
-        those do that a user gets by default: with several towers almost none.
+        those do that a user gets by default: with several towers almost none. One device has none
+        in either case, so what an optimizer changes on one device as well shows as a difference.
       microbatches: as of `replicate()`.
     """
     count = max(towers, 1)
@@ -176,7 +177,8 @@ def _started(
 def initialize(sess, values):
     """Initializes tables and variables, from `values` where these have a variable's name.
 
-    It's one step, as each step of another kind takes its time to be prepared.
+    It's one step, as each step of another kind takes its time to be prepared; and one for local
+    variables, if there are any: they may begin with what global ones have.
 
     Returns:
       What the global variables start from, by name.
@@ -188,13 +190,13 @@ def initialize(sess, values):
             assign = assign.op
         initial[variable.op.name] = assign.inputs[1]
 
-    initializers = [
-        tf.global_variables_initializer(),
-        tf.local_variables_initializer(),
-        tf.tables_initializer(),
-    ]
-    given = {tensor: values[name] for name, tensor in initial.items() if name in values}
+    initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
+    named = [name for name in initial if name in values]
+    given = {initial[name]: values[name] for name in named}
+    assert len(given) == len(named), 'Variables that share an initial value need one each.'
     _, start = sess.run([initializers, initial], given)
+    if tf.local_variables():
+        sess.run(tf.local_variables_initializer())
     return start
 
 

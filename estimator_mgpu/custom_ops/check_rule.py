@@ -154,7 +154,14 @@ def _run(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: int
             examples = batch.look_at(placeholders, None)
             devices = [f'/device:CPU:{i}' for i in range(towers)]
             results = [tensor.op for tensor in outputs]
-            divided = divide(graph, examples, examples.total(), devices, results=results)
+            divided = divide(
+                graph,
+                examples,
+                examples.total(),
+                devices,
+                results=results,
+                bypasses_needless_ops=False,  # All rules are to be tried.
+            )
             assert divided is not None  # The number of examples is dynamic.
 
             sharded = _types_of(graph, divided.plan.ops)

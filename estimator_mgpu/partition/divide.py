@@ -40,6 +40,7 @@ def divide(
     results: Sequence[tf.Operation] = (),
     step_results: Sequence[tf.Tensor | tf.Operation] = (),
     recomputed_loss: tf.Tensor | None = None,
+    bypasses_needless_ops: bool = True,
 ) -> Towers | None:
     """Divides a finished graph over devices, and over turns of each device.
 
@@ -57,6 +58,8 @@ def divide(
       results: ops of what an EstimatorSpec gives, or whatever is wanted of the graph.
       step_results: those for which a step is run in this mode: turns may need all of these.
       recomputed_loss: the loss, if forward ops are computed again for its gradients.
+      bypasses_needless_ops: whether towers have no copies of ops that give what they are given;
+        otherwise each op runs as its rule says.
 
     Returns:
       The towers; None if the graph stays as it is, as there is nothing to shard.
@@ -101,8 +104,9 @@ def divide(
         unused=unused,
         reasons=_reasons_of_unknown_ranks(batch),
     )
-    plan, bypassed = bypass_needless_ops(graph, plan, order)
-    replaced.update(bypassed)
+    if bypasses_needless_ops:
+        plan, bypassed = bypass_needless_ops(graph, plan, order)
+        replaced.update(bypassed)
     full_value_devices = place_ops(graph, plan, devices)
     calls = optimizer.gradients_by_call(graph)
     towers = build_towers(

@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.private import (
+    add_control_inputs,
     control_consumers,
     creation_index,
     remove_control_inputs,
@@ -75,7 +76,9 @@ def redirect_consumers(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf
                     set_input(consumer, position, replacement)
     for consumer in control_consumers(op):
         others = [before for before in consumer.control_inputs if before is not op]
-        set_control_inputs(consumer, [*others, last])
+        remove_control_inputs(consumer)
+        # A call among them did wait, so it needn't begin to wait for its arguments, too.
+        add_control_inputs(consumer, list(dict.fromkeys([*others, last])))
 
 
 def is_reference_variable(tensor: tf.Tensor) -> bool:

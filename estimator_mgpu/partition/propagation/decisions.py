@@ -91,9 +91,9 @@ def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placemen
 
 def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
     """By the rule for the op's type; None if no input is sharded in a way that the rule allows."""
-    follows_gathered = scope.follows_gathered(op)
-    is_whole = not follows_gathered and all(placement == REPLICATE for placement in placements)
-    if is_whole and _is_known_by_graph(op):
+    are_replicated = all(placement == REPLICATE for placement in placements)
+    inputs_are_replicated = are_replicated and not scope.follows_gathered(op)
+    if inputs_are_replicated and _rule_adds_nothing(op):
         return None
 
     signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
@@ -101,7 +101,9 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
 
     # The sizes of outputs are worth knowing also if the op runs once.
     dims_by_rule = signature.dims or ()
-    dims = match.dims() if is_whole else [_if_complete(known) for known in dims_by_rule]
+    dims = (
+        match.dims() if inputs_are_replicated else [_if_complete(known) for known in dims_by_rule]
+    )
     for output, output_dims in zip(op.outputs, dims):
         scope.sizes.set_dims(output, output_dims)
 
@@ -111,10 +113,12 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     return decision
 
 
-def _is_known_by_graph(op: tf.Operation) -> bool:
-    """Whether the rule of an op of which no input is sharded or gathered has nothing to say.
+def _rule_adds_nothing(op: tf.Operation) -> bool:
+    """Whether a rule can't say more than the graph of an op none of whose inputs is sharded.
 
-    That's so for most ops of an optimizer. Of sizes, the op could still make its shard by itself.
+    It could say which sizes the outputs have, or that the op makes its shard by itself. The graph
+    knows the sizes of most ops of an optimizer, and a shard is made of integers: of a size, as by
+    `tf.zeros([batch, 3])`.
     """
     if any(operand.dtype.base_dtype in _SIZE_TYPES for operand in op.inputs):
         return False

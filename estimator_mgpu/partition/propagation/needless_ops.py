@@ -13,8 +13,11 @@ Of a transformer with dropout, these are 6% of the ops that can be sharded, and 
 the batch is dynamic. Each tower would run copies of them in each step. Identities stay: they are
 few, and somebody may look for a tower's copy by its name.
 
+An op that gives what it is given, but has another gradient than that, as `tf.stop_gradient` has, is
+needed: a hook may still differentiate the loss, and gradients go through the towers' ops.
+
 In: a plan, whose sizes tell which shapes are the same. Out: the plan without these ops. They stay
-in the graph, for whoever fetches them.
+in the graph and have full values, for whoever fetches them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ def bypass_needless_ops(
 ) -> tuple[Plan, dict[str, tf.Tensor]]:
     """Lets the users of needless ops use what these are given, and wait for that.
 
+    The ops themselves are given full values, as if they ran once, for whoever fetches them.
+
     Args:
       graph: the user's, before towers are added.
       plan: which ops are sharded.
@@ -42,7 +47,7 @@ def bypass_needless_ops(
     Returns:
       The plan without these ops; and by the name of an op's output, the tensor in its place.
     """
-    named = {
+    named_by_needs = {
         need.indices
         for op_plan in plan.ops.values()
         for need in op_plan.needs
@@ -52,7 +57,7 @@ def bypass_needless_ops(
     bypassed: set[str] = set()
     for name in plan.ops:
         op = graph.get_operation_by_name(name)
-        if _is_free(op, order, named) and _gives_its_input(op, plan):
+        if _gives_its_input(op, plan) and _may_be_bypassed(op, order, named_by_needs):
             [output] = op.outputs
             source = op.inputs[0]
             graphs.redirect_consumers(op, {0: source}, source.op)
@@ -66,12 +71,19 @@ def bypass_needless_ops(
     return plan._replace(ops=ops, placements=placements), replaced
 
 
-def _is_free(op: tf.Operation, order: StateOrder, named: Set[str]) -> bool:
-    """Whether an op neither waits for others nor runs elsewhere, and no need names its output."""
+def _may_be_bypassed(op: tf.Operation, order: StateOrder, named_by_needs: Set[str]) -> bool:
+    """Whether nothing but an op's value is asked of it: it may still compute something.
+
+    It neither waits for others nor runs elsewhere, no need names its output, and its gradient is
+    that of its type.
+    """
     if op.control_inputs or op.device:
         return False
-    is_named = any(output.name in named for output in op.outputs)
-    return not is_named and not order.bits(op) and order.liveness.always_runs(op)
+    if any(output.name in named_by_needs for output in op.outputs):
+        return False
+    if order.bits(op) or not order.liveness.always_runs(op):
+        return False
+    return op_types.GRADIENT_OVERRIDE not in op.node_def.attr
 
 
 def _gives_its_input(op: tf.Operation, plan: Plan) -> bool:

@@ -45,9 +45,8 @@ def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor
         liveness = Liveness(graph.get_operations())
         for call in calls:  # The functions may call others, which are visited next.
             visited.add(call.name)
-            function = _function_to_inline(call)
-            # In a v1 loop or a branch, a function's constants would run outside of it.
-            if function is None or not liveness.always_runs(call):
+            function = _function_to_inline(call, liveness)
+            if function is None:
                 continue
             with tracebacks.made_for(call):
                 outputs, last = _add_body(call, function)
@@ -60,9 +59,12 @@ def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor
             replaced.update((output.name, inlined) for output, inlined in pairs)
 
 
-def _function_to_inline(call: tf.Operation) -> Any:
+def _function_to_inline(call: tf.Operation, liveness: Liveness) -> Any:
     """The graph of the function that an op calls; None if it has to be called."""
     if not function_calls.function_graphs(call):
+        return None
+    # In a v1 loop or a branch, a function's constants would run outside of it.
+    if not liveness.always_runs(call):
         return None
     if function_calls.call_attributes(call) & _STAYS_A_CALL:
         return None
@@ -108,8 +110,9 @@ def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Op
         outputs, last = _after_body(call, results, elements[len(computed) :])
 
     inlined = [call.graph.get_operation_by_name(f'{scope}/{node.name}') for node in nodes]
-    _wait_as_the_call_did(call, inlined)
-    _wait_for_arguments(call, inlined)
+    liveness = Liveness(inlined)
+    _wait_as_the_call_did(call, inlined, liveness)
+    _wait_for_arguments(call, inlined, liveness)
     return outputs, last
 
 
@@ -148,30 +151,59 @@ def _after_body(
     return outputs, last
 
 
-def _wait_as_the_call_did(call: tf.Operation, inlined: Sequence[tf.Operation]) -> None:
+def _wait_as_the_call_did(
+    call: tf.Operation, inlined: Sequence[tf.Operation], liveness: Liveness
+) -> None:
     """Lets the stateful ops of a function wait for what its call waited for by control edges.
 
-    Calls among them are inlined next: then their own ops wait for their arguments.
+    Args:
+      call: the op that calls the function.
+      inlined: the function's ops.
+      liveness: of these.
     """
     if call.control_inputs:
-        for op in _first_of_stateful(inlined):
-            private.add_control_inputs(op, call.control_inputs)
+        for op in _first_of_stateful(inlined, liveness):
+            _let_wait(op, call.control_inputs, liveness)
 
 
-def _wait_for_arguments(call: tf.Operation, inlined: Sequence[tf.Operation]) -> None:
+def _wait_for_arguments(
+    call: tf.Operation, inlined: Sequence[tf.Operation], liveness: Liveness
+) -> None:
     """Lets a function's writes wait for all of its arguments, as a call begins with these.
 
     Its reads needn't wait, unless the arguments come from an op that writes to a variable that the
     call is given.
+
+    Args:
+      call: the op that calls the function.
+      inlined: the function's ops.
+      liveness: of these.
     """
     arguments = [operand.op for operand in call.inputs if not _is_handle(operand)]
     if not arguments:
         return
-    first_uses = _first_uses_of_variables(call, inlined)
+    first_uses = _first_uses_of_variables(call, inlined, liveness)
     if not _follows_from_write(call):
         first_uses = [op for op in first_uses if has_side_effect(op)]
     for op in first_uses:
-        private.add_control_inputs(op, list(dict.fromkeys(arguments)))
+        _let_wait(op, arguments, liveness)
+
+
+def _let_wait(op: tf.Operation, before: Sequence[tf.Operation], liveness: Liveness) -> None:
+    """Lets an op of a function wait for others; if it stays a call, for its arguments, too.
+
+    The ops of a call that is inlined next wait themselves for the arguments that they need.
+
+    Args:
+      op: the op, inlined.
+      before: the ops to wait for.
+      liveness: of the function's ops, inlined.
+    """
+    is_call = op.type in op_types.PARTITIONED_CALLS
+    if is_call and _function_to_inline(op, liveness) is not None:
+        private.add_control_inputs(op, list(dict.fromkeys(before)))
+    else:
+        function_calls.let_wait(op, before)
 
 
 def _after(before: Sequence[tf.Operation], output: tf.Tensor, name: str) -> tf.Tensor:
@@ -186,17 +218,17 @@ def _after(before: Sequence[tf.Operation], output: tf.Tensor, name: str) -> tf.T
         return tf.identity(output, name)
 
 
-def _first_uses_of_variables(call: tf.Operation, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+def _first_uses_of_variables(
+    call: tf.Operation, ops: Sequence[tf.Operation], liveness: Liveness
+) -> list[tf.Operation]:
     """The ops of a function that are given a variable as the call is, but in v1 loops.
 
     Args:
       call: the op that calls the function.
       ops: those of the function, inlined.
+      liveness: of these.
     """
     handles = {operand.name for operand in call.inputs if _is_handle(operand)}
-    if not handles:
-        return []
-    liveness = Liveness(ops)
     return [
         op
         for op in ops
@@ -225,15 +257,15 @@ def _is_handle(tensor: tf.Tensor) -> bool:
     return tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
 
 
-def _first_of_stateful(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+def _first_of_stateful(ops: Sequence[tf.Operation], liveness: Liveness) -> list[tf.Operation]:
     """Ops that can wait for what is outside of a function, so that all of its stateful ops do.
 
     A stateful op in a v1 loop can't. Its loop waits instead, where it begins.
 
     Args:
-      ops: those of the function.
+      ops: those of the function, inlined.
+      liveness: of these.
     """
-    liveness = Liveness(ops)
     stateful = [op for op in ops if op.op_def.is_stateful]
     outside = [op for op in stateful if not liveness.frame(op)]
     loops = {liveness.frame(op)[:1] for op in stateful if liveness.frame(op)}

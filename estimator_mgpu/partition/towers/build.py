@@ -115,16 +115,16 @@ def build_towers(
     collect = functools.partial(
         _collect_nodes,
         graph,
-        graphs.topological_order(graph.get_operations()),
         plan,
-        total,
-        full_value_devices,
-        calls,
-        order,
-        unused_word(graph.get_operations()),
+        ops=graphs.topological_order(graph.get_operations()),
+        total=total,
+        full_value_devices=full_value_devices,
+        calls=calls,
+        order=order,
+        scope=unused_word(graph.get_operations()),
     )
     towers = towers_of(devices, turns)
-    nodes, values, waits, control_inputs = collect(towers)
+    nodes, values, waits, control_inputs = collect(towers=towers)
     found = None
     if turns > 1:
         edges = Edges(graph, plan, nodes, values.full_values, control_inputs, loops, len(towers))
@@ -135,7 +135,7 @@ def build_towers(
             add_gates(nodes, step, found, towers)
         else:
             towers = towers_of(devices)
-            nodes, values, waits, control_inputs = collect(towers)
+            nodes, values, waits, control_inputs = collect(towers=towers)
     nodes.build()
 
     for op in plan.order:
@@ -163,8 +163,9 @@ class _Collected(NamedTuple):
 
 def _collect_nodes(
     graph: tf.Graph,
-    ops: Sequence[tf.Operation],
     plan: Plan,
+    *,
+    ops: Sequence[tf.Operation],
     total: tf.Tensor | None,
     full_value_devices: dict[str, str],
     calls: Sequence[Sequence[tf.Tensor]],
@@ -172,7 +173,19 @@ def _collect_nodes(
     scope: str,
     towers: Sequence[Tower],
 ) -> _Collected:
-    """Collects all nodes of the towers, under a scope, given the ops in topological order."""
+    """Collects the nodes of towers, without a change to the graph.
+
+    Args:
+      graph: the user's.
+      plan: which ops are sharded, and how.
+      ops: those of the graph, each after those that it depends on.
+      total: how many examples there are, an int32 scalar; None if the plan knows.
+      full_value_devices: where full values are made, by the names of tensors.
+      calls: the gradients of each optimizer's call, as they are used now.
+      order: in which the graph touched state.
+      scope: a word for the names of all nodes.
+      towers: those of which nodes are collected.
+    """
     first = next(iter(plan.order), None)
     nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
     values = Values(ops, plan, total, towers, full_value_devices, calls, order, nodes)
