@@ -18,17 +18,15 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import checkpoints, failures, steps
+from estimator_mgpu import checkpoints, failures, memory_advice, steps
 from estimator_mgpu.tf_internals import error_messages, tf_estimator
 
 AUTO = 'auto'
 _MODES = tf_estimator.estimator.ModeKeys
 _GOES_ON = {
-    _MODES.TRAIN: 'Training goes on from {checkpoint}: steps made since then are made again, and '
-    'the input_fn is called anew',
-    _MODES.EVAL: 'Evaluation starts over, and the input_fn is called anew',
-    _MODES.PREDICT: 'Prediction goes on with the first example that has none; an input_fn is '
-    'called anew',
+    _MODES.TRAIN: 'Training goes on from {checkpoint}: steps made since then are made again',
+    _MODES.EVAL: 'Evaluation starts over',
+    _MODES.PREDICT: 'Prediction goes on with the first example that has none',
 }
 
 
@@ -95,11 +93,9 @@ class AutoMicrobatches:
           mode: that of a graph.
           step: what is known of the graph's steps.
         """
-        if isinstance(step.examples, int):
-            return step.examples // len(step.devices)  # as in `divide()`
-        if mode in self._largest:
+        if step.most_microbatches is None and mode in self._largest:
             return -(-self._largest[mode] // len(step.devices))
-        return None
+        return step.most_microbatches
 
     def raise_to(self, count: int, mode: str) -> None:
         """Lets the next graph of a mode have so many micro-batches, or more."""
@@ -124,7 +120,6 @@ class Attempt:
         self._auto = auto
         self._mode = mode
         self._model_dir = model_dir
-        self._count = auto.count(mode)
         self._progress = _Progress()
 
     def __enter__(self) -> list[tf.train.SessionRunHook]:
@@ -142,42 +137,25 @@ class Attempt:
         if graph is None:
             return False  # An input_fn has run a session of its own.
         step = steps.of_graph(graph)
-        obstacle = self._obstacle(step)
-        if obstacle:
+        limit = self._auto.limit(self._mode, step)
+        obstacle = memory_advice.obstacle_to_microbatches(step, limit)
+        if not self._progress.has_session:
+            obstacle = memory_advice.VARIABLES_ARE_TOO_LARGE
+        if obstacle is not None:
             raise _without_remedy(error, step.microbatches, obstacle) from error
-        self._double(error, step)
+
+        self._auto.raise_to(memory_advice.more_microbatches(step, limit), self._mode)
+        self._log_that_it_goes_on(error)
         return True
 
-    def _obstacle(self, step: steps.Step) -> str:
-        """Why more micro-batches would be of no use; '' if they would, as far as is known."""
-        if not self._progress.has_session:
-            return 'it ran out before the first step, as variables were made or restored'
-        if self._count > 1 and step.plan is None:
-            return 'nothing is sharded'
-        if step.leaves_out_microbatches:
-            names = ', '.join(join.op for join in step.schedule.joins[:2])
-            return (
-                f'they would save only {step.schedule.chainable:.0%} of the activations (most of '
-                f'the others are needed for {names or "what the step is run for"})'
-            )
-        limit = self._auto.limit(self._mode, step)
-        if limit is not None and self._count >= limit:
-            return 'a batch has too few examples for more'
-        return ''
-
-    def _double(self, error: Exception, step: steps.Step) -> None:
-        """Lets the next graph have twice as many micro-batches as that of this attempt."""
-        count = 2 * self._count
-        limit = self._auto.limit(self._mode, step)
-        if limit is not None:
-            count = min(count, limit)
-        self._auto.raise_to(count, self._mode)
-
+    def _log_that_it_goes_on(self, error: Exception) -> None:
+        """Logs how many micro-batches the next attempt has, and where it begins."""
         checkpoint = checkpoints.last_checkpoint_name(self._model_dir) or 'the start'
         tf.logging.warning(
             f'Out of memory: {_reason(error)}. From now on, each device runs '
             f'{self._auto.count(self._mode)} micro-batches, one after another. '
-            f'{_GOES_ON[self._mode].format(checkpoint=checkpoint)}.'
+            f'{_GOES_ON[self._mode].format(checkpoint=checkpoint)}. If there is an input_fn, it is '
+            'called anew.'
         )
 
 
@@ -205,17 +183,17 @@ def _reason(error: Exception) -> str:
 
 
 def _without_remedy(
-    error: tf.errors.ResourceExhaustedError, count: int, obstacle: str
+    error: tf.errors.ResourceExhaustedError, count: int, obstacle: memory_advice.Obstacle
 ) -> _TooLittleMemory:
     """An error that says why there are no more micro-batches, and what would help.
 
     Args:
       error: TensorFlow's.
       count: how many micro-batches each device had.
-      obstacle: why more would be of no use.
+      obstacle: why more would not help.
     """
     text = (
         f'Out of memory: {_reason(error)}. Each device had {count} micro-batch(es), and more would '
-        f'not help: {obstacle}. {failures.remedies()}'
+        f'not help: {obstacle.why}. {memory_advice.remedies(useless=obstacle.useless)}'
     )
     return _TooLittleMemory(error.node_def, error.op, text)

@@ -16,17 +16,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import steps, user_lines
+from estimator_mgpu import memory_advice, steps, user_lines
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
-from estimator_mgpu.tf_internals import error_messages, function_calls, tf_estimator
+from estimator_mgpu.tf_internals import error_messages, function_calls, op_types, tf_estimator
 
 # Errors that say that a session was lost, or closed: whichever op they name has no part in it.
 _OF_SESSIONS = (
@@ -42,14 +42,24 @@ class ExplainErrorsHook(tf.train.SessionRunHook):
     """Lets a session explain the errors of its steps. Hooks aren't told of errors themselves."""
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
-        # The session doesn't refer to itself, so that its memory is free as soon as it's dropped.
-        session.run = functools.partial(_run, weakref.ref(session))
+        run = vars(session).get('run')  # of another hook, or of what has made the session
+        if run is None:
+            # The session doesn't refer to itself: its memory is free as soon as it's dropped.
+            run = functools.partial(_run, weakref.ref(session))
+        session.run = functools.partial(_run_and_explain, session.graph, run)
 
 
 def _run(reference: weakref.ref[tf.Session], *args: Any, **kwargs: Any) -> Any:
+    """Runs a session, as without a hook."""
     session: Any = reference()
-    with op_errors_explained(session.graph):
-        return type(session).run(session, *args, **kwargs)
+    if session is None:
+        raise RuntimeError('The session is closed.')
+    return type(session).run(session, *args, **kwargs)
+
+
+def _run_and_explain(graph: tf.Graph, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with op_errors_explained(graph):
+        return run(*args, **kwargs)
 
 
 def explain_errors(spec: Any) -> Any:
@@ -85,16 +95,29 @@ def original(error: Any) -> Any:
 
 def _explained(error: tf.errors.OpError, graph: tf.Graph | None) -> tf.errors.OpError | None:
     """An error that says more than another; None if there is nothing to add."""
-    # Whatever the graph is like, and however the error is made: the user sees it.
+    sentences = _explanation(error, graph)
+    if not sentences:
+        return None
+    text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
+    error_class: Any = type(error)
+    if error.op is not None:
+        error_class = _without_traceback(error_class)
+    # A class of the user's may need other arguments: then the error stays as it is.
     with contextlib.suppress(Exception):
-        sentences = _explanation(error, graph)
-        if sentences:
-            text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
-            # Without the op, as str() would end with its traceback, which the cause has anyway.
-            explained = type(error)(error.node_def, None, text)
-            setattr(explained, _ORIGINAL, error)
-            return explained
+        explained = error_class(error.node_def, error.op, text)
+        setattr(explained, _ORIGINAL, error)
+        return explained
     return None
+
+
+@functools.cache
+def _without_traceback(error_class: type[tf.errors.OpError]) -> type[tf.errors.OpError]:
+    """A class like that of an error, whose text doesn't end with the traceback of its op.
+
+    The error's cause has the traceback anyway.
+    """
+    members = {'__module__': error_class.__module__, '__str__': lambda error: error.message}
+    return type(error_class.__name__, (error_class,), members)
 
 
 def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
@@ -105,18 +128,20 @@ def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
         graph = error.op.graph
     step = steps.Step(None, None, []) if graph is None else steps.of_graph(graph)
 
-    failed = None if step.plan is None else _failed_op(error, graph, step)
-    where = '' if failed is None else _where(failed, step)
-    sentences = [where] if where else []
+    where = ''
+    line = ''
+    # Whatever the graph is like, the user gets TensorFlow's error, and what helps.
+    with contextlib.suppress(Exception):
+        failed = _failed_op(error, graph, step)
+        if failed is not None:
+            where = _where(failed, step)
+            if where:
+                line = _line(failed)
+
+    what_helps = ''
     if error_messages.is_of_step_memory(error):
-        sentences.append(_less_memory(error.op, step))
-    if failed is not None and where:
-        frame = user_lines.frame_of(failed.made_for)
-        if frame is not None:
-            sentences.append(
-                f'It was made by File "{frame.filename}", line {frame.lineno}, in {frame.name}'
-            )
-    return sentences
+        what_helps = memory_advice.for_op(error.op, step)
+    return [sentence for sentence in (where, what_helps, line) if sentence]
 
 
 class _FailedOp(NamedTuple):
@@ -127,8 +152,12 @@ class _FailedOp(NamedTuple):
     made_for: tf.Operation  # with the traceback of the user's op
 
 
-def _failed_op(error: tf.errors.OpError, graph: tf.Graph, step: steps.Step) -> _FailedOp | None:
-    """The op that an error is about; None if it isn't known."""
+def _failed_op(
+    error: tf.errors.OpError, graph: tf.Graph | None, step: steps.Step
+) -> _FailedOp | None:
+    """The op of a divided graph that an error is about; None if it isn't known."""
+    if graph is None or step.plan is None:
+        return None
     if error.op is not None:
         return _FailedOp(error.op.name, error.op, error.op)
     path = error_messages.node_name(error)
@@ -147,13 +176,22 @@ def _failed_op(error: tf.errors.OpError, graph: tf.Graph, step: steps.Step) -> _
 def _op_of_function_that_runs_once(
     graph: tf.Graph, step: steps.Step, node_name: str
 ) -> _FailedOp | None:
-    """The op of a function that runs once, by the name of its node; None if several have it."""
-    failed = []
-    for name in step.plan.once:
-        caller = graph.get_operation_by_name(name)
+    """The op of a function that runs once, by the name of its node; None if several have it.
+
+    A function that doesn't depend on the batch, such as that of a schedule, may have it, too.
+    """
+    candidates = []
+    for caller in graph.get_operations():
+        is_copy = step.names.copy_of(caller.name) is not None
+        if is_copy or caller.type not in op_types.FUNCTION_CALLERS:
+            continue
         for path, op in function_calls.ops_of_node(caller, node_name):
-            failed.append(_FailedOp(path, caller, op))
-    return failed[0] if len(failed) == 1 else None
+            candidates.append(_FailedOp(path, caller, op))
+
+    if len(candidates) != 1:
+        return None
+    [failed] = candidates
+    return failed if failed.in_graph.name in step.plan.once else None
 
 
 def _where(failed: _FailedOp, step: steps.Step) -> str:
@@ -164,12 +202,20 @@ def _where(failed: _FailedOp, step: steps.Step) -> str:
         return f'{failed.path} ran once, on the global batch: {why}.'
     copy = step.names.copy_of(in_graph.name)
     if copy is not None:
-        users_path = step.names.copy_of(failed.path).op_name
+        users_path = copy.op_name + failed.path.removeprefix(in_graph.name)
         examples = _examples(step, copy)
         return f'{users_path} ran in tower {copy.tower}, on {in_graph.device}, with {examples}.'
     if step.names.is_added(in_graph.name):
         return f'{failed.path} ran on {in_graph.device}, for an op of all towers.'
     return ''
+
+
+def _line(failed: _FailedOp) -> str:
+    """Says which line of the user's program has made an op; '' if that isn't known."""
+    frame = user_lines.frame_of(failed.made_for)
+    if frame is None:
+        return ''
+    return f'It was made by File "{frame.filename}", line {frame.lineno}, in {frame.name}'
 
 
 def _examples(step: steps.Step, copy: CopyName) -> str:
@@ -195,40 +241,3 @@ def _row_spaces(plan: Plan, op_name: str) -> set[RowSpace]:
             if name.partition(':')[0] == op_name:
                 forms.append(placement)
     return {form.rows for form in forms if hasattr(form, 'rows')}
-
-
-def _less_memory(op: tf.Operation | None, step: steps.Step) -> str:
-    """Says what helps if a device has too little memory for an op of a step."""
-    if op is not None and step.plan is not None and op.name in step.plan.once:
-        return (
-            'On more devices it needs as much memory: Estimator.explain() tells what keeps it from '
-            'being sharded.'
-        )
-    if not step.devices:  # The op isn't known, and so nor is its graph.
-        return remedies('more micro-batches')
-    more = _more_microbatches(step)
-    return remedies() if more is None else remedies(f'replicate(microbatches={more})')
-
-
-def remedies(*first: str) -> str:
-    """Says what helps if a device has too little memory.
-
-    Args:
-      *first: what helps most, in words.
-    """
-    helps = [*first, 'more devices', 'recompute=True for deep networks', 'a smaller batch']
-    return (
-        f'To need less memory on each device, use {", ".join(helps)}, or '
-        "variables='cpu', by which variables and optimizer slots are in the host's memory."
-    )
-
-
-def _more_microbatches(step: steps.Step) -> int | None:
-    """How many micro-batches need less memory than those of a graph; None if none do."""
-    nothing_is_sharded = step.plan is None and len(step.devices) > 1
-    if step.leaves_out_microbatches or nothing_is_sharded:
-        return None
-    more = 2 * step.microbatches
-    if isinstance(step.examples, int):
-        more = min(more, step.examples // len(step.devices))
-    return more if more > step.microbatches else None

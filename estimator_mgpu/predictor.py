@@ -84,6 +84,7 @@ class Predictor:
         self._model: _Model | None = None
         self._is_closed = False
         self._calls = 0  # that are running
+        self._runs = 0  # that these calls have begun in the model: each call may need several
         self._state = threading.Condition()  # held to change what is above
         self._hooked_run = threading.Lock()
         if features is not None or serving_input_receiver_fn:
@@ -99,7 +100,7 @@ class Predictor:
             an array: NumPy's, an eager tensor, a list.
         """
         _check_batch(features)
-        with failures.op_errors_explained():
+        with failures.op_errors_explained(), self._running_call():
             while True:
                 with self._opened(features) as model:
                     with model.attempt:
@@ -132,28 +133,44 @@ class Predictor:
             model.session.close()
 
     @contextlib.contextmanager
+    def _running_call(self) -> Iterator[None]:
+        """A call, with all its attempts: `close()` waits for its end."""
+        with self._state:
+            if self._is_closed:
+                raise RuntimeError(
+                    'This predictor is closed. Open another one: estimator.predictor().'
+                )
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._state:
+                self._calls -= 1
+                self._state.notify_all()
+
+    @contextlib.contextmanager
     def _opened(self, features: Any) -> Iterator[_Model]:
-        """The model, for a call, until whose end it isn't closed.
+        """The model, for an attempt, until whose end its session isn't closed.
 
         Args:
           features: as for `_open()`.
         """
         with self._state:
             model = self._open(features)
-            self._calls += 1
+            self._runs += 1
         try:
             yield model
         finally:
             with self._state:
-                self._calls -= 1
+                self._runs -= 1
                 self._state.notify_all()
                 was_given_up = model is not self._model
-                if was_given_up and not self._calls:
+                if was_given_up and not self._runs:
                     # As after any error, the end() of hooks isn't called.
                     model.session.__exit__(tf.errors.ResourceExhaustedError, None, None)
 
     def _give_up(self, model: _Model) -> None:
-        """Lets the next call open another model, once no call runs in this one."""
+        """Lets the next attempt open another model, once none runs in this one."""
         with self._state:
             if self._model is model:  # Other calls may have found, too, that memory is too small.
                 self._model = None
@@ -164,9 +181,7 @@ class Predictor:
         Args:
           features: the first batch, or what it will be like; None if it's received.
         """
-        self._state.wait_for(lambda: self._model is not None or not self._calls)
-        if self._is_closed:
-            raise RuntimeError('This predictor is closed. Open another one: estimator.predictor().')
+        self._state.wait_for(lambda: self._model is not None or not self._runs)
         while self._model is None:
             attempt = next(self._attempts)
             explained = checkpoints.file_errors_explained(

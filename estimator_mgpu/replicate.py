@@ -396,7 +396,7 @@ def _divided(
     examples = total if static is None else static
     step = steps.Step(examples, spec.loss, devices, unknown=global_batch.unknown_titles)
     if towers is None:
-        return spec, step
+        return spec, step._replace(nothing_is_sharded=True)
     spec = _with_full_values(spec, towers)
     return spec, step._replace(
         loss=spec.loss,

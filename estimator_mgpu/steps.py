@@ -31,6 +31,7 @@ class Step(NamedTuple):
     recomputation: Any = None  # What is computed twice, a `Recomputation`; None if not asked for.
     names: Any = None  # Of the ops that were added, `Names`; None if it wasn't divided.
     unknown: Sequence[str] = ()  # Features and labels of unknown rank, which aren't sharded.
+    nothing_is_sharded: bool = False  # Although it was to be: there is no plan, then.
 
     @property
     def leaves_out_microbatches(self) -> bool:
@@ -43,6 +44,13 @@ class Step(NamedTuple):
         if self.schedule is None or self.leaves_out_microbatches:
             return 1
         return self.schedule.turns
+
+    @property
+    def most_microbatches(self) -> int | None:
+        """How many micro-batches a device can have; None if the batch size isn't static."""
+        if not isinstance(self.examples, int):
+            return None
+        return self.examples // len(self.devices)
 
     @property
     def examples_per_device(self) -> list[int] | None:

@@ -1306,10 +1306,11 @@ def _graph_of_v1():
 
 @_sharded
 def imported(x, c):
-    """TensorFlow can't differentiate a loop that is imported."""
-    [y] = tf.import_graph_def(_graph_of_v1(), {'x:0': x}, ['y:0'])
-    y.set_shape(x.shape)
-    return x + tf.stop_gradient(y)
+    """Of the features, as TensorFlow can't differentiate a loop that is imported."""
+    rows = c.features['x']
+    [y] = tf.import_graph_def(_graph_of_v1(), {'x:0': rows}, ['y:0'])
+    y.set_shape(rows.shape)
+    return x + y
 
 
 def _layer(c, **options):

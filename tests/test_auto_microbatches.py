@@ -3,6 +3,8 @@
 import concurrent.futures
 import copy
 import functools
+import threading
+import time
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -199,12 +201,49 @@ def test_a_predictor_in_several_threads(memory):
     assert counts_of(estimator) == (1, 1, 2)
 
 
+def test_a_predictor_that_is_closed_between_two_attempts(memory):
+    """A call has given the session up, and waits for another call to leave it."""
+    running, released = threading.Event(), threading.Event()
+
+    def forward(features):
+        def wait(batch):
+            if len(batch) == 2:
+                running.set()
+                assert released.wait(60)
+            return batch
+
+        waited = tf.py_func(wait, [features], tf.float32)
+        waited.set_shape([None, 3])
+        return waited
+
+    estimator = estimator_of(memory, forward=forward)
+    predict = estimator.predictor(tf.TensorSpec([None, 3], tf.float32))
+    memory.limit = 3
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        in_the_way = threads.submit(predict, FEATURES[:2])
+        assert running.wait(60)
+        call = threads.submit(predict, FEATURES)
+        while counts_of(estimator) != (1, 1, 2):
+            assert not call.done()
+            time.sleep(0.01)
+        closing = threads.submit(predict.close)
+        while not predict._is_closed:
+            time.sleep(0.01)
+        released.set()
+        assert_close(call.result(), {'output': FEATURES}, 1e-6)
+        assert_close(in_the_way.result(), {'output': FEATURES[:2]}, 1e-6)
+        closing.result()
+    with pytest.raises(RuntimeError, match='This predictor is closed'):
+        predict(FEATURES)
+
+
 def test_a_predictor_whose_batch_has_too_few_examples(memory):
     estimator = estimator_of(memory)
     with estimator.predictor() as predict:
         memory.limit = 0
-        with pytest.raises(OutOfMemory, match='a batch has too few examples for more'):
+        with pytest.raises(OutOfMemory, match='a batch has too few examples for more') as raised:
             predict(FEATURES[:2])
+    assert 'a smaller batch' not in str(raised.value)
 
 
 def test_train_and_evaluate(memory, tmp_path):
@@ -288,8 +327,19 @@ def test_variables_that_do_not_fit(memory):
         return tf.matmul(features, tf.get_variable('w', initializer=value))
 
     calls = Calls()
-    with pytest.raises(OutOfMemory, match='before the first step, as variables were made'):
+    with pytest.raises(OutOfMemory, match='before the first step, as variables') as raised:
         estimator_of(memory, forward=forward).train(calls, steps=1)
+    assert 'use more devices, or variables=' in str(raised.value)
+    assert calls.count == 1
+
+
+def test_nothing_is_sharded(memory):
+    """Two examples on three devices."""
+    memory.limit = 1
+    calls = Calls(functools.partial(input_fn, static=True, rows=2))
+    with pytest.raises(OutOfMemory, match='nothing is sharded') as raised:
+        estimator_of(memory, devices=3).train(calls, steps=1)
+    assert 'more devices' not in str(raised.value)
     assert calls.count == 1
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import check_rule
+from estimator_mgpu import check_rule, replicate, steps
 
 ROWS = np.random.RandomState(0).randn(7, 3).astype(np.float32)
 
@@ -47,6 +47,30 @@ def width(x):
 def test_runs_once(program):
     sharded = check_rule(program, ROWS)
     assert not {op_type for op_type in sharded if op_type.endswith(('While', 'If'))}
+
+
+def test_each_loop_has_a_reason_of_its_own():
+    """Also if both use a list that runs once for their sake."""
+
+    def model_fn(features):
+        columns = tf.TensorArray(tf.float32, 3).unstack(tf.transpose(features))
+        noise = lambda i: columns.read(i) * tf.random.uniform([])  # noqa: E731
+        ranks = lambda i: tf.cumsum(columns.read(i))  # noqa: E731
+        sums = {}
+        for name, step in {'noise': noise, 'ranks': ranks}.items():
+            sums[name] = tf.while_loop(
+                lambda i, _: i < 3,
+                lambda i, net, step=step: (i + 1, net + step(i)),
+                [0, tf.zeros_like(features[:, 0])],
+                name=name,
+            )[1]
+        return tf.estimator.EstimatorSpec('infer', predictions=sums)
+
+    with tf.Graph().as_default() as graph:
+        replicate(model_fn, devices=2)(tf.placeholder(tf.float32, [None, 3]))
+        once = steps.of_graph(graph).plan.once
+    assert 'draws random numbers' in once['noise'][0]
+    assert 'Cumsum' in once['ranks'][0]
 
 
 def labeled(x):

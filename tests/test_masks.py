@@ -27,7 +27,10 @@ def without_padding_by_tokens(x, ids):
     tokens = tf.reshape(x, [-1, 3])
     places = tf.cast(tf.where(tf.reshape(ids, [-1]) > 0), tf.int32)
     left = tf.tanh(tf.gather_nd(tokens, places) @ weights('w', 3, 3))
-    restored = tf.scatter_nd(places, left, tf.concat([tf.shape(tokens)[:1], [3]], 0))
+    rows = tf.squeeze(places, 1)
+    restored = tf.scatter_nd(
+        tf.expand_dims(rows, 1), left, tf.concat([tf.shape(tokens)[:1], [3]], 0)
+    )
     return x + tf.reshape(restored, tf.shape(x))
 
 
@@ -117,6 +120,8 @@ def indices_of_rows(x):
 def other_indices(x):
     rows = tf.range(tf.shape(x)[0])
     pairs = tf.tile(rows[:, None], [1, 2])
+    evens_first = tf.reshape(tf.transpose(pairs), [-1, 2])[:, 0]
+    some = tf.range(tf.placeholder_with_default(1, []))
     return {
         'second': tf.stack([0 * rows, rows], 1),
         'from_1': tf.stack([tf.range(1, tf.shape(x)[0] + 1), rows], 1),
@@ -126,6 +131,9 @@ def other_indices(x):
         'more_rows': tf.stack([tf.range(tf.shape(x)[0] * 2)] * 2, 1),
         'each_twice': tf.stack([tf.reshape(pairs, [-1])] * 2, 1),
         'all_twice': tf.stack([tf.tile(rows, [2])] * 2, 1),
+        'first_half_of_each_twice': tf.stack([tf.reshape(pairs, [-1])[: tf.shape(x)[0]]] * 2, 1),
+        'evens_first': tf.stack([evens_first, rows], 1),
+        'maybe_one_for_all': tf.stack([tf.broadcast_to(some, tf.shape(x)[:1]), rows], 1),
         'one': tf.stack([rows, rows], 0)[:, :2],
         'rows_alone': tf.stack([rows, rows], 1)[:, ::-1],
     }
@@ -171,3 +179,55 @@ def test_the_last_step_of_each_example_is_looked_up_by_its_device():
     table, indices = plan.ops[gather].needs
     assert table == LOCAL and isinstance(indices, CountedFromFirst)
     assert not [name for name in plan.once if not name.startswith('GradientDescent')]
+
+
+def test_indices_with_as_many_columns_as_the_sizes_tell():
+    """TensorFlow doesn't know how many numbers such an index has."""
+
+    def looked_up(x, ids):
+        shape = tf.dynamic_stitch([[0], [1]], [tf.shape(ids)[:1], [1]])
+        column = tf.reshape(ids[:, 0], shape)
+        indices = tf.concat([tf.range(tf.shape(x)[0])[:, None], column], 1)
+        assert indices.shape.as_list() == [None, None]
+        return tf.gather_nd(x, indices)
+
+    assert 'GatherNd' in check_rule(looked_up, ROWS, IDS, types=[])
+
+
+def test_indices_of_rows_that_are_times():
+    """The examples are along a later dimension, which indices of places in time don't name."""
+
+    def of_times(x, ids):
+        times = tf.range(4)
+        net = tf.transpose(x, [1, 0, 2])
+        ids = tf.transpose(ids)
+        indices = tf.stack([tf.broadcast_to(times[:, None], tf.shape(ids)), ids], 2)
+        return [
+            tf.gather_nd(tf.constant(floats(4, 3)), indices),
+            tf.scatter_nd(tf.stack([times], 1), net, tf.shape(net)),
+            tf.tensor_scatter_nd_update(net, tf.stack([times], 1), 2 * net),
+        ]
+
+    sharded = check_rule(of_times, ROWS, IDS, types=[])
+    assert {'GatherNd', 'ScatterNd', 'TensorScatterUpdate'} <= sharded
+
+
+def test_a_loop_that_looks_rows_up_in_a_table(behavior):
+    """In it, no device knows its first row; but each has all rows of the table."""
+
+    def model_fn(features, labels, mode):
+        table = tf.constant(floats(6, 3))
+
+        def body(i, net):
+            indices = tf.stack([tf.range(tf.shape(net)[0]), features['ids']], 1)
+            found = tf.stop_gradient(tf.gather_nd(table, indices))
+            return i + 1, tf.tanh(net + found[:, None])
+
+        net = tf.layers.dense(features['x'], 3, kernel_initializer='ones')
+        _, net = tf.while_loop(lambda i, _: i < 3, body, [0, net])
+        loss = tf.reduce_mean(tf.square(net))
+        return spec_of(mode, loss, sgd(loss))
+
+    ours, _ = compare(model_fn, [({'x': floats(6, 3), 'ids': IDS[:6, 0]}, None)], 4)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not [name for name in once if not name.startswith('GradientDescent')]

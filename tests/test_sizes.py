@@ -152,7 +152,18 @@ def _filled_up(ragged, count, more=0):
         'ends of ragged': (lambda _, ragged: ragged.row_splits[1:], ['B']),
         'some of ragged': (lambda _, ragged: ragged.row_splits[2:], ['?']),
         'last of ragged': (lambda _, ragged: ragged.row_splits[-2:], ['?']),
+        'none of ragged': (lambda _, ragged: ragged.row_splits[:0], ['?']),
+        'first of ragged': (lambda _, ragged: ragged.row_splits[:1], ['?']),
         'every other of ragged': (lambda _, ragged: ragged.row_splits[1::2], ['?']),
+        'from 0 to 0 of ragged': (lambda _, ragged: ragged.row_splits[0:0], ['?']),
+        'from 1 to 0 of ragged': (lambda _, ragged: ragged.row_splits[1:0], ['?']),
+        'less than nothing': (
+            # TensorFlow doesn't know that it begins at 5.
+            lambda s, _: tf.strided_slice(
+                tf.range(3), tf.dynamic_stitch([[0]], [s[2:]]), [0], [1], end_mask=1
+            ),
+            ['?'],
+        ),
         'filled up': (lambda s, ragged: _filled_up(ragged, s[:1]), ['B']),
         'filled up to more': (lambda s, ragged: _filled_up(ragged, s[:1] + 1), ['?']),
         'filled up by more': (lambda s, ragged: _filled_up(ragged, s[:1], more=1), ['?']),
@@ -170,6 +181,10 @@ def test_dims(make, expected):
         sizes.set_dims(splits, [Size(1, (Splits(ROWS),))])
         dims = sizes.dims(make(tf.shape(x), ragged))
         assert [_told(size) for size in dims] == expected
+
+
+def test_what_has_no_entries_has_no_rows():
+    check_rule(lambda x: tf.concat([x[:0], 2 * x], 0), floats(7), types=[])
 
 
 def test_quotients_are_whole():

@@ -38,8 +38,8 @@ def of_all_kinds(features, labels, mode):
     return spec_of(mode, loss + likes, sgd(loss))
 
 
-def graph_of(model_fn, static=True, **options):
-    """The graph of a model_fn on two devices."""
+def graph_of(model_fn, static=True, devices=2, **options):
+    """The graph of a model_fn on several devices."""
     with tf.Graph().as_default() as graph:
         tf.train.get_or_create_global_step()
         features, labels = floats(8, 3), floats(8, 1)
@@ -47,7 +47,7 @@ def graph_of(model_fn, static=True, **options):
             inputs = tf.constant(features), tf.constant(labels)
         else:
             inputs = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None, 1])
-        estimator_mgpu.replicate(model_fn, devices=2, **options)(*inputs, TRAIN)
+        estimator_mgpu.replicate(model_fn, devices=devices, **options)(*inputs, TRAIN)
         return graph
 
 
@@ -193,8 +193,10 @@ def test_an_error_names_the_line(row, static, microbatches, where, tmp_path):
     reason, last = str(info.value).splitlines()
     assert reason == 'net : Tensor had NaN values'
     assert last == f'check ran in {where}. It was made by {CHECK}'
-    assert isinstance(info.value.__cause__, tf.errors.InvalidArgumentError)
-    assert CHECK in info.value.__cause__.message  # as on one device
+    cause = info.value.__cause__
+    assert isinstance(cause, tf.errors.InvalidArgumentError)
+    assert CHECK in cause.message  # as on one device
+    assert info.value.op is cause.op and cause.op.type == 'CheckNumerics'
 
 
 def test_an_error_in_prediction_names_the_line(tmp_path):
@@ -296,6 +298,47 @@ def test_one_of_two_functions_with_the_same_names():
     assert '{{node check_0}}' in error.message and 'ran once' not in str(error)
 
 
+def test_a_function_without_examples_that_has_the_same_names():
+    error = error_of(lambda net: checked_in_loop(net) * checked_in_loop(tf.constant(1.0)))
+    assert '{{node check_0}}' in error.message and 'ran once' not in str(error)
+
+
+class Runs(tf.train.SessionRunHook):
+    """Counts the runs of a session."""
+
+    count = 0
+
+    def after_create_session(self, session, coord):
+        run = session.run
+
+        def counted(*args, **kwargs):
+            self.count += 1
+            return run(*args, **kwargs)
+
+        session.run = counted
+
+
+def test_a_session_whose_run_another_hook_has_replaced():
+    runs = Runs()
+    with tf.Graph().as_default():
+        three = tf.constant(3.0)
+        hooks = [runs, failures.ExplainErrorsHook()]
+        with tf.train.MonitoredSession(hooks=hooks) as session:
+            assert session.run(three) == 3.0
+    assert runs.count == 1
+
+
+def test_the_run_of_a_session_that_is_gone():
+    with tf.Graph().as_default():
+        session = tf.Session()
+        failures.ExplainErrorsHook().after_create_session(session, None)
+    run = session.run
+    session.close()
+    del session
+    with pytest.raises(RuntimeError, match='The session is closed.'):
+        run([])
+
+
 def test_an_error_of_a_plain_estimator_names_the_line(tmp_path):
     config = tf.estimator.RunConfig(session_config=estimator_mgpu.session_config(3))
     replicated = estimator_mgpu.replicate(devices=3)(checked)
@@ -341,12 +384,24 @@ def test_what_helps_if_memory_is_short():
     assert 'To need less memory on each device, use more micro-batches, more devices,' in said
 
 
+def test_what_helps_if_it_is_unknown_which_op_has_failed(monkeypatch):
+    monkeypatch.setattr(failures, '_failed_op', None)  # So calling it fails.
+    said = out_of_memory(NAMES.copy('MatMul', 1))
+    assert said.startswith('To need less memory on each device, use replicate(microbatches=2), ')
+
+
+def test_what_helps_if_nothing_is_sharded():
+    """There are 8 examples for 9 devices."""
+    said = out_of_memory('MatMul', devices=9)
+    assert 'device, use recompute=True for deep networks, a smaller batch, or variables=' in said
+
+
 @pytest.mark.parametrize('asked, advised', [(2, 4), (3, 4), (4, None)])
 def test_no_more_micro_batches_than_examples(asked, advised):
     """Each of the two devices has four examples."""
     said = out_of_memory(NAMES.copy('check', 1), checked, microbatches=asked)
     assert f'replicate(microbatches={advised})' in said or not advised
-    assert ('microbatches' in said) == bool(advised)
+    assert ('microbatches' in said) == ('a smaller batch' in said) == bool(advised)
 
 
 def test_micro_batches_that_were_left_out_are_not_advised():

@@ -104,18 +104,16 @@ def dimensions_of(call: Call, towers: int) -> Iterator[Dimension]:
     seen = set()
     for place in _places(call):
         for hides_ones in (True, False):
-            signature = _signature(call, place, hides_ones, towers)
-            if signature is None:
-                continue
-            label = _label_at(place, signature)
-            if label is None or _has_several_blocks(call, signature, label):
-                continue  # If there are blocks, only the function as a whole is tried.
+            for signature in _signatures(call, place, hides_ones, towers):
+                label = _label_at(place, signature)
+                if label is None or _has_several_blocks(call, signature, label):
+                    continue  # If there are blocks, only the function as a whole is tried.
 
-            dimension = _dimension(call, signature, label, towers)
-            key = tuple(dimension.axes.items()), tuple(dimension.positions.items())
-            if dimension.size > 0 and key not in seen:
-                seen.add(key)
-                yield dimension
+                dimension = _dimension(call, signature, label, towers)
+                key = tuple(dimension.axes.items()), tuple(dimension.positions.items())
+                if dimension.size > 0 and key not in seen:
+                    seen.add(key)
+                    yield dimension
 
 
 def _places(call: Call) -> Iterator[_Place]:
@@ -129,8 +127,8 @@ def _places(call: Call) -> Iterator[_Place]:
                 yield _Place(index, position, is_entry=True)
 
 
-def _signature(call: Call, place: _Place, hides_ones: bool, towers: int) -> Signature | None:
-    """What the op's rule says if the examples are along a place; None if it isn't sharded then.
+def _signatures(call: Call, place: _Place, hides_ones: bool, towers: int) -> list[Signature]:
+    """What the op's rule says if the examples are along a place; [] if it isn't sharded then.
 
     Args:
       call: the op.
@@ -141,15 +139,16 @@ def _signature(call: Call, place: _Place, hides_ones: bool, towers: int) -> Sign
     """
     op = call.op
     try:
-        return signature_of(RULES[op.type], op, _sizes(call, place, hides_ones, towers))
+        signature = signature_of(RULES[op.type], op, _sizes(call, place, hides_ones, towers))
     except OtherRanks as error:
         if is_registered(op.type):
             raise AssertionError(_complaint_of_ranks(call, error)) from error
-        return None
+        return []
     except NotSharded:
-        return None
+        return []
     except Exception as error:
         raise failure(op, error) from error
+    return [signature] if signature.otherwise is None else [signature, signature.otherwise]
 
 
 def _sizes(call: Call, place: _Place, hides_ones: bool, towers: int) -> Sizes:

@@ -105,14 +105,15 @@ FLOW = Flow()
 
 @dataclass(frozen=True)
 class Positions(NotGatherable):
-    """Where the rows of a part were before: those that `tf.dynamic_partition` makes, or a mask.
+    """Where the rows of a part stood before `tf.dynamic_partition` or a mask picked them.
 
     Each tower counts from its own first row, so these are of use only to ops on the same tower.
-    For other ops, the op that makes them runs once as well.
+    Other ops get full positions, from the user's own op.
     """
 
     part: PartRows
-    parts: tuple[PartRows, ...]  # all those that were made together, if they are all there are
+    # All parts of one partition; () for a mask, as rows that it leaves out are in none.
+    parts: tuple[PartRows, ...]
     rows: RowSpace  # of what parts were made of
     factor: Size  # how many entries each of these rows had
 

@@ -241,7 +241,8 @@ def _constant(tensor: tf.Tensor) -> ndarray:
 
 def _is_in(legal: range, size: Size) -> bool:
     """Whether a size can be computed in a type of that range, without overflow."""
-    return (size.number if size.static is None else size.static) in legal
+    number = size.number if size.static is None else size.static
+    return legal.start <= number < legal.stop
 
 
 # Shape functions: the first dimensions of an op's output, where its inputs tell them.
@@ -287,15 +288,15 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
     if any(masks) or len(dims or []) != 1 or not begin or not end or stride != [ONE]:
         return None
     assert dims is not None
-    # How many entries are left out before and behind; a negative number counts from the end.
-    before = Size(0) if op.get_attr('begin_mask') else begin[0]
-    behind = Size(0) if op.get_attr('end_mask') else end[0] * Size(-1)
     try:
-        if before.as_integer() < 0 or behind.as_integer() < 0:
-            return None
-        return [dims[0] + (before + behind) * Size(-1)]
+        # How many entries are left out before and behind.
+        before = 0 if op.get_attr('begin_mask') else begin[0].as_integer()
+        behind = 0 if op.get_attr('end_mask') else -end[0].as_integer()
+        takes_to_end = op.get_attr('end_mask') or behind > 0  # A negative end counts from the end.
+        left = dims[0] + Size(-before - behind)
     except UnknownSize:
         return None
+    return [left] if before >= 0 and takes_to_end and left.number >= 0 else None
 
 
 def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:

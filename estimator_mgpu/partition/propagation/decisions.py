@@ -107,7 +107,10 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     for output, output_dims in zip(op.outputs, dims):
         scope.sizes.set_dims(output, output_dims)
 
-    return match.decision()
+    decision = match.decision()
+    if decision is None and signature.otherwise is not None:
+        return Match(op, signature.otherwise, placements, scope).decision()
+    return decision
 
 
 def _rule_adds_nothing(op: tf.Operation) -> bool:

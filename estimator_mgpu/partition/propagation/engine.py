@@ -77,7 +77,7 @@ def propagate(
       RuntimeError: if a rule fails.
     """
     reduced: set[str] = set()
-    once: dict[str, str] = {}
+    once: dict[str, dict[str, str]] = {}
     while True:
         noted_before = len(reduced), len(once)
         scope = Scope(
@@ -105,6 +105,11 @@ def propagate(
                 frames=_frames(scope, order),
                 in_loops=scope.in_loops,
             )
+
+
+def _first(reasons: Mapping[str, str]) -> str:
+    """The reason of the first op that needed all of a list, given those of all."""
+    return next(iter(reasons.values()))
 
 
 def _boundary(unit: Unit) -> Sequence[tf.Operation]:
@@ -173,9 +178,9 @@ class _Pass:
             self._run_unsharded(op, placements, '')  # It needs no values, and so no reason.
         else:
             names = [member.name for member in _boundary(op)]
-            reasons = [self.scope.run_once[name] for name in names if name in self.scope.run_once]
-            if reasons:
-                self._run_unsharded(op, placements, reasons[0])
+            users = [self.scope.run_once[name] for name in names if name in self.scope.run_once]
+            if users:
+                self._run_unsharded(op, placements, _first(users[0]))
             else:
                 self._decide(op, placements)
 
@@ -200,7 +205,9 @@ class _Pass:
         try:
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
-            reason = self._first_reason(op) or str(error) or self._reason(op, placements)
+            reason = (
+                self._first_reason(op, placements) or str(error) or self._reason(op, placements)
+            )
             self._run_unsharded(op, placements, reason)
         else:
             self.scope.record(op, decision)
@@ -211,7 +218,8 @@ class _Pass:
             # Positions are computed once more, in full, which is cheap.
             if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
                 maker = passed_on(tensor).op
-                self.scope.run_once.setdefault(maker.name, reason)  # from the next pass on
+                users = self.scope.run_once.setdefault(maker.name, {})  # from the next pass on
+                users.setdefault(op.name, reason)
 
         follows_gathered = self.scope.follows_gathered(op)
         uses_towers = any(placement != REPLICATE for placement in placements)
@@ -254,14 +262,17 @@ class _Pass:
                     tensor = source
                 self.scope.reduced.add(tensor.name)
 
-    def _first_reason(self, op: Unit) -> str | None:
-        """Why an op needed all of a list in a pass before; None if it needed none.
+    def _first_reason(self, op: Unit, placements: Sequence[Placement]) -> str | None:
+        """Why an op, in a pass before, needed all of a list that runs once since; None without one.
 
-        In this pass, it may have another reason: the list itself is no longer a tower's own.
+        In this pass, it may have another reason: the list is no longer a tower's own. An op that
+        could be sharded before runs once for the sake of the first op that needed all of the list.
         """
-        makers = [passed_on(tensor).op.name for tensor in op.inputs]
-        reasons = [self.scope.run_once[name] for name in makers if name in self.scope.run_once]
-        return reasons[0] if reasons else None
+        for tensor, placement in zip(op.inputs, placements):
+            users = self.scope.run_once.get(passed_on(tensor).op.name)
+            if users and not isinstance(placement, NotGatherable):
+                return users.get(op.name, _first(users))
+        return None
 
     def _reason(self, op: Unit, placements: Sequence[Placement]) -> str:
         """Why an op runs once. If it's for the sake of an op before, it's that op's reason."""

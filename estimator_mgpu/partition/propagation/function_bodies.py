@@ -26,7 +26,6 @@ from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     LOCAL,
     Constant,
-    CountedFromFirst,
     Decision,
     FullSizes,
     LocalShape,
@@ -250,8 +249,6 @@ class FunctionBody:
 
         if isinstance(need, SparseRows):
             raise NotSharded(f'in it, {op.type} needs rows of a sparse tensor')
-        if isinstance(need, CountedFromFirst):
-            raise NotSharded(f'in it, {op.type} needs indices of the rows of a tower')
         if isinstance(need, LocalShape):
             self._check_local_shape(op, need, differs)
             return LOCAL if differs else need

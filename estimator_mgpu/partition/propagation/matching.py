@@ -124,6 +124,8 @@ class Match:
             return placement.in_blocks if by_rule in (None, placement.in_blocks) else None
         if by_rule is not None:
             return by_rule
+        if factor == ONE:
+            return False  # There's one block.
         # What has the size of another tensor is used together with it, as ones are in gradients, or
         # the zeros with which a recurrent network begins.
         others = [self._scope.placement_of(other) for other in self._measured(tensor)]
@@ -241,8 +243,10 @@ class Match:
         self, tensor: tf.Tensor, operand: IndicesOfRows, placement: Placement, way: Way
     ) -> Need | None:
         """The form of indices that begin with their rows."""
+        if self._scope.in_function or way.in_blocks or way.label != operand.labels[0]:
+            return None  # In a function, a tower doesn't know its first row.
         need = self._need(tensor, operand.labels, placement, way)
-        if need is None or way.in_blocks or way.label != operand.labels[0]:
+        if need is None:
             return None
         assert isinstance(need, (Form, Slice))
         return CountedFromFirst(need, way.rows, way.factor)

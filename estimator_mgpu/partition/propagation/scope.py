@@ -49,7 +49,8 @@ class Scope:
       assumes: while it isn't known yet how a loop's variables are placed, a function may be visited
         on the assumption that whatever an op needs is there.
       reduced: names of tensors, partial results of towers, that are reduced where they are made.
-      run_once: why ops have to run once whose lists another op needs in full, by name.
+      run_once: ops that have to run once, as other ops need all of their lists. By the name of such
+        an op, why the others do, by their names.
       reshardable: names of tensors that were gathered, or made once of such. They may be sharded
         again, along dimension 0.
       ops: what was decided for ops that run on every tower, by name.
@@ -64,7 +65,7 @@ class Scope:
     is_joint: bool = False
     assumes: bool = False
     reduced: set[str] = field(default_factory=set)
-    run_once: dict[str, str] = field(default_factory=dict)
+    run_once: dict[str, dict[str, str]] = field(default_factory=dict)
     reshardable: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)

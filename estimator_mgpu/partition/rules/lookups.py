@@ -70,16 +70,21 @@ def _gather_nd(op: tf.Operation, sizes: Sizes) -> str | Signature:
     last step of each example, say, is at [[0, 3], [1, 5], ...].
     """
     table, indices = op.inputs
-    dims = require(sizes.dims(table))
-    if not begin_with_rows(indices, dims[0], sizes):
+    dims = sizes.dims(table)
+    if not dims or not begin_with_rows(indices, dims[0], sizes):
         return '* I_ -> I...'
     index_dims = require(sizes.dims(indices))
     named = require(index_dims[-1].static)
     output_dims = [*index_dims[:-1], *dims[named:]]
+    # The same as the text says, also if TensorFlow doesn't know the rank of the output.
+    indexed = tuple(range(len(index_dims) - 1))
+    output = (*indexed, *[None] * len(dims[named:]))
+    with_table = Signature([FULL, (*indexed, None)], [output], dims=[output_dims])
     return Signature(
         [_by_rows(len(dims)), IndicesOfRows(_by_rows(len(index_dims)))],
         [_by_rows(len(output_dims))],
         dims=[output_dims],
+        otherwise=with_table,
     )
 
 
@@ -96,28 +101,35 @@ def _scatter(op: tf.Operation, sizes: Sizes) -> Signature:
 
     If each index begins with its own row, towers update their rows.
     """
-    target = rank(op.inputs[0], sizes)
     dims = require(sizes.dims(op.inputs[0]))
-    if begin_with_rows(op.inputs[1], dims[0], sizes):
-        indices = IndicesOfRows(_by_rows(rank(op.inputs[1], sizes)))
-        updates = _by_rows(rank(op.inputs[2], sizes))
-        return Signature([_by_rows(target), indices, updates], [_by_rows(target)], dims=[dims])
-    named, updates = _scattered(op.inputs[1], target, sizes)
-    labels = (*[None] * named, *range(named, target))
-    return Signature([labels, FULL, updates], [labels], dims=[sizes.dims(op.inputs[0])])
+    named, updates = _scattered(op.inputs[1], len(dims), sizes)
+    labels = (*[None] * named, *range(named, len(dims)))
+    unnamed = Signature([labels, FULL, updates], [labels], dims=[dims])
+    if not begin_with_rows(op.inputs[1], dims[0], sizes):
+        return unnamed
+    by_rows = _by_rows(len(dims))
+    indices = IndicesOfRows(_by_rows(rank(op.inputs[1], sizes)))
+    return Signature(
+        [by_rows, indices, _by_rows(len(updates))], [by_rows], dims=[dims], otherwise=unnamed
+    )
 
 
 def _scatter_nd(op: tf.Operation, sizes: Sizes) -> Signature:
     """`ScatterNd`: the same with zeros, of a shape that it's given."""
     dims = require(sizes.entries(op.inputs[2]))
-    if begin_with_rows(op.inputs[0], dims[0], sizes):
-        indices = IndicesOfRows(_by_rows(rank(op.inputs[0], sizes)))
-        updates = _by_rows(rank(op.inputs[1], sizes))
-        shape = SizesOf(_by_rows(len(dims)))
-        return Signature([indices, updates, shape], [_by_rows(len(dims))], dims=[dims])
     named, updates = _scattered(op.inputs[0], len(dims), sizes)
     labels = (*[None] * named, *range(named, len(dims)))
-    return Signature([FULL, updates, SizesOf(labels)], [labels], dims=[dims])
+    unnamed = Signature([FULL, updates, SizesOf(labels)], [labels], dims=[dims])
+    if not begin_with_rows(op.inputs[0], dims[0], sizes):
+        return unnamed
+    by_rows = _by_rows(len(dims))
+    indices = IndicesOfRows(_by_rows(rank(op.inputs[0], sizes)))
+    return Signature(
+        [indices, _by_rows(len(updates)), SizesOf(by_rows)],
+        [by_rows],
+        dims=[dims],
+        otherwise=unnamed,
+    )
 
 
 def _scattered(indices: tf.Tensor, target: int, sizes: Sizes) -> tuple[int, tuple[Label, ...]]:

@@ -71,6 +71,8 @@ class Signature(NamedTuple):
     # Of labels with different sizes on inputs and outputs: whether the op takes the entries to be
     # in blocks, as in `Shard`. The order means nothing to other ops, if it's the same everywhere.
     in_blocks: Mapping[Label, bool] = {}
+    # What holds as well, for an op that cannot be sharded as above.
+    otherwise: Signature | None = None
 
 
 # A text, or a function of an op. A user's function may also return None for "not sharded".

@@ -26,6 +26,7 @@ say. So these rules are functions of the placements, as those for lists are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -79,9 +80,9 @@ Kernels of others fail then, and those of pooling even end the process.
 """
 
 _INDEX_TYPES = (tf.int32, tf.int64)  # others are too small for positions
-_KEEP = ('Cast', 'Identity', 'Reshape')  # ops that keep numbers of such types, in their order
 _TAKE = ('GatherNd', 'GatherV2')  # ops that take what is at positions from their first input
-_SAME_ENTRIES = ('ExpandDims', 'Identity', 'Reshape', 'Squeeze')  # these keep all entries' order
+_SAME_ENTRIES = ('ExpandDims', 'Identity', 'Reshape', 'Squeeze')  # ops that keep them, in order
+_SAME_NUMBERS = ('Cast', *_SAME_ENTRIES)  # the same for entries of the types above
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -93,7 +94,7 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
       sizes: of tensors.
     """
     if op.type == _PARTITION:
-        return _partition(op, placements, sizes)
+        return _make_parts(op, placements, sizes)
     if op.type in _STITCHES:
         return _stitch(op, placements, sizes)
     if op.type == _WHERE:
@@ -102,7 +103,7 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     return None if use is None else use(op, placements, sizes)
 
 
-def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+def _make_parts(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`DynamicPartition`: the data's rows, and for each the part to which it goes.
 
     A part has its rows in their order, so those of all towers, one tower after the other, are those
@@ -142,7 +143,7 @@ def _is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
     """Whether a tensor is a vector of the numbers from 0 on: its entries are their positions."""
     if len(sizes.dims(tensor) or []) != 1:
         return False
-    while tensor.dtype in _INDEX_TYPES and tensor.op.type in _KEEP:
+    while tensor.dtype in _INDEX_TYPES and tensor.op.type in _SAME_NUMBERS:
         tensor = tensor.op.inputs[0]
     if tensor.dtype not in _INDEX_TYPES or tensor.op.type != 'Range':
         return False
@@ -207,7 +208,7 @@ def _selects_vectors(mask: tf.Tensor) -> bool:
     while stack:
         tensor = stack.pop()
         for user in tensor.consumers():
-            if user.type == _WHERE or user.type in (*_SAME_ENTRIES, *_KEEP):
+            if user.type in (_WHERE, *_SAME_NUMBERS):
                 stack += user.outputs
             elif user.type in _TAKE and user.inputs[0] is not tensor:
                 taken = user.outputs[0]
@@ -219,7 +220,9 @@ def _selects_vectors(mask: tf.Tensor) -> bool:
 # Ops that are given positions.
 
 
-def _keep(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+def _keep_positions(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
     """Positions of another type; or a vector in place of a matrix of one column, or the reverse."""
     [output] = op.outputs
     dims = sizes.dims(op.inputs[0])
@@ -234,6 +237,8 @@ def _keep(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> De
         return None
     if op.type == 'Squeeze':
         plan = OpPlan((LOCAL,), {'squeeze_dims': [1]})
+    elif op.type == 'ExpandDims':
+        plan = OpPlan((LOCAL, Constant((1,), scalar=True)))
     else:
         plan = OpPlan((LOCAL, Constant((-1, *[1] * len(columns_after)))))
     return Decision(plan, [placements[0]], [[dims[0], *columns_after]])
@@ -250,7 +255,7 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
     if not is_along_rows or len(sizes.dims(indices) or []) != 1:
         return None
-    return _taken(rows, placements, 1, sizes, (FULL,))
+    return _taken(rows, placements[:2], 1, sizes, (FULL,))
 
 
 def _gather_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -277,7 +282,7 @@ def _taken(
       sizes: of tensors.
       more_needs: the forms of the op's other inputs.
     """
-    placement, positions = placements[:2]
+    placement, positions = placements
     dims = sizes.dims(rows)
     if not isinstance(positions, Positions) or not dims:
         return None
@@ -297,12 +302,14 @@ def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes)
     dims = sizes.entries(shape)
     is_part_of_part = isinstance(positions, Positions) and isinstance(positions.rows, PartRows)
     if len(sizes.dims(indices) or []) != 2 or not dims or is_part_of_part:
-        return None  # The kernel fails without rows, which a part may be.
-    decided = _put(positions, placement, dims)
-    if decided is None:
+        # The kernel fails without rows, which a part may be. An empty tower of the batch computes
+        # on the first example instead: see `towers/shards.py`.
         return None
-    need, local_shape, shard = decided
-    return Decision(OpPlan((LOCAL, need, local_shape)), [shard], [dims])
+    put_back = _put_back(positions, placement, dims)
+    if put_back is None:
+        return None
+    plan = OpPlan((LOCAL, put_back.rows, put_back.shape))
+    return Decision(plan, [put_back.placement], [dims])
 
 
 def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -313,25 +320,28 @@ def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
     count_entries = sizes.entries(count)
     if len(sizes.dims(indices) or []) != 1 or not data_dims or not count_entries:
         return None
-    decided = _put(positions, placement, count_entries)
-    if decided is None:
+    put_back = _put_back(positions, placement, count_entries)
+    if put_back is None:
         return None
-    need, local_shape, shard = decided
-    return Decision(OpPlan((need, LOCAL, local_shape)), [shard], [[*count_entries, *data_dims[1:]]])
+    plan = OpPlan((put_back.rows, LOCAL, put_back.shape))
+    return Decision(plan, [put_back.placement], [[*count_entries, *data_dims[1:]]])
 
 
-def _put(
-    positions: Placement, placement: Placement, dims: Sequence[Size]
-) -> tuple[Need, LocalShape, Shard] | None:
-    """How the rows of a part are put at their positions, in a tensor of so many rows.
+class _PutBack(NamedTuple):
+    """How the rows of a part are put at their positions in a tensor."""
+
+    rows: Need  # the form of the rows
+    shape: LocalShape  # the tower's version of the tensor's dimensions
+    placement: Shard  # of the tensor
+
+
+def _put_back(positions: Placement, placement: Placement, dims: Sequence[Size]) -> _PutBack | None:
+    """How the rows of a part are put at their positions; None if towers can't do that.
 
     Args:
       positions: their placement.
       placement: that of the rows.
       dims: those of the tensor, or only the first one.
-
-    Returns:
-      The form of the rows, the tower's version of the dimensions, and the tensor's placement.
     """
     if not isinstance(positions, Positions):
         return None
@@ -343,11 +353,11 @@ def _put(
     # There are as many rows as positions, or the op fails.
     is_sharded = placement == Shard(0, positions.part)
     need = LOCAL if is_sharded else Slice(0, positions.part, ONE)
-    return need, local_shape, Shard(0, positions.rows)
+    return _PutBack(need, local_shape, Shard(0, positions.rows))
 
 
 _USES = {
-    **dict.fromkeys(('Cast', 'Identity', 'Reshape', 'Squeeze'), _keep),
+    **dict.fromkeys(_SAME_NUMBERS, _keep_positions),
     'GatherV2': _gather,
     'GatherNd': _gather_nd,
     'ScatterNd': _scatter_nd,

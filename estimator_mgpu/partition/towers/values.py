@@ -167,7 +167,9 @@ class Values:
           device: where this is computed.
         """
         shards = self.shards_of(need.rows)
-        columns = tensor.shape.as_list()[-1]
+        dims = self._plan.sizes.dims(tensor) or []
+        columns = dims[-1].static
+        assert columns is not None, 'the rule knows how long an index is'
         return sparse_rows.count_from_first(
             shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
         )

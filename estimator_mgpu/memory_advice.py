@@ -1,0 +1,106 @@
+"""What helps if a device has too little memory for a step.
+
+In: what is known of the graph's step. Out: how many micro-batches would need less memory, or the
+obstacle to more of them; and sentences for error messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import steps
+
+# What helps besides micro-batches, in words.
+_MORE_DEVICES = 'more devices'
+_RECOMPUTATION = 'recompute=True for deep networks'
+_SMALLER_BATCH = 'a smaller batch'
+
+
+class Obstacle(NamedTuple):
+    """Why more micro-batches would not help.
+
+    Attributes:
+      why: to be part of a sentence.
+      useless: what else would not help, for the same reason.
+    """
+
+    why: str
+    useless: Collection[str] = ()
+
+
+VARIABLES_ARE_TOO_LARGE = Obstacle(
+    'it ran out before the first step, as variables were made or restored',
+    useless=[_RECOMPUTATION, _SMALLER_BATCH],
+)
+
+
+def obstacle_to_microbatches(step: steps.Step, limit: int | None) -> Obstacle | None:
+    """What keeps more micro-batches from helping; None if they would help, as far as is known.
+
+    Args:
+      step: that of the graph which has needed too much memory.
+      limit: the most micro-batches that a device can have; None if it isn't known.
+    """
+    if step.nothing_is_sharded:
+        return Obstacle('nothing is sharded', useless=[_MORE_DEVICES])
+    if step.leaves_out_microbatches:
+        names = ', '.join(join.op for join in step.schedule.joins[:2])
+        return Obstacle(
+            f'they would save only {step.schedule.chainable:.0%} of the activations (most of the '
+            f'others are needed for {names or "what the step is run for"})'
+        )
+    if limit is not None and step.microbatches >= limit:
+        return Obstacle('a batch has too few examples for more', useless=[_SMALLER_BATCH])
+    return None
+
+
+def more_microbatches(step: steps.Step, limit: int | None) -> int:
+    """How many micro-batches to try next: twice as many, if there is no obstacle.
+
+    Args:
+      step: as for `obstacle_to_microbatches()`.
+      limit: as there.
+    """
+    doubled = 2 * step.microbatches
+    return doubled if limit is None else min(doubled, limit)
+
+
+def for_op(op: tf.Operation | None, step: steps.Step) -> str:
+    """Says what helps if memory is too small for an op.
+
+    Args:
+      op: the op; None if it isn't known.
+      step: that of its graph.
+    """
+    if op is not None and step.plan is not None and op.name in step.plan.once:
+        return (
+            'On more devices it needs as much memory: Estimator.explain() tells what keeps it from '
+            'being sharded.'
+        )
+    if not step.devices:  # The graph isn't known.
+        return remedies('more micro-batches')
+    limit = step.most_microbatches
+    obstacle = obstacle_to_microbatches(step, limit)
+    if obstacle is not None:
+        return remedies(useless=obstacle.useless)
+    return remedies(f'replicate(microbatches={more_microbatches(step, limit)})')
+
+
+def remedies(*first: str, useless: Collection[str] = ()) -> str:
+    """Says what helps if a device has too little memory.
+
+    Args:
+      *first: what helps most, in words.
+      useless: what wouldn't help, as in an `Obstacle`.
+    """
+    helps = list(first)
+    for remedy in (_MORE_DEVICES, _RECOMPUTATION, _SMALLER_BATCH):
+        if remedy not in useless:
+            helps.append(remedy)
+    return (
+        f'To need less memory on each device, use {", ".join(helps)}, or '
+        "variables='cpu', by which variables and optimizer slots are in the host's memory."
+    )
