@@ -50,7 +50,8 @@ def needed(features, labels, mode):
         return i + 1, tf.reshape(values, shape, 'looped') * 2
 
     _, looped = tf.while_loop(lambda i, _: i < 2, body, (0, x))
-    loss = tf.reduce_mean(tf.square(net + looped - labels) + losses[:, None])
+    branch = tf.cond(shape[0] > 2, lambda: tf.reshape(x, shape, 'branch'), lambda: -x)
+    loss = tf.reduce_mean(tf.square(net + looped + branch - labels) + losses[:, None])
     return spec_of(mode, loss, sgd(loss))
 
 
@@ -114,6 +115,6 @@ def test_they_have_no_copies(devices, microbatches, behavior):
 def test_those_that_are_needed(behavior):
     names = {'placed', 'waits', 'overridden', 'stopped', 'indices'}
     graph = compare(needed, sorted(names), 2)
-    if behavior == 'v1':  # Otherwise the loop's body is a function.
-        names.add('while/looped')
+    if behavior == 'v1':  # Otherwise the loop and the branch are functions.
+        names |= {'while/looped', 'cond/branch'}
     assert with_copies(names, graph) == names

@@ -474,8 +474,9 @@ def test_a_branch_in_a_call_that_waits_begins_with_its_arguments():
         inline_calls(graph, frozenset())
 
         [branch] = inlined_ops('If', call)
-        names = {op.name for op in graphs.ancestors(branch.control_inputs)}
-        assert {'earlier', 'x'} <= names
+        awaited = graphs.ancestors(branch.control_inputs)
+        assert graph.get_operation_by_name('earlier') in awaited
+        assert {operand.op for operand in branch.inputs} <= awaited | {w.handle.op}
 
 
 def call_of_halving(x, y, w):
