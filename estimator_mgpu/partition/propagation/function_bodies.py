@@ -163,7 +163,7 @@ class FunctionBody:
     def _check_effects(self, op: tf.Operation) -> None:
         only_reads = op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS)
         if may_have_side_effect(op.op_def) and not only_reads:
-            raise NotSharded(f'in it, a {op.type} has side effects, or draws random numbers')
+            raise NotSharded(f'in it, {op.type} has side effects, draws random numbers or can fail')
 
     def _check_sizes(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
         """An op such as `Shape` gives the sizes of a tower's own tensor, which have to be known."""
