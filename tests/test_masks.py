@@ -64,6 +64,27 @@ def test_masks(function):
     assert 'Where' in check_rule(function, ROWS, IDS, types=[])
 
 
+def test_places_that_are_used_in_other_ways():
+    """Other ops, or of other ranks or sizes, than those to which towers give their own places."""
+
+    def used(x, ids):
+        tokens = tf.reshape(x, [-1, 3])
+        places = tf.where(tf.reshape(ids, [-1]) > 0)
+        rows = tf.squeeze(places, 1)
+        left = tf.tanh(tf.gather_nd(tokens, places))
+        return [
+            tf.gather(tokens, places),
+            tf.gather_nd(tokens, places[:, None]),
+            tf.gather(tf.transpose(tokens), rows, axis=1),
+            tf.reshape(tf.where(ids > 0), [-1]),
+            tf.scatter_nd(places, left, [100, 3]),
+            tf.math.unsorted_segment_sum(left, rows, 100),
+            tf.math.unsorted_segment_sum(left[:, None], places, tf.shape(tokens)[0]),
+        ]
+
+    assert 'Tanh' in check_rule(used, ROWS, IDS, types=[])
+
+
 def test_what_sparse_tensors_are_made_of():
     """It's needed in full, so it isn't worth to look for it on each device."""
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
+from tensorflow.python.framework import function
 from tensorflow.python.ops import lookup_ops
 
 from models import away_from_0, of_all_modes
@@ -53,7 +54,19 @@ def hash_tables(features):
     return linear(tf.reduce_sum(found, 1) / tf.cast(table.size(), tf.float32))
 
 
-MODELS = [*map(of_all_modes, [of_all_dtypes, tied, hash_tables])]
+@function.Defun(tf.float32)
+def halved(x):
+    return x / 2
+
+
+def legacy_function(features):
+    """An op whose type is a function of the graph, which TensorFlow has no definition of."""
+    x = halved(features)
+    x.set_shape(features.shape)
+    return linear(x)
+
+
+MODELS = [*map(of_all_modes, [of_all_dtypes, tied, hash_tables, legacy_function])]
 
 
 @pytest.mark.parametrize('model_fn', MODELS, ids=lambda f: f.__name__)
