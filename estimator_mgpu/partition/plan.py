@@ -97,9 +97,9 @@ class LocalRange(NamedTuple):
 
 
 class CountedFromFirst(NamedTuple):
-    """Indices of a tower's rows, each of which begins with its row: counted from the tower's first.
+    """A tower's part of `IndicesOfRows`, with rows that are counted from the tower's first one.
 
-    If a tower's first row is 3, and it has the indices [[3, 0], [4, 2]], that is [[0, 0], [1, 2]].
+    If a tower's first row is 3, it is given [[0, 0], [1, 2]] in place of [[3, 0], [4, 2]].
     """
 
     indices: Form | Slice  # the form in which the tower has them, counted from the batch's first
@@ -154,9 +154,10 @@ class EntriesOf(NamedTuple):
 
 
 class IndicesOfRows(NamedTuple):
-    """Says that an operand has indices, each of which begins with the row in which it stands.
+    """Says that an operand has indices, each of which begins with the number of its own row.
 
-    The row is that of the first label, which the tensor has as well to which the indices belong.
+    Such are [[0, 3], [1, 5]]. The first label is that of these rows. The tensor from which the
+    indices take something, or in which they put it, has a dimension with the same label.
     """
 
     labels: tuple[Label, ...]

@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 
 
-class _Declared(NamedTuple):
+class _Declaration(NamedTuple):
     """What TensorFlow declares of a type of ops."""
 
     takes_references: bool
@@ -24,9 +24,9 @@ def has_side_effect(op: tf.Operation) -> bool:
     if op_type in op_types.VARIABLE_READS or op_type in op_types.REFERENCE_READS:
         return False
 
-    declared = _declared(op_type)
+    declared = _declaration_of_type(op_type)
     if declared is None:  # The type is a function of the op's own graph.
-        declared = _declaration(op.op_def)
+        declared = _read_declaration(op.op_def)
     # An op that writes to a reference variable isn't called stateful.
     if declared.takes_references or not declared.is_stateful:
         return declared.takes_references
@@ -39,14 +39,14 @@ def has_side_effect(op: tf.Operation) -> bool:
 
 
 @functools.cache
-def _declared(op_type: str) -> _Declared | None:
+def _declaration_of_type(op_type: str) -> _Declaration | None:
     """What is declared of a type; None if TensorFlow doesn't know it."""
     definition = private.op_definition(op_type)
-    return None if definition is None else _declaration(definition)
+    return None if definition is None else _read_declaration(definition)
 
 
-def _declaration(definition: Any) -> _Declared:
-    return _Declared(_takes_references(definition), definition.is_stateful)
+def _read_declaration(definition: Any) -> _Declaration:
+    return _Declaration(_takes_references(definition), definition.is_stateful)
 
 
 def writes_state(op: tf.Operation) -> bool:

@@ -61,7 +61,10 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
         decision = None if scope.in_function else parts.decide(op, placements, scope.sizes)
         if decision is not None or op.type in parts.TYPES:
             return decision
-        placements = [REPLICATE if isinstance(p, Positions) else p for p in placements]
+        # Ops without a rule for positions are given them in full.
+        placements = [
+            REPLICATE if isinstance(placement, Positions) else placement for placement in placements
+        ]
 
     if op.type in scope.rules.of_calls:
         rule = scope.rules.of_calls[op.type]
@@ -100,10 +103,9 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
-    dims_by_rule = signature.dims or ()
-    dims = (
-        match.dims() if inputs_are_replicated else [_if_complete(known) for known in dims_by_rule]
-    )
+    dims = [_if_complete(by_rule) for by_rule in signature.dims or ()]
+    if inputs_are_replicated:
+        dims = match.dims()
     for output, output_dims in zip(op.outputs, dims):
         scope.sizes.set_dims(output, output_dims)
 

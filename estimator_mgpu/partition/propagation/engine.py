@@ -107,9 +107,9 @@ def propagate(
             )
 
 
-def _first(reasons: Mapping[str, str]) -> str:
-    """The reason of the first op that needed all of a list, given those of all."""
-    return next(iter(reasons.values()))
+def _reason_of_first_user(reasons_by_user: Mapping[str, str]) -> str:
+    """Why the first of the ops that need all of a list does so, given the reasons of all."""
+    return next(iter(reasons_by_user.values()))
 
 
 def _boundary(unit: Unit) -> Sequence[tf.Operation]:
@@ -177,12 +177,18 @@ class _Pass:
         if op.type in op_types.SHAPE_QUERIES:
             self._run_unsharded(op, placements, '')  # It needs no values, and so no reason.
         else:
-            names = [member.name for member in _boundary(op)]
-            users = [self.scope.run_once[name] for name in names if name in self.scope.run_once]
-            if users:
-                self._run_unsharded(op, placements, _first(users[0]))
-            else:
+            reason = self._reason_of_lists(op)
+            if reason is None:
                 self._decide(op, placements)
+            else:
+                self._run_unsharded(op, placements, reason)
+
+    def _reason_of_lists(self, op: Unit) -> str | None:
+        """Why another op needs all of the lists that an op makes, so that it runs once; or None."""
+        for member in _boundary(op):
+            if member.name in self.scope.run_once:
+                return _reason_of_first_user(self.scope.run_once[member.name])
+        return None
 
     def _visit_group(self, op: tf.Operation) -> None:
         """A `tf.group` stands for the control edges into it, on each tower for the tower's own."""
@@ -205,10 +211,8 @@ class _Pass:
         try:
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
-            reason = (
-                self._first_reason(op, placements) or str(error) or self._reason(op, placements)
-            )
-            self._run_unsharded(op, placements, reason)
+            reason = self._reason_of_pass_before(op, placements) or str(error)
+            self._run_unsharded(op, placements, reason or self._reason(op, placements))
         else:
             self.scope.record(op, decision)
 
@@ -262,16 +266,18 @@ class _Pass:
                     tensor = source
                 self.scope.reduced.add(tensor.name)
 
-    def _first_reason(self, op: Unit, placements: Sequence[Placement]) -> str | None:
-        """Why an op, in a pass before, needed all of a list that runs once since; None without one.
+    def _reason_of_pass_before(self, op: Unit, placements: Sequence[Placement]) -> str | None:
+        """Why an op needed, in a pass before, all of a list that runs once since; None without one.
 
         In this pass, it may have another reason: the list is no longer a tower's own. An op that
         could be sharded before runs once for the sake of the first op that needed all of the list.
         """
+        if not self.scope.run_once:
+            return None  # as for almost all models, which have many ops
         for tensor, placement in zip(op.inputs, placements):
             users = self.scope.run_once.get(passed_on(tensor).op.name)
             if users and not isinstance(placement, NotGatherable):
-                return users.get(op.name, _first(users))
+                return users.get(op.name, _reason_of_first_user(users))
         return None
 
     def _reason(self, op: Unit, placements: Sequence[Placement]) -> str:
