@@ -288,7 +288,7 @@ def test_an_error_in_a_function_names_the_line(function, path):
 def test_an_error_in_a_function_that_runs_once():
     reason, last = str(error_of(checked_in_loop)).splitlines()
     assert reason == 'net : Tensor had NaN values'
-    assert last.startswith('while/body/check ran once, on the global batch: in it, a CheckNumerics')
+    assert last.startswith('while/body/check ran once, on the global batch: in it, CheckNumerics')
     assert CHECK_IN_LOOP in last
 
 
