@@ -72,6 +72,14 @@ class Towers:
                 with tracebacks.made_for(tensor.op):
                     return tf.identity(value, self._values.name_of_result(tensor.op))
 
+    def tensors_in_use(self) -> dict[str, str]:
+        """By the names of tensors, those of what the user's ops are given in their place."""
+        names = dict(self._values.full_values)
+        for name, tensor in self._replaced.items():
+            replacement = _replacement(tensor, self._replaced)
+            names[name] = self._values.full_values.get(replacement.name, replacement.name)
+        return names
+
     def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of the output of an op that is sharded."""
         names = [self._values.local(tensor, tower) for tower in self.towers]

@@ -1,0 +1,216 @@
+"""Gradients that are taken after the model_fn has returned, in a hook's `begin()` say.
+
+`tf.gradients` goes back from a loss and asks each op for its gradient. A divided graph has the
+values of one device, but not its ops: there are towers' copies, and what rewrites use in place of an
+op may have another gradient. For example, a fused batch normalization gets its statistics from sums,
+and takes these for constants. From a tensor in the middle, such as `h`, nothing follows any more:
+
+    x ---> h ---> loss                                   as the model_fn made it
+
+    x ---> towers ---> full value of h ---> loss         divided
+
+So while `tf.gradients` runs, each op is given again what the model_fn gave it. Then it's given full
+values as before, and so are the ops that `tf.gradients` has added. These run once, on the global
+batch, and so give the gradients of one device.
+
+In: a graph, before and after it's divided. Out: the same graph, and a `tf.gradients` that knows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+
+_MODEL = '_estimator_mgpu_model'  # An attribute of the graph.
+
+
+@contextlib.contextmanager
+def while_changing(graph: tf.Graph) -> Iterator[Model]:
+    """A context in which the graph that a model_fn has built is changed.
+
+    If another model in the graph was divided before, both are noted together.
+
+    Yields:
+      the graph as it was made, which is told of values and results.
+    """
+    _extend_gradients()
+    if not hasattr(graph, _MODEL):
+        setattr(graph, _MODEL, Model(graph))
+    model: Model = getattr(graph, _MODEL)
+    model.note_ops()
+    model.is_followed = False
+    try:
+        yield model
+    finally:
+        model.leave_out_new_ops()
+        model.is_followed = True
+
+
+def refuse_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> None:
+    """Lets later gradients fail that need one of a batch normalization in training.
+
+    With `batch_norm='device'`, the loss follows from the statistics of each device, and the user's
+    op would give gradients for those of the global batch.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      existing_ops: names of ops that were there before the model_fn.
+    """
+    for op in graph.get_operations():
+        if op.name not in existing_ops and _normalizes(op):
+            private.set_gradient_function(op, _fail)
+
+
+class Model:
+    """What ops of a graph were given by a model_fn, or by whoever made them later.
+
+    Args:
+      graph: the graph.
+
+    Attributes:
+      is_followed: whether `tf.gradients` has to follow it, as ops are given something else now.
+    """
+
+    def __init__(self, graph: tf.Graph):
+        self._graph = graph
+        self._inputs: dict[tf.Operation, Sequence[tf.Tensor]] = {}
+        self._values: dict[str, str] = {}
+        self._results: dict[str, tf.Tensor] = {}
+        self._ops_seen = 0
+        self.is_followed = False
+
+    def note_ops(self) -> list[tf.Operation]:
+        """Notes what the ops are given that were added since the last time, and returns these."""
+        added = self._graph.get_operations()[self._ops_seen :]
+        self._ops_seen += len(added)
+        for op in added:
+            self._inputs[op] = self.as_made(op.inputs) if self._results else op.inputs
+        return added
+
+    def leave_out_new_ops(self) -> None:
+        """Leaves out the ops that were added since the last time: they aren't the model's."""
+        self._ops_seen = len(self._graph.get_operations())
+
+    def note_values(self, values: Mapping[str, str]) -> None:
+        """Notes which tensors have the values of the model's tensors, by the names of these."""
+        self._values.update(values)
+
+    def note_result(self, tensor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+        """Notes that a value is given to the user in place of a tensor, and returns the value.
+
+        If the user may have the same value as that of another tensor, with another gradient, an
+        identity of it is returned.
+        """
+        if value is tensor:
+            return value
+        if value.op in self._inputs or self._results.get(value.name, tensor) is not tensor:
+            with self._graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
+                with tf.device(value.device):
+                    value = tf.identity(value, f'{tensor.op.name}/result')
+        self._results[value.name] = tensor
+        return value
+
+    def as_made(self, tensors: Sequence[Any]) -> list[Any]:
+        """The model's tensors in place of the results that the user was given."""
+        return [
+            self._results.get(tensor.name, tensor) if _has_name(tensor) else tensor
+            for tensor in tensors
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context in which ops are given what they were given when they were made.
+
+        Those that are added in it are then given full values, as the others are.
+        """
+        self.note_ops()
+        changes = self._changes()
+        for op, index, _, made_with in changes:
+            private.set_input(op, index, made_with)
+        self.is_followed = False
+        try:
+            yield
+        finally:
+            self.is_followed = True
+            for op, index, present, _ in changes:
+                private.set_input(op, index, present)
+            for op in self.note_ops():
+                self._use_values(op)
+
+    def _changes(self) -> list[tuple[tf.Operation, int, tf.Tensor, tf.Tensor]]:
+        """What ops are given, by index, that isn't what they were made with; with that."""
+        changes = []
+        for op, inputs in self._inputs.items():
+            # A loop may have got further inputs, as one gets by its gradient.
+            for index, (present, made_with) in enumerate(zip(op.inputs, inputs)):
+                if present is not made_with:
+                    changes.append((op, index, present, made_with))
+        return changes
+
+    def _use_values(self, op: tf.Operation) -> None:
+        for index, tensor in enumerate(op.inputs):
+            value = self._values.get(tensor.name)
+            if value is not None:
+                private.set_input(op, index, self._graph.get_tensor_by_name(value))
+
+
+@functools.cache
+def _extend_gradients() -> None:
+    """Lets `tf.gradients` know of models."""
+    private.replace_gradients(_with_models)
+
+
+def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind `tf.gradients`, with the ops of the model_fn in a divided graph."""
+    signature = inspect.signature(gradients)
+
+    @functools.wraps(gradients)
+    def gradients_of_model(*args: Any, **kwargs: Any) -> Any:
+        graph = graphs.outermost_graph(tf.get_default_graph())
+        model: Model | None = getattr(graph, _MODEL, None)
+        if model is None or graph.finalized:
+            return gradients(*args, **kwargs)
+
+        bound = signature.bind(*args, **kwargs)
+        for name in ('ys', 'xs', 'stop_gradients'):
+            tensors = bound.arguments.get(name)
+            if tensors is not None:
+                as_list = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+                bound.arguments[name] = model.as_made(as_list)
+        # Gradients of functions call this again.
+        with model.restored() if model.is_followed else contextlib.nullcontext():
+            return gradients(*bound.args, **bound.kwargs)
+
+    return gradients_of_model
+
+
+def _has_name(tensor: Any) -> bool:
+    return tf.is_tensor(tensor) and tf.is_symbolic_tensor(tensor)
+
+
+def _normalizes(op: tf.Operation) -> bool:
+    """Whether an op is a fused batch normalization in training, or calls a function with one."""
+    if op.type in op_types.BATCH_NORMS:
+        return op.get_attr('is_training')
+    if op.type not in op_types.FUNCTION_CALLERS:
+        return False
+    return any(
+        _normalizes(called)
+        for function in function_calls.function_graphs(op)
+        for called in function.get_operations()
+    )
+
+
+def _fail(op: tf.Operation, *gradients: Any) -> Any:
+    raise ValueError(
+        f"{op.name} normalizes each device's examples by themselves, as batch_norm='device' asks "
+        'for. After the model_fn has returned, it has no gradient. Call tf.gradients in the '
+        'model_fn.'
+    )
