@@ -23,7 +23,6 @@ from estimator_mgpu import (
     explain,
     failures,
     large_checkpoints,
-    later_gradients,
     predictor,
     steps,
     unknown_ranks,
@@ -40,6 +39,7 @@ from estimator_mgpu.devices import (
 )
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
+from estimator_mgpu.partition import later_gradients
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
@@ -315,8 +315,11 @@ def _recompute(
         return None
     graph = tf.get_default_graph()
     results = _results_of_step(spec)
-    with later_gradients.while_changing(graph), _no_garbage_collection():
-        return recompute_activations(graph, tensors, spec.loss, results, ops_before)
+    model = later_gradients.note_model(graph)
+    with _no_garbage_collection():
+        recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
+    model.follow()
+    return recomputation
 
 
 def _recomputes(spec: Any, options: dict[str, Any]) -> bool:
@@ -343,8 +346,7 @@ def _build_on_several(
     place_variables(options['variables'], servers or towers, ops_before)
 
     global_batch = unknown_ranks.shapes_told_by_model(global_batch)
-    with later_gradients.while_changing(tf.get_default_graph()) as model:
-        spec, step = _divided(spec, global_batch, towers, ops_before, options, model)
+    spec, step = _divided(spec, global_batch, towers, ops_before, options)
     if step.plan is None:
         step = step._replace(recomputation=_recompute(spec, tensors, ops_before, options))
     return spec, step
@@ -356,7 +358,6 @@ def _divided(
     devices: list[str],
     ops_before: set[str],
     options: dict[str, Any],
-    model: later_gradients.Model,
 ) -> tuple[Any, steps.Step]:
     """Divides the default graph; returns its EstimatorSpec and a `Step`.
 
@@ -367,7 +368,6 @@ def _divided(
       ops_before: the names of ops that were there before the model_fn was called.
       options: the checked arguments of `replicate()`, by name; and `noted`, which the number of
         examples goes through, if there is one.
-      model: what later gradients know of the graph.
     """
     graph = tf.get_default_graph()
     static = global_batch.static
@@ -401,11 +401,7 @@ def _divided(
     step = steps.Step(examples, spec.loss, devices, unknown=global_batch.unknown_titles)
     if towers is None:
         return spec, step._replace(nothing_is_sharded=True)
-
-    model.note_values(towers.tensors_in_use())
-    if options['batch_norm'] == 'device':
-        later_gradients.refuse_batch_norm(graph, ops_before)
-    spec = _with_full_values(spec, towers, model)
+    spec = _with_full_values(spec, towers)
     return spec, step._replace(
         loss=spec.loss,
         plan=towers.plan,
@@ -427,13 +423,13 @@ def _results_of_step(spec: Any) -> list[tf.Tensor | tf.Operation]:
     return [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, tf.Operation))]
 
 
-def _with_full_values(spec: Any, towers: Towers, model: later_gradients.Model) -> Any:
+def _with_full_values(spec: Any, towers: Towers) -> Any:
     """An EstimatorSpec whose results are full values: of the global batch, not of one tower."""
 
     def full_value(leaf: Any) -> Any:
         if not isinstance(leaf, tf.Tensor):
             return leaf
-        return model.note_result(leaf, towers.full_value(leaf))
+        return towers.model.note_result(leaf, towers.full_value(leaf))
 
     results = {name: getattr(spec, name) for name in _RESULTS}
     full = tf.nest.map_structure(full_value, results, expand_composites=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
+from estimator_mgpu.partition.later_gradients import Model
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
@@ -41,6 +42,7 @@ class Towers:
       total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: a device and a turn each.
       names: of the nodes that were added.
+      model: what gradients go by that are taken later.
       schedule: which ops run one turn after another; None if one turn was asked for.
       recomputation: what is computed twice; None if that wasn't asked for.
     """
@@ -50,6 +52,7 @@ class Towers:
     total: tf.Tensor | None
     towers: Sequence[Tower]
     names: Names
+    model: Model
     schedule: Schedule | None
     _replaced: dict[str, tf.Tensor]
     _values: Values
@@ -94,6 +97,7 @@ def build_towers(
     full_value_devices: dict[str, str],
     replaced: dict[str, tf.Tensor],
     order: StateOrder,
+    model: Model,
     calls: Sequence[Sequence[tf.Tensor]] = (),
     turns: int = 1,
     results: Sequence[Result] = (),
@@ -113,6 +117,7 @@ def build_towers(
       full_value_devices: where full values are made, by the names of tensors.
       replaced: what rewrites use in place of tensors, by their names.
       order: in which the graph touched state, before identities were bypassed.
+      model: what gradients go by that are taken later.
       calls: the gradients of each optimizer's call.
       turns: how many towers each device has, one after the other.
       results: what a step is run for.
@@ -150,7 +155,7 @@ def build_towers(
         _use_full_values(op, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
-    return Towers(graph, plan, total, towers, nodes.names, found, replaced, values, waits)
+    return Towers(graph, plan, total, towers, nodes.names, model, found, replaced, values, waits)
 
 
 class _Collected(NamedTuple):

@@ -1,9 +1,9 @@
 """Gradients that are taken after the model_fn has returned, in a hook's `begin()` say.
 
 `tf.gradients` goes back from a loss and asks each op for its gradient. A divided graph has the
-values of one device, but not its ops: there are towers' copies, and what rewrites use in place of an
-op may have another gradient. For example, a fused batch normalization gets its statistics from sums,
-and takes these for constants. From a tensor in the middle, such as `h`, nothing follows any more:
+values of one device, but not its ops: there are towers' copies, and what rewrites use in place of
+an op may have another gradient. For example, a fused batch normalization gets its statistics from
+sums, and takes these for constants. From a tensor in the middle, such as `h`, nothing follows:
 
     x ---> h ---> loss                                   as the model_fn made it
 
@@ -21,36 +21,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 _MODEL = '_estimator_mgpu_model'  # An attribute of the graph.
 
 
-@contextlib.contextmanager
-def while_changing(graph: tf.Graph) -> Iterator[Model]:
-    """A context in which the graph that a model_fn has built is changed.
+def note_model(graph: tf.Graph) -> Model:
+    """Notes what ops are given, before anything is changed in a graph that a model_fn has built.
 
-    If another model in the graph was divided before, both are noted together.
-
-    Yields:
-      the graph as it was made, which is told of values and results.
+    If another model in the graph was divided before, both are noted together. Until `follow()`,
+    `tf.gradients` goes by the ops as they are.
     """
     _extend_gradients()
     if not hasattr(graph, _MODEL):
         setattr(graph, _MODEL, Model(graph))
     model: Model = getattr(graph, _MODEL)
-    model.note_ops()
     model.is_followed = False
-    try:
-        yield model
-    finally:
-        model.leave_out_new_ops()
-        model.is_followed = True
+    model.note_ops()
+    return model
 
 
 def refuse_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> None:
@@ -82,7 +78,7 @@ class Model:
         self._graph = graph
         self._inputs: dict[tf.Operation, Sequence[tf.Tensor]] = {}
         self._values: dict[str, str] = {}
-        self._results: dict[str, tf.Tensor] = {}
+        self._made_as: dict[str, tf.Tensor] = {}
         self._ops_seen = 0
         self.is_followed = False
 
@@ -91,16 +87,39 @@ class Model:
         added = self._graph.get_operations()[self._ops_seen :]
         self._ops_seen += len(added)
         for op in added:
-            self._inputs[op] = self.as_made(op.inputs) if self._results else op.inputs
+            self._inputs[op] = self.as_made(op.inputs) if self._made_as else op.inputs
         return added
 
-    def leave_out_new_ops(self) -> None:
-        """Leaves out the ops that were added since the last time: they aren't the model's."""
-        self._ops_seen = len(self._graph.get_operations())
+    def note_inlined(self, inlined: Mapping[str, tf.Tensor]) -> None:
+        """Notes calls of functions in whose place the functions' own ops run.
 
-    def note_values(self, values: Mapping[str, str]) -> None:
-        """Notes which tensors have the values of the model's tensors, by the names of these."""
+        A call that gives the same again is still gone through as it was made: only there are
+        gradients that the function itself defines. For others, such as those that draw random
+        numbers, the inlined ops are taken for the model's.
+
+        Args:
+          inlined: by the names of calls' outputs, the tensors in their place.
+        """
+        for name, tensor in inlined.items():
+            call = self._graph.get_tensor_by_name(name).op
+            if not _gives_the_same_again(call):
+                while tensor.name in inlined:
+                    tensor = inlined[tensor.name]
+                self._made_as[name] = tensor
+        if self._made_as:
+            for op, inputs in self._inputs.items():
+                self._inputs[op] = self.as_made(inputs)
+        self.note_ops()
+
+    def follow(self, values: Mapping[str, str] = types.MappingProxyType({})) -> None:
+        """Lets `tf.gradients` follow the model. Ops that were added meanwhile aren't part of it.
+
+        Args:
+          values: for the names of the model's tensors, those of the tensors with their values.
+        """
         self._values.update(values)
+        self._ops_seen = len(self._graph.get_operations())
+        self.is_followed = True
 
     def note_result(self, tensor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         """Notes that a value is given to the user in place of a tensor, and returns the value.
@@ -108,19 +127,20 @@ class Model:
         If the user may have the same value as that of another tensor, with another gradient, an
         identity of it is returned.
         """
+        [tensor] = self.as_made([tensor])
         if value is tensor:
             return value
-        if value.op in self._inputs or self._results.get(value.name, tensor) is not tensor:
+        if value.op in self._inputs or self._made_as.get(value.name, tensor) is not tensor:
             with self._graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
                 with tf.device(value.device):
                     value = tf.identity(value, f'{tensor.op.name}/result')
-        self._results[value.name] = tensor
+        self._made_as[value.name] = tensor
         return value
 
     def as_made(self, tensors: Sequence[Any]) -> list[Any]:
-        """The model's tensors in place of the results that the user was given."""
+        """The model's tensors in place of others that have their values."""
         return [
-            self._results.get(tensor.name, tensor) if _has_name(tensor) else tensor
+            self._made_as.get(tensor.name, tensor) if _has_name(tensor) else tensor
             for tensor in tensors
         ]
 
@@ -132,17 +152,22 @@ class Model:
         """
         self.note_ops()
         changes = self._changes()
-        for op, index, _, made_with in changes:
-            private.set_input(op, index, made_with)
         self.is_followed = False
         try:
+            for op, index, _, made_with in changes:
+                private.set_input(op, index, made_with)
             yield
         finally:
-            self.is_followed = True
+            added = self.note_ops()
+            reruns = self._reruns(added)
+            writes = [rerun.writes_after() for rerun in reruns]
             for op, index, present, _ in changes:
                 private.set_input(op, index, present)
-            for op in self.note_ops():
+            for op in added:
                 self._use_values(op)
+            for rerun, writes_after in zip(reruns, writes):
+                self._let_wait(writes_after, rerun.ends)
+            self.is_followed = True
 
     def _changes(self) -> list[tuple[tf.Operation, int, tf.Tensor, tf.Tensor]]:
         """What ops are given, by index, that isn't what they were made with; with that."""
@@ -159,6 +184,74 @@ class Model:
             value = self._values.get(tensor.name)
             if value is not None:
                 private.set_input(op, index, self._graph.get_tensor_by_name(value))
+
+    def _reruns(self, added: Sequence[tf.Operation]) -> list[_Rerun]:
+        """What runs for gradients, although towers have copies of it.
+
+        Gradients need what a loop or a branch has computed inside, which copies don't give.
+
+        Args:
+          added: the ops of gradients.
+        """
+        used: dict[tf.Operation, dict[str, tf.Tensor]] = {}
+        for op in added:
+            for tensor in op.inputs:
+                caller = tensor.op
+                is_copied = any(output.name in self._values for output in caller.outputs)
+                if caller.type in op_types.FUNCTION_CALLERS and is_copied:
+                    used.setdefault(caller, {})[tensor.name] = tensor
+        reruns = [_Rerun(caller.inputs, list(tensors.values())) for caller, tensors in used.items()]
+        return reruns + self._reruns_of_v1_loops(added)
+
+    def _reruns_of_v1_loops(self, added: Sequence[tf.Operation]) -> list[_Rerun]:
+        """The loops of TensorFlow 1 among them: gradients have added ops to these."""
+        enters = [op for op in self._inputs if op.type in op_types.ENTER]
+        if not enters:
+            return []
+        liveness = Liveness(self._graph.get_operations())
+        outermost = {liveness.frame(op)[:1] for op in added}
+        exits = [op for op in self._inputs if op.type in op_types.EXIT]
+        reruns = []
+        for frame in outermost:
+            inputs = [op.inputs[0] for op in enters if liveness.output_frame(op) == frame]
+            ends = [op.outputs[0] for op in exits if liveness.frame(op) == frame]
+            reruns.append(_Rerun(inputs, ends))
+        return reruns
+
+    def _let_wait(self, writes: Sequence[tf.Operation], ends: Sequence[tf.Tensor]) -> None:
+        """Lets writes wait for what runs once more, even if that is in a branch that isn't taken."""
+        if not writes:
+            return
+        with self._graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
+            name = f'{ends[0].op.name}/again'
+            with tf.device(ends[0].device):
+                identities = [tf.identity(tensor, name) for tensor in ends]
+                with tf.control_dependencies(identities):
+                    gate = tf.raw_ops.ControlTrigger(name=name)
+        for write in writes:
+            function_calls.let_wait(write, [gate])
+
+
+class _Rerun(NamedTuple):
+    """A call, a branch or a loop that runs for gradients, although towers have copies of it.
+
+    Attributes:
+      inputs: what it's given.
+      ends: outputs that gradients use, or all that end a v1 loop: who waits for these, waits for
+        what it reads.
+    """
+
+    inputs: Sequence[tf.Tensor]
+    ends: Sequence[tf.Tensor]
+
+    def writes_after(self) -> list[tf.Operation]:
+        """The ops that write to variables that it's given, and that follow from it."""
+        variables = [tensor for tensor in self.inputs if tensor.dtype == tf.resource]
+        if not variables:
+            return []
+        followers = graphs.descendants([tensor.op for tensor in self.ends])
+        users = {user for variable in variables for user in variable.consumers()}
+        return [user for user in users if user in followers and writes_state(user)]
 
 
 @functools.cache
@@ -189,6 +282,15 @@ def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
             return gradients(*bound.args, **bound.kwargs)
 
     return gradients_of_model
+
+
+def _gives_the_same_again(call: tf.Operation) -> bool:
+    """Whether a call of a function may run twice: it only computes, and reads variables."""
+    return not any(
+        has_side_effect(op)
+        for function in function_calls.function_graphs(call)
+        for op in function.get_operations()
+    )
 
 
 def _has_name(tensor: Any) -> bool:
