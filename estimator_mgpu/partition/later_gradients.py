@@ -160,7 +160,8 @@ class Model:
         finally:
             added = self.note_ops()
             reruns = self._reruns(added)
-            writes = [rerun.writes_after() for rerun in reruns]
+            not_of_model = set(self._graph.get_operations()).difference(self._inputs)
+            writes = [rerun.writes_after(not_of_model) for rerun in reruns]
             for op, index, present, _ in changes:
                 private.set_input(op, index, present)
             for op in added:
@@ -208,8 +209,8 @@ class Model:
         enters = [op for op in self._inputs if op.type in op_types.ENTER]
         if not enters:
             return []
-        liveness = Liveness(self._graph.get_operations())
-        outermost = {liveness.frame(op)[:1] for op in added}
+        liveness = Liveness(list(self._inputs))
+        outermost = {liveness.frame(op)[:1] for op in added if liveness.frame(op)}
         exits = [op for op in self._inputs if op.type in op_types.EXIT]
         reruns = []
         for frame in outermost:
@@ -219,8 +220,10 @@ class Model:
         return reruns
 
     def _let_wait(self, writes: Sequence[tf.Operation], ends: Sequence[tf.Tensor]) -> None:
-        """Lets writes wait for what runs once more, even if that is in a branch that isn't taken."""
-        if not writes:
+        """Lets writes wait for what runs once more, unless it's in a branch that isn't taken."""
+        before = graphs.ancestors([tensor.op for tensor in ends])
+        later = [write for write in writes if write not in before]
+        if not later:
             return
         with self._graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
             name = f'{ends[0].op.name}/again'
@@ -228,7 +231,7 @@ class Model:
                 identities = [tf.identity(tensor, name) for tensor in ends]
                 with tf.control_dependencies(identities):
                     gate = tf.raw_ops.ControlTrigger(name=name)
-        for write in writes:
+        for write in later:
             function_calls.let_wait(write, [gate])
 
 
@@ -244,12 +247,12 @@ class _Rerun(NamedTuple):
     inputs: Sequence[tf.Tensor]
     ends: Sequence[tf.Tensor]
 
-    def writes_after(self) -> list[tf.Operation]:
-        """The ops that write to variables that it's given, and that follow from it."""
+    def writes_after(self, not_of_model: Set[tf.Operation]) -> list[tf.Operation]:
+        """The model's ops that write to variables that it's given, and that follow from it."""
         variables = [tensor for tensor in self.inputs if tensor.dtype == tf.resource]
         if not variables:
             return []
-        followers = graphs.descendants([tensor.op for tensor in self.ends])
+        followers = graphs.descendants([tensor.op for tensor in self.ends], until=not_of_model)
         users = {user for variable in variables for user in variable.consumers()}
         return [user for user in users if user in followers and writes_state(user)]
 
