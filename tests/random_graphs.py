@@ -1203,7 +1203,10 @@ def size_in_a_loop(x, c):
     """After the loop it's that of the whole batch, though each tower's loop has its own."""
 
     def body(i, size, h):
-        return i + 1, size, h + tf.ones([size, 1], tf.float64)
+        total = h + tf.ones([size, 1], tf.float64)
+        # From a static batch of 1, TensorFlow infers a broadcast to `size` examples: None of them.
+        total.set_shape(h.shape)
+        return i + 1, size, total
 
     def loop(h):
         _, size, h = tf.while_loop(lambda i, *_: i < 3, body, (0, tf.shape(h)[0], h))
