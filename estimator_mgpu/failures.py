@@ -8,7 +8,7 @@ user's op and its line, with TensorFlow's as its cause:
     made by File "model.py", line 5, in model_fn
 
 An op of a loop's or a branch's function isn't in the graph. It's found by its path, which the
-towers' copies of functions have: see `function_calls.OpPath`.
+towers' copies of functions have: see `op_paths.OpPath`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
-from estimator_mgpu.tf_internals import error_messages, function_calls, op_types, tf_estimator
+from estimator_mgpu.tf_internals import error_messages, op_paths, op_types, tf_estimator
 
 # Errors that say that a session was lost, or closed: whichever op they name has no part in it.
 _OF_SESSIONS = (
@@ -163,13 +163,13 @@ def _failed_op(
     path = error_messages.node_name(error)
     if path is None or error_messages.is_of_input(error):
         return None
-    split = function_calls.split_path(graph, path)
+    split = op_paths.split_path(graph, path)
     if split is None:
         return _op_of_function_that_runs_once(graph, step, path)
 
     # A copy's functions have no graphs with tracebacks; those of the user's op have.
     copy = step.names.copy_of(path)
-    users_op = function_calls.op_of_path(graph, path if copy is None else copy.op_name)
+    users_op = op_paths.op_of_path(graph, path if copy is None else copy.op_name)
     return None if users_op is None else _FailedOp(path, split.caller, users_op)
 
 
@@ -185,7 +185,7 @@ def _op_of_function_that_runs_once(
         is_copy = step.names.copy_of(caller.name) is not None
         if is_copy or caller.type not in op_types.FUNCTION_CALLERS:
             continue
-        for path, op in function_calls.ops_of_node(caller, node_name):
+        for path, op in op_paths.ops_of_node(caller, node_name):
             candidates.append(_FailedOp(path, caller, op))
 
     if len(candidates) != 1:
