@@ -26,7 +26,7 @@ from typing import Any
 from estimator_mgpu.partition.towers.edges import Edges, StepUnits, Unit, op_name
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.schedule import Schedule
-from estimator_mgpu.partition.towers.turns import Tower, chains_of
+from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -65,29 +65,39 @@ def add_gates(
 def _ends_of_turns(
     step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
 ) -> dict[int, list[str]]:
-    """What each turn leaves: the last nodes that are made of its chain up to this turn.
+    """What each turn leaves, by the number of its tower: the last nodes that are made of it.
 
     A running sum is one, as what waits for it is made of the next turn, too.
     """
-    chains = [sum(1 << tower.number for tower in chain) for chain in chains_of(towers)]
-    made_of: dict[Unit, int] = {}  # chained copies, as the bits of their towers
-    last_turn: dict[Unit, int] = {}  # of units of one chain only
+    last_turns = _last_turns(step, schedule, towers)
     ends = defaultdict[int, dict[str, None]](dict)
     for unit in step.order:
-        bits = 0
         for edge in step.inputs[unit]:
-            bits |= made_of.get(edge.unit, 0)
-        if unit.tower is not None and unit.name in schedule.chained:
-            bits |= 1 << unit.tower
-        made_of[unit] = bits
-        if bits and step.edges.is_added(unit) and any(bits & ~chain == 0 for chain in chains):
-            last_turn[unit] = bits.bit_length() - 1
+            turn = last_turns.get(edge.unit)
+            if turn is not None and turn != last_turns.get(unit):
+                ends[turn.number][edge.source] = None
+    return {number: list(names) for number, names in ends.items()}
 
+
+def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) -> dict[Unit, Tower]:
+    """The last turn that a unit is made of, of those units that are made of one chain only.
+
+    The user's own ops have none, as they run once.
+    """
+    last_turns: dict[Unit, Tower] = {}
+    made_of: dict[Unit, set[Tower]] = {}  # those whose chained copies a unit is made of
+    for unit in step.order:
+        turns: set[Tower] = set()
         for edge in step.inputs[unit]:
-            turn = last_turn.get(edge.unit)
-            if turn is not None and turn != last_turn.get(unit):
-                ends[turn][edge.source] = None
-    return {turn: list(names) for turn, names in ends.items()}
+            turns |= made_of.get(edge.unit, set())
+        if unit.tower is not None and unit.name in schedule.chained:
+            turns.add(towers[unit.tower])
+        made_of[unit] = turns
+
+        first_towers = {tower.number - tower.turn for tower in turns}
+        if len(first_towers) == 1 and step.edges.is_added(unit):
+            last_turns[unit] = max(turns)
+    return last_turns
 
 
 def _own_parts(

@@ -89,28 +89,27 @@ def find_schedule(
     }
     first = [step.edges.unit_of(op.name) for op in _first_writes(graph, plan, results)]
 
-    # With each level, more ops can be in the chain, but more of them are needed by joins.
-    best_level = -1
-    most_bytes = -1
     before = _Before(step, sizes, first)
+    chained: set[str] = set()
+    by_join = before.by_join
+    most_bytes = -1
+    # With each level, more ops can be in the chain, but more of them are needed by joins.
     for level in sorted(set(levels.values())):
         before.add(joins[level])
-        up_to_level = sum(sizes[name] for name in levels if levels[name] <= level)
-        if up_to_level - before.bytes > most_bytes:
-            best_level = level
-            most_bytes = up_to_level - before.bytes
-
-    before = _Before(step, sizes, first)
-    for level in range(best_level + 1):
-        before.add(joins[level])
-    chained = {name for name in levels if levels[name] <= best_level} - before.names
+        up_to_level = {name for name in levels if levels[name] <= level}
+        remaining = up_to_level - before.names
+        size = sum(sizes[name] for name in remaining)
+        if size > most_bytes:
+            chained = remaining
+            by_join = before.by_join.copy()
+            most_bytes = size
 
     total = sum(sizes.values()) or 1
     chainable = sum(sizes[name] for name in chained) / total
     # A joint loop runs in all turns at once, whatever is made of it.
     for name in joint_loops:
-        before.by_join[name] += sizes[name]
-    costliest = [Join(name, size / total) for name, size in before.by_join.most_common() if size]
+        by_join[name] += sizes[name]
+    costliest = [Join(name, size / total) for name, size in by_join.most_common() if size]
     return Schedule(towers[-1].turn + 1, chained, chainable, costliest)
 
 
@@ -157,13 +156,11 @@ class _Before:
 
     Attributes:
       names: those of the ops.
-      bytes: those of their activations.
-      by_join: the same, by the op that first needs them all.
+      by_join: the bytes of their activations, by the op that first needs them all.
     """
 
     def __init__(self, step: StepUnits, sizes: dict[str, int], first: Sequence[Unit]):
         self.names: set[str] = set()
-        self.bytes = 0
         self.by_join = Counter[str]()
         self._step = step
         self._sizes = sizes
@@ -177,10 +174,8 @@ class _Before:
             for unit in self._unseen_before(join):
                 if unit.is_copy and unit.name not in self.names:
                     reason = reason or unit.name
-                    size = self._sizes.get(unit.name, 0)
                     self.names.add(unit.name)
-                    self.bytes += size
-                    self.by_join[reason] += size
+                    self.by_join[reason] += self._sizes.get(unit.name, 0)
 
     def _unseen_before(self, join: Unit) -> Iterator[Unit]:
         """A unit and all that it waits for, but for what was seen before."""
