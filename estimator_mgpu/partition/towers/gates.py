@@ -29,6 +29,8 @@ from estimator_mgpu.partition.towers.schedule import Schedule
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
 
+_ON_THE_WAY = (*op_types.TAKE_PARTS, 'Cast')  # from a full value to the copy that a part is for
+
 
 def add_gates(
     nodes: NodeBuilder, step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
@@ -49,17 +51,15 @@ def add_gates(
                 tower.number, ends.get(tower.number - 1, []), tower.device
             )
 
-    consumers = _consumers_of_parts(step.edges)
+    parts = _parts_of_turns(step, schedule)
     for unit in step.order:
         if unit.tower not in gates or unit.name not in schedule.chained:
             continue
-        gate = gates[unit.tower]
-        parts = _own_parts(unit, step, schedule, consumers)
-        for part in parts:
-            _let_wait(step.edges.nodes[part], gate)
-        if not parts and not _follows_in_turn(unit, step, schedule):
-            for name in step.edges.entries(unit):
-                _let_wait(step.edges.nodes[name], gate)
+        waiting = parts.get(unit, [])
+        if not waiting and not _follows_in_turn(unit, step, schedule):
+            waiting = step.edges.entries(unit)
+        for name in waiting:
+            _let_wait(step.edges.nodes[name], gates[unit.tower])
 
 
 def _ends_of_turns(
@@ -100,32 +100,42 @@ def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) ->
     return last_turns
 
 
-def _own_parts(
-    unit: Unit, step: StepUnits, schedule: Schedule, consumers: dict[str, set[Unit]]
-) -> list[str]:
-    """The parts of full values that are taken only for a turn's chain, for this unit among them."""
-    parts = []
-    for edge in step.inputs[unit]:
-        users = consumers.get(edge.source)
-        if users and all(
-            user.tower == unit.tower and (user.name in schedule.chained or user not in step.inputs)
-            for user in users
-        ):
-            parts.append(edge.source)
-    return parts
+def _parts_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str]]:
+    """The parts of full values that are only for a turn's chain, by the copies that use them."""
+    parts_of = defaultdict[Unit, list[str]](list)
+    for part, users in _users_of_parts(step.edges).items():
+        in_step = [user for user in users if user in step.inputs]
+        towers = {user.tower for user in users}
+        is_chained = all(user.name in schedule.chained for user in in_step)
+        if len(towers) == 1 and is_chained:
+            for user in in_step:
+                parts_of[user].append(part)
+    return parts_of
 
 
-def _consumers_of_parts(edges: Edges) -> dict[str, set[Unit]]:
-    """The units that use each part of a full value, by the name of the part."""
-    parts = {name for name, node in edges.nodes.items() if node.op in op_types.TAKE_PARTS}
-    parts = {name for name in parts if edges.unit_of(name) == Unit(None, name)}
-    consumers = defaultdict[str, set[Unit]](set)
+def _users_of_parts(edges: Edges) -> dict[str, set[Unit]]:
+    """What uses each part of a full value, by the name of the part: copies, mostly.
+
+    A part may come to a copy by way of other nodes, such as those that unpack a mask.
+    """
+    users_of_nodes = defaultdict[str, list[str]](list)
     for name, node in edges.nodes.items():
         for operand in node.input:
-            source = op_name(operand)
-            if source in parts:
-                consumers[source].add(edges.unit_of(name))
-    return consumers
+            users_of_nodes[op_name(operand)].append(name)
+
+    users_of_parts = defaultdict[str, set[Unit]](set)
+    for part, node in edges.nodes.items():
+        if node.op not in op_types.TAKE_PARTS or edges.unit_of(part) != Unit(None, part):
+            continue
+        stack = [part]
+        while stack:
+            for user in users_of_nodes[stack.pop()]:
+                unit = edges.unit_of(user)
+                if unit == Unit(None, user) and edges.nodes[user].op in _ON_THE_WAY:
+                    stack.append(user)
+                else:
+                    users_of_parts[part].add(unit)
+    return users_of_parts
 
 
 def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:
