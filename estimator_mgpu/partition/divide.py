@@ -103,6 +103,7 @@ def divide(
         PRODUCTS,
         unused=unused,
         reasons=_reasons_of_unknown_ranks(batch),
+        shard_count=len(devices) * turns,
     )
     if bypasses_needless_ops:
         plan, bypassed = bypass_needless_ops(graph, plan, order)

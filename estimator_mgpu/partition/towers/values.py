@@ -24,7 +24,7 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
-from estimator_mgpu.partition.sizes import ONE, Dim, PartRows, RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import ONE, Dim, GroupSize, PartRows, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
@@ -235,15 +235,19 @@ class Values:
         return unpacked[tensor.name]
 
     def shards_of(self, rows: RowSpace) -> Shards:
-        """The shards of a row space: the batch's, or one that starts with a tensor."""
+        """The shards of a row space: the batch's, of groups, or one that starts with a tensor."""
         if isinstance(rows, PartRows) and rows not in self._shards:
             self._shards[rows] = self._shards_of_part(rows)
         if rows not in self._shards:
-            tensor = self._graph.get_tensor_by_name(rows.name)
-            with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
-                total = tf.shape(tensor)[0]
+            total = self._count_rows(rows) if rows.static is None else None
             self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
         return self._shards[rows]
+
+    def _count_rows(self, rows: RowSpace) -> tf.Tensor:
+        """How many rows there are of those with which a row space starts."""
+        tensor = self._graph.get_tensor_by_name(rows.name)
+        with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
+            return tf.shape(tensor)[0]
 
     def _shards_of_part(self, rows: PartRows) -> Shards:
         """The shards of a part, of which each tower has the rows that it has picked."""
@@ -342,9 +346,12 @@ class Values:
         return pack.split(total, self._nodes, device)
 
     def _symbol_value(self, symbol: Any, tower: Tower | None, dtype: tf.DType) -> Number:
-        """The value of a symbol: how many rows or splits, a dimension, or a tensor's entry."""
+        """The value of a symbol: a number of rows or splits, a dimension, or a tensor's entry."""
         if isinstance(symbol, RowSpace):
             return self.shards_of(symbol).total_as(dtype)
+        if isinstance(symbol, GroupSize):
+            groups = symbol.groups
+            return self.shards_of(groups.origin).group_size(groups.static or 1, dtype)
         if isinstance(symbol, Splits):
             return self.shards_of(symbol.rows).total_as(dtype, more=1)
 
