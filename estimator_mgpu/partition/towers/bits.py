@@ -15,6 +15,8 @@ In: names of tensors. Out: names of what was added.
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import tensorflow.compat.v1 as tf
 
@@ -23,8 +25,14 @@ from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 PACKED = tf.uint8
 """The type of what is packed."""
 
+_ALIGN_BITS = 0x0102040810204080
+"""The product of this and of a number with eight bytes that are 0 or 1 has these eight bits as its
+highest byte. It's a sum of eight shifted numbers: each moves another bit there, and no two add up
+anywhere.
+"""
+
 _BYTES = np.arange(256, dtype=np.uint8)
-_ENTRIES = np.unpackbits(_BYTES[:, None], axis=1).tolist()
+_ENTRIES = np.unpackbits(_BYTES[:, None], axis=1, bitorder=sys.byteorder).tolist()
 """The eight entries that each packed byte stands for: [256, 8]."""
 
 
@@ -38,9 +46,16 @@ def can_be_packed(mask: tf.Tensor) -> bool:
 
 def pack(nodes: NodeBuilder, value: str, mask: tf.Tensor, device: str) -> str:
     """Packs the value of a mask, on a device: [rows, bytes]."""
-    rows = nodes.add('Reshape', [value, [-1, mask.shape[1:].num_elements()]], device, T=tf.bool)
-    threshold = nodes.const(False, tf.bool, device)
-    return nodes.add('CompareAndBitpack', [rows, threshold], device, T=tf.bool)
+    bytes_per_row = mask.shape[1:].num_elements() // 8
+    eights = nodes.add('Reshape', [value, [-1, bytes_per_row, 8]], device, T=tf.bool)
+    eights = nodes.cast(eights, tf.bool, tf.uint8, device)
+    numbers = nodes.add('Bitcast', [eights], device, T=tf.uint8, type=tf.uint64)
+
+    factor = nodes.const(_ALIGN_BITS, tf.uint64, device)
+    aligned = nodes.add('Mul', [numbers, factor], device, T=tf.uint64)
+    seven_bytes = nodes.const(56, tf.uint64, device)
+    highest = nodes.add('RightShift', [aligned, seven_bytes], device, T=tf.uint64)
+    return nodes.cast(highest, tf.uint64, PACKED, device)
 
 
 def unpack(nodes: NodeBuilder, packed: str, mask: tf.Tensor, device: str) -> str:
