@@ -83,8 +83,16 @@ class Scope:
         return is_partial and tensor.name in self.reduced
 
     def placements_of_inputs(self, op: Unit) -> list[Placement]:
-        """The placements of an op's inputs, in order."""
-        return [self.placement_of(tensor) for tensor in op.inputs]
+        """The placements of an op's inputs, in order.
+
+        A v1 loop may be given the handle of a list by an op that passes it on, such as a `Switch`.
+        """
+        return [
+            self.placement_of_list(tensor)
+            if isinstance(op, V1Loop) and tensor.dtype == tf.resource
+            else self.placement_of(tensor)
+            for tensor in op.inputs
+        ]
 
     def follows_gathered(self, op: Unit) -> bool:
         """Whether an op uses what was gathered, or what was made once of such."""
