@@ -3,6 +3,7 @@
 import pytest
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import steps
 from models import adam, floats, spec_of
 from towers import MODES, TRAIN, assert_close, compare_modes, evaluate, types_run_once
 
@@ -86,12 +87,20 @@ def of_a_size_by_hand(x):
     return centered(tf.reshape(x, [4, tf.shape(x)[0] // 4, 6]))
 
 
+def first_of_each(x):
+    groups = centered(tf.reshape(x, [4, -1, 6]))
+    return tf.reshape(groups[:, :1], [-1, 6])
+
+
 def slope_of_mean(x):
     means = tf.reduce_mean(tf.reshape(x, [4, -1, 6]), 0)
     return tf.gradients(tf.reduce_sum(means**3), x)[0]
 
 
-SHARDED = [of_images, gathered, numbered, groups_of_groups, of_a_size_by_hand, slope_of_mean]
+SHARDED = [
+    *(of_images, gathered, numbered, groups_of_groups, of_a_size_by_hand),
+    *(first_of_each, slope_of_mean),
+]
 
 
 def parts_of_examples(x):
@@ -136,8 +145,24 @@ def test_reshapes_that_run_once(forward):
     assert 'Reshape' in types_run_once(graph)
 
 
+def test_what_is_broadcast_to_groups():
+    """By each tower, to its own: the gradient of a mean."""
+    _, graph = predict(slope_of_mean, [4], 2)
+    sharded = {graph.get_operation_by_name(name).type for name in steps.of_graph(graph).plan.ops}
+    assert 'BroadcastTo' in sharded
+
+
 @pytest.mark.parametrize('devices', [0, 4])
 def test_a_batch_that_has_no_such_groups(devices):
     """Of 6 examples, two towers have 2 and two have 1: each could make a group of these."""
     with pytest.raises(tf.errors.InvalidArgumentError):
         predict(of_images, [6], devices)
+
+
+@pytest.mark.parametrize('devices', [0, 2])
+def test_groups_that_make_another_batch(devices):
+    def of_8_examples(x):
+        return tf.reshape(tf.reshape(x, [4, -1, 6]), [8, 6])
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        predict(of_8_examples, [4], devices)
