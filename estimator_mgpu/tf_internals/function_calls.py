@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.private import add_control_inputs, get_function
+from estimator_mgpu.tf_internals import op_types, private
 
 # The attributes that name functions, in the order in which these are listed.
 _FUNCTION_ATTRS = ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f')
@@ -44,14 +45,14 @@ def function_graphs(op: tf.Operation) -> list[tf.Graph]:
     """
     graphs = []
     for called in called_functions(op.node_def):
-        function = get_function(op.graph, called.name)
+        function = private.get_function(op.graph, called.name)
         graphs.append(getattr(function, 'graph', None))
     return [] if None in graphs else graphs
 
 
 def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
     """Returns a function's FunctionDef, which isn't to be changed, and its graph."""
-    function = get_function(graph, name)
+    function = private.get_function(graph, name)
     definition = getattr(function, 'cached_definition', None) or function.definition
     return definition, function.graph
 
@@ -97,20 +98,57 @@ def op_of_path(graph: tf.Graph, path: str) -> tf.Operation | None:
     return op_of_path(functions[split.label], split.rest)
 
 
-def ops_of_node(caller: tf.Operation, name: str) -> Iterator[tuple[str, tf.Operation]]:
-    """Gives the ops of an op's functions whose nodes have a name there, each with its path.
+def name_ops_by_paths(graph: tf.Graph, unused: Container[str]) -> None:
+    """Lets errors name the ops of functions by their paths.
 
-    These functions may call others, whose ops are given, too.
+    Otherwise they name an op as it's called in its function, and several functions may have such
+    an op. Of a function that is called in several places, that's all that can be told.
+
+    Args:
+      graph: the graph, whose functions are changed.
+      unused: names of its ops that don't run.
     """
-    if not function_graphs(caller):
+    callers = defaultdict[str, list[tuple[str, str]]](list)  # by function: paths, with labels
+    for op in graph.get_operations():
+        if op.name not in unused:
+            _note_calls(op, op.name, callers)
+    for name, places in callers.items():
+        if len(places) > 1:
+            continue
+        [(caller, label)] = places
+        original, function = function_definition(graph, name)
+        ops = _ops_of_nodes(original, function)
+        if ops is None:
+            continue
+        definition = copy.deepcopy(original)
+        for node, op in zip(definition.node_def, ops):
+            set_path(node, path_in_function(caller, label, op.name))
+        private.replace_function(graph, definition)
+
+
+def set_path(node: Any, path: str) -> None:
+    """Sets what errors call a node of a function."""
+    node.experimental_debug_info.original_node_names[:] = [path]
+
+
+def _note_calls(
+    caller: tf.Operation, path: str, callers: dict[str, list[tuple[str, str]]]
+) -> None:
+    """Notes which functions an op calls, and which of them call others, in turn.
+
+    Args:
+      caller: the op.
+      path: its own.
+      callers: by the names of functions, the paths of their callers, each with a label.
+    """
+    if caller.type not in op_types.FUNCTION_CALLERS:
         return
-    for label, function in _functions_by_label(caller.node_def).items():
-        definition, graph = function_definition(caller.graph, function.name)
-        for node, op in zip(definition.node_def, function_ops(definition, graph)):
-            if node.name == name:
-                yield path_in_function(caller.name, label, op.name), op
-            for path, inner_op in ops_of_node(op, name):
-                yield path_in_function(caller.name, label, path), inner_op
+    functions = _functions_by_label(caller.node_def)
+    for (label, function), inner in zip(functions.items(), function_graphs(caller)):
+        callers[function.name].append((path, label))
+        if len(callers[function.name]) == 1:
+            for op in inner.get_operations():
+                _note_calls(op, path_in_function(path, label, op.name), callers)
 
 
 def _op_or_none(graph: tf.Graph, name: str) -> tf.Operation | None:
@@ -146,15 +184,22 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
 
     Their names may differ.
     """
-    arguments = {t.op.name for t in graph.inputs}
-    ops = [op for op in graph.get_operations() if op.name not in arguments]
-    ops = ops[: len(definition.node_def)]  # Gradients of the function may have come since.
-    if [op.type for op in ops] != [node.op for node in definition.node_def]:
+    ops = _ops_of_nodes(definition, graph)
+    if ops is None:
         raise RuntimeError(
             f'The nodes of the function {definition.signature.name} are not in the order of its '
             f'graph in TensorFlow {tf.__version__}. Please report this.'
         )
     return ops
+
+
+def _ops_of_nodes(definition: Any, graph: Any) -> list[tf.Operation] | None:
+    """As `function_ops`; None if ops and nodes don't match."""
+    arguments = {t.op.name for t in graph.inputs}
+    ops = [op for op in graph.get_operations() if op.name not in arguments]
+    ops = ops[: len(definition.node_def)]  # Gradients of the function may have come since.
+    matches = [op.type for op in ops] == [node.op for node in definition.node_def]
+    return ops if matches else None
 
 
 def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
@@ -174,4 +219,4 @@ def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
         with op.graph.as_default(), tf.name_scope(None), tf.device(device or None):
             with tf.control_dependencies(None), tf.control_dependencies([*before, *arguments]):
                 before = [tf.no_op(f'{op.name}/arguments_are_there')]
-    add_control_inputs(op, list(dict.fromkeys(before)))
+    private.add_control_inputs(op, list(dict.fromkeys(before)))

@@ -26,7 +26,7 @@ from estimator_mgpu.partition.towers.schedule import Schedule, add_gates, find_s
 from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
-from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -142,6 +142,7 @@ def build_towers(
         _use_full_values(op, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
+    function_calls.name_ops_by_paths(graph, {name.partition(':')[0] for name in replaced})
     return Towers(graph, plan, total, towers, nodes.names, found, replaced, values, waits)
 
 
