@@ -99,6 +99,21 @@ def may_have_side_effect(definition: Any) -> bool:
     return definition.is_stateful or _takes_references(definition)
 
 
+def can_be_repeated(op: tf.Operation) -> bool:
+    """Whether an op may run several times in place of once: it computes, reads or checks.
+
+    A check that fails in one of several runs fails the step, as it should. Of an op that calls
+    functions, all ops of these count.
+    """
+    if op.type in op_types.FUNCTION_CALLERS:
+        bodies = function_calls.function_graphs(op)
+        inner_ops = [inner for body in bodies for inner in body.get_operations()]
+        return bool(bodies) and all(map(can_be_repeated, inner_ops))
+    if op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS, *op_types.CHECKS):
+        return True
+    return not may_have_side_effect(op.op_def)
+
+
 def _takes_references(definition: Any) -> bool:
     return any(argument.is_ref for argument in definition.input_arg)
 
