@@ -184,7 +184,10 @@ def _where(failed: _FailedOp, step: steps.Step) -> str:
     if copy is not None:
         users_path = copy.op_name + failed.path.removeprefix(in_graph.name)
         examples = _examples(step, copy)
-        return f'{users_path} ran in tower {copy.tower}, on {in_graph.device}, with {examples}.'
+        frames = step.plan.frames.get(copy.op_name, ())
+        joint = ', in a joint loop' if any(frame.is_joint for frame in frames) else ''
+        tower = f'tower {copy.tower}, on {in_graph.device}'
+        return f'{users_path} ran in {tower}, with {examples}{joint}.'
     if step.names.is_added(in_graph.name):
         return f'{failed.path} ran on {in_graph.device}, for an op of all towers.'
     if user_lines.is_of_model_fn(failed.made_for):

@@ -46,7 +46,7 @@ from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, Size, per_row
 from estimator_mgpu.tf_internals import function_calls, op_types, private
-from estimator_mgpu.tf_internals.effects import can_be_repeated
+from estimator_mgpu.tf_internals.effects import can_be_repeated, is_assertion
 from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, passed_on
 
 Requests = dict[tf.Operation, Slice]
@@ -187,22 +187,41 @@ class FunctionBody:
 
     def _decide(self, op: Unit, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower, or raises NotSharded."""
-        if any(isinstance(placement, Partial) for placement in placements):
-            partial = self._passed_partial(op, placements)
-            if partial is not None:
-                self._record(op, pass_on(op, placements, partial))
-                return
-            if not self.scope.is_joint:
-                raise NotSharded(f'in it, {op.name} needs a sum over all examples')
-            self._reduce_inputs(op)
-            self._visit(op)
+        is_own = self._is_replicated_or_own(placements[0])
+        if op.type == op_types.ASSERT and is_own:
+            needs = tuple(self.form_of_value(tensor) for tensor in op.inputs)
+            self.scope.ops[op.name] = OpPlan(needs)
             return
+        has_partial = any(isinstance(placement, Partial) for placement in placements)
+        if has_partial and not (is_own and is_assertion(op)):
+            self._decide_of_partial(op, placements)
+            return
+
         try:
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
             reason = str(error) or default_reason(self.scope, op, placements)
             raise NotSharded(f'in it, {op.name}: {reason}') from error
         self._record(op, decision)
+
+    def _decide_of_partial(self, op: Unit, placements: Sequence[Placement]) -> None:
+        """Lets an op run on every tower that is given partial results, or raises NotSharded."""
+        partial = self._passed_partial(op, placements)
+        if partial is not None:
+            self._record(op, pass_on(op, placements, partial))
+            return
+        if not self.scope.is_joint:
+            raise NotSharded(f'in it, {op.name} needs a sum over all examples')
+        self._reduce_inputs(op)
+        self._visit(op)
+
+    def _is_replicated_or_own(self, condition: Placement) -> bool:
+        """Whether each tower can assert a condition by itself.
+
+        It's the same on all of them, or it has to hold for all examples. Then it does if each tower
+        finds that it holds for its own ones.
+        """
+        return condition in (REPLICATE, Partial('all', self.scope.batch))
 
     def _reduce_inputs(self, op: Unit) -> None:
         """Notes that the partial results that an op uses are reduced where they are made."""
