@@ -80,5 +80,31 @@ def labeled(x):
     return loop(lambda net: [net + cost(labels=labels, logits=net)[:, None]], x)
 
 
-def test_runs_on_every_device():
-    assert {'While', 'StatelessWhile'} & check_rule(labeled, ROWS)
+def checked(x):
+    """All examples pass the checks."""
+
+    def body(net):
+        small = tf.debugging.assert_less(tf.abs(net), 1e9)
+        with tf.control_dependencies([small, tf.debugging.assert_rank(net, 2)]):
+            return [tf.check_numerics(net * 2, 'net')]
+
+    return loop(body, x)
+
+
+def scaled_by_steps(x):
+    """The inner branch and the innermost loop are the same on all devices."""
+    scales = tf.constant([2.0, 0.5])
+
+    def power():
+        steps = (lambda j, _: j < 2), lambda j, scale: (j + 1, scale * scales[0])
+        return tf.while_loop(*steps, (0, scales[1]))[1]
+
+    def body(i, net):
+        return i + 1, net * tf.cond(i > 1, power, lambda: scales[1])
+
+    return tf.while_loop(lambda i, _: i < 3, body, (0, x))[1]
+
+
+@pytest.mark.parametrize('program', [labeled, checked, scaled_by_steps])
+def test_runs_on_every_device(program, behavior):
+    assert {'While', 'StatelessWhile', 'Enter'} & check_rule(program, ROWS)

@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.private import add_control_inputs, get_function
+from estimator_mgpu.tf_internals import op_types, private
 
 # The attributes that name functions, in the order in which these are listed.
 _FUNCTION_ATTRS = ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f')
@@ -44,14 +43,14 @@ def function_graphs(op: tf.Operation) -> list[tf.Graph]:
     """
     graphs = []
     for called in called_functions(op.node_def):
-        function = get_function(op.graph, called.name)
+        function = private.get_function(op.graph, called.name)
         graphs.append(getattr(function, 'graph', None))
     return [] if None in graphs else graphs
 
 
 def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
     """Returns a function's FunctionDef, which isn't to be changed, and its graph."""
-    function = get_function(graph, name)
+    function = private.get_function(graph, name)
     definition = getattr(function, 'cached_definition', None) or function.definition
     return definition, function.graph
 
@@ -82,15 +81,22 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
 
     Their names may differ.
     """
-    arguments = {t.op.name for t in graph.inputs}
-    ops = [op for op in graph.get_operations() if op.name not in arguments]
-    ops = ops[: len(definition.node_def)]  # Gradients of the function may have come since.
-    if [op.type for op in ops] != [node.op for node in definition.node_def]:
+    ops = ops_of_nodes(definition, graph)
+    if ops is None:
         raise RuntimeError(
             f'The nodes of the function {definition.signature.name} are not in the order of its '
             f'graph in TensorFlow {tf.__version__}. Please report this.'
         )
     return ops
+
+
+def ops_of_nodes(definition: Any, graph: Any) -> list[tf.Operation] | None:
+    """As `function_ops`; None if ops and nodes don't match."""
+    arguments = {t.op.name for t in graph.inputs}
+    ops = [op for op in graph.get_operations() if op.name not in arguments]
+    ops = ops[: len(definition.node_def)]  # Gradients of the function may have come since.
+    matches = [op.type for op in ops] == [node.op for node in definition.node_def]
+    return ops if matches else None
 
 
 def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
@@ -110,4 +116,4 @@ def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
         with op.graph.as_default(), tf.name_scope(None), tf.device(device or None):
             with tf.control_dependencies(None), tf.control_dependencies([*before, *arguments]):
                 before = [tf.no_op(f'{op.name}/arguments_are_there')]
-    add_control_inputs(op, list(dict.fromkeys(before)))
+    private.add_control_inputs(op, list(dict.fromkeys(before)))

@@ -6,12 +6,14 @@ of all functions that it calls. An op of the graph itself has its name as its pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import copy
+from collections import defaultdict
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import function_calls
+from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
 class OpPath(NamedTuple):
@@ -55,23 +57,58 @@ def op_of_path(graph: tf.Graph, path: str) -> tf.Operation | None:
     return op_of_path(functions[split.label], split.rest)
 
 
-def ops_of_node(caller: tf.Operation, name: str) -> Iterator[tuple[str, tf.Operation]]:
-    """Gives the ops of an op's functions whose nodes have a name there, each with its path.
+def name_ops_by_paths(graph: tf.Graph, unused: Container[str]) -> None:
+    """Lets errors name the ops of functions by their paths.
 
-    These functions may call others, whose ops are given, too.
+    Otherwise they name an op as it's called in its function, and several functions may have such
+    an op. Of a function that is called in several places, that's all that can be told.
+
+    Args:
+      graph: the graph, whose functions are changed.
+      unused: names of its ops that don't run.
     """
-    if not function_calls.function_graphs(caller):
+    callers = defaultdict[str, list[tuple[str, str]]](list)  # by function: paths, with labels
+    for op in graph.get_operations():
+        if op.name not in unused:
+            _note_calls(op, op.name, callers)
+    for name, places in callers.items():
+        if len(places) > 1:
+            continue
+        [(caller, label)] = places
+        original, function = function_calls.function_definition(graph, name)
+        ops = function_calls.ops_of_nodes(original, function)
+        if ops is None:
+            continue
+        definition = copy.deepcopy(original)
+        for node, op in zip(definition.node_def, ops):
+            set_path(node, path_in_function(caller, label, op.name))
+        private.replace_function(graph, definition)
+
+
+def set_path(node: Any, path: str) -> None:
+    """Sets what errors call a node of a function."""
+    node.experimental_debug_info.original_node_names[:] = [path]
+
+
+def _note_calls(
+    caller: tf.Operation, path: str, callers: dict[str, list[tuple[str, str]]]
+) -> None:
+    """Notes which functions an op calls, and which of them call others, in turn.
+
+    Args:
+      caller: the op.
+      path: its own.
+      callers: by the names of functions, the paths of their callers, each with a label.
+    """
+    if caller.type not in op_types.FUNCTION_CALLERS:
         return
     labels = function_calls.function_labels(caller.node_def)
     called = function_calls.called_functions(caller.node_def)
-    for label, function in zip(labels, called):
-        definition, graph = function_calls.function_definition(caller.graph, function.name)
-        ops = function_calls.function_ops(definition, graph)
-        for node, op in zip(definition.node_def, ops):
-            if node.name == name:
-                yield path_in_function(caller.name, label, op.name), op
-            for path, inner_op in ops_of_node(op, name):
-                yield path_in_function(caller.name, label, path), inner_op
+    for label, function, inner in zip(labels, called, function_calls.function_graphs(caller)):
+        callers[function.name].append((path, label))
+        if len(callers[function.name]) == 1:
+            for op in inner.get_operations():
+                _note_calls(op, path_in_function(path, label, op.name), callers)
 
 
 def _op_or_none(graph: tf.Graph, name: str) -> tf.Operation | None:

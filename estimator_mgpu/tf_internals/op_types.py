@@ -77,7 +77,8 @@ EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
 
 PARTITIONED_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 LOOPS = ('While', 'StatelessWhile')
-BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
+IFS = ('If', 'StatelessIf')
+BRANCHES = (*IFS, 'Case', 'StatelessCase')
 FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
 """Ops that call functions: whether they can be sharded depends on the functions' ops."""
 GRADIENT_OVERRIDE = '_gradient_op_type'
@@ -101,7 +102,8 @@ LOOKUPS = ('Gather', 'GatherNd', 'GatherV2')
 FORWARD_VARIABLES = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
 """Ops that pass a variable on, for example into a v1 loop: what uses them uses the variable."""
 
-CHECKS = ('Assert', 'CheckNumerics', 'CheckNumericsV2')
+ASSERT = 'Assert'
+CHECKS = (ASSERT, 'CheckNumerics', 'CheckNumericsV2')
 """Ops that do nothing, or fail."""
 
 CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')

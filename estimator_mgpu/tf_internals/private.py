@@ -46,6 +46,12 @@ op_definition = _find('framework.op_def_registry', 'get')
 
 # (op in C, traceback): what `Operation.traceback` then gives.
 _set_traceback = _find('client.pywrap_tf_session', 'TF_SetOpStackTrace')
+# Functions in C: those of a graph, by name.
+_remove_function = _find('client.pywrap_tf_session', 'TF_GraphRemoveFunction')
+_import_function = _find('client.pywrap_tf_session', 'TF_FunctionImportFunctionDef')
+_add_function = _find('client.pywrap_tf_session', 'TF_GraphCopyFunction')
+_owned_function = _find('framework.c_api_util', 'ScopedTFFunction')
+
 # (): the traceback of whoever calls it.
 own_traceback = _find('util.tf_stack', 'extract_stack')
 
@@ -71,6 +77,15 @@ session_log = _find('training.monitored_session', 'logging')
 def set_traceback(op: tf.Operation, traceback: Any) -> None:
     """Sets where an op was made, as `Operation.traceback` gives it."""
     _set_traceback(op._c_op, traceback)
+
+
+def replace_function(graph: tf.Graph, definition: Any) -> None:
+    """Gives a function of a graph another FunctionDef, with the same name."""
+    name = definition.signature.name
+    imported = _owned_function(_import_function(definition.SerializeToString()), name)
+    with graph._c_graph.get() as in_c, imported.get() as function:
+        _remove_function(in_c, name)
+        _add_function(in_c, function, None)
 
 
 def is_made_by_gradients(op: tf.Operation) -> bool:

@@ -134,8 +134,7 @@ def _copy_function(
         _set_parts(shards, definition, node, op, op_plan, tower)
         path = path_of(op.name)
         adapt_node(shards, node, op_plan, tower, path)
-        # What errors call the node: by its name alone, nobody knows of which tower it is.
-        node.experimental_debug_info.original_node_names[:] = [path]
+        op_paths.set_path(node, path)  # It tells of which tower the node is.
 
     _rename_tensors(definition, renamed)
     library.append(definition)
