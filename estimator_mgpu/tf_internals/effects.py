@@ -132,7 +132,9 @@ def is_assertion(op: tf.Operation) -> bool:
         if operand.name == chooses.name
     }
     inner_ops = else_branch.get_operations()
-    return any(inner.type == op_types.ASSERT and inner.inputs[0].name in same for inner in inner_ops)
+    return any(
+        inner.type == op_types.ASSERT and inner.inputs[0].name in same for inner in inner_ops
+    )
 
 
 def _takes_references(definition: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,28 @@ def replace_function(graph: tf.Graph, definition: Any) -> None:
     with graph._c_graph.get() as in_c, imported.get() as function:
         _remove_function(in_c, name)
         _add_function(in_c, function, None)
+
+
+def replace_gradients(make: Callable[[Any], Any]) -> None:
+    """Replaces the function by which TensorFlow makes all gradients, also those of optimizers.
+
+    Args:
+      make: makes the new function, given the present one, whose arguments begin as those of
+        `tf.gradients`.
+    """
+    present = _find('ops.gradients_util', '_GradientsHelper')
+    module = importlib.import_module(present.__module__)
+    setattr(module, present.__name__, make(present))
+
+
+def set_gradient_function(op: tf.Operation, function: Callable[..., Any]) -> None:
+    """Sets by what an op's gradient is made, whatever is registered for its type.
+
+    Args:
+      op: the op.
+      function: its arguments are the op, and the gradients of its outputs.
+    """
+    op._gradient_function = function
 
 
 def is_made_by_gradients(op: tf.Operation) -> bool:
