@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
@@ -43,9 +42,10 @@ from estimator_mgpu.partition.propagation.decisions import (
 )
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
+from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, Size, per_row
-from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.effects import may_have_side_effect
 from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, passed_on
 
@@ -318,13 +318,3 @@ class FunctionBody:
         dims[request.axis] = factor * Size(1, (self.scope.batch,))
         shard = Shard(request.axis, self.scope.batch, request.in_blocks)
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))
-
-
-def is_zero(tensor: tf.Tensor) -> bool:
-    """Whether the graph alone tells that all of a tensor's entries are zeros."""
-    tensor = passed_on(tensor)
-    if tensor.op.type in op_types.ZEROS_ONES_LIKE:
-        return not op_types.ZEROS_ONES_LIKE[tensor.op.type]
-    filled = tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
-    value = private.constant_value(filled)
-    return value is not None and not np.any(value)
