@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -50,19 +51,48 @@ def _registered(op: tf.Operation, function: Any) -> str:
 def _read_all(op: tf.Operation) -> list[Any] | None:
     """The graphs of the functions that an op calls; None if they can't be read."""
     called = function_calls.called_functions(op.node_def)
-    definitions = [_definition(op.graph, function.name) for function in called]
-    if any(definition is None or definition.signature.attr for definition in definitions):
+    names = [function.name for function in called]
+    if not all(_is_readable(op.graph, name) for name in names):
         return None
-    whole = [_without_calls(op.graph, definition) for definition in definitions]
+    definitions = [_without_calls(op.graph, _definition(op.graph, name)) for name in names]
 
     arguments = list(op.inputs)[1:] if op.type in op_types.BRANCHES else list(op.inputs)
-    shapes = [argument.shape for argument in arguments]
+    shapes: Sequence[tf.TensorShape] = [argument.shape for argument in arguments]
     try:
         if op.type in op_types.LOOPS:
-            shapes = _shapes_in_steps(op, whole[-1], shapes)
-        return [_read(op, definition, shapes) for definition in whole]
+            shapes = _shapes_in_steps(op, definitions[-1], shapes)
+        return [_read(op, definition, shapes) for definition in definitions]
     except ValueError:
         return None  # A branch that is never taken needn't be legal for these shapes.
+
+
+def _is_readable(graph: tf.Graph, name: str) -> bool:
+    """Whether a function can be read: it's known, isn't to be compiled, and doesn't call itself."""
+    definition = _definition(graph, name)
+    if definition is None or definition.signature.attr:
+        return False
+    return not op_types.STAYS_A_CALL & set(definition.attr) and not _calls_itself(graph, name)
+
+
+def _calls_itself(graph: tf.Graph, name: str) -> bool:
+    """Whether a function calls itself, also by way of others."""
+    calls: dict[str, list[str]] = {}  # by the name of a function, those that it calls
+    stack = [name]
+    while stack:
+        caller = stack.pop()
+        definition = _definition(graph, caller)
+        if caller not in calls and definition is not None:
+            nodes = definition.node_def
+            by_attributes = [
+                each.name for node in nodes for each in function_calls.called_functions(node)
+            ]
+            calls[caller] = [*(node.op for node in nodes), *by_attributes]
+            stack += calls[caller]
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError:
+        return True
+    return False
 
 
 def _definition(graph: tf.Graph, name: str) -> Any:
@@ -77,7 +107,9 @@ def _definition(graph: tf.Graph, name: str) -> Any:
 def _read(op: tf.Operation, definition: Any, shapes: Sequence[tf.TensorShape]) -> Any:
     """The graph of a function that is given arguments of these shapes, with a name of its own."""
     renamed = copy.deepcopy(definition)
-    renamed.signature.name = private.unique_function_name(f'{definition.signature.name}_of_', op.name)
+    renamed.signature.name = private.unique_function_name(
+        f'{definition.signature.name}_of_', op.name
+    )
     for attributes in renamed.arg_attr.values():
         attributes.attr.pop('_output_shapes', None)  # `Defun` says that they are unknown.
     with op.graph.as_default():
@@ -121,14 +153,14 @@ def _without_calls(graph: tf.Graph, definition: Any) -> Any:
     """
     result = copy.deepcopy(definition)
     del result.node_def[:]
-    waited_for = {name for node in definition.node_def for name in node.input if name[0] == '^'}
-    waited_for.update(f'^{name}' for name in definition.control_ret.values())
+    awaited = {name for node in definition.node_def for name in _controls(node)}
+    awaited.update(f'^{name}' for name in definition.control_ret.values())
 
     replaced: dict[str, str] = {}  # by the name of a call's output, what is used in its place
     for node in definition.node_def:
         called = _definition(graph, node.op)
-        waits = f'^{node.name}' in waited_for or any(name[0] == '^' for name in node.input)
-        if called is None or called.signature.attr or called.control_ret or waits:
+        is_ordered = f'^{node.name}' in awaited or bool(_controls(node))
+        if called is None or is_ordered or not _can_replace_call(called):
             result.node_def.append(node)
         else:
             replaced.update(_add_called(result, node, _without_calls(graph, called)))
@@ -140,6 +172,19 @@ def _without_calls(graph: tf.Graph, definition: Any) -> Any:
     return result
 
 
+def _controls(node: Any) -> list[str]:
+    """The control inputs of a node, such as '^x'."""
+    return [name for name in node.input if name.startswith('^')]
+
+
+def _can_replace_call(called: Any) -> bool:
+    """Whether a function's ops can take the place of a call: no other op waits for a call's all."""
+    arguments = {f'^{argument.name}' for argument in called.signature.input_arg}
+    if any(not arguments.isdisjoint(_controls(node)) for node in called.node_def):
+        return False
+    return not called.signature.attr and not called.control_ret
+
+
 def _add_called(definition: Any, call: Any, called: Any) -> dict[str, str]:
     """Adds the nodes of a called function; returns what takes the place of the call's outputs.
 
@@ -148,24 +193,22 @@ def _add_called(definition: Any, call: Any, called: Any) -> dict[str, str]:
       call: the node that calls the function.
       called: the function's FunctionDef.
     """
-    arguments = {
-        argument.name: operand for argument, operand in zip(called.signature.input_arg, call.input)
-    }
+    operands = zip(called.signature.input_arg, call.input)
+    arguments = {argument.name: operand for argument, operand in operands}
 
     def name_outside(name: str) -> str:
         """What a tensor 'node:output:0' of the function, or an op '^node', is called outside."""
         if name in arguments:
             return arguments[name]
-        control = '^' if name.startswith('^') else ''
-        return f'{control}{call.name}/{name.removeprefix("^")}'
+        if name.startswith('^'):
+            return f'^{call.name}/{name[1:]}'
+        return f'{call.name}/{name}'
 
     for node in called.node_def:
         added = definition.node_def.add()
         added.CopyFrom(node)
         added.name = f'{call.name}/{node.name}'
-        # An argument is there when the node runs: there is no call that would wait for all of them.
-        inputs = [name for name in node.input if name.removeprefix('^') not in arguments or name[0] != '^']
-        added.input[:] = [name_outside(name) for name in inputs]
+        added.input[:] = [name_outside(name) for name in node.input]
     return {
         f'{call.name}:{output.name}:0': name_outside(called.ret[output.name])
         for output in called.signature.output_arg

@@ -20,6 +20,7 @@ from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signa
 from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
+from estimator_mgpu.tf_internals import private
 
 # Ops whose output has entries of the input, as they are.
 _ARRANGEMENTS = (
@@ -55,8 +56,8 @@ def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
             indices, other, one, sizes
         )
     if op.type == 'Mul':
-        rows, factors = op.inputs
-        return _is_row_kept(indices, rows, factors, sizes)
+        one, other = op.inputs
+        return _is_row_kept(indices, one, other, sizes) or _is_row_kept(indices, other, one, sizes)
     if _axis_before(indices, 0, sizes) != 0 or not _keeps_last_axis(indices, sizes):
         return False
     return _first_is_row(op.inputs[0], sizes)
@@ -73,8 +74,8 @@ def _is_row_kept(product: tf.Tensor, rows: tf.Tensor, factors: tf.Tensor, sizes:
     """Whether a product is one of rows and the factors of each index, of which the first is 1."""
     if factors.shape.rank != 1 or not _has_rows_of(product, rows, sizes):
         return False
-    numbers = sizes.numbers(factors)
-    return bool(numbers) and numbers[0] == 1 and _is_position(rows, 0, sizes)
+    numbers = sizes.numbers(factors) or []
+    return numbers[:1] == [1] and _is_position(rows, 0, sizes)
 
 
 def _has_rows_of(result: tf.Tensor, operand: tf.Tensor, sizes: Sizes) -> bool:
@@ -88,6 +89,9 @@ def _has_rows_of(result: tf.Tensor, operand: tf.Tensor, sizes: Sizes) -> bool:
 
 def _first_is_zero(indices: tf.Tensor, sizes: Sizes) -> bool:
     """Whether the first number of each index is 0."""
+    value = private.constant_value(indices)
+    if value is not None:
+        return value.ndim > 0 and not value[..., 0].any()
     if is_zero(indices):
         return True
     first = _first_numbers(indices, sizes)
