@@ -277,6 +277,12 @@ def _scatter_nd(op, b):
     return [scattered, *_slopes(scattered, x)]
 
 
+def _in_place(op, b):
+    x = b.floats(3)
+    empty = tf.raw_ops.Empty(shape=tf.stack([4, tf.shape(x)[0], 3]), dtype=tf.float32, init=True)
+    return op(x=empty, i=[2], v=x[None])
+
+
 def _empty(op, b):
     return op(shape=tf.shape(b.floats(3)), dtype=tf.float32, init=True)
 
@@ -304,6 +310,7 @@ sample('Empty', _empty)
 sample('TensorScatterAdd TensorScatterMax TensorScatterMin', _scatter)
 sample('TensorScatterSub TensorScatterUpdate', _scatter)
 sample('ScatterNd', _scatter_nd)
+sample('InplaceAdd InplaceUpdate', _in_place)
 sample('Gather', 'w43 i2')
 sample('GatherV2', _gather)
 sample('GatherNd', 'w442 i32')

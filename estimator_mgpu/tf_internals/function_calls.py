@@ -36,10 +36,20 @@ def _functions_by_label(node: Any) -> dict[str, Any]:
     return functions
 
 
+def set_functions(op: tf.Operation, names: Sequence[str]) -> None:
+    """Lets an op call other functions of its graph, in the order of `called_functions()`."""
+    node = op.node_def
+    for function, name in zip(called_functions(node), names):
+        function.name = name
+    for attr in _FUNCTION_ATTRS:
+        if attr in node.attr:
+            private.set_attribute(op, attr, node.attr[attr])
+
+
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:
     """Returns the graphs of the functions that an op calls; [] if one is missing.
 
-    An imported graph has none.
+    A function of which TensorFlow has only a definition has none: see `read_functions`.
     """
     graphs = []
     for called in called_functions(op.node_def):

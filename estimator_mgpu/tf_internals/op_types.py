@@ -83,6 +83,8 @@ FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
 """Ops that call functions: whether they can be sharded depends on the functions' ops."""
 MUST_COMPILE = '_XlaMustCompile'
 """The attribute of a function, or of a call, that says that XLA has to compile it."""
+STAYS_A_CALL = frozenset(['_noinline', MUST_COMPILE])
+"""Attributes, of functions and of calls, that say that a function has to be called."""
 
 BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""

@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.plan import FULL, IndicesOfRows, Label, SizesOf
 from estimator_mgpu.partition.rules.axes import axes_of
 from estimator_mgpu.partition.rules.notation import (
+    NotSharded,
     Operand,
     Rule,
     Signature,
@@ -25,7 +26,7 @@ from estimator_mgpu.partition.rules.notation import (
 )
 from estimator_mgpu.partition.rules.row_indices import begin_with_rows
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.partition.sizes import ONE, Size
 
 
 def _gather(op: tf.Operation, sizes: Sizes) -> str:
@@ -128,6 +129,19 @@ def _scatter_nd(op: tf.Operation, sizes: Sizes) -> Signature:
     return _scattered(signature, indices, dims, sizes)
 
 
+def _in_place(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`InplaceUpdate` and `InplaceAdd`: at places along dimension 0, in the memory of the input.
+
+    What a tower is given in full, it shares with others. They may update it alike, but they would
+    add to it several times. So each adds only to what it has made, or to a slice of that.
+    """
+    if op.type != 'InplaceUpdate' and op.inputs[0].op.type != 'Empty':
+        raise NotSharded(f'this {op.type} may change what other devices use')
+    dims = require(sizes.dims(op.inputs[0]))
+    labels = tuple(axis if axis and size != ONE else None for axis, size in enumerate(dims))
+    return Signature([labels, FULL, labels], [labels])
+
+
 def _scattered(
     signature: Callable[[_ScatterLabels], Signature],
     indices: tf.Tensor,
@@ -169,6 +183,7 @@ _RULES: dict[str, Rule] = {
     'GatherV2': _gather,
     'GatherNd': _gather_nd,
     'ResourceGatherNd': '* I_ -> I...',
+    'InplaceAdd InplaceUpdate': _in_place,
     'LookupTableFind LookupTableFindV2': '* S * -> S...',
     'OneHot': _one_hot,
     'ScatterNd': _scatter_nd,

@@ -62,8 +62,9 @@ TYPES = (_PARTITION, *_STITCHES, _WHERE)
 """Types of ops that make parts, or put them together."""
 
 _NEED_ROWS = {
-    *('MirrorPad', 'MirrorPadGrad', 'ScatterNd', 'TensorScatterAdd', 'TensorScatterMax'),
-    *('TensorScatterMin', 'TensorScatterSub', 'TensorScatterUpdate'),
+    *('InplaceAdd', 'InplaceUpdate', 'MirrorPad', 'MirrorPadGrad', 'ScatterNd'),
+    *('TensorScatterAdd', 'TensorScatterMax', 'TensorScatterMin', 'TensorScatterSub'),
+    'TensorScatterUpdate',
 }
 DO_WITHOUT_ROWS = {
     *elementwise.RULES,
