@@ -311,6 +311,16 @@ def test_model_fn(model_fn, error, message):
         build(model_fn)
 
 
+def test_a_replicated_model_fn_in_a_function_of_another_one():
+    inner = estimator_mgpu.replicate(regression(adam), devices=2)
+
+    def outer(features, labels, mode):
+        return tf.function(lambda x: inner(x, labels, mode).loss)(features)
+
+    with pytest.raises(ValueError, match='is called by another one'):
+        build(outer)
+
+
 def test_train_distribute():
     config = tf.estimator.RunConfig(train_distribute=tf.distribute.MirroredStrategy(['/cpu:0']))
     with pytest.raises(ValueError, match='train_distribute=MirroredStrategy.*Leave out'):

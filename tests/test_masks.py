@@ -154,6 +154,7 @@ def other_indices(x):
         'all_twice': tf.stack([tf.tile(rows, [2])] * 2, 1),
         'first_half_of_each_twice': tf.stack([tf.reshape(pairs, [-1])[: tf.shape(x)[0]]] * 2, 1),
         'evens_first': tf.stack([evens_first, rows], 1),
+        'of_unknown_shape': tf.stack([tf.reshape(rows, some - 1), rows], 1),
         'maybe_one_for_all': tf.stack([tf.broadcast_to(some, tf.shape(x)[:1]), rows], 1),
         'one': tf.stack([rows, rows], 0)[:, :2],
         'rows_alone': tf.stack([rows, rows], 1)[:, ::-1],
