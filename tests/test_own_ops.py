@@ -303,22 +303,6 @@ def test_sizes_that_tensorflow_demands_to_be_equal(op_type, function):
     assert (op_type in check_rule(function, ROWS, types=[])) == (op_type not in once)
 
 
-def hidden(x):
-    """The same numbers, of whose shape nobody knows anything."""
-    return tf.numpy_function(lambda x: x, [x], x.dtype)
-
-
-@pytest.mark.parametrize(
-    ('op_type', 'function'),
-    [
-        ('ConcatV2', lambda x: tf.concat([x, unknown(x), hidden(x)], 1)),
-        ('MatMul', lambda x: tf.raw_ops.MatMul(a=x, b=hidden(x), transpose_a=True)),
-    ],
-)
-def test_inputs_of_unknown_rank(op_type, function):
-    assert op_type not in check_rule(function, ROWS, types=[])
-
-
 def test_what_is_not_known_to_be_of_the_batch():
     """A rule that takes it for one row is wrong where there are more."""
 

@@ -788,10 +788,26 @@ def of_unknown_indices(x):
     )
 
 
-@pytest.mark.parametrize('function', [one_for_all_entries, of_unknown_indices])
+def with_what_has_no_shape(x):
+    """A product with what has a row for each example, which the graph doesn't know."""
+    sparse = tf.sparse.from_dense(x[:, 0])
+    other = tf.numpy_function(lambda x: x, [x[:, 1]], tf.float32)
+    return ops.SparseTensorDenseMatMul(
+        a_indices=sparse.indices,
+        a_values=sparse.values,
+        a_shape=sparse.dense_shape,
+        b=other,
+        adjoint_a=True,
+    )
+
+
+@pytest.mark.parametrize(
+    'function', [one_for_all_entries, of_unknown_indices, with_what_has_no_shape]
+)
 def test_sparse_tensors_that_are_needed_in_full(function):
     rows = np.random.RandomState(0).rand(7, 4, 5).astype(np.float32)
-    assert 'SparseToDense' not in check_rule(function, rows, types=[])
+    sharded = check_rule(function, rows, types=[])
+    assert sharded and not {'SparseToDense', 'SparseTensorDenseMatMul'} & sharded
 
 
 @pytest.mark.parametrize(

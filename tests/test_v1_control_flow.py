@@ -400,6 +400,21 @@ def empty_arrays_in_a_stack(x):
     return repeat(step, x[:, 0])
 
 
+@output(once='connected in an unusual way')
+def variable_with_two_switches(x):
+    """One is for the next step, and one for the way out."""
+    with tf.Graph().as_default() as graph:
+        repeat(lambda _, h: tf.tanh(h), tf.placeholder(tf.float32, [None, WIDTH], 'start'))
+    definition = graph.as_graph_def()
+    nodes = {node.name: node for node in definition.node}
+    way_out = definition.node.add()
+    way_out.CopyFrom(nodes['while/Switch_1'])
+    way_out.name = 'way_out'
+    nodes['while/Exit_1'].input[0] = 'way_out'
+    [end] = tf.import_graph_def(definition, {'start:0': x[:, 0]}, ['while/Exit_1:0'])
+    return end
+
+
 @pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
 def test_outputs(static):
     """All in one graph."""
