@@ -420,6 +420,7 @@ def test_a_replicated_estimator(memory):
     assert counts_of(estimator)[0] == 2 and counts_of(copied)[0] == 1
     assert memory.most == 3
     assert estimator.explain(input_fn).microbatches == 2
+    assert "'microbatches': 'auto'" in repr(estimator._model_fn.replicate_options)
 
 
 @pytest.mark.parametrize('called', [estimator_mgpu.replicate, estimator_mgpu.session_config])

@@ -66,6 +66,13 @@ def output(static='', dynamic=''):
     return register
 
 
+def unknown(x):
+    """The same rows, of which the graph doesn't know how many there are."""
+    rows = tf.numpy_function(lambda x: x, [x], tf.float32)
+    rows.set_shape([None, 3])
+    return rows
+
+
 @output('matmul needs all examples', 'matmul needs all examples')
 def products_of_examples(x):
     """Of each example with each other one."""
@@ -93,9 +100,14 @@ def size_that_a_branch_gives(x):
 @output('no rule for PyFunc', 'ConcatV2 needs a slice of Exp')
 def rows_of_unknown_number(x):
     """They are as many as the batch has, or else the op fails."""
-    rows = tf.numpy_function(lambda x: x, [x], tf.float32)
-    rows.set_shape([None, 3])
+    rows = unknown(x)
     return loop(lambda net: [tf.concat([net, tf.exp(rows)], 1)[:, 1:4]], x)
+
+
+@output('the size of', 'the size of')
+def examples_in_place_of_others(x):
+    """How many there are before the first step, nobody knows."""
+    return loop(lambda net: [tf.tanh(x)], unknown(x))
 
 
 @output('', 'Less needs all examples')
