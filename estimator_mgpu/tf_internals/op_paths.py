@@ -51,10 +51,8 @@ def op_of_path(graph: tf.Graph, path: str) -> tf.Operation | None:
     if split is None:
         return _op_or_none(graph, path)
     labels = function_calls.function_labels(split.caller.node_def)
-    functions = dict(zip(labels, function_calls.function_graphs(split.caller)))
-    if split.label not in functions:
-        return None
-    return op_of_path(functions[split.label], split.rest)
+    function = dict(zip(labels, function_calls.function_graphs(split.caller))).get(split.label)
+    return None if function is None else op_of_path(function, split.rest)
 
 
 def name_ops_by_paths(graph: tf.Graph, unused: Container[str]) -> None:

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 
@@ -68,7 +67,8 @@ partitioned_variable = _find('ops.variable_scope', '_VariableStore._get_partitio
 variable_store = _find('ops.variable_scope', '_get_default_variable_store')
 with_variable_store = _find('ops.variable_scope', 'with_variable_store')
 
-_constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
+# (tensor): its value as an array if the graph alone determines it, else None.
+constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
 get_function = _find('framework.ops', 'Graph._get_function')
 
 # (FunctionDef, input_shapes): the graph of a function, which the default graph's call.
@@ -121,10 +121,3 @@ def set_gradient_function(op: tf.Operation, function: Callable[..., Any]) -> Non
 def is_made_by_gradients(op: tf.Operation) -> bool:
     """Whether `tf.gradients` made an op; False also for all ops of an imported graph."""
     return getattr(op, '_original_op', None) is not None
-
-
-def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
-    """Returns the tensor's value if the graph alone determines it, else None."""
-    if tensor.dtype in (tf.resource, tf.variant):
-        return None  # TensorFlow makes no array of these, and says so by an error.
-    return _constant_value(tensor)

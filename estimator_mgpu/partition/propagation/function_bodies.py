@@ -44,7 +44,7 @@ from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entry, Size, per_row
+from estimator_mgpu.partition.sizes import Entry, Size
 from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated, is_assertion
 from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, passed_on
@@ -332,14 +332,10 @@ class FunctionBody:
     def _make_shard(self, op: tf.Operation, request: Slice) -> None:
         """Lets each tower make its shard of a constant or a fill."""
         dims = list(self.scope.sizes.dims(op.outputs[0]) or [])
-        factor = per_row(dims[request.axis], self.scope.batch)
-        if factor is None:
-            raise NotSharded(f'the size of {op.name} is unknown')
-
-        needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, factor),)
+        needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, request.factor),)
         if op.type == op_types.FILL:
             needs = (LocalShape(tuple(dims), request.axis, self.scope.batch), LOCAL)
-        dims[request.axis] = factor * Size(1, (self.scope.batch,))
+        dims[request.axis] = request.factor * Size(1, (self.scope.batch,))
         shard = Shard(request.axis, self.scope.batch, request.in_blocks)
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))
 
