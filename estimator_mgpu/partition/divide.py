@@ -17,6 +17,7 @@ from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
+from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
@@ -72,6 +73,7 @@ def divide(
     unsharded = _unsharded_leaves(batch)
 
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
+    read_functions(dependents(inputs, existing_ops))
     model = later_gradients.note_model(graph)
     replaced = inline_calls(graph, existing_ops)
     model.note_inlined(replaced)
@@ -106,6 +108,7 @@ def divide(
         PRODUCTS,
         unused=unused,
         reasons=_reasons_of_unknown_ranks(batch),
+        shard_count=len(devices) * turns,
     )
     if bypasses_needless_ops:
         plan, bypassed = bypass_needless_ops(graph, plan, order)

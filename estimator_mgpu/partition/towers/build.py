@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,14 +20,15 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
+from estimator_mgpu.partition.towers.gates import add_gates
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
-from estimator_mgpu.partition.towers.schedule import Schedule, add_gates, find_schedule
+from estimator_mgpu.partition.towers.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
-from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
+from estimator_mgpu.tf_internals import graphs, op_paths, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -61,11 +62,12 @@ class Towers:
 
     def full_value(self, tensor: tf.Tensor) -> tf.Tensor:
         """The value of one of the user's tensors for the global batch, and its side effects."""
-        replacement = _replacement(tensor, self._replaced)
+        replacements = list(_replacements(tensor, self._replaced))
+        replacement = replacements[-1]
         name = self._values.full_values.get(replacement.name)
         value = replacement if name is None else self.graph.get_tensor_by_name(name)
 
-        missing = self._waits.missing(tensor, replacement)
+        missing = self._waits.missing(replacements)
         if not missing:
             return value
         names = _names_of_ops(missing, self.plan, self.towers, self._values)
@@ -155,6 +157,7 @@ def build_towers(
         _use_full_values(op, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
+    op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in replaced})
     return Towers(graph, plan, total, towers, nodes.names, model, found, replaced, values, waits)
 
 
@@ -221,9 +224,15 @@ def _collect_nodes(
 
 def _replacement(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> tf.Tensor:
     """What rewrites use in place of a tensor, if anything."""
+    return list(_replacements(tensor, replaced))[-1]
+
+
+def _replacements(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
+    """A tensor, and what one rewrite after another uses in its place."""
+    yield tensor
     while tensor.name in replaced:
         tensor = replaced[tensor.name]
-    return tensor
+        yield tensor
 
 
 def replaced_result(result: Result, replaced: dict[str, tf.Tensor]) -> Result:
