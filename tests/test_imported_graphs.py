@@ -259,7 +259,7 @@ def test_the_shapes_in_imported_loops():
     with tf.Graph().as_default() as graph:
         x = tf.placeholder(tf.float32, [None, STEPS, WIDTH])
         tf.import_graph_def(with_functions(loop_of_three), {'x:0': x}, name='')
-        read_functions(graph.get_operations())
+        read_functions(graph)
         [loop] = [op for op in graph.get_operations() if op.type == 'StatelessWhile']
         _, body = function_calls.function_graphs(loop)
         check_shapes(body.inputs[3:6])

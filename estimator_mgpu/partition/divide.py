@@ -72,7 +72,7 @@ def divide(
     unsharded = _unsharded_leaves(batch)
 
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
-    read_functions(dependents(inputs, existing_ops))
+    read_functions(graph, existing_ops)
     replaced = inline_calls(graph, existing_ops)
     replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
     infer_loop_shapes(graph)
