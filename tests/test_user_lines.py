@@ -418,9 +418,7 @@ GUARD = 'asserted/Assert/AssertGuard'
     ],
     ids=['loop', 'two loops', 'a loop without examples', 'assertions', 'function', 'schedule'],
 )
-def test_an_error_of_what_runs_once_names_the_line(
-    function, line, of_v2, of_v1, where, behavior
-):
+def test_an_error_of_what_runs_once_names_the_line(function, line, of_v2, of_v1, where, behavior):
     path = of_v1 if behavior == 'v1' else of_v2
     last = str(error_of(function)).splitlines()[-1]
     assert last.startswith(f'{path} ran once{where}') and last.endswith(line)

@@ -131,9 +131,7 @@ def set_path(node: Any, path: str) -> None:
     node.experimental_debug_info.original_node_names[:] = [path]
 
 
-def _note_calls(
-    caller: tf.Operation, path: str, callers: dict[str, list[tuple[str, str]]]
-) -> None:
+def _note_calls(caller: tf.Operation, path: str, callers: dict[str, list[tuple[str, str]]]) -> None:
     """Notes which functions an op calls, and which of them call others, in turn.
 
     Args:

@@ -216,7 +216,9 @@ class _LoopNodes:
         self._add('Switch', f'switch_{index}', [f'merge_{index}', 'goes_on'], T=dtype)
         self._add('Exit', f'exit_{index}', [f'switch_{index}'], T=dtype)
         self._add('Identity', f'step_{index}', [f'switch_{index}:1'], T=dtype)
-        self._add('NextIteration', f'next_{index}', [output, *_effects(self._body, 'body')], T=dtype)
+        self._add(
+            'NextIteration', f'next_{index}', [output, *_effects(self._body, 'body')], T=dtype
+        )
 
     def _add_function(self, function: Any, scope: str, values: str) -> None:
         """Adds the ops of the condition or of the body.
