@@ -8,7 +8,7 @@ user's op and its line, with TensorFlow's as its cause:
     made by File "model.py", line 5, in model_fn
 
 An op of a loop's or a branch's function isn't in the graph. It's found by its path, by which
-TensorFlow calls it in a divided graph: see `function_calls.OpPath`.
+TensorFlow calls it in a divided graph: see `op_paths.OpPath`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
-from estimator_mgpu.tf_internals import error_messages, function_calls, tf_estimator
+from estimator_mgpu.tf_internals import error_messages, op_paths, tf_estimator
 
 # Errors that say that a session was lost, or closed: whichever op they name has no part in it.
 _OF_SESSIONS = (
@@ -165,12 +165,12 @@ def _failed_op(
     path = error_messages.node_name(error)
     if path is None:
         return None
-    split = function_calls.split_path(graph, path)
+    split = op_paths.split_path(graph, path)
     caller = None if split is None else split.caller
 
     # A copy's functions have no graphs with tracebacks; those of the user's op have.
     copy = None if caller is None else step.names.copy_of(path)
-    users_op = function_calls.op_of_path(graph, path if copy is None else copy.op_name)
+    users_op = op_paths.op_of_path(graph, path if copy is None else copy.op_name)
     return None if users_op is None else _FailedOp(path, caller or users_op, users_op)
 
 

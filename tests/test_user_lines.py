@@ -11,6 +11,9 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import failures, user_lines
+from estimator_mgpu.partition.rules import RULES
+from estimator_mgpu.tf_internals import private
+from estimator_mgpu.tf_internals.tracebacks import Tracebacks
 from models import batches, floats, sgd, spec_of, weights
 from towers import MODES, NAMES, TRAIN, tower_of
 
@@ -132,6 +135,15 @@ def test_an_imported_op_has_none(behavior):
     assert graph.get_operation_by_name('in/y').traceback is None
     copy = graph.get_operation_by_name(NAMES.copy('in/y', 1))
     assert len(copy.traceback) > 0 and user_lines.frame_of(copy) is None
+
+
+def test_an_op_with_nothing_but_the_lines_of_the_user():
+    """TensorFlow then takes none of them for the user's."""
+    with tf.Graph().as_default():
+        one, two = tf.constant(1).op, tf.constant(2).op
+    private.set_traceback(two, one.traceback.get_user_frames())
+    assert len(two.traceback.get_user_frames()) == 0
+    assert list(Tracebacks().of(two)) == list(two.traceback) == list(Tracebacks().of(one))
 
 
 def test_wherever_tensorflow_is_installed(monkeypatch):
@@ -621,3 +633,32 @@ def test_other_resources(message):
 def test_other_errors_stay_as_they_are():
     error = tf.errors.UnavailableError(None, None, 'Socket closed')
     assert raised(error) is error
+
+
+def test_an_error_of_an_imported_op():
+    """Nobody knows the line that made it."""
+
+    def imported(net):
+        with tf.Graph().as_default() as graph:
+            tf.check_numerics(tf.placeholder(tf.float32, [None, 1], 'x'), 'net', name='check')
+        [net] = tf.import_graph_def(graph.as_graph_def(), {'x': net}, ['check:0'], name='in')
+        return net
+
+    _, last = str(error_of(imported)).splitlines()
+    assert last == 'in/check ran in tower 2, on /device:CPU:2, with examples 8 to 11 of 0 to 11.'
+
+
+def test_an_error_of_an_op_that_was_added(monkeypatch):
+    """Shards that aren't alike can't be gathered."""
+    monkeypatch.setitem(RULES, 'PyFuncStateless', 'n... -> n...')
+
+    def other_shards(net):
+        wider = lambda x: np.repeat(x, 1 + np.isnan(x).any(), 1)  # noqa: E731
+        shards = tf.numpy_function(wider, [net], tf.float32, stateful=False)
+        shards.set_shape([12, None])
+        return net + tf.stop_gradient(tf.reduce_sum(tf.sort(shards, 0)))  # here
+
+    line = other_shards.__code__.co_firstlineno + 4
+    _, last = str(error_of(other_shards)).splitlines()
+    assert 'ran on /device:CPU:0, for an op of all towers. It was made by' in last
+    assert f'line {line}, in other_shards' in last

@@ -20,9 +20,10 @@ from estimator_mgpu.partition.placements import (
 )
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions, variable_value
-from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, is_zero
+from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
+from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.tf_internals import function_calls, op_types
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
@@ -43,9 +42,10 @@ from estimator_mgpu.partition.propagation.decisions import (
 )
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
+from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entry, Size, per_row
-from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.partition.sizes import Entry, Size
+from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated, is_assertion
 from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, passed_on
 
@@ -332,14 +332,10 @@ class FunctionBody:
     def _make_shard(self, op: tf.Operation, request: Slice) -> None:
         """Lets each tower make its shard of a constant or a fill."""
         dims = list(self.scope.sizes.dims(op.outputs[0]) or [])
-        factor = per_row(dims[request.axis], self.scope.batch)
-        if factor is None:
-            raise NotSharded(f'the size of {op.name} is unknown')
-
-        needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, factor),)
+        needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, request.factor),)
         if op.type == op_types.FILL:
             needs = (LocalShape(tuple(dims), request.axis, self.scope.batch), LOCAL)
-        dims[request.axis] = factor * Size(1, (self.scope.batch,))
+        dims[request.axis] = request.factor * Size(1, (self.scope.batch,))
         shard = Shard(request.axis, self.scope.batch, request.in_blocks)
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))
 
@@ -353,13 +349,3 @@ def _plan_of_repeated(op: tf.Operation) -> OpPlan:
         ]
         functions.append({inner.name: _plan_of_repeated(inner) for inner in calls})
     return OpPlan(functions=functions)
-
-
-def is_zero(tensor: tf.Tensor) -> bool:
-    """Whether the graph alone tells that all of a tensor's entries are zeros."""
-    tensor = passed_on(tensor)
-    if tensor.op.type in op_types.ZEROS_ONES_LIKE:
-        return not op_types.ZEROS_ONES_LIKE[tensor.op.type]
-    filled = tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
-    value = private.constant_value(filled)
-    return value is not None and not np.any(value)

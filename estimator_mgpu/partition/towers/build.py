@@ -15,18 +15,20 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
+from estimator_mgpu.partition.later_gradients import Model
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
+from estimator_mgpu.partition.towers.gates import add_gates
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
-from estimator_mgpu.partition.towers.schedule import Schedule, add_gates, find_schedule
+from estimator_mgpu.partition.towers.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
+from estimator_mgpu.tf_internals import graphs, op_paths, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -41,6 +43,7 @@ class Towers:
       total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: a device and a turn each.
       names: of the nodes that were added.
+      model: what gradients go by that are taken later.
       schedule: which ops run one turn after another; None if one turn was asked for.
       recomputation: what is computed twice; None if that wasn't asked for.
     """
@@ -50,6 +53,7 @@ class Towers:
     total: tf.Tensor | None
     towers: Sequence[Tower]
     names: Names
+    model: Model
     schedule: Schedule | None
     _replaced: dict[str, tf.Tensor]
     _values: Values
@@ -73,6 +77,14 @@ class Towers:
                 with tracebacks.made_for(tensor.op):
                     return tf.identity(value, self._values.name_of_result(tensor.op))
 
+    def tensors_in_use(self) -> dict[str, str]:
+        """By the names of tensors, those of what the user's ops are given in their place."""
+        names = dict(self._values.full_values)
+        for name, tensor in self._replaced.items():
+            replacement = _replacement(tensor, self._replaced)
+            names[name] = self._values.full_values.get(replacement.name, replacement.name)
+        return names
+
     def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of the output of an op that is sharded."""
         names = [self._values.local(tensor, tower) for tower in self.towers]
@@ -87,6 +99,7 @@ def build_towers(
     full_value_devices: dict[str, str],
     replaced: dict[str, tf.Tensor],
     order: StateOrder,
+    model: Model,
     calls: Sequence[Sequence[tf.Tensor]] = (),
     turns: int = 1,
     results: Sequence[Result] = (),
@@ -106,6 +119,7 @@ def build_towers(
       full_value_devices: where full values are made, by the names of tensors.
       replaced: what rewrites use in place of tensors, by their names.
       order: in which the graph touched state, before identities were bypassed.
+      model: what gradients go by that are taken later.
       calls: the gradients of each optimizer's call.
       turns: how many towers each device has, one after the other.
       results: what a step is run for.
@@ -143,8 +157,8 @@ def build_towers(
         _use_full_values(op, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
-    function_calls.name_ops_by_paths(graph, {name.partition(':')[0] for name in replaced})
-    return Towers(graph, plan, total, towers, nodes.names, found, replaced, values, waits)
+    op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in replaced})
+    return Towers(graph, plan, total, towers, nodes.names, model, found, replaced, values, waits)
 
 
 class _Collected(NamedTuple):
