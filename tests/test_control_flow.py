@@ -44,7 +44,22 @@ def width(x):
     return tf.cond(given, lambda: tf.shape(x)[1], lambda: 0)
 
 
-@pytest.mark.parametrize('program', [largest, replaced, doubled, counted, width])
+def asserted_in_vain(x):
+    """Nothing waits for the assertion, so it doesn't run; examples decide which branch does."""
+
+    def body(net):
+        small = tf.reduce_all(net < 0)
+
+        def other():
+            tf.raw_ops.Assert(condition=small, data=['large'])
+            return net * 3
+
+        return [tf.cond(small, lambda: net * 2, other)]
+
+    return loop(body, x)
+
+
+@pytest.mark.parametrize('program', [asserted_in_vain, largest, replaced, doubled, counted, width])
 def test_runs_once(program):
     sharded = check_rule(program, ROWS)
     assert not {op_type for op_type in sharded if op_type.endswith(('While', 'If'))}
