@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -37,14 +36,14 @@ _MODEL = '_estimator_mgpu_model'  # An attribute of the graph.
 def note_model(graph: tf.Graph) -> Model:
     """Notes what ops are given, before anything is changed in a graph that a model_fn has built.
 
-    If another model in the graph was divided before, both are noted together. Until `follow()`,
+    If another model in the graph was divided before, both are noted together. Until `changed()`,
     `tf.gradients` goes by the ops as they are.
     """
     _extend_gradients()
     if not hasattr(graph, _MODEL):
         setattr(graph, _MODEL, Model(graph))
     model: Model = getattr(graph, _MODEL)
-    model.is_followed = False
+    model.is_changing = True
     model.note_ops()
     return model
 
@@ -71,7 +70,7 @@ class Model:
       graph: the graph.
 
     Attributes:
-      is_followed: whether `tf.gradients` has to follow it, as ops are given something else now.
+      is_changing: whether the graph is being changed.
     """
 
     def __init__(self, graph: tf.Graph):
@@ -80,7 +79,8 @@ class Model:
         self._values: dict[str, str] = {}
         self._made_as: dict[str, tf.Tensor] = {}
         self._ops_seen = 0
-        self.is_followed = False
+        self._is_restored = False
+        self.is_changing = True
 
     def note_ops(self) -> list[tf.Operation]:
         """Notes what the ops are given that were added since the last time, and returns these."""
@@ -111,15 +111,15 @@ class Model:
                 self._inputs[op] = self.as_made(inputs)
         self.note_ops()
 
-    def follow(self, values: Mapping[str, str] = types.MappingProxyType({})) -> None:
-        """Lets `tf.gradients` follow the model. Ops that were added meanwhile aren't part of it.
+    def changed(self, values: Mapping[str, str]) -> None:
+        """Notes that the graph has been changed. The ops that were added aren't the model's.
 
         Args:
           values: for the names of the model's tensors, those of the tensors with their values.
         """
         self._values.update(values)
         self._ops_seen = len(self._graph.get_operations())
-        self.is_followed = True
+        self.is_changing = False
 
     def note_result(self, tensor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
         """Notes that a value is given to the user in place of a tensor, and returns the value.
@@ -150,25 +150,30 @@ class Model:
 
         Those that are added in it are then given full values, as the others are.
         """
+        if self._is_restored:  # Some gradients are made by a call of `tf.gradients`.
+            yield
+            return
+
         self.note_ops()
         changes = self._changes()
-        self.is_followed = False
+        self._is_restored = True
         try:
             for op, index, _, made_with in changes:
                 private.set_input(op, index, made_with)
             yield
-        finally:
             added = self.note_ops()
             reruns = self._reruns(added)
             not_of_model = set(self._graph.get_operations()).difference(self._inputs)
             writes = [rerun.writes_after(not_of_model) for rerun in reruns]
+        finally:
             for op, index, present, _ in changes:
                 private.set_input(op, index, present)
-            for op in added:
-                self._use_values(op)
-            for rerun, writes_after in zip(reruns, writes):
-                self._let_wait(writes_after, rerun.ends)
-            self.is_followed = True
+            self._is_restored = False
+
+        for op in added:
+            self._use_values(op)
+        for rerun, writes_after in zip(reruns, writes):
+            self._let_wait(writes_after, rerun.ends)
 
     def _changes(self) -> list[tuple[tf.Operation, int, tf.Tensor, tf.Tensor]]:
         """What ops are given, by index, that isn't what they were made with; with that."""
@@ -198,8 +203,9 @@ class Model:
         for op in added:
             for tensor in op.inputs:
                 caller = tensor.op
-                is_copied = any(output.name in self._values for output in caller.outputs)
-                if caller.type in op_types.FUNCTION_CALLERS and is_copied:
+                if caller.type not in op_types.FUNCTION_CALLERS or tensor.name in self._values:
+                    continue
+                if any(output.name in self._values for output in caller.outputs):
                     used.setdefault(caller, {})[tensor.name] = tensor
         reruns = [_Rerun(caller.inputs, list(tensors.values())) for caller, tensors in used.items()]
         return reruns + self._reruns_of_v1_loops(added)
@@ -271,7 +277,7 @@ def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
     def gradients_of_model(*args: Any, **kwargs: Any) -> Any:
         graph = graphs.outermost_graph(tf.get_default_graph())
         model: Model | None = getattr(graph, _MODEL, None)
-        if model is None or graph.finalized:
+        if model is None or model.is_changing or graph.finalized:
             return gradients(*args, **kwargs)
 
         bound = signature.bind(*args, **kwargs)
@@ -280,8 +286,7 @@ def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
             if tensors is not None:
                 as_list = tensors if isinstance(tensors, (list, tuple)) else [tensors]
                 bound.arguments[name] = model.as_made(as_list)
-        # Gradients of functions call this again.
-        with model.restored() if model.is_followed else contextlib.nullcontext():
+        with model.restored():
             return gradients(*bound.args, **bound.kwargs)
 
     return gradients_of_model
