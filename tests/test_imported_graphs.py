@@ -10,6 +10,8 @@ import tensorflow.compat.v1 as tf
 import towers
 from estimator_mgpu import steps
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
+from estimator_mgpu.partition.rewrites.read_functions import read_functions
+from estimator_mgpu.tf_internals import function_calls
 from test_v1_control_flow import (
     STEPS,
     WIDTH,
@@ -48,13 +50,20 @@ def loop_in_branch(x, w):
     return tf.cond(tf.reduce_sum(x) < 99, lambda: loop(x, w), lambda: tf.matmul(x[:, 0], w))
 
 
+def call_in_loop(x, w):
+    layer = tf2.function(lambda h: tf.tanh(tf.matmul(h, w)), autograph=False)
+    return repeat(lambda i, h: layer(h) + x[:, i], x[:, 0])
+
+
+WEIGHTS = np.random.default_rng(3).normal(0, 0.5, [WIDTH, WIDTH]).astype('f')
+
+
 def graph_of(function, session):
     """Builds a function of `x` and of a variable, which gives `y`."""
     tf.set_random_seed(1)
     tf.get_variable_scope().set_use_resource(True)
     x = tf.placeholder(tf.float32, [None, STEPS, WIDTH], name='x')
-    weights = np.random.default_rng(3).normal(0, 0.5, [WIDTH, WIDTH]).astype('f')
-    y = tf.identity(function(x, tf.get_variable('inner', initializer=weights)), name='y')
+    y = tf.identity(function(x, tf.get_variable('inner', initializer=WEIGHTS)), name='y')
     session.run(tf.global_variables_initializer())
     return x, y
 
@@ -67,8 +76,17 @@ def frozen(function):
         return tf.graph_util.convert_variables_to_constants(session, graph.as_graph_def(), ['y'])
 
 
-def imported(function, x):
-    [y] = tf.import_graph_def(frozen(function), {'x:0': x}, ['y:0'], name='imported')
+@functools.cache
+def with_functions(function):
+    """The definition of a graph whose loops and branches call functions."""
+    with tf.Graph().as_default() as graph:
+        x = tf.placeholder(tf.float32, [None, STEPS, WIDTH], name='x')
+        tf.identity(function(x, tf.constant(WEIGHTS)), name='y')
+        return graph.as_graph_def()
+
+
+def imported(function, x, define=frozen):
+    [y] = tf.import_graph_def(define(function), {'x:0': x}, ['y:0'], name='imported')
     return with_shape(y)
 
 
@@ -108,6 +126,13 @@ def test_frozen_graphs(function, behavior):
 
 def test_training_through_an_imported_branch(behavior):
     once = check(lambda x, w: imported(branch_on_constant, tf.tensordot(x, w, 1)), 7, 4)
+    assert not [name for name in once if name.startswith('imported/')]
+
+
+@pytest.mark.parametrize('function', [loop_in_branch, array_of_steps, call_in_loop])
+def test_imported_functions(function):
+    """TensorFlow keeps their definitions, but no graphs."""
+    once = check(lambda x, w: tf.matmul(imported(function, x, with_functions), w), 7, 4)
     assert not [name for name in once if name.startswith('imported/')]
 
 
@@ -203,6 +228,14 @@ def test_what_a_call_waits_for(function, behavior):
     check(model, 7, 4)
 
 
+def check_shapes(variables):
+    """Checks the shapes of `test_the_shapes_in_imported_loops()`."""
+    kept, wider, deeper = [tensor.shape for tensor in variables]
+    assert kept.as_list() == [None, WIDTH]
+    assert wider.as_list() == [None, None]
+    assert deeper.rank is None
+
+
 def test_the_shapes_in_imported_loops():
     """Of a variable that keeps its shape, and of two of which the width, or the rank, changes."""
 
@@ -221,8 +254,12 @@ def test_the_shapes_in_imported_loops():
         exits = [op.outputs[0] for op in graph.get_operations() if op.type == 'Exit']
         assert [tensor.shape.rank for tensor in exits] == [None] * 3
         infer_loop_shapes(graph)
-        kept, wider, deeper = [tensor.shape for tensor in exits]
+        check_shapes(exits)
 
-    assert kept.as_list() == [None, WIDTH]
-    assert wider.as_list() == [None, None]
-    assert deeper.rank is None
+    with tf.Graph().as_default() as graph:
+        x = tf.placeholder(tf.float32, [None, STEPS, WIDTH])
+        tf.import_graph_def(with_functions(loop_of_three), {'x:0': x}, name='')
+        read_functions(graph.get_operations())
+        [loop] = [op for op in graph.get_operations() if op.type == 'StatelessWhile']
+        _, body = function_calls.function_graphs(loop)
+        check_shapes(body.inputs[3:6])

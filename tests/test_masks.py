@@ -72,11 +72,17 @@ def test_places_that_are_used_in_other_ways():
         places = tf.where(tf.reshape(ids, [-1]) > 0)
         rows = tf.squeeze(places, 1)
         left = tf.tanh(tf.gather_nd(tokens, places))
+        pairs = tf.where(ids > 0)
+        places_of_left = tf.where(left[:, 0] > 0)
         return [
             tf.gather(tokens, places),
             tf.gather_nd(tokens, places[:, None]),
             tf.gather(tf.transpose(tokens), rows, axis=1),
-            tf.reshape(tf.where(ids > 0), [-1]),
+            tf.gather_nd(x, pairs),
+            tf.reshape(pairs, [-1]),
+            tf.gather(rows, [0, 1]),
+            tf.math.unsorted_segment_sum(rows, tf.zeros_like(rows), 1),
+            tf.scatter_nd(places_of_left, tf.gather_nd(left, places_of_left), [100, 3]),
             tf.scatter_nd(places, left, [100, 3]),
             tf.math.unsorted_segment_sum(left, rows, 100),
             tf.math.unsorted_segment_sum(left[:, None], places, tf.shape(tokens)[0]),
@@ -126,6 +132,8 @@ def indices_of_rows(x):
     rows = tf.range(tf.shape(x)[0])
     columns = tf.argmax(x, 1, output_type=tf.int32)
     pairs = tf.tile(rows[:, None], [1, 3])
+    columns_of_each = tf.stack([tf.zeros([2], tf.int32), tf.range(2)], 1)[None]
+    columns_of_all = tf.tile(columns_of_each, [tf.size(rows), 1, 1])
     return {
         'stacked': tf.stack([rows, columns], 1),
         'stacked_along_last': tf.stack([rows, columns], -1),
@@ -135,6 +143,9 @@ def indices_of_rows(x):
         'reshaped': tf.stack([tf.reshape(rows, [-1, 1]), columns[:, None]], 2),
         'transposed': tf.stack([tf.transpose(tf.transpose(pairs)), pairs], 2),
         'broadcast': tf.stack([tf.broadcast_to(rows[:, None], tf.shape(x)), pairs[:, :2]], 2),
+        'added': tf.stack([tf.zeros_like(rows), columns], 1) + rows[:, None] * [1, 0],
+        'added_to_constant': [[0, 1]] + [1, 2] * rows[:, None],
+        'added_to_several': (rows[:, None] * [1, 0])[:, None] + columns_of_all,
     }
 
 
@@ -157,6 +168,14 @@ def other_indices(x):
         'maybe_one_for_all': tf.stack([tf.broadcast_to(some, tf.shape(x)[:1]), rows], 1),
         'one': tf.stack([rows, rows], 0)[:, :2],
         'rows_alone': tf.stack([rows, rows], 1)[:, ::-1],
+        'added_to_1': tf.stack([tf.ones_like(rows), rows], 1) + rows[:, None] * [1, 0],
+        'added_to_rows': pairs + rows[:, None] * [1, 0],
+        'added_twice': tf.zeros_like(pairs) + rows[:, None] * [2, 0],
+        'added_to_second': tf.zeros_like(pairs) + rows[:, None] * [0, 1],
+        'added_to_constant_1': [[1, 0]] + [1, 0] * rows[:, None],
+        'added_for_one': tf.zeros_like(pairs) + tf.range(1)[:, None] * [1, 0],
+        'added_across': tf.zeros([2, 2], tf.int32) + tf.range(2) * [1, 0],
+        'times_rows': rows[:, None] * tf.stack([rows, rows], 1),
     }
 
 

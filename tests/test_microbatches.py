@@ -32,8 +32,9 @@ def dense(features):
 
 def dropout(features):
     """Random numbers with a seed, which are drawn once for all examples."""
-    hidden = tf.nn.dropout(tf.layers.dense(features, 8, tf.nn.tanh), rate=0.3, seed=3)
-    return tf.layers.dense(hidden, 1)
+    hidden = tf.reshape(tf.layers.dense(features, 24, tf.nn.tanh), [-1, 4, 6])
+    hidden = tf.nn.dropout(hidden, rate=0.3, seed=3)
+    return tf.layers.dense(tf.reshape(hidden, [-1, 24]), 1)
 
 
 def recurrent(features):
@@ -115,6 +116,22 @@ def test_turns_wait_for_each_other():
     # The other device's first turn waits for nothing.
     before = ancestors_of(run.graph, NAMES.copy('dense/MatMul', 3))
     assert not any(tower_of(name) == 0 for name in before)
+
+
+def test_masks_wait_as_bits():
+    """A device keeps a bit for each entry, and a turn unpacks its own."""
+    run = train(of_all_modes(dropout, sgd_train), batches(12), 2, steps=1, microbatches=3)
+    masked = [NAMES.copy('dropout/SelectV2', tower) for tower in range(6)]
+    packed = set()
+    for tower, name in enumerate(masked):
+        mask = run.graph.get_operation_by_name(name).inputs[0]
+        ancestors = graphs.ancestors([mask.op])
+        packed |= {op for op in ancestors if op.type == 'RightShift'}
+        before = {tower_of(op.name) for op in ancestors} - {None}
+        assert before == set(range(tower - tower % 3, tower))
+        assert mask.shape.as_list() == [2, 4, 6]
+    [mask] = packed
+    assert mask.outputs[0].shape.as_list() == [12, 3]
 
 
 def test_one_sum_of_a_device_is_sent():

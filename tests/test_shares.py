@@ -15,10 +15,7 @@ with pytest.MonkeyPatch.context() as patch:
 pytestmark = [pytest.mark.core, pytest.mark.no_cover]
 
 
-WHOLE_LOOPS = {'speech_with_dense_labels'}  # Models with loops that run once.
-
-
-@pytest.mark.parametrize('name', sorted(shares_models.MODELS.keys() - WHOLE_LOOPS))
+@pytest.mark.parametrize('name', shares_models.MODELS)
 def test_the_busiest_of_four_devices(name):
     kernels, _ = shares_models.kernels_of(name, 4)
     assert len(kernels) == 4

@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
 from estimator_mgpu.batch import RANK_REMEDY, Batch
+from estimator_mgpu.partition import later_gradients
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
@@ -16,6 +17,7 @@ from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
+from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
@@ -71,7 +73,10 @@ def divide(
     unsharded = _unsharded_leaves(batch)
 
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
+    read_functions(dependents(inputs, existing_ops))
+    model = later_gradients.note_model(graph)
     replaced = inline_calls(graph, existing_ops)
+    model.note_inlined(replaced)
     replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
     infer_loop_shapes(graph)
     if batch_norm != 'device':
@@ -118,6 +123,7 @@ def divide(
         full_value_devices,
         replaced,
         order,
+        model,
         calls,
         turns,
         step_results,
@@ -125,6 +131,9 @@ def divide(
         results,
     )
     towers.recomputation = recomputation
+    if batch_norm == 'device':
+        later_gradients.refuse_batch_norm(graph, existing_ops)
+    model.follow(towers.tensors_in_use())
     return towers
 
 

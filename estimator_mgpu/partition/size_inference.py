@@ -322,7 +322,11 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
 
 
 def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
-    """What is filled up to n entries has n: x, which has m entries, and n - m zeros."""
+    """What is filled up to n entries has n: x, which has m entries, and n - m zeros.
+
+    The lengths of a feature column's sequences are filled up so. It's a pattern of ops, rather than
+    a sum of sizes, as n - m is no product.
+    """
     *values, axis = op.inputs
     if len(values) != 2 or sizes.numbers(axis) != [0]:
         return None

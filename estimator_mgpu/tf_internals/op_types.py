@@ -77,13 +77,14 @@ EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
 
 PARTITIONED_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 LOOPS = ('While', 'StatelessWhile')
-BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
+IFS = ('If', 'StatelessIf')
+BRANCHES = (*IFS, 'Case', 'StatelessCase')
 FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
 """Ops that call functions: whether they can be sharded depends on the functions' ops."""
-GRADIENT_OVERRIDE = '_gradient_op_type'
-"""The attribute of an op that names another gradient than its type's, `gradient_override_map`'s."""
 MUST_COMPILE = '_XlaMustCompile'
 """The attribute of a function, or of a call, that says that XLA has to compile it."""
+STAYS_A_CALL = frozenset(['_noinline', MUST_COMPILE])
+"""Attributes, of functions and of calls, that say that a function has to be called."""
 
 BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""
@@ -101,7 +102,8 @@ LOOKUPS = ('Gather', 'GatherNd', 'GatherV2')
 FORWARD_VARIABLES = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
 """Ops that pass a variable on, for example into a v1 loop: what uses them uses the variable."""
 
-CHECKS = ('Assert', 'CheckNumerics', 'CheckNumericsV2')
+ASSERT = 'Assert'
+CHECKS = (ASSERT, 'CheckNumerics', 'CheckNumericsV2')
 """Ops that do nothing, or fail."""
 
 CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')

@@ -16,9 +16,6 @@ from estimator_mgpu.tf_internals import function_calls, graphs, op_types, privat
 from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
 
-# Attributes, of functions and of calls, that say that a function has to be called.
-_STAYS_A_CALL = {'_noinline', op_types.MUST_COMPILE}
-
 
 def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
     """Replaces the outputs of calls by those of the called function's own ops, added to the graph.
@@ -66,7 +63,7 @@ def _function_to_inline(call: tf.Operation, liveness: Liveness) -> Any:
     # In a v1 loop or a branch, a function's constants would run outside of it.
     if not liveness.always_runs(call):
         return None
-    if function_calls.call_attributes(call) & _STAYS_A_CALL:
+    if function_calls.call_attributes(call) & op_types.STAYS_A_CALL:
         return None
     [graph] = function_calls.function_graphs(call)
     return graph

@@ -7,6 +7,8 @@ So do these, which say which step of each example is its last one:
 
 Whoever looks them up in a tensor with as many rows, or puts something there, only reaches the row
 in which the index stands, whatever the other numbers are. So a tower needs no rows but its own.
+
+A row may also be added to indices that begin with zeros: `rows[:, None] * [1, 0] + [[0, 3]]`.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
+from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
+from estimator_mgpu.tf_internals import private
 
-_TYPE_CHANGES = ('Cast', 'Identity')
 # Ops whose output has entries of the input, as they are.
 _ARRANGEMENTS = (
     *('BroadcastTo', 'ExpandDims', 'Reshape', 'Squeeze', 'StridedSlice', 'Tile', 'Transpose'),
-    *_TYPE_CHANGES,
+    *('Cast', 'Identity'),
 )
 _RULES = {**elementwise.RULES, **shapes.RULES}
 
@@ -43,44 +46,112 @@ def begin_with_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
 
 def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
     """Whether the first number of each index is its row."""
-    while indices.op.type in _TYPE_CHANGES:
-        indices = indices.op.inputs[0]
+    op = indices.op
+    first = _first_numbers(indices, sizes)
+    if first is not None:
+        return _is_position(first, 0, sizes)
+    if op.type in ('Add', 'AddV2'):
+        one, other = op.inputs
+        return _is_row_added(indices, one, other, sizes) or _is_row_added(
+            indices, other, one, sizes
+        )
+    if op.type == 'Mul':
+        one, other = op.inputs
+        return _is_row_kept(indices, one, other, sizes) or _is_row_kept(indices, other, one, sizes)
+    if _axis_before(indices, 0, sizes) != 0 or not _keeps_last_axis(indices, sizes):
+        return False
+    return _first_is_row(op.inputs[0], sizes)
+
+
+def _is_row_added(total: tf.Tensor, rows: tf.Tensor, others: tf.Tensor, sizes: Sizes) -> bool:
+    """Whether a sum is one of indices that begin with their rows, and others that begin with 0."""
+    if not _has_rows_of(total, rows, sizes):
+        return False
+    return _first_is_row(rows, sizes) and _first_is_zero(others, sizes)
+
+
+def _is_row_kept(product: tf.Tensor, rows: tf.Tensor, factors: tf.Tensor, sizes: Sizes) -> bool:
+    """Whether a product is one of rows and the factors of each index, of which the first is 1."""
+    if factors.shape.rank != 1 or not _has_rows_of(product, rows, sizes):
+        return False
+    numbers = sizes.numbers(factors) or []
+    return numbers[:1] == [1] and _is_position(rows, 0, sizes)
+
+
+def _has_rows_of(result: tf.Tensor, operand: tf.Tensor, sizes: Sizes) -> bool:
+    """Whether what is made of an operand by broadcasting has the operand's rows."""
+    dims = sizes.dims(result) or []
+    operand_dims = sizes.dims(operand) or []
+    if len(dims) < 2 or len(dims) != len(operand_dims):
+        return False
+    return bool(dims[0].same_as(operand_dims[0]))
+
+
+def _first_is_zero(indices: tf.Tensor, sizes: Sizes) -> bool:
+    """Whether the first number of each index is 0."""
+    value = private.constant_value(indices)
+    if value is not None:
+        return value.ndim > 0 and not value[..., 0].any()
+    if is_zero(indices):
+        return True
+    first = _first_numbers(indices, sizes)
+    if first is not None:
+        return is_zero(first)
+    return _keeps_last_axis(indices, sizes) and _first_is_zero(indices.op.inputs[0], sizes)
+
+
+def _first_numbers(indices: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
+    """The first numbers of all indices, if these are joined of such; None otherwise."""
     op = indices.op
     last = len(sizes.dims(indices) or []) - 1
-    if op.type == 'Pack':
-        return op.get_attr('axis') in (-1, last) and _is_position(op.inputs[0], 0, sizes)
-    if op.type == 'ConcatV2':
+    if op.type == 'Pack' and op.get_attr('axis') in (-1, last):
+        return op.inputs[0]
+    if op.type == 'ConcatV2' and sizes.numbers(op.inputs[-1]) in ([-1], [last]):
         first = op.inputs[0]
-        dims = sizes.dims(first) or []
-        is_along_last = sizes.numbers(op.inputs[-1]) in ([-1], [last])
-        return is_along_last and dims[-1:] == [ONE] and _is_position(first, 0, sizes)
-    return False
+        return first if (sizes.dims(first) or [])[-1:] == [ONE] else None
+    return None
 
 
 def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
-    """Whether each entry is its position along an axis, as in `tf.range(n)[:, None]` along 0.
+    """Whether each entry is its position along an axis, as in `tf.range(n)[:, None]` along 0."""
+    op = tensor.op
+    if op.type == 'Range':
+        start, _, delta = op.inputs
+        return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
+    axis_before = _axis_before(tensor, axis, sizes)
+    return axis_before is not None and _is_position(op.inputs[0], axis_before, sizes)
+
+
+def _keeps_last_axis(tensor: tf.Tensor, sizes: Sizes) -> bool:
+    """Whether an op arranges entries without moving any along the last axis."""
+    last = len(sizes.dims(tensor) or []) - 1
+    axis_before = _axis_before(tensor, last, sizes)
+    if axis_before is None:
+        return False
+    return axis_before == len(sizes.dims(tensor.op.inputs[0]) or []) - 1
+
+
+def _axis_before(tensor: tf.Tensor, axis: int, sizes: Sizes) -> int | None:
+    """The axis that an axis was before an op arranged the entries; None if that can't be told.
 
     The rules of ops that only arrange entries tell where a dimension goes: if the input and the
     output can be sharded along it together, they have the same entries at each place of it.
     """
     op = tensor.op
-    if op.type == 'Range':
-        start, _, delta = op.inputs
-        return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
     if op.type not in _ARRANGEMENTS or not tensor.dtype.is_integer:
-        return False
+        return None
     try:
         signature = signature_of(_RULES[op.type], op, sizes)
     except NotSharded:
-        return False
+        return None
 
     source = op.inputs[0]
     [output_labels] = signature.outputs
     source_labels = labels_of(signature.inputs[0])
     label = output_labels[axis]
     if label is None or label not in source_labels or label in signature.in_blocks:
-        return False
+        return None
     axis_before = source_labels.index(label)
     before = (sizes.dims(source) or [])[axis_before]
     after = (sizes.dims(tensor) or [])[axis]
-    return bool(before.same_as(after)) and _is_position(source, axis_before, sizes)
+    return axis_before if before.same_as(after) else None

@@ -25,7 +25,7 @@ from estimator_mgpu.partition.plan import (
     SparseRows,
 )
 from estimator_mgpu.partition.sizes import ONE, Dim, GroupSize, PartRows, RowSpace, Size, Splits
-from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
+from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
@@ -125,7 +125,16 @@ class Values:
         if need.in_blocks:
             dims = self._dims(tensor, need.axis, need.factor, need.rows)
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
+        if need.axis == 0 and self._waits_as_bits(tensor):
+            packed = bits.pack(self._nodes, full, tensor, device)
+            rows = shards.slice(packed, bits.PACKED, 0, need.factor, tower, device)
+            return bits.unpack(self._nodes, rows, tensor, tower.device)
         return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+
+    def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
+        """Whether turns take their slices of a packed value: of a mask that isn't the batch's."""
+        has_turns = self._towers[-1].turn > 0
+        return has_turns and tensor.name not in self._source_names and bits.can_be_packed(tensor)
 
     def sparse_rows(self, tensor: tf.Tensor, need: SparseRows, tower: Tower) -> str:
         """A tower's rows of a sparse tensor: the indices of its entries, or their values."""
