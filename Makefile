@@ -4,6 +4,7 @@
 #   make test     builds the wheel, installs it and tests what is installed
 #   make setup    installs what make test needs
 #   make test-gpu runs the core tests on eight GPUs, or on the parts of one
+#   make coverage the lines and branches of the package that the tests run
 #   make lint     ruff and mypy
 #   make matrix   make test on every supported TensorFlow
 #   make docs     the documentation, into site/
@@ -29,7 +30,7 @@ sources := pyproject.toml setup.cfg setup.py $(shell find estimator_mgpu -name '
 # The tests are for the installed copy, whatever the caller's path says.
 unexport PYTHONPATH
 
-.PHONY: digits setup test test-gpu lint matrix docs dist clean
+.PHONY: digits setup test test-gpu coverage lint matrix docs dist clean
 .DELETE_ON_ERROR:
 
 digits: $(venv)/samples.stamp
@@ -45,6 +46,12 @@ setup: $(venv)/test.stamp
 test-gpu: $(venv)/test.stamp
 	$(pip) install 'tensorflow[and-cuda]' $(pins)
 	cd $(venv) && bin/pytest -q -m core -k 'not messages_of' --gpus=8 $(ARGS) $(CURDIR)/tests
+
+# It takes half as long again as the tests, so it isn't a part of what every change has to pass. Lines
+# that only processes run count, too: machines, and programs whose imports are tested.
+coverage:
+	$(MAKE) test ARGS='--cov --cov-config=$(CURDIR)/pyproject.toml --cov-report=term-missing:skip-covered \
+	  --cov-fail-under=98 $(ARGS)'
 
 lint: $(venv)/test.stamp
 	$(venv)/bin/ruff check .

@@ -7,8 +7,8 @@ user's op and its line, with TensorFlow's as its cause:
     loss/CheckNumerics ran in tower 2, on /device:GPU:2, with examples 6 to 8 of 0 to 11. It was
     made by File "model.py", line 5, in model_fn
 
-An op of a loop's or a branch's function isn't in the graph. It's found by its path, which the
-towers' copies of functions have: see `function_calls.OpPath`.
+An op of a loop's or a branch's function isn't in the graph. It's found by its path, by which
+TensorFlow calls it in a divided graph: see `op_paths.OpPath`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
-from estimator_mgpu.tf_internals import error_messages, function_calls, op_types, tf_estimator
+from estimator_mgpu.tf_internals import error_messages, op_paths, tf_estimator
 
 # Errors that say that a session was lost, or closed: whichever op they name has no part in it.
 _OF_SESSIONS = (
@@ -35,6 +35,8 @@ _OF_SESSIONS = (
     tf.errors.DeadlineExceededError,
     tf.errors.UnavailableError,
 )
+# Ends training if it is of this very class. An explained error is of a subclass.
+_END_OF_DATA = tf.errors.OutOfRangeError
 _ORIGINAL = '_estimator_mgpu_original'  # An attribute of an error that was explained.
 
 
@@ -122,7 +124,7 @@ def _without_traceback(error_class: type[tf.errors.OpError]) -> type[tf.errors.O
 
 def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
     """What there is to say about an error; nothing if TensorFlow has said all."""
-    if isinstance(error, _OF_SESSIONS):
+    if isinstance(error, (*_OF_SESSIONS, _END_OF_DATA)):
         return []
     if error.op is not None:
         graph = error.op.graph
@@ -156,58 +158,59 @@ def _failed_op(
     error: tf.errors.OpError, graph: tf.Graph | None, step: steps.Step
 ) -> _FailedOp | None:
     """The op of a divided graph that an error is about; None if it isn't known."""
-    if graph is None or step.plan is None:
+    if graph is None or step.plan is None or error_messages.is_of_input(error):
         return None
     if error.op is not None:
         return _FailedOp(error.op.name, error.op, error.op)
     path = error_messages.node_name(error)
-    if path is None or error_messages.is_of_input(error):
+    if path is None:
         return None
-    split = function_calls.split_path(graph, path)
-    if split is None:
-        return _op_of_function_that_runs_once(graph, step, path)
+    split = op_paths.split_path(graph, path)
+    caller = None if split is None else split.caller
 
     # A copy's functions have no graphs with tracebacks; those of the user's op have.
-    copy = step.names.copy_of(path)
-    users_op = function_calls.op_of_path(graph, path if copy is None else copy.op_name)
-    return None if users_op is None else _FailedOp(path, split.caller, users_op)
-
-
-def _op_of_function_that_runs_once(
-    graph: tf.Graph, step: steps.Step, node_name: str
-) -> _FailedOp | None:
-    """The op of a function that runs once, by the name of its node; None if several have it.
-
-    A function that doesn't depend on the batch, such as that of a schedule, may have it, too.
-    """
-    candidates = []
-    for caller in graph.get_operations():
-        is_copy = step.names.copy_of(caller.name) is not None
-        if is_copy or caller.type not in op_types.FUNCTION_CALLERS:
-            continue
-        for path, op in function_calls.ops_of_node(caller, node_name):
-            candidates.append(_FailedOp(path, caller, op))
-
-    if len(candidates) != 1:
-        return None
-    [failed] = candidates
-    return failed if failed.in_graph.name in step.plan.once else None
+    copy = None if caller is None else step.names.copy_of(path)
+    users_op = op_paths.op_of_path(graph, path if copy is None else copy.op_name)
+    return None if users_op is None else _FailedOp(path, caller or users_op, users_op)
 
 
 def _where(failed: _FailedOp, step: steps.Step) -> str:
     """Which of the user's ops has failed, and on which examples; '' if that's of no interest."""
     in_graph = failed.in_graph
-    if in_graph.name in step.plan.once:
-        why, _ = step.plan.once[in_graph.name]
+    why = _why_once(step.plan, in_graph.name)
+    if why is not None:
         return f'{failed.path} ran once, on the global batch: {why}.'
     copy = step.names.copy_of(in_graph.name)
     if copy is not None:
         users_path = copy.op_name + failed.path.removeprefix(in_graph.name)
         examples = _examples(step, copy)
-        return f'{users_path} ran in tower {copy.tower}, on {in_graph.device}, with {examples}.'
+        frames = step.plan.frames.get(copy.op_name, ())
+        joint = ', in a joint loop' if any(frame.is_joint for frame in frames) else ''
+        tower = f'tower {copy.tower}, on {in_graph.device}'
+        return f'{users_path} ran in {tower}, with {examples}{joint}.'
     if step.names.is_added(in_graph.name):
         return f'{failed.path} ran on {in_graph.device}, for an op of all towers.'
+    if user_lines.is_of_model_fn(failed.made_for):
+        return f'{failed.path} ran once, for all towers.'
     return ''
+
+
+def _why_once(plan: Plan, op_name: str) -> str | None:
+    """Why an op runs once that depends on the batch; None for others.
+
+    The plan tells it of a v1 loop by the ops that give its results.
+    """
+    if op_name in plan.once:
+        why, _ = plan.once[op_name]
+        return why
+    around = plan.frames.get(op_name)
+    if around is None:
+        return None
+    for member, (why, _) in plan.once.items():
+        frames = plan.frames.get(member, ())
+        if frames[:1] == around[:1]:
+            return why
+    return None
 
 
 def _line(failed: _FailedOp) -> str:

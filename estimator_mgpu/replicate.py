@@ -39,6 +39,7 @@ from estimator_mgpu.devices import (
 )
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
+from estimator_mgpu.partition import later_gradients
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
@@ -314,8 +315,11 @@ def _recompute(
         return None
     graph = tf.get_default_graph()
     results = _results_of_step(spec)
+    model = later_gradients.note_model(graph)
     with _no_garbage_collection():
-        return recompute_activations(graph, tensors, spec.loss, results, ops_before)
+        recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
+    model.changed({})
+    return recomputation
 
 
 def _recomputes(spec: Any, options: dict[str, Any]) -> bool:
@@ -423,7 +427,9 @@ def _with_full_values(spec: Any, towers: Towers) -> Any:
     """An EstimatorSpec whose results are full values: of the global batch, not of one tower."""
 
     def full_value(leaf: Any) -> Any:
-        return towers.full_value(leaf) if isinstance(leaf, tf.Tensor) else leaf
+        if not isinstance(leaf, tf.Tensor):
+            return leaf
+        return towers.model.note_result(leaf, towers.full_value(leaf))
 
     results = {name: getattr(spec, name) for name in _RESULTS}
     full = tf.nest.map_structure(full_value, results, expand_composites=True)

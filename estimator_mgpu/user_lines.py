@@ -34,6 +34,11 @@ def frame_of(op: tf.Operation) -> Any:
     return None
 
 
+def is_of_model_fn(op: tf.Operation) -> bool:
+    """Whether the model_fn made an op, or one that was added serves one that it made."""
+    return any(frame.filename == _REPLICATE for frame in op.traceback or ())
+
+
 def _directories_of_packages() -> tuple[str, ...]:
     """The directories whose files aren't the user's program, each with a slash at its end."""
     directories = [*site.getsitepackages(), site.getusersitepackages(), _LIBRARY, _OWN]

@@ -1069,6 +1069,16 @@ def _loop(times, body, x):
     return tf.while_loop(lambda i, h: i < times, lambda i, h: (i + 1, body(i, h)), (0, x))[1]
 
 
+def _plus_ones(h, shape):
+    """Adds ones, whose number of rows is that of `h`, though TensorFlow doesn't know.
+
+    If it knows that `h` has one row, it would take the sum to be broadcast to any number of rows.
+    """
+    total = h + tf.ones(shape, tf.float64)
+    total.set_shape(h.shape)
+    return total
+
+
 def _odd():
     """Whether the step is an odd one."""
     return tf.equal(tf.train.get_or_create_global_step() % 2, 1)
@@ -1195,7 +1205,7 @@ def shape_in_a_loop(x, c):
 def sizes_in_a_loop(x, c):
     products = tf.matmul(x, x, transpose_b=True)
     shape = tf.shape(products)
-    return _loop(2, lambda i, h: h + tf.ones([shape[1], 1], tf.float64), x)
+    return _loop(2, lambda i, h: _plus_ones(h, [shape[1], 1]), x)
 
 
 @_shards('While')
@@ -1203,7 +1213,7 @@ def size_in_a_loop(x, c):
     """After the loop it's that of the whole batch, though each tower's loop has its own."""
 
     def body(i, size, h):
-        return i + 1, size, h + tf.ones([size, 1], tf.float64)
+        return i + 1, size, _plus_ones(h, [size, 1])
 
     def loop(h):
         _, size, h = tf.while_loop(lambda i, *_: i < 3, body, (0, tf.shape(h)[0], h))
@@ -1483,7 +1493,7 @@ def pairs_first(x, c):
         h = tf.matmul(x, w)
         x_shape, w_shape = tf.raw_ops.ShapeN(input=[x, w])
         for _ in tf.range(2):
-            h += tf.ones([x_shape[0], w_shape[1]], tf.float64)
+            h = _plus_ones(h, [x_shape[0], w_shape[1]])
         return tf.reshape(h, [x_shape[0], 7, 2])
 
     pairs = tf.transpose(pairs_of(x, wide.read_value()), [1, 0, 2])

@@ -349,11 +349,18 @@ def no_memory_for_the_input():
 
 
 def test_other_resources(memory, tmp_path):
-    """The input pipeline's memory, and the disk: the error stays as it is."""
+    """The memory of an input pipeline or of an input_fn's own session, and the disk."""
     estimator = estimator_of(memory, str(tmp_path))
     calls = Calls(no_memory_for_the_input)
     with pytest.raises(OutOfMemory, match='OOM when allocating the input'):
         estimator.train(calls, steps=1)
+
+    def in_a_session_of_its_own():
+        with tf.Graph().as_default(), tf.Session() as session:
+            session.run(raises(MemoryError('OOM when allocating at the begin')))
+
+    with pytest.raises(OutOfMemory, match='OOM when allocating at the begin'):
+        estimator.train(in_a_session_of_its_own, steps=1)
 
     class DiskIsFull(tf.train.SessionRunHook):
         def after_run(self, run_context, run_values):
@@ -413,6 +420,7 @@ def test_a_replicated_estimator(memory):
     assert counts_of(estimator)[0] == 2 and counts_of(copied)[0] == 1
     assert memory.most == 3
     assert estimator.explain(input_fn).microbatches == 2
+    assert "'microbatches': 'auto'" in repr(estimator._model_fn.replicate_options)
 
 
 @pytest.mark.parametrize('called', [estimator_mgpu.replicate, estimator_mgpu.session_config])

@@ -141,18 +141,24 @@ THREE = two_each(CHIEF, WORKER, '/job:worker/task:1')
 
 
 def test_training_equals_that_of_one_device(make, one_device):
-    """The script trains twice; a machine starts late, and the chief is killed and starts again."""
+    """The script trains twice; a machine starts late, and the chief is killed and starts again.
+
+    The new chief waits for a machine that is stopped for a while.
+    """
     three = make(chief=1, worker=2)
     worker = three.start('worker', 0)
-    worker.says(f'Waiting for {three.at("chief")}: the script has to be started there, too.')
+    worker.says(f'Waiting for {three.at("chief")}: the script has to run there, too.')
     stops = [10, STEPS]
     killed = three.start('chief', stops=stops, sleep=0.3)
-    killed.says(f'Waiting for {three.at("worker", 1)}: the script has to be started there, too.')
+    killed.says(f'Waiting for {three.at("worker", 1)}: the script has to run there, too.')
     late = three.start('worker', 1)
     killed.says('STEP 12\n')
     killed.kill()
     assert killed.told('STEP')[-1] < STEPS
-    chief = three.start('chief', stops=stops)
+    worker.send_signal(signal.SIGSTOP)
+    chief = three.start('chief', stops=stops, closely=True)
+    chief.says(f'Waiting for {three.at("worker")} (there, but without an answer')
+    worker.send_signal(signal.SIGCONT)
     for machine in (chief, worker, late):
         machine.ends()
     values, of_one = one_device
@@ -243,7 +249,7 @@ def test_ports_of_others(make):
         assert chiefs[0].ends(1).startswith(told)
         told = f'{WORKER} at {nowhere} (the name no-such-host.invalid does not resolve)'
         assert chiefs[1].ends(1).startswith(f'TimeoutError: {told}: not reached in 2 seconds')
-        assert f'Waiting for {told}: the script has to be' in chiefs[1].text()
+        assert f'Waiting for {told}: the script has to run' in chiefs[1].text()
     finally:
         server.shutdown()
         server.server_close()

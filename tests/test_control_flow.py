@@ -5,6 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import check_rule, replicate, steps
+from towers import compare_outputs
 
 ROWS = np.random.RandomState(0).randn(7, 3).astype(np.float32)
 
@@ -43,10 +44,163 @@ def width(x):
     return tf.cond(given, lambda: tf.shape(x)[1], lambda: 0)
 
 
-@pytest.mark.parametrize('program', [largest, replaced, doubled, counted, width])
+def asserted_in_vain(x):
+    """Nothing waits for the assertion, so it doesn't run; examples decide which branch does."""
+
+    def body(net):
+        small = tf.reduce_all(net < 0)
+
+        def other():
+            tf.raw_ops.Assert(condition=small, data=['large'])
+            return net * 3
+
+        return [tf.cond(small, lambda: net * 2, other)]
+
+    return loop(body, x)
+
+
+@pytest.mark.parametrize('program', [asserted_in_vain, largest, replaced, doubled, counted, width])
 def test_runs_once(program):
     sharded = check_rule(program, ROWS)
     assert not {op_type for op_type in sharded if op_type.endswith(('While', 'If'))}
+
+
+OUTPUTS = {}  # by program, a reason why ops run once if the size of the batch is static, and if not
+
+
+def output(reason='', static=None):
+    """Registers a function of [batch, 3] that one test computes beside all others.
+
+    Args:
+      reason: why ops run once; '' if all are sharded.
+      static: the same if the size of the batch is static, where that counts.
+    """
+
+    def register(function):
+        OUTPUTS[function] = {True: reason if static is None else static, False: reason}
+        return function
+
+    return register
+
+
+def unknown(x):
+    """The same rows, of which the graph doesn't know how many there are."""
+    rows = tf.numpy_function(lambda x: x, [x], tf.float32)
+    rows.set_shape([None, 3])
+    return rows
+
+
+@output('matmul needs all examples')
+def products_of_examples(x):
+    """Of each example with each other one."""
+    return loop(lambda net: [tf.tanh(net @ tf.transpose(net)) @ net], x)
+
+
+@output('MatMul needs all examples', static='this AddV2 needs all examples')
+def sparse_matrix(x):
+    """Its rows can't be told apart in a loop."""
+    sparse = tf.sparse.from_dense(x)
+    matrix = tf.constant(ROWS[:3])
+    return loop(lambda net: [tf.tanh(net) + tf.sparse.sparse_dense_matmul(sparse, matrix)], x)
+
+
+@output('this StatelessIf needs all examples')
+def size_that_a_branch_gives(x):
+    def body(net, is_even):
+        count = tf.raw_ops.Shape(input=net)[0]
+        count = tf.cond(is_even, lambda: count, lambda: 1 * count)
+        return tf.reshape(tf.tanh(net), [count, 3]), ~is_even
+
+    return loop(body, x, True)
+
+
+@output('ConcatV2 needs a slice of Exp', static='no rule for PyFunc')
+def rows_of_unknown_number(x):
+    """They are as many as the batch has, or else the op fails."""
+    rows = unknown(x)
+    return loop(lambda net: [tf.concat([net, tf.exp(rows)], 1)[:, 1:4]], x)
+
+
+@output('the size of')
+def examples_in_place_of_others(x):
+    """How many there are before the first step, nobody knows."""
+    return loop(lambda net: [tf.tanh(x)], unknown(x))
+
+
+@output('Less needs all examples', static='')
+def a_step_for_each_example(x):
+    count = tf.raw_ops.Shape(input=x)[0]
+    return tf.while_loop(lambda i, _: i < count, lambda i, net: (i + 1, tf.tanh(net)), [0, x])[1]
+
+
+@output('needs a slice of Const', static='')
+def sums_that_begin_with_one(x):
+    """In each step of a loop, an inner one sums examples; the one counts once."""
+    add = lambda i, total: (i + 1, total + tf.reduce_sum(x))  # noqa: E731
+    sums = lambda: tf.while_loop(lambda i, _: i < 2, add, [0, 1.0])[1]  # noqa: E731
+    return loop(lambda total: [total + sums()], 0.0)
+
+
+@output('Cast needs all examples', static='')
+def size_of_the_batch(x):
+    count = lambda net: tf.cast(tf.raw_ops.Shape(input=net)[0], tf.float32)  # noqa: E731
+    return loop(lambda net: [tf.tanh(net) / count(net)], x)
+
+
+@output('the sizes of Shape are unknown')
+def shape_of_a_sum(x):
+    """Nobody knows which rank it has."""
+    shape = tf.placeholder_with_default([3], None)
+
+    def body(net):
+        total = tf.reshape(tf.reduce_sum(net, 0), shape)
+        return [tf.reshape(tf.tanh(net) + tf.ones(tf.shape(total)), tf.shape(net))]
+
+    return loop(body, x)
+
+
+@output('this TensorListStack needs all examples')
+def list_of_shapes(x):
+    def body(net):
+        shapes = tf.raw_ops.EmptyTensorList(
+            element_shape=[2], max_num_elements=1, element_dtype=tf.int32
+        )
+        shape = tf.raw_ops.Shape(input=net)
+        shapes = tf.raw_ops.TensorListPushBack(input_handle=shapes, tensor=shape)
+        stacked = tf.raw_ops.TensorListStack(
+            input_handle=shapes, element_shape=[2], element_dtype=tf.int32
+        )
+        return [tf.reshape(tf.tanh(net), stacked[0])]
+
+    return loop(body, x)
+
+
+@output('changes from step to step')
+def twice_the_rows(x):
+    pairs = lambda net: tf.stack([net, tf.tanh(net)], 1)  # noqa: E731
+    return loop(lambda net: [tf.reshape(pairs(net), [2 * tf.shape(net)[0], 3])], x)
+
+
+@output()
+def optional(x):
+    """It's empty before the first step."""
+    give = lambda i, _: (i + 1, tf.raw_ops.OptionalFromValue(components=[tf.tanh(x)]))  # noqa: E731
+    _, last = tf.while_loop(lambda i, _: i < 3, give, [0, tf.raw_ops.OptionalNone()])
+    [value] = tf.raw_ops.OptionalGetValue(
+        optional=last, output_types=[tf.float32], output_shapes=[[None, 3]]
+    )
+    return value
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_outputs(static):
+    """All in one graph."""
+    batches = [ROWS, 2 * ROWS] if static else [ROWS, ROWS[:2]]
+    reasons = compare_outputs(OUTPUTS, batches, 3, static=static)
+    for program, expected in OUTPUTS.items():
+        found = reasons[program.__name__]
+        assert any(expected[static] in reason for reason in found or ['']), (program, found)
+        assert bool(expected[static]) == bool(found), (program, found)
 
 
 def test_each_loop_has_a_reason_of_its_own():
@@ -80,5 +234,31 @@ def labeled(x):
     return loop(lambda net: [net + cost(labels=labels, logits=net)[:, None]], x)
 
 
-def test_runs_on_every_device():
-    assert {'While', 'StatelessWhile'} & check_rule(labeled, ROWS)
+def checked(x):
+    """All examples pass the checks."""
+
+    def body(net):
+        small = tf.debugging.assert_less(tf.abs(net), 1e9)
+        with tf.control_dependencies([small, tf.debugging.assert_rank(net, 2)]):
+            return [tf.check_numerics(net * 2, 'net')]
+
+    return loop(body, x)
+
+
+def scaled_by_steps(x):
+    """The inner branch and the innermost loop are the same on all devices."""
+    scales = tf.constant([2.0, 0.5])
+
+    def power():
+        steps = (lambda j, _: j < 2), lambda j, scale: (j + 1, scale * scales[0])
+        return tf.while_loop(*steps, (0, scales[1]))[1]
+
+    def body(i, net):
+        return i + 1, net * tf.cond(i > 1, power, lambda: scales[1])
+
+    return tf.while_loop(lambda i, _: i < 3, body, (0, x))[1]
+
+
+@pytest.mark.parametrize('program', [labeled, checked, scaled_by_steps])
+def test_runs_on_every_device(program, behavior):
+    assert {'While', 'StatelessWhile', 'Enter'} & check_rule(program, ROWS)

@@ -346,6 +346,27 @@ def test_input_of_the_model_itself(model_fn, last, devices):
     assert estimator.get_variable_value('global_step') == STEPS
 
 
+def test_features_that_end_and_are_not_used():
+    """A write then waits for no batch, as on one device."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(labels - tf.get_variable('w', [1])))
+        return spec_of(mode, loss, momentum(loss), tf.assign_add(counter('own'), 1.0))
+
+    with tf.Graph().as_default():
+        tf.train.create_global_step()
+        features = tf.data.Dataset.from_tensors(floats(ROWS, 3))
+        features = tf.data.make_one_shot_iterator(features).get_next()
+        labels = tf.placeholder(tf.float32, [ROWS, 1])
+        spec = estimator_mgpu.replicate(model_fn, devices=2)(features, labels, TRAIN)
+        [own] = [v for v in tf.global_variables() if v.op.name == 'own']
+        with session(2) as sess:
+            sess.run(tf.global_variables_initializer())
+            for _ in range(3):
+                sess.run(spec.train_op, {labels: floats(ROWS, 1)})
+            assert sess.run(own) == 3
+
+
 def test_batches_that_go_through_a_queue(behavior):
     """What takes from it doesn't take a batch, which would be lost."""
 

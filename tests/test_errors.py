@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu import devices
 from estimator_mgpu.partition import rules
-from estimator_mgpu.tf_internals import private
+from estimator_mgpu.tf_internals import function_calls, private
 from models import adam, regression, spec_of
 from towers import TRAIN
 
@@ -311,6 +311,16 @@ def test_model_fn(model_fn, error, message):
         build(model_fn)
 
 
+def test_a_replicated_model_fn_in_a_function_of_another_one():
+    inner = estimator_mgpu.replicate(regression(adam), devices=2)
+
+    def outer(features, labels, mode):
+        return tf.function(lambda x: inner(x, labels, mode).loss)(features)
+
+    with pytest.raises(ValueError, match='is called by another one'):
+        build(outer)
+
+
 def test_train_distribute():
     config = tf.estimator.RunConfig(train_distribute=tf.distribute.MirroredStrategy(['/cpu:0']))
     with pytest.raises(ValueError, match='train_distribute=MirroredStrategy.*Leave out'):
@@ -345,6 +355,14 @@ def test_a_private_name_that_is_gone():
         private._find('framework.ops', 'Operation.gone')
     with pytest.raises(ImportError, match=r'tested with \(2\.15 to 2\.21\)'):
         private._find('gone', 'name')
+
+
+def test_a_function_whose_nodes_have_another_order():
+    """In a later TensorFlow, say: then they aren't taken for each other."""
+    scalar = tf.TensorSpec([], tf.float32)
+    sine, cosine = (tf.function(f).get_concrete_function(scalar) for f in (tf.sin, tf.cos))
+    with pytest.raises(RuntimeError, match='not in the order of its graph in TensorFlow.*report'):
+        function_calls.function_ops(sine.function_def, cosine.graph)
 
 
 def test_layers_without_keras_2():

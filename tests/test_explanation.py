@@ -425,6 +425,37 @@ def test_names_of_devices_in_a_picture(device, short):
     assert pictures._short_name(device) == short
 
 
+@pytest.mark.parametrize('count', [8, 9])
+def test_devices_in_a_picture(count):
+    """Of nine, each has a color for each other one instead of a number; the last has no tower."""
+    axes = Figure().subplots()
+    names = [f'/device:CPU:{i}' for i in range(count)]
+    devices = [pictures.Device(name, '4', 1000, ['a', 'b', 'c']) for name in names]
+    devices[-1] = devices[-1]._replace(examples='', variables=[])
+    pictures._draw_devices(axes, devices, {names[0]: {names[1]: 2000}})
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == 'CPU:0: 4 examples\n1.00kB of variables\na, b and 1 more'
+    assert labels[-1] == f'CPU:{count - 1}\n1.00kB of variables'
+    assert len(axes.texts) == (0 if count == 9 else 8 * 7)
+    assert ('darkest: 2.00kB' in axes.get_xlabel()) == (count == 9)
+
+
+def test_what_would_save_too_little():
+    """Most activations are needed for a mean of all examples; there is nothing to compute again."""
+
+    def with_mean(features, labels, mode):
+        net = features
+        for _ in range(3):
+            net = tf.layers.dense(net, 9, tf.nn.tanh)
+        net = tf.layers.dense(net - tf.reduce_mean(net, 0), 1)
+        return by_sgd(mode, tf.reduce_mean(tf.square(net - labels)))
+
+    text = str(explain(with_mean, microbatches=2))
+    assert 'micro-batches\n  none, as they would save too little of all activations' in text
+    text = str(explain(recompute=True))
+    assert 'computed twice\n  no op, as that would save too little of all activations' in text
+
+
 def test_the_log_warns_that_there_is_no_gpu(caplog):
     for devices, warns in (None, True), (1, False):
         caplog.clear()

@@ -105,3 +105,23 @@ def test_ops_are_those_of_an_undecorated_call(model_fn, rows, behavior):
         assert listed(graph, len(one)) == one
         copied = [op for op in graph.get_operations() if tower_of(op.name) == 1]
         assert (len(copied) > 20) == (towers > 1)
+
+
+def test_a_function_writes_though_only_its_output_is_fetched(behavior):
+    def model_fn(features):
+        count = tf.get_variable('count', initializer=0.0, use_resource=True)
+
+        @tf.function
+        def counted(net):
+            count.assign_add(1.0)
+            return net * 2.0
+
+        return tf.estimator.EstimatorSpec('infer', predictions=counted(features))
+
+    with tf.Graph().as_default(), session(3) as sess:
+        doubled = estimator_mgpu.replicate(model_fn, devices=3)(tf.ones([6, 1])).predictions
+        [count] = tf.global_variables()
+        sess.run(count.initializer)
+        for _ in range(2):
+            assert sess.run(doubled).tolist() == [[2.0]] * 6
+        assert sess.run(count) == 2.0

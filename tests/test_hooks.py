@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import batch, hooks
-from models import adam, floats, regression
+from models import adam, floats, predict, regression, spec_of
 
 pytestmark = pytest.mark.core
 
@@ -109,7 +109,7 @@ def test_examples_are_rows_of_labels_or_features():
         assert find(object(), None, []) is None
 
 
-def in_a_session(*hooks, replicated=True):
+def in_a_session(*hooks, model_fn=model_fn, replicated=True):
     """Trains in a MonitoredTrainingSession, until the data ends; returns the losses."""
     with tf.Graph().as_default():
         step = tf.train.get_or_create_global_step()
@@ -177,6 +177,22 @@ def test_a_model_fn_that_is_not_replicated(shows_all, caplog):
     assert f'loss={losses[-1]:.4g}' in without and 'examples/s' not in without
     assert 'loss=' in given and 'examples/s' in given
     assert told(caplog)[0] == 'step 2: 20.0 examples/s, 20.0 on one device'
+
+
+def test_steps_that_are_not_counted(shows_all, caplog):
+    """No rate is told, and of a loss that TensorFlow doesn't know, nothing."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(predict(features) - labels))
+        return spec_of(mode, loss, tf.train.GradientDescentOptimizer(0.1).minimize(loss))
+
+    size = {'batch_size': 10}
+    with on_terminal() as terminal:
+        bar = estimator_mgpu.ProgressHook(**size)
+        in_a_session(bar, throughput(**size), model_fn=model_fn, replicated=False)
+    assert told(caplog) == []
+    [line] = bars(terminal)
+    assert line.startswith('0step [') and 'loss=' not in line
 
 
 def test_no_bar_where_there_is_no_terminal():

@@ -40,6 +40,10 @@ def beside_a_list(x):
     return ops.IdentityN(input=[x, empty])[0]
 
 
+def popped(elements):
+    return ops.TensorListPopBack(input_handle=elements, **VECTORS)[1]
+
+
 SHARDED = {
     'TensorListGetItem': lambda x: first_of(of_columns(x)),
     'TensorListStack': lambda x: ops.TensorListStack(input_handle=of_columns(x), **VECTORS),
@@ -58,6 +62,9 @@ ONCE = {
     )[0],
     'AddN': lambda x: first_of(ops.AddN(inputs=[of_columns(x), of_columns(tf.cumsum(x))])),
     'OptionalFromValue': two_values,
+    'TensorListPushBack': lambda x: popped(
+        ops.TensorListPushBack(input_handle=of_columns(tf.ones([2, 2])), tensor=x[:, 0])
+    ),
     'IdentityN': beside_a_list,
 }
 

@@ -72,11 +72,17 @@ def test_places_that_are_used_in_other_ways():
         places = tf.where(tf.reshape(ids, [-1]) > 0)
         rows = tf.squeeze(places, 1)
         left = tf.tanh(tf.gather_nd(tokens, places))
+        pairs = tf.where(ids > 0)
+        places_of_left = tf.where(left[:, 0] > 0)
         return [
             tf.gather(tokens, places),
             tf.gather_nd(tokens, places[:, None]),
             tf.gather(tf.transpose(tokens), rows, axis=1),
-            tf.reshape(tf.where(ids > 0), [-1]),
+            tf.gather_nd(x, pairs),
+            tf.reshape(pairs, [-1]),
+            tf.gather(rows, [0, 1]),
+            tf.math.unsorted_segment_sum(rows, tf.zeros_like(rows), 1),
+            tf.scatter_nd(places_of_left, tf.gather_nd(left, places_of_left), [100, 3]),
             tf.scatter_nd(places, left, [100, 3]),
             tf.math.unsorted_segment_sum(left, rows, 100),
             tf.math.unsorted_segment_sum(left[:, None], places, tf.shape(tokens)[0]),

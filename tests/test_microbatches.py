@@ -32,8 +32,9 @@ def dense(features):
 
 def dropout(features):
     """Random numbers with a seed, which are drawn once for all examples."""
-    hidden = tf.nn.dropout(tf.layers.dense(features, 8, tf.nn.tanh), rate=0.3, seed=3)
-    return tf.layers.dense(hidden, 1)
+    hidden = tf.reshape(tf.layers.dense(features, 24, tf.nn.tanh), [-1, 4, 6])
+    hidden = tf.nn.dropout(hidden, rate=0.3, seed=3)
+    return tf.layers.dense(tf.reshape(hidden, [-1, 24]), 1)
 
 
 def recurrent(features):
@@ -115,6 +116,25 @@ def test_turns_wait_for_each_other():
     # The other device's first turn waits for nothing.
     before = ancestors_of(run.graph, NAMES.copy('dense/MatMul', 3))
     assert not any(tower_of(name) == 0 for name in before)
+
+
+def test_masks_wait_as_bits():
+    """A device keeps a bit for each entry, and a turn unpacks its own."""
+    run = train(of_all_modes(dropout, sgd_train), batches(12), 2, steps=1, microbatches=3)
+    packed = set()
+    for tower in range(6):
+        copy = run.graph.get_operation_by_name(NAMES.copy('dropout/SelectV2', tower))
+        mask = copy.inputs[0]
+        assert mask.shape.as_list() == [2, 4, 6]
+
+        unpacked = mask.op.inputs[0]
+        before = graphs.ancestors([unpacked.op])
+        earlier_turns = set(range(tower - tower % 3, tower))
+        assert {tower_of(op.name) for op in before} == {None, *earlier_turns}
+        packed |= {op.outputs[0] for op in before if op.type == 'RightShift'}
+
+    [mask] = packed  # drawn once
+    assert mask.shape.as_list() == [12, 3]
 
 
 def test_one_sum_of_a_device_is_sent():

@@ -12,11 +12,6 @@ X, Y = floats(7, 3), floats(7, 1)
 INDICES = np.stack([np.arange(7), np.zeros(7, int)], 1)  # of a sparse tensor of an entry a row
 
 
-@tf.RegisterGradient('Twice')
-def twice(op, gradient):
-    return 2 * gradient, None
-
-
 def needless(features, labels, mode):
     """Gradients of `net` are summed over no dimension, as the size of the batch is dynamic."""
     product = tf.matmul(features['x'], weights('w', 3, 3))
@@ -36,8 +31,6 @@ def needed(features, labels, mode):
         net = tf.reshape(net, shape, 'placed')
     with tf.control_dependencies([tf.no_op()]):
         net = tf.reshape(net, shape, 'waits')
-    with tf.get_default_graph().gradient_override_map({'Reshape': 'Twice'}):
-        net = tf.reshape(net, shape, 'overridden')
     net *= tf.stop_gradient(net, 'stopped')
 
     # A tower's rows of a sparse tensor are known by the name of its indices.
@@ -113,7 +106,7 @@ def test_they_have_no_copies(devices, microbatches, behavior):
 
 @pytest.mark.core
 def test_those_that_are_needed(behavior):
-    names = {'placed', 'waits', 'overridden', 'stopped', 'indices'}
+    names = {'placed', 'waits', 'stopped', 'indices'}
     graph = compare(needed, sorted(names), 2)
     if behavior == 'v1':  # Otherwise the loop and the branch are functions.
         names |= {'while/looped', 'cond/branch'}

@@ -87,6 +87,13 @@ def test_an_op_of_tensorflow_without_a_rule(rule):
     assert check_rule(tf.math.special.dawsn, ROWS) == {'Dawsn'}
 
 
+def test_ops_that_are_not_tried_alone():
+    """Then the function as a whole says that a rule doesn't hold."""
+    register_rule('EuclideanNorm', 'n_ * -> _ (sum)')
+    with pytest.raises(AssertionError, match='Mismatched elements'):
+        check_rule(lambda x: tf.raw_ops.EuclideanNorm(input=x, axis=0), ROWS, types=[])
+
+
 def test_an_op_that_gives_what_it_is_given():
     same = lambda x: tf.reshape(x + 1, tf.shape(x))  # noqa: E731
     assert check_rule(same, ROWS) == {'AddV2', 'Reshape'}
@@ -162,6 +169,13 @@ def test_a_rule_that_fails():
 def test_one_letter_for_dimensions_that_differ():
     register_rule('ImageProjectiveTransformV3', 'n... _n * * -> n...')
     message = r'It has one letter for dimensions of inputs \[0, 1\], which have \[7, 8\] entries'
+    with pytest.raises(AssertionError, match=message):
+        check_rule(moved, floats(7, 4, 4, 2), SHIFTS)
+
+
+def test_one_letter_for_an_entry_of_a_shape_that_differs():
+    register_rule('ImageProjectiveTransformV3', 'n... n_ #n_ * -> n...')
+    message = r'It has one letter for dimensions of inputs \[0, 1, 2\], which have \[7, 7, 4\] entr'
     with pytest.raises(AssertionError, match=message):
         check_rule(moved, floats(7, 4, 4, 2), SHIFTS)
 
@@ -399,6 +413,19 @@ def test_an_op_of_any_number_of_inputs():
     """Only the op knows how many it has."""
     register_rule('ParallelDynamicStitch', '* * * n n n -> n')
     assert 'ParallelDynamicStitch' in RULES
+
+
+def test_an_op_of_any_number_of_outputs():
+    register_rule('DecodeCSV', 'n * * -> n n')
+    lines = np.array(['1,2', '3,4', '5,6', '7,8', '9,0'])
+    assert check_rule(lambda x: tf.io.decode_csv(x, [[0], [0]]), lines) == {'DecodeCSV'}
+
+
+def test_a_function_of_python_itself():
+    """It can't be asked for its arguments."""
+    register_rule('Cross', max)
+    with pytest.raises(RuntimeError, match=r"'Cross' \(a Cross\): TypeError: '>' not supported"):
+        check_rule(tf.linalg.cross, ROWS, ROWS)
 
 
 def test_a_rule_that_is_replaced():

@@ -18,7 +18,6 @@ TASK = '/job:worker/task:0'
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(reach, '_PATIENCE', 1)
     monkeypatch.setattr(reach, '_TIMEOUT', 0.5)
 
 
@@ -52,14 +51,12 @@ NO_ANSWERS = {
 
 @pytest.mark.parametrize('answer', NO_ANSWERS.values(), ids=NO_ANSWERS)
 def test_a_port_without_an_answer(answer):
-    """It has the time that a server that is well needs."""
+    """There's no telling whose it is, so it's no error."""
     with listening(answer) as address:
         assert reach.listens(address) and not reach.is_server(address)
-        match = f'^{TASK} listens at {address}, but has not answered in 1 seconds: .* End it, or'
-        with pytest.raises(RuntimeError, match=match):
-            reach.check_server(TASK, address)
+        reach.check_server(TASK, address)
     assert not reach.listens(address)
-    assert reach.check_server(TASK, address) is False
+    reach.check_server(TASK, address)
 
 
 def test_another_program():
@@ -81,9 +78,10 @@ def test_another_program():
 
 def test_a_server():
     (address,) = free_addresses(1)
-    assert not reach.is_server(address) and reach.check_server(TASK, address) is False
+    assert not reach.is_server(address)
     server = tf.train.Server({'worker': [address]})
-    assert reach.is_server(address) and reach.check_server(TASK, address)
+    assert reach.is_server(address)
+    reach.check_server(TASK, address)
     del server
 
 

@@ -56,6 +56,16 @@ def fused_batch_norm(features):
     return tf.layers.dense(hidden[:, 0, 0], 1)
 
 
+def gated_units(features):
+    """Each layer begins with a tensor of which the graph knows nothing, and uses it twice."""
+    hidden = features
+    for _ in range(DEPTH):
+        hidden = tf.placeholder_with_default(hidden, None)
+        gated = tf.reshape(tf.tanh(hidden) * tf.sigmoid(hidden), [-1, features.shape[-1]])
+        hidden = tf.layers.dense(gated, 3)
+    return tf.layers.dense(hidden, 1)
+
+
 def loop(features):
     """A recurrent network with layers before it."""
     sequence = tf.tile(deep(features)[:, None, :], [1, 3, 1])
@@ -121,7 +131,10 @@ DROPOUT = of_all_modes(dropout, updates_and_sgd)
 LOOP = of_all_modes(loop, updates_and_sgd)
 NORMALIZED = of_all_modes(fused_batch_norm, updates_and_sgd)
 OTHERS = [
-    *(of_all_modes(f, updates_and_sgd) for f in [batch_norm, branch, custom_gradient, effects]),
+    *(
+        of_all_modes(f, updates_and_sgd)
+        for f in [batch_norm, branch, custom_gradient, effects, gated_units]
+    ),
     of_all_modes(deep, penalized, 'penalized'),
     of_all_modes(deep, one_after_another, 'one_after_another'),
 ]
@@ -310,7 +323,13 @@ def test_what_is_not_copied(forward, behavior):
 
 def test_a_reference_variable_is_written_after_it_is_read_again():
     """A copy reads it in its own memory; between linear layers, no gradient needs the copy."""
-    linear = of_all_modes(lambda features: deep(features, tf.identity), sgd)
+
+    def ungated(loss):
+        """With nothing that lets the gradients of one op wait for each other."""
+        optimizer = tf.train.GradientDescentOptimizer(0.1)
+        return optimizer.minimize(loss, step(), gate_gradients=optimizer.GATE_NONE)
+
+    linear = of_all_modes(lambda features: deep(features, tf.identity), ungated)
     with behavior_of('v1'):
         graph = graph_of(linear)
     assert copies_in(graph)

@@ -39,6 +39,10 @@ def test_trains_on_nests(kind, static):
             rows *= tf.reduce_sum(tf.ones(tf.shape(tf.sparse.to_dense(features['ids']))), 1, True)
         else:
             rows = tf.reduce_sum(tf.gather(table, features['ids']), 1)
+        if kind == 'ragged':
+            # A column for each number of the row splits: one more than there are examples.
+            sizes = [tf.shape(rows)[0], tf.shape(features['ids'].row_splits)[0]]
+            rows *= tf.reduce_sum(tf.ones(sizes), 1, True)
         output = tf.reduce_sum(rows, 1, keepdims=True) * features['scale']
         return adagrad(mode, tf.reduce_mean(tf.square(output - labels['y'][0])))
 

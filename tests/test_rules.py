@@ -766,6 +766,63 @@ def test_zeros_for_each_example_are_no_part_of_a_sum():
     assert 'StatelessIf' not in check_rule(branches, rows, types=[])
 
 
+def test_sparse_labels_of_two_blocks():
+    """Those of all sequences, and then again; each device takes rows that follow each other."""
+
+    def losses(x):
+        times = tf.transpose(x, [1, 0, 2])
+        labels = tf.argmax(x[:, :2], 2, output_type=tf.int32)
+        labels = tf.sparse.from_dense(tf.tile(labels, [2, 1]))
+        lengths = tf.fill([2 * tf.shape(x)[0]], 4)
+        return tf.nn.ctc_loss(labels, tf.concat([times, 2 * times], 1), lengths)
+
+    rows = np.random.RandomState(0).rand(7, 4, 5).astype(np.float32)
+    assert 'CTCLoss' in check_rule(losses, rows, types=[])
+
+
+def one_for_all_entries(x):
+    sparse = tf.sparse.from_dense(x[:, 0])
+    return ops.SparseToDense(
+        sparse_indices=sparse.indices,
+        output_shape=sparse.dense_shape,
+        sparse_values=1.0,
+        default_value=0.0,
+    )
+
+
+def of_unknown_indices(x):
+    """The graph doesn't know how many dimensions they name."""
+    sparse = tf.sparse.from_dense(x[:, 0])
+    return ops.SparseToDense(
+        sparse_indices=tf.placeholder_with_default(sparse.indices, [None, None]),
+        output_shape=sparse.dense_shape,
+        sparse_values=sparse.values,
+        default_value=0.0,
+    )
+
+
+def with_what_has_no_shape(x):
+    """A product with what has a row for each example, which the graph doesn't know."""
+    sparse = tf.sparse.from_dense(x[:, 0])
+    other = tf.numpy_function(lambda x: x, [x[:, 1]], tf.float32)
+    return ops.SparseTensorDenseMatMul(
+        a_indices=sparse.indices,
+        a_values=sparse.values,
+        a_shape=sparse.dense_shape,
+        b=other,
+        adjoint_a=True,
+    )
+
+
+@pytest.mark.parametrize(
+    'function', [one_for_all_entries, of_unknown_indices, with_what_has_no_shape]
+)
+def test_sparse_tensors_that_are_needed_in_full(function):
+    rows = np.random.RandomState(0).rand(7, 4, 5).astype(np.float32)
+    sharded = check_rule(function, rows, types=[])
+    assert sharded and not {'SparseToDense', 'SparseTensorDenseMatMul'} & sharded
+
+
 @pytest.mark.parametrize(
     ('text', 'shapes', 'inputs', 'outputs'),
     [

@@ -29,7 +29,7 @@ def joined(three_machines, tmp_path, monkeypatch):
     chief = Chief(task)
     chief._model_dir = str(tmp_path)
     chief._restarts = mock.Mock()
-    chief._meet = mock.Mock()
+    chief._meet = lambda prepare: prepare()
     monkeypatch.setattr(join, '_chief', chief)
 
 

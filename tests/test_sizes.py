@@ -37,10 +37,10 @@ def _told(size):
 
 
 def _reshaped_sparse(shape, new_shape):
-    """The shape of a sparse tensor that is reshaped."""
+    """An empty sparse tensor of one shape, reshaped to another one."""
     shape = tf.cast(shape, tf.int64)
     sparse = tf.SparseTensor(tf.zeros([0, 3], tf.int64), tf.zeros([0]), shape)
-    return tf.sparse.reshape(sparse, new_shape).dense_shape
+    return tf.sparse.reshape(sparse, new_shape)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,15 @@ def _reshaped_sparse(shape, new_shape):
             lambda s: tf.raw_ops.ConcatOffset(concat_dim=0, shape=[s, [7, 3, 5], s])[2],
             ['?', 0, 0],
         ),
-        'of a sparse tensor': (lambda s: _reshaped_sparse(s, [-1, 5]), ['3B', 5]),
+        'of a sparse tensor': (lambda s: _reshaped_sparse(s, [-1, 5]).dense_shape, ['3B', 5]),
+        'indices of a sparse tensor': (lambda s: _reshaped_sparse(s, [-1, 5]).indices, []),
         'of split strings': (
             lambda s: tf.string_split(tf.fill(s[:1], 'a b')).dense_shape,
             ['B', '?'],
+        ),
+        'indices of split strings': (
+            lambda s: tf.string_split(tf.fill(s[:1] * 0, 'a b')).indices,
+            None,
         ),
         'reshaped': (lambda s: tf.reshape(s, [3, 1]), ['B', 3, 5]),
         'squeezed': (lambda s: tf.squeeze(tf.reshape(s, [3, 1])), ['B', 3, 5]),
@@ -143,9 +148,21 @@ def _filled_up(ragged, count, more=0):
             lambda s, _: tf.math.unsorted_segment_sum(tf.zeros([7, 4]), [0] * 7, s[0]),
             ['B', 4],
         ),
+        'segments of unknown number': (
+            lambda s, _: tf.math.unsorted_segment_sum(
+                tf.zeros([7, 4]), [0] * 7, tf.placeholder(tf.int32)
+            ),
+            ['?', 4],
+        ),
         'scattered': (lambda s, _: tf.scatter_nd([[0]], [1.0], s[:1]), ['B']),
         'ragged': (lambda _, ragged: ragged.to_tensor(), ['B', '?']),
         'ragged, and cut': (lambda _, ragged: ragged.to_tensor(shape=[6, None]), [6, '?']),
+        'ragged of other rows': (
+            lambda s, _: tf.RaggedTensor.from_row_splits(
+                tf.zeros([9]), tf.placeholder(tf.int64, [None]), validate=False
+            ).to_tensor(),
+            ['?', '?'],
+        ),
         'rows of ragged': (lambda _, ragged: tf.zeros([ragged.nrows()]), ['B']),
         'sums of ragged': (lambda _, ragged: tf.reduce_sum(ragged, 1), ['B']),
         'starts of ragged': (lambda _, ragged: ragged.row_splits[:-1], ['B']),

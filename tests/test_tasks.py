@@ -122,7 +122,7 @@ def test_waiting(task, clock, caplog, monkeypatch):
     """What is waited for is said each half a minute, up to the limit."""
     with pytest.raises(TimeoutError, match='^/job:ps/task:0 at p0:1: not reached in 100 seconds'):
         task.wait([PS])
-    line = 'Waiting for /job:ps/task:0 at p0:1: the script has to be started there, too.'
+    line = 'Waiting for /job:ps/task:0 at p0:1: the script has to run there, too.'
     assert [m for m in caplog.messages if 'Waiting' in m] == [line] * 4
     assert clock.now == 1101
     with monkeypatch.context() as context:
@@ -178,7 +178,7 @@ def test_a_task_that_listens_and_does_not_answer(task, caplog, monkeypatch):
     task.wait()
     with pytest.raises(TimeoutError, match=f'^{PS} at p0:1 .there, but without an answer.*100 sec'):
         task.wait(answering=True)
-    assert caplog.text.count('is its process stopped?') == 4 and CHIEF not in caplog.text
+    assert caplog.text.count('is its process stopped, or') == 4 and CHIEF not in caplog.text
     assert not task.waits
 
 
@@ -268,6 +268,7 @@ def pads(task, chief, monkeypatch, tmp_path):
     """The notes of other tasks, each of which is there; the task leads them."""
     pads = {name: Pad(chief=task.incarnation) for name in task.others}
     monkeypatch.setattr(reach, 'listens', lambda address: True)
+    monkeypatch.setattr(reach, 'check_server', lambda task, address: None)
     monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
     chief.leadership.begin_training(str(tmp_path))
     return pads
@@ -337,25 +338,61 @@ def test_who_leads(task, chief, pads):
 
 
 @pytest.mark.core
-def test_meeting_again(chief, pads, clock, monkeypatch, tmp_path):
-    """A task that goes as all meet is waited for again, up to the limit, by a chief that leads."""
-    gone = tf.errors.UnavailableError(None, None, 'Socket closed')
-    checks = mock.Mock(side_effect=[gone, None, None, None])
+@pytest.mark.parametrize('has_begun', [False, True], ids=['begins', 'leads'])
+def test_a_chief_waits_for_a_stopped_task(has_begun, task, chief, pads, clock, caplog, monkeypatch):
+    """Until it goes on, and the log names it, also if the chief begins."""
+    chief.leadership.has_begun = has_begun
+    for pad in pads.values():
+        pad.write('cluster', json.dumps(task.addresses))
+    stopped = pads[PS]
+    pads[PS] = Silent()
+    sleep = clock.sleep
+
+    def sleep_and_continue(seconds):
+        sleep(seconds)
+        if clock.now == 1040:
+            pads[PS] = stopped
+
+    clock.sleep = sleep_and_continue
+    assert chief._meet(lambda: 'met') == 'met'
+    assert clock.now == 1040
+    line = f'Waiting for {PS} at p0:1 (there, but without an answer: is its process stopped, or'
+    assert caplog.text.count(line) == 2
+
+
+@pytest.mark.core
+def test_a_chief_fails_if_another_program_answers(chief, pads, monkeypatch):
+    """It doesn't wait for an answer of TensorFlow's there."""
+    pads[PS] = Silent()
+    another = RuntimeError('another program has that port')
+    server = mock.Mock(side_effect=[None, None, another])
+    monkeypatch.setattr(reach, 'check_server', server)
+    with pytest.raises(RuntimeError, match='another program has that port'):
+        chief._meet(mock.Mock())
+    assert server.mock_calls[-1] == mock.call(PS, 'p0:1')
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    'lost',
+    [tf.errors.UnavailableError, tf.errors.DeadlineExceededError],
+    ids=['goes', 'is stopped'],
+)
+def test_meeting_again(lost, chief, pads, clock, monkeypatch, tmp_path):
+    """A task that goes or is stopped as all meet is waited for again, up to the limit."""
+    lost = lost(None, None, 'Socket closed')
+    checks = mock.Mock(side_effect=[lost, *[None] * 6])
     monkeypatch.setattr(chief, '_check_cluster', checks)
-    with pytest.raises(tf.errors.UnavailableError):
-        chief._meet()
-    chief.leadership.has_begun = True
-    checks.side_effect = [gone, None, None, None]
-    chief._meet()
-    assert len(checks.mock_calls) == 5
+    assert chief._meet(mock.Mock(side_effect=[lost, 'met'])) == 'met'
+    assert len(checks.mock_calls) == 7
 
     def check(name):
         clock.sleep(70)
-        raise gone
+        raise lost
 
     monkeypatch.setattr(chief, '_check_cluster', check)
     with pytest.raises(TimeoutError, match='did not all answer in 100 seconds'):
-        chief._meet()
+        chief._meet(mock.Mock())
     assert [path.name for path in tmp_path.iterdir()] == [ending.FILE]
 
 
@@ -469,7 +506,7 @@ def test_what_is_on_no_machine_goes_to_the_chief():
 def test_each_training_begins_without_the_tables_of_the_last(three_machines, task, chief):
     """Servers keep what a session has made, and a session of one machine begins with nothing."""
     task.server = types.SimpleNamespace(target=three_machines)
-    chief._meet = mock.Mock()
+    chief._meet = mock.Mock(side_effect=lambda prepare: prepare())
     with tf.Graph().as_default():
         known = []
         for machine in (CHIEF, WORKER):
@@ -486,16 +523,13 @@ def test_each_training_begins_without_the_tables_of_the_last(three_machines, tas
             assert found[machine] == [f'{machine}/device:CPU:{i}' for i in range(2)]
         with tf.Session(three_machines) as session:
             assert session.run(known) == [False, False]
-    chief._meet.assert_called_once_with()
+    chief._meet.assert_called_once()
 
 
-def test_machines_that_do_not_fit(three_machines, task, chief, monkeypatch):
-    """A port of something else, another TF_CONFIG."""
+def test_machines_that_do_not_fit(three_machines, task, chief):
+    """A script that doesn't train, another TF_CONFIG."""
     task.name = CHIEF
-    task.notes_on = lambda name, seconds=3: Notes(name, three_machines, seconds)
-    server = mock.Mock(side_effect=[False, True, True, True])  # It has to be waited for again.
-    monkeypatch.setattr(reach, 'check_server', server)
-    monkeypatch.setattr(task, 'wait', mock.Mock())
+    task.notes_on = lambda name: Notes(name, three_machines)
 
     def check(known=None):
         if known is not None:
@@ -508,8 +542,6 @@ def test_machines_that_do_not_fit(three_machines, task, chief, monkeypatch):
     with pytest.raises(ValueError, match=f'TF_CONFIG differs .*: {WORKER} has the cluster {{}}'):
         check({})
     check(task.addresses)
-    task.wait.assert_called_once_with()
-    assert server.mock_calls == [mock.call(WORKER, 'w0:1')] * 4
 
 
 def test_a_second_process_of_a_task(config_of, monkeypatch):

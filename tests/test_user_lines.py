@@ -11,6 +11,9 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import failures, user_lines
+from estimator_mgpu.partition.rules import RULES
+from estimator_mgpu.tf_internals import private
+from estimator_mgpu.tf_internals.tracebacks import Tracebacks
 from models import batches, floats, sgd, spec_of, weights
 from towers import MODES, NAMES, TRAIN, tower_of
 
@@ -134,6 +137,15 @@ def test_an_imported_op_has_none(behavior):
     assert len(copy.traceback) > 0 and user_lines.frame_of(copy) is None
 
 
+def test_an_op_with_nothing_but_the_lines_of_the_user():
+    """TensorFlow then takes none of them for the user's."""
+    with tf.Graph().as_default():
+        one, two = tf.constant(1).op, tf.constant(2).op
+    private.set_traceback(two, one.traceback.get_user_frames())
+    assert len(two.traceback.get_user_frames()) == 0
+    assert list(Tracebacks().of(two)) == list(two.traceback) == list(Tracebacks().of(one))
+
+
 def test_wherever_tensorflow_is_installed(monkeypatch):
     """Its packages need not be where Python looks for installed ones."""
     monkeypatch.setattr(site, 'getsitepackages', list)
@@ -227,8 +239,8 @@ def called(net):
     return looked_up(net)
 
 
-def in_branch(net):
-    return tf.cond(tf.shape(net)[1] > 0, lambda: looked_up(net), lambda: net)
+def in_branch(net, branch=looked_up):
+    return tf.cond(tf.shape(net)[1] > 0, lambda: branch(net), lambda: net)
 
 
 def in_loop(net, body=looked_up):
@@ -240,31 +252,40 @@ def in_branch_of_loop(net):
     return in_loop(net, lambda net: tf.switch_case(tf.constant(1), branches))
 
 
-def checked_in_loop(net):
-    return in_loop(net, lambda net: tf.check_numerics(net, 'net', name='check'))  # here
+def check(net):
+    return tf.check_numerics(net, 'net', name='check')  # here
 
 
-CHECK_IN_LOOP = f'line {checked_in_loop.__code__.co_firstlineno + 1}, in '
+CHECK_LINE = f'line {check.__code__.co_firstlineno + 1}, in check'
+
+
+def asserted(net, name='asserted'):
+    """Two assertions, of which the second fails."""
+    holds = tf.debugging.assert_less(tf.zeros_like(net), 1.0)
+    fails = tf.debugging.assert_less(net, 1e9, name=name)  # here
+    with tf.control_dependencies([holds, fails]):
+        return tf.identity(net)
+
+
+ASSERTED_LINE = f'line {asserted.__code__.co_firstlineno + 3}, in asserted'
 
 
 def error_of(function):
     """The error of a step of `function(features)` on three devices, one of which has a NaN."""
-    features = floats(12, 3)
+    features = floats(12, 1)
     features[9] = float('nan')
 
     def model_fn(features, labels, mode):
-        net = function(tf.matmul(features, weights('w', 3, 1)))
-        loss = tf.losses.mean_squared_error(labels, net)
-        return spec_of(mode, loss, sgd(loss))
+        return tf.estimator.EstimatorSpec(mode, predictions=function(features))
 
     with tf.Graph().as_default():
-        tf.train.get_or_create_global_step()
         replicated = estimator_mgpu.replicate(model_fn, devices=3)
-        spec = replicated(tf.constant(features), tf.constant(floats(12, 1)), TRAIN)
+        batch = tf.placeholder_with_default(features, [12, 1])
+        spec = replicated(batch, None, MODES.PREDICT)
         creator = tf.train.ChiefSessionCreator(config=estimator_mgpu.session_config(3))
-        with tf.train.MonitoredSession(creator, spec.training_hooks) as session:
+        with tf.train.MonitoredSession(creator, spec.prediction_hooks) as session:
             with pytest.raises(tf.errors.InvalidArgumentError) as info:
-                session.run(spec.loss)
+                session.run(spec.predictions)
     return info.value
 
 
@@ -285,22 +306,160 @@ def test_an_error_in_a_function_names_the_line(function, path):
     assert last == f'{path} ran in {where}. It was made by {LOOK_UP}'
 
 
-def test_an_error_in_a_function_that_runs_once():
-    reason, last = str(error_of(checked_in_loop)).splitlines()
-    assert reason == 'net : Tensor had NaN values'
-    assert last.startswith('while/body/check ran once, on the global batch: in it, CheckNumerics')
-    assert CHECK_IN_LOOP in last
+def asserted_integers(net):
+    ids = tf.cast(tf.is_nan(net), tf.int32)
+    return tf.cast(in_loop(ids, lambda ids: asserted_ids(ids)), tf.float32)
 
 
-def test_one_of_two_functions_with_the_same_names():
-    """TensorFlow doesn't say in which of them an op has failed."""
-    error = error_of(lambda net: checked_in_loop(checked_in_loop(net)))
-    assert '{{node check_0}}' in error.message and 'ran once' not in str(error)
+def asserted_ids(ids):
+    with tf.control_dependencies([tf.debugging.assert_less(ids, 1, name='asserted')]):  # here
+        return tf.identity(ids)
 
 
-def test_a_function_without_examples_that_has_the_same_names():
-    error = error_of(lambda net: checked_in_loop(net) * checked_in_loop(tf.constant(1.0)))
-    assert '{{node check_0}}' in error.message and 'ran once' not in str(error)
+def asserted_steps(net):
+    """The same on all towers."""
+
+    def body(i, net):
+        least = tf.cond(i > 0, lambda: tf.nn.relu(i - 1), lambda: i)
+        with tf.control_dependencies([tf.debugging.assert_less(least, 0, name='asserted')]):
+            return i + 1, tf.identity(net)
+
+    return tf.while_loop(lambda i, _: i < 2, body, [0, net])[1]
+
+
+def until_large(net):
+    """All examples decide when the loop ends."""
+    goes_on = lambda i, net: tf.reduce_min(tf.abs(net)) < 3 * i  # noqa: E731
+    return tf.while_loop(goes_on, lambda i, net: (i - 1, check(net)), [2.0, net])[1]
+
+
+IN_TOWER_2 = ' ran in tower 2, on /device:CPU:2, with examples 8 to 11 of 0 to 11'
+
+
+@pytest.mark.parametrize(
+    'function, line, of_v2, of_v1',
+    [
+        (lambda net: in_loop(net, check), CHECK_LINE, 'while/body/check', 'while/check'),
+        (lambda net: in_branch(net, check), CHECK_LINE, 'cond/then_branch/check', 'cond/check'),
+        (
+            lambda net: in_loop(net, asserted),
+            ASSERTED_LINE,
+            'while/body/asserted/Assert/AssertGuard/else_branch/Assert',
+            None,
+        ),
+        (
+            asserted_integers,
+            'in asserted_ids',
+            'while/body/asserted/Assert/Assert',
+            'while/asserted/Assert/Assert',
+        ),
+    ],
+    ids=['check in a loop', 'check in a branch', 'assertion', 'assertion of integers'],
+)
+def test_checks_in_loops_and_branches_are_sharded(function, line, of_v2, of_v1, behavior):
+    path = of_v1 if behavior == 'v1' else of_v2
+    last = str(error_of(function)).splitlines()[-1]
+    assert last.endswith(line)
+    if path is None:
+        # All towers make the steps together, and assert the same.
+        assert last.startswith('while/asserted/Assert/AssertGuard/Assert ran in tower ')
+        assert 'of 0 to 11, in a joint loop. ' in last
+    else:
+        assert last.startswith(path + IN_TOWER_2)
+
+
+def test_an_assertion_in_a_loop_that_is_the_same_on_all_towers(behavior):
+    last = str(error_of(asserted_steps)).splitlines()[-1]
+    scope = 'while' if behavior == 'v1' else 'while/body'
+    assert last.startswith(f'{scope}/asserted/Assert/Assert ran in tower ')
+
+
+def ranked_in_loop(net):
+    return in_loop(tf.sort(net, 0), lambda net: check(tf.sort(net, 0)))
+
+
+def scheduled(net):
+    """An assertion that doesn't depend on the batch."""
+    step = tf.cast(tf.train.get_or_create_global_step(), tf.float32)
+    with tf.control_dependencies([tf.debugging.assert_less(1.0, tf.exp(step), name='asserted')]):
+        return net + 1.0
+
+
+GUARD = 'asserted/Assert/AssertGuard'
+
+
+@pytest.mark.parametrize(
+    'function, line, of_v2, of_v1, where',
+    [
+        (ranked_in_loop, CHECK_LINE, 'while/body/check', 'while/check', ', on the global batch: '),
+        (
+            lambda net: ranked_in_loop(ranked_in_loop(net)),
+            CHECK_LINE,
+            'while/body/check',
+            'while/check',
+            ', on the global batch: in it, ',
+        ),
+        (
+            lambda net: ranked_in_loop(net) * ranked_in_loop(tf.ones([1, 1])),
+            CHECK_LINE,
+            'while/body/check',
+            'while/check',
+            ', on the global batch: in it, ',
+        ),
+        (
+            asserted,
+            ASSERTED_LINE,
+            f'{GUARD}/else_branch/Assert',
+            f'{GUARD}/Assert',
+            ', on the global batch: ',
+        ),
+        (
+            tf.function(asserted),
+            ASSERTED_LINE,
+            f'StatefulPartitionedCall/inlined/{GUARD}/else_branch/Assert',
+            f'StatefulPartitionedCall/inlined/{GUARD}/else_branch/Assert',
+            ', on the global batch: ',
+        ),
+        (
+            scheduled,
+            'in scheduled',
+            f'{GUARD}/else_branch/Assert',
+            f'{GUARD}/Assert',
+            ', for all towers. ',
+        ),
+    ],
+    ids=['loop', 'two loops', 'a loop without examples', 'assertions', 'function', 'schedule'],
+)
+def test_an_error_of_what_runs_once_names_the_line(function, line, of_v2, of_v1, where, behavior):
+    path = of_v1 if behavior == 'v1' else of_v2
+    last = str(error_of(function)).splitlines()[-1]
+    assert last.startswith(f'{path} ran once{where}') and last.endswith(line)
+
+
+def test_a_function_that_is_called_twice():
+    """TensorFlow doesn't say in which of its calls an op has failed."""
+
+    @tf.function(experimental_attributes={'_noinline': True})
+    def ranked(net):
+        return looked_up(tf.sort(net, 0))
+
+    error = error_of(lambda net: ranked(ranked(net)))
+    assert '{{node look_up}}' in error.message and 'ran once' not in str(error)
+
+
+def test_the_end_of_data_stays_what_it_is():
+    """An error of a subclass would not end training."""
+    op = graph_of(checked).get_operation_by_name(NAMES.copy('check', 1))
+    error = tf.errors.OutOfRangeError(None, op, 'queue is closed')
+    assert raised(error) is error
+
+
+def test_an_op_that_the_model_fn_has_not_made():
+    with graph_of(checked).as_default() as graph:
+        saver = tf.train.Saver()
+    save = graph.get_operation_by_name(saver.saver_def.save_tensor_name.partition(':')[0])
+    error = tf.errors.NotFoundError(None, save, 'no such directory')
+    assert raised(error) is error
 
 
 class Runs(tf.train.SessionRunHook):
@@ -432,7 +591,7 @@ def test_rows_that_are_no_examples_have_no_numbers():
 
 
 def test_names_of_the_user_that_look_like_a_copy():
-    """The error stays as it is."""
+    """It's the user's own op, which is none of a tower."""
 
     def model_fn(features, labels, mode):
         tf.constant(1.0, name='x/replicate/tower_9/y')
@@ -440,8 +599,8 @@ def test_names_of_the_user_that_look_like_a_copy():
 
     graph = graph_of(model_fn)
     op = graph.get_operation_by_name('x/replicate/tower_9/y')
-    error = tf.errors.InvalidArgumentError(None, op, 'wrong')
-    assert raised(error) is error
+    said = str(raised(tf.errors.InvalidArgumentError(None, op, 'wrong')))
+    assert said.splitlines()[1].startswith('x/replicate/tower_9/y ran once, for all towers. ')
     copy = graph.get_operation_by_name('check/replicate_1/tower_1')
     assert 'tower 1' in str(raised(tf.errors.InvalidArgumentError(None, copy, 'wrong')))
 
@@ -474,3 +633,32 @@ def test_other_resources(message):
 def test_other_errors_stay_as_they_are():
     error = tf.errors.UnavailableError(None, None, 'Socket closed')
     assert raised(error) is error
+
+
+def test_an_error_of_an_imported_op():
+    """Nobody knows the line that made it."""
+
+    def imported(net):
+        with tf.Graph().as_default() as graph:
+            tf.check_numerics(tf.placeholder(tf.float32, [None, 1], 'x'), 'net', name='check')
+        [net] = tf.import_graph_def(graph.as_graph_def(), {'x': net}, ['check:0'], name='in')
+        return net
+
+    _, last = str(error_of(imported)).splitlines()
+    assert last == 'in/check ran in tower 2, on /device:CPU:2, with examples 8 to 11 of 0 to 11.'
+
+
+def test_an_error_of_an_op_that_was_added(monkeypatch):
+    """Shards that aren't alike can't be gathered."""
+    monkeypatch.setitem(RULES, 'PyFuncStateless', 'n... -> n...')
+
+    def other_shards(net):
+        wider = lambda x: np.repeat(x, 1 + np.isnan(x).any(), 1)  # noqa: E731
+        shards = tf.numpy_function(wider, [net], tf.float32, stateful=False)
+        shards.set_shape([12, None])
+        return net + tf.stop_gradient(tf.reduce_sum(tf.sort(shards, 0)))  # here
+
+    line = other_shards.__code__.co_firstlineno + 4
+    _, last = str(error_of(other_shards)).splitlines()
+    assert 'ran on /device:CPU:0, for an op of all towers. It was made by' in last
+    assert f'line {line}, in other_shards' in last

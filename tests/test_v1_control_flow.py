@@ -190,6 +190,13 @@ def branch_of_unknown_rank(x, w):
     return h + tf.cond(tf.reduce_sum(x) < 99, lambda: row * 2.0, lambda: tf.tanh(h))
 
 
+@model(once='needs all examples')  # but not if the batch has a static size
+def loop_before_unknown_rank(x, w):
+    """The loop's gradient is given no shards, and the list that both share by a `Switch`."""
+    row = tf.placeholder_with_default(np.ones([1, WIDTH], 'f'), None)
+    return x[:, 0] + tf.cond(tf.reduce_sum(x) < 99, lambda: loop(x, w), lambda: row)
+
+
 @model()
 def array_in_branch(x, w):
     """A TensorArray that one branch writes to, and the other one leaves empty."""
@@ -264,10 +271,170 @@ def test_as_on_one_device(name, static):
 
     plan = steps.of_graph(ours.graph).plan
     reasons = ' '.join(why for why, _ in plan.once.values())
-    if name in RUN_ONCE and not (name == 'mean_in_loop' and static):
+    is_sharded_if_static = name in ('mean_in_loop', 'loop_before_unknown_rank')
+    if name in RUN_ONCE and not (is_sharded_if_static and static):
         assert RUN_ONCE[name] in reasons
     else:
         assert 'loop' not in reasons
+
+
+OUTPUTS = {}  # by program, the reason why ops run once; '' if all are sharded
+
+
+def output(once=''):
+    """Registers a function of [batch, STEPS, WIDTH] that one test computes beside all others."""
+
+    def register(function):
+        OUTPUTS[function] = once
+        return function
+
+    return register
+
+
+def products(x):
+    """Of each example with each other one."""
+    return tf.matmul(x[:, 0], x[:, 0], transpose_b=True)
+
+
+@output(once='give it in several placements')
+def transposed_in_a_branch(x):
+    square = products(x)
+    return tf.cond(tf.reduce_sum(x) < 99, lambda: tf.transpose(square), lambda: square)
+
+
+@output()
+def sums_or_examples(x):
+    """One branch gives a partial sum, and the other one an entry for each example."""
+    square = products(x)
+    return tf.cond(
+        tf.reduce_sum(x) < 99, lambda: tf.reduce_sum(tf.tanh(square), 0), lambda: x[:, 0, 0]
+    )
+
+
+@output()
+def sums_in_some_steps(x):
+    """A branch gives a sum over all examples, or a number that counts once."""
+
+    def body(i, total):
+        more = tf.cond(tf.equal(i % 2, 0), lambda: tf.reduce_sum(x[:, i]), lambda: total * 0 + 1)
+        return i + 1, total + more
+
+    return tf.while_loop(lambda i, _: i < STEPS, body, (0, 0.0))[1]
+
+
+@output(once='is a size that depends on the tower')
+def size_after_a_loop(x):
+    body = lambda i, h, count: (i + 1, tf.tanh(h), count)  # noqa: E731
+    count = tf.raw_ops.Shape(input=x)[0]
+    _, h, count = tf.while_loop(lambda i, h, count: i < STEPS, body, (0, x[:, 0], count))
+    return h / tf.cast(count, tf.float32)
+
+
+@output()
+def size_in_a_loop(x):
+    """It's that of the global batch."""
+    count = lambda h: tf.cast(tf.raw_ops.Shape(input=h)[0], tf.float32)  # noqa: E731
+    return repeat(lambda i, h: tf.tanh(h) / count(h) + x[:, i], x[:, 0])
+
+
+@output(once='the size of')
+def tokens(x):
+    """The graph doesn't know how many an example has."""
+    length = tf.placeholder_with_default(3, [])
+    return repeat(lambda _, h: tf.tanh(h), tf.reshape(x[:, :length], [-1, WIDTH]))
+
+
+@output()
+def pairs(x):
+    """Each example has an entry in each of two blocks, in which no constant can be sliced."""
+    both = tf.concat([x[:, 0], x[:, 1]], 0)
+    return repeat(lambda i, h: tf.tanh(h) + tf.ones(tf.shape(h)), both)
+
+
+def written(*values):
+    """A TensorArray with these values."""
+    array = tf.TensorArray(tf.float32, len(values), clear_after_read=False, infer_shape=False)
+    for i, value in enumerate(values):
+        array = array.write(i, value)
+    return array
+
+
+@output(once='TensorArrayConcatV3')
+def concatenated(x):
+    return written(x[:, 0], x[:, 1]).concat()
+
+
+@output(once='Cumsum')
+def gathered_beside_shards(x):
+    """A device writes its examples of what is computed once."""
+    array = written(x[:, 0], tf.cumsum(x[:, 1]))
+    return array.read(0) + array.read(1)
+
+
+@output(once='TensorArrayWriteV3')
+def constants_beside_shards(x):
+    array = written(tf.ones([2, WIDTH]), x[:, 1])
+    return [array.read(0), array.read(1)][1]
+
+
+@output(once='TensorArrayWriteV3')
+def what_a_mask_selects(x):
+    """Rows of another number than the batch has."""
+    return written(tf.tanh(tf.boolean_mask(x, x[:, :, 0] > 0))).read(0)
+
+
+@output(once='Tanh')
+def a_flow_as_a_number(x):
+    return x + tf.tanh(written(x[:, 0], x[:, 1]).flow)
+
+
+@output(once='TensorArrayWriteV3')
+def a_flow_that_is_computed(x):
+    handle, flow = tf.raw_ops.TensorArrayV3(size=1, dtype=tf.float32)
+    write = dict(handle=handle, index=0, value=x[:, 0], flow_in=tf.cos(flow))
+    flow = tf.raw_ops.TensorArrayWriteV3(**write)
+    return tf.raw_ops.TensorArrayReadV3(handle=handle, index=0, flow_in=flow, dtype=tf.float32)
+
+
+@output(once='StackPushV2')
+def empty_arrays_in_a_stack(x):
+    stack = tf.raw_ops.StackV2(max_size=-1, elem_type=tf.resource)
+
+    def step(i, h):
+        handle, _ = tf.raw_ops.TensorArrayV3(size=1, dtype=tf.float32)
+        with tf.control_dependencies([tf.raw_ops.StackPushV2(handle=stack, elem=handle)]):
+            return tf.tanh(h) + x[:, i]
+
+    return repeat(step, x[:, 0])
+
+
+@output(once='connected in an unusual way')
+def variable_with_two_switches(x):
+    """One is for the next step, and one for the way out."""
+    with tf.Graph().as_default() as graph:
+        repeat(lambda _, h: tf.tanh(h), tf.placeholder(tf.float32, [None, WIDTH], 'start'))
+    definition = graph.as_graph_def()
+    nodes = {node.name: node for node in definition.node}
+    way_out = definition.node.add()
+    way_out.CopyFrom(nodes['while/Switch_1'])
+    way_out.name = 'way_out'
+    nodes['while/Exit_1'].input[0] = 'way_out'
+    [end] = tf.import_graph_def(definition, {'start:0': x[:, 0]}, ['while/Exit_1:0'])
+    return end
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_outputs(static):
+    """All in one graph."""
+    sizes = (7, 7) if static else (7, 2)
+    rows = [features for features, _ in batches(*sizes)]
+    with towers.behavior_of('v1'):
+        reasons = towers.compare_outputs(OUTPUTS, rows, 3, static=static)
+    for program, once in OUTPUTS.items():
+        expected = 'needs a slice' if static and program is pairs else once
+        found = reasons[program.__name__]
+        assert all(expected in reason for reason in found), (program, found)
+        assert bool(expected) == bool(found), (program, found)
 
 
 def test_a_branch_that_is_not_taken_draws_no_numbers():

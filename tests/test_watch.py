@@ -121,6 +121,16 @@ def test_who_does_not_answer_is_named(watching, caplog):
 
 
 @pytest.mark.core
+def test_who_has_never_answered_is_named(task, leadership, clock, caplog):
+    """It may be stopped after the chief has met it, and before the watch asks it."""
+    looks = watch.Watch(task, leadership)
+    looks.judge(clock[0] + 20)
+    assert not caplog.messages
+    looks.judge(clock[0] + 21)
+    assert f'{WORKER} at w0:1 has not answered for 21 seconds' in caplog.text
+
+
+@pytest.mark.core
 def test_a_task_that_is_waited_for_is_not_named_twice(task, watching, caplog):
     task.waits = True
     watching.after(500)
@@ -225,12 +235,16 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
+def has_answered(looks, name):
+    return looks._answered_at[name] > looks._awake_since
+
+
 @pytest.mark.core
 def test_threads(task, leadership, quick):
     """They ask until the end, whatever a task answers, and hear SIGTERM."""
     task.says[PS] = SILENT
     with handler(task.terminate), watch.Watch(task, leadership) as looks:
-        wait_for(lambda: WORKER in looks._answered_at)
+        wait_for(lambda: has_answered(looks, WORKER))
         task.gone = (PS,)
         task.says[WORKER] = SILENT
         assert not looks._got_sigterm
@@ -283,7 +297,7 @@ def test_beside_the_main_thread(task, leadership, quick):
 
     def watch_for_a_while():
         with watch.Watch(task, leadership) as looks:
-            wait_for(lambda: WORKER in looks._answered_at)
+            wait_for(lambda: has_answered(looks, WORKER))
             return looks._signals
 
     with ThreadPoolExecutor() as pool:

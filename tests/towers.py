@@ -296,6 +296,39 @@ def compare(model_fn, batches, towers, *, rtol=1e-5, **options):
     return ours, one
 
 
+def compare_outputs(programs, batches, towers, **options):
+    """Computes what programs make of batches, on one device and on several; it has to agree.
+
+    Args:
+      programs: functions of the features, each of which makes a tensor. All are in one graph.
+      batches: features.
+      towers: how many there are.
+      **options: as of `evaluate()`.
+
+    Returns:
+      By a program's name, the reasons why ops of it run once.
+    """
+    graphs = []
+
+    def model_fn(features, labels, mode):
+        graphs.append(tf.get_default_graph())
+        outputs = {}
+        for program in programs:
+            with tf.name_scope(program.__name__):
+                outputs[program.__name__] = program(features)
+        return tf.estimator.EstimatorSpec(mode, predictions=outputs)
+
+    batches = [(features, None) for features in batches]
+    one = evaluate(model_fn, batches, 0, mode=MODES.PREDICT, **options)
+    ours = evaluate(model_fn, batches, towers, mode=MODES.PREDICT, **options)
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+    reasons = {program.__name__: set() for program in programs}
+    for name, (why, _) in steps.of_graph(graphs[-1]).plan.once.items():
+        reasons[name.partition('/')[0]].add(why)
+    return reasons
+
+
 _OF_INPUTS = ('static', 'preprocess', 'epochs')  # options that one device has, too
 
 

@@ -11,8 +11,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import tensorflow.compat.v1 as tf
 
@@ -24,8 +24,10 @@ from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.tf_config import JOBS
 from estimator_mgpu.cluster.watch import Watch
 from estimator_mgpu.devices import device_spec, machine_of
+from estimator_mgpu.tf_internals import error_messages
 from estimator_mgpu.tf_internals.lost_sessions import lost_sessions
 
+T = TypeVar('T')
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
 # The errors of a task that goes, or is stopped, while the chief asks it something.
 _LOST_TASK = (
@@ -108,16 +110,21 @@ class Chief:
     def begin_session(self) -> None:
         """Waits for all tasks, before each session of a training, also after a fault."""
         self._restarts.pause()
-        self._meet()
-        saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
+        self._meet(self._check_model_dir)
         self._restarts.begin()
+
+    def _check_model_dir(self) -> None:
+        saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
 
     def devices(self) -> dict[str, list[str]]:
         """Waits for all tasks, and returns the CPUs and GPUs of each by its name.
 
         It raises an error if a task has another cluster, or isn't a task of ours.
         """
-        self._meet()
+        return self._meet(self._list_devices)
+
+    def _list_devices(self) -> dict[str, list[str]]:
+        """The devices of each task, without what an earlier training has left there."""
         # Servers keep resources such as tables from one session to the next, in a container that
         # has the job's name.
         tf.Session.reset(self.task.server.target, [*JOBS])
@@ -134,40 +141,53 @@ class Chief:
             devices[task] = [name for name in names if machine_of(name) == task]
         return devices
 
-    def _meet(self) -> None:
-        """Waits until all tasks are there and fit, and leads them.
+    def _meet(self, prepare: Callable[[], T]) -> T:
+        """Waits until all tasks answer, leads them if they fit, and then prepares the training.
 
-        Some may have been started again since. A task may go, too, between the moments when it's
-        waited for and when it's asked; a chief that has led it before then waits once more.
+        A task that hasn't been started yet, was killed, is stopped or cut off is waited for, also
+        if this chief hasn't led it yet. If a task is lost after it has answered, all begins again,
+        as another process may be that task then.
+
+        Args:
+          prepare: what needs all tasks, too. It may be called again.
+
+        Returns:
+          What `prepare` returns.
         """
         start = time.monotonic()
         while True:
-            self.task.wait(answering=self.leadership.has_begun)
+            self._wait_for_answers()
             try:
                 for task in self.task.others:
                     self._check_cluster(task)
                 self.leadership.lead()
-                return
+                return prepare()
             except _LOST_TASK as error:
-                if not self.leadership.has_begun:
-                    raise
                 if time.monotonic() - start > self.task.limit:
                     raise TimeoutError(
                         f'The tasks did not all answer in {self.task.limit} seconds '
                         '(session_creation_timeout_secs of RunConfig).'
                     ) from error
+                tf.logging.warning(
+                    f'All tasks are asked again, as one was lost: {error_messages.summary(error)}'
+                )
+                time.sleep(1)
+
+    def _wait_for_answers(self) -> None:
+        """Waits until all tasks answer. Fails if another program answers in the place of one."""
+        self.task.wait()
+        for task in self.task.others:
+            reach.check_server(task, self.task.addresses[task])
+        self.task.wait(answering=True)
 
     def _check_cluster(self, task: str) -> None:
-        """Fails if another task has another cluster, or if another program has its port."""
-        address = self.task.addresses[task]
-        while not reach.check_server(task, address):
-            self.task.wait()
-
-        with self.task.notes_on(task, seconds=60) as notes:
+        """Fails if another task has another cluster, or if its script doesn't train."""
+        with self.task.notes_on(task) as notes:
             start = time.monotonic()
             cluster = notes.read('cluster')
             while not cluster:  # Its script hasn't called train() yet.
                 if time.monotonic() > start + _SCRIPT_PATIENCE:
+                    address = self.task.addresses[task]
                     raise RuntimeError(
                         f"{task} listens at {address}, but the script that has that port doesn't "
                         'call train() of estimator_mgpu.Estimator. End it there.'

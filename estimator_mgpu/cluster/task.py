@@ -130,8 +130,7 @@ class Task:
                     )
                 if now >= next_message_at:
                     tf.logging.warning(
-                        f'Waiting for {", ".join(missing)}: the script has to be started there, '
-                        'too.'
+                        f'Waiting for {", ".join(missing)}: the script has to run there, too.'
                     )
                     next_message_at = now + _LOG_EVERY
                 time.sleep(1)
@@ -147,7 +146,8 @@ class Task:
                 missing.append(reach.described(task, address))
             elif answering and task != self.name and not self._answers(task):
                 missing.append(
-                    f'{task} at {address} (there, but without an answer: is its process stopped?)'
+                    f'{task} at {address} (there, but without an answer: is its process stopped, '
+                    'or has another program that port?)'
                 )
         return missing
 

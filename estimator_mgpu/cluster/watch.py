@@ -48,9 +48,10 @@ class Watch:
         self._leadership = leadership
         self._over = threading.Event()
         # Times are those of time.monotonic().
-        self._answered_at: dict[str, float] = {}  # when each task answered last
-        self._logged_at: dict[str, float] = {}  # when the log last named a task as silent
         self._awake_since = time.monotonic()  # since when this process wasn't stopped
+        # When each task answered last. Until its first answer, silence counts from now on.
+        self._answered_at = dict.fromkeys(task.others, self._awake_since)
+        self._logged_at: dict[str, float] = {}  # when the log last named a task as silent
         self._has_to_end_since: float | None = None  # None if the process needn't end
         self._got_sigterm = False
 
@@ -78,7 +79,7 @@ class Watch:
         """
         now = time.monotonic()
         for name in self._task.others:
-            silence = now - self._answered_at.get(name, 0)
+            silence = now - self._answered_at[name]
             if silence > 2 * ASK_EVERY and self._task.listens(name):
                 with contextlib.suppress(tf.errors.OpError), self._task.notes_on(name) as notes:
                     self.ask(name, notes)
@@ -152,8 +153,7 @@ class Watch:
           now: the time.
           counted_from: the time from which on silence counts.
         """
-        answered_at = self._answered_at.copy()  # Other threads add to it.
-        return {name: now - max(at, counted_from) for name, at in answered_at.items()}
+        return {name: now - max(at, counted_from) for name, at in self._answered_at.items()}
 
     def _described(self, silences: dict[str, float], limit: float = 0) -> str:
         """Says which tasks have been silent for longer than a limit; '' if there are none."""

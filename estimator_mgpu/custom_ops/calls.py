@@ -15,7 +15,6 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.custom_ops.runs import as_array, session_of
 from estimator_mgpu.partition.propagation.accepted_shapes import copy_of
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
-from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.tf_internals import graphs, private
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -133,8 +132,6 @@ def _ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
 
 
 def _can_be_tried(op: tf.Operation) -> bool:
-    """Whether an op has a rule, and inputs that can be fetched."""
-    if RULES.get(op.type) is None:
-        return False
+    """Whether an op has inputs that can be fetched, and gives what can be."""
     has_lists = any(tensor.dtype == tf.variant for tensor in [*op.inputs, *op.outputs])
     return not has_lists and all(op.graph.is_fetchable(tensor) for tensor in op.inputs)

@@ -16,6 +16,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.custom_ops.calls import calls_of, may_be_sizes
 from estimator_mgpu.custom_ops.dimensions import Dimension, dimensions_of
 from estimator_mgpu.custom_ops.runs import assert_same, session_of
+from estimator_mgpu.partition.later_gradients import Model
 from estimator_mgpu.partition.placements import REPLICATE
 from estimator_mgpu.partition.propagation.accepted_shapes import copy_of, takes
 from estimator_mgpu.partition.propagation.engine import propagate
@@ -357,4 +358,4 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     devices = [f'/device:CPU:{i}' for i in range(towers)]
     full_value_devices = place_ops(graph, plan, devices)
     order = StateOrder(graph.get_operations())
-    return build_towers(graph, plan, total, devices, full_value_devices, {}, order)
+    return build_towers(graph, plan, total, devices, full_value_devices, {}, order, Model(graph))

@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
 from estimator_mgpu.batch import RANK_REMEDY, Batch
+from estimator_mgpu.partition import later_gradients
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
@@ -73,7 +74,9 @@ def divide(
 
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
     read_functions(graph, existing_ops)
+    model = later_gradients.note_model(graph)
     replaced = inline_calls(graph, existing_ops)
+    model.note_inlined(replaced)
     replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
     infer_loop_shapes(graph)
     if batch_norm != 'device':
@@ -105,6 +108,7 @@ def divide(
         PRODUCTS,
         unused=unused,
         reasons=_reasons_of_unknown_ranks(batch),
+        shard_count=len(devices) * turns,
     )
     if bypasses_needless_ops:
         plan, bypassed = bypass_needless_ops(graph, plan, order)
@@ -119,6 +123,7 @@ def divide(
         full_value_devices,
         replaced,
         order,
+        model,
         calls,
         turns,
         step_results,
@@ -126,6 +131,9 @@ def divide(
         results,
     )
     towers.recomputation = recomputation
+    if batch_norm == 'device':
+        later_gradients.refuse_batch_norm(graph, existing_ops)
+    model.changed(towers.tensors_in_use())
     return towers
 
 

@@ -20,6 +20,7 @@ from estimator_mgpu.partition.sizes import (
     ONE,
     Dim,
     Entry,
+    Groups,
     PartRows,
     RowSpace,
     Size,
@@ -56,14 +57,18 @@ class Sizes:
 
     Args:
       scope: tells the tensors of a function from those of the same name elsewhere.
+      shard_count: into how many shards rows are divided; 0 if that isn't known, as in a function.
     """
 
-    def __init__(self, scope: str = '') -> None:
+    def __init__(self, scope: str = '', shard_count: int = 0) -> None:
         self._scope = scope
+        self._shard_count = shard_count
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
         # By the tensor that says in which part each row is, the type of op and the number of parts.
         self._parts: dict[tuple[str, str, int], tuple[PartRows, ...]] = {}
+        # By the row space and the number of groups.
+        self._groups: dict[tuple[RowSpace, int], Groups] = {}
 
     def set_dims(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
         """Sets the dimensions of a tensor; None leaves them as they are."""
@@ -138,6 +143,23 @@ class Sizes:
             origin = rows.origin if isinstance(rows, PartRows) else rows
             self._parts[key] = tuple(PartRows(part.name, None, origin) for part in outputs)
         return self._parts[key]
+
+    def groups(self, rows: RowSpace, count: int) -> Groups | None:
+        """The row space of groups that rows are in; None if towers can't have as many groups each.
+
+        Args:
+          rows: what the groups are made of. If they can be divided into groups of one size, towers
+            have equally many of them.
+          count: how many groups there are.
+        """
+        if self._shard_count == 0 or count < 1 or count % self._shard_count > 0:
+            return None
+        if isinstance(rows, PartRows):
+            return None  # A tower may have any number of these.
+        key = rows, count
+        if key not in self._groups:
+            self._groups[key] = Groups('groups', count, rows)
+        return self._groups[key]
 
     def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
         """The symbol for a dimension that is known only when the step runs."""
@@ -300,7 +322,11 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
 
 
 def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
-    """What is filled up to n entries has n: x, which has m entries, and n - m zeros."""
+    """What is filled up to n entries has n: x, which has m entries, and n - m zeros.
+
+    The lengths of a feature column's sequences are filled up so. It's a pattern of ops, rather than
+    a sum of sizes, as n - m is no product.
+    """
     *values, axis = op.inputs
     if len(values) != 2 or sizes.numbers(axis) != [0]:
         return None

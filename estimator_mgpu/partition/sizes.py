@@ -39,6 +39,22 @@ class PartRows(RowSpace):
     origin: RowSpace  # the batch's, or whichever is shared out equally: whose rows are in parts
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Groups(RowSpace):
+    """Groups of rows that follow each other, such as 8 groups of the examples of a batch.
+
+    The number of groups is static. Each tower has as many of them, which hold its own rows.
+    """
+
+    origin: RowSpace  # whose rows are in groups: usually the batch's
+
+
+class GroupSize(NamedTuple):
+    """How many rows each of the groups has: all have as many."""
+
+    groups: Groups
+
+
 class Splits(NamedTuple):
     """One more than the rows: the number of row splits that a ragged tensor has."""
 
@@ -59,7 +75,7 @@ class Entry(NamedTuple):
     position: int
 
 
-Symbol = Union[RowSpace, Splits, Dim, Entry]
+Symbol = Union[RowSpace, GroupSize, Splits, Dim, Entry]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,6 +99,48 @@ def may_have_side_effect(definition: Any) -> bool:
     return definition.is_stateful or _takes_references(definition)
 
 
+def can_be_repeated(op: tf.Operation) -> bool:
+    """Whether an op may run several times in place of once: it computes, reads or checks.
+
+    A check that fails in one of several runs fails the step, as it should. Of an op that calls
+    functions, all ops of these count.
+    """
+    if op.type in op_types.FUNCTION_CALLERS:
+        bodies = function_calls.function_graphs(op)
+        inner_ops = [inner for body in bodies for inner in body.get_operations()]
+        return bool(bodies) and all(map(can_be_repeated, inner_ops))
+    if op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS, *op_types.CHECKS):
+        return True
+    return not may_have_side_effect(op.op_def)
+
+
+def is_assertion(op: tf.Operation) -> bool:
+    """Whether an op is a branch that fails unless what chooses it is true: so is `tf.Assert`.
+
+    With `If(x, [x, y], then_branch, else_branch)`, the `else_branch` has `Assert(x, y)`, for which
+    all that it returns waits.
+    """
+    if op.type not in op_types.IFS:
+        return False
+    functions = function_calls.function_graphs(op)
+    if not functions:
+        return False
+    _, else_branch = functions
+    chooses, *arguments = op.inputs
+    same = {
+        argument.name
+        for argument, operand in zip(else_branch.inputs, arguments)
+        if operand.name == chooses.name
+    }
+    assertions = {
+        inner
+        for inner in else_branch.get_operations()
+        if inner.type == op_types.ASSERT and inner.inputs[0].name in same
+    }
+    before_outputs = [graphs.ancestors([output.op]) for output in else_branch.outputs]
+    return bool(before_outputs) and all(assertions & before for before in before_outputs)
+
+
 def _takes_references(definition: Any) -> bool:
     return any(argument.is_ref for argument in definition.input_arg)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.private import add_control_inputs, get_function, set_attribute
+from estimator_mgpu.tf_internals import op_types, private
 
 # The attributes that name functions, in the order in which these are listed.
 _FUNCTION_ATTRS = ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f')
@@ -44,7 +43,7 @@ def set_functions(op: tf.Operation, names: Sequence[str]) -> None:
         function.name = name
     for attr in _FUNCTION_ATTRS:
         if attr in node.attr:
-            set_attribute(op, attr, node.attr[attr])
+            private.set_attribute(op, attr, node.attr[attr])
 
 
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:
@@ -54,80 +53,16 @@ def function_graphs(op: tf.Operation) -> list[tf.Graph]:
     """
     graphs = []
     for called in called_functions(op.node_def):
-        function = get_function(op.graph, called.name)
+        function = private.get_function(op.graph, called.name)
         graphs.append(getattr(function, 'graph', None))
     return [] if None in graphs else graphs
 
 
 def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
     """Returns a function's FunctionDef, which isn't to be changed, and its graph."""
-    function = get_function(graph, name)
+    function = private.get_function(graph, name)
     definition = getattr(function, 'cached_definition', None) or function.definition
     return definition, function.graph
-
-
-class OpPath(NamedTuple):
-    """Where an op of a function is: 'scope/cond/then_branch/check', say."""
-
-    caller: tf.Operation  # of the graph: scope/cond
-    label: str  # of the function that it calls: then_branch
-    rest: str  # check; or the path of an op that this function calls, in turn
-
-
-def path_in_function(caller: str, label: str, op_name: str) -> str:
-    """The path of an op of a function.
-
-    Args:
-      caller: the op that calls the function; its own path, if it's in a function, too.
-      label: of the function, as in `function_labels()`.
-      op_name: in the function's graph.
-    """
-    return f'{caller}/{label}/{op_name}'
-
-
-def split_path(graph: tf.Graph, path: str) -> OpPath | None:
-    """Reads the path of an op of a function; None for another name."""
-    parts = path.split('/')
-    for end in range(1, len(parts) - 1):
-        caller = _op_or_none(graph, '/'.join(parts[:end]))
-        if caller is not None and parts[end] in function_labels(caller.node_def):
-            return OpPath(caller, parts[end], '/'.join(parts[end + 1 :]))
-    return None
-
-
-def op_of_path(graph: tf.Graph, path: str) -> tf.Operation | None:
-    """The op of a graph, or of a function that it calls, by its path; None if there is none."""
-    split = split_path(graph, path)
-    if split is None:
-        return _op_or_none(graph, path)
-    labels = function_labels(split.caller.node_def)
-    functions = dict(zip(labels, function_graphs(split.caller)))
-    if split.label not in functions:
-        return None
-    return op_of_path(functions[split.label], split.rest)
-
-
-def ops_of_node(caller: tf.Operation, name: str) -> Iterator[tuple[str, tf.Operation]]:
-    """Gives the ops of an op's functions whose nodes have a name there, each with its path.
-
-    These functions may call others, whose ops are given, too.
-    """
-    if not function_graphs(caller):
-        return
-    for label, function in _functions_by_label(caller.node_def).items():
-        definition, graph = function_definition(caller.graph, function.name)
-        for node, op in zip(definition.node_def, function_ops(definition, graph)):
-            if node.name == name:
-                yield path_in_function(caller.name, label, op.name), op
-            for path, inner_op in ops_of_node(op, name):
-                yield path_in_function(caller.name, label, path), inner_op
-
-
-def _op_or_none(graph: tf.Graph, name: str) -> tf.Operation | None:
-    try:
-        return graph.get_operation_by_name(name)
-    except KeyError:
-        return None
 
 
 def call_attributes(call: tf.Operation) -> set[str]:
@@ -156,15 +91,22 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
 
     Their names may differ.
     """
-    arguments = {t.op.name for t in graph.inputs}
-    ops = [op for op in graph.get_operations() if op.name not in arguments]
-    ops = ops[: len(definition.node_def)]  # Gradients of the function may have come since.
-    if [op.type for op in ops] != [node.op for node in definition.node_def]:
+    ops = ops_of_nodes(definition, graph)
+    if ops is None:
         raise RuntimeError(
             f'The nodes of the function {definition.signature.name} are not in the order of its '
             f'graph in TensorFlow {tf.__version__}. Please report this.'
         )
     return ops
+
+
+def ops_of_nodes(definition: Any, graph: Any) -> list[tf.Operation] | None:
+    """As `function_ops`; None if ops and nodes don't match."""
+    arguments = {t.op.name for t in graph.inputs}
+    ops = [op for op in graph.get_operations() if op.name not in arguments]
+    ops = ops[: len(definition.node_def)]  # Gradients of the function may have come since.
+    matches = [op.type for op in ops] == [node.op for node in definition.node_def]
+    return ops if matches else None
 
 
 def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
@@ -184,4 +126,4 @@ def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
         with op.graph.as_default(), tf.name_scope(None), tf.device(device or None):
             with tf.control_dependencies(None), tf.control_dependencies([*before, *arguments]):
                 before = [tf.no_op(f'{op.name}/arguments_are_there')]
-    add_control_inputs(op, list(dict.fromkeys(before)))
+    private.add_control_inputs(op, list(dict.fromkeys(before)))

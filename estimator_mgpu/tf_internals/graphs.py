@@ -34,12 +34,13 @@ def direct_inputs(op: tf.Operation) -> list[tf.Operation]:
     return [*(t.op for t in op.inputs), *op.control_inputs]
 
 
-def ancestors(ops: Sequence[tf.Operation]) -> set[tf.Operation]:
-    """Returns these ops, and all that they wait for, by data or control."""
+def ancestors(ops: Sequence[tf.Operation], by_control: bool = True) -> set[tf.Operation]:
+    """Returns these ops, and all that they wait for by data, or also by control."""
     seen = set(ops)
     stack = list(ops)
     while stack:
-        before = set(direct_inputs(stack.pop()))
+        op = stack.pop()
+        before = set(direct_inputs(op) if by_control else (operand.op for operand in op.inputs))
         stack += before - seen
         seen |= before
     return seen

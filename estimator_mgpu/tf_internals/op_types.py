@@ -22,6 +22,9 @@ REARRANGEMENTS = (*VIEWS, 'Transpose')
 TAKE_PARTS = ('ConcatV2', 'GatherV2', 'Reshape', 'StridedSlice')
 """Ops by which a tower is given its part of a full value."""
 
+PASS_PARTS = (*TAKE_PARTS, 'Cast')
+"""Ops on the way from a full value to the copy that is given a part of it."""
+
 # The ops of a v1 loop: where it begins and ends, its way back, where that joins its begin, its
 # condition, and where a step goes on or ends. Branches begin at a `Switch`, too, and join at a
 # `Merge`. Walks over a graph must not run in circles.
@@ -77,11 +80,10 @@ EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
 
 PARTITIONED_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 LOOPS = ('While', 'StatelessWhile')
-BRANCHES = ('If', 'StatelessIf', 'Case', 'StatelessCase')
+IFS = ('If', 'StatelessIf')
+BRANCHES = (*IFS, 'Case', 'StatelessCase')
 FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
 """Ops that call functions: whether they can be sharded depends on the functions' ops."""
-GRADIENT_OVERRIDE = '_gradient_op_type'
-"""The attribute of an op that names another gradient than its type's, `gradient_override_map`'s."""
 MUST_COMPILE = '_XlaMustCompile'
 """The attribute of a function, or of a call, that says that XLA has to compile it."""
 STAYS_A_CALL = frozenset(['_noinline', MUST_COMPILE])
@@ -103,7 +105,8 @@ LOOKUPS = ('Gather', 'GatherNd', 'GatherV2')
 FORWARD_VARIABLES = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
 """Ops that pass a variable on, for example into a v1 loop: what uses them uses the variable."""
 
-CHECKS = ('Assert', 'CheckNumerics', 'CheckNumericsV2')
+ASSERT = 'Assert'
+CHECKS = (ASSERT, 'CheckNumerics', 'CheckNumericsV2')
 """Ops that do nothing, or fail."""
 
 CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 
@@ -46,6 +46,12 @@ op_definition = _find('framework.op_def_registry', 'get')
 
 # (op in C, traceback): what `Operation.traceback` then gives.
 _set_traceback = _find('client.pywrap_tf_session', 'TF_SetOpStackTrace')
+# Functions in C: those of a graph, by name.
+_remove_function = _find('client.pywrap_tf_session', 'TF_GraphRemoveFunction')
+_import_function = _find('client.pywrap_tf_session', 'TF_FunctionImportFunctionDef')
+_add_function = _find('client.pywrap_tf_session', 'TF_GraphCopyFunction')
+_owned_function = _find('framework.c_api_util', 'ScopedTFFunction')
+
 # (): the traceback of whoever calls it.
 own_traceback = _find('util.tf_stack', 'extract_stack')
 
@@ -61,7 +67,8 @@ partitioned_variable = _find('ops.variable_scope', '_VariableStore._get_partitio
 variable_store = _find('ops.variable_scope', '_get_default_variable_store')
 with_variable_store = _find('ops.variable_scope', 'with_variable_store')
 
-_constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
+# (tensor): its value as an array if the graph alone determines it, else None.
+constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
 get_function = _find('framework.ops', 'Graph._get_function')
 
 # (FunctionDef, input_shapes=): the graph of a function that ops of the default graph may call.
@@ -80,13 +87,37 @@ def set_traceback(op: tf.Operation, traceback: Any) -> None:
     _set_traceback(op._c_op, traceback)
 
 
+def replace_function(graph: tf.Graph, definition: Any) -> None:
+    """Gives a function of a graph another FunctionDef, with the same name."""
+    name = definition.signature.name
+    imported = _owned_function(_import_function(definition.SerializeToString()), name)
+    with graph._c_graph.get() as in_c, imported.get() as function:
+        _remove_function(in_c, name)
+        _add_function(in_c, function, None)
+
+
+def replace_gradients(make: Callable[[Any], Any]) -> None:
+    """Replaces the function by which TensorFlow makes all gradients, also those of optimizers.
+
+    Args:
+      make: makes the new function, given the present one, whose arguments begin as those of
+        `tf.gradients`.
+    """
+    present = _find('ops.gradients_util', '_GradientsHelper')
+    module = importlib.import_module(present.__module__)
+    setattr(module, present.__name__, make(present))
+
+
+def set_gradient_function(op: tf.Operation, function: Callable[..., Any]) -> None:
+    """Sets by what an op's gradient is made, whatever is registered for its type.
+
+    Args:
+      op: the op.
+      function: its arguments are the op, and the gradients of its outputs.
+    """
+    op._gradient_function = function
+
+
 def is_made_by_gradients(op: tf.Operation) -> bool:
     """Whether `tf.gradients` made an op; False also for all ops of an imported graph."""
     return getattr(op, '_original_op', None) is not None
-
-
-def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
-    """Returns the tensor's value if the graph alone determines it, else None."""
-    if tensor.dtype in (tf.resource, tf.variant):
-        return None  # TensorFlow makes no array of these, and says so by an error.
-    return _constant_value(tensor)

@@ -18,7 +18,7 @@ from estimator_mgpu.partition.placements import (
     Placement,
     Shard,
 )
-from estimator_mgpu.partition.plan import FULL, Decision, Need, OpPlan
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions, variable_value
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
 from estimator_mgpu.partition.propagation.scope import Scope
@@ -71,13 +71,17 @@ def decide_branches(
         )
         output_placements.append(placement)
         output_dims.append(_output_dims(functions, op.outputs[index], placement, bodies, index))
-    if all(placement == REPLICATE for placement in output_placements):
+    # A function's branch that gives no examples may check some.
+    is_same = all(placement == REPLICATE for placement in output_placements)
+    if is_same and not scope.in_function:
         return None
 
     needs = functions.needs()
     if op.type in op_types.PARTITIONED_CALLS:
         needs = [_value_of_variable(functions, index) or need for index, need in enumerate(needs)]
-    plan = OpPlan((*[FULL] * chooses, *needs), functions=[body.scope.ops for body in bodies])
+    # What chooses is the same on all towers, but for an assertion of examples in a function.
+    choice = [FULL if placement == REPLICATE else LOCAL for placement in placements[:chooses]]
+    plan = OpPlan((*choice, *needs), functions=[body.scope.ops for body in bodies])
     decision = Decision(plan, output_placements, output_dims)
     return decision if scope.make_lists(op, decision) else None
 

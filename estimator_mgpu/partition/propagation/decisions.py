@@ -22,7 +22,7 @@ from estimator_mgpu.partition.placements import (
 from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import handles, lists, parts
+from estimator_mgpu.partition.rules import groups, handles, lists, parts
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals import op_types
@@ -82,6 +82,10 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
         decision = lists.decide(op, _of_batch(placements, scope.batch), scope.batch, scope.sizes)
         return decision if decision and scope.make_lists(op, decision) else None
 
+    if op.type == op_types.RESHAPE:
+        decision = groups.decide(op, placements, scope.sizes)
+        if decision is not None:
+            return decision
     return _by_rule(scope, op, placements)
 
 

@@ -58,6 +58,7 @@ def propagate(
     products: Container[str],
     unused: Set[str],
     reasons: Mapping[str, str],
+    shard_count: int = 0,
 ) -> Plan:
     """Decides which ops run on every tower.
 
@@ -72,6 +73,7 @@ def propagate(
       products: types of ops that are worth sharding along other row spaces than the batch's.
       unused: names of ops in `order` that are left as they are.
       reasons: by the name of an unsharded tensor, why ops that use it run once.
+      shard_count: into how many shards rows are divided; 0 leaves groups of rows unsharded.
 
     Raises:
       RuntimeError: if a rule fails.
@@ -81,7 +83,11 @@ def propagate(
     while True:
         noted_before = len(reduced), len(once)
         scope = Scope(
-            batch, Rules(rules, CALL_RULES, products), Sizes(), reduced=reduced, run_once=once
+            batch,
+            Rules(rules, CALL_RULES, products),
+            Sizes(shard_count=shard_count),
+            reduced=reduced,
+            run_once=once,
         )
         for tensor in sources:
             _begin_sharded(scope, tensor)

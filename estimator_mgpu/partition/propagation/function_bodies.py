@@ -1,8 +1,8 @@
 """Propagation inside a function that every tower calls: a loop's body, say, or a branch.
 
 Towers call the function at different times, so nothing in it can be gathered or reduced. If an op
-asks for that, or has a side effect, the op that calls the function runs once: `NotSharded` is
-raised. There are exceptions:
+asks for that, or has a side effect other than to fail, the op that calls the function runs once:
+`NotSharded` is raised. There are exceptions:
 
 - In a joint loop, whose steps all towers make together, partial results can be reduced.
 - What each tower has in full, it can slice by itself, if it knows which examples it has: in a v1
@@ -44,9 +44,9 @@ from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entry, Size, per_row
-from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.effects import may_have_side_effect
+from estimator_mgpu.partition.sizes import Entry, Size
+from estimator_mgpu.tf_internals import function_calls, op_types
+from estimator_mgpu.tf_internals.effects import can_be_repeated, is_assertion
 from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, passed_on
 
 Requests = dict[tf.Operation, Slice]
@@ -135,13 +135,19 @@ class FunctionBody:
         # All inputs are the same on all towers, but for sizes.
         if not any(self.differs(tensor) for tensor in op.inputs):
             if calls:
-                raise NotSharded(f'in it, a {op.type} is the same on all towers')
+                self._repeat_call(op)
             return
         computes_sizes = op.type == op_types.BROADCAST_GRADIENT_ARGS or all(
             self._is_known_size(tensor) for tensor in op.outputs
         )
         if not computes_sizes:  # Otherwise each tower computes its own.
             self._decide_of_sizes(op, placements, calls)
+
+    def _repeat_call(self, op: tf.Operation) -> None:
+        """Lets each tower make a call by itself that is the same on all of them."""
+        self._check_effects(op)
+        needs = tuple(self.form_of_value(tensor) for tensor in op.inputs)
+        self.scope.ops[op.name] = _plan_of_repeated(op)._replace(needs=needs)
 
     def _decide_of_sizes(self, op: Unit, placements: Sequence[Placement], calls: bool) -> None:
         """Decides on an op whose inputs are the same on all towers, but for sizes.
@@ -161,9 +167,8 @@ class FunctionBody:
             self.scope.ops[op.name] = OpPlan(tuple(needs))
 
     def _check_effects(self, op: tf.Operation) -> None:
-        only_reads = op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS)
-        if may_have_side_effect(op.op_def) and not only_reads:
-            raise NotSharded(f'in it, {op.type} has side effects, draws random numbers or can fail')
+        if not can_be_repeated(op):
+            raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
 
     def _check_sizes(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
         """An op such as `Shape` gives the sizes of a tower's own tensor, which have to be known."""
@@ -182,22 +187,41 @@ class FunctionBody:
 
     def _decide(self, op: Unit, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower, or raises NotSharded."""
-        if any(isinstance(placement, Partial) for placement in placements):
-            partial = self._passed_partial(op, placements)
-            if partial is not None:
-                self._record(op, pass_on(op, placements, partial))
-                return
-            if not self.scope.is_joint:
-                raise NotSharded(f'in it, {op.name} needs a sum over all examples')
-            self._reduce_inputs(op)
-            self._visit(op)
+        is_own = self._is_replicated_or_own(placements[0])
+        if op.type == op_types.ASSERT and is_own:
+            needs = tuple(self.form_of_value(tensor) for tensor in op.inputs)
+            self.scope.ops[op.name] = OpPlan(needs)
             return
+        has_partial = any(isinstance(placement, Partial) for placement in placements)
+        if has_partial and not (is_own and is_assertion(op)):
+            self._decide_of_partial(op, placements)
+            return
+
         try:
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
             reason = str(error) or default_reason(self.scope, op, placements)
             raise NotSharded(f'in it, {op.name}: {reason}') from error
         self._record(op, decision)
+
+    def _decide_of_partial(self, op: Unit, placements: Sequence[Placement]) -> None:
+        """Lets an op run on every tower that is given partial results, or raises NotSharded."""
+        partial = self._passed_partial(op, placements)
+        if partial is not None:
+            self._record(op, pass_on(op, placements, partial))
+            return
+        if not self.scope.is_joint:
+            raise NotSharded(f'in it, {op.name} needs a sum over all examples')
+        self._reduce_inputs(op)
+        self._visit(op)
+
+    def _is_replicated_or_own(self, condition: Placement) -> bool:
+        """Whether each tower can assert a condition by itself.
+
+        It's the same on all of them, or it has to hold for all examples. Then it does if each tower
+        finds that it holds for its own ones.
+        """
+        return condition in (REPLICATE, Partial('all', self.scope.batch))
 
     def _reduce_inputs(self, op: Unit) -> None:
         """Notes that the partial results that an op uses are reduced where they are made."""
@@ -308,13 +332,20 @@ class FunctionBody:
     def _make_shard(self, op: tf.Operation, request: Slice) -> None:
         """Lets each tower make its shard of a constant or a fill."""
         dims = list(self.scope.sizes.dims(op.outputs[0]) or [])
-        factor = per_row(dims[request.axis], self.scope.batch)
-        if factor is None:
-            raise NotSharded(f'the size of {op.name} is unknown')
-
-        needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, factor),)
+        needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, request.factor),)
         if op.type == op_types.FILL:
             needs = (LocalShape(tuple(dims), request.axis, self.scope.batch), LOCAL)
-        dims[request.axis] = factor * Size(1, (self.scope.batch,))
+        dims[request.axis] = request.factor * Size(1, (self.scope.batch,))
         shard = Shard(request.axis, self.scope.batch, request.in_blocks)
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))
+
+
+def _plan_of_repeated(op: tf.Operation) -> OpPlan:
+    """The plan of a call in which all is the same on all towers."""
+    functions = []
+    for function in function_calls.function_graphs(op):
+        calls = [
+            inner for inner in function.get_operations() if inner.type in op_types.FUNCTION_CALLERS
+        ]
+        functions.append({inner.name: _plan_of_repeated(inner) for inner in calls})
+    return OpPlan(functions=functions)

@@ -71,8 +71,6 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
         _output_dims(functions, body, output, placement, index)
         for index, (output, placement) in enumerate(zip(op.outputs, returned))
     ]
-    if all(placement == REPLICATE for placement in returned):
-        return None
     condition_body = _check_condition(functions, condition)
 
     needs = functions.needs()

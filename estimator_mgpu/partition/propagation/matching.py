@@ -36,7 +36,7 @@ from estimator_mgpu.partition.propagation.accepted_shapes import takes
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import parts
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
-from estimator_mgpu.partition.sizes import ONE, PartRows, RowSpace, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, Groups, PartRows, RowSpace, Size, per_row
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -156,14 +156,18 @@ class Match:
     def _along_sizes(
         self, tensor: tf.Tensor, operand: SizesOf
     ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for the entries of a shape that depend on the number of examples."""
+        """The same for the entries of a shape that depend on the number of examples, or of groups.
+
+        In a function, nothing is sharded by groups.
+        """
         batch = self._scope.batch
-        entries = self._sizes.entries(tensor) or []
-        return [
-            (label, size, batch)
-            for label, size in zip(operand.labels, entries)
-            if batch in size.symbols
-        ]
+        candidates: list[tuple[Label, Size, RowSpace]] = []
+        for label, size in zip(operand.labels, self._sizes.entries(tensor) or []):
+            if batch in size.symbols:
+                candidates.append((label, size, batch))
+            elif isinstance(size.rows, Groups) and not self._scope.in_function:
+                candidates.append((label, size, size.rows))
+        return candidates
 
     def _along_gathered(
         self, tensor: tf.Tensor, operand: Operand

@@ -13,9 +13,6 @@ Of a transformer with dropout, these are 6% of the ops that can be sharded, and 
 the batch is dynamic. Each tower would run copies of them in each step. Identities stay: they are
 few, and somebody may look for a tower's copy by its name.
 
-An op that gives what it is given, but has another gradient than that, as `tf.stop_gradient` has, is
-needed: a hook may still differentiate the loss, and gradients go through the towers' ops.
-
 In: a plan, whose sizes tell which shapes are the same. Out: the plan without these ops. They stay
 in the graph and have full values, for whoever fetches them.
 """
@@ -74,16 +71,13 @@ def bypass_needless_ops(
 def _may_be_bypassed(op: tf.Operation, order: StateOrder, named_by_needs: Set[str]) -> bool:
     """Whether nothing but an op's value is asked of it: it may still compute something.
 
-    It neither waits for others nor runs elsewhere, no need names its output, and its gradient is
-    that of its type.
+    It neither waits for others nor runs elsewhere, and no need names its output.
     """
     if op.control_inputs or op.device:
         return False
     if any(output.name in named_by_needs for output in op.outputs):
         return False
-    if order.bits(op) or not order.liveness.always_runs(op):
-        return False
-    return op_types.GRADIENT_OVERRIDE not in op.node_def.attr
+    return order.liveness.always_runs(op) and not order.bits(op)
 
 
 def _gives_its_input(op: tf.Operation, plan: Plan) -> bool:

@@ -83,8 +83,19 @@ class Scope:
         return is_partial and tensor.name in self.reduced
 
     def placements_of_inputs(self, op: Unit) -> list[Placement]:
-        """The placements of an op's inputs, in order."""
-        return [self.placement_of(tensor) for tensor in op.inputs]
+        """The placements of an op's inputs, in order.
+
+        The handle of a list that a v1 loop is given has the list's placement, whatever passes the
+        handle on, such as a `Switch`.
+        """
+        placements: list[Placement] = []
+        for tensor in op.inputs:
+            is_handle = isinstance(op, V1Loop) and tensor.dtype == tf.resource
+            if is_handle:
+                placements.append(self.placement_of_list(tensor))
+            else:
+                placements.append(self.placement_of(tensor))
+        return placements
 
     def follows_gathered(self, op: Unit) -> bool:
         """Whether an op uses what was gathered, or what was made once of such."""

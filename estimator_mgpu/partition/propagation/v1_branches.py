@@ -18,12 +18,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import (
-    REPLICATE,
-    NotGatherable,
-    Placement,
-    Shard,
-)
+from estimator_mgpu.partition.placements import REPLICATE, Placement, Shard
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan, Slice
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
@@ -75,10 +70,8 @@ def decide_merge(
         needs = [LOCAL if other == placement else shard for other in placements]
         rank = len(scope.sizes.dims(op.inputs[0]) or [])
         dims = scope.sizes.dims_of_shard(op.outputs[0], placement, factor, rank)
-    elif isinstance(placement, NotGatherable):
+    else:  # a list
         needs = [LOCAL] * len(placements)
-    else:
-        return None
     decision = Decision(OpPlan(tuple(needs)), [placement, REPLICATE], [dims, None])
     return decision if scope.make_lists(op, decision) else None
 

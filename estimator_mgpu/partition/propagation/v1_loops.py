@@ -71,13 +71,8 @@ def _decide(
       is_joint: whether all towers make each step together.
     """
     assert loop.body is not None
-    # The placements of lists are those of their handles, whatever passes these on.
-    begin = [
-        scope.placement_of_list(tensor) if tensor.dtype == tf.resource else placement
-        for tensor, placement in zip(loop.inputs, placements)
-    ]
     functions = CalledFunctions(
-        scope, [loop.body], loop.inputs, begin, loop.body.unchanged, is_joint
+        scope, [loop.body], loop.inputs, placements, loop.body.unchanged, is_joint
     )
     body, returned = find_fixed_point(functions)
     condition = loop.body.condition

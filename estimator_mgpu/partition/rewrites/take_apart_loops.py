@@ -67,7 +67,7 @@ def _examples_decide(loop: tf.Operation) -> bool:
     visited: set[tf.Operation] = set()
     needed = {condition.outputs[0].op}
     while needed:
-        ops = graphs.ancestors(list(needed)) - visited
+        ops = graphs.ancestors(list(needed), by_control=False) - visited
         if any(op.type in op_types.REDUCTIONS for op in ops):
             return True
         visited |= ops
@@ -81,13 +81,16 @@ def _examples_decide(loop: tf.Operation) -> bool:
 
 
 def _has_effects(function: Any) -> bool:
-    """Whether an op of a function has side effects, or one of a function that it calls."""
+    """Whether an op of a function has side effects, or one of a function that it calls.
+
+    Checks don't count.
+    """
     for op in function.get_operations():
         if op.type in op_types.FUNCTION_CALLERS:
             called = function_calls.function_graphs(op)
             if not called or any(map(_has_effects, called)):
                 return True
-        elif has_side_effect(op):
+        elif has_side_effect(op) and op.type not in op_types.CHECKS:
             return True
     return False
 
@@ -143,6 +146,11 @@ def _indices_of_arguments(function: Any) -> dict[str, int]:
     return {argument.op.name: index for index, argument in enumerate(function.inputs)}
 
 
+def _effects(function: Any, scope: str) -> list[str]:
+    """What a function runs although it returns nothing of it, such as checks: control inputs."""
+    return [f'^{scope}/{op.name}' for op in function.control_outputs]
+
+
 class _LoopNodes:
     """The nodes of a v1 loop that does the same as a `While`.
 
@@ -180,7 +188,7 @@ class _LoopNodes:
         self._add_function(self._condition, 'condition', 'merge')
         self._add_function(self._body, 'body', 'step')
         decision = self._name(self._condition.outputs[0].name, 'condition', 'merge')
-        self._add('LoopCond', 'goes_on', [decision])
+        self._add('LoopCond', 'goes_on', [decision, *_effects(self._condition, 'condition')])
 
     def _add_enter(self, index: int) -> None:
         """Adds the `Enter` of a variable or a constant."""
@@ -208,7 +216,9 @@ class _LoopNodes:
         self._add('Switch', f'switch_{index}', [f'merge_{index}', 'goes_on'], T=dtype)
         self._add('Exit', f'exit_{index}', [f'switch_{index}'], T=dtype)
         self._add('Identity', f'step_{index}', [f'switch_{index}:1'], T=dtype)
-        self._add('NextIteration', f'next_{index}', [output], T=dtype)
+        self._add(
+            'NextIteration', f'next_{index}', [output, *_effects(self._body, 'body')], T=dtype
+        )
 
     def _add_function(self, function: Any, scope: str, values: str) -> None:
         """Adds the ops of the condition or of the body.

@@ -78,8 +78,6 @@ def decide(
         return _unstack(op, placements[0], sizes)
     if op.type in _PUT:
         return _put(op, placements, batch, sizes)
-    if not placements:
-        return None
 
     first = placements[0]
     if not isinstance(first, NotGatherable):

@@ -7,6 +7,8 @@ of the table.
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -14,6 +16,7 @@ from estimator_mgpu.partition.plan import FULL, IndicesOfRows, Label, SizesOf
 from estimator_mgpu.partition.rules.axes import axes_of
 from estimator_mgpu.partition.rules.notation import (
     NotSharded,
+    Operand,
     Rule,
     Signature,
     by_attribute,
@@ -94,43 +97,36 @@ def _by_rows(count: int) -> tuple[Label, ...]:
     return ('n', *[None] * (count - 1))
 
 
+class _ScatterLabels(NamedTuple):
+    """What a signature says of the tensors of a scatter, whose output is like what it updates."""
+
+    indices: Operand
+    updates: tuple[Label, ...]
+    output: tuple[Label, ...]
+
+
 def _scatter(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`TensorScatterUpdate` and the like: along the dimensions that the indices don't name.
+    """`TensorScatterUpdate` and the like: a tensor, with updates at the places in indices."""
+    tensor, indices, _ = op.inputs
+    dims = require(sizes.dims(tensor))
 
-    An index of two numbers, say, is a place in the first two dimensions; of [time, batch, units],
-    with the indices [[0], [1]], a tower updates its examples at both times.
+    def signature(labels: _ScatterLabels) -> Signature:
+        inputs = [labels.output, labels.indices, labels.updates]
+        return Signature(inputs, [labels.output], dims=[dims])
 
-    If each index begins with its own row, towers update their rows.
-    """
-    dims = require(sizes.dims(op.inputs[0]))
-    named, updates = _scattered(op.inputs[1], len(dims), sizes)
-    labels = (*[None] * named, *range(named, len(dims)))
-    unnamed = Signature([labels, FULL, updates], [labels], dims=[dims])
-    if not begin_with_rows(op.inputs[1], dims[0], sizes):
-        return unnamed
-    by_rows = _by_rows(len(dims))
-    indices = IndicesOfRows(_by_rows(rank(op.inputs[1], sizes)))
-    return Signature(
-        [by_rows, indices, _by_rows(len(updates))], [by_rows], dims=[dims], otherwise=unnamed
-    )
+    return _scattered(signature, indices, dims, sizes)
 
 
 def _scatter_nd(op: tf.Operation, sizes: Sizes) -> Signature:
     """`ScatterNd`: the same with zeros, of a shape that it's given."""
-    dims = require(sizes.entries(op.inputs[2]))
-    named, updates = _scattered(op.inputs[0], len(dims), sizes)
-    labels = (*[None] * named, *range(named, len(dims)))
-    unnamed = Signature([FULL, updates, SizesOf(labels)], [labels], dims=[dims])
-    if not begin_with_rows(op.inputs[0], dims[0], sizes):
-        return unnamed
-    by_rows = _by_rows(len(dims))
-    indices = IndicesOfRows(_by_rows(rank(op.inputs[0], sizes)))
-    return Signature(
-        [indices, _by_rows(len(updates)), SizesOf(by_rows)],
-        [by_rows],
-        dims=[dims],
-        otherwise=unnamed,
-    )
+    indices, _, shape = op.inputs
+    dims = require(sizes.entries(shape))
+
+    def signature(labels: _ScatterLabels) -> Signature:
+        inputs = [labels.indices, labels.updates, SizesOf(labels.output)]
+        return Signature(inputs, [labels.output], dims=[dims])
+
+    return _scattered(signature, indices, dims, sizes)
 
 
 def _in_place(op: tf.Operation, sizes: Sizes) -> Signature:
@@ -146,17 +142,40 @@ def _in_place(op: tf.Operation, sizes: Sizes) -> Signature:
     return Signature([labels, FULL, labels], [labels])
 
 
-def _scattered(indices: tf.Tensor, target: int, sizes: Sizes) -> tuple[int, tuple[Label, ...]]:
-    """How many dimensions indices name, and the labels of the updates.
+def _scattered(
+    signature: Callable[[_ScatterLabels], Signature],
+    indices: tf.Tensor,
+    dims: list[Size],
+    sizes: Sizes,
+) -> Signature:
+    """The signature of a scatter: along the dimensions that the indices don't name.
+
+    An index of two numbers, say, is a place in the first two dimensions; of [time, batch, units],
+    with the indices [[0], [1]], a tower updates its examples at both times.
+
+    If each index begins with its own row, towers update their rows.
 
     Args:
+      signature: makes one of labels.
       indices: a tensor whose last dimension is a place in the first dimensions of the output.
-      target: the number of dimensions of the output.
+      dims: of the output.
       sizes: of tensors.
     """
-    dims = require(sizes.dims(indices))
-    named = require(dims[-1].static)
-    return named, (*[None] * (len(dims) - 1), *range(named, target))
+    index_dims = require(sizes.dims(indices))
+    named = require(index_dims[-1].static)
+    unnamed = range(named, len(dims))
+    updates = (*[None] * (len(index_dims) - 1), *unnamed)
+    output = (*[None] * named, *unnamed)
+    along_unnamed = signature(_ScatterLabels(FULL, updates, output))
+    if not begin_with_rows(indices, dims[0], sizes):
+        return along_unnamed
+
+    by_rows = _ScatterLabels(
+        IndicesOfRows(_by_rows(len(index_dims))),
+        _by_rows(len(updates)),
+        _by_rows(len(dims)),
+    )
+    return signature(by_rows)._replace(otherwise=along_unnamed)
 
 
 _RULES: dict[str, Rule] = {

@@ -41,7 +41,6 @@ from estimator_mgpu.partition.plan import (
     Need,
     OpPlan,
     Slice,
-    local_shape_of,
 )
 from estimator_mgpu.partition.rules import (
     elementwise,
@@ -348,12 +347,10 @@ def _put_back(positions: Placement, placement: Placement, dims: Sequence[Size]) 
         return None
     if not dims[0].same_as(positions.factor * _full_size(positions.rows)):
         return None
-    local_shape = local_shape_of(dims, 0, positions.rows)
-    if local_shape is None:
-        return None
     # There are as many rows as positions, or the op fails.
     is_sharded = placement == Shard(0, positions.part)
     need = LOCAL if is_sharded else Slice(0, positions.part, ONE)
+    local_shape = LocalShape(tuple(dims), 0, positions.rows)
     return _PutBack(need, local_shape, Shard(0, positions.rows))
 
 

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
+from estimator_mgpu.partition.later_gradients import Model
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
+from estimator_mgpu.partition.towers.gates import add_gates
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
-from estimator_mgpu.partition.towers.schedule import Schedule, add_gates, find_schedule
+from estimator_mgpu.partition.towers.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
-from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
+from estimator_mgpu.tf_internals import graphs, op_paths, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -41,6 +43,7 @@ class Towers:
       total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: a device and a turn each.
       names: of the nodes that were added.
+      model: what gradients go by that are taken later.
       schedule: which ops run one turn after another; None if one turn was asked for.
       recomputation: what is computed twice; None if that wasn't asked for.
     """
@@ -50,6 +53,7 @@ class Towers:
     total: tf.Tensor | None
     towers: Sequence[Tower]
     names: Names
+    model: Model
     schedule: Schedule | None
     _replaced: dict[str, tf.Tensor]
     _values: Values
@@ -58,11 +62,12 @@ class Towers:
 
     def full_value(self, tensor: tf.Tensor) -> tf.Tensor:
         """The value of one of the user's tensors for the global batch, and its side effects."""
-        replacement = _replacement(tensor, self._replaced)
+        replacements = list(_replacements(tensor, self._replaced))
+        replacement = replacements[-1]
         name = self._values.full_values.get(replacement.name)
         value = replacement if name is None else self.graph.get_tensor_by_name(name)
 
-        missing = self._waits.missing(tensor, replacement)
+        missing = self._waits.missing(replacements)
         if not missing:
             return value
         names = _names_of_ops(missing, self.plan, self.towers, self._values)
@@ -71,6 +76,14 @@ class Towers:
             with tf.control_dependencies(None), tf.control_dependencies(waits):
                 with tracebacks.made_for(tensor.op):
                     return tf.identity(value, self._values.name_of_result(tensor.op))
+
+    def tensors_in_use(self) -> dict[str, str]:
+        """By the names of tensors, those of what the user's ops are given in their place."""
+        names = dict(self._values.full_values)
+        for name, tensor in self._replaced.items():
+            replacement = _replacement(tensor, self._replaced)
+            names[name] = self._values.full_values.get(replacement.name, replacement.name)
+        return names
 
     def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of the output of an op that is sharded."""
@@ -86,6 +99,7 @@ def build_towers(
     full_value_devices: dict[str, str],
     replaced: dict[str, tf.Tensor],
     order: StateOrder,
+    model: Model,
     calls: Sequence[Sequence[tf.Tensor]] = (),
     turns: int = 1,
     results: Sequence[Result] = (),
@@ -105,6 +119,7 @@ def build_towers(
       full_value_devices: where full values are made, by the names of tensors.
       replaced: what rewrites use in place of tensors, by their names.
       order: in which the graph touched state, before identities were bypassed.
+      model: what gradients go by that are taken later.
       calls: the gradients of each optimizer's call.
       turns: how many towers each device has, one after the other.
       results: what a step is run for.
@@ -142,7 +157,8 @@ def build_towers(
         _use_full_values(op, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
-    return Towers(graph, plan, total, towers, nodes.names, found, replaced, values, waits)
+    op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in replaced})
+    return Towers(graph, plan, total, towers, nodes.names, model, found, replaced, values, waits)
 
 
 class _Collected(NamedTuple):
@@ -208,9 +224,15 @@ def _collect_nodes(
 
 def _replacement(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> tf.Tensor:
     """What rewrites use in place of a tensor, if anything."""
+    return list(_replacements(tensor, replaced))[-1]
+
+
+def _replacements(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
+    """A tensor, and what one rewrite after another uses in its place."""
+    yield tensor
     while tensor.name in replaced:
         tensor = replaced[tensor.name]
-    return tensor
+        yield tensor
 
 
 def replaced_result(result: Result, replaced: dict[str, tf.Tensor]) -> Result:

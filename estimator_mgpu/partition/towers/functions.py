@@ -25,7 +25,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.partition.towers.turns import Tower
-from estimator_mgpu.tf_internals import function_calls, op_types
+from estimator_mgpu.tf_internals import function_calls, op_paths, op_types
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def, set_attr
 
 # Attributes that say where the user's op is, and which shapes it has for the global batch.
@@ -42,7 +42,7 @@ def adapt_node(
       node: the copy, in the graph or in a function.
       op_plan: of the op.
       tower: whose copy it is.
-      path: of a node in a function, as in `function_calls`.
+      path: of a node in a function, as in `op_paths`.
     """
     for attr in _ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
         del node.attr[attr]
@@ -62,7 +62,7 @@ def adapt_node(
     called = function_calls.called_functions(node)
     labels = function_calls.function_labels(node)
     for function, label, op_plans in zip(called, labels, op_plan.functions):
-        path_of = functools.partial(function_calls.path_in_function, path or node.name, label)
+        path_of = functools.partial(op_paths.path_in_function, path or node.name, label)
         function.name = _copy_function(
             shards, function.name, op_plans, tower, variable_dtypes, path_of
         )
@@ -134,8 +134,7 @@ def _copy_function(
         _set_parts(shards, definition, node, op, op_plan, tower)
         path = path_of(op.name)
         adapt_node(shards, node, op_plan, tower, path)
-        # What errors call the node: by its name alone, nobody knows of which tower it is.
-        node.experimental_debug_info.original_node_names[:] = [path]
+        op_paths.set_path(node, path)  # It tells of which tower the node is.
 
     _rename_tensors(definition, renamed)
     library.append(definition)

@@ -1,17 +1,4 @@
-"""Which of the towers' ops run one turn after another, and what lets them wait for their turn.
-
-The towers of a device are a chain: a turn begins when the turn before has left nothing but its
-results, such as a running sum of each gradient. Until then, its ops wait for a *gate*:
-
-    before the chain      turn 0                     turn 1
-
-                          slice        +---> gate -> slice
-                            |          |               |
-    longest sequence -----> forward    |             forward
-                            |          |               |
-                            backward   |             backward
-                            |          |               |
-                            gradient --+-------------> running sum --> after the chain
+"""Which of the towers' ops run one turn after another.
 
 A turn can't wait for another one if something that it needs is made of the examples of all towers:
 a *join*, such as the mean of exact batch normalization. What a join is made of runs before the
@@ -21,23 +8,23 @@ path. A chain up to level n has all ops of levels 0 to n, but for those that joi
 are made of. With each level more ops could be chained, but more are needed by joins, so the level
 is chosen that leaves the most bytes of activations in the chain.
 
-In: the units of a step, before they are in the graph. Out: a `Schedule`, and gates.
+In: the units of a step, before they are in the graph. Out: a `Schedule`, by which `gates` lets ops
+wait for their turn.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import NotGatherable, Shard
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits, Unit, op_name
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.turns import Tower, chains_of
+from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits, Unit
+from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
@@ -102,28 +89,27 @@ def find_schedule(
     }
     first = [step.edges.unit_of(op.name) for op in _first_writes(graph, plan, results)]
 
-    # With each level, more ops can be in the chain, but more of them are needed by joins.
-    best_level = -1
-    most_bytes = -1
     before = _Before(step, sizes, first)
+    chained: set[str] = set()
+    by_join = before.by_join
+    most_bytes = -1
+    # With each level, more ops can be in the chain, but more of them are needed by joins.
     for level in sorted(set(levels.values())):
         before.add(joins[level])
-        up_to_level = sum(sizes[name] for name in levels if levels[name] <= level)
-        if up_to_level - before.bytes > most_bytes:
-            best_level = level
-            most_bytes = up_to_level - before.bytes
-
-    before = _Before(step, sizes, first)
-    for level in range(best_level + 1):
-        before.add(joins[level])
-    chained = {name for name in levels if levels[name] <= best_level} - before.names
+        up_to_level = {name for name in levels if levels[name] <= level}
+        remaining = up_to_level - before.names
+        size = sum(sizes[name] for name in remaining)
+        if size > most_bytes:
+            chained = remaining
+            by_join = before.by_join.copy()
+            most_bytes = size
 
     total = sum(sizes.values()) or 1
     chainable = sum(sizes[name] for name in chained) / total
     # A joint loop runs in all turns at once, whatever is made of it.
     for name in joint_loops:
-        before.by_join[name] += sizes[name]
-    costliest = [Join(name, size / total) for name, size in before.by_join.most_common() if size]
+        by_join[name] += sizes[name]
+    costliest = [Join(name, size / total) for name, size in by_join.most_common() if size]
     return Schedule(towers[-1].turn + 1, chained, chainable, costliest)
 
 
@@ -170,13 +156,11 @@ class _Before:
 
     Attributes:
       names: those of the ops.
-      bytes: those of their activations.
-      by_join: the same, by the op that first needs them all.
+      by_join: the bytes of their activations, by the op that first needs them all.
     """
 
     def __init__(self, step: StepUnits, sizes: dict[str, int], first: Sequence[Unit]):
         self.names: set[str] = set()
-        self.bytes = 0
         self.by_join = Counter[str]()
         self._step = step
         self._sizes = sizes
@@ -190,10 +174,8 @@ class _Before:
             for unit in self._unseen_before(join):
                 if unit.is_copy and unit.name not in self.names:
                     reason = reason or unit.name
-                    size = self._sizes.get(unit.name, 0)
                     self.names.add(unit.name)
-                    self.bytes += size
-                    self.by_join[reason] += size
+                    self.by_join[reason] += self._sizes.get(unit.name, 0)
 
     def _unseen_before(self, join: Unit) -> Iterator[Unit]:
         """A unit and all that it waits for, but for what was seen before."""
@@ -241,104 +223,3 @@ def _first_writes(graph: tf.Graph, plan: Plan, results: Sequence[Result]) -> lis
         if op in initializers or any(tensor.op in trained for tensor in op.inputs):
             writes.append(op)
     return writes
-
-
-def add_gates(
-    nodes: NodeBuilder, step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
-) -> None:
-    """Adds gates: each turn's ops wait until the turn before has left its results.
-
-    Args:
-      nodes: where the gates are added.
-      step: the units that a step runs.
-      schedule: which of them run one turn after another.
-      towers: a device and a turn each.
-    """
-    ends = _ends_of_turns(step, schedule, towers)
-    gates: dict[int, str] = {}  # by tower
-    for tower in towers:
-        if tower.turn > 0:
-            gates[tower.number] = nodes.gate(
-                tower.number, ends.get(tower.number - 1, []), tower.device
-            )
-
-    consumers = _consumers_of_parts(step.edges)
-    for unit in step.order:
-        if unit.tower not in gates or unit.name not in schedule.chained:
-            continue
-        gate = gates[unit.tower]
-        parts = _own_parts(unit, step, schedule, consumers)
-        for part in parts:
-            _let_wait(step.edges.nodes[part], gate)
-        if not parts and not _follows_in_turn(unit, step, schedule):
-            for name in step.edges.entries(unit):
-                _let_wait(step.edges.nodes[name], gate)
-
-
-def _ends_of_turns(
-    step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
-) -> dict[int, list[str]]:
-    """What each turn leaves: the last nodes that are made of its chain up to this turn.
-
-    A running sum is one, as what waits for it is made of the next turn, too.
-    """
-    chains = [sum(1 << tower.number for tower in chain) for chain in chains_of(towers)]
-    made_of: dict[Unit, int] = {}  # chained copies, as the bits of their towers
-    last_turn: dict[Unit, int] = {}  # of units of one chain only
-    ends = defaultdict[int, dict[str, None]](dict)
-    for unit in step.order:
-        bits = 0
-        for edge in step.inputs[unit]:
-            bits |= made_of.get(edge.unit, 0)
-        if unit.tower is not None and unit.name in schedule.chained:
-            bits |= 1 << unit.tower
-        made_of[unit] = bits
-        if bits and step.edges.is_added(unit) and any(bits & ~chain == 0 for chain in chains):
-            last_turn[unit] = bits.bit_length() - 1
-
-        for edge in step.inputs[unit]:
-            turn = last_turn.get(edge.unit)
-            if turn is not None and turn != last_turn.get(unit):
-                ends[turn][edge.source] = None
-    return {turn: list(names) for turn, names in ends.items()}
-
-
-def _own_parts(
-    unit: Unit, step: StepUnits, schedule: Schedule, consumers: dict[str, set[Unit]]
-) -> list[str]:
-    """The parts of full values that are taken only for a turn's chain, for this unit among them."""
-    parts = []
-    for edge in step.inputs[unit]:
-        users = consumers.get(edge.source)
-        if users and all(
-            user.tower == unit.tower and (user.name in schedule.chained or user not in step.inputs)
-            for user in users
-        ):
-            parts.append(edge.source)
-    return parts
-
-
-def _consumers_of_parts(edges: Edges) -> dict[str, set[Unit]]:
-    """The units that use each part of a full value, by the name of the part."""
-    parts = {name for name, node in edges.nodes.items() if node.op in op_types.TAKE_PARTS}
-    parts = {name for name in parts if edges.unit_of(name) == Unit(None, name)}
-    consumers = defaultdict[str, set[Unit]](set)
-    for name, node in edges.nodes.items():
-        for operand in node.input:
-            source = op_name(operand)
-            if source in parts:
-                consumers[source].add(edges.unit_of(name))
-    return consumers
-
-
-def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:
-    """Whether a unit is given something by another one of the same turn's chain."""
-    return any(
-        edge.unit.tower == unit.tower and edge.unit.name in schedule.chained
-        for edge in step.inputs[unit]
-    )
-
-
-def _let_wait(node: Any, gate: str) -> None:
-    if gate not in node.input:
-        node.input.append(gate)

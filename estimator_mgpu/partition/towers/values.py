@@ -24,8 +24,8 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
-from estimator_mgpu.partition.sizes import ONE, Dim, PartRows, RowSpace, Size, Splits
-from estimator_mgpu.partition.towers import reduce_and_gather, sparse_rows
+from estimator_mgpu.partition.sizes import ONE, Dim, GroupSize, PartRows, RowSpace, Size, Splits
+from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
@@ -125,7 +125,16 @@ class Values:
         if need.in_blocks:
             dims = self._dims(tensor, need.axis, need.factor, need.rows)
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
+        if need.axis == 0 and self._waits_as_bits(tensor):
+            packed = bits.pack(self._nodes, full, tensor, device)
+            rows = shards.slice(packed, bits.PACKED, 0, need.factor, tower, device)
+            return bits.unpack(self._nodes, rows, tensor, tower.device)
         return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+
+    def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
+        """Whether turns take their slices of a packed value: of a mask that isn't the batch's."""
+        has_turns = self._towers[-1].turn > 0
+        return has_turns and tensor.name not in self._source_names and bits.can_be_packed(tensor)
 
     def sparse_rows(self, tensor: tf.Tensor, need: SparseRows, tower: Tower) -> str:
         """A tower's rows of a sparse tensor: the indices of its entries, or their values."""
@@ -226,15 +235,19 @@ class Values:
         return unpacked[tensor.name]
 
     def shards_of(self, rows: RowSpace) -> Shards:
-        """The shards of a row space: the batch's, or one that starts with a tensor."""
+        """The shards of a row space: the batch's, of groups, or one that starts with a tensor."""
         if isinstance(rows, PartRows) and rows not in self._shards:
             self._shards[rows] = self._shards_of_part(rows)
         if rows not in self._shards:
-            tensor = self._graph.get_tensor_by_name(rows.name)
-            with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
-                total = tf.shape(tensor)[0]
+            total = self._count_rows(rows) if rows.static is None else None
             self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
         return self._shards[rows]
+
+    def _count_rows(self, rows: RowSpace) -> tf.Tensor:
+        """How many rows there are of those with which a row space starts."""
+        tensor = self._graph.get_tensor_by_name(rows.name)
+        with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
+            return tf.shape(tensor)[0]
 
     def _shards_of_part(self, rows: PartRows) -> Shards:
         """The shards of a part, of which each tower has the rows that it has picked."""
@@ -333,9 +346,12 @@ class Values:
         return pack.split(total, self._nodes, device)
 
     def _symbol_value(self, symbol: Any, tower: Tower | None, dtype: tf.DType) -> Number:
-        """The value of a symbol: how many rows or splits, a dimension, or a tensor's entry."""
+        """The value of a symbol: a number of rows or splits, a dimension, or a tensor's entry."""
         if isinstance(symbol, RowSpace):
             return self.shards_of(symbol).total_as(dtype)
+        if isinstance(symbol, GroupSize):
+            groups = symbol.groups
+            return self.shards_of(groups.origin).group_size(groups.static or 1, dtype)
         if isinstance(symbol, Splits):
             return self.shards_of(symbol.rows).total_as(dtype, more=1)
 

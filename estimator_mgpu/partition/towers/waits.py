@@ -93,13 +93,25 @@ class Waits:
         """The user's ops that wait for further ones."""
         return [op for op, added in self._added.items() if added]
 
-    def missing(self, tensor: tf.Tensor, replacement: tf.Tensor) -> Sequence[tf.Operation]:
-        """What the value that is used in place of a tensor doesn't wait for, and should."""
-        needed = self._order.needs(tensor.op)
-        if replacement is tensor:  # Otherwise, as of a call, something else does what the op did.
-            needed |= self._order.bits(tensor.op) & self._order.effects
-        missing = needed & ~self._bits_of_operand(replacement)
-        return self._order.ops_for(missing, tensor.op)
+    def missing(self, replacements: Sequence[tf.Tensor]) -> list[tf.Operation]:
+        """What the value that is used in place of a tensor doesn't wait for, and should.
+
+        Args:
+          replacements: the tensor, and what one rewrite after another uses in its place. In place
+            of a call's output, it's an identity that waits for all that the call does, and in place
+            of that, what it's an identity of.
+        """
+        used = replacements[-1]
+        waited_for = self._bits_of_operand(used)
+        found: list[tf.Operation] = []
+        for tensor in replacements:
+            needed = self._order.needs(tensor.op)
+            if tensor is used:  # Of others, something else does what their ops did.
+                needed |= self._order.bits(tensor.op) & self._order.effects
+            missing = needed & ~waited_for
+            found += self._order.ops_for(missing, tensor.op)
+            waited_for = union(missing, waited_for)
+        return found
 
     def _visit_copy(self, op: tf.Operation) -> None:
         bits = 0

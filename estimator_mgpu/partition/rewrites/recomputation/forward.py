@@ -26,7 +26,7 @@ from estimator_mgpu.partition.rewrites.recomputation.cuts import (
     crosses_any,
     segment_of,
 )
-from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps, uses_values
+from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.state_order import StateOrder
 
@@ -104,7 +104,7 @@ class Forward:
     def _needed_by(self, backward: Set[tf.Operation]) -> dict[str, tf.Tensor]:
         """The memory of the forward pass that gradients use, by name."""
         needed = {}
-        for op in filter(uses_values, backward):
+        for op in backward:
             for operand in op.inputs:
                 if operand.name in self._roots:
                     root = self._roots[operand.name]
@@ -115,8 +115,6 @@ class Forward:
         """What can be computed again, by name, but for small tensors."""
         last_uses: dict[str, int] = {}
         for op, position in self._positions.items():
-            if not uses_values(op):
-                continue
             for operand in op.inputs:
                 if operand.name in self._roots:
                     last_uses[self._roots[operand.name].name] = position
@@ -188,8 +186,6 @@ def uses_of_copies(step: StepOps, forward: Forward) -> list[Use]:
     """Where gradients use activations that aren't kept."""
     uses = []
     for op in sorted(step.backward, key=private.creation_index):
-        if not uses_values(op):
-            continue
         for position, operand in enumerate(op.inputs):
             if not forward.is_kept(operand):
                 uses.append(Use(op, position, operand))

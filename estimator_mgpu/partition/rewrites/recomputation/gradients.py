@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence, Set
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, Use
-from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps, uses_values
+from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import upstream_bits
 from estimator_mgpu.tf_internals.state_order import StateOrder
@@ -126,6 +126,6 @@ def _with_siblings(op: tf.Operation, step: StepOps) -> set[tf.Operation]:
 
 def _frees_memory(op: tf.Operation, forward: Forward, order: StateOrder) -> bool:
     """Whether an op uses something large, and touches no state."""
-    if order.bits(op) or not uses_values(op):
+    if order.bits(op):
         return False
     return any(operand.dtype.is_floating and forward.is_large(operand) for operand in op.inputs)

@@ -25,8 +25,8 @@ class StepOps:
     Attributes:
       inputs: the names of the tensors of the batch.
       ops: all of them.
-      forward: those that depend on the values of the batch, but not on gradients; or on gradients
-        that are a part of the loss.
+      forward: those that depend on the values of the batch, rather than only on their shapes, but
+        not on gradients; or on gradients that are a part of the loss.
       backward: the others that depend on the values of the batch.
       needed: the ops that results depend on. What an Identity only waits for doesn't count.
     """
@@ -77,13 +77,13 @@ def _dependents_of_values(inputs: Sequence[tf.Tensor], existing_ops: Set[str]) -
     stack = list(inputs)
     while stack:
         for op in stack.pop().consumers():
-            if op not in reached and uses_values(op) and op.name not in existing_ops:
+            if op not in reached and _uses_values(op) and op.name not in existing_ops:
                 reached.add(op)
                 stack += op.outputs
     return reached
 
 
-def uses_values(op: tf.Operation) -> bool:
+def _uses_values(op: tf.Operation) -> bool:
     """Whether an op needs more of its inputs than their shapes."""
     return op.type not in op_types.SHAPE_QUERIES and op.type not in op_types.ZEROS_ONES_LIKE
 

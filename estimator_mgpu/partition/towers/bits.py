@@ -1,0 +1,67 @@
+"""Masks that wait for their turns, a bit for each entry.
+
+With micro-batches, a device needs a mask for one turn at a time. But a mask of seeded dropout is
+drawn for the global batch at once, and booleans are a byte each: the masks of all turns would take
+a good part of the memory that micro-batches save. So a mask is packed as soon as it's there. Each
+turn takes the bytes of its rows, and unpacks them on its device:
+
+    mask        [batch, 4, 6]    booleans
+    packed      [batch, 3]       bytes, of which a turn takes its rows
+    unpacked    [rows, 3, 8]     booleans, looked up by byte
+    shard       [rows, 4, 6]     booleans
+
+In: names of tensors. Out: names of what was added.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+
+PACKED = tf.uint8
+"""The type of what is packed."""
+
+_ALIGN_BITS = 0x0102040810204080
+"""The product of this and of a number with eight bytes that are 0 or 1 has these eight bits as its
+highest byte. It's a sum of eight shifted numbers: each moves another bit there, and no two add up
+anywhere.
+"""
+
+_BYTES = np.arange(256, dtype=np.uint8)
+_ENTRIES = np.unpackbits(_BYTES[:, None], axis=1, bitorder=sys.byteorder).tolist()
+"""The eight entries that each packed byte stands for: [256, 8]."""
+
+
+def can_be_packed(mask: tf.Tensor) -> bool:
+    """Whether a tensor has booleans, and the entries of a row fill bytes."""
+    if mask.dtype.base_dtype != tf.bool or not mask.shape.rank:
+        return False
+    entries_per_row = mask.shape[1:].num_elements()  # None if the graph doesn't know
+    return bool(entries_per_row) and entries_per_row % 8 == 0
+
+
+def pack(nodes: NodeBuilder, value: str, mask: tf.Tensor, device: str) -> str:
+    """Packs the value of a mask, on a device: [rows, bytes]."""
+    bytes_per_row = mask.shape[1:].num_elements() // 8
+    eights = nodes.add('Reshape', [value, [-1, bytes_per_row, 8]], device, T=tf.bool)
+    eights = nodes.cast(eights, tf.bool, tf.uint8, device)
+    numbers = nodes.add('Bitcast', [eights], device, T=tf.uint8, type=tf.uint64)
+
+    factor = nodes.const(_ALIGN_BITS, tf.uint64, device)
+    aligned = nodes.add('Mul', [numbers, factor], device, T=tf.uint64)
+    seven_bytes = nodes.const(56, tf.uint64, device)
+    highest = nodes.add('RightShift', [aligned, seven_bytes], device, T=tf.uint64)
+    return nodes.cast(highest, tf.uint64, PACKED, device)
+
+
+def unpack(nodes: NodeBuilder, packed: str, mask: tf.Tensor, device: str) -> str:
+    """Unpacks some rows of a mask, on a device."""
+    numbers = nodes.cast(packed, PACKED, tf.int32, device)
+    entries = nodes.const(_ENTRIES, tf.bool, device)
+    types = {'Tparams': tf.bool, 'Tindices': tf.int32, 'Taxis': tf.int32}
+    unpacked = nodes.add('GatherV2', [entries, numbers, 0], device, **types)
+    return nodes.add('Reshape', [unpacked, [-1, *mask.shape.as_list()[1:]]], device, T=tf.bool)

@@ -1,0 +1,149 @@
+"""Gates: what lets the chained ops of a turn wait for the turn before.
+
+The towers of a device are a chain: a turn begins when the turn before has left nothing but its
+results, such as a running sum of each gradient. Until then, its ops wait for a *gate*:
+
+    before the chain      turn 0                     turn 1
+
+                          slice        +---> gate -> slice
+                            |          |               |
+    longest sequence -----> forward    |             forward
+                            |          |               |
+                            backward   |             backward
+                            |          |               |
+                            gradient --+-------------> running sum --> after the chain
+
+In: the units of a step, and the `Schedule` that says which are chained. Out: the gates, and nodes
+that wait for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from estimator_mgpu.partition.towers.edges import Edges, StepUnits, Unit, op_name
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.schedule import Schedule
+from estimator_mgpu.partition.towers.turns import Tower
+from estimator_mgpu.tf_internals import op_types
+
+
+def add_gates(
+    nodes: NodeBuilder, step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
+) -> None:
+    """Adds gates: each turn's ops wait until the turn before has left its results.
+
+    Args:
+      nodes: where the gates are added.
+      step: the units that a step runs.
+      schedule: which of them run one turn after another.
+      towers: a device and a turn each.
+    """
+    ends = _ends_of_turns(step, schedule, towers)
+    gates: dict[int, str] = {}  # by tower
+    for tower in towers:
+        if tower.turn > 0:
+            gates[tower.number] = nodes.gate(
+                tower.number, ends.get(tower.number - 1, []), tower.device
+            )
+
+    parts = _parts_of_turns(step, schedule)
+    for unit in step.order:
+        if unit.tower not in gates or unit.name not in schedule.chained:
+            continue
+        waiting = parts.get(unit, [])
+        if not waiting and not _follows_in_turn(unit, step, schedule):
+            waiting = step.edges.entries(unit)
+        for name in waiting:
+            _let_wait(step.edges.nodes[name], gates[unit.tower])
+
+
+def _ends_of_turns(
+    step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
+) -> dict[int, list[str]]:
+    """What each turn leaves, by the number of its tower: the last nodes that are made of it.
+
+    A running sum is one, as what waits for it is made of the next turn, too.
+    """
+    last_turns = _last_turns(step, schedule, towers)
+    ends = defaultdict[int, dict[str, None]](dict)
+    for unit in step.order:
+        for edge in step.inputs[unit]:
+            turn = last_turns.get(edge.unit)
+            if turn is not None and turn != last_turns.get(unit):
+                ends[turn.number][edge.source] = None
+    return {number: list(names) for number, names in ends.items()}
+
+
+def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) -> dict[Unit, Tower]:
+    """The last turn that a unit is made of, of those units that are made of one chain only.
+
+    The user's own ops have none, as they run once.
+    """
+    last_turns: dict[Unit, Tower] = {}
+    made_of: dict[Unit, set[Tower]] = {}  # those whose chained copies a unit is made of
+    for unit in step.order:
+        turns: set[Tower] = set()
+        for edge in step.inputs[unit]:
+            turns |= made_of.get(edge.unit, set())
+        if unit.tower is not None and unit.name in schedule.chained:
+            turns.add(towers[unit.tower])
+        made_of[unit] = turns
+
+        first_towers = {tower.number - tower.turn for tower in turns}
+        if len(first_towers) == 1 and step.edges.is_added(unit):
+            last_turns[unit] = max(turns)
+    return last_turns
+
+
+def _parts_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str]]:
+    """The parts of full values that are only for a turn's chain, by the copies that use them."""
+    parts_of = defaultdict[Unit, list[str]](list)
+    for part, users in _users_of_parts(step.edges).items():
+        in_step = [user for user in users if user in step.inputs]
+        towers = {user.tower for user in users}
+        is_chained = all(user.name in schedule.chained for user in in_step)
+        if len(towers) == 1 and is_chained:
+            for user in in_step:
+                parts_of[user].append(part)
+    return parts_of
+
+
+def _users_of_parts(edges: Edges) -> dict[str, set[Unit]]:
+    """What uses each part of a full value, by the name of the part: copies, mostly.
+
+    A part may come to a copy by way of other nodes, such as those that unpack a mask.
+    """
+    users_of_nodes = defaultdict[str, list[str]](list)
+    for name, node in edges.nodes.items():
+        for operand in node.input:
+            users_of_nodes[op_name(operand)].append(name)
+
+    users_of_parts = defaultdict[str, set[Unit]](set)
+    for part, node in edges.nodes.items():
+        if node.op not in op_types.TAKE_PARTS or edges.unit_of(part) != Unit(None, part):
+            continue
+        stack = [part]
+        while stack:
+            for user in users_of_nodes[stack.pop()]:
+                unit = edges.unit_of(user)
+                if unit == Unit(None, user) and edges.nodes[user].op in op_types.PASS_PARTS:
+                    stack.append(user)
+                else:
+                    users_of_parts[part].add(unit)
+    return users_of_parts
+
+
+def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:
+    """Whether a unit is given something by another one of the same turn's chain."""
+    return any(
+        edge.unit.tower == unit.tower and edge.unit.name in schedule.chained
+        for edge in step.inputs[unit]
+    )
+
+
+def _let_wait(node: Any, gate: str) -> None:
+    if gate not in node.input:
+        node.input.append(gate)
