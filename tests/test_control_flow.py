@@ -44,23 +44,40 @@ def width(x):
     return tf.cond(given, lambda: tf.shape(x)[1], lambda: 0)
 
 
-@pytest.mark.parametrize('program', [largest, replaced, doubled, counted, width])
+def asserted_in_vain(x):
+    """Nothing waits for the assertion, so it doesn't run; examples decide which branch does."""
+
+    def body(net):
+        small = tf.reduce_all(net < 0)
+
+        def other():
+            tf.raw_ops.Assert(condition=small, data=['large'])
+            return net * 3
+
+        return [tf.cond(small, lambda: net * 2, other)]
+
+    return loop(body, x)
+
+
+@pytest.mark.parametrize('program', [asserted_in_vain, largest, replaced, doubled, counted, width])
 def test_runs_once(program):
     sharded = check_rule(program, ROWS)
     assert not {op_type for op_type in sharded if op_type.endswith(('While', 'If'))}
 
 
-OUTPUTS = {}  # by program, a reason why ops run once, if the batch has a static size and if not
+OUTPUTS = {}  # by program, a reason why ops run once if the size of the batch is static, and if not
 
 
-def output(static='', dynamic=''):
+def output(reason='', static=None):
     """Registers a function of [batch, 3] that one test computes beside all others.
 
-    Without a reason, all of its ops are sharded.
+    Args:
+      reason: why ops run once; '' if all are sharded.
+      static: the same if the size of the batch is static, where that counts.
     """
 
     def register(function):
-        OUTPUTS[function] = {True: static, False: dynamic}
+        OUTPUTS[function] = {True: reason if static is None else static, False: reason}
         return function
 
     return register
@@ -73,13 +90,13 @@ def unknown(x):
     return rows
 
 
-@output('matmul needs all examples', 'matmul needs all examples')
+@output('matmul needs all examples')
 def products_of_examples(x):
     """Of each example with each other one."""
     return loop(lambda net: [tf.tanh(net @ tf.transpose(net)) @ net], x)
 
 
-@output('this AddV2 needs all examples', 'MatMul needs all examples')
+@output('MatMul needs all examples', static='this AddV2 needs all examples')
 def sparse_matrix(x):
     """Its rows can't be told apart in a loop."""
     sparse = tf.sparse.from_dense(x)
@@ -87,7 +104,7 @@ def sparse_matrix(x):
     return loop(lambda net: [tf.tanh(net) + tf.sparse.sparse_dense_matmul(sparse, matrix)], x)
 
 
-@output('this StatelessIf needs all examples', 'this StatelessIf needs all examples')
+@output('this StatelessIf needs all examples')
 def size_that_a_branch_gives(x):
     def body(net, is_even):
         count = tf.raw_ops.Shape(input=net)[0]
@@ -97,40 +114,40 @@ def size_that_a_branch_gives(x):
     return loop(body, x, True)
 
 
-@output('no rule for PyFunc', 'ConcatV2 needs a slice of Exp')
+@output('ConcatV2 needs a slice of Exp', static='no rule for PyFunc')
 def rows_of_unknown_number(x):
     """They are as many as the batch has, or else the op fails."""
     rows = unknown(x)
     return loop(lambda net: [tf.concat([net, tf.exp(rows)], 1)[:, 1:4]], x)
 
 
-@output('the size of', 'the size of')
+@output('the size of')
 def examples_in_place_of_others(x):
     """How many there are before the first step, nobody knows."""
     return loop(lambda net: [tf.tanh(x)], unknown(x))
 
 
-@output('', 'Less needs all examples')
+@output('Less needs all examples', static='')
 def a_step_for_each_example(x):
     count = tf.raw_ops.Shape(input=x)[0]
     return tf.while_loop(lambda i, _: i < count, lambda i, net: (i + 1, tf.tanh(net)), [0, x])[1]
 
 
-@output('', 'needs a slice of Const')
+@output('needs a slice of Const', static='')
 def sums_that_begin_with_one(x):
     """In each step of a loop, an inner one sums examples; the one counts once."""
-    add = lambda _, total: (_ + 1, total + tf.reduce_sum(x))  # noqa: E731
+    add = lambda i, total: (i + 1, total + tf.reduce_sum(x))  # noqa: E731
     sums = lambda: tf.while_loop(lambda i, _: i < 2, add, [0, 1.0])[1]  # noqa: E731
     return loop(lambda total: [total + sums()], 0.0)
 
 
-@output('', 'Cast needs all examples')
+@output('Cast needs all examples', static='')
 def size_of_the_batch(x):
     count = lambda net: tf.cast(tf.raw_ops.Shape(input=net)[0], tf.float32)  # noqa: E731
     return loop(lambda net: [tf.tanh(net) / count(net)], x)
 
 
-@output('the sizes of Shape are unknown', 'the sizes of Shape are unknown')
+@output('the sizes of Shape are unknown')
 def shape_of_a_sum(x):
     """Nobody knows which rank it has."""
     shape = tf.placeholder_with_default([3], None)
@@ -142,7 +159,23 @@ def shape_of_a_sum(x):
     return loop(body, x)
 
 
-@output('changes from step to step', 'changes from step to step')
+@output('this TensorListStack needs all examples')
+def list_of_shapes(x):
+    def body(net):
+        shapes = tf.raw_ops.EmptyTensorList(
+            element_shape=[2], max_num_elements=1, element_dtype=tf.int32
+        )
+        shape = tf.raw_ops.Shape(input=net)
+        shapes = tf.raw_ops.TensorListPushBack(input_handle=shapes, tensor=shape)
+        stacked = tf.raw_ops.TensorListStack(
+            input_handle=shapes, element_shape=[2], element_dtype=tf.int32
+        )
+        return [tf.reshape(tf.tanh(net), stacked[0])]
+
+    return loop(body, x)
+
+
+@output('changes from step to step')
 def twice_the_rows(x):
     pairs = lambda net: tf.stack([net, tf.tanh(net)], 1)  # noqa: E731
     return loop(lambda net: [tf.reshape(pairs(net), [2 * tf.shape(net)[0], 3])], x)

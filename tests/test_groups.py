@@ -87,6 +87,12 @@ def of_a_size_by_hand(x):
     return centered(tf.reshape(x, [4, tf.shape(x)[0] // 4, 6]))
 
 
+def by_its_own_group(x):
+    groups = tf.reshape(x, [4, -1, 6])
+    mean, variance = tf.nn.moments(groups, 1, keepdims=True)
+    return tf.reshape((groups - mean) * tf.rsqrt(variance + 1), tf.shape(x))
+
+
 def first_of_each(x):
     groups = centered(tf.reshape(x, [4, -1, 6]))
     return tf.reshape(groups[:, :1], [-1, 6])
@@ -99,7 +105,7 @@ def slope_of_mean(x):
 
 SHARDED = [
     *(of_images, gathered, numbered, groups_of_groups, of_a_size_by_hand),
-    *(first_of_each, slope_of_mean),
+    *(by_its_own_group, first_of_each, slope_of_mean),
 ]
 
 

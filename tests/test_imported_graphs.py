@@ -259,7 +259,63 @@ def test_the_shapes_in_imported_loops():
     with tf.Graph().as_default() as graph:
         x = tf.placeholder(tf.float32, [None, STEPS, WIDTH])
         tf.import_graph_def(with_functions(loop_of_three), {'x:0': x}, name='')
-        read_functions(graph.get_operations())
+        read_functions(graph)
         [loop] = [op for op in graph.get_operations() if op.type == 'StatelessWhile']
         _, body = function_calls.function_graphs(loop)
         check_shapes(body.inputs[3:6])
+
+
+def read(definition, width=WIDTH):
+    """Imports the definition of `call_in_loop`, and reads the functions of its loop.
+
+    Returns:
+      Types of the ops in the loop's body; none if it isn't read.
+    """
+    with tf.Graph().as_default() as graph:
+        x = tf.placeholder(tf.float32, [7, STEPS, width])
+        tf.import_graph_def(definition, {'x:0': x}, name='')
+        read_functions(graph)
+        [loop] = [op for op in graph.get_operations() if op.type == 'StatelessWhile']
+        bodies = function_calls.function_graphs(loop)[1:]
+        return [op.type for body in bodies for op in body.get_operations()]
+
+
+def definition_and_call():
+    """The definition of `call_in_loop`, the function of its loop's body, and the call in it."""
+    definition = tf.GraphDef()
+    definition.CopyFrom(with_functions(call_in_loop))
+    for function in definition.library.function:
+        for node in function.node_def:
+            if node.op.endswith('PartitionedCall'):
+                return definition, function, node
+    raise AssertionError('nothing is called')
+
+
+def test_functions_that_are_not_read():
+    definition, body, call = definition_and_call()
+    assert 'AddV2' in read(definition)
+    body.attr['_noinline'].b = True
+    assert not read(definition)
+
+    definition, body, call = definition_and_call()
+    call.attr['f'].func.name = body.signature.name  # It calls itself.
+    assert not read(definition)
+
+
+@pytest.mark.parametrize('waits', [False, True], ids=['', 'waits'])
+def test_a_call_by_an_op_of_the_name_of_a_function(waits):
+    """TensorFlow 1's calls: the function's ops take its place, unless it has control edges."""
+    definition, body, call = definition_and_call()
+    name = call.attr['f'].func.name
+    [layer] = [each for each in definition.library.function if each.signature.name == name]
+    [output] = layer.signature.output_arg
+    for node in body.node_def:
+        renamed = f'{call.name}:{output.name}:0'
+        node.input[:] = [renamed if i == f'{call.name}:output:0' else i for i in node.input]
+    call.op = name
+    call.attr.clear()
+    if waits:
+        call.input.append(f'^{body.signature.input_arg[0].name}')
+    types = read(definition)
+    assert (name in types, 'MatMul' in types) == (waits, not waits)
+    assert not read(definition, WIDTH + 1)  # It isn't legal for these shapes.

@@ -121,17 +121,20 @@ def test_turns_wait_for_each_other():
 def test_masks_wait_as_bits():
     """A device keeps a bit for each entry, and a turn unpacks its own."""
     run = train(of_all_modes(dropout, sgd_train), batches(12), 2, steps=1, microbatches=3)
-    masked = [NAMES.copy('dropout/SelectV2', tower) for tower in range(6)]
     packed = set()
-    for tower, name in enumerate(masked):
-        mask = run.graph.get_operation_by_name(name).inputs[0]
-        ancestors = graphs.ancestors([mask.op])
-        packed |= {op for op in ancestors if op.type == 'RightShift'}
-        before = {tower_of(op.name) for op in ancestors} - {None}
-        assert before == set(range(tower - tower % 3, tower))
+    for tower in range(6):
+        copy = run.graph.get_operation_by_name(NAMES.copy('dropout/SelectV2', tower))
+        mask = copy.inputs[0]
         assert mask.shape.as_list() == [2, 4, 6]
-    [mask] = packed
-    assert mask.outputs[0].shape.as_list() == [12, 3]
+
+        unpacked = mask.op.inputs[0]
+        before = graphs.ancestors([unpacked.op])
+        earlier_turns = set(range(tower - tower % 3, tower))
+        assert {tower_of(op.name) for op in before} == {None, *earlier_turns}
+        packed |= {op.outputs[0] for op in before if op.type == 'RightShift'}
+
+    [mask] = packed  # drawn once
+    assert mask.shape.as_list() == [12, 3]
 
 
 def test_one_sum_of_a_device_is_sent():

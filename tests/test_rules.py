@@ -653,6 +653,12 @@ def test_a_mean_of_integers():
     assert 'Mean' not in check_rule(lambda x: tf.reduce_mean(x, 0), rows)
 
 
+def test_what_is_added_in_place():
+    """Only to what a device has made: others may use the same memory."""
+    add = lambda x: tf.raw_ops.InplaceAdd(x=tf.tanh(x)[None], i=[0], v=x[None])  # noqa: E731
+    assert 'InplaceAdd' not in check_rule(add, np.ones([7, 3], np.float32))
+
+
 def with_letters(rule):
     """A rule with a letter in place of each word's first `_`, of each word's second, and so on."""
     words = rule.split()

@@ -73,7 +73,7 @@ def divide(
     unsharded = _unsharded_leaves(batch)
 
     inputs = tf.nest.flatten([batch.sources, unsharded], expand_composites=True)
-    read_functions(dependents(inputs, existing_ops))
+    read_functions(graph, existing_ops)
     model = later_gradients.note_model(graph)
     replaced = inline_calls(graph, existing_ops)
     model.note_inlined(replaced)

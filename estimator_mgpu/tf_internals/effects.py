@@ -115,9 +115,10 @@ def can_be_repeated(op: tf.Operation) -> bool:
 
 
 def is_assertion(op: tf.Operation) -> bool:
-    """Whether an op is a branch that fails if it isn't true what chooses it: so is `tf.Assert`.
+    """Whether an op is a branch that fails unless what chooses it is true: so is `tf.Assert`.
 
-    With `If(x, [x, y], then_branch, else_branch)`, it's the `else_branch` that has `Assert(x, y)`.
+    With `If(x, [x, y], then_branch, else_branch)`, the `else_branch` has `Assert(x, y)`, for which
+    all that it returns waits.
     """
     if op.type not in op_types.IFS:
         return False
@@ -131,10 +132,13 @@ def is_assertion(op: tf.Operation) -> bool:
         for argument, operand in zip(else_branch.inputs, arguments)
         if operand.name == chooses.name
     }
-    inner_ops = else_branch.get_operations()
-    return any(
-        inner.type == op_types.ASSERT and inner.inputs[0].name in same for inner in inner_ops
-    )
+    assertions = {
+        inner
+        for inner in else_branch.get_operations()
+        if inner.type == op_types.ASSERT and inner.inputs[0].name in same
+    }
+    before_outputs = [graphs.ancestors([output.op]) for output in else_branch.outputs]
+    return bool(before_outputs) and all(assertions & before for before in before_outputs)
 
 
 def _takes_references(definition: Any) -> bool:

@@ -22,6 +22,9 @@ REARRANGEMENTS = (*VIEWS, 'Transpose')
 TAKE_PARTS = ('ConcatV2', 'GatherV2', 'Reshape', 'StridedSlice')
 """Ops by which a tower is given its part of a full value."""
 
+PASS_PARTS = (*TAKE_PARTS, 'Cast')
+"""Ops on the way from a full value to the copy that is given a part of it."""
+
 # The ops of a v1 loop: where it begins and ends, its way back, where that joins its begin, its
 # condition, and where a step goes on or ends. Branches begin at a `Switch`, too, and join at a
 # `Merge`. Walks over a graph must not run in circles.

@@ -71,9 +71,9 @@ with_variable_store = _find('ops.variable_scope', 'with_variable_store')
 constant_value = _find('framework.tensor_util', 'try_evaluate_constant')
 get_function = _find('framework.ops', 'Graph._get_function')
 
-# (FunctionDef, input_shapes): the graph of a function, which the default graph's call.
+# (FunctionDef, input_shapes=): the graph of a function that ops of the default graph may call.
 function_def_to_graph = _find('framework.function_def_to_graph', 'function_def_to_graph')
-# (function's graph): adds the function to the default graph; returns its name.
+# (function's graph): adds the function to the graph whose ops may call it; returns its name.
 add_function = _find('ops.control_flow_util_v2', 'create_new_tf_function')
 unique_function_name = _find('ops.control_flow_util_v2', 'unique_fn_name')  # (scope, name)
 set_attribute = _find('framework.ops', 'Operation._set_attr')  # (op, name, AttrValue)

@@ -18,7 +18,7 @@ unknown.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -27,33 +27,30 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
-def read_functions(ops: Sequence[tf.Operation]) -> None:
-    """Lets the callers among these ops name functions that have graphs.
+def read_functions(graph: tf.Graph, existing_ops: Set[str] = frozenset()) -> None:
+    """Lets callers of functions without graphs name functions with graphs, if these can be read.
 
     Args:
-      ops: of a graph, or of a function's graph. Those whose functions have graphs stay as they are,
-        and so do those whose functions can't be read.
+      graph: the graph that the model_fn has built, or the graph of a function.
+      existing_ops: names of ops that were there before the model_fn, which stay as they are.
     """
-    for op in ops:
-        if op.type in op_types.FUNCTION_CALLERS and not function_calls.function_graphs(op):
-            functions = _read_all(op)
-            if functions is not None:
-                function_calls.set_functions(op, [_registered(op, graph) for graph in functions])
+    for op in graph.get_operations():
+        if op.type not in op_types.FUNCTION_CALLERS or op.name in existing_ops:
+            continue
+        functions = [] if function_calls.function_graphs(op) else _read_all(op)
+        if functions:
+            for function in functions:
+                read_functions(function)
+            names = [private.add_function(function) for function in functions]
+            function_calls.set_functions(op, names)
 
 
-def _registered(op: tf.Operation, function: Any) -> str:
-    """Adds a function to the graph of the op that calls it, with all that it calls; its name."""
-    read_functions(function.get_operations())
-    with op.graph.as_default():
-        return private.add_function(function)
-
-
-def _read_all(op: tf.Operation) -> list[Any] | None:
-    """The graphs of the functions that an op calls; None if they can't be read."""
+def _read_all(op: tf.Operation) -> list[Any]:
+    """The graphs of the functions that an op calls; [] if they can't be read."""
     called = function_calls.called_functions(op.node_def)
     names = [function.name for function in called]
     if not all(_is_readable(op.graph, name) for name in names):
-        return None
+        return []
     definitions = [_without_calls(op.graph, _definition(op.graph, name)) for name in names]
 
     arguments = list(op.inputs)[1:] if op.type in op_types.BRANCHES else list(op.inputs)
@@ -63,7 +60,7 @@ def _read_all(op: tf.Operation) -> list[Any] | None:
             shapes = _shapes_in_steps(op, definitions[-1], shapes)
         return [_read(op, definition, shapes) for definition in definitions]
     except ValueError:
-        return None  # A branch that is never taken needn't be legal for these shapes.
+        return []  # A branch that is never taken needn't be legal for these shapes.
 
 
 def _is_readable(graph: tf.Graph, name: str) -> bool:

@@ -29,8 +29,6 @@ from estimator_mgpu.partition.towers.schedule import Schedule
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
 
-_ON_THE_WAY = (*op_types.TAKE_PARTS, 'Cast')  # from a full value to the copy that a part is for
-
 
 def add_gates(
     nodes: NodeBuilder, step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
@@ -131,7 +129,7 @@ def _users_of_parts(edges: Edges) -> dict[str, set[Unit]]:
         while stack:
             for user in users_of_nodes[stack.pop()]:
                 unit = edges.unit_of(user)
-                if unit == Unit(None, user) and edges.nodes[user].op in _ON_THE_WAY:
+                if unit == Unit(None, user) and edges.nodes[user].op in op_types.PASS_PARTS:
                     stack.append(user)
                 else:
                     users_of_parts[part].add(unit)
