@@ -220,4 +220,6 @@ def labeled(x):
 
 
 def test_runs_on_every_device():
-    assert {'While', 'StatelessWhile'} & check_rule(labeled, ROWS)
+    """And so does what is made of its result."""
+    sharded = check_rule(lambda x: tf.exp(labeled(x)), ROWS)
+    assert {'While', 'StatelessWhile'} & sharded and 'Exp' in sharded
