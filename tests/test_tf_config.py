@@ -13,7 +13,7 @@ pytestmark = pytest.mark.core
 
 TASKS = {'worker': ['w0:1', 'w1:1'], 'ps': ['p0:1'], 'chief': ['c0:1']}
 TASK = {'type': 'worker', 'index': 0}
-NO_ADDRESSES = ['w0', 'http://w0:1', 'w0:0', 'w0:port', ':1', 'w0:70000', 'host..domain:1', '.:1']
+NO_ADDRESSES = ['w0', 'http://w0:1', 'w0:0', 'w0:port', ':1', 'w0:65536', 'host..domain:1', '.:1']
 NO_ADDRESSES += [f'{64 * "a"}.org:1', 'w 0:1']
 NO_TASKS = [('worker', 'x', 'an index'), ('worker', 2, 'an index'), ('worker', -1, 'an index')]
 NO_TASKS += [
@@ -78,7 +78,7 @@ def test_one_that_was_set_after_the_import(monkeypatch):
     given = [
         ({'master': ['m0:1'], 'worker': ['w0:1']}, 'no job but'),
         ({**TASKS, 'worker': ['host..domain:1']}, 'an address'),
-        ({**TASKS, 'worker': ['w0:70000']}, 'an address'),
+        ({**TASKS, 'worker': ['w0:65536']}, 'an address'),
         ({**TASKS, 'worker': ['c0:1']}, 'an address of its own'),
     ]
     for cluster, needs in given:

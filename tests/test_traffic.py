@@ -6,12 +6,13 @@ import re
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
 from estimator_mgpu.cluster import sessions
 from estimator_mgpu.devices import machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from models import floats
 from test_samples import SAMPLES
-from towers import nodes_of_a_step
+from towers import NAMES, nodes_of_a_step
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
@@ -70,3 +71,17 @@ def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
     for task, size in received.items():
         # The loss isn't asked for here, nor are constants sent that are made anew.
         assert size == pytest.approx(expected[task], rel=0.01)
+
+
+def test_small_constants_are_not_sent():
+    """Each device has a copy of those with up to 1024 entries."""
+
+    def model_fn(features):
+        wide = {f'{n}': tf.matmul(features, tf.constant(floats(1, n))) for n in (1024, 1025)}
+        return tf.estimator.EstimatorSpec('infer', predictions=wide)
+
+    with tf.Graph().as_default() as graph:
+        estimator_mgpu.replicate(model_fn, devices=2)(tf.placeholder(tf.float32, [None, 1]))
+    added = [op for op in graph.get_operations() if NAMES.is_added(op.name) and op.type == 'Const']
+    copied = [op.outputs[0].shape.num_elements() for op in added]
+    assert copied.count(1024) == 2 and 1025 not in copied
