@@ -5,6 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import check_rule, replicate, steps
+from estimator_mgpu.tf_internals import graphs
 from towers import compare_outputs
 
 ROWS = np.random.RandomState(0).randn(7, 3).astype(np.float32)
@@ -262,3 +263,21 @@ def scaled_by_steps(x):
 @pytest.mark.parametrize('program', [labeled, checked, scaled_by_steps])
 def test_runs_on_every_device(program, behavior):
     assert {'While', 'StatelessWhile', 'Enter'} & check_rule(program, ROWS)
+
+
+def test_a_loop_that_uses_a_variable_does_not_run_beside_its_copies():
+    """The gradients of a loop ask for the shape of each variable that it has used."""
+
+    def model_fn(features):
+        weights = tf.get_variable('weights', [3, 3], use_resource=True)
+        net = loop(lambda net: [tf.matmul(net, weights)], features)
+        loss = tf.reduce_mean(net)
+        train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss)
+        return tf.estimator.EstimatorSpec('train', loss=loss, train_op=train_op)
+
+    with tf.Graph().as_default():
+        tf.train.create_global_step()
+        spec = replicate(model_fn, devices=2)(tf.constant(ROWS))
+        needed = graphs.ancestors([spec.train_op])
+    loops = {op.name for op in needed if op.type == 'While'}
+    assert loops == {'while/replicate/tower_0', 'while/replicate/tower_1'}

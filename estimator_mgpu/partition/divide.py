@@ -16,6 +16,7 @@ from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
+from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handles
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
@@ -79,6 +80,7 @@ def divide(
     model.note_inlined(replaced)
     replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
     infer_loop_shapes(graph)
+    bypass_loops_of_handles(graph, existing_ops)
     if batch_norm != 'device':
         replaced.update(expand_batch_norm(graph, existing_ops))
     recomputation = None

@@ -1,0 +1,52 @@
+"""What comes after a loop uses the variables that the loop was given, rather than passed on.
+
+The body of a `While` may use a variable. Then the loop also has the variable's handle as an output,
+and `tf.gradients` asks for the shape of that:
+
+    variable ---> While ---> handle ---> VariableShape
+
+For this shape, the user's loop would run in each step, beside the copies of all towers:
+
+    variable ---> While
+        |
+        +-------------------------------> VariableShape
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.tf_internals.v1_loops import passed_on
+
+
+def bypass_loops_of_handles(graph: tf.Graph, existing_ops: Set[str]) -> None:
+    """Lets the users of handles that loops pass on use those that the loops were given.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      existing_ops: names of ops that were there before the model_fn, which stay as they are.
+    """
+    for op in graph.get_operations():
+        if op.type in op_types.LOOPS and op.name not in existing_ops:
+            for index, output in enumerate(op.outputs):
+                if output.dtype == tf.resource and _passes_on(op, index):
+                    _redirect(output, op.inputs[index])
+
+
+def _passes_on(loop: tf.Operation, index: int) -> bool:
+    """Whether a loop's variable is the same after each step; False if that isn't known."""
+    functions = function_calls.function_graphs(loop)
+    if not functions:
+        return False
+    _, body = functions
+    return passed_on(body.outputs[index]) is body.inputs[index]
+
+
+def _redirect(output: tf.Tensor, replacement: tf.Tensor) -> None:
+    for consumer in output.consumers():
+        for position, operand in enumerate(consumer.inputs):
+            if operand is output:
+                private.set_input(consumer, position, replacement)
