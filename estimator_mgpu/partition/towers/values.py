@@ -132,7 +132,10 @@ class Values:
         return shards.slice(full, dtype, need.axis, need.factor, tower, device)
 
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
-        """Whether turns take their slices of a packed value: of a mask that isn't the batch's."""
+        """Whether turns take their slices of a packed value, rather than of the value itself.
+
+        A mask of the batch isn't packed: it's kept anyway.
+        """
         has_turns = self._towers[-1].turn > 0
         return has_turns and tensor.name not in self._source_names and bits.can_be_packed(tensor)
 
@@ -235,7 +238,7 @@ class Values:
         return unpacked[tensor.name]
 
     def shards_of(self, rows: RowSpace) -> Shards:
-        """The shards of a row space: the batch's, of groups, or one that starts with a tensor."""
+        """The shards of a row space: the batch's, that of groups, or one of a tensor."""
         if isinstance(rows, PartRows) and rows not in self._shards:
             self._shards[rows] = self._shards_of_part(rows)
         if rows not in self._shards:
@@ -244,7 +247,7 @@ class Values:
         return self._shards[rows]
 
     def _count_rows(self, rows: RowSpace) -> tf.Tensor:
-        """How many rows there are of those with which a row space starts."""
+        """How many rows the tensor has with which a row space starts."""
         tensor = self._graph.get_tensor_by_name(rows.name)
         with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
             return tf.shape(tensor)[0]
@@ -351,7 +354,7 @@ class Values:
             return self.shards_of(symbol).total_as(dtype)
         if isinstance(symbol, GroupSize):
             groups = symbol.groups
-            return self.shards_of(groups.origin).group_size(groups.static or 1, dtype)
+            return self.shards_of(groups.origin).group_size(groups.count, dtype)
         if isinstance(symbol, Splits):
             return self.shards_of(symbol.rows).total_as(dtype, more=1)
 
