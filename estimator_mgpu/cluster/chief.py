@@ -27,7 +27,7 @@ from estimator_mgpu.devices import device_spec, machine_of
 from estimator_mgpu.tf_internals import error_messages
 from estimator_mgpu.tf_internals.lost_sessions import lost_sessions
 
-_T = TypeVar('_T')
+T = TypeVar('T')
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
 # The errors of a task that goes, or is stopped, while the chief asks it something.
 _LOST_TASK = (
@@ -141,7 +141,7 @@ class Chief:
             devices[task] = [name for name in names if machine_of(name) == task]
         return devices
 
-    def _meet(self, prepare: Callable[[], _T]) -> _T:
+    def _meet(self, prepare: Callable[[], T]) -> T:
         """Waits until all tasks answer, leads them if they fit, and then prepares the training.
 
         It waits for a task that hasn't been started yet, was killed, or is stopped or cut off. If a

@@ -75,8 +75,8 @@ def decide_branches(
         output_placements.append(placement)
         output_dims.append(_output_dims(functions, output, placement, bodies, index))
 
-    # In the graph, a branch that returns no examples runs once. In a function nothing can, and such a
-    # branch may check examples.
+    # In the graph, a branch that returns no examples runs once. In a function nothing can run once,
+    # and such a branch may check examples.
     returns_no_examples = all(placement == REPLICATE for placement in output_placements)
     if returns_no_examples and not scope.in_function:
         return None
