@@ -214,7 +214,8 @@ class Model:
     def _reruns(self, added: Sequence[tf.Operation]) -> list[_Rerun]:
         """What runs for gradients, although towers have copies of it.
 
-        Gradients need what a loop or a branch has computed inside, which copies don't give.
+        Gradients need what a loop or a branch has computed inside, which copies don't give. The ops
+        of a TensorFlow 1 branch have full values, so no branch of that kind runs again.
 
         Args:
           added: the ops of gradients.
@@ -316,9 +317,11 @@ def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
     def gradients_of_model(*args: Any, **kwargs: Any) -> Any:
         graph = graphs.outermost_graph(tf.get_default_graph())
         model: Model | None = getattr(graph, _MODEL, None)
+        # In a finalized graph, TensorFlow itself raises an error.
         if model is None or model.is_changing or graph.finalized:
             return gradients(*args, **kwargs)
 
+        # The user may have results of the model_fn, which stand for the model's tensors.
         bound = signature.bind(*args, **kwargs)
         for name in ('ys', 'xs', 'stop_gradients'):
             tensors = bound.arguments.get(name)
@@ -332,7 +335,7 @@ def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gives_the_same_again(call: tf.Operation) -> bool:
-    """Whether a call of a function may run twice: it only computes, and reads variables."""
+    """Whether a call gives the same if it runs twice: its function only computes and reads."""
     return not any(
         has_side_effect(op)
         for function in function_calls.function_graphs(call)
