@@ -93,7 +93,7 @@ class Model:
         added = self._graph.get_operations()[self._ops_seen :]
         self._ops_seen += len(added)
         for op in added:
-            # Most graphs are noted before any tensor stands for another: then nothing is copied.
+            # Most ops are noted before any tensor stands for another: then nothing is copied.
             self._inputs[op] = self.as_made(op.inputs) if self._made_as else op.inputs
         return added
 

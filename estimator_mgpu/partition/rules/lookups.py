@@ -139,7 +139,7 @@ def _in_place(op: tf.Operation, sizes: Sizes) -> Signature:
         raise NotSharded(f'this {op.type} may change what other devices use')
     dims = require(sizes.dims(op.inputs[0]))
     labels = tuple(
-        None if axis == 0 or size == ONE else axis  # Along 0, the places are those of all rows.
+        None if axis == 0 or size == ONE else axis  # Along 0, a place may be in any shard.
         for axis, size in enumerate(dims)
     )
     return Signature([labels, FULL, labels], [labels])

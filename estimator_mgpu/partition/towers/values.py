@@ -132,10 +132,7 @@ class Values:
         return shards.slice(full, dtype, need.axis, need.factor, tower, device)
 
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
-        """Whether turns take their slices of a packed value, rather than of the value itself.
-
-        A mask of the batch isn't packed: it's kept anyway.
-        """
+        """Whether turns take their slices of a packed value: that of a mask, but not the batch's."""
         has_turns = self._towers[-1].turn > 0
         return has_turns and tensor.name not in self._source_names and bits.can_be_packed(tensor)
 
