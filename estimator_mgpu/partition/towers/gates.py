@@ -82,7 +82,7 @@ def _ends_of_turns(
 def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) -> dict[Unit, Tower]:
     """The last turn that each unit is made of, for units that are made of turns of one chain only.
 
-    The user's own ops aren't among them: they run once, after all turns.
+    The user's own ops aren't among them, as they run once.
     """
     last_turns: dict[Unit, Tower] = {}
     made_of: dict[Unit, set[Tower]] = {}  # by unit, the towers whose chained copies it's made of
@@ -121,13 +121,13 @@ def _users_of_parts(edges: Edges) -> dict[str, set[Unit]]:
     users_of_nodes = _users_of_nodes(edges)
     users_of_parts = defaultdict[str, set[Unit]](set)
     for part, node in edges.nodes.items():
-        if node.op not in op_types.TAKE_PARTS or not _is_no_copy(edges, part):
+        if node.op not in op_types.TAKE_PARTS or not _stands_alone(edges, part):
             continue
         stack = [part]
         while stack:
             for user in users_of_nodes[stack.pop()]:
                 passes_on = edges.nodes[user].op in op_types.PASS_PARTS
-                if passes_on and _is_no_copy(edges, user):
+                if passes_on and _stands_alone(edges, user):
                     stack.append(user)
                 else:
                     users_of_parts[part].add(edges.unit_of(user))
@@ -143,8 +143,8 @@ def _users_of_nodes(edges: Edges) -> dict[str, list[str]]:
     return users
 
 
-def _is_no_copy(edges: Edges, name: str) -> bool:
-    """Whether an added node is a unit by itself, rather than a copy or in a loop."""
+def _stands_alone(edges: Edges, name: str) -> bool:
+    """Whether an added node is a unit by itself: neither a tower's copy nor in a loop."""
     return edges.unit_of(name) == Unit(None, name)
 
 

@@ -132,7 +132,7 @@ class Values:
         return shards.slice(full, dtype, need.axis, need.factor, tower, device)
 
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
-        """Whether turns take their slices of a packed value: that of a mask, but not the batch's."""
+        """Whether turns take their slices of a packed value: of a mask that isn't the batch's."""
         has_turns = self._towers[-1].turn > 0
         return has_turns and tensor.name not in self._source_names and bits.can_be_packed(tensor)
 
