@@ -4,7 +4,7 @@
 #   make test     builds the wheel, installs it and tests what is installed
 #   make setup    installs what make test needs
 #   make test-gpu runs the core tests on eight GPUs, or on the parts of one
-#   make coverage the lines and branches of the package that the tests run
+#   make coverage says which lines and branches of the package the tests run
 #   make lint     ruff and mypy
 #   make matrix   make test on every supported TensorFlow
 #   make docs     the documentation, into site/
@@ -47,8 +47,8 @@ test-gpu: $(venv)/test.stamp
 	$(pip) install 'tensorflow[and-cuda]' $(pins)
 	cd $(venv) && bin/pytest -q -m core -k 'not messages_of' --gpus=8 $(ARGS) $(CURDIR)/tests
 
-# It takes half as long again as the tests, so it isn't a part of what every change has to pass. Lines
-# that only processes run count, too: machines, and programs whose imports are tested.
+# This takes one and a half times as long as the tests, so not every change has to pass it. It also counts
+# lines that only other processes run: tasks of several machines, and programs whose imports are tested.
 coverage:
 	$(MAKE) test ARGS='--cov --cov-config=$(CURDIR)/pyproject.toml --cov-report=term-missing:skip-covered \
 	  --cov-fail-under=98 $(ARGS)'

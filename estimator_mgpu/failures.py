@@ -7,8 +7,8 @@ user's op and its line, with TensorFlow's as its cause:
     loss/CheckNumerics ran in tower 2, on /device:GPU:2, with examples 6 to 8 of 0 to 11. It was
     made by File "model.py", line 5, in model_fn
 
-An op of a loop's or a branch's function isn't in the graph. It's found by its path, by which
-TensorFlow calls it in a divided graph: see `op_paths.OpPath`.
+An op of a loop's or a branch's function isn't in the graph. In a divided graph, TensorFlow's error
+gives its path, by which it's found: see `op_paths.OpPath`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OF_SESSIONS = (
     tf.errors.DeadlineExceededError,
     tf.errors.UnavailableError,
 )
-# Ends training if it is of this very class. An explained error is of a subclass.
+# Training ends well at an error of this very class. An explained error would be of a subclass.
 _END_OF_DATA = tf.errors.OutOfRangeError
 _ORIGINAL = '_estimator_mgpu_original'  # An attribute of an error that was explained.
 
@@ -166,12 +166,14 @@ def _failed_op(
     if path is None:
         return None
     split = op_paths.split_path(graph, path)
-    caller = None if split is None else split.caller
+    if split is None:  # The op is in the graph.
+        op = op_paths.op_of_path(graph, path)
+        return None if op is None else _FailedOp(path, op, op)
 
     # A copy's functions have no graphs with tracebacks; those of the user's op have.
-    copy = None if caller is None else step.names.copy_of(path)
+    copy = step.names.copy_of(path)
     users_op = op_paths.op_of_path(graph, path if copy is None else copy.op_name)
-    return None if users_op is None else _FailedOp(path, caller or users_op, users_op)
+    return None if users_op is None else _FailedOp(path, split.caller, users_op)
 
 
 def _where(failed: _FailedOp, step: steps.Step) -> str:
@@ -180,14 +182,16 @@ def _where(failed: _FailedOp, step: steps.Step) -> str:
     why = _why_once(step.plan, in_graph.name)
     if why is not None:
         return f'{failed.path} ran once, on the global batch: {why}.'
+
     copy = step.names.copy_of(in_graph.name)
     if copy is not None:
         users_path = copy.op_name + failed.path.removeprefix(in_graph.name)
+        tower = f'tower {copy.tower}, on {in_graph.device}'
         examples = _examples(step, copy)
         frames = step.plan.frames.get(copy.op_name, ())
         joint = ', in a joint loop' if any(frame.is_joint for frame in frames) else ''
-        tower = f'tower {copy.tower}, on {in_graph.device}'
         return f'{users_path} ran in {tower}, with {examples}{joint}.'
+
     if step.names.is_added(in_graph.name):
         return f'{failed.path} ran on {in_graph.device}, for an op of all towers.'
     if user_lines.is_of_model_fn(failed.made_for):
@@ -198,17 +202,18 @@ def _where(failed: _FailedOp, step: steps.Step) -> str:
 def _why_once(plan: Plan, op_name: str) -> str | None:
     """Why an op runs once that depends on the batch; None for others.
 
-    The plan tells it of a v1 loop by the ops that give its results.
+    Of a v1 loop that runs once, the plan only has the ops that give its results. Its other ops run
+    once for the same reason.
     """
     if op_name in plan.once:
         why, _ = plan.once[op_name]
         return why
-    around = plan.frames.get(op_name)
-    if around is None:
+    frames = plan.frames.get(op_name)
+    if frames is None:
         return None
     for member, (why, _) in plan.once.items():
-        frames = plan.frames.get(member, ())
-        if frames[:1] == around[:1]:
+        is_in_same_loop = plan.frames.get(member, ())[:1] == frames[:1]
+        if is_in_same_loop:
             return why
     return None
 

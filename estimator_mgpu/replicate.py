@@ -318,7 +318,7 @@ def _recompute(
     model = later_gradients.note_model(graph)
     with _no_garbage_collection():
         recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
-    model.changed({})
+    model.end_changes({})  # Copies give gradients the same values: the model's own have them, too.
     return recomputation
 
 

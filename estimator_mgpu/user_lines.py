@@ -35,7 +35,7 @@ def frame_of(op: tf.Operation) -> Any:
 
 
 def is_of_model_fn(op: tf.Operation) -> bool:
-    """Whether the model_fn made an op, or one that was added serves one that it made."""
+    """Whether the model_fn made an op, or made the one that an added op serves."""
     return any(frame.filename == _REPLICATE for frame in op.traceback or ())
 
 

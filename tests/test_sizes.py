@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import check_rule, steps
 from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entry, RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import Dim, Entry, GroupSize, Groups, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
@@ -16,6 +16,7 @@ from models import batches, floats, of_all_modes, weights
 from towers import compare
 
 ROWS = RowSpace('batch', None)
+GROUPS = Groups('groups', 4, ROWS)
 B = Size(1, (ROWS,))
 
 
@@ -198,6 +199,11 @@ def test_dims(make, expected):
         sizes.set_dims(splits, [Size(1, (Splits(ROWS),))])
         dims = sizes.dims(make(tf.shape(x), ragged))
         assert [_told(size) for size in dims] == expected
+
+
+def test_symbols_of_different_kinds_differ():
+    assert Dim('x:0', 0) != Entry('x:0', 0)
+    assert Size(2, (Splits(ROWS),)) != Size(2, (GroupSize(GROUPS),))
 
 
 def test_what_has_no_entries_has_no_rows():

@@ -436,12 +436,13 @@ def test_an_error_of_what_runs_once_names_the_line(function, line, of_v2, of_v1,
     assert last.startswith(f'{path} ran once{where}') and last.endswith(line)
 
 
-def test_a_function_that_is_called_twice():
-    """TensorFlow doesn't say in which of its calls an op has failed."""
+@pytest.mark.parametrize('body', [looked_up, in_branch], ids=['op', 'branch'])
+def test_a_function_that_is_called_twice(body):
+    """TensorFlow doesn't say in which of its calls an op has failed, or one of a branch in it."""
 
     @tf.function(experimental_attributes={'_noinline': True})
     def ranked(net):
-        return looked_up(tf.sort(net, 0))
+        return body(tf.sort(net, 0))
 
     error = error_of(lambda net: ranked(ranked(net)))
     assert '{{node look_up}}' in error.message and 'ran once' not in str(error)

@@ -144,12 +144,12 @@ class Chief:
     def _meet(self, prepare: Callable[[], T]) -> T:
         """Waits until all tasks answer, leads them if they fit, and then prepares the training.
 
-        A task that hasn't been started yet, was killed, is stopped or cut off is waited for, also
-        if this chief hasn't led it yet. If a task is lost after it has answered, all begins again,
-        as another process may be that task then.
+        It waits for a task that hasn't been started yet, was killed, or is stopped or cut off. If a
+        task is lost after it has answered, all tasks are asked again, as another process may be
+        that task by then.
 
         Args:
-          prepare: what needs all tasks, too. It may be called again.
+          prepare: called once all tasks are there. If one is lost meanwhile, it's called again.
 
         Returns:
           What `prepare` returns.
@@ -171,11 +171,11 @@ class Chief:
                 tf.logging.warning(
                     f'All tasks are asked again, as one was lost: {error_messages.summary(error)}'
                 )
-                time.sleep(1)
+                time.sleep(1)  # A task that fails at once isn't asked all the time.
 
     def _wait_for_answers(self) -> None:
         """Waits until all tasks answer. Fails if another program answers in the place of one."""
-        self.task.wait()
+        self.task.wait()  # until something listens at all addresses
         for task in self.task.others:
             reach.check_server(task, self.task.addresses[task])
         self.task.wait(answering=True)

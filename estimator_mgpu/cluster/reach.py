@@ -38,7 +38,7 @@ def is_server(address: str) -> bool:
 def check_server(task: str, address: str) -> None:
     """Raises RuntimeError if what answers at a task's address is no server of TensorFlow's.
 
-    If nothing answers, there is no telling: the task's process may be stopped.
+    It returns if nothing answers: that may also be the task's process, while it's stopped.
 
     Args:
       task: the task's name, for the error.

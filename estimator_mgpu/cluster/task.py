@@ -147,7 +147,7 @@ class Task:
             elif answering and task != self.name and not self._answers(task):
                 missing.append(
                     f'{task} at {address} (there, but without an answer: is its process stopped, '
-                    'or has another program that port?)'
+                    'or does another program use that port?)'
                 )
         return missing
 

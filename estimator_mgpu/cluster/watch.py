@@ -49,7 +49,7 @@ class Watch:
         self._over = threading.Event()
         # Times are those of time.monotonic().
         self._awake_since = time.monotonic()  # since when this process wasn't stopped
-        # When each task answered last. Until its first answer, silence counts from now on.
+        # When each task answered last. Until its first answer, its silence counts from now on.
         self._answered_at = dict.fromkeys(task.others, self._awake_since)
         self._logged_at: dict[str, float] = {}  # when the log last named a task as silent
         self._has_to_end_since: float | None = None  # None if the process needn't end

@@ -132,6 +132,6 @@ def _ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
 
 
 def _can_be_tried(op: tf.Operation) -> bool:
-    """Whether an op has inputs that can be fetched, and gives what can be."""
+    """Whether an op can run by itself, on values of its inputs, and its outputs can be compared."""
     has_lists = any(tensor.dtype == tf.variant for tensor in [*op.inputs, *op.outputs])
     return not has_lists and all(op.graph.is_fetchable(tensor) for tensor in op.inputs)

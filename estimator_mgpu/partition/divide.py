@@ -135,7 +135,7 @@ def divide(
     towers.recomputation = recomputation
     if batch_norm == 'device':
         later_gradients.refuse_batch_norm(graph, existing_ops)
-    model.changed(towers.tensors_in_use())
+    model.end_changes(towers.tensors_in_use())
     return towers
 
 

@@ -3,15 +3,16 @@
 `tf.gradients` goes back from a loss and asks each op for its gradient. A divided graph has the
 values of one device, but not its ops: there are towers' copies, and what rewrites use in place of
 an op may have another gradient. For example, a fused batch normalization gets its statistics from
-sums, and takes these for constants. From a tensor in the middle, such as `h`, nothing follows:
+sums, and takes these for constants. And no path leads from a tensor in the middle, such as `h`, to
+the loss:
 
     x ---> h ---> loss                                   as the model_fn made it
 
     x ---> towers ---> full value of h ---> loss         divided
 
-So while `tf.gradients` runs, each op is given again what the model_fn gave it. Then it's given full
-values as before, and so are the ops that `tf.gradients` has added. These run once, on the global
-batch, and so give the gradients of one device.
+So while `tf.gradients` runs, each op has the inputs again that the model_fn gave it. Afterwards it
+has full values as before, and so have the ops that `tf.gradients` has added. These run once, on the
+global batch, and so give the gradients of one device.
 
 In: a graph, before and after it's divided. Out: the same graph, and a `tf.gradients` that knows it.
 """
@@ -34,10 +35,10 @@ _MODEL = '_estimator_mgpu_model'  # An attribute of the graph.
 
 
 def note_model(graph: tf.Graph) -> Model:
-    """Notes what ops are given, before anything is changed in a graph that a model_fn has built.
+    """Notes the inputs of all ops, before anything is changed in a graph that a model_fn has built.
 
-    If another model in the graph was divided before, both are noted together. Until `changed()`,
-    `tf.gradients` goes by the ops as they are.
+    If another model in the graph was divided before, both are noted together. Until
+    `Model.end_changes()`, `tf.gradients` goes by the ops as they are.
     """
     _extend_gradients()
     if not hasattr(graph, _MODEL):
@@ -49,10 +50,10 @@ def note_model(graph: tf.Graph) -> Model:
 
 
 def refuse_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> None:
-    """Lets later gradients fail that need one of a batch normalization in training.
+    """Lets later gradients fail if they go through a batch normalization in training.
 
-    With `batch_norm='device'`, the loss follows from the statistics of each device, and the user's
-    op would give gradients for those of the global batch.
+    With `batch_norm='device'`, the loss follows from the statistics of each device, but the
+    gradients of the user's op would be those for statistics of the global batch.
 
     Args:
       graph: the graph that the model_fn has built.
@@ -60,42 +61,48 @@ def refuse_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> None:
     """
     for op in graph.get_operations():
         if op.name not in existing_ops and _normalizes(op):
-            private.set_gradient_function(op, _fail)
+            private.set_gradient_function(op, _refuse_gradient)
 
 
 class Model:
-    """What ops of a graph were given by a model_fn, or by whoever made them later.
+    """The ops of a graph with the inputs that a model_fn gave them, or whoever made them later.
+
+    What rewrites and towers add isn't a part of the model.
 
     Args:
       graph: the graph.
 
     Attributes:
-      is_changing: whether the graph is being changed.
+      is_changing: whether the graph is being changed: from `note_model` to `end_changes`.
     """
 
     def __init__(self, graph: tf.Graph):
         self._graph = graph
+        # The model's ops, with their inputs as they were made.
         self._inputs: dict[tf.Operation, Sequence[tf.Tensor]] = {}
+        # By the names of the model's tensors, those of the tensors that have their values now.
         self._values: dict[str, str] = {}
+        # By the names of tensors that the user may have, the model's tensors that they stand for.
         self._made_as: dict[str, tf.Tensor] = {}
         self._ops_seen = 0
         self._is_restored = False
         self.is_changing = True
 
     def note_ops(self) -> list[tf.Operation]:
-        """Notes what the ops are given that were added since the last time, and returns these."""
+        """Notes the inputs of the ops that were added since the last call, and returns the ops."""
         added = self._graph.get_operations()[self._ops_seen :]
         self._ops_seen += len(added)
         for op in added:
+            # Most ops are noted before any tensor stands for another: then nothing is copied.
             self._inputs[op] = self.as_made(op.inputs) if self._made_as else op.inputs
         return added
 
     def note_inlined(self, inlined: Mapping[str, tf.Tensor]) -> None:
         """Notes calls of functions in whose place the functions' own ops run.
 
-        A call that gives the same again is still gone through as it was made: only there are
-        gradients that the function itself defines. For others, such as those that draw random
-        numbers, the inlined ops are taken for the model's.
+        If a call may run again, gradients go through the call: it has a gradient of its own if the
+        function defines one, as with `tf.custom_gradient`. Otherwise the inlined ops become a part
+        of the model in its place. For example, another run would draw other random numbers.
 
         Args:
           inlined: by the names of calls' outputs, the tensors in their place.
@@ -103,7 +110,7 @@ class Model:
         for name, tensor in inlined.items():
             call = self._graph.get_tensor_by_name(name).op
             if not _gives_the_same_again(call):
-                while tensor.name in inlined:
+                while tensor.name in inlined:  # It may be an output of another call.
                     tensor = inlined[tensor.name]
                 self._made_as[name] = tensor
         if self._made_as:
@@ -111,26 +118,28 @@ class Model:
                 self._inputs[op] = self.as_made(inputs)
         self.note_ops()
 
-    def changed(self, values: Mapping[str, str]) -> None:
-        """Notes that the graph has been changed. The ops that were added aren't the model's.
+    def end_changes(self, values: Mapping[str, str]) -> None:
+        """Notes that all changes of the graph are made. Ops that were added aren't the model's.
 
         Args:
-          values: for the names of the model's tensors, those of the tensors with their values.
+          values: by the names of the model's tensors, those of the tensors that have their values
+            now. A tensor that isn't in it has its value itself.
         """
         self._values.update(values)
         self._ops_seen = len(self._graph.get_operations())
         self.is_changing = False
 
     def note_result(self, tensor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-        """Notes that a value is given to the user in place of a tensor, and returns the value.
+        """Notes that the user gets a value in place of a tensor, and returns the value.
 
-        If the user may have the same value as that of another tensor, with another gradient, an
-        identity of it is returned.
+        One value can't stand for two tensors, as these may have different gradients: one may be
+        `tf.stop_gradient` of the other. So the second one gets an identity of the value.
         """
         [tensor] = self.as_made([tensor])
         if value is tensor:
             return value
-        if value.op in self._inputs or self._made_as.get(value.name, tensor) is not tensor:
+        is_of_model = value.op in self._inputs
+        if is_of_model or self._made_as.get(value.name, tensor) is not tensor:
             with self._graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
                 with tf.device(value.device):
                     value = tf.identity(value, f'{tensor.op.name}/result')
@@ -138,54 +147,65 @@ class Model:
         return value
 
     def as_made(self, tensors: Sequence[Any]) -> list[Any]:
-        """The model's tensors in place of others that have their values."""
+        """The model's tensors in place of those that stand for them.
+
+        Others stay as they are, and so does what isn't a tensor of a graph, such as a variable.
+        """
         return [
-            self._made_as.get(tensor.name, tensor) if _has_name(tensor) else tensor
+            self._made_as.get(tensor.name, tensor) if tf.is_symbolic_tensor(tensor) else tensor
             for tensor in tensors
         ]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """A context in which ops are given what they were given when they were made.
+        """A context in which the model's ops have the inputs that they were made with.
 
-        Those that are added in it are then given full values, as the others are.
+        Ops that are added in it have full values afterwards, as the others have.
         """
         if self._is_restored:  # Some gradients are made by a call of `tf.gradients`.
             yield
             return
 
         self.note_ops()
-        changes = self._changes()
-        self._is_restored = True
-        try:
-            for op, index, _, made_with in changes:
-                private.set_input(op, index, made_with)
+        with self._inputs_as_made():
             yield
             added = self.note_ops()
+            # What follows from a loop, say, can only be seen as long as the graph is restored.
             reruns = self._reruns(added)
             not_of_model = set(self._graph.get_operations()).difference(self._inputs)
             writes = [rerun.writes_after(not_of_model) for rerun in reruns]
-        finally:
-            for op, index, present, _ in changes:
-                private.set_input(op, index, present)
-            self._is_restored = False
 
         for op in added:
             self._use_values(op)
         for rerun, writes_after in zip(reruns, writes):
             self._let_wait(writes_after, rerun.ends)
 
-    def _changes(self) -> list[tuple[tf.Operation, int, tf.Tensor, tf.Tensor]]:
-        """What ops are given, by index, that isn't what they were made with; with that."""
+    @contextlib.contextmanager
+    def _inputs_as_made(self) -> Iterator[None]:
+        """A context in which the ops that are noted have the inputs that they were made with."""
+        changes = self._changed_inputs()
+        self._is_restored = True
+        try:
+            for change in changes:
+                private.set_input(change.op, change.position, change.first)
+            yield
+        finally:
+            for change in changes:
+                private.set_input(change.op, change.position, change.present)
+            self._is_restored = False
+
+    def _changed_inputs(self) -> list[_ChangedInput]:
+        """The inputs of the model's ops that aren't those that they were made with."""
         changes = []
         for op, inputs in self._inputs.items():
             # A loop may have got further inputs, as one gets by its gradient.
-            for index, (present, made_with) in enumerate(zip(op.inputs, inputs)):
-                if present is not made_with:
-                    changes.append((op, index, present, made_with))
+            for position, (present, first) in enumerate(zip(op.inputs, inputs)):
+                if present is not first:
+                    changes.append(_ChangedInput(op, position, present, first))
         return changes
 
     def _use_values(self, op: tf.Operation) -> None:
+        """Gives an op the values that the model's tensors have now."""
         for index, tensor in enumerate(op.inputs):
             value = self._values.get(tensor.name)
             if value is not None:
@@ -194,7 +214,8 @@ class Model:
     def _reruns(self, added: Sequence[tf.Operation]) -> list[_Rerun]:
         """What runs for gradients, although towers have copies of it.
 
-        Gradients need what a loop or a branch has computed inside, which copies don't give.
+        Gradients need what a loop or a branch has computed inside, which copies don't give. The ops
+        of a TensorFlow 1 branch have full values, so no branch of that kind runs again.
 
         Args:
           added: the ops of gradients.
@@ -203,15 +224,17 @@ class Model:
         for op in added:
             for tensor in op.inputs:
                 caller = tensor.op
+                # A full value comes from copies. Outputs that gradients have added have none.
                 if caller.type not in op_types.FUNCTION_CALLERS or tensor.name in self._values:
                     continue
-                if any(output.name in self._values for output in caller.outputs):
+                has_copies = any(output.name in self._values for output in caller.outputs)
+                if has_copies:
                     used.setdefault(caller, {})[tensor.name] = tensor
         reruns = [_Rerun(caller.inputs, list(tensors.values())) for caller, tensors in used.items()]
         return reruns + self._reruns_of_v1_loops(added)
 
     def _reruns_of_v1_loops(self, added: Sequence[tf.Operation]) -> list[_Rerun]:
-        """The loops of TensorFlow 1 among them: gradients have added ops to these."""
+        """The loops of TensorFlow 1 among what runs for gradients: these have ops in the loops."""
         enters = [op for op in self._inputs if op.type in op_types.ENTER]
         if not enters:
             return []
@@ -226,7 +249,10 @@ class Model:
         return reruns
 
     def _let_wait(self, writes: Sequence[tf.Operation], ends: Sequence[tf.Tensor]) -> None:
-        """Lets writes wait for what runs once more, unless it's in a branch that isn't taken."""
+        """Lets writes wait for the ends of what runs once more, as they follow it in the model.
+
+        A write that the ends wait for now can't wait for them.
+        """
         before = graphs.ancestors([tensor.op for tensor in ends])
         later = [write for write in writes if write not in before]
         if not later:
@@ -236,25 +262,39 @@ class Model:
             with tf.device(ends[0].device):
                 identities = [tf.identity(tensor, name) for tensor in ends]
                 with tf.control_dependencies(identities):
+                    # Unlike a no_op, it also runs if the ends are in a branch that isn't taken.
                     gate = tf.raw_ops.ControlTrigger(name=name)
         for write in later:
             function_calls.let_wait(write, [gate])
+
+
+class _ChangedInput(NamedTuple):
+    """An input of one of the model's ops that isn't what the op was made with."""
+
+    op: tf.Operation
+    position: int
+    present: tf.Tensor
+    first: tf.Tensor
 
 
 class _Rerun(NamedTuple):
     """A call, a branch or a loop that runs for gradients, although towers have copies of it.
 
     Attributes:
-      inputs: what it's given.
-      ends: outputs that gradients use, or all that end a v1 loop: who waits for these, waits for
-        what it reads.
+      inputs: of the call or branch, or what enters the loop.
+      ends: the outputs that gradients use, or all outputs of a v1 loop. Whoever waits for these
+        waits for the reads of variables in it.
     """
 
     inputs: Sequence[tf.Tensor]
     ends: Sequence[tf.Tensor]
 
     def writes_after(self, not_of_model: Set[tf.Operation]) -> list[tf.Operation]:
-        """The model's ops that write to variables that it's given, and that follow from it."""
+        """The model's ops that follow from it, and write to variables that are among its inputs.
+
+        Args:
+          not_of_model: ops of towers and rewrites, which aren't followed any further.
+        """
         variables = [tensor for tensor in self.inputs if tensor.dtype == tf.resource]
         if not variables:
             return []
@@ -265,21 +305,23 @@ class _Rerun(NamedTuple):
 
 @functools.cache
 def _extend_gradients() -> None:
-    """Lets `tf.gradients` know of models."""
+    """Lets `tf.gradients` know of models. TensorFlow's function is replaced only once."""
     private.replace_gradients(_with_models)
 
 
 def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind `tf.gradients`, with the ops of the model_fn in a divided graph."""
+    """The function behind `tf.gradients`, which goes by the model in a divided graph."""
     signature = inspect.signature(gradients)
 
     @functools.wraps(gradients)
     def gradients_of_model(*args: Any, **kwargs: Any) -> Any:
         graph = graphs.outermost_graph(tf.get_default_graph())
         model: Model | None = getattr(graph, _MODEL, None)
+        # In a finalized graph, TensorFlow itself raises an error.
         if model is None or model.is_changing or graph.finalized:
             return gradients(*args, **kwargs)
 
+        # The user may have results of the model_fn, which stand for the model's tensors.
         bound = signature.bind(*args, **kwargs)
         for name in ('ys', 'xs', 'stop_gradients'):
             tensors = bound.arguments.get(name)
@@ -293,16 +335,12 @@ def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gives_the_same_again(call: tf.Operation) -> bool:
-    """Whether a call of a function may run twice: it only computes, and reads variables."""
+    """Whether a call gives the same if it runs twice: its function only computes and reads."""
     return not any(
         has_side_effect(op)
         for function in function_calls.function_graphs(call)
         for op in function.get_operations()
     )
-
-
-def _has_name(tensor: Any) -> bool:
-    return tf.is_tensor(tensor) and tf.is_symbolic_tensor(tensor)
 
 
 def _normalizes(op: tf.Operation) -> bool:
@@ -318,7 +356,8 @@ def _normalizes(op: tf.Operation) -> bool:
     )
 
 
-def _fail(op: tf.Operation, *gradients: Any) -> Any:
+def _refuse_gradient(op: tf.Operation, *gradients: Any) -> Any:
+    """In place of the function that makes an op's gradient."""
     raise ValueError(
         f"{op.name} normalizes each device's examples by themselves, as batch_norm='device' asks "
         'for. After the model_fn has returned, it has no gradient. Call tf.gradients in the '

@@ -145,11 +145,11 @@ class Sizes:
         return self._parts[key]
 
     def groups(self, rows: RowSpace, count: int) -> Groups | None:
-        """The row space of groups that rows are in; None if towers can't have as many groups each.
+        """The row space of groups of rows; None if towers can't have equally many groups.
 
         Args:
-          rows: what the groups are made of. If they can be divided into groups of one size, towers
-            have equally many of them.
+          rows: the rows that are put into groups. If groups of one size are possible, the number of
+            rows is a multiple of the number of towers, so towers have equally many rows.
           count: how many groups there are.
         """
         if self._shard_count == 0 or count < 1 or count % self._shard_count > 0:
@@ -322,10 +322,10 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
 
 
 def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
-    """What is filled up to n entries has n: x, which has m entries, and n - m zeros.
+    """A tensor that is filled up to n entries has n: m of its own, and n - m zeros.
 
-    The lengths of a feature column's sequences are filled up so. It's a pattern of ops, rather than
-    a sum of sizes, as n - m is no product.
+    Feature columns fill up the lengths of sequences so. This looks at the ops, rather than adding
+    sizes, as n - m isn't a product.
     """
     *values, axis = op.inputs
     if len(values) != 2 or sizes.numbers(axis) != [0]:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Union
+from typing import Union
 
 
 class UnknownSize(Exception):
@@ -19,12 +19,13 @@ class UnknownSize(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSpace:
-    """What the rows of a tensor are: the examples of the batch, or the entries that a mask left.
+    """What the rows of a tensor are: examples of the batch, groups of them, or what a mask left.
 
     Tensors of different row spaces are never combined as if their rows were the same.
     """
 
-    name: str  # `batch`, or the tensor with which the row space starts: rows are its dimension 0
+    # `batch`, `groups`, or the tensor with which the row space starts: rows are its dimension 0.
+    name: str
     static: int | None  # how many rows there are, if the graph knows
 
 
@@ -43,32 +44,46 @@ class PartRows(RowSpace):
 class Groups(RowSpace):
     """Groups of rows that follow each other, such as 8 groups of the examples of a batch.
 
-    The number of groups is static. Each tower has as many of them, which hold its own rows.
+    The number of groups is static, and all have equally many rows. Each tower has equally many of
+    the groups: those that hold its own rows.
     """
 
     origin: RowSpace  # whose rows are in groups: usually the batch's
 
+    @property
+    def count(self) -> int:
+        """How many groups there are."""
+        assert self.static is not None
+        return self.static
 
-class GroupSize(NamedTuple):
-    """How many rows each of the groups has: all have as many."""
+
+# The symbols are data classes, as tuples of different kinds could be equal.
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSize:
+    """How many rows each of the groups has."""
 
     groups: Groups
 
 
-class Splits(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Splits:
     """One more than the rows: the number of row splits that a ragged tensor has."""
 
     rows: RowSpace
 
 
-class Dim(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Dim:
     """A dimension that is known only when the step runs."""
 
     tensor: str
     axis: int
 
 
-class Entry(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Entry:
     """An entry of an integer tensor that is known only when the step runs."""
 
     tensor: str

@@ -100,10 +100,10 @@ def may_have_side_effect(definition: Any) -> bool:
 
 
 def can_be_repeated(op: tf.Operation) -> bool:
-    """Whether an op may run several times in place of once: it computes, reads or checks.
+    """Whether an op may run several times instead of once: it only computes, reads or checks.
 
-    A check that fails in one of several runs fails the step, as it should. Of an op that calls
-    functions, all ops of these count.
+    If a check fails in one of the runs, the step fails, as it would after one run. An op that calls
+    functions may run several times if all ops in these may.
     """
     if op.type in op_types.FUNCTION_CALLERS:
         bodies = function_calls.function_graphs(op)
@@ -115,7 +115,7 @@ def can_be_repeated(op: tf.Operation) -> bool:
 
 
 def is_assertion(op: tf.Operation) -> bool:
-    """Whether an op is a branch that fails unless what chooses it is true: so is `tf.Assert`.
+    """Whether an op is an `If` that fails unless its condition is true, as `tf.Assert` makes one.
 
     With `If(x, [x, y], then_branch, else_branch)`, the `else_branch` has `Assert(x, y)`, for which
     all that it returns waits.
@@ -125,18 +125,18 @@ def is_assertion(op: tf.Operation) -> bool:
     functions = function_calls.function_graphs(op)
     if not functions:
         return False
+
     _, else_branch = functions
-    chooses, *arguments = op.inputs
-    same = {
-        argument.name
-        for argument, operand in zip(else_branch.inputs, arguments)
-        if operand.name == chooses.name
-    }
-    assertions = {
-        inner
-        for inner in else_branch.get_operations()
-        if inner.type == op_types.ASSERT and inner.inputs[0].name in same
-    }
+    condition, *operands = op.inputs
+    conditions: set[str] = set()  # what the branch has of the condition: usually one argument
+    for argument, operand in zip(else_branch.inputs, operands):
+        if operand.name == condition.name:
+            conditions.add(argument.name)
+
+    assertions: set[tf.Operation] = set()
+    for inner in else_branch.get_operations():
+        if inner.type == op_types.ASSERT and inner.inputs[0].name in conditions:
+            assertions.add(inner)
     before_outputs = [graphs.ancestors([output.op]) for output in else_branch.outputs]
     return bool(before_outputs) and all(assertions & before for before in before_outputs)
 

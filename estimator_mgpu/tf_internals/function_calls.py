@@ -91,7 +91,7 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
 
     Their names may differ.
     """
-    ops = ops_of_nodes(definition, graph)
+    ops = function_ops_or_none(definition, graph)
     if ops is None:
         raise RuntimeError(
             f'The nodes of the function {definition.signature.name} are not in the order of its '
@@ -100,8 +100,8 @@ def function_ops(definition: Any, graph: Any) -> list[tf.Operation]:
     return ops
 
 
-def ops_of_nodes(definition: Any, graph: Any) -> list[tf.Operation] | None:
-    """As `function_ops`; None if ops and nodes don't match."""
+def function_ops_or_none(definition: Any, graph: Any) -> list[tf.Operation] | None:
+    """As `function_ops`; None if the nodes aren't in the order of the ops."""
     arguments = {t.op.name for t in graph.inputs}
     ops = [op for op in graph.get_operations() if op.name not in arguments]
     ops = ops[: len(definition.node_def)]  # Gradients of the function may have come since.

@@ -35,12 +35,19 @@ def direct_inputs(op: tf.Operation) -> list[tf.Operation]:
 
 
 def ancestors(ops: Sequence[tf.Operation], by_control: bool = True) -> set[tf.Operation]:
-    """Returns these ops, and all that they wait for by data, or also by control."""
+    """Returns these ops, and all that they wait for.
+
+    Args:
+      ops: where the search begins.
+      by_control: whether they also wait for control inputs, rather than for their operands only.
+    """
     seen = set(ops)
     stack = list(ops)
     while stack:
         op = stack.pop()
-        before = set(direct_inputs(op) if by_control else (operand.op for operand in op.inputs))
+        before = {operand.op for operand in op.inputs}
+        if by_control:
+            before.update(op.control_inputs)
         stack += before - seen
         seen |= before
     return seen

@@ -1,7 +1,10 @@
 """The paths of ops in functions: 'scope/cond/then_branch/check' is `check` in a branch of a cond.
 
-A name tells the ops of one graph, or of one function, from each other; a path those of a graph and
-of all functions that it calls. An op of the graph itself has its name as its path.
+Names tell the ops of one graph, or of one function, from each other. Paths tell the ops of a graph
+and of all functions that it calls from each other. The path of an op of the graph itself is its
+name.
+
+In: a graph. Out: its ops by their paths, and functions in which errors name ops by these.
 """
 
 from __future__ import annotations
@@ -51,36 +54,31 @@ def op_of_path(graph: tf.Graph, path: str) -> tf.Operation | None:
     if split is None:
         return _op_or_none(graph, path)
     labels = function_calls.function_labels(split.caller.node_def)
-    function = dict(zip(labels, function_calls.function_graphs(split.caller))).get(split.label)
-    return None if function is None else op_of_path(function, split.rest)
+    functions = dict(zip(labels, function_calls.function_graphs(split.caller)))
+    if split.label not in functions:  # The functions have no graphs.
+        return None
+    return op_of_path(functions[split.label], split.rest)
 
 
 def name_ops_by_paths(graph: tf.Graph, unused: Container[str]) -> None:
     """Lets errors name the ops of functions by their paths.
 
     Otherwise they name an op as it's called in its function, and several functions may have such
-    an op. Of a function that is called in several places, that's all that can be told.
+    an op. If a function is called in several places, its ops have several paths, and keep their
+    names.
 
     Args:
       graph: the graph, whose functions are changed.
       unused: names of its ops that don't run.
     """
-    callers = defaultdict[str, list[tuple[str, str]]](list)  # by function: paths, with labels
+    calls = defaultdict[str, list[_Call]](list)  # by the name of the function
     for op in graph.get_operations():
         if op.name not in unused:
-            _note_calls(op, op.name, callers)
-    for name, places in callers.items():
-        if len(places) > 1:
-            continue
-        [(caller, label)] = places
-        original, function = function_calls.function_definition(graph, name)
-        ops = function_calls.ops_of_nodes(original, function)
-        if ops is None:
-            continue
-        definition = copy.deepcopy(original)
-        for node, op in zip(definition.node_def, ops):
-            set_path(node, path_in_function(caller, label, op.name))
-        private.replace_function(graph, definition)
+            _note_calls(op, op.name, calls)
+    for function, calls_of_function in calls.items():
+        if len(calls_of_function) == 1:
+            [call] = calls_of_function
+            _set_paths_in_function(graph, function, call)
 
 
 def set_path(node: Any, path: str) -> None:
@@ -88,23 +86,44 @@ def set_path(node: Any, path: str) -> None:
     node.experimental_debug_info.original_node_names[:] = [path]
 
 
-def _note_calls(caller: tf.Operation, path: str, callers: dict[str, list[tuple[str, str]]]) -> None:
+class _Call(NamedTuple):
+    """A place where a function is called: the caller's path, and the function's label there."""
+
+    caller: str
+    label: str
+
+
+def _note_calls(caller: tf.Operation, path: str, calls: dict[str, list[_Call]]) -> None:
     """Notes which functions an op calls, and which of them call others, in turn.
 
     Args:
       caller: the op.
-      path: its own.
-      callers: by the names of functions, the paths of their callers, each with a label.
+      path: its path.
+      calls: by the names of functions, where they are called.
     """
     if caller.type not in op_types.FUNCTION_CALLERS:
         return
     labels = function_calls.function_labels(caller.node_def)
     called = function_calls.called_functions(caller.node_def)
-    for label, function, inner in zip(labels, called, function_calls.function_graphs(caller)):
-        callers[function.name].append((path, label))
-        if len(callers[function.name]) == 1:
-            for op in inner.get_operations():
-                _note_calls(op, path_in_function(path, label, op.name), callers)
+    for label, function, body in zip(labels, called, function_calls.function_graphs(caller)):
+        calls[function.name].append(_Call(path, label))
+        # A second call tells that what the function calls is called in two places, too. A third
+        # one would tell nothing new.
+        if len(calls[function.name]) <= 2:
+            for op in body.get_operations():
+                _note_calls(op, path_in_function(path, label, op.name), calls)
+
+
+def _set_paths_in_function(graph: tf.Graph, function: str, call: _Call) -> None:
+    """Sets the paths of a function's ops, if TensorFlow's definition has them as its graph has."""
+    original, body = function_calls.function_definition(graph, function)
+    ops = function_calls.function_ops_or_none(original, body)
+    if ops is None:
+        return
+    definition = copy.deepcopy(original)
+    for node, op in zip(definition.node_def, ops):
+        set_path(node, path_in_function(call.caller, call.label, op.name))
+    private.replace_function(graph, definition)
 
 
 def _op_or_none(graph: tf.Graph, name: str) -> tf.Operation | None:

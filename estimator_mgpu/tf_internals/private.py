@@ -46,10 +46,11 @@ op_definition = _find('framework.op_def_registry', 'get')
 
 # (op in C, traceback): what `Operation.traceback` then gives.
 _set_traceback = _find('client.pywrap_tf_session', 'TF_SetOpStackTrace')
-# Functions in C: those of a graph, by name.
+# They remove a function of a graph by its name, make one of a serialized FunctionDef, and add it.
 _remove_function = _find('client.pywrap_tf_session', 'TF_GraphRemoveFunction')
 _import_function = _find('client.pywrap_tf_session', 'TF_FunctionImportFunctionDef')
 _add_function = _find('client.pywrap_tf_session', 'TF_GraphCopyFunction')
+# (function in C, name): holds it, and frees it in the end.
 _owned_function = _find('framework.c_api_util', 'ScopedTFFunction')
 
 # (): the traceback of whoever calls it.
@@ -100,8 +101,8 @@ def replace_gradients(make: Callable[[Any], Any]) -> None:
     """Replaces the function by which TensorFlow makes all gradients, also those of optimizers.
 
     Args:
-      make: makes the new function, given the present one, whose arguments begin as those of
-        `tf.gradients`.
+      make: returns the new function, given the present one. The first arguments of that are those
+        of `tf.gradients`.
     """
     present = _find('ops.gradients_util', '_GradientsHelper')
     module = importlib.import_module(present.__module__)
@@ -109,11 +110,11 @@ def replace_gradients(make: Callable[[Any], Any]) -> None:
 
 
 def set_gradient_function(op: tf.Operation, function: Callable[..., Any]) -> None:
-    """Sets by what an op's gradient is made, whatever is registered for its type.
+    """Sets the function that makes an op's gradient, in place of the one registered for its type.
 
     Args:
       op: the op.
-      function: its arguments are the op, and the gradients of its outputs.
+      function: is called with the op, and the gradients of its outputs.
     """
     op._gradient_function = function
 

@@ -3,6 +3,9 @@
 All towers take the same branch, as the op that chooses one runs once. Each calls its own copy of
 the branch, with its shards of the arguments. All branches have to return an output in one
 placement.
+
+An assertion in a function is a branch, too: it fails unless what chooses is true. There each tower
+chooses by its own examples.
 """
 
 from __future__ import annotations
@@ -58,28 +61,30 @@ def decide_branches(
     bodies: list[FunctionBody] = []
     returned: list[list[Placement]] = []  # by branch and output
     for branch in branches:
-        body, output_placements = functions.visit(branch, assumes=False)
+        body, placements_in_branch = functions.visit(branch, assumes=False)
         bodies.append(body)
-        returned.append(output_placements)
+        returned.append(placements_in_branch)
 
-    output_placements = []
-    output_dims = []
-    for index in range(len(op.outputs)):
+    output_placements: list[Placement] = []
+    output_dims: list[list[Size] | None] = []
+    for index, output in enumerate(op.outputs):
         placement = _joined(
             [branch.outputs[index] for branch in branches],
             [of_branch[index] for of_branch in returned],
         )
         output_placements.append(placement)
-        output_dims.append(_output_dims(functions, op.outputs[index], placement, bodies, index))
-    # A function's branch that gives no examples may check some.
-    is_same = all(placement == REPLICATE for placement in output_placements)
-    if is_same and not scope.in_function:
+        output_dims.append(_output_dims(functions, output, placement, bodies, index))
+
+    # In the graph, a branch that returns no examples runs once. In a function nothing can run once,
+    # and such a branch may check examples.
+    returns_no_examples = all(placement == REPLICATE for placement in output_placements)
+    if returns_no_examples and not scope.in_function:
         return None
 
     needs = functions.needs()
     if op.type in op_types.PARTITIONED_CALLS:
         needs = [_value_of_variable(functions, index) or need for index, need in enumerate(needs)]
-    # What chooses is the same on all towers, but for an assertion of examples in a function.
+    # What chooses is replicated, unless it's the condition of an assertion.
     choice = [FULL if placement == REPLICATE else LOCAL for placement in placements[:chooses]]
     plan = OpPlan((*choice, *needs), functions=[body.scope.ops for body in bodies])
     decision = Decision(plan, output_placements, output_dims)

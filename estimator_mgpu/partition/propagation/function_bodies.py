@@ -1,8 +1,8 @@
 """Propagation inside a function that every tower calls: a loop's body, say, or a branch.
 
 Towers call the function at different times, so nothing in it can be gathered or reduced. If an op
-asks for that, or has a side effect other than to fail, the op that calls the function runs once:
-`NotSharded` is raised. There are exceptions:
+asks for that, draws random numbers, or has a side effect other than to fail, the op that calls the
+function runs once: `NotSharded` is raised. There are exceptions:
 
 - In a joint loop, whose steps all towers make together, partial results can be reduced.
 - What each tower has in full, it can slice by itself, if it knows which examples it has: in a v1
@@ -144,10 +144,14 @@ class FunctionBody:
             self._decide_of_sizes(op, placements, calls)
 
     def _repeat_call(self, op: tf.Operation) -> None:
-        """Lets each tower make a call by itself that is the same on all of them."""
+        """Lets each tower make a call that is the same on all of them."""
         self._check_effects(op)
-        needs = tuple(self.form_of_value(tensor) for tensor in op.inputs)
-        self.scope.ops[op.name] = _plan_of_repeated(op)._replace(needs=needs)
+        plan = _plan_of_repeated(op)
+        self.scope.ops[op.name] = plan._replace(needs=self._forms_of_inputs(op))
+
+    def _forms_of_inputs(self, op: Unit) -> tuple[Need, ...]:
+        """The forms of an op's inputs as they are on each tower."""
+        return tuple(self.form_of_value(tensor) for tensor in op.inputs)
 
     def _decide_of_sizes(self, op: Unit, placements: Sequence[Placement], calls: bool) -> None:
         """Decides on an op whose inputs are the same on all towers, but for sizes.
@@ -187,13 +191,12 @@ class FunctionBody:
 
     def _decide(self, op: Unit, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower, or raises NotSharded."""
-        is_own = self._is_replicated_or_own(placements[0])
-        if op.type == op_types.ASSERT and is_own:
-            needs = tuple(self.form_of_value(tensor) for tensor in op.inputs)
-            self.scope.ops[op.name] = OpPlan(needs)
+        if op.type == op_types.ASSERT and self._can_be_asserted(placements[0]):
+            # An error shows what the tower has of the tensors.
+            self.scope.ops[op.name] = OpPlan(self._forms_of_inputs(op))
             return
         has_partial = any(isinstance(placement, Partial) for placement in placements)
-        if has_partial and not (is_own and is_assertion(op)):
+        if has_partial and not (is_assertion(op) and self._can_be_asserted(placements[0])):
             self._decide_of_partial(op, placements)
             return
 
@@ -215,11 +218,11 @@ class FunctionBody:
         self._reduce_inputs(op)
         self._visit(op)
 
-    def _is_replicated_or_own(self, condition: Placement) -> bool:
-        """Whether each tower can assert a condition by itself.
+    def _can_be_asserted(self, condition: Placement) -> bool:
+        """Whether each tower can assert a condition without the others.
 
-        It's the same on all of them, or it has to hold for all examples. Then it does if each tower
-        finds that it holds for its own ones.
+        It's the same on all towers, or it's one that holds for all examples if it holds for those
+        of each tower.
         """
         return condition in (REPLICATE, Partial('all', self.scope.batch))
 
@@ -341,11 +344,16 @@ class FunctionBody:
 
 
 def _plan_of_repeated(op: tf.Operation) -> OpPlan:
-    """The plan of a call in which all is the same on all towers."""
-    functions = []
+    """The plan of a call in which all is the same on all towers.
+
+    It has plans of the calls in the called functions, too: by these, towers get copies of those
+    functions.
+    """
+    functions: list[dict[str, OpPlan]] = []
     for function in function_calls.function_graphs(op):
-        calls = [
-            inner for inner in function.get_operations() if inner.type in op_types.FUNCTION_CALLERS
-        ]
-        functions.append({inner.name: _plan_of_repeated(inner) for inner in calls})
+        plans = {}
+        for inner in function.get_operations():
+            if inner.type in op_types.FUNCTION_CALLERS:
+                plans[inner.name] = _plan_of_repeated(inner)
+        functions.append(plans)
     return OpPlan(functions=functions)

@@ -158,7 +158,7 @@ class Match:
     ) -> list[tuple[Label, Size, RowSpace]]:
         """The same for the entries of a shape that depend on the number of examples, or of groups.
 
-        In a function, nothing is sharded by groups.
+        In a function, only examples of the batch are sharded.
         """
         batch = self._scope.batch
         candidates: list[tuple[Label, Size, RowSpace]] = []

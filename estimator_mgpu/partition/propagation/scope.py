@@ -85,16 +85,14 @@ class Scope:
     def placements_of_inputs(self, op: Unit) -> list[Placement]:
         """The placements of an op's inputs, in order.
 
-        The handle of a list that a v1 loop is given has the list's placement, whatever passes the
-        handle on, such as a `Switch`.
+        If a v1 loop is given the handle of a list, that has the placement of the list, even if a
+        `Switch`, say, has passed it on.
         """
         placements: list[Placement] = []
         for tensor in op.inputs:
             is_handle = isinstance(op, V1Loop) and tensor.dtype == tf.resource
-            if is_handle:
-                placements.append(self.placement_of_list(tensor))
-            else:
-                placements.append(self.placement_of(tensor))
+            placement = self.placement_of_list(tensor) if is_handle else self.placement_of(tensor)
+            placements.append(placement)
         return placements
 
     def follows_gathered(self, op: Unit) -> bool:

@@ -1,18 +1,19 @@
-"""Functions that are known by their definitions only get graphs, so that their ops are sharded.
+"""Makes graphs of functions that only have definitions, so that the ops in them can be sharded.
 
 A loop, a branch or a call names functions. Propagation visits the ops of a function's graph, which
-`tf.while_loop` and `tf.function` keep. But an imported graph has only definitions of its functions,
-and so have the loops of `tf.nn.ctc_loss`, whose functions are made by TensorFlow 1's `Defun`. Here
-these are read, and their callers name what was read in their place:
+`tf.while_loop` and `tf.function` keep. But the functions of an imported graph only have
+definitions, and so have those of the loops in `tf.nn.ctc_loss`, which TensorFlow 1's `Defun` makes.
+Here such a definition is read to a graph with the same ops, and its caller names that instead:
 
-    While(body=f)        =>        While(body=f_of_while)    # with the same ops, in a graph
+    While(body=f)        =>        While(body=f_of_while)
 
-A definition may call another function by an op of that name, as one made by `Defun` does. Such a
-call is replaced by the function's ops.
+A definition may call another function by an op of that name, as one made by `Defun` does. The
+function's ops take the place of such a call.
 
-The graph has no shapes but those of what the function is given. A loop's variable is assumed to
-have its first shape in each step. Where a step changes that, the dimension, or the rank, is
-unknown.
+Shapes in the graph follow from those of the arguments. A loop's variable is assumed to keep its
+first shape in all steps. If a step changes a dimension, or the rank, this is unknown.
+
+In: a graph that the model_fn has built. Out: the same graph, whose callers name other functions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
 def read_functions(graph: tf.Graph, existing_ops: Set[str] = frozenset()) -> None:
-    """Lets callers of functions without graphs name functions with graphs, if these can be read.
+    """Lets each caller of functions that have no graphs name functions that have some.
+
+    If the definition of one can't be read, the caller stays as it is, and will run once.
 
     Args:
       graph: the graph that the model_fn has built, or the graph of a function.
@@ -37,53 +40,61 @@ def read_functions(graph: tf.Graph, existing_ops: Set[str] = frozenset()) -> Non
     for op in graph.get_operations():
         if op.type not in op_types.FUNCTION_CALLERS or op.name in existing_ops:
             continue
-        functions = [] if function_calls.function_graphs(op) else _read_all(op)
+        if function_calls.function_graphs(op):
+            continue
+        functions = _read_all(op)
+        for function in functions:
+            read_functions(function)
         if functions:
-            for function in functions:
-                read_functions(function)
             names = [private.add_function(function) for function in functions]
             function_calls.set_functions(op, names)
 
 
 def _read_all(op: tf.Operation) -> list[Any]:
     """The graphs of the functions that an op calls; [] if they can't be read."""
-    called = function_calls.called_functions(op.node_def)
-    names = [function.name for function in called]
+    names = [function.name for function in function_calls.called_functions(op.node_def)]
     if not all(_is_readable(op.graph, name) for name in names):
         return []
     definitions = [_without_calls(op.graph, _definition(op.graph, name)) for name in names]
 
-    arguments = list(op.inputs)[1:] if op.type in op_types.BRANCHES else list(op.inputs)
+    arguments = list(op.inputs)
+    if op.type in op_types.BRANCHES:
+        arguments = arguments[1:]  # The first input chooses a branch.
     shapes: Sequence[tf.TensorShape] = [argument.shape for argument in arguments]
     try:
         if op.type in op_types.LOOPS:
-            shapes = _shapes_in_steps(op, definitions[-1], shapes)
+            _, body = definitions
+            shapes = _shapes_in_steps(op, body, shapes)
         return [_read(op, definition, shapes) for definition in definitions]
     except ValueError:
         return []  # A branch that is never taken needn't be legal for these shapes.
 
 
 def _is_readable(graph: tf.Graph, name: str) -> bool:
-    """Whether a function can be read: it's known, isn't to be compiled, and doesn't call itself."""
+    """Whether a function can be read.
+
+    It's known, and doesn't call itself. Its types don't depend on the caller, as TensorFlow allows
+    by attributes in the signature. And it needn't stay as it is, for XLA to compile it, say.
+    """
     definition = _definition(graph, name)
     if definition is None or definition.signature.attr:
         return False
-    return not op_types.STAYS_A_CALL & set(definition.attr) and not _calls_itself(graph, name)
+    stays_a_call = not op_types.STAYS_A_CALL.isdisjoint(definition.attr)
+    return not stays_a_call and not _calls_itself(graph, name)
 
 
 def _calls_itself(graph: tf.Graph, name: str) -> bool:
     """Whether a function calls itself, also by way of others."""
-    calls: dict[str, list[str]] = {}  # by the name of a function, those that it calls
+    calls: dict[str, list[str]] = {}  # by the name of a function, what it calls, or may call
     stack = [name]
     while stack:
         caller = stack.pop()
         definition = _definition(graph, caller)
         if caller not in calls and definition is not None:
             nodes = definition.node_def
-            by_attributes = [
-                each.name for node in nodes for each in function_calls.called_functions(node)
-            ]
-            calls[caller] = [*(node.op for node in nodes), *by_attributes]
+            calls[caller] = [node.op for node in nodes]  # Some are names of functions.
+            for node in nodes:
+                calls[caller] += [called.name for called in function_calls.called_functions(node)]
             stack += calls[caller]
     try:
         TopologicalSorter(calls).prepare()
@@ -94,15 +105,21 @@ def _calls_itself(graph: tf.Graph, name: str) -> bool:
 
 def _definition(graph: tf.Graph, name: str) -> Any:
     """A function's FunctionDef; None if the graph, and those around it, don't know the function."""
-    while private.get_function(graph, name) is None:
-        if not hasattr(graph, 'outer_graph'):
-            return None
+    function = private.get_function(graph, name)
+    while function is None and hasattr(graph, 'outer_graph'):
         graph = graph.outer_graph
-    return private.get_function(graph, name).cached_definition
+        function = private.get_function(graph, name)
+    return None if function is None else function.cached_definition
 
 
 def _read(op: tf.Operation, definition: Any, shapes: Sequence[tf.TensorShape]) -> Any:
-    """The graph of a function that is given arguments of these shapes, with a name of its own."""
+    """Reads a definition to a graph, under a new name, for arguments of some shapes.
+
+    Args:
+      op: the function's caller.
+      definition: a FunctionDef.
+      shapes: those of the arguments.
+    """
     renamed = copy.deepcopy(definition)
     renamed.signature.name = private.unique_function_name(
         f'{definition.signature.name}_of_', op.name
@@ -144,8 +161,11 @@ def _dims(shape: tf.TensorShape) -> list[int | None] | None:
 def _without_calls(graph: tf.Graph, definition: Any) -> Any:
     """A copy of a function's definition, in which called functions' ops take the place of calls.
 
+    A call stays if it waits for ops by control, or if others wait for it: the function's ops would
+    all have to.
+
     Args:
-      graph: which knows the functions.
+      graph: the graph that has the functions.
       definition: a FunctionDef.
     """
     result = copy.deepcopy(definition)
@@ -155,7 +175,7 @@ def _without_calls(graph: tf.Graph, definition: Any) -> Any:
 
     replaced: dict[str, str] = {}  # by the name of a call's output, what is used in its place
     for node in definition.node_def:
-        called = _definition(graph, node.op)
+        called = _definition(graph, node.op)  # None for most, whose ops aren't calls
         is_ordered = f'^{node.name}' in awaited or bool(_controls(node))
         if called is None or is_ordered or not _can_replace_call(called):
             result.node_def.append(node)
@@ -175,7 +195,11 @@ def _controls(node: Any) -> list[str]:
 
 
 def _can_replace_call(called: Any) -> bool:
-    """Whether a function's ops can take the place of a call: no other op waits for a call's all."""
+    """Whether a function's ops can take the place of a call that no op waits for.
+
+    Its types don't depend on the call, and it runs no ops only for their effects. No op in it waits
+    for an argument by control: outside, an argument isn't an op, but may be any output of one.
+    """
     arguments = {f'^{argument.name}' for argument in called.signature.input_arg}
     if any(not arguments.isdisjoint(_controls(node)) for node in called.node_def):
         return False
@@ -183,20 +207,21 @@ def _can_replace_call(called: Any) -> bool:
 
 
 def _add_called(definition: Any, call: Any, called: Any) -> dict[str, str]:
-    """Adds the nodes of a called function; returns what takes the place of the call's outputs.
+    """Adds the nodes of a called function; returns by name what replaces the call's outputs.
 
     Args:
       definition: the FunctionDef that the nodes are added to.
       call: the node that calls the function.
       called: the function's FunctionDef.
     """
-    operands = zip(called.signature.input_arg, call.input)
-    arguments = {argument.name: operand for argument, operand in operands}
+    operands: dict[str, str] = {}  # by the name of an argument
+    for argument, operand in zip(called.signature.input_arg, call.input):
+        operands[argument.name] = operand
 
     def name_outside(name: str) -> str:
-        """What a tensor 'node:output:0' of the function, or an op '^node', is called outside."""
-        if name in arguments:
-            return arguments[name]
+        """The name outside of the function of 'node:output:0', '^node' or an argument in it."""
+        if name in operands:
+            return operands[name]
         if name.startswith('^'):
             return f'^{call.name}/{name[1:]}'
         return f'{call.name}/{name}'
@@ -213,7 +238,7 @@ def _add_called(definition: Any, call: Any, called: Any) -> dict[str, str]:
 
 
 def _replacement(name: str, replaced: dict[str, str]) -> str:
-    """What takes the place of a tensor; of an output that is an argument, what the argument is."""
-    while name in replaced:
+    """The name of what takes the place of a tensor; its own name if nothing does."""
+    while name in replaced:  # A function may return an argument, which another call gives.
         name = replaced[name]
     return name

@@ -67,6 +67,7 @@ def _examples_decide(loop: tf.Operation) -> bool:
     visited: set[tf.Operation] = set()
     needed = {condition.outputs[0].op}
     while needed:
+        # A check that is waited for may reduce, but decides nothing.
         ops = graphs.ancestors(list(needed), by_control=False) - visited
         if any(op.type in op_types.REDUCTIONS for op in ops):
             return True
@@ -146,8 +147,8 @@ def _indices_of_arguments(function: Any) -> dict[str, int]:
     return {argument.op.name: index for index, argument in enumerate(function.inputs)}
 
 
-def _effects(function: Any, scope: str) -> list[str]:
-    """What a function runs although it returns nothing of it, such as checks: control inputs."""
+def _waits_for_effects(function: Any, scope: str) -> list[str]:
+    """Control inputs: the ops that a function runs for their effects, such as checks."""
     return [f'^{scope}/{op.name}' for op in function.control_outputs]
 
 
@@ -188,7 +189,8 @@ class _LoopNodes:
         self._add_function(self._condition, 'condition', 'merge')
         self._add_function(self._body, 'body', 'step')
         decision = self._name(self._condition.outputs[0].name, 'condition', 'merge')
-        self._add('LoopCond', 'goes_on', [decision, *_effects(self._condition, 'condition')])
+        effects = _waits_for_effects(self._condition, 'condition')
+        self._add('LoopCond', 'goes_on', [decision, *effects])
 
     def _add_enter(self, index: int) -> None:
         """Adds the `Enter` of a variable or a constant."""
@@ -216,9 +218,8 @@ class _LoopNodes:
         self._add('Switch', f'switch_{index}', [f'merge_{index}', 'goes_on'], T=dtype)
         self._add('Exit', f'exit_{index}', [f'switch_{index}'], T=dtype)
         self._add('Identity', f'step_{index}', [f'switch_{index}:1'], T=dtype)
-        self._add(
-            'NextIteration', f'next_{index}', [output, *_effects(self._body, 'body')], T=dtype
-        )
+        inputs = [output, *_waits_for_effects(self._body, 'body')]
+        self._add('NextIteration', f'next_{index}', inputs, T=dtype)
 
     def _add_function(self, function: Any, scope: str, values: str) -> None:
         """Adds the ops of the condition or of the body.

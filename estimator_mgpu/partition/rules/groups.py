@@ -8,11 +8,12 @@ Ghost batch normalization does so. With `virtual_batch_size=8`, `tf.layers.batch
     x = tf.reshape((groups - mean) / tf.sqrt(variance), [-1, 5])
 
 There are always 8 groups, and the reshape fails if the size of the batch isn't a multiple of 8. So
-each of 4 towers has a quarter of the examples, and these are 2 whole groups: the first two on the
-first tower, as groups follow each other. The moments are of one example of each group, and are
-reduced over towers.
+each of 4 towers has a quarter of the examples, and these are exactly 2 groups: the first tower has
+the first two, as groups follow each other. The moments are over dimension 0, so they combine one
+example of each group, and are reduced over towers.
 
-Two row spaces meet in one op, so these rules are functions of the placements, as those for parts.
+The input and the output have different row spaces. The notation of rules has no words for that, so
+these rules are functions of the placements, as those for parts are.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     after = sizes.entries(shape)
     if not isinstance(shard, Shard) or shard.axis > 0 or not before or not after:
         return None
-    if before[0] != Size(1, (shard.rows,)):
+    is_row_an_entry = before[0] == Size(1, (shard.rows,))
+    if not is_row_an_entry:
         return None
 
     if isinstance(shard.rows, Groups):
@@ -54,14 +56,17 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 def _to_groups(
     rows: RowSpace, before: Sequence[Size], after: Sequence[Size], sizes: Sizes
 ) -> Decision | None:
-    """From [batch, 5] to [8, -1, 5]: as much comes after the groups' rows as after the rows.
+    """From [batch, 5] to [8, -1, 5]: what follows the rows, here 5, also follows the groups' rows.
 
     So the op fails if the rows can't be divided into as many groups of one size. From [batch, 4] to
     [8, -1] it may not: 10 examples become [8, 5], with one example and a quarter in each row.
     """
+    if len(after) < 2:
+        return None
     count = after[0].static
-    has_same_entries = product(after[2:]).same_as(product(before[1:]))
-    if len(after) < 2 or not has_same_entries or count is None or count == rows.static:
+    if count is None or count == rows.static:  # If there are as many, the rows stay what they are.
+        return None
+    if not product(after[2:]).same_as(product(before[1:])):
         return None
     groups = sizes.groups(rows, count)
     if groups is None:
@@ -82,16 +87,15 @@ def _from_groups(groups: Groups, before: Sequence[Size], after: Sequence[Size]) 
 
 def _size_of(groups: Groups) -> Size:
     """How many rows a group has: a number, if the graph knows."""
-    count = groups.static
-    assert count is not None
     total = groups.origin.static
-    return Size(1, (GroupSize(groups),)) if total is None else Size(total // count)
+    return Size(1, (GroupSize(groups),)) if total is None else Size(total // groups.count)
 
 
 def _decision(rows: RowSpace, others: Sequence[Size]) -> Decision:
-    """A `Reshape` of a tower's shard to as many rows as the tower has, and other dimensions.
+    """A `Reshape` of a tower's shard to the tower's rows of a row space, and other dimensions.
 
-    The size of a group isn't left to the op, as -1: each tower's op fails if it's another one.
+    Where the user has left a dimension to the op, by -1, it's written out: so a tower's op fails if
+    its groups haven't the size that all groups have.
     """
     dims = [Size(1, (rows,)), *others]
     return Decision(OpPlan((LOCAL, LocalShape(tuple(dims), 0, rows))), [Shard(0, rows)], [dims])

@@ -98,7 +98,7 @@ def _by_rows(count: int) -> tuple[Label, ...]:
 
 
 class _ScatterLabels(NamedTuple):
-    """What a signature says of the tensors of a scatter, whose output is like what it updates."""
+    """How a scatter can be sharded. What it updates has the labels of the output."""
 
     indices: Operand
     updates: tuple[Label, ...]
@@ -106,27 +106,27 @@ class _ScatterLabels(NamedTuple):
 
 
 def _scatter(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`TensorScatterUpdate` and the like: a tensor, with updates at the places in indices."""
+    """`TensorScatterUpdate` and the like: a tensor with updates where indices say."""
     tensor, indices, _ = op.inputs
     dims = require(sizes.dims(tensor))
 
-    def signature(labels: _ScatterLabels) -> Signature:
+    def signature_with(labels: _ScatterLabels) -> Signature:
         inputs = [labels.output, labels.indices, labels.updates]
         return Signature(inputs, [labels.output], dims=[dims])
 
-    return _scattered(signature, indices, dims, sizes)
+    return _scattered(signature_with, indices, dims, sizes)
 
 
 def _scatter_nd(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`ScatterNd`: the same with zeros, of a shape that it's given."""
+    """`ScatterNd`: updates where indices say, and zeros elsewhere."""
     indices, _, shape = op.inputs
     dims = require(sizes.entries(shape))
 
-    def signature(labels: _ScatterLabels) -> Signature:
+    def signature_with(labels: _ScatterLabels) -> Signature:
         inputs = [labels.indices, labels.updates, SizesOf(labels.output)]
         return Signature(inputs, [labels.output], dims=[dims])
 
-    return _scattered(signature, indices, dims, sizes)
+    return _scattered(signature_with, indices, dims, sizes)
 
 
 def _in_place(op: tf.Operation, sizes: Sizes) -> Signature:
@@ -138,12 +138,15 @@ def _in_place(op: tf.Operation, sizes: Sizes) -> Signature:
     if op.type != 'InplaceUpdate' and op.inputs[0].op.type != 'Empty':
         raise NotSharded(f'this {op.type} may change what other devices use')
     dims = require(sizes.dims(op.inputs[0]))
-    labels = tuple(axis if axis and size != ONE else None for axis, size in enumerate(dims))
+    labels = tuple(
+        None if axis == 0 or size == ONE else axis  # Along 0, a place may be in any shard.
+        for axis, size in enumerate(dims)
+    )
     return Signature([labels, FULL, labels], [labels])
 
 
 def _scattered(
-    signature: Callable[[_ScatterLabels], Signature],
+    signature_with: Callable[[_ScatterLabels], Signature],
     indices: tf.Tensor,
     dims: list[Size],
     sizes: Sizes,
@@ -156,7 +159,7 @@ def _scattered(
     If each index begins with its own row, towers update their rows.
 
     Args:
-      signature: makes one of labels.
+      signature_with: makes a signature of labels.
       indices: a tensor whose last dimension is a place in the first dimensions of the output.
       dims: of the output.
       sizes: of tensors.
@@ -166,7 +169,7 @@ def _scattered(
     unnamed = range(named, len(dims))
     updates = (*[None] * (len(index_dims) - 1), *unnamed)
     output = (*[None] * named, *unnamed)
-    along_unnamed = signature(_ScatterLabels(FULL, updates, output))
+    along_unnamed = signature_with(_ScatterLabels(FULL, updates, output))
     if not begin_with_rows(indices, dims[0], sizes):
         return along_unnamed
 
@@ -175,7 +178,7 @@ def _scattered(
         _by_rows(len(updates)),
         _by_rows(len(dims)),
     )
-    return signature(by_rows)._replace(otherwise=along_unnamed)
+    return signature_with(by_rows)._replace(otherwise=along_unnamed)
 
 
 _RULES: dict[str, Rule] = {

@@ -46,32 +46,30 @@ def begin_with_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
 
 def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
     """Whether the first number of each index is its row."""
-    op = indices.op
     first = _first_numbers(indices, sizes)
     if first is not None:
         return _is_position(first, 0, sizes)
-    if op.type in ('Add', 'AddV2'):
-        one, other = op.inputs
-        return _is_row_added(indices, one, other, sizes) or _is_row_added(
-            indices, other, one, sizes
-        )
-    if op.type == 'Mul':
-        one, other = op.inputs
-        return _is_row_kept(indices, one, other, sizes) or _is_row_kept(indices, other, one, sizes)
+
+    op = indices.op
+    if op.type in ('Add', 'AddV2', 'Mul'):
+        is_row = _is_row_kept if op.type == 'Mul' else _is_row_added
+        left, right = op.inputs
+        return is_row(indices, left, right, sizes) or is_row(indices, right, left, sizes)
+
     if _axis_before(indices, 0, sizes) != 0 or not _keeps_last_axis(indices, sizes):
         return False
     return _first_is_row(op.inputs[0], sizes)
 
 
 def _is_row_added(total: tf.Tensor, rows: tf.Tensor, others: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether a sum is one of indices that begin with their rows, and others that begin with 0."""
+    """Whether a sum adds indices that begin with their rows, and others that begin with 0."""
     if not _has_rows_of(total, rows, sizes):
         return False
     return _first_is_row(rows, sizes) and _first_is_zero(others, sizes)
 
 
 def _is_row_kept(product: tf.Tensor, rows: tf.Tensor, factors: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether a product is one of rows and the factors of each index, of which the first is 1."""
+    """Whether a product is one of rows and of a vector that begins with 1, such as [1, 0]."""
     if factors.shape.rank != 1 or not _has_rows_of(product, rows, sizes):
         return False
     numbers = sizes.numbers(factors) or []
@@ -79,7 +77,7 @@ def _is_row_kept(product: tf.Tensor, rows: tf.Tensor, factors: tf.Tensor, sizes:
 
 
 def _has_rows_of(result: tf.Tensor, operand: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether what is made of an operand by broadcasting has the operand's rows."""
+    """Whether a sum or product has the rows of an operand, which isn't broadcast along these."""
     dims = sizes.dims(result) or []
     operand_dims = sizes.dims(operand) or []
     if len(dims) < 2 or len(dims) != len(operand_dims):
@@ -101,7 +99,7 @@ def _first_is_zero(indices: tf.Tensor, sizes: Sizes) -> bool:
 
 
 def _first_numbers(indices: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
-    """The first numbers of all indices, if these are joined of such; None otherwise."""
+    """The first numbers of all indices, if a `Pack` or `ConcatV2` joins these; None otherwise."""
     op = indices.op
     last = len(sizes.dims(indices) or []) - 1
     if op.type == 'Pack' and op.get_attr('axis') in (-1, last):
@@ -123,7 +121,7 @@ def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
 
 
 def _keeps_last_axis(tensor: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether an op arranges entries without moving any along the last axis."""
+    """Whether an op only arranges entries, and moves none along the last axis."""
     last = len(sizes.dims(tensor) or []) - 1
     axis_before = _axis_before(tensor, last, sizes)
     if axis_before is None:
@@ -132,7 +130,9 @@ def _keeps_last_axis(tensor: tf.Tensor, sizes: Sizes) -> bool:
 
 
 def _axis_before(tensor: tf.Tensor, axis: int, sizes: Sizes) -> int | None:
-    """The axis that an axis was before an op arranged the entries; None if that can't be told.
+    """Where an axis of an op's output was in the input, if the op only arranges entries.
+
+    It's None if that can't be told.
 
     The rules of ops that only arrange entries tell where a dimension goes: if the input and the
     output can be sharded along it together, they have the same entries at each place of it.

@@ -13,7 +13,7 @@ def is_zero(tensor: tf.Tensor) -> bool:
     """Whether the graph alone tells that all of a tensor's entries are zeros."""
     tensor = passed_on(tensor)
     if tensor.op.type in op_types.ZEROS_ONES_LIKE:
-        return not op_types.ZEROS_ONES_LIKE[tensor.op.type]
+        return op_types.ZEROS_ONES_LIKE[tensor.op.type] == 0
     filled = tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
     value = private.constant_value(filled)
     return value is not None and not np.any(value)

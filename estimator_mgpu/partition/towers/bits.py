@@ -26,9 +26,10 @@ PACKED = tf.uint8
 """The type of what is packed."""
 
 _ALIGN_BITS = 0x0102040810204080
-"""The product of this and of a number with eight bytes that are 0 or 1 has these eight bits as its
-highest byte. It's a sum of eight shifted numbers: each moves another bit there, and no two add up
-anywhere.
+"""A number of eight bytes, each 0 or 1, times this has these eight bits as its highest byte.
+
+The product is a sum of eight shifted numbers. Each of these moves another bit to the highest byte.
+No two of them have a 1 at the same place, so nothing is carried.
 """
 
 _BYTES = np.arange(256, dtype=np.uint8)
@@ -45,7 +46,10 @@ def can_be_packed(mask: tf.Tensor) -> bool:
 
 
 def pack(nodes: NodeBuilder, value: str, mask: tf.Tensor, device: str) -> str:
-    """Packs the value of a mask, on a device: [rows, bytes]."""
+    """Packs the value of a mask, on a device: [rows, bytes].
+
+    Eight booleans are read as one number of eight bytes. Their bits then become one byte of it.
+    """
     bytes_per_row = mask.shape[1:].num_elements() // 8
     eights = nodes.add('Reshape', [value, [-1, bytes_per_row, 8]], device, T=tf.bool)
     eights = nodes.cast(eights, tf.bool, tf.uint8, device)
@@ -59,7 +63,14 @@ def pack(nodes: NodeBuilder, value: str, mask: tf.Tensor, device: str) -> str:
 
 
 def unpack(nodes: NodeBuilder, packed: str, mask: tf.Tensor, device: str) -> str:
-    """Unpacks some rows of a mask, on a device."""
+    """Unpacks some rows of a mask, on a device.
+
+    Args:
+      nodes: where nodes are added.
+      packed: the packed rows.
+      mask: the user's tensor, which has the shape of a row.
+      device: where they are unpacked.
+    """
     numbers = nodes.cast(packed, PACKED, tf.int32, device)
     entries = nodes.const(_ENTRIES, tf.bool, device)
     types = {'Tparams': tf.bool, 'Tindices': tf.int32, 'Taxis': tf.int32}

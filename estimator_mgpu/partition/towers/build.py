@@ -43,7 +43,7 @@ class Towers:
       total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: a device and a turn each.
       names: of the nodes that were added.
-      model: what gradients go by that are taken later.
+      model: by which `tf.gradients` goes once the model_fn has returned.
       schedule: which ops run one turn after another; None if one turn was asked for.
       recomputation: what is computed twice; None if that wasn't asked for.
     """
@@ -78,7 +78,7 @@ class Towers:
                     return tf.identity(value, self._values.name_of_result(tensor.op))
 
     def tensors_in_use(self) -> dict[str, str]:
-        """By the names of tensors, those of what the user's ops are given in their place."""
+        """The names of the tensors that the user's ops are given in place of others, by theirs."""
         names = dict(self._values.full_values)
         for name, tensor in self._replaced.items():
             replacement = _replacement(tensor, self._replaced)
@@ -119,7 +119,7 @@ def build_towers(
       full_value_devices: where full values are made, by the names of tensors.
       replaced: what rewrites use in place of tensors, by their names.
       order: in which the graph touched state, before identities were bypassed.
-      model: what gradients go by that are taken later.
+      model: by which `tf.gradients` goes once the model_fn has returned.
       calls: the gradients of each optimizer's call.
       turns: how many towers each device has, one after the other.
       results: what a step is run for.

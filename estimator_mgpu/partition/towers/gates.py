@@ -53,6 +53,8 @@ def add_gates(
     for unit in step.order:
         if unit.tower not in gates or unit.name not in schedule.chained:
             continue
+        # Its part waits, so that this needs no memory before the turn. Otherwise the copy itself
+        # waits, unless it follows one that does.
         waiting = parts.get(unit, [])
         if not waiting and not _follows_in_turn(unit, step, schedule):
             waiting = step.edges.entries(unit)
@@ -63,9 +65,9 @@ def add_gates(
 def _ends_of_turns(
     step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
 ) -> dict[int, list[str]]:
-    """What each turn leaves, by the number of its tower: the last nodes that are made of it.
+    """What each turn leaves, by the number of its tower: the last nodes that are made of the turn.
 
-    A running sum is one, as what waits for it is made of the next turn, too.
+    A running sum is one of them: the next sum is made of that and of the next turn.
     """
     last_turns = _last_turns(step, schedule, towers)
     ends = defaultdict[int, dict[str, None]](dict)
@@ -78,12 +80,12 @@ def _ends_of_turns(
 
 
 def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) -> dict[Unit, Tower]:
-    """The last turn that a unit is made of, of those units that are made of one chain only.
+    """The last turn that each unit is made of, for units that are made of turns of one chain only.
 
-    The user's own ops have none, as they run once.
+    The user's own ops aren't among them, as they run once.
     """
     last_turns: dict[Unit, Tower] = {}
-    made_of: dict[Unit, set[Tower]] = {}  # those whose chained copies a unit is made of
+    made_of: dict[Unit, set[Tower]] = {}  # by unit, the towers whose chained copies it's made of
     for unit in step.order:
         turns: set[Tower] = set()
         for edge in step.inputs[unit]:
@@ -99,7 +101,7 @@ def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) ->
 
 
 def _parts_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str]]:
-    """The parts of full values that are only for a turn's chain, by the copies that use them."""
+    """The parts of full values that only chained copies of one turn use, by these copies."""
     parts_of = defaultdict[Unit, list[str]](list)
     for part, users in _users_of_parts(step.edges).items():
         in_step = [user for user in users if user in step.inputs]
@@ -116,24 +118,34 @@ def _users_of_parts(edges: Edges) -> dict[str, set[Unit]]:
 
     A part may come to a copy by way of other nodes, such as those that unpack a mask.
     """
-    users_of_nodes = defaultdict[str, list[str]](list)
-    for name, node in edges.nodes.items():
-        for operand in node.input:
-            users_of_nodes[op_name(operand)].append(name)
-
+    users_of_nodes = _users_of_nodes(edges)
     users_of_parts = defaultdict[str, set[Unit]](set)
     for part, node in edges.nodes.items():
-        if node.op not in op_types.TAKE_PARTS or edges.unit_of(part) != Unit(None, part):
+        if node.op not in op_types.TAKE_PARTS or not _stands_alone(edges, part):
             continue
         stack = [part]
         while stack:
             for user in users_of_nodes[stack.pop()]:
-                unit = edges.unit_of(user)
-                if unit == Unit(None, user) and edges.nodes[user].op in op_types.PASS_PARTS:
+                passes_on = edges.nodes[user].op in op_types.PASS_PARTS
+                if passes_on and _stands_alone(edges, user):
                     stack.append(user)
                 else:
-                    users_of_parts[part].add(unit)
+                    users_of_parts[part].add(edges.unit_of(user))
     return users_of_parts
+
+
+def _users_of_nodes(edges: Edges) -> dict[str, list[str]]:
+    """The names of the added nodes that use each node or op, by the name of that."""
+    users = defaultdict[str, list[str]](list)
+    for name, node in edges.nodes.items():
+        for operand in node.input:
+            users[op_name(operand)].append(name)
+    return users
+
+
+def _stands_alone(edges: Edges, name: str) -> bool:
+    """Whether an added node is a unit by itself: neither a tower's copy nor in a loop."""
+    return edges.unit_of(name) == Unit(None, name)
 
 
 def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:

@@ -91,25 +91,25 @@ def find_schedule(
 
     before = _Before(step, sizes, first)
     chained: set[str] = set()
-    by_join = before.by_join
+    bytes_by_join = Counter[str]()
     most_bytes = -1
     # With each level, more ops can be in the chain, but more of them are needed by joins.
     for level in sorted(set(levels.values())):
         before.add(joins[level])
         up_to_level = {name for name in levels if levels[name] <= level}
         remaining = up_to_level - before.names
-        size = sum(sizes[name] for name in remaining)
-        if size > most_bytes:
+        bytes_in_chain = sum(sizes[name] for name in remaining)
+        if bytes_in_chain > most_bytes:
             chained = remaining
-            by_join = before.by_join.copy()
-            most_bytes = size
+            bytes_by_join = before.by_join.copy()
+            most_bytes = bytes_in_chain
 
     total = sum(sizes.values()) or 1
     chainable = sum(sizes[name] for name in chained) / total
     # A joint loop runs in all turns at once, whatever is made of it.
     for name in joint_loops:
-        by_join[name] += sizes[name]
-    costliest = [Join(name, size / total) for name, size in by_join.most_common() if size]
+        bytes_by_join[name] += sizes[name]
+    costliest = [Join(name, size / total) for name, size in bytes_by_join.most_common() if size]
     return Schedule(towers[-1].turn + 1, chained, chainable, costliest)
 
 

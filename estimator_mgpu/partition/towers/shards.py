@@ -133,7 +133,7 @@ class Shards:
         return self._add(more, self._cast(self.total, dtype), dtype)
 
     def group_size(self, count: int, dtype: tf.DType) -> Number:
-        """How many rows each of so many groups has, in an integer type."""
+        """How many rows each group has if there are `count` of them, in an integer type."""
         return self._binary('FloorDiv', self.total_as(dtype), count, dtype)
 
     def local_sizes(

@@ -235,7 +235,7 @@ class Values:
         return unpacked[tensor.name]
 
     def shards_of(self, rows: RowSpace) -> Shards:
-        """The shards of a row space: the batch's, of groups, or one that starts with a tensor."""
+        """The shards of a row space: the batch's, that of groups, or one of a tensor."""
         if isinstance(rows, PartRows) and rows not in self._shards:
             self._shards[rows] = self._shards_of_part(rows)
         if rows not in self._shards:
@@ -244,7 +244,7 @@ class Values:
         return self._shards[rows]
 
     def _count_rows(self, rows: RowSpace) -> tf.Tensor:
-        """How many rows there are of those with which a row space starts."""
+        """How many rows the tensor has with which a row space starts."""
         tensor = self._graph.get_tensor_by_name(rows.name)
         with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
             return tf.shape(tensor)[0]
@@ -351,17 +351,18 @@ class Values:
             return self.shards_of(symbol).total_as(dtype)
         if isinstance(symbol, GroupSize):
             groups = symbol.groups
-            return self.shards_of(groups.origin).group_size(groups.static or 1, dtype)
+            return self.shards_of(groups.origin).group_size(groups.count, dtype)
         if isinstance(symbol, Splits):
             return self.shards_of(symbol.rows).total_as(dtype, more=1)
 
-        name, index = symbol
-        tensor = self._graph.get_tensor_by_name(name)
+        tensor = self._graph.get_tensor_by_name(symbol.tensor)
         with self._nodes.for_many():
             if isinstance(symbol, Dim):
                 vector = self._shape(tensor, tower, dtype)
+                index = symbol.axis
             else:
                 vector = self._entries(tensor, dtype)
+                index = symbol.position
             types = {'Tparams': dtype, 'Tindices': tf.int32}
             return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
 

@@ -94,24 +94,24 @@ class Waits:
         return [op for op, added in self._added.items() if added]
 
     def missing(self, replacements: Sequence[tf.Tensor]) -> list[tf.Operation]:
-        """What the value that is used in place of a tensor doesn't wait for, and should.
+        """The ops that a tensor waits for, but not the value that is used in its place.
 
         Args:
-          replacements: the tensor, and what one rewrite after another uses in its place. In place
-            of a call's output, it's an identity that waits for all that the call does, and in place
-            of that, what it's an identity of.
+          replacements: the tensor, and what one rewrite after another uses in its place. For
+            example, a call's output is replaced by an identity that waits for all that the call
+            does, and the identity by its operand.
         """
         used = replacements[-1]
         waited_for = self._bits_of_operand(used)
-        found: list[tf.Operation] = []
+        ops: list[tf.Operation] = []
         for tensor in replacements:
             needed = self._order.needs(tensor.op)
-            if tensor is used:  # Of others, something else does what their ops did.
+            if tensor is used:  # What the ops of others did, something else does.
                 needed |= self._order.bits(tensor.op) & self._order.effects
             missing = needed & ~waited_for
-            found += self._order.ops_for(missing, tensor.op)
+            ops += self._order.ops_for(missing, tensor.op)
             waited_for = union(missing, waited_for)
-        return found
+        return ops
 
     def _visit_copy(self, op: tf.Operation) -> None:
         bits = 0

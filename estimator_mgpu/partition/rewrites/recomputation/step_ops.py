@@ -25,8 +25,8 @@ class StepOps:
     Attributes:
       inputs: the names of the tensors of the batch.
       ops: all of them.
-      forward: those that depend on the values of the batch, rather than only on their shapes, but
-        not on gradients; or on gradients that are a part of the loss.
+      forward: those that depend on the values of the batch, rather than only on its shapes, but not
+        on gradients. Gradients that are a part of the loss don't count as such.
       backward: the others that depend on the values of the batch.
       needed: the ops that results depend on. What an Identity only waits for doesn't count.
     """
