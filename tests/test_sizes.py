@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import check_rule, steps
 from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Dim, Entry, GroupSize, Groups, RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import Dim, Entry, Groups, GroupSize, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
