@@ -68,6 +68,16 @@ def branch(features):
     )
 
 
+def branch_of_all_examples(features):
+    """In this branch, a sum over the towers may be dead."""
+    hidden = tf.tanh(tf.layers.dense(features, 6))
+    scaled = lambda: hidden * 3  # noqa: E731
+    centered = lambda: hidden * tf.reduce_mean(hidden, 0)  # noqa: E731
+    net = tf.cond(tf.reduce_mean(features) > 0, scaled, centered)
+    net.set_shape([None, 6])
+    return tf.layers.dense(tf.layers.dense(net, 6, tf.tanh), 1)
+
+
 def sgd_train(loss):
     return sgd(loss)
 
@@ -99,6 +109,13 @@ def test_results_of_one_device(model_fn, devices, microbatches, behavior):
     """In all modes, to the end of the data; the last batch has fewer examples than towers."""
     options = dict(static=False, epochs=1, microbatches=microbatches)
     compare_modes(model_fn, short_last, devices, **options)
+
+
+def test_a_branch_that_is_not_taken_ends_no_turn(behavior):
+    """A turn whose gate waited for it wouldn't run. The size of the batch is static."""
+    model_fn = of_all_modes(branch_of_all_examples, sgd_train)
+    ours, _ = compare(model_fn, batches(12), 1, microbatches=2)
+    ours.graph.get_operation_by_name('replicate/gate_1')
 
 
 def ancestors_of(graph, name):

@@ -251,19 +251,27 @@ class Model:
     def _let_wait(self, writes: Sequence[tf.Operation], ends: Sequence[tf.Tensor]) -> None:
         """Lets writes wait for the ends of what runs once more, as they follow it in the model.
 
-        A write that the ends wait for now can't wait for them.
+        A write that the ends wait for now can't wait for them. None may wait for what is in a
+        branch of TensorFlow 1, as it wouldn't run if the branch isn't taken.
         """
         before = graphs.ancestors([tensor.op for tensor in ends])
         later = [write for write in writes if write not in before]
         if not later:
             return
+        liveness = Liveness(self._graph.get_operations())
+        for tensor in ends:
+            if liveness.may_be_dead(tensor.op):
+                raise ValueError(
+                    f'{tensor.op.name} is a loop in a tf.cond, and reads a variable that is '
+                    'written afterwards. After the model_fn has returned, it has no gradient. '
+                    'Call tf.gradients in the model_fn.'
+                )
         with self._graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
             name = f'{ends[0].op.name}/again'
             with tf.device(ends[0].device):
                 identities = [tf.identity(tensor, name) for tensor in ends]
                 with tf.control_dependencies(identities):
-                    # Unlike a no_op, it also runs if the ends are in a branch that isn't taken.
-                    gate = tf.raw_ops.ControlTrigger(name=name)
+                    gate = tf.no_op(name)
         for write in later:
             function_calls.let_wait(write, [gate])
 

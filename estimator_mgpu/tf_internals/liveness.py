@@ -106,8 +106,6 @@ class Liveness:
         return max((self.output_frame(op) for op in ops), key=len, default=())
 
     def _condition_of(self, op: tf.Operation) -> Condition:
-        if op.type == op_types.CONTROL_TRIGGER:
-            return _ALWAYS  # It runs whether or not what it waits for is dead.
         if op.type in op_types.MERGE:
             # Of a loop's two inputs, the first iteration has what the loop begins with.
             inputs = [t for t in op.inputs if t.op.type not in op_types.NEXT_ITERATION]

@@ -35,8 +35,6 @@ MERGE = ('Merge', 'RefMerge')
 LOOP_CONDITION = 'LoopCond'
 SWITCH = ('Switch', 'RefSwitch')
 """Has its value on one of two outputs; the other one is dead, and so is what depends on it."""
-CONTROL_TRIGGER = 'ControlTrigger'
-"""A group that runs also if what it waits for is dead."""
 FORWARDS = (*ENTER, *EXIT, *NEXT_ITERATION, *MERGE, *SWITCH)
 """Ops of v1 control flow that give what they are given, without a copy."""
 V1_LOOP = 'v1 loop'

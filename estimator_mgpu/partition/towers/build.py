@@ -147,7 +147,7 @@ def build_towers(
         step = StepUnits(edges, [edges.unit_of_result(result) for result in results])
         found = find_schedule(graph, plan, step, towers, [*results, *other_results])
         if found.is_worth_it:
-            add_gates(nodes, step, found, towers)
+            add_gates(nodes, step, found, towers, order.liveness)
         else:
             towers = towers_of(devices)
             nodes, values, waits, control_inputs = collect(towers=towers)

@@ -23,15 +23,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow.compat.v1 as tf
+
 from estimator_mgpu.partition.towers.edges import Edges, StepUnits, Unit, op_name
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.schedule import Schedule
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 
 def add_gates(
-    nodes: NodeBuilder, step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
+    nodes: NodeBuilder,
+    step: StepUnits,
+    schedule: Schedule,
+    towers: Sequence[Tower],
+    liveness: Liveness,
 ) -> None:
     """Adds gates: each turn's ops wait until the turn before has left its results.
 
@@ -40,14 +47,17 @@ def add_gates(
       step: the units that a step runs.
       schedule: which of them run one turn after another.
       towers: a device and a turn each.
+      liveness: of the user's ops.
     """
     ends = _ends_of_turns(step, schedule, towers)
+    deadness = _Deadness(nodes, liveness)
     gates: dict[int, str] = {}  # by tower
     for tower in towers:
         if tower.turn > 0:
-            gates[tower.number] = nodes.gate(
-                tower.number, ends.get(tower.number - 1, []), tower.device
-            )
+            # If a gate waited for what is in a branch that isn't taken, no later turn would run.
+            names = ends.get(tower.number - 1, [])
+            always_alive = [name for name in names if not deadness.may_be_dead(name)]
+            gates[tower.number] = nodes.gate(tower.number, always_alive, tower.device)
 
     parts = _parts_of_turns(step, schedule)
     for unit in step.order:
@@ -60,6 +70,42 @@ def add_gates(
             waiting = step.edges.entries(unit)
         for name in waiting:
             _let_wait(step.edges.nodes[name], gates[unit.tower])
+
+
+class _Deadness:
+    """Tells which nodes may be in a v1 branch that isn't taken.
+
+    Args:
+      nodes: those that are added.
+      liveness: of the user's ops.
+    """
+
+    def __init__(self, nodes: NodeBuilder, liveness: Liveness):
+        self._names = nodes.names
+        self._graph = nodes.graph
+        self._inputs = {node.name: node.input for node in nodes.graph_def.node}
+        self._liveness = liveness
+
+    def may_be_dead(self, name: str) -> bool:
+        """Whether a node may be dead: one of the user's, a copy, or one that is made of these."""
+        users_op = self._users_op(name)
+        if users_op is not None:
+            return self._liveness.may_be_dead(users_op)
+        return any(self._operand_may_be_dead(operand) for operand in self._inputs[name])
+
+    def _operand_may_be_dead(self, operand: str) -> bool:
+        name = op_name(operand)
+        users_op = self._users_op(name)
+        # A switch is alive, though one of its outputs isn't.
+        is_switch = users_op is not None and users_op.type in op_types.SWITCH
+        return is_switch or self.may_be_dead(name)
+
+    def _users_op(self, name: str) -> tf.Operation | None:
+        """The user's op that a name, or the name of a copy, stands for; None for other nodes."""
+        copy = self._names.copy_of(name)
+        if copy is None and name in self._inputs:
+            return None
+        return self._graph.get_operation_by_name(name if copy is None else copy.op_name)
 
 
 def _ends_of_turns(

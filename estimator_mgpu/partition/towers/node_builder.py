@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.towers.names import Names
-from estimator_mgpu.tf_internals import function_calls, op_types, private, tracebacks
+from estimator_mgpu.tf_internals import function_calls, private, tracebacks
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def
 
 Number = Union[int, str]
@@ -206,10 +206,10 @@ class NodeBuilder:
         return self._once((*controls, device), lambda: node_def('NoOp'), controls, device)
 
     def gate(self, number: int, names: Sequence[str], device: str) -> str:
-        """Adds an op that waits for nodes, be they dead or not; returns it as a control input."""
+        """Adds a NoOp that waits for nodes; returns it as a control input."""
         name = f'{self.scope}/gate_{number}'
         controls = [f'^{name}' for name in names]
-        self.copy(node_def(op_types.CONTROL_TRIGGER), name, controls, device)
+        self.copy(node_def('NoOp'), name, controls, device)
         return f'^{name}'
 
     def _once(self, key: Any, make: Callable[[], Any], inputs: Sequence[str], device: str) -> str:
