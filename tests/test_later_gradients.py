@@ -87,9 +87,19 @@ def call(middle, x, w):
     return tf.function(lambda a, b: tf.nn.swish(a @ b) * a)(middle, w)
 
 
+def loop_in_call(middle, x, w):
+    """The loop waits for something once its call is inlined."""
+    add = lambda state: [state + state @ w * 0.1]  # noqa: E731
+
+    def repeated(state):
+        return tf.while_loop(lambda _: True, add, [state], maximum_iterations=2)
+
+    return tf.function(repeated)(middle)
+
+
 PARTS = [
     *(dense, batch_norm, custom_gradient, override_of_identity, override_of_reshape),
-    *(loop, joint_loop, branch, lookup, dropout, call),
+    *(loop, joint_loop, branch, lookup, dropout, call, loop_in_call),
 ]
 
 

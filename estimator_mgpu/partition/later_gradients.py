@@ -182,14 +182,26 @@ class Model:
 
     @contextlib.contextmanager
     def _inputs_as_made(self) -> Iterator[None]:
-        """A context in which the ops that are noted have the inputs that they were made with."""
+        """A context in which the ops that are noted have the inputs that they were made with.
+
+        Loops wait for nothing in it: TensorFlow can't give further inputs to one that does.
+        """
         changes = self._changed_inputs()
+        controls = {
+            op: op.control_inputs
+            for op in self._inputs
+            if op.type in op_types.LOOPS and op.control_inputs
+        }
         self._is_restored = True
         try:
             for change in changes:
                 private.set_input(change.op, change.position, change.first)
+            for op in controls:
+                private.remove_control_inputs(op)
             yield
         finally:
+            for op, before in controls.items():
+                private.add_control_inputs(op, before)
             for change in changes:
                 private.set_input(change.op, change.position, change.present)
             self._is_restored = False
