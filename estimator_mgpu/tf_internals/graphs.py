@@ -77,16 +77,20 @@ def redirect_consumers(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf
       last: the op that is waited for in place of `op`.
     """
     for index, replacement in outputs.items():
-        output = op.outputs[index]
-        for consumer in output.consumers():
-            for position, operand in enumerate(consumer.inputs):
-                if operand is output:
-                    set_input(consumer, position, replacement)
+        replace_uses(op.outputs[index], replacement)
     for consumer in control_consumers(op):
         others = [before for before in consumer.control_inputs if before is not op]
         remove_control_inputs(consumer)
         # A call among them did wait, so it needn't begin to wait for its arguments, too.
         add_control_inputs(consumer, list(dict.fromkeys([*others, last])))
+
+
+def replace_uses(tensor: tf.Tensor, replacement: tf.Tensor) -> None:
+    """Gives another tensor to all ops that have a tensor as an input."""
+    for consumer in tensor.consumers():
+        for position, operand in enumerate(consumer.inputs):
+            if operand is tensor:
+                set_input(consumer, position, replacement)
 
 
 def is_reference_variable(tensor: tf.Tensor) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types
 from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 
@@ -33,7 +33,7 @@ def bypass_loops_of_handles(graph: tf.Graph, existing_ops: Set[str]) -> None:
         if op.type in op_types.LOOPS and op.name not in existing_ops:
             for index, output in enumerate(op.outputs):
                 if output.dtype == tf.resource and _passes_on(op, index):
-                    _redirect(output, op.inputs[index])
+                    graphs.replace_uses(output, op.inputs[index])
 
 
 def _passes_on(loop: tf.Operation, index: int) -> bool:
@@ -43,10 +43,3 @@ def _passes_on(loop: tf.Operation, index: int) -> bool:
         return False
     _, body = functions
     return passed_on(body.outputs[index]) is body.inputs[index]
-
-
-def _redirect(output: tf.Tensor, replacement: tf.Tensor) -> None:
-    for consumer in output.consumers():
-        for position, operand in enumerate(consumer.inputs):
-            if operand is output:
-                private.set_input(consumer, position, replacement)

@@ -85,13 +85,19 @@ class _Deadness:
         self._graph = nodes.graph
         self._inputs = {node.name: node.input for node in nodes.graph_def.node}
         self._liveness = liveness
+        self._known: dict[str, bool] = {}
 
     def may_be_dead(self, name: str) -> bool:
         """Whether a node may be dead: one of the user's, a copy, or one that is made of these."""
-        users_op = self._users_op(name)
-        if users_op is not None:
-            return self._liveness.may_be_dead(users_op)
-        return any(self._operand_may_be_dead(operand) for operand in self._inputs[name])
+        # A running sum is made of the sum of the turn before, which was asked for just then: there
+        # may be hundreds of turns.
+        if name not in self._known:
+            users_op = self._users_op(name)
+            if users_op is not None:
+                self._known[name] = self._liveness.may_be_dead(users_op)
+            else:
+                self._known[name] = any(map(self._operand_may_be_dead, self._inputs[name]))
+        return self._known[name]
 
     def _operand_may_be_dead(self, operand: str) -> bool:
         name = op_name(operand)
