@@ -43,6 +43,8 @@ class Branch(NamedTuple):
 Condition = frozenset[Branch]
 _ALWAYS: Condition = frozenset()
 
+_CONTROL_FLOW = frozenset((*op_types.ENTER, *op_types.SWITCH))
+
 
 class Liveness:
     """Where the ops of a graph run, and whether they always do.
@@ -55,8 +57,7 @@ class Liveness:
         self._input_frames: dict[tf.Operation, Frame] = {}
         self._output_frames: dict[tf.Operation, Frame] = {}
         self._conditions: dict[tf.Operation, Condition] = {}
-        has_control_flow = any(op.type in (*op_types.ENTER, *op_types.SWITCH) for op in ops)
-        if not has_control_flow:
+        if not any(op.type in _CONTROL_FLOW for op in ops):
             return
 
         order = topological_order(ops)

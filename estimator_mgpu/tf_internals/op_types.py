@@ -80,7 +80,7 @@ PARTITIONED_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')
 LOOPS = ('While', 'StatelessWhile')
 IFS = ('If', 'StatelessIf')
 BRANCHES = (*IFS, 'Case', 'StatelessCase')
-FUNCTION_CALLERS = (*LOOPS, *BRANCHES, *PARTITIONED_CALLS)
+FUNCTION_CALLERS = frozenset([*LOOPS, *BRANCHES, *PARTITIONED_CALLS])
 """Ops that call functions: whether they can be sharded depends on the functions' ops."""
 MUST_COMPILE = '_XlaMustCompile'
 """The attribute of a function, or of a call, that says that XLA has to compile it."""
@@ -91,11 +91,13 @@ BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2'
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""
 
 VALUE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd')
-VARIABLE_READS = (*VALUE_READS, 'VariableShape', 'DeepCopy')
+VARIABLE_READS = frozenset([*VALUE_READS, 'VariableShape', 'DeepCopy'])
 """Ops that only read a variable: TensorFlow calls them stateful, but they have no side effect."""
-REFERENCE_READS = (
-    *('RefIdentity', 'RefSelect', 'RefSwitch', *ENTER, *EXIT, *NEXT_ITERATION, *MERGE),
-    *('IsVariableInitialized', 'LookupTableFind', 'LookupTableSize', 'LookupTableExport'),
+REFERENCE_READS = frozenset(
+    [
+        *('RefIdentity', 'RefSelect', 'RefSwitch', *ENTER, *EXIT, *NEXT_ITERATION, *MERGE),
+        *('IsVariableInitialized', 'LookupTableFind', 'LookupTableSize', 'LookupTableExport'),
+    ]
 )
 """Ops that take a reference, such as a v1 variable, without a write to it: no side effect."""
 LOOKUPS = ('Gather', 'GatherNd', 'GatherV2')
@@ -134,13 +136,15 @@ PLACEHOLDERS = ('Placeholder', 'PlaceholderV2', PLACEHOLDER_WITH_DEFAULT)
 IDENTITY_N = 'IdentityN'
 """As many identities, of which none is there before all are: `tf.custom_gradient` makes it."""
 
-MAY_SHARE_MEMORY = (
-    *('Identity', 'IdentityN', 'PreventGradient', 'Print', 'Snapshot', 'StopGradient'),
-    *('CheckNumerics', 'CheckNumericsV2', 'EnsureShape', 'PlaceholderWithDefault'),
-    *('BroadcastTo', 'Cast', 'Bitcast', 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose'),
-    *('AddN', 'ConcatV2', 'Pack', 'Pad', 'PadV2', 'ReverseV2', 'Tile', 'Max', 'Mean', 'Min'),
-    *('Prod', 'Sum', 'Slice', 'Split', 'SplitV', 'StridedSlice', 'Unpack'),
-    *('Enter', 'Exit', 'Merge', 'NextIteration', 'Switch'),
+MAY_SHARE_MEMORY = frozenset(
+    [
+        *('Identity', 'IdentityN', 'PreventGradient', 'Print', 'Snapshot', 'StopGradient'),
+        *('CheckNumerics', 'CheckNumericsV2', 'EnsureShape', 'PlaceholderWithDefault'),
+        *('BroadcastTo', 'Cast', 'Bitcast', 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose'),
+        *('AddN', 'ConcatV2', 'Pack', 'Pad', 'PadV2', 'ReverseV2', 'Tile', 'Max', 'Mean', 'Min'),
+        *('Prod', 'Sum', 'Slice', 'Split', 'SplitV', 'StridedSlice', 'Unpack'),
+        *('Enter', 'Exit', 'Merge', 'NextIteration', 'Switch'),
+    ]
 )
 """Ops whose output may lie in the memory of an input, at least for some shapes: if that is a
 reference variable's, a write to the variable shows in the output."""

@@ -2,7 +2,8 @@
 
 Ops are visited in order, each after those that it depends on. A visit may find that an op before
 has to run once after all, or that a partial result has to be reduced where it is made. That is
-noted, and all ops are visited again, until nothing new is noted.
+noted. If an op that was visited before would have been decided otherwise, all ops are visited
+again, until there is none.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from estimator_mgpu.partition.propagation.v1_loops import decide_v1_loop
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size, Splits
-from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
 
 CALL_RULES: dict[str, CallRule] = {
@@ -81,7 +82,6 @@ def propagate(
     reduced: set[str] = set()
     once: dict[str, dict[str, str]] = {}
     while True:
-        noted_before = len(reduced), len(once)
         scope = Scope(
             batch,
             Rules(rules, CALL_RULES, products),
@@ -99,7 +99,7 @@ def propagate(
             if op.name not in unused:
                 graph_pass.visit(op)
 
-        if noted_before == (len(reduced), len(once)):
+        if graph_pass.is_last:
             return Plan(
                 batch,
                 sources,
@@ -166,17 +166,24 @@ class _Pass:
     Args:
       scope: what is known and decided. Its `reduced` and `run_once` last from pass to pass.
       reasons: by the name of a tensor, why ops that use it run once.
+
+    Attributes:
+      once: as in `Plan`.
+      is_last: whether nothing was found that an op visited before should have known.
     """
 
     def __init__(self, scope: Scope, reasons: Mapping[str, str]):
         self.scope = scope
-        self.once: dict[str, tuple[str, int]] = {}  # as in `Plan`
+        self.once: dict[str, tuple[str, int]] = {}
+        self.is_last = True
         self._reasons = reasons
+        self._visited: set[tf.Operation] = set()
 
     def visit(self, op: Unit) -> None:
         """Decides how an op, or a v1 loop, runs."""
         if op.type == op_types.NO_OP:
             self._visit_group(op)
+            self._visited.add(op)
             return
 
         placements = self.scope.placements_of_inputs(op)
@@ -188,6 +195,7 @@ class _Pass:
                 self._decide(op, placements)
             else:
                 self._run_unsharded(op, placements, reason)
+        self._visited.update(_boundary(op))
 
     def _reason_of_lists(self, op: Unit) -> str | None:
         """Why another op needs all of the lists that an op makes, so that it runs once; or None."""
@@ -229,6 +237,7 @@ class _Pass:
             if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
                 maker = passed_on(tensor).op
                 users = self.scope.run_once.setdefault(maker.name, {})  # from the next pass on
+                self.is_last = self.is_last and bool(users)
                 users.setdefault(op.name, reason)
 
         follows_gathered = self.scope.follows_gathered(op)
@@ -258,19 +267,42 @@ class _Pass:
                 self.scope.sizes.start_row_space(output)
 
     def _reduce_inputs(self, op: Unit, placements: Sequence[Placement]) -> None:
-        """Notes that the partial results that an op uses are reduced, from the next pass on.
+        """Notes that the partial results that an op uses are reduced where they come from.
 
-        They are reduced where they come from, once for all who use them: reducing before an op that
-        only passes on its first input, such as a reshape, is as good.
+        They are reduced once for all who use them: reducing before an op that only passes on its
+        first input, such as a reshape, is as good.
         """
         for tensor, placement in zip(op.inputs, placements):
             if isinstance(placement, Partial):
+                rearrangements: list[tf.Operation] = []
                 while tensor.op.type in op_types.REARRANGEMENTS:
                     source = tensor.op.inputs[0]
                     if self.scope.placement_of(source) == REPLICATE:
                         break
+                    rearrangements.append(tensor.op)
                     tensor = source
                 self.scope.reduced.add(tensor.name)
+                self._visit_again(tensor, rearrangements[::-1])
+
+    def _visit_again(self, reduced: tf.Tensor, rearrangements: Sequence[tf.Operation]) -> None:
+        """Lets ops run once that have passed on a partial result, as it's reduced before them.
+
+        If others were visited that use the partial result, or what these ops give, that takes
+        another pass.
+
+        Args:
+          reduced: the partial result.
+          rearrangements: the ops, one after another.
+        """
+        users = {op for op in reduced.consumers() if op.type not in op_types.SHAPE_QUERIES}
+        for rearrangement in rearrangements:
+            users.update(graphs.consumers_of(rearrangement))
+        if not (users & self._visited).issubset(rearrangements):
+            self.is_last = False
+            return
+        for rearrangement in rearrangements:
+            self.scope.forget(rearrangement)
+            self.visit(rearrangement)
 
     def _reason_of_pass_before(self, op: Unit, placements: Sequence[Placement]) -> str | None:
         """Why an op needed, in a pass before, all of a list that runs once since; None without one.

@@ -117,6 +117,12 @@ class Scope:
         for handle, list_placement in decision.lists:
             self._place_list(handle, list_placement)
 
+    def forget(self, op: tf.Operation) -> None:
+        """Forgets that an op runs on every tower."""
+        del self.ops[op.name]
+        for output in op.outputs:
+            del self.placements[output.name]
+
     # Lists, of which each tower has its own.
 
     def placement_of_list(self, handle: tf.Tensor) -> Placement:

@@ -101,7 +101,8 @@ def find_packs(
 
     ops_of_calls = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
     before_first_values = _needed_by_first_writes(ops, calls, ops_of_calls)
-    effects = upstream_side_effects(ops, op_types.PLACEHOLDERS)
+    needed = set().union(*ops_of_calls)
+    effects = upstream_side_effects([op for op in ops if op in needed], op_types.PLACEHOLDERS)
 
     candidates = {tensor.name: (tensor, rows) for tensor, rows in _candidates(plan)}
     groups: dict[Hashable, list[tf.Tensor]] = {}
