@@ -2,8 +2,8 @@
 
 Ops are visited in order, each after those that it depends on. A visit may find that an op before
 has to run once after all, or that a partial result has to be reduced where it is made. That is
-noted. If an op that was visited before would have been decided otherwise, all ops are visited
-again, until there is none.
+noted. If an op that was visited before would then be decided otherwise, all ops are visited again,
+until there is no such op.
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ class _Pass:
             # Positions are computed once more, in full, which is cheap.
             if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
                 maker = passed_on(tensor).op
-                users = self.scope.run_once.setdefault(maker.name, {})  # from the next pass on
-                self.is_last = self.is_last and bool(users)
+                users = self.scope.run_once.setdefault(maker.name, {})
+                if not users:
+                    self.is_last = False  # The maker runs once from the next pass on.
                 users.setdefault(op.name, reason)
 
         follows_gathered = self.scope.follows_gathered(op)
