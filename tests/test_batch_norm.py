@@ -98,7 +98,7 @@ def test_more_entries_than_an_int32_counts(rows):
         [count] = [
             op.outputs[0]
             for op in graph.get_operations()
-            if op.type == 'Cast' and '/sums/' in op.name and op.outputs[0].shape.rank == 0
+            if op.type == 'Cast' and '/moments/' in op.name and op.outputs[0].shape.rank == 0
         ]
         with tf.Session(config=estimator_mgpu.session_config(8)) as session:
             found = session.run(count, {images: floats(1024, 1)})
