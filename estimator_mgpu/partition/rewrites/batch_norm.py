@@ -80,8 +80,8 @@ def _in_two_steps(
     n = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), other_axes)), tf.float32)
     moments = tf.raw_ops.FusedBatchNormV3(
         x=x,
-        scale=scale,
-        offset=offset,
+        scale=tf.ones_like(scale),  # Constants, so that it needn't wait for variables.
+        offset=tf.zeros_like(offset),
         mean=[],
         variance=[],
         epsilon=epsilon,
