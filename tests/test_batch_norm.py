@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import check_rule
+from estimator_mgpu.tf_internals import graphs
 from models import floats, sgd, spec_of, step
 from towers import compare, train
 
@@ -83,6 +84,28 @@ def test_layouts(layout, dtype):
     compare(model_fn, batches, 5, static=False, rtol=2e-3 if half else 1e-4)
 
 
+def test_devices_wait_once_for_statistics():
+    """The second device sends its mean and variance, and later its part of the loss."""
+
+    def model_fn(features, labels, mode):
+        return spec_of(mode, tf.reduce_mean(tf.square(fused(features))), tf.no_op())
+
+    with tf.Graph().as_default() as graph:
+        images = tf.placeholder(tf.float32, [12, 4, 4, 3])
+        replicated = estimator_mgpu.replicate(model_fn, devices=2)
+        spec = replicated(features=images, labels=None, mode='train')
+
+    # How often something on the way to an op is sent by the second device.
+    sent = {}
+    for op in graphs.topological_order(graph.get_operations()):
+        counts = [
+            sent[before] + (before.device.endswith(':1') and op.device != before.device)
+            for before in {tensor.op for tensor in op.inputs}
+        ]
+        sent[op] = max(counts, default=0)
+    assert sent[spec.loss.op] == 2
+
+
 @pytest.mark.parametrize('rows', [1024, None], ids='rows={}'.format)
 def test_more_entries_than_an_int32_counts(rows):
     """Of the whole batch, all channels together; only the count is computed here."""
@@ -98,7 +121,7 @@ def test_more_entries_than_an_int32_counts(rows):
         [count] = [
             op.outputs[0]
             for op in graph.get_operations()
-            if op.type == 'Cast' and '/sums/' in op.name and op.outputs[0].shape.rank == 0
+            if op.type == 'Cast' and '/moments/' in op.name and op.outputs[0].shape.rank == 0
         ]
         with tf.Session(config=estimator_mgpu.session_config(8)) as session:
             found = session.run(count, {images: floats(1024, 1)})

@@ -37,10 +37,19 @@ class Shard(NamedTuple):
     in_blocks: bool = False  # never if there's only one block: then it's both
 
 
+MOMENTS = 'moments'
+"""The reduction of means and unbiased variances, two outputs of one op.
+
+In the variance of all, each tower's variance counts, and how far its mean is from that of all. Both
+are reduced where they are made, as the op that applies them needs them in full.
+"""
+
+
 class Partial(NamedTuple):
     """Each tower has the result for its examples. Reduced over the towers, it's the full value."""
 
-    reduce: str  # 'sum', 'mean' (weighted by examples), 'max', 'min', 'prod', 'all' or 'any'
+    # 'sum', 'mean' (weighted by examples), 'max', 'min', 'prod', 'all', 'any' or MOMENTS
+    reduce: str
     rows: RowSpace
 
 

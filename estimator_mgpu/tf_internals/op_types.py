@@ -89,6 +89,10 @@ STAYS_A_CALL = frozenset(['_noinline', MUST_COMPILE])
 
 BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2', 'V3')}
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""
+GIVES_MOMENTS = '_gives_moments'
+"""The attribute of a fused batch normalization that was added for its mean and variance."""
+MOMENTS = slice(1, 3)
+"""Which outputs these are."""
 
 VALUE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd')
 VARIABLE_READS = frozenset([*VALUE_READS, 'VariableShape', 'DeepCopy'])

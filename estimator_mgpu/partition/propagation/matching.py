@@ -200,8 +200,10 @@ class Match:
         outputs = self._signature.outputs
         output_dims = self.dims(way)
         placements: list[Placement | None] = []
-        for labels, dims in zip(outputs, output_dims):
-            if way.label in labels:
+        for index, (labels, dims) in enumerate(zip(outputs, output_dims)):
+            if index in self._signature.unused:
+                placements.append(None)
+            elif way.label in labels:
                 if dims is None:
                     return None
                 axis = labels.index(way.label)

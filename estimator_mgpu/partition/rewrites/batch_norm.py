@@ -1,8 +1,9 @@
-"""Fused batch normalization in training, written as sums, which can be sharded.
+"""Fused batch normalization in training, in two steps, which can be sharded.
 
-A fused op normalizes by the statistics of its whole input. Here these become ordinary sums, which
-are given to an op that only applies them. The op itself stays, for whoever fetches it. If each
-device takes its own statistics, the rules `OF_DEVICE` are used instead.
+A fused op normalizes by the statistics of its whole input. Here these come from an op of their own,
+of which towers have partial results, and are given to an op that only applies them. The op itself
+stays, for whoever fetches it. If each device takes its own statistics, the rules `OF_DEVICE` are
+used instead.
 
 The gradients are those of Ioffe & Szegedy (2015), section 3, with n entries a channel:
 
@@ -18,12 +19,12 @@ from collections.abc import Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import graphs, op_types, tracebacks
+from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
 def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
-    """Replaces the outputs of fused batch normalizations by sums.
+    """Replaces the outputs of fused batch normalizations by those of ops that can be sharded.
 
     Those in v1 loops, or of inputs of unknown rank, stay as they are.
 
@@ -47,9 +48,9 @@ def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.T
             continue
         users = [u for u in op.outputs[3].consumers() if u.type in op_types.BATCH_NORMS.values()]
         with tf.control_dependencies(None), tf.device(op.device), tracebacks.made_for(op):
-            with tf.name_scope(None), tf.name_scope(f'{op.name}/sums'):
-                by_sums = _by_sums(op, users)
-        for fused, outputs in by_sums.items():
+            with tf.name_scope(None), tf.name_scope(f'{op.name}/moments'):
+                in_two_steps = _in_two_steps(op, users)
+        for fused, outputs in in_two_steps.items():
             graphs.redirect_consumers(fused, outputs, outputs[0].op)
             others = {u for t in fused.outputs for u in t.consumers()} - {*users}
             if not any(map(graphs.consumers_of, others)):
@@ -57,10 +58,10 @@ def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.T
     return replaced
 
 
-def _by_sums(
+def _in_two_steps(
     op: tf.Operation, gradients: Sequence[tf.Operation]
 ) -> dict[tf.Operation, dict[int, tf.Tensor]]:
-    """Adds the ops that compute a fused op's outputs, and those of its gradients, from sums.
+    """Adds the ops that compute a fused op's outputs, and those of its gradients.
 
     Returns:
       By op, its outputs, by their indices.
@@ -73,16 +74,24 @@ def _by_sums(
     channel_axis = rank - 1 if channels_last else 1
     x = tf.cast(x, tf.float32)
 
-    # The number of entries of a channel, and the mean and the variance of these.
+    # The number of entries of a channel, and the mean and the variance of these. The variance that
+    # the op gives is the unbiased one.
     other_axes = [axis for axis in range(rank) if axis != channel_axis]
     n = tf.cast(tf.reduce_prod(tf.gather(tf.shape(x), other_axes)), tf.float32)
-    sum_of_channels = functools.partial(
-        tf.raw_ops.BiasAddGrad, data_format='NHWC' if channels_last else 'NCHW'
+    moments = tf.raw_ops.FusedBatchNormV3(
+        x=x,
+        scale=tf.ones_like(scale),  # Constants, so that it needn't wait for variables.
+        offset=tf.zeros_like(offset),
+        mean=[],
+        variance=[],
+        epsilon=epsilon,
+        data_format=data_format,
+        is_training=True,
     )
-    mean = sum_of_channels(out_backprop=x) / n
-    mean_by_channel = tf.reshape(mean, [-1] + [1] * (rank - 1 - channel_axis))
-    squares = tf.squared_difference(x, mean_by_channel)
-    variance = sum_of_channels(out_backprop=squares) / n
+    private.set_attribute(moments.y.op, op_types.GIVES_MOMENTS, tf.AttrValue(b=True))
+    mean = moments.batch_mean
+    unbiased_variance = moments.batch_variance
+    variance = tf.raw_ops.MulNoNan(x=unbiased_variance, y=(n - 1) / n)
 
     # An op that applies these statistics, as in evaluation: it's elementwise but for channels.
     normalize = functools.partial(
@@ -99,7 +108,7 @@ def _by_sums(
 
     # The statistics that the op gives, averaged with earlier ones if it's told to.
     batch_mean = mean
-    batch_variance = variance * (n / tf.maximum(n - 1, 1))  # the unbiased one
+    batch_variance = unbiased_variance
     new = op.get_attr('exponential_avg_factor') if op.type == 'FusedBatchNormV3' else 1.0
     if new != 1:
         moving_mean, moving_variance = moving

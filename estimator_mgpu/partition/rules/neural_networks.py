@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.notation import Rule, Signature, by_attribute, parse, table
+from estimator_mgpu.partition.placements import MOMENTS
+from estimator_mgpu.partition.rules.notation import (
+    NotSharded,
+    Rule,
+    Signature,
+    by_attribute,
+    parse,
+    table,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.tf_internals import op_types
 
@@ -21,7 +29,8 @@ _GRADIENT_OF_WEIGHTS = 'n... * n... -> * (sum)'
 _NORMS = ' '.join(op_types.BATCH_NORMS)
 _NORM_GRADIENTS = ' '.join(op_types.BATCH_NORMS.values())
 # Fused batch normalization with given statistics, as in evaluation. In training, statistics are
-# those of the global batch: `rewrites/batch_norm.py` replaces the op by means, which are sharded.
+# those of the global batch: `rewrites/batch_norm.py` replaces the op by one that gives these, and
+# one that applies them.
 _NORM_OF_GIVEN = 'n... *+ -> n... *+'
 _NORM_GRADIENT_OF_GIVEN = 'n... n... *+ -> n... *+ (sum)'
 
@@ -35,6 +44,18 @@ def _like_logits(text: str) -> Rule:
         return signature._replace(dims=[*dims, sizes.dims(op.inputs[0])])
 
     return rule
+
+
+def _norm(op: tf.Operation, sizes: Sizes) -> str | Signature:
+    """The rule for fused batch normalization with given statistics, or for its statistics."""
+    if not op.get_attr('is_training'):
+        return _NORM_OF_GIVEN
+    if op_types.GIVES_MOMENTS not in op.node_def.attr:
+        raise NotSharded
+    signature = parse(_NORM_OF_GIVEN).signature(op, sizes)
+    outputs = range(len(op.outputs))
+    unused = [index for index in outputs if index not in outputs[op_types.MOMENTS]]
+    return signature._replace(reduce=MOMENTS, unused=unused)
 
 
 _DENSE: dict[str, Rule] = {
@@ -72,7 +93,7 @@ _RULES: dict[str, Rule] = {
     # Normalization.
     'LRN': _ONE_INPUT,
     'LRNGrad': _THREE_INPUTS,
-    _NORMS: by_attribute('is_training', {False: _NORM_OF_GIVEN}),
+    _NORMS: _norm,
     _NORM_GRADIENTS: by_attribute('is_training', {False: _NORM_GRADIENT_OF_GIVEN}),
     # Recurrent cells, whose weights and biases each tower needs in full.
     'GRUBlockCell': 'n_ n_ * * * * -> n_+',

@@ -71,6 +71,7 @@ class Signature(NamedTuple):
     # Of labels with different sizes on inputs and outputs: whether the op takes the entries to be
     # in blocks, as in `Shard`. The order means nothing to other ops, if it's the same everywhere.
     in_blocks: Mapping[Label, bool] = {}
+    unused: Sequence[int] = ()  # outputs that no op uses
     # What holds as well, for an op that cannot be sharded as above.
     otherwise: Signature | None = None
 

@@ -12,6 +12,7 @@ it has is left out of a gather, and replaced by the reduction's neutral element.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -181,6 +182,91 @@ def _reduce_mean(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: 
     count = nodes.tensor(shards.total, wide)
     mean = nodes.add('RealDiv', [total, count], device, T=wide)
     return nodes.cast(mean, wide, dtype, device)
+
+
+def reduce_moments(
+    shards: Shards,
+    means: Sequence[str],
+    variances: Sequence[str],
+    dtype: tf.DType,
+    factor: Size,
+    device: str,
+) -> tuple[str, str]:
+    """Combines the towers' means and unbiased variances, by the formula of Chan et al. (1979).
+
+    With m of the M entries on a tower:
+
+        mean = sum(m / M * its mean)
+        variance = sum((m - 1) / (M - 1) * its variance + m / (M - 1) * (its mean - mean) ** 2)
+
+    Args:
+      shards: which examples each tower has.
+      means: vectors, one for each tower.
+      variances: the same, which are ignored if they are of one entry.
+      dtype: their type.
+      factor: how many entries an example has.
+      device: where they are combined.
+
+    Returns:
+      The mean and the unbiased variance of all entries, which is 0 for one entry.
+    """
+    nodes = shards.nodes
+    of_mean, of_variance, of_difference = _weights_of_moments(shards, dtype, factor)
+    means = _stack(shards, means, dtype, device)
+    variances = _stack(shards, variances, dtype, device)
+
+    def add(op_type: str, *inputs: str) -> str:
+        return nodes.add(op_type, inputs, device, T=dtype)
+
+    def add_up(rows: str) -> str:
+        return nodes.add('Sum', [rows, 0], device, T=dtype, Tidx=tf.int32)
+
+    mean = add_up(add('Mul', means, of_mean))
+    squares = add('Mul', add('SquaredDifference', means, mean), of_difference)
+    return mean, add_up(add('AddV2', add('MulNoNan', variances, of_variance), squares))
+
+
+def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[str, str, str]:
+    """How much each tower counts, as columns: its mean, its variance and the squared difference."""
+    nodes = shards.nodes
+
+    def add(op_type: str, *inputs: str) -> str:
+        return nodes.add(op_type, inputs, nodes.host, T=dtype)
+
+    with nodes.for_many():
+        zero = nodes.const(0, dtype, nodes.host)
+        one = nodes.const(1, dtype, nodes.host)
+        of_example = nodes.tensor(shards.size_value(factor, None, tf.int64), dtype, tf.int64)
+        counts = nodes.tensor(list(shards.counts), dtype)
+        column = nodes.add('ExpandDims', [counts, 1], nodes.host, T=dtype, Tdim=tf.int32)
+        entries = add('Mul', column, of_example)
+        all_entries = add('Mul', nodes.tensor(shards.total, dtype), of_example)
+
+        divisor = add('Maximum', add('Sub', all_entries, one), one)
+        of_variance = add('RealDiv', add('Maximum', add('Sub', entries, one), zero), divisor)
+        return add('RealDiv', entries, all_entries), of_variance, add('RealDiv', entries, divisor)
+
+
+def _stack(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: str) -> str:
+    """Stacks vectors of the towers, as rows; 0 for towers without examples."""
+    if shards.active is not None:
+        parts = _without_empty_towers(shards, parts, dtype, 'sum')
+
+    # Those of a device are sent at once, and so are those of another machine.
+    devices = [tower.device for tower in shards.towers]
+    stacked = []
+    for sender, chains in itertools.groupby(
+        shards.chains, lambda chain: relay(devices, chain[0].device, device)
+    ):
+        of_chains = []
+        for chain in chains:
+            vectors = [parts[tower.number] for tower in chain]
+            types = {'T': dtype, 'N': len(chain)}
+            of_chains.append(shards.nodes.add('Pack', vectors, chain[0].device, **types))
+        if sender is not None:
+            of_chains = [shards.nodes.concat(of_chains, 0, dtype, sender)]
+        stacked += of_chains
+    return shards.nodes.concat(stacked, 0, dtype, device)
 
 
 def _without_empty_towers(

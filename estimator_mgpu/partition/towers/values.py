@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
-from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard
+from estimator_mgpu.partition.placements import MOMENTS, NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
@@ -24,7 +24,17 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
-from estimator_mgpu.partition.sizes import ONE, Dim, GroupSize, PartRows, RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    Dim,
+    GroupSize,
+    PartRows,
+    RowSpace,
+    Size,
+    Splits,
+    per_row,
+    product,
+)
 from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
@@ -299,6 +309,8 @@ class Values:
         if name in self._packs:
             return self._reduce_pack(self._packs[name], self.shards_of(rows), dtype, device)
 
+        if isinstance(placement, Partial) and placement.reduce == MOMENTS:
+            return {name: self._reduce_moments(tensor, rows, device)}
         parts = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(placement, Partial):
             shards = self.shards_of(rows)
@@ -314,6 +326,26 @@ class Values:
         if placement.in_blocks:
             gather = reduce_and_gather.gather_blocks
         return {name: gather(self.shards_of(rows), parts, dtype, placement.axis, dims, device)}
+
+    def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
+        """The mean or the variance of the batch's channels, made from those of the shards."""
+        op = tensor.op
+        mean, variance = op.outputs[op_types.MOMENTS]
+        means = [self.local(mean, tower) for tower in self._towers]
+        variances = [self.local(variance, tower) for tower in self._towers]
+
+        # How many entries a channel of an example has.
+        first, *others = self._plan.sizes.dims(op.inputs[0]) or []
+        factor = per_row(first, rows)
+        assert factor is not None, 'it is sharded along dimension 0'
+        channels_first = op.get_attr('data_format').startswith(b'NC')
+        factor *= product(others[1:] if channels_first else others[:-1])
+
+        shards = self.shards_of(rows)
+        full_mean, full_variance = reduce_and_gather.reduce_moments(
+            shards, means, variances, tensor.dtype, factor, device
+        )
+        return full_mean if tensor.value_index == mean.value_index else full_variance
 
     def _make_size(self, tensor: tf.Tensor) -> str:
         dtype = tensor.dtype.base_dtype
