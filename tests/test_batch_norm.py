@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu import check_rule
 from models import floats, sgd, spec_of, step
-from towers import compare, train
+from towers import behavior_of, compare, train
 
 MOMENTUM = 0.8
 
@@ -81,6 +81,19 @@ def test_layouts(layout, dtype):
     mean = 0 if half else 100
     batches = [(floats(n, *shape, seed=n) + mean, y) for n, y in zip(rows, labels)]
     compare(model_fn, batches, 5, static=False, rtol=2e-3 if half else 1e-4)
+
+
+def in_a_loop(x):
+    def body(i, x):
+        return i + 1, tf.nn.fused_batch_norm(x, [2.0] * 3, [0.5] * 3)[0]
+
+    return tf.while_loop(lambda i, x: i < 2, body, [0, x])[1]
+
+
+def test_in_a_loop_of_tensorflow_1():
+    batches = [(floats(n, 4, 4, 3), floats(n, 1, seed=n)) for n in (12, 7)]
+    with behavior_of('v1'):
+        compare(model_of(in_a_loop), batches, 3, static=False)
 
 
 @pytest.mark.parametrize('rows', [1024, None], ids='rows={}'.format)
