@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.cluster import machine_input, sessions
-from models import ROWS, LazyAdam, floats, spec_of, step
+from models import ROWS, LazyAdam, floats, sgd, spec_of, step
 from towers import MODES, TRAIN, assert_close, load, session
 
 RUNS = [None] * int(os.environ.get('RUNS', '2'))  # each to the end of the data
@@ -344,6 +344,17 @@ def test_input_of_the_model_itself(model_fn, last, devices):
     estimator.train(dataset)
     assert estimator.get_variable_value('own') == last
     assert estimator.get_variable_value('global_step') == STEPS
+
+
+def test_a_write_that_follows_from_the_batch_needs_no_other_edge():
+    def model_fn(features, labels, mode):
+        loss = error_of(features, labels)
+        return spec_of(mode, loss, sgd(loss))
+
+    with tf.Graph().as_default() as graph:
+        batch = tf.data.make_one_shot_iterator(dataset()).get_next()
+        estimator_mgpu.replicate(model_fn, devices=2)(*batch, TRAIN)
+    assert not [op.name for op in graph.get_operations() if 'is_there' in op.name]
 
 
 def test_features_that_end_and_are_not_used():
