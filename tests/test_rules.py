@@ -566,7 +566,7 @@ def _reshape(op, b):
 def _strided_slice(op, b):
     x = b.floats(4, 3)
     n = tf.shape(x)[0]
-    made = [x[:, 1:3], x[:n, ::2], x[..., 0], x[:, None], x[:, 2], x[0:, :, -1]]
+    made = [x[:, 1:3], x[:n, ::2], x[..., 0], x[:, None], x[..., None], x[:, 2], x[0:, :, -1]]
     made.append(tf.transpose(x)[1, :, :n])
     return [*made, *(_slopes(y, x)[0] for y in made)]
 
@@ -651,6 +651,13 @@ def test_a_mean_of_integers():
     """It's rounded, so it isn't the mean of the means of parts."""
     rows = np.random.RandomState(0).randint(9, size=[7, 3]).astype(np.int32)
     assert 'Mean' not in check_rule(lambda x: tf.reduce_mean(x, 0), rows)
+
+
+def test_a_split_of_examples_that_are_not_in_blocks():
+    """Each has two rows, one after the other. The first half of all rows isn't one of each."""
+    rows = np.random.RandomState(0).randn(7, 3).astype(np.float32)
+    sharded = check_rule(lambda x: tf.split(tf.repeat(x, 2, 0), 2)[0], rows, types=[])
+    assert sharded and 'Split' not in sharded
 
 
 def test_what_is_added_in_place():
