@@ -311,6 +311,12 @@ def test_model_fn(model_fn, error, message):
         build(model_fn)
 
 
+def test_a_call_outside_of_a_graph():
+    model_fn = estimator_mgpu.replicate(regression(adam), devices=2)
+    with pytest.raises(RuntimeError, match='builds a graph. Let an Estimator call it'):
+        model_fn(np.zeros([4, 3], np.float32), np.zeros([4, 1], np.float32), TRAIN)
+
+
 def test_a_replicated_model_fn_in_a_function_of_another_one():
     inner = estimator_mgpu.replicate(regression(adam), devices=2)
 
