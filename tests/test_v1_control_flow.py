@@ -296,6 +296,12 @@ def products(x):
     return tf.matmul(x[:, 0], x[:, 0], transpose_b=True)
 
 
+@output()
+def halved(x):
+    """By a loop that has no other variable, such as a counter."""
+    return tf.while_loop(lambda x: tf.reduce_max(x) > 1, lambda x: x / 2, [x])
+
+
 @output(once='give it in several placements')
 def transposed_in_a_branch(x):
     square = products(x)
