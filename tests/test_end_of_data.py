@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu.cluster import machine_input, sessions
 from models import ROWS, LazyAdam, floats, sgd, spec_of, step
-from towers import MODES, TRAIN, assert_close, load, session
+from towers import MODES, TRAIN, assert_close, load, session, tower_of
 
 RUNS = [None] * int(os.environ.get('RUNS', '2'))  # each to the end of the data
 IDS = 40  # Not all are in a batch.
@@ -447,6 +447,9 @@ def test_what_hooks_run_by_themselves(devices, behavior):
 class Feeds(tf.train.SessionRunHook):
     """Feeds batches in the place of those that the input has, which is at its end."""
 
+    def begin(self):
+        self.graph = tf.get_default_graph()
+
     def before_run(self, run_context):
         return tf.train.SessionRunArgs(None, {'x:0': floats(4, 3), 'y:0': floats(4, 1)})
 
@@ -464,8 +467,11 @@ def test_batches_that_a_hook_feeds(devices, behavior):
         return spec_of(mode, loss, momentum(loss), counter('counted').assign_add(1.0))
 
     estimator = estimator_mgpu.Estimator(model_fn, devices=devices)
-    estimator.train(input_fn, [Feeds()], steps=STEPS)
+    feeds = Feeds()
+    estimator.train(input_fn, [feeds], steps=STEPS)
     assert estimator.get_variable_value('counted') == STEPS
+    towers = {tower_of(op.name) for op in feeds.graph.get_operations()} - {None}
+    assert towers == ({0, 1} if devices == 2 else set())
 
 
 def test_a_queue_that_the_step_itself_fills(tmp_path):
