@@ -12,8 +12,9 @@ from tensorflow.python.framework import op_def_registry
 from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.partition.plan import LOCAL
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.partition.rules.notation import NotSharded, parse
+from estimator_mgpu.partition.rules.notation import NotSharded, parse, signature_of
 from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import RowSpace, Size
 
 ROWS = 7
 SAMPLES, FULL = {}, []  # by types of ops; those that run once by their rule
@@ -846,6 +847,19 @@ def test_text(text, shapes, inputs, outputs):
         one, two = (tf.zeros(shape) for shape in shapes)
         signature = parse(text).signature((one + two).op, Sizes())
     assert (signature.inputs, signature.outputs) == (inputs, outputs)
+
+
+def test_each_input_has_the_examples_somewhere_else():
+    rows = RowSpace('batch', None)
+    n = Size(1, (rows,))
+    dims = [[n, Size(3)], [Size(3), n], [n, n]]
+    with tf.Graph().as_default():
+        tensors = [tf.zeros([4, 3]), tf.zeros([3, 4]), tf.zeros([4, 4])]
+        sizes = Sizes()
+        for tensor, its_dims in zip(tensors, dims):
+            sizes.set_dims(tensor, its_dims)
+        signature = signature_of(RULES['IdentityN'], tf.identity_n(tensors)[0].op, sizes)
+    assert signature.inputs == signature.outputs == [(rows, None), (None, rows), (rows, None)]
 
 
 @pytest.mark.parametrize('text', ['n__ n -> n', 'n S -> nS', 'S S -> S_'])
