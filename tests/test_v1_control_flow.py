@@ -302,6 +302,16 @@ def halved(x):
     return tf.while_loop(lambda x: tf.reduce_max(x) > 1, lambda x: x / 2, [x])
 
 
+@output()
+def halved_by_mean(x):
+    """By a loop that divides by how many examples there are in all."""
+
+    def mean(x):
+        return tf.reduce_sum(tf.abs(x)) / tf.cast(tf.shape(x)[0], tf.float32)
+
+    return tf.while_loop(lambda x: mean(x) > 1, lambda x: x / 2, [x])
+
+
 @output(once='give it in several placements')
 def transposed_in_a_branch(x):
     square = products(x)
