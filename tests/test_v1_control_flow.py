@@ -303,13 +303,16 @@ def halved(x):
 
 
 @output()
-def halved_by_mean(x):
-    """By a loop that divides by how many examples there are in all."""
+def normalized(x):
+    """By sums, of which one is divided by how many examples there are in all."""
 
-    def mean(x):
-        return tf.reduce_sum(tf.abs(x)) / tf.cast(tf.shape(x)[0], tf.float32)
+    def total(x):
+        return tf.reduce_sum(tf.abs(x))
 
-    return tf.while_loop(lambda x: mean(x) > 1, lambda x: x / 2, [x])
+    def is_large(x):
+        return total(x) / tf.cast(tf.shape(x)[0], tf.float32) > 1
+
+    return tf.while_loop(is_large, lambda x: x / total(x), [x])
 
 
 @output(once='give it in several placements')
