@@ -162,6 +162,15 @@ def test_parts_of_parts():
     compare(model_fn, [(floats(9, 3), floats(9, 1))] * 2, 4, static=False)
 
 
+def test_positions_are_put_where_they_say():
+    def numbers(x):
+        which = tf.cast(x > 0, tf.int32)
+        positions = tf.dynamic_partition(tf.range(tf.shape(x)[0]), which, 2)
+        return tf.dynamic_stitch(positions, positions)
+
+    assert 'DynamicStitch' in check_rule(numbers, floats(7), types=[])
+
+
 def test_parts_of_two_blocks():
     """A part has the first block's rows of all towers before any of the second block."""
 

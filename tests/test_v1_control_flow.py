@@ -315,6 +315,17 @@ def normalized(x):
     return tf.while_loop(is_large, lambda x: x / total(x), [x])
 
 
+@output()
+def blocks_in_a_loop(x):
+    """Two blocks of all examples, and then a third one."""
+
+    def step(_, h):
+        two = tf.concat([h, 2 * h], 0)
+        return tf.tanh(tf.add_n(tf.split(tf.concat([two, h], 0), 3)))
+
+    return repeat(step, x[:, 0])
+
+
 @output(once='give it in several placements')
 def transposed_in_a_branch(x):
     square = products(x)
