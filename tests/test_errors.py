@@ -141,7 +141,8 @@ def test_other_types_that_will_do(make):
 
 def test_fewer_gpus_than_asked_for(gpus):
     gpus(None, None)
-    assert devices.resolve(2) == devices.resolve(None) == ['/device:GPU:0', '/device:GPU:1']
+    two = ['/device:GPU:0', '/device:GPU:1']
+    assert devices.resolve(2) == devices.resolve(None) == devices.resolve() == two
     for given in (3, ['/gpu:0', '/gpu:2']):
         match = "asks for '/device:GPU:2', but this machine has 2 GPUs.*List a device twice"
         with pytest.raises(ValueError, match=match):
