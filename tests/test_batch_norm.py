@@ -8,7 +8,7 @@ import estimator_mgpu
 from estimator_mgpu import check_rule
 from estimator_mgpu.tf_internals import graphs
 from models import floats, sgd, spec_of, step
-from towers import compare, train
+from towers import behavior_of, compare, train
 
 MOMENTUM = 0.8
 
@@ -104,6 +104,19 @@ def test_devices_wait_once_for_statistics():
         ]
         sent[op] = max(counts, default=0)
     assert sent[spec.loss.op] == 2
+
+
+def in_a_loop(x):
+    def body(i, x):
+        return i + 1, tf.nn.fused_batch_norm(x, [2.0] * 3, [0.5] * 3)[0]
+
+    return tf.while_loop(lambda i, x: i < 2, body, [0, x])[1]
+
+
+def test_in_a_loop_of_tensorflow_1():
+    batches = [(floats(n, 4, 4, 3), floats(n, 1, seed=n)) for n in (12, 7)]
+    with behavior_of('v1'):
+        compare(model_of(in_a_loop), batches, 3, static=False)
 
 
 @pytest.mark.parametrize('rows', [1024, None], ids='rows={}'.format)

@@ -80,6 +80,13 @@ def test_values_are_logged(given, caplog):
     assert f'Loss for final step: {value}.' in caplog.text
 
 
+def test_advice_against_estimators_is_not_logged(caplog):
+    advice = 'From %s: Estimator (from %s) is deprecated.\nInstructions for updating:\n%s'
+    tf.compat.v1.logging.warning(advice, 'train.py', 'estimator', 'Use tf.keras instead.')
+    tf.compat.v1.logging.warning('%s is not there.', 'train.py')
+    assert [record.getMessage() for record in caplog.records] == ['train.py is not there.']
+
+
 KERAS_3 = [
     '`dense` is not available with Keras 3.',
     "module 'keras._tf_keras.keras.layers' has no attribute 'DenseFeatures'",

@@ -68,7 +68,9 @@ def test_signatures_are_those_of_contrib():
     assert parameters['devices'].default is None
     model_fn = replicate_model_fn(with_loss(total), devices=['/cpu:0'])
     names = ['features', 'labels', 'mode', 'params', 'config']
-    assert list(inspect.signature(model_fn).parameters) == names
+    parameters = inspect.signature(model_fn).parameters
+    assert list(parameters) == names
+    assert parameters['params'].default is parameters['config'].default is None
 
 
 def total(labels, output):

@@ -13,8 +13,8 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.cluster import machine_input, sessions
-from models import ROWS, LazyAdam, floats, spec_of, step
-from towers import MODES, TRAIN, assert_close, load, session
+from models import ROWS, LazyAdam, floats, sgd, spec_of, step
+from towers import MODES, TRAIN, assert_close, load, session, tower_of
 
 RUNS = [None] * int(os.environ.get('RUNS', '2'))  # each to the end of the data
 IDS = 40  # Not all are in a batch.
@@ -346,6 +346,17 @@ def test_input_of_the_model_itself(model_fn, last, devices):
     assert estimator.get_variable_value('global_step') == STEPS
 
 
+def test_a_write_that_follows_from_the_batch_needs_no_other_edge():
+    def model_fn(features, labels, mode):
+        loss = error_of(features, labels)
+        return spec_of(mode, loss, sgd(loss))
+
+    with tf.Graph().as_default() as graph:
+        batch = tf.data.make_one_shot_iterator(dataset()).get_next()
+        estimator_mgpu.replicate(model_fn, devices=2)(*batch, TRAIN)
+    assert not [op.name for op in graph.get_operations() if 'is_there' in op.name]
+
+
 def test_features_that_end_and_are_not_used():
     """A write then waits for no batch, as on one device."""
 
@@ -436,6 +447,9 @@ def test_what_hooks_run_by_themselves(devices, behavior):
 class Feeds(tf.train.SessionRunHook):
     """Feeds batches in the place of those that the input has, which is at its end."""
 
+    def begin(self):
+        self.graph = tf.get_default_graph()
+
     def before_run(self, run_context):
         return tf.train.SessionRunArgs(None, {'x:0': floats(4, 3), 'y:0': floats(4, 1)})
 
@@ -453,8 +467,11 @@ def test_batches_that_a_hook_feeds(devices, behavior):
         return spec_of(mode, loss, momentum(loss), counter('counted').assign_add(1.0))
 
     estimator = estimator_mgpu.Estimator(model_fn, devices=devices)
-    estimator.train(input_fn, [Feeds()], steps=STEPS)
+    feeds = Feeds()
+    estimator.train(input_fn, [feeds], steps=STEPS)
     assert estimator.get_variable_value('counted') == STEPS
+    towers = {tower_of(op.name) for op in feeds.graph.get_operations()} - {None}
+    assert towers == ({0, 1} if devices == 2 else set())
 
 
 def test_a_queue_that_the_step_itself_fills(tmp_path):

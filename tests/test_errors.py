@@ -141,7 +141,8 @@ def test_other_types_that_will_do(make):
 
 def test_fewer_gpus_than_asked_for(gpus):
     gpus(None, None)
-    assert devices.resolve(2) == devices.resolve(None) == ['/device:GPU:0', '/device:GPU:1']
+    two = ['/device:GPU:0', '/device:GPU:1']
+    assert devices.resolve(2) == devices.resolve(None) == devices.resolve() == two
     for given in (3, ['/gpu:0', '/gpu:2']):
         match = "asks for '/device:GPU:2', but this machine has 2 GPUs.*List a device twice"
         with pytest.raises(ValueError, match=match):
@@ -309,6 +310,12 @@ TWICE = 'Replicate it once'
 def test_model_fn(model_fn, error, message):
     with pytest.raises(error, match=message):
         build(model_fn)
+
+
+def test_a_call_outside_of_a_graph():
+    model_fn = estimator_mgpu.replicate(regression(adam), devices=2)
+    with pytest.raises(RuntimeError, match='builds a graph. Let an Estimator call it'):
+        model_fn(np.zeros([4, 3], np.float32), np.zeros([4, 1], np.float32), TRAIN)
 
 
 def test_a_replicated_model_fn_in_a_function_of_another_one():

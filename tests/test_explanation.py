@@ -12,7 +12,9 @@ from matplotlib.figure import Figure
 import estimator_mgpu
 from estimator_mgpu import pictures
 from estimator_mgpu.devices import has_useless_passes
+from estimator_mgpu.explain import _micro_batches
 from estimator_mgpu.notebooks import Table, html_of
+from estimator_mgpu.partition.towers.schedule import Join, Schedule
 from models import floats, spec_of, step
 
 TOWERS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']
@@ -417,6 +419,13 @@ def test_no_bar_ends_at_the_frame():
     assert [text.get_text() for text in axes.texts] == ['1.00kB']
 
 
+def test_no_bars():
+    axes = Figure().subplots()
+    pictures._draw_bars(axes, [])
+    assert not axes.axison  # There is neither a frame nor a scale.
+    assert [text.get_text() for text in axes.texts] == ['All ops run once, on the global batch.']
+
+
 @pytest.mark.parametrize(
     'device, short',
     [('/device:GPU:0', 'GPU:0'), ('/job:worker/task:1/device:CPU:0', 'worker 1, CPU:0')],
@@ -433,6 +442,8 @@ def test_devices_in_a_picture(count):
     devices = [pictures.Device(name, '4', 1000, ['a', 'b', 'c']) for name in names]
     devices[-1] = devices[-1]._replace(examples='', variables=[])
     pictures._draw_devices(axes, devices, {names[0]: {names[1]: 2000}})
+    [colors] = axes.images
+    assert colors.get_array()[0, 1] == colors.get_array().sum() == 2000
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels[0] == 'CPU:0: 4 examples\n1.00kB of variables\na, b and 1 more'
     assert labels[-1] == f'CPU:{count - 1}\n1.00kB of variables'
@@ -454,6 +465,24 @@ def test_what_would_save_too_little():
     assert 'micro-batches\n  none, as they would save too little of all activations' in text
     text = str(explain(recompute=True))
     assert 'computed twice\n  no op, as that would save too little of all activations' in text
+
+
+RUNS = ' Each device runs 3 micro-batches one after another, and keeps'
+SAVES = {
+    0.3: ' microbatches=3 is left out: it would save only 30% of the activations, as the others '
+    'are needed for mean of all examples; more devices would help.',
+    0.6: f'{RUNS} 60% of the activations for one of them at a time. The others are needed for '
+    'mean of all examples.',
+    1.0: f'{RUNS} 100% of the activations for one of them at a time.',
+}
+
+
+@pytest.mark.parametrize('share', SAVES)
+def test_the_log_says_what_micro_batches_save(share):
+    with tf.Graph().as_default():
+        tf.reduce_mean(tf.zeros([4, 3]), 0, name='mean')
+        schedule = Schedule(3, set(), share, [Join('mean', 1 - share)])
+        assert _micro_batches(schedule) == SAVES[share]
 
 
 def test_the_log_warns_that_there_is_no_gpu(caplog):

@@ -5,6 +5,10 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import check_rule
+from estimator_mgpu.partition.placements import REPLICATE, SizeList
+from estimator_mgpu.partition.rules import lists
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import RowSpace, Size
 
 ROWS = np.random.RandomState(0).randn(7, 3).astype(np.float32)
 ops = tf.raw_ops
@@ -51,6 +55,9 @@ SHARDED = {
     'TensorListResize': lambda x: first_of(
         ops.TensorListResize(input_handle=of_columns(x), size=5)
     ),
+    'TensorListSetItem': lambda x: first_of(
+        ops.TensorListSetItem(input_handle=of_columns(x), index=0, item=tf.exp(x[:, 0]))
+    ),
 }
 ONCE = {
     'TensorListFromTensor': lambda x: first_of(of_examples(x)),
@@ -73,3 +80,16 @@ ONCE = {
 def test_list(op_type):
     sharded = check_rule({**SHARDED, **ONCE}[op_type], ROWS)
     assert (op_type in sharded) == (op_type in SHARDED)
+
+
+def test_a_list_of_sizes():
+    """Only if they depend on the number of examples; a list of others is the same on all towers."""
+    batch = RowSpace('batch', None)
+    dims = [Size(1, (batch,)), Size(3), Size(5)]
+    with tf.Graph().as_default():
+        x = tf.placeholder(tf.float32, [None, 3, 5])
+        sizes = Sizes()
+        sizes.set_dims(x, dims)
+        shape = tf.shape(x)
+        assert lists.list_with(shape[:1], REPLICATE, batch, sizes) == SizeList((dims[0],))
+        assert lists.list_with(shape[1:], REPLICATE, batch, sizes) is None

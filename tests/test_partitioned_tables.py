@@ -8,6 +8,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu import check_rule
 from estimator_mgpu.partition.rules import parts
 from models import LazyAdam, floats, sgd, spec_of, step, weights
 from test_rules import SAMPLES as SAMPLES_OF_RULES
@@ -159,6 +160,26 @@ def test_parts_of_parts():
         return spec_of(mode, loss, sgd(loss))
 
     compare(model_fn, [(floats(9, 3), floats(9, 1))] * 2, 4, static=False)
+
+
+def test_positions_are_put_where_they_say():
+    def numbers(x):
+        which = tf.cast(x > 0, tf.int32)
+        positions = tf.dynamic_partition(tf.range(tf.shape(x)[0]), which, 2)
+        return tf.dynamic_stitch(positions, positions)
+
+    assert 'DynamicStitch' in check_rule(numbers, floats(7), types=[])
+
+
+def test_parts_of_two_blocks():
+    """A part has the first block's rows of all towers before any of the second block."""
+
+    def part(x):
+        both = tf.concat([x, -x], 0)
+        return tf.dynamic_partition(both, tf.cast(both > 0, tf.int32), 2)[1]
+
+    sharded = check_rule(part, floats(7), types=[])
+    assert sharded and 'DynamicPartition' not in sharded
 
 
 def test_ops_that_do_without_rows():

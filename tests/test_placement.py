@@ -6,7 +6,11 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.op_devices import place_ops
 from models import ROWS, batches, predict, regression, spec_of, step
 from towers import TRAIN, compare, nodes_of_a_step, session, tower_of
 
@@ -149,6 +153,31 @@ def test_constants_are_made_where_they_are_used():
         nodes.build()
         found = [graph.get_tensor_by_name(name).op.inputs[0].device for name in used]
     assert found == list(places.values())
+
+
+def test_a_compiled_function_has_its_variables_where_one_is_already():
+    def model_fn(features, labels, mode):
+        with tf.device(CPUS[1]):
+            fixed = tf.get_variable('fixed', [3, 1], use_resource=True)
+        free = tf.get_variable('free', [1], use_resource=True)
+        output = tf.function(lambda x: x @ fixed + free, jit_compile=True)(features)
+        return spec_of(mode, tf.reduce_mean(tf.square(output - labels)), tf.no_op())
+
+    devices = build(model_fn)
+    assert devices['fixed'] == devices['free'] == CPUS[1]
+
+
+def test_texts_are_not_moved():
+    """A GPU has no kernel for most of their ops."""
+    with tf.Graph().as_default() as graph:
+        text = tf.strings.as_string(tf.zeros([1000]))
+        number = tf.strings.to_number(text)
+        w = tf.get_variable('w', [1000], use_resource=True)
+        with tf.device(CPUS[1]):
+            tf.assign_add(w, tf.exp(number) * 1.0)
+        nothing_sharded = Plan(RowSpace('batch', 2), [], [], {}, {}, {}, Sizes())
+        found = place_ops(graph, nothing_sharded, CPUS)
+    assert found['Exp'] == CPUS[1] and number.op.name not in found
 
 
 def test_what_runs_is_on_its_device():

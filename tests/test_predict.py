@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import estimator_mgpu
 from towers import assert_close, evaluate
 
 
@@ -45,3 +46,23 @@ def test_predictions(mode, towers, sizes):
     assert_close(ours, one, 1e-6)
     numbers = np.concatenate([batch['id'] for batch in ours.predictions])
     np.testing.assert_array_equal(numbers, np.arange(sum(sizes)))
+
+
+def test_predictions_of_a_checkpoint_that_is_not_the_last(tmp_path):
+    def counting(features, labels, mode):
+        step = tf.train.get_global_step()
+        return tf.estimator.EstimatorSpec(
+            mode,
+            predictions=features * tf.cast(step, tf.float32),
+            loss=tf.reduce_sum(features),
+            train_op=tf.assign_add(step, 1),
+        )
+
+    input_fn = lambda: tf.data.Dataset.from_tensors([1.0, 2.0, 3.0])  # noqa: E731
+    config = tf.estimator.RunConfig(save_checkpoints_steps=1)
+    estimator = estimator_mgpu.Estimator(counting, str(tmp_path), config, devices=2)
+    estimator.train(lambda: input_fn().repeat(2))
+    for number in 1, 2:
+        path = str(tmp_path / f'model.ckpt-{number}')
+        found = [*estimator.predict(input_fn, checkpoint_path=path)]
+        np.testing.assert_array_equal(found, [number, 2 * number, 3 * number])

@@ -363,6 +363,9 @@ def test_a_first_batch_that_fails(model_dir):
 def test_closed(model_dir):
     with estimator_in(model_dir).predictor() as predict:
         predict(batch_of(2))
+        session = predict._model.session
+        assert not session.should_stop()
+    assert session.should_stop()
     for _ in range(2):
         with pytest.raises(RuntimeError, match='This predictor is closed. Open another one'):
             predict(batch_of(2))

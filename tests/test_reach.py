@@ -85,6 +85,15 @@ def test_a_server():
     del server
 
 
+def test_the_greeting():
+    """The preface of HTTP/2, as RFC 9113 gives it, and an empty frame of type 4, SETTINGS."""
+    said = []
+    with listening(lambda greeting: said.append(greeting) or b'') as address:
+        assert not reach.is_server(address)
+    preface = '505249202a20485454502f322e300d0a0d0a534d0d0a0d0a'
+    assert said == [bytes.fromhex(f'{preface} 000000 04 00 00000000')]
+
+
 def test_a_name():
     assert reach.described(TASK, '127.0.0.1:1') == f'{TASK} at 127.0.0.1:1'
     assert reach.described(TASK, '[::1]:1') == f'{TASK} at [::1]:1'

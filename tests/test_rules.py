@@ -12,8 +12,9 @@ from tensorflow.python.framework import op_def_registry
 from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.partition.plan import LOCAL
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.partition.rules.notation import NotSharded, parse
+from estimator_mgpu.partition.rules.notation import NotSharded, parse, signature_of
 from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import RowSpace, Size
 
 ROWS = 7
 SAMPLES, FULL = {}, []  # by types of ops; those that run once by their rule
@@ -566,7 +567,7 @@ def _reshape(op, b):
 def _strided_slice(op, b):
     x = b.floats(4, 3)
     n = tf.shape(x)[0]
-    made = [x[:, 1:3], x[:n, ::2], x[..., 0], x[:, None], x[:, 2], x[0:, :, -1]]
+    made = [x[:, 1:3], x[:n, ::2], x[..., 0], x[:, None], x[..., None], x[:, 2], x[0:, :, -1]]
     made.append(tf.transpose(x)[1, :, :n])
     return [*made, *(_slopes(y, x)[0] for y in made)]
 
@@ -651,6 +652,13 @@ def test_a_mean_of_integers():
     """It's rounded, so it isn't the mean of the means of parts."""
     rows = np.random.RandomState(0).randint(9, size=[7, 3]).astype(np.int32)
     assert 'Mean' not in check_rule(lambda x: tf.reduce_mean(x, 0), rows)
+
+
+def test_a_split_of_examples_that_are_not_in_blocks():
+    """Each has two rows, one after the other. The first half of all rows isn't one of each."""
+    rows = np.random.RandomState(0).randn(7, 3).astype(np.float32)
+    sharded = check_rule(lambda x: tf.split(tf.repeat(x, 2, 0), 2)[0], rows, types=[])
+    assert sharded and 'Split' not in sharded
 
 
 def test_what_is_added_in_place():
@@ -839,6 +847,19 @@ def test_text(text, shapes, inputs, outputs):
         one, two = (tf.zeros(shape) for shape in shapes)
         signature = parse(text).signature((one + two).op, Sizes())
     assert (signature.inputs, signature.outputs) == (inputs, outputs)
+
+
+def test_each_input_has_the_examples_somewhere_else():
+    rows = RowSpace('batch', None)
+    n = Size(1, (rows,))
+    dims = [[n, Size(3)], [Size(3), n], [n, n]]
+    with tf.Graph().as_default():
+        tensors = [tf.zeros([4, 3]), tf.zeros([3, 4]), tf.zeros([4, 4])]
+        sizes = Sizes()
+        for tensor, its_dims in zip(tensors, dims):
+            sizes.set_dims(tensor, its_dims)
+        signature = signature_of(RULES['IdentityN'], tf.identity_n(tensors)[0].op, sizes)
+    assert signature.inputs == signature.outputs == [(rows, None), (None, rows), (rows, None)]
 
 
 @pytest.mark.parametrize('text', ['n__ n -> n', 'n S -> nS', 'S S -> S_'])

@@ -12,6 +12,7 @@ from cluster_script import dropped
 from estimator_mgpu.cluster import join, saving
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.notes import Notes
+from estimator_mgpu.tf_internals import graphs
 from models import floats, of_all_modes
 from towers import TRAIN
 
@@ -89,6 +90,9 @@ def test_who_saves_and_restores(forward, in_v2, in_v1, behavior, three_machines,
         saver = scaffold.saver.saver_def
         assert {v.device for v in tf.trainable_variables()} == {*sum(MACHINES.values(), [])}
         assert saving.saving_tasks(graph) == expected
+        constants = [op for op in graph.get_operations() if op.type == 'Const']
+        on_no_task = [op for op in constants if '/job:' not in op.device]
+        assert all(graphs.colocated_with(op) for op in on_no_task)
         feed = {saver.filename_tensor_name: str(tmp_path / 'model.ckpt')}
         with tf.Session(three_machines) as session:
             session.run([scaffold.init_op, scaffold.local_init_op])

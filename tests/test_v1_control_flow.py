@@ -275,7 +275,7 @@ def test_as_on_one_device(name, static):
     if name in RUN_ONCE and not (is_sharded_if_static and static):
         assert RUN_ONCE[name] in reasons
     else:
-        assert 'loop' not in reasons
+        assert 'loop' not in reasons and 'TensorArray' not in reasons
 
 
 OUTPUTS = {}  # by program, the reason why ops run once; '' if all are sharded
@@ -294,6 +294,36 @@ def output(once=''):
 def products(x):
     """Of each example with each other one."""
     return tf.matmul(x[:, 0], x[:, 0], transpose_b=True)
+
+
+@output()
+def halved(x):
+    """By a loop that has no other variable, such as a counter."""
+    return tf.while_loop(lambda x: tf.reduce_max(x) > 1, lambda x: x / 2, [x])
+
+
+@output()
+def normalized(x):
+    """By sums, of which one is divided by how many examples there are in all."""
+
+    def total(x):
+        return tf.reduce_sum(tf.abs(x))
+
+    def is_large(x):
+        return total(x) / tf.cast(tf.shape(x)[0], tf.float32) > 1
+
+    return tf.while_loop(is_large, lambda x: x / total(x), [x])
+
+
+@output()
+def blocks_in_a_loop(x):
+    """Two blocks of all examples, and then a third one."""
+
+    def step(_, h):
+        two = tf.concat([h, 2 * h], 0)
+        return tf.tanh(tf.add_n(tf.split(tf.concat([two, h], 0), 3)))
+
+    return repeat(step, x[:, 0])
 
 
 @output(once='give it in several placements')

@@ -252,8 +252,13 @@ def test_threads(task, leadership, quick):
         wait_for(lambda: looks._got_sigterm)
         task.says[WORKER] = 'other'
         wait_for(lambda: looks.replaced_at)
+        reads = os.dup(looks._signals._reading_end)
     assert not any(thread.is_alive() for thread in looks._threads)
     assert signal.set_wakeup_fd(-1) == -1
+    # The pipe is closed: a read would raise an error if the end that is written to were open.
+    os.set_blocking(reads, False)
+    assert os.read(reads, 1) == b''
+    os.close(reads)
 
 
 @pytest.mark.core
