@@ -105,6 +105,7 @@ def _explained(error: tf.errors.OpError, graph: tf.Graph | None) -> tf.errors.Op
     error_class: Any = type(error)
     if error.op is not None:
         error_class = _without_traceback(error_class)
+
     # A class of the user's may need other arguments: then the error stays as it is.
     with contextlib.suppress(Exception):
         explained = error_class(error.node_def, error.op, text)

@@ -59,6 +59,7 @@ class Chief:
         atexit.register(self._tell_ending)
 
     def _tell_ending(self) -> None:
+        """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
         uncaught = getattr(sys, 'last_value', None)
         if uncaught is not None:
             self.leadership.tell_ending(f'{type(uncaught).__name__}: {uncaught}', 1)
@@ -100,6 +101,7 @@ class Chief:
             raise SystemExit(SIGTERM_STATUS)
 
     def _check_alone(self) -> None:
+        """Raises RuntimeError if another process is the chief of the same cluster."""
         try:
             self.task.check_alone()
         except RuntimeError:
@@ -114,6 +116,7 @@ class Chief:
         self._restarts.begin()
 
     def _check_model_dir(self) -> None:
+        """Raises ValueError if a task that saves a part of checkpoints doesn't see `model_dir`."""
         saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
 
     def devices(self) -> dict[str, list[str]]:

@@ -134,6 +134,7 @@ class Watch:
             self.judge(now)
 
     def _wait_for_sigterm(self, seconds: float) -> None:
+        """Waits for some seconds at most, and notes whether SIGTERM has come."""
         if self._signals is None:
             self._over.wait(seconds)
         elif signal.SIGTERM in self._signals.wait(seconds) and self._task.handles_sigterm():

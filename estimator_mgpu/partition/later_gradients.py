@@ -192,6 +192,7 @@ class Model:
             for op in self._inputs
             if op.type in op_types.LOOPS and op.control_inputs
         }
+
         self._is_restored = True
         try:
             for change in changes:
@@ -274,6 +275,7 @@ class Model:
         later = [write for write in writes if write not in before]
         if not later:
             return
+
         liveness = Liveness(self._graph.get_operations())
         for tensor in ends:
             if liveness.may_be_dead(tensor.op):
@@ -282,6 +284,7 @@ class Model:
                     'written afterwards. After the model_fn has returned, it has no gradient. '
                     'Call tf.gradients in the model_fn.'
                 )
+
         with self._graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
             name = f'{ends[0].op.name}/again'
             with tf.device(ends[0].device):

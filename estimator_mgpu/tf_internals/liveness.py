@@ -102,6 +102,7 @@ class Liveness:
         return bool(self._condition_of_output(tensor))
 
     def _add(self, op: tf.Operation) -> None:
+        """Finds the frames and the condition of an op, given those of what it waits for."""
         frame = self._longest_frame(graphs.direct_inputs(op))
         self._input_frames[op] = frame
         self._output_frames[op] = frame
@@ -120,6 +121,7 @@ class Liveness:
         return max((self.output_frame(op) for op in ops), key=len, default=())
 
     def _condition_of(self, op: tf.Operation) -> Condition:
+        """The condition of an op, given those of what it waits for."""
         if op.type in op_types.MERGE:
             # Of a loop's two inputs, the first iteration has what the loop begins with.
             inputs = [t for t in op.inputs if t.op.type not in op_types.NEXT_ITERATION]
@@ -137,6 +139,7 @@ class Liveness:
         return condition
 
     def _condition_of_output(self, tensor: tf.Tensor) -> Condition:
+        """The condition of a tensor: its op's, and of a switch also the way that it goes."""
         condition = self._conditions.get(tensor.op, _ALWAYS)
         if tensor.op.type in op_types.SWITCH:
             decision = _source(tensor.op.inputs[1])

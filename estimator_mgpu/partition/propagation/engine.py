@@ -223,11 +223,13 @@ class _Pass:
             if partial is not None:
                 self.scope.record(op, pass_on(op, placements, partial))
                 return
+
             self._reduce_inputs(op, placements)
             placements = [
                 REPLICATE if isinstance(placement, Partial) else placement
                 for placement in placements
             ]
+
         try:
             decision = decide(self.scope, op, placements)
         except NotSharded as error:

@@ -143,6 +143,8 @@ def _plan(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPla
         for op in loop.all_ops
     }
     ops.update(body.scope.ops)
+
+    # A variable that is only read is given to the loop by its value.
     for index, enter in enumerate(loop.enters):
         value = variable_value(functions.scope, [loop.body], index)
         if needs[index] == FULL and value is not None:

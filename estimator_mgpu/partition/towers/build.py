@@ -33,7 +33,8 @@ from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 
-class Turns(NamedTuple):
+@dataclass(frozen=True)
+class Turns:
     """The turns of each device, and what the choice of the ops that run in turns depends on.
 
     Attributes:
@@ -292,6 +293,14 @@ def _control_inputs(
     The copies on one device are joined: an op there waits for all of them, so that the device sends
     one message. Ops that run once are joined, too, if a `tf.group` waits for them, or an op that
     only waits for them as something before it no longer does.
+
+    Args:
+      op: one of the user's.
+      plan: which ops are sharded.
+      towers: those that have copies.
+      values: names the copies.
+      waits: which ops it waits for.
+      nodes: where ops are added that join others.
     """
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP

@@ -176,9 +176,11 @@ class Edges:
         return unit.is_copy or unit.is_joint or unit.name in self.nodes
 
     def _node_name(self, name: str, tower: int | None) -> str:
+        """The name of a tower's copy of an op; without a tower, the name itself."""
         return name if tower is None else self._builder.names.copy(name, tower)
 
     def _inputs_of_node(self, name: str) -> Sequence[str]:
+        """The names of what a node, or one of the user's ops, waits for; see `inputs`."""
         node = self.nodes.get(name)
         if node is not None:
             names = [op_name(operand) for operand in node.input]
@@ -192,7 +194,7 @@ class Edges:
                 waits = [before.name for before in op.control_inputs]
             return [*map(op_name, operands), *waits]
 
-        if name.startswith(f'{self._builder.scope}/'):  # They compute which rows towers have.
+        if name.startswith(f'{self._builder.scope}/'):  # It computes which rows towers have.
             op = self._graph.get_operation_by_name(name)
             return [before.name for before in graphs.direct_inputs(op)]
         return ()

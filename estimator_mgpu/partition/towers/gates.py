@@ -70,7 +70,18 @@ def _gates_of_turns(
     towers: Sequence[Tower],
     liveness: Liveness,
 ) -> dict[int, str]:
-    """Adds a gate for each turn but the first of a chain; returns them by the numbers of towers."""
+    """Adds a gate for each turn but the first of a chain.
+
+    Args:
+      nodes: where the gates are added.
+      step: the units that a step runs.
+      schedule: which of them run one turn after another.
+      towers: a device and a turn each.
+      liveness: of the user's ops.
+
+    Returns:
+      The gates, as control inputs, by the numbers of the towers that wait for them.
+    """
     results = _results_of_turns(step, schedule, towers)
     deadness = _Deadness(nodes, liveness)
     gates: dict[int, str] = {}
@@ -111,6 +122,7 @@ class _Deadness:
         return self._known[name]
 
     def _operand_may_be_dead(self, operand: str) -> bool:
+        """Whether an input of a node may be dead: an output of an op, or what it waits for."""
         name = op_name(operand)
         users_op = self._users_op(name)
         # A switch is alive, though one of its outputs isn't.
@@ -186,6 +198,7 @@ def _users_of_slices(edges: Edges) -> dict[str, set[Unit]]:
     for name, node in edges.nodes.items():
         if node.op not in op_types.TAKE_SLICES or not _stands_alone(edges, name):
             continue
+
         stack = [name]
         while stack:
             for user in users_of_nodes[stack.pop()]:

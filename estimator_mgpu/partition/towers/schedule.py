@@ -165,6 +165,7 @@ def _levels(step: StepUnits) -> dict[str, int]:
                 is_join = unit.is_copy and step.is_join(edge, unit)
                 level = max(level, level_of.get(edge.unit, 0) + is_join)
             level_of[unit] = level
+
             if unit.is_copy and level > levels.get(unit.name, -1):
                 if unit.name in levels:  # Another copy was visited with a lower level.
                     is_complete = False
@@ -227,6 +228,12 @@ def _bytes_of_activations(graph: tf.Graph, plan: Plan, edges: Edges, name: str) 
     """The bytes of activations that all copies of an op, or of a v1 loop, compute from a batch.
 
     Of a loop, these are the bytes of one step, as nobody knows how many steps it will take.
+
+    Args:
+      graph: the user's.
+      plan: which tensors are sharded.
+      edges: those of the graph.
+      name: of the op or the loop, as in `Unit`.
     """
     ops = edges.loops[name].all_ops if name in edges.loops else [graph.get_operation_by_name(name)]
     size = 0
