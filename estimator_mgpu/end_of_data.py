@@ -1,14 +1,14 @@
 """Lets a step's writes wait for its batch, so that a step that finds no batch writes nothing.
 
-When the data ends, the op that gets the batch fails, and so do all ops that follow from it. Other
-ops may have run by then, such as a counter, or the decay of moments that no example reaches. Here
-these wait for the batch. For example, `steps` below is 6 after six batches; undecorated it is 7:
+When the data ends, the op that gets the batch fails, and so do all ops that depend on it. Other ops
+may have run by then, such as a counter, or the decay of moments that no example reaches. Here these
+wait for the batch. For example, `steps` below is 6 after six batches; without this, it would be 7:
 
     train_op = tf.group(optimizer.minimize(loss), tf.assign_add(steps, 1))
 
 In: the finished graph, the tensors of the batch, and the EstimatorSpec. Out: the same graph, with
-control edges to the writes from one `NoOp` a device, which runs once the batch is there. It's one a
-device so that many writes cost one message.
+control edges to the writes from a `NoOp` on each device, which runs once the batch is there. So
+many writes on a device cost one message.
 
 If several machines read the batch, `cluster.machine_input` says what happens when one of them has
 no more data.
@@ -29,7 +29,7 @@ from estimator_mgpu.tf_internals.graphs import topological_order
 
 
 def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
-    """Lists the dense tensors that a batch consists of. Sparse and ragged ones consist of some."""
+    """Lists the dense tensors of a batch, and those of which its sparse and ragged ones consist."""
     leaves = tf.nest.flatten([features, labels], expand_composites=True)
     return [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
 
@@ -37,10 +37,10 @@ def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
 def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
     """Lets what writes to variables and tables wait for the batch, if a step needs both of them.
 
-    A step is what an `EstimatorSpec` has, or what a hook runs that follows from the batch, such as
-    a train op of its own. These don't wait: initializers, writes that only a hook runs, what the
-    batch itself is made by, random numbers, queues, iterators and Python functions. A write that
-    waits takes a batch wherever it runs, also if a hook runs it by itself.
+    A step is what an `EstimatorSpec` has, or what a hook runs that depends on the batch, such as a
+    train op of its own. What doesn't wait: initializers, writes that only a hook runs, ops that
+    make the batch, random numbers, queues, iterators and Python functions. A write that waits takes
+    a batch wherever it runs, also if a hook runs it alone.
 
     Args:
       graph: a finished one, divided or not.
@@ -60,10 +60,14 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
 
 
 def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation]) -> list[tf.Tensor]:
-    """Those tensors of the batch that a step needs, and so gets.
+    """The tensors of the batch that a step needs, and so gets.
 
-    If the spec's results need none, it's hooks that run the steps. Then all tensors count that any
-    op uses.
+    If the spec's results need none of them, hooks run the steps. Then these are all tensors that
+    any op uses.
+
+    Args:
+      tensors: those of the batch.
+      results: the ops of what the spec gives for a step.
     """
     needed_ops = graphs.ancestors(results)
     needed = [tensor for tensor in tensors if tensor.op in needed_ops]
@@ -71,7 +75,7 @@ def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation])
 
 
 def _may_end(tensor: tf.Tensor) -> bool:
-    """Whether a tensor is made by an op such as an iterator's, and isn't there to be fed."""
+    """Whether a tensor comes from an op such as an iterator's, rather than from being fed."""
     return tensor.op.type not in op_types.PLACEHOLDERS and any(
         map(has_side_effect, graphs.ancestors([tensor.op]))
     )
@@ -91,7 +95,7 @@ def _writes_to_hold(
     sources = [op for op in before_batch if has_side_effect(op)]  # almost always one: an iterator's
     waiting_already = set.intersection(*map(_ops_that_wait_for, sources))
 
-    # The ops that only a step runs: what follows from the batch, and then all that it's run for.
+    # The ops that only a step runs: what depends on the batch, and what else a step is run for.
     step = graphs.descendants(sources)
     if not step.isdisjoint(results):
         step.update(results)
@@ -103,7 +107,7 @@ def _writes_to_hold(
             continue
         is_for_step = not step.isdisjoint(graphs.descendants([op], until=step))
         if is_for_step:
-            # An op within a loop can't wait for one outside. So the ops wait by which it begins.
+            # An op in a loop can't wait for one outside. So the ops wait by which the loop begins.
             held.update(dict.fromkeys(loop_entries.get(op, [op])))
     return [op for op in held if op not in before_batch]
 
@@ -157,10 +161,10 @@ def _waits(consumer: tf.Operation, op: tf.Operation, waiting: Set[tf.Operation])
 
 
 def _loop_entries(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
-    """For each op within a v1 loop, the ops by which the outermost loop around it begins.
+    """For each op in a v1 loop, the `Enter` ops with which the outermost loop around it begins.
 
     The frame of an op is the names of the loops around its outputs, the outermost first. `Enter`
-    adds one, and `Exit` takes it off.
+    adds a name, and `Exit` removes one.
     """
     ops = graph.get_operations()
     if not any(op.type in op_types.ENTER for op in ops):
@@ -188,8 +192,8 @@ def _loop_entries(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
 def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[tf.Tensor]) -> None:
     """Lets writes wait for the batch, by one op on each device.
 
-    That waits for the values of the batch rather than for the ops that make them, which don't run
-    if a hook feeds the values (unless TensorFlow's own optimizer of graphs undoes that).
+    This op waits for the values of the batch rather than for the ops that make them: if a hook
+    feeds the values, those ops don't run (unless TensorFlow's own optimizer of graphs undoes that).
 
     Args:
       graph: a finished one.

@@ -1,14 +1,14 @@
-"""Which op of the user's, on which device and which examples, an error of a step is about.
+"""Explains the error of a step: which of the user's ops failed, where, and with which examples.
 
 In: the error that a session raises in a step. Out: an error of the same class that also names the
-user's op and its line, with TensorFlow's as its cause:
+user's op and its line. TensorFlow's error is its cause:
 
     loss : Tensor had NaN values
     loss/CheckNumerics ran in tower 2, on /device:GPU:2, with examples 6 to 8 of 0 to 11. It was
     made by File "model.py", line 5, in model_fn
 
-An op of a loop's or a branch's function isn't in the graph. In a divided graph, TensorFlow's error
-gives its path, by which it's found: see `op_paths.OpPath`.
+An op in the function of a loop or a branch isn't in the graph. In a divided graph, TensorFlow's
+error gives its path, by which it's found: see `op_paths.OpPath`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
 from estimator_mgpu.tf_internals import error_messages, op_paths, tf_estimator
 
-# Errors that say that a session was lost, or closed: whichever op they name has no part in it.
+# Errors that say that a session was lost, or closed: the op that they name isn't the cause.
 _OF_SESSIONS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
     tf.errors.UnavailableError,
 )
-# Training ends well at an error of this very class. An explained error would be of a subclass.
+# An error of this very class ends training without a failure. Explained, it would be of a subclass.
 _END_OF_DATA = tf.errors.OutOfRangeError
 _ORIGINAL = '_estimator_mgpu_original'  # An attribute of an error that was explained.
 
 
 class ExplainErrorsHook(tf.train.SessionRunHook):
-    """Lets a session explain the errors of its steps. Hooks aren't told of errors themselves."""
+    """Makes a session explain the errors of its steps: no method of a hook is told of errors."""
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
         run = vars(session).get('run')  # of another hook, or of what has made the session
@@ -52,7 +52,7 @@ class ExplainErrorsHook(tf.train.SessionRunHook):
 
 
 def _run(reference: weakref.ref[tf.Session], *args: Any, **kwargs: Any) -> Any:
-    """Runs a session, as without a hook."""
+    """Runs a session as if it had no hook."""
     session: Any = reference()
     if session is None:
         raise RuntimeError('The session is closed.')
@@ -60,12 +60,13 @@ def _run(reference: weakref.ref[tf.Session], *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_and_explain(graph: tf.Graph, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a `run` of a session, and explains its errors."""
     with op_errors_explained(graph):
         return run(*args, **kwargs)
 
 
 def explain_errors(spec: Any) -> Any:
-    """An EstimatorSpec that lets sessions explain the errors of its steps."""
+    """An EstimatorSpec with a hook that makes sessions explain the errors of its steps."""
     modes = tf_estimator.estimator.ModeKeys
     hooks = {modes.EVAL: 'evaluation_hooks', modes.PREDICT: 'prediction_hooks'}
     name = hooks.get(spec.mode, 'training_hooks')
@@ -91,7 +92,7 @@ def op_errors_explained(graph: tf.Graph | None = None) -> Iterator[None]:
 
 
 def original(error: Any) -> Any:
-    """The error that TensorFlow has raised, for one that was explained; the same one for others."""
+    """The error that TensorFlow raised: for an explained error its cause, for others the same."""
     return getattr(error, _ORIGINAL, error)
 
 
@@ -104,6 +105,7 @@ def _explained(error: tf.errors.OpError, graph: tf.Graph | None) -> tf.errors.Op
     error_class: Any = type(error)
     if error.op is not None:
         error_class = _without_traceback(error_class)
+
     # A class of the user's may need other arguments: then the error stays as it is.
     with contextlib.suppress(Exception):
         explained = error_class(error.node_def, error.op, text)
@@ -114,16 +116,16 @@ def _explained(error: tf.errors.OpError, graph: tf.Graph | None) -> tf.errors.Op
 
 @functools.cache
 def _without_traceback(error_class: type[tf.errors.OpError]) -> type[tf.errors.OpError]:
-    """A class like that of an error, whose text doesn't end with the traceback of its op.
+    """A subclass of an error's class, whose text doesn't end with the traceback of the op.
 
-    The error's cause has the traceback anyway.
+    The explained error's cause has that traceback anyway.
     """
     members = {'__module__': error_class.__module__, '__str__': lambda error: error.message}
     return type(error_class.__name__, (error_class,), members)
 
 
 def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
-    """What there is to say about an error; nothing if TensorFlow has said all."""
+    """What there is to add to an error, in sentences; [] if TensorFlow has said all."""
     if isinstance(error, (*_OF_SESSIONS, _END_OF_DATA)):
         return []
     if error.op is not None:
@@ -132,7 +134,7 @@ def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
 
     where = ''
     line = ''
-    # Whatever the graph is like, the user gets TensorFlow's error, and what helps.
+    # If an unusual graph makes this fail, the user still gets TensorFlow's error, and what helps.
     with contextlib.suppress(Exception):
         failed = _failed_op(error, graph, step)
         if failed is not None:
@@ -147,11 +149,17 @@ def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
 
 
 class _FailedOp(NamedTuple):
-    """An op that has failed, in the graph or in a function."""
+    """An op that has failed, in the graph or in a function.
 
-    path: str  # its name, or in a function its path
-    in_graph: tf.Operation  # the op itself, or the one of the graph that calls the function
-    made_for: tf.Operation  # with the traceback of the user's op
+    Attributes:
+      path: its name; in a function, its path.
+      in_graph: the op itself, or the op of the graph that calls the function.
+      made_for: an op that has the traceback of the user's op.
+    """
+
+    path: str
+    in_graph: tf.Operation
+    made_for: tf.Operation
 
 
 def _failed_op(
@@ -177,7 +185,7 @@ def _failed_op(
 
 
 def _where(failed: _FailedOp, step: steps.Step) -> str:
-    """Which of the user's ops has failed, and on which examples; '' if that's of no interest."""
+    """Says which of the user's ops failed, where, and with which examples; '' for other ops."""
     in_graph = failed.in_graph
     why = _why_once(step.plan, in_graph.name)
     if why is not None:
@@ -200,10 +208,10 @@ def _where(failed: _FailedOp, step: steps.Step) -> str:
 
 
 def _why_once(plan: Plan, op_name: str) -> str | None:
-    """Why an op runs once that depends on the batch; None for others.
+    """Why an op that depends on the batch runs once; None for other ops.
 
-    Of a v1 loop that runs once, the plan only has the ops that give its results. Its other ops run
-    once for the same reason.
+    If a v1 loop runs once, the plan only has the ops that give its results. The loop's other ops
+    run once for the same reason.
     """
     if op_name in plan.once:
         why, _ = plan.once[op_name]
@@ -240,7 +248,7 @@ def _examples(step: steps.Step, copy: CopyName) -> str:
 
 
 def _row_spaces(plan: Plan, op_name: str) -> set[RowSpace]:
-    """What the rows are that an op takes and makes."""
+    """The row spaces of an op's inputs and outputs."""
     forms: list[Any] = []
     if op_name in plan.ops:
         forms += plan.ops[op_name].needs

@@ -1,4 +1,4 @@
-"""What a chief does: it meets the other tasks, trains on the devices of all, and tells how it ends.
+"""What a chief does: it waits for the other tasks, trains on all devices, and tells how it ends.
 
 In: this process as a `Task`. Out: for each training, the devices of all tasks, a session hook, and
 a listener that hears of checkpoints.
@@ -29,7 +29,7 @@ from estimator_mgpu.tf_internals.lost_sessions import lost_sessions
 
 T = TypeVar('T')
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
-# The errors of a task that goes, or is stopped, while the chief asks it something.
+# The errors of a task that ends, or is stopped, while the chief asks it something.
 _LOST_TASK = (
     tf.errors.AbortedError,
     tf.errors.DeadlineExceededError,
@@ -54,11 +54,12 @@ class Chief:
         self._noted_exit = NotedExit()
 
     def tell_ending_at_exit(self) -> None:
-        """Lets the other tasks be told how this process ends, as it ends."""
+        """Makes this process tell the other tasks how it ends, as it ends."""
         self._noted_exit.install()
         atexit.register(self._tell_ending)
 
     def _tell_ending(self) -> None:
+        """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
         uncaught = getattr(sys, 'last_value', None)
         if uncaught is not None:
             self.leadership.tell_ending(f'{type(uncaught).__name__}: {uncaught}', 1)
@@ -69,7 +70,7 @@ class Chief:
 
     @contextlib.contextmanager
     def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _BeforeCheckpoints]]:
-        """Trains on all machines for as long as it lasts.
+        """A context in which the devices of all machines can be trained on.
 
         Args:
           config: the Estimator's RunConfig. It gets the attribute `machines`, with the devices of
@@ -100,6 +101,7 @@ class Chief:
             raise SystemExit(SIGTERM_STATUS)
 
     def _check_alone(self) -> None:
+        """Raises RuntimeError if another process is the chief of the same cluster."""
         try:
             self.task.check_alone()
         except RuntimeError:
@@ -108,23 +110,27 @@ class Chief:
             raise
 
     def begin_session(self) -> None:
-        """Waits for all tasks, before each session of a training, also after a fault."""
+        """Waits for all tasks. Each session of a training begins with it, also after a fault."""
         self._restarts.pause()
         self._meet(self._check_model_dir)
         self._restarts.begin()
 
     def _check_model_dir(self) -> None:
+        """Raises ValueError if a task that saves a part of checkpoints doesn't see `model_dir`."""
         saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
 
     def devices(self) -> dict[str, list[str]]:
-        """Waits for all tasks, and returns the CPUs and GPUs of each by its name.
+        """Waits for all tasks, and returns the CPUs and GPUs of each by the task's name.
 
-        It raises an error if a task has another cluster, or isn't a task of ours.
+        Raises:
+          ValueError: if a task has another cluster in its TF_CONFIG.
+          RuntimeError: if a task's script doesn't train, or another chief leads a task.
+          TimeoutError: if a task doesn't answer.
         """
         return self._meet(self._list_devices)
 
     def _list_devices(self) -> dict[str, list[str]]:
-        """The devices of each task, without what an earlier training has left there."""
+        """Clears what an earlier training has left on the tasks, and returns their devices."""
         # Servers keep resources such as tables from one session to the next, in a container that
         # has the job's name.
         tf.Session.reset(self.task.server.target, [*JOBS])
@@ -142,7 +148,7 @@ class Chief:
         return devices
 
     def _meet(self, prepare: Callable[[], T]) -> T:
-        """Waits until all tasks answer, leads them if they fit, and then prepares the training.
+        """Waits until all tasks answer, checks and leads them, and then prepares the training.
 
         It waits for a task that hasn't been started yet, was killed, or is stopped or cut off. If a
         task is lost after it has answered, all tasks are asked again, as another process may be
@@ -205,7 +211,7 @@ class Chief:
 
 @contextlib.contextmanager
 def _explained_time_limit(config: Any, watch: Watch) -> Iterator[None]:
-    """Says of calls of the session that take too long which tasks don't answer."""
+    """Names the tasks that don't answer in the error of a session's call that takes too long."""
     seconds = config.session_config.operation_timeout_in_ms / 1000
     try:
         yield
@@ -241,7 +247,7 @@ class _AfterSteps(tf.train.SessionRunHook):
 
 
 class _BeforeCheckpoints(tf.train.CheckpointSaverListener):
-    """Lets a chief that has been replaced save nothing."""
+    """Keeps a chief that has been replaced from saving."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -1,8 +1,9 @@
 """Which chief leads the other tasks, and how they learn of its end.
 
 Each task has a note with the incarnation of the chief that leads it. A chief that begins writes its
-own there. If a chief later finds another one's, it has been replaced: somebody has started another
-process as the chief, while this one was stopped or cut off. Then it must write nothing more.
+own incarnation there. If it later finds another one, it has been replaced: somebody has started
+another process as the chief, while this one was stopped or cut off. Then it must write nothing
+more.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from estimator_mgpu.cluster.task import Task
 
 
 class Leadership:
-    """That of this process, which is the chief, over the other tasks.
+    """The leadership of this process, which is the chief, over the other tasks.
 
     Args:
       task: this process.
 
     Attributes:
       has_begun: whether this chief has left its notes on the other tasks.
-      model_dirs: those that this chief has trained in. An evaluator looks there for its ending.
+      model_dirs: where this chief has trained. An evaluator looks there for the chief's ending.
     """
 
     def __init__(self, task: Task) -> None:
@@ -41,8 +42,11 @@ class Leadership:
     def lead(self) -> None:
         """Leaves a note on each task that this chief leads it.
 
-        A chief that begins takes tasks over from the one before. Later, it only takes those that
-        have been started again, and raises RuntimeError if another chief leads one.
+        A chief that begins takes all tasks over from the chief before. Later, it only takes over
+        those that have been started again.
+
+        Raises:
+          RuntimeError: if this chief has begun earlier, and another chief leads a task now.
         """
         with contextlib.ExitStack() as stack:
             notes = {}
@@ -60,11 +64,15 @@ class Leadership:
         self.has_begun = True
 
     def is_another(self, chief: str) -> bool:
-        """Whether a task's note names another chief. It's '' if the task has just begun."""
+        """Whether another chief leads a task.
+
+        Args:
+          chief: what the task's note says; '' if the task has just begun.
+        """
         return chief not in ('', self._task.incarnation)
 
     def replaced_at(self, task: str) -> str:
-        """The error of a chief that was replaced.
+        """The text of the error of a chief that was replaced.
 
         Args:
           task: the name of a task that another chief leads.
@@ -89,7 +97,7 @@ class Leadership:
             for task in self._task.others:
                 if task in silent or not self._task.listens(task):
                     continue
-                with contextlib.suppress(tf.errors.OpError):  # The next one is told, nevertheless.
+                with contextlib.suppress(tf.errors.OpError):  # The other tasks are told anyway.
                     notes = stack.enter_context(self._task.notes_on(task))
                     chief = notes.read('chief')
                     if self.has_begun and self.is_another(chief):

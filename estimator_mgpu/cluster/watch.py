@@ -1,7 +1,7 @@
 """While it trains, a chief asks all other tasks every few seconds whether they are there.
 
-A step waits for all tasks within TensorFlow, for as long as one of them is stopped or cut off.
-Until then Python runs no signal handler and no hook, but it runs other threads.
+If a task is stopped or cut off, a step waits for it within TensorFlow, as long as that lasts.
+Meanwhile Python runs no signal handler and no hook in the main thread. So other threads watch.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ ASK_EVERY = 5  # seconds from one question to the next
 _ANSWER_WITHIN = 10  # seconds in which a task that is well has answered
 _LOG_AFTER = 20  # seconds without an answer, after which the log names a task
 _LOG_EVERY = 30  # seconds from one such message to the next
-_GRACE = 15  # seconds that a step may take after what should end it, if a task doesn't answer
+_GRACE = 15  # seconds that others have to end the process before this module does
 
 
 class Watch:
-    """Knows which tasks answer, logs which don't, and ends a process that waits for these in vain.
+    """Knows which tasks answer, logs which don't, and ends a process that waits for them for ever.
 
     Each other task has a thread that asks it which chief leads it. One more thread, the judge,
-    looks every second at when they have answered. The threads run within a `with` statement.
+    looks every second at when they have answered. The threads run within a `with` statement:
+
+        with Watch(task, leadership) as watch:
+            ...  # train
+            watch.check()  # before a checkpoint is saved
 
     Args:
       task: this process.
@@ -67,15 +71,16 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        for thread in self._threads:  # A call of one takes no longer than the time limit of notes.
+        for thread in self._threads:  # They end soon: reading a note has a time limit.
             thread.join()
         if self._signals is not None:
             self._signals.close()
 
     def check(self) -> None:
-        """Fails if another chief has replaced this one.
+        """Raises RuntimeError if another chief has replaced this one.
 
-        First it asks the tasks that haven't answered lately, as after a stop of this process.
+        First it asks the tasks that haven't answered lately. After this process was stopped, that's
+        all of them.
         """
         now = time.monotonic()
         for name in self._task.others:
@@ -86,7 +91,7 @@ class Watch:
         self.fail_if_replaced()
 
     def fail_if_replaced(self) -> None:
-        """Fails if a task has answered that another chief leads it."""
+        """Raises RuntimeError if a task has answered that another chief leads it."""
         if self.replaced_at:
             raise RuntimeError(self._leadership.replaced_at(self.replaced_at))
 
@@ -101,7 +106,7 @@ class Watch:
           name: the task's.
           notes: those on the task.
         """
-        # As it was before the answer: the chief may begin to lead the task just after that.
+        # This is read before the answer comes: just after it, the chief may begin to lead the task.
         has_begun = self._leadership.has_begun
         chief = notes.read('chief')
         self._answered_at[name] = time.monotonic()
@@ -119,6 +124,7 @@ class Watch:
                     self._over.wait(ASK_EVERY)
 
     def _judge_until_over(self) -> None:
+        """Judges every second, and at once if SIGTERM comes."""
         while not self._over.is_set():
             before = time.monotonic()
             self._wait_for_sigterm(1)
@@ -128,18 +134,19 @@ class Watch:
             self.judge(now)
 
     def _wait_for_sigterm(self, seconds: float) -> None:
+        """Waits for some seconds at most, and notes whether SIGTERM has come."""
         if self._signals is None:
             self._over.wait(seconds)
         elif signal.SIGTERM in self._signals.wait(seconds) and self._task.handles_sigterm():
             self._got_sigterm = True
 
     def judge(self, now: float) -> None:
-        """Logs which tasks don't answer, and ends the process if it waits for them in vain.
+        """Logs which tasks don't answer, and ends the process if it has waited too long for them.
 
         Args:
           now: the time, by time.monotonic().
         """
-        if self._task.waits:  # `Task.wait` itself logs for which tasks, and has a limit.
+        if self._task.waits:  # `Task.wait` logs for which tasks it waits, and has its own limit.
             self._awake_since = now
         silences = self._silences(now, self._awake_since)
         self._log_changes(silences, now)
@@ -180,7 +187,8 @@ class Watch:
 
     def _end_after_limit(self, silences: dict[str, float]) -> None:
         """Ends the process if a task has been silent for too long."""
-        # After the limit alone, whoever else waits fails by it, and tells the cause.
+        # Other code that waits for the task has the limit without the grace. Its error comes first,
+        # and tells the cause.
         limit = self._task.limit + _GRACE
         silent = self._described(silences, limit)
         if silent:
@@ -188,9 +196,9 @@ class Watch:
             self._end_process(error, status=1)
 
     def _end_if_step_hangs(self, silences: dict[str, float], now: float) -> None:
-        """Ends the process if it should end after its step, and that takes too long.
+        """Ends the process if it should end after the present step, but the step doesn't end.
 
-        That's so after SIGTERM, and if another chief has replaced this one.
+        It should after SIGTERM, and if another chief has replaced this one.
         """
         if not self._got_sigterm and not self.replaced_at:
             return

@@ -24,7 +24,7 @@ from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.build import Towers, build_towers, replaced_result
+from estimator_mgpu.partition.towers.build import Towers, Turns, build_towers, replaced_result
 from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.graphs import dependents
@@ -127,10 +127,7 @@ def divide(
         order,
         model,
         calls,
-        turns,
-        step_results,
-        loops,
-        results,
+        Turns(turns, step_results, results, loops),
     )
     towers.recomputation = recomputation
     if batch_norm == 'device':

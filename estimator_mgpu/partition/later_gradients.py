@@ -1,18 +1,18 @@
-"""Gradients that are taken after the model_fn has returned, in a hook's `begin()` say.
+"""Gradients that are taken after the model_fn has returned, for example in a hook's `begin()`.
 
 `tf.gradients` goes back from a loss and asks each op for its gradient. A divided graph has the
 values of one device, but not its ops: there are towers' copies, and what rewrites use in place of
-an op may have another gradient. For example, a fused batch normalization gets its statistics from
-sums, and takes these for constants. And no path leads from a tensor in the middle, such as `h`, to
-the loss:
+an op may have another gradient. For example, a fused batch normalization is given its statistics by
+sums, and its gradient treats these as constants. And no path leads from a tensor in the middle,
+such as `h`, to the loss:
 
     x ---> h ---> loss                                   as the model_fn made it
 
     x ---> towers ---> full value of h ---> loss         divided
 
 So while `tf.gradients` runs, each op has the inputs again that the model_fn gave it. Afterwards it
-has full values as before, and so have the ops that `tf.gradients` has added. These run once, on the
-global batch, and so give the gradients of one device.
+has full values as before, and so have the ops that `tf.gradients` has added. The added ops run
+once, on the global batch: they compute the gradients that one device would compute.
 
 In: a graph, before and after it's divided. Out: the same graph, and a `tf.gradients` that knows it.
 """
@@ -35,10 +35,10 @@ _MODEL = '_estimator_mgpu_model'  # An attribute of the graph.
 
 
 def note_model(graph: tf.Graph) -> Model:
-    """Notes the inputs of all ops, before anything is changed in a graph that a model_fn has built.
+    """Notes the inputs of all ops of a graph that a model_fn has built, before anything is changed.
 
     If another model in the graph was divided before, both are noted together. Until
-    `Model.end_changes()`, `tf.gradients` goes by the ops as they are.
+    `Model.end_changes()` is called, `tf.gradients` is TensorFlow's own.
     """
     _extend_gradients()
     if not hasattr(graph, _MODEL):
@@ -50,7 +50,7 @@ def note_model(graph: tf.Graph) -> Model:
 
 
 def refuse_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> None:
-    """Lets later gradients fail if they go through a batch normalization in training.
+    """Makes later gradients raise an error if they go through a batch normalization in training.
 
     With `batch_norm='device'`, the loss follows from the statistics of each device, but the
     gradients of the user's op would be those for statistics of the global batch.
@@ -119,7 +119,7 @@ class Model:
         self.note_ops()
 
     def end_changes(self, values: Mapping[str, str]) -> None:
-        """Notes that all changes of the graph are made. Ops that were added aren't the model's.
+        """Notes that the graph is divided. Ops added since the last `note_ops` aren't the model's.
 
         Args:
           values: by the names of the model's tensors, those of the tensors that have their values
@@ -147,9 +147,9 @@ class Model:
         return value
 
     def as_made(self, tensors: Sequence[Any]) -> list[Any]:
-        """The model's tensors in place of those that stand for them.
+        """Returns the model's tensors in place of those that stand for them.
 
-        Others stay as they are, and so does what isn't a tensor of a graph, such as a variable.
+        Other tensors are returned as they are, and so is what isn't a tensor, such as a variable.
         """
         return [
             self._made_as.get(tensor.name, tensor) if tf.is_symbolic_tensor(tensor) else tensor
@@ -162,7 +162,7 @@ class Model:
 
         Ops that are added in it have full values afterwards, as the others have.
         """
-        if self._is_restored:  # Some gradients are made by a call of `tf.gradients`.
+        if self._is_restored:  # The gradients of some ops call `tf.gradients` themselves.
             yield
             return
 
@@ -192,6 +192,7 @@ class Model:
             for op in self._inputs
             if op.type in op_types.LOOPS and op.control_inputs
         }
+
         self._is_restored = True
         try:
             for change in changes:
@@ -224,7 +225,7 @@ class Model:
                 private.set_input(op, index, self._graph.get_tensor_by_name(value))
 
     def _reruns(self, added: Sequence[tf.Operation]) -> list[_Rerun]:
-        """What runs for gradients, although towers have copies of it.
+        """The calls, branches and loops that run for gradients, although towers have copies.
 
         Gradients need what a loop or a branch has computed inside, which copies don't give. The ops
         of a TensorFlow 1 branch have full values, so no branch of that kind runs again.
@@ -246,7 +247,7 @@ class Model:
         return reruns + self._reruns_of_v1_loops(added)
 
     def _reruns_of_v1_loops(self, added: Sequence[tf.Operation]) -> list[_Rerun]:
-        """The loops of TensorFlow 1 among what runs for gradients: these have ops in the loops."""
+        """The loops of TensorFlow 1 that run for gradients: those in which gradients have ops."""
         enters = [op for op in self._inputs if op.type in op_types.ENTER]
         if not enters:
             return []
@@ -261,15 +262,20 @@ class Model:
         return reruns
 
     def _let_wait(self, writes: Sequence[tf.Operation], ends: Sequence[tf.Tensor]) -> None:
-        """Lets writes wait for the ends of what runs once more, as they follow it in the model.
+        """Lets writes wait for the ends of a call, branch or loop that runs for gradients.
 
-        A write that the ends wait for now can't wait for them. None may wait for what is in a
-        branch of TensorFlow 1, as it wouldn't run if the branch isn't taken.
+        In the model they follow it. A write that the ends wait for now can't wait for them. None
+        may wait for what is in a branch of TensorFlow 1: it wouldn't run if the branch isn't taken.
+
+        Args:
+          writes: ops that write to variables that it reads.
+          ends: its outputs.
         """
         before = graphs.ancestors([tensor.op for tensor in ends])
         later = [write for write in writes if write not in before]
         if not later:
             return
+
         liveness = Liveness(self._graph.get_operations())
         for tensor in ends:
             if liveness.may_be_dead(tensor.op):
@@ -278,6 +284,7 @@ class Model:
                     'written afterwards. After the model_fn has returned, it has no gradient. '
                     'Call tf.gradients in the model_fn.'
                 )
+
         with self._graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
             name = f'{ends[0].op.name}/again'
             with tf.device(ends[0].device):
@@ -330,7 +337,7 @@ def _extend_gradients() -> None:
 
 
 def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind `tf.gradients`, which goes by the model in a divided graph."""
+    """Extends the function behind `tf.gradients`: in a divided graph, it uses the model's ops."""
     signature = inspect.signature(gradients)
 
     @functools.wraps(gradients)
@@ -355,7 +362,7 @@ def _with_models(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gives_the_same_again(call: tf.Operation) -> bool:
-    """Whether a call gives the same if it runs twice: its function only computes and reads."""
+    """Whether a call that runs twice gives the same: its function only computes and reads."""
     return not any(
         has_side_effect(op)
         for function in function_calls.function_graphs(call)
@@ -377,7 +384,7 @@ def _normalizes(op: tf.Operation) -> bool:
 
 
 def _refuse_gradient(op: tf.Operation, *gradients: Any) -> Any:
-    """In place of the function that makes an op's gradient."""
+    """Raises an error, in place of the function that makes an op's gradient."""
     raise ValueError(
         f"{op.name} normalizes each device's examples by themselves, as batch_norm='device' asks "
         'for. After the model_fn has returned, it has no gradient. Call tf.gradients in the '

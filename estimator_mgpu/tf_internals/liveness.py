@@ -14,8 +14,9 @@ isn't run, if anything that it waits for is dead, be it by a control edge; and s
     x --> Switch                  +--> Merge      g and h may be dead, Switch and Merge are not
                  true ---> h(x) --+
 
-Here an op has a condition: the outputs of switches that have to have a value so that it's alive. A
-`Merge` of two conditions that differ in one switch, as above, needs what both have in common.
+Here each op has a condition: which way switches have to go so that the op is alive. For g it's
+"false", and for h "true". The condition of a `Merge` whose inputs differ in the way of one switch,
+as here, is what both have in common: nothing, so it's always alive.
 """
 
 from __future__ import annotations
@@ -33,14 +34,23 @@ Frame = tuple[bytes, ...]
 
 
 class Branch(NamedTuple):
-    """What has to be so for an op to be alive: a switch goes this way, or a merge has an input."""
+    """Something on which it depends whether an op is alive: which way a switch goes.
 
-    decision: tf.Tensor | tf.Operation  # the predicate of a switch, or a merge
-    way: int  # the output of the switch, or -1
-    frame: Frame  # in which it's decided
+    If the condition of a `Merge` can't be told from switches, it's whether the `Merge` is alive.
+
+    Attributes:
+      decision: the predicate of the switch, or the `Merge`.
+      way: the output of the switch that has to have the value: 0 or 1; -1 for a `Merge`.
+      frame: in which it's decided.
+    """
+
+    decision: tf.Tensor | tf.Operation
+    way: int
+    frame: Frame
 
 
 Condition = frozenset[Branch]
+"""An op is alive if all of these hold."""
 _ALWAYS: Condition = frozenset()
 
 _CONTROL_FLOW = frozenset((*op_types.ENTER, *op_types.SWITCH))
@@ -63,7 +73,7 @@ class Liveness:
         order = topological_order(ops)
         for op in order:
             self._add(op)
-        # A loop's way back comes first in that order, and what it depends on later.
+        # In that order, a `NextIteration` comes before what it depends on: so it's added again.
         for op in order:
             if op.type in op_types.NEXT_ITERATION:
                 self._add(op)
@@ -73,7 +83,7 @@ class Liveness:
         return self._input_frames.get(op, ())
 
     def output_frame(self, op: tf.Operation) -> Frame:
-        """The loops in which an op's outputs are, and what waits for it: others for Enter, Exit."""
+        """The loops in which an op's outputs are. For `Enter` and `Exit`, not those of the op."""
         return self._output_frames.get(op, ())
 
     def is_in_loop(self, op: tf.Operation) -> bool:
@@ -81,7 +91,7 @@ class Liveness:
         return bool(self.frame(op) or self.output_frame(op))
 
     def may_be_dead(self, op: tf.Operation) -> bool:
-        """Whether an op may be dead. In a loop, it counts that the last iteration ends early."""
+        """Whether an op may be dead. An op in a loop may be, as the last iteration ends early."""
         return bool(self._conditions.get(op, _ALWAYS))
 
     def always_runs(self, op: tf.Operation) -> bool:
@@ -93,6 +103,7 @@ class Liveness:
         return bool(self._condition_of_output(tensor))
 
     def _add(self, op: tf.Operation) -> None:
+        """Finds the frames and the condition of an op, given those of what it waits for."""
         frame = self._longest_frame(graphs.direct_inputs(op))
         self._input_frames[op] = frame
         self._output_frames[op] = frame
@@ -103,10 +114,15 @@ class Liveness:
         self._conditions[op] = self._condition_of(op)
 
     def _longest_frame(self, ops: Iterable[tf.Operation]) -> Frame:
-        """The frame of an op that waits for others: a constant in a loop waits for it, too."""
+        """The frame of an op that waits for others: theirs.
+
+        A loop's way back has no frame yet when the loop's `Merge` is added, so the longest frame
+        counts. Even a constant in a loop waits for an op there.
+        """
         return max((self.output_frame(op) for op in ops), key=len, default=())
 
     def _condition_of(self, op: tf.Operation) -> Condition:
+        """The condition of an op, given those of what it waits for."""
         if op.type in op_types.MERGE:
             # Of a loop's two inputs, the first iteration has what the loop begins with.
             inputs = [t for t in op.inputs if t.op.type not in op_types.NEXT_ITERATION]
@@ -118,12 +134,13 @@ class Liveness:
             *(self._conditions.get(before, _ALWAYS) for before in op.control_inputs),
         )
         if op.type in op_types.EXIT:
-            # It gives a value once the loop has ended, however that was decided.
+            # It gives a value once the loop has ended, whatever in the loop has decided that.
             frame = self.frame(op)
             return frozenset(b for b in condition if b.frame[: len(frame)] != frame)
         return condition
 
     def _condition_of_output(self, tensor: tf.Tensor) -> Condition:
+        """The condition of a tensor: its op's, and of a switch also the way that it goes."""
         condition = self._conditions.get(tensor.op, _ALWAYS)
         if tensor.op.type in op_types.SWITCH:
             decision = _source(tensor.op.inputs[1])
@@ -134,7 +151,15 @@ class Liveness:
 def _condition_of_merge(
     merge: tf.Operation, conditions: Sequence[Condition], frame: Frame
 ) -> Condition:
-    """The condition for one of several conditions to hold."""
+    """The condition of a `Merge`: that one of the conditions of its inputs holds.
+
+    Of {p is true, q is true} and {p is true, q is false}, that's {p is true}.
+
+    Args:
+      merge: the op.
+      conditions: of its inputs.
+      frame: in which it runs.
+    """
     remaining = set(conditions)
     pair = _complementary_pair(remaining)
     while pair is not None:
@@ -159,9 +184,10 @@ def _complementary_pair(conditions: Iterable[Condition]) -> tuple[Condition, Con
 
 
 def _source(predicate: tf.Tensor) -> tf.Tensor:
-    """What a predicate is a copy of: `tf.cond` gives switches several copies of one.
+    """What a predicate is a copy of.
 
-    Of a variable, it makes several reads.
+    `tf.cond` gives its switches several copies of one predicate. If that is a variable, each switch
+    has a read of its own.
     """
     copies = (op_types.IDENTITY, op_types.READ_VARIABLE, *op_types.SWITCH)
     while predicate.op.type in copies:

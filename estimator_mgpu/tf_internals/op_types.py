@@ -19,11 +19,11 @@ VIEWS = (*_IDENTITIES, 'ExpandDims', RESHAPE, 'Squeeze')
 REARRANGEMENTS = (*VIEWS, 'Transpose')
 """Ops that keep all entries: it's the same to reduce partial results before or after these."""
 
-TAKE_PARTS = ('ConcatV2', 'GatherV2', 'Reshape', 'StridedSlice')
-"""Ops by which a tower is given its part of a full value."""
+TAKE_SLICES = ('ConcatV2', 'GatherV2', 'Reshape', 'StridedSlice')
+"""Ops that take a tower's slice of a full value."""
 
-PASS_PARTS = (*TAKE_PARTS, 'Cast')
-"""Ops on the way from a full value to the copy that is given a part of it."""
+PASS_SLICES = (*TAKE_SLICES, 'Cast')
+"""Ops that may be on the way from such a slice to the copy that uses it."""
 
 # The ops of a v1 loop: where it begins and ends, its way back, where that joins its begin, its
 # condition, and where a step goes on or ends. Branches begin at a `Switch`, too, and join at a

@@ -1,11 +1,11 @@
 """How `tf.cond`, `tf.switch_case` and calls of functions are sharded.
 
-All towers take the same branch, as the op that chooses one runs once. Each calls its own copy of
-the branch, with its shards of the arguments. All branches have to return an output in one
+All towers take the same branch, as the op that chooses one runs once. Each tower calls its own copy
+of the branch, with its shards of the arguments. All branches have to return an output in the same
 placement.
 
-An assertion in a function is a branch, too: it fails unless what chooses is true. There each tower
-chooses by its own examples.
+An assertion in a function is a branch, too, which fails unless its condition holds. There each
+tower chooses by its own examples.
 """
 
 from __future__ import annotations
@@ -65,30 +65,53 @@ def decide_branches(
         bodies.append(body)
         returned.append(placements_in_branch)
 
-    output_placements: list[Placement] = []
-    output_dims: list[list[Size] | None] = []
-    for index, output in enumerate(op.outputs):
-        placement = _joined(
-            [branch.outputs[index] for branch in branches],
-            [of_branch[index] for of_branch in returned],
-        )
-        output_placements.append(placement)
-        output_dims.append(_output_dims(functions, output, placement, bodies, index))
-
+    output_placements, output_dims = _outputs(functions, op, bodies, returned)
     # In the graph, a branch that returns no examples runs once. In a function nothing can run once,
     # and such a branch may check examples.
     returns_no_examples = all(placement == REPLICATE for placement in output_placements)
     if returns_no_examples and not scope.in_function:
         return None
 
-    needs = functions.needs()
-    if op.type in op_types.PARTITIONED_CALLS:
-        needs = [_value_of_variable(functions, index) or need for index, need in enumerate(needs)]
     # What chooses is replicated, unless it's the condition of an assertion.
     choice = [FULL if placement == REPLICATE else LOCAL for placement in placements[:chooses]]
+    needs = _needs_of_arguments(functions, op)
     plan = OpPlan((*choice, *needs), functions=[body.scope.ops for body in bodies])
     decision = Decision(plan, output_placements, output_dims)
     return decision if scope.make_lists(op, decision) else None
+
+
+def _outputs(
+    functions: CalledFunctions,
+    op: tf.Operation,
+    bodies: Sequence[FunctionBody],
+    returned: Sequence[Sequence[Placement]],
+) -> tuple[list[Placement], list[list[Size] | None]]:
+    """The placements and the dimensions of an op's outputs.
+
+    Args:
+      functions: the branches.
+      op: the op that calls them.
+      bodies: what was found of each branch.
+      returned: the placements in which each branch returns its outputs.
+    """
+    output_placements: list[Placement] = []
+    output_dims: list[list[Size] | None] = []
+    for index, output in enumerate(op.outputs):
+        placement = _joined(
+            [body.graph.outputs[index] for body in bodies],
+            [of_branch[index] for of_branch in returned],
+        )
+        output_placements.append(placement)
+        output_dims.append(_output_dims(functions, output, placement, bodies, index))
+    return output_placements, output_dims
+
+
+def _needs_of_arguments(functions: CalledFunctions, op: tf.Operation) -> list[Need]:
+    """The forms in which a tower's copy of an op needs the arguments of the functions it calls."""
+    needs = functions.needs()
+    if op.type in op_types.PARTITIONED_CALLS:
+        needs = [_value_of_variable(functions, index) or need for index, need in enumerate(needs)]
+    return needs
 
 
 def _value_of_variable(functions: CalledFunctions, index: int) -> Need | None:
@@ -103,7 +126,7 @@ def _value_of_variable(functions: CalledFunctions, index: int) -> Need | None:
 
 
 def _place_arguments(functions: CalledFunctions) -> None:
-    """Visits the branches until it's clear which arguments they need as shards."""
+    """Visits the branches until no further arguments have to be sharded for them."""
     while True:
         placements = list(functions.placements)
         request_count = len(functions.requests)
@@ -117,8 +140,8 @@ def _place_arguments(functions: CalledFunctions) -> None:
 def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
     """The one placement in which all branches return an output.
 
-    One branch may return a partial sum or a list, and another one what is empty: zeros, which are a
-    part of any sum, or a list without elements.
+    If one branch returns a partial sum or a list, another one may return something empty: zeros,
+    which change no sum, or a list without elements.
 
     Args:
       tensors: what each branch returns.

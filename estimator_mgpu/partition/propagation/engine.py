@@ -1,6 +1,6 @@
 """Propagation: from the placements of the batch to those of every tensor, and so to a plan.
 
-Ops are visited in order, each after those that it depends on. A visit may find that an op before
+Ops are visited in order, each after those that it depends on. A visit may find that an earlier op
 has to run once after all, or that a partial result has to be reduced where it is made. That is
 noted. If an op that was visited before would then be decided otherwise, all ops are visited again,
 until there is no such op.
@@ -80,14 +80,14 @@ def propagate(
       RuntimeError: if a rule fails.
     """
     reduced: set[str] = set()
-    once: dict[str, dict[str, str]] = {}
+    run_once: dict[str, dict[str, str]] = {}
     while True:
         scope = Scope(
             batch,
             Rules(rules, CALL_RULES, products),
             Sizes(shard_count=shard_count),
             reduced=reduced,
-            run_once=once,
+            run_once=run_once,
         )
         for tensor in sources:
             _begin_sharded(scope, tensor)
@@ -101,20 +101,24 @@ def propagate(
 
         if graph_pass.is_last:
             return Plan(
-                batch,
-                sources,
-                [op for unit in order for op in _boundary(unit)],
-                scope.ops,
-                scope.placements,
-                graph_pass.once,
-                scope.sizes,
+                rows=batch,
+                sources=sources,
+                order=[op for unit in order for op in _boundary(unit)],
+                ops=scope.ops,
+                placements=scope.placements,
+                once=graph_pass.once,
+                sizes=scope.sizes,
                 frames=_frames(scope, order),
                 in_loops=scope.in_loops,
             )
 
 
 def _reason_of_first_user(reasons_by_user: Mapping[str, str]) -> str:
-    """Why the first of the ops that need all of a list does so, given the reasons of all."""
+    """Of the ops that need all of a list, the reason of the first one.
+
+    Args:
+      reasons_by_user: why each of them needs all of it, by its name.
+    """
     return next(iter(reasons_by_user.values()))
 
 
@@ -126,7 +130,13 @@ def _boundary(unit: Unit) -> Sequence[tf.Operation]:
 def _frames(
     scope: Scope, units: Sequence[Unit], around: tuple[LoopFrame, ...] = ()
 ) -> dict[str, tuple[LoopFrame, ...]]:
-    """By the names of the ops whose inputs are in v1 loops, these loops."""
+    """The v1 loops around the inputs of ops, by the ops' names.
+
+    Args:
+      scope: what was decided.
+      units: ops and v1 loops, in the graph or in a loop.
+      around: the loops around these.
+    """
     frames: dict[str, tuple[LoopFrame, ...]] = {}
     for loop in units:
         if not isinstance(loop, V1Loop):
@@ -149,7 +159,7 @@ def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:
 
 
 def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor | tf.RaggedTensor) -> None:
-    """Begins with a tensor that isn't sharded itself, but what is made of it may be."""
+    """Begins with a tensor that isn't sharded itself, though what is made of it may be."""
     for component in tf.nest.flatten(tensor, expand_composites=True):
         scope.reshardable.add(component.name)
     if isinstance(tensor, tf.SparseTensor):
@@ -198,14 +208,17 @@ class _Pass:
         self._visited.update(_boundary(op))
 
     def _reason_of_lists(self, op: Unit) -> str | None:
-        """Why another op needs all of the lists that an op makes, so that it runs once; or None."""
+        """Why an op runs once for the sake of a list that it makes; None if it needn't.
+
+        It has to if another op needs all of the list, as a list can't be gathered.
+        """
         for member in _boundary(op):
             if member.name in self.scope.run_once:
                 return _reason_of_first_user(self.scope.run_once[member.name])
         return None
 
     def _visit_group(self, op: tf.Operation) -> None:
-        """A `tf.group` stands for the control edges into it, on each tower for the tower's own."""
+        """Lets a `tf.group` have a copy on each tower, which waits for the tower's own ops."""
         waits_for_towers = any(before.name in self.scope.ops for before in op.control_inputs)
         if waits_for_towers and private.control_consumers(op):
             self.scope.ops[op.name] = OpPlan()
@@ -217,11 +230,13 @@ class _Pass:
             if partial is not None:
                 self.scope.record(op, pass_on(op, placements, partial))
                 return
+
             self._reduce_inputs(op, placements)
             placements = [
                 REPLICATE if isinstance(placement, Partial) else placement
                 for placement in placements
             ]
+
         try:
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
@@ -232,24 +247,40 @@ class _Pass:
 
     def _run_unsharded(self, op: Unit, placements: Sequence[Placement], reason: str) -> None:
         """Lets an op run once, with the full values of its inputs."""
-        for tensor, placement in zip(op.inputs, placements):
-            # Positions are computed once more, in full, which is cheap.
-            if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
-                maker = passed_on(tensor).op
-                users = self.scope.run_once.setdefault(maker.name, {})
-                if not users:
-                    self.is_last = False  # The maker runs once from the next pass on.
-                users.setdefault(op.name, reason)
+        self._run_makers_of_lists_once(op, placements, reason)
 
         follows_gathered = self.scope.follows_gathered(op)
         uses_towers = any(placement != REPLICATE for placement in placements)
         if op.type in op_types.SHAPE_QUERIES or not (follows_gathered or uses_towers):
             return
 
+        self._note_once(op, placements, reason)
+        uses_shards = any(isinstance(placement, Shard) for placement in placements)
+        if follows_gathered or uses_shards:
+            for output in op.outputs:
+                self.scope.reshardable.add(output.name)
+                self.scope.sizes.start_row_space(output)
+
+    def _run_makers_of_lists_once(
+        self, op: Unit, placements: Sequence[Placement], reason: str
+    ) -> None:
+        """Notes that what makes the lists that an op uses runs once, from the next pass on."""
+        for tensor, placement in zip(op.inputs, placements):
+            # Positions are computed once more, in full, which is cheap.
+            if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
+                maker = passed_on(tensor).op
+                users = self.scope.run_once.setdefault(maker.name, {})
+                if not users:
+                    self.is_last = False
+                users.setdefault(op.name, reason)
+
+    def _note_once(self, op: Unit, placements: Sequence[Placement], reason: str) -> None:
+        """Notes why an op runs once, and the bytes that are gathered for it."""
         for tensor in op.inputs:
             if tensor.name in self._reasons:
                 reason = self._reasons[tensor.name]
                 break
+
         gathered = {
             tensor
             for tensor, placement in zip(op.inputs, placements)
@@ -261,17 +292,11 @@ class _Pass:
         for index, member in enumerate(members):
             self.once[member.name] = reason, 0 if index else bytes_gathered
 
-        uses_shards = any(isinstance(placement, Shard) for placement in placements)
-        if follows_gathered or uses_shards:
-            for output in op.outputs:
-                self.scope.reshardable.add(output.name)
-                self.scope.sizes.start_row_space(output)
-
     def _reduce_inputs(self, op: Unit, placements: Sequence[Placement]) -> None:
         """Notes that the partial results that an op uses are reduced where they come from.
 
-        They are reduced once for all who use them: reducing before an op that only passes on its
-        first input, such as a reshape, is as good.
+        They are reduced once for all ops that use them. For example, the input of a reshape is
+        reduced rather than its output, as others may use the input, too.
         """
         for tensor, placement in zip(op.inputs, placements):
             if isinstance(placement, Partial):
@@ -306,13 +331,14 @@ class _Pass:
             self.visit(rearrangement)
 
     def _reason_of_pass_before(self, op: Unit, placements: Sequence[Placement]) -> str | None:
-        """Why an op needed, in a pass before, all of a list that runs once since; None without one.
+        """Why an op needed all of a list in an earlier pass; None if it needed none.
 
-        In this pass, it may have another reason: the list is no longer a tower's own. An op that
-        could be sharded before runs once for the sake of the first op that needed all of the list.
+        The maker of that list has run once since, so in this pass the op may have another reason.
+        If the op could be sharded earlier, it now runs once because of the list, and so for the
+        reason of the first op that needed all of it.
         """
-        if not self.scope.run_once:
-            return None  # as for almost all models, which have many ops
+        if not self.scope.run_once:  # Almost no model has such lists, and models have many ops.
+            return None
         for tensor, placement in zip(op.inputs, placements):
             users = self.scope.run_once.get(passed_on(tensor).op.name)
             if users and not isinstance(placement, NotGatherable):
@@ -320,7 +346,7 @@ class _Pass:
         return None
 
     def _reason(self, op: Unit, placements: Sequence[Placement]) -> str:
-        """Why an op runs once. If it's for the sake of an op before, it's that op's reason."""
+        """Why an op runs once: if an op that makes one of its inputs does, for the same reason."""
         reasons_before = [
             self.once[tensor.op.name][0] for tensor in op.inputs if tensor.op.name in self.once
         ]

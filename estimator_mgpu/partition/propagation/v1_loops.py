@@ -1,6 +1,7 @@
-"""How a loop of TensorFlow 1 is sharded, which is made of ops: towers have copies of all of them.
+"""How a loop of TensorFlow 1 is sharded. It's made of ops, and towers have copies of all of them.
 
-As in `loops`, the placement of each variable is a fixed point: the body, given it, returns it.
+As in `loops`, the placement of each of the loop's variables is a fixed point: if the body is given
+the variable in it, the body returns the variable in it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
     Raises:
       NotSharded: if the loop has to run once, with the reason.
     """
-    # Towers have copies of a loop in a loop in any case, and lists change in it.
+    # A loop in a loop can't run once: towers have copies of it in any case, and lists change in it.
     is_replicated = all(placement == REPLICATE for placement in placements)
     if is_replicated and not scope.in_function:
         return None
@@ -62,10 +63,10 @@ def _decide(
     placements: Sequence[Placement],
     is_joint: bool,
 ) -> Decision | None:
-    """Decides how a loop runs.
+    """Decides how a loop runs, either joint or not.
 
     Args:
-      scope: as of `decide_v1_loop`.
+      scope: the graph, or the loop around it, that the loop is in.
       loop: the loop.
       placements: of its inputs.
       is_joint: whether all towers make each step together.
@@ -116,7 +117,7 @@ def _output_dims(
       functions: the loop's.
       body: what was found of the loop's body.
       output: of the loop.
-      result: the same, in the loop.
+      result: the tensor in the loop that becomes the output.
     """
     placement = body.scope.placement_of(result)
     if placement == REPLICATE and body.differs(result) and output.consumers():
@@ -132,7 +133,7 @@ def _output_dims(
 
 
 def _plan(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPlan:
-    """The forms of what comes in, and the plans of all ops."""
+    """The plan of a loop: the forms of its inputs, and as its only function, plans of its ops."""
     needs = functions.needs()
     ops = {
         op.name: OpPlan(
@@ -142,6 +143,8 @@ def _plan(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPla
         for op in loop.all_ops
     }
     ops.update(body.scope.ops)
+
+    # A variable that is only read is given to the loop by its value.
     for index, enter in enumerate(loop.enters):
         value = variable_value(functions.scope, [loop.body], index)
         if needs[index] == FULL and value is not None:

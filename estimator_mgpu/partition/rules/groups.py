@@ -1,19 +1,20 @@
 """Rules for a `tf.reshape` that puts examples into groups, or makes examples of groups again.
 
-Ghost batch normalization does so. With `virtual_batch_size=8`, `tf.layers.batch_normalization` of
-`x`, which is [batch, 5], is
+Ghost batch normalization does so. With `virtual_batch_size=8`, `tf.layers.batch_normalization`
+computes of `x`, which is [batch, 5],
 
     groups = tf.reshape(x, [8, -1, 5])
     mean, variance = tf.nn.moments(groups, 0, keepdims=True)
     x = tf.reshape((groups - mean) / tf.sqrt(variance), [-1, 5])
 
 There are always 8 groups, and the reshape fails if the size of the batch isn't a multiple of 8. So
-each of 4 towers has a quarter of the examples, and these are exactly 2 groups: the first tower has
-the first two, as groups follow each other. The moments are over dimension 0, so they combine one
-example of each group, and are reduced over towers.
+each of 4 towers has a quarter of the examples, which is exactly 2 groups. Groups follow each other,
+so the first tower has the first two. The moments are over dimension 0: they combine one example of
+each group, and are reduced over towers.
 
-The input and the output have different row spaces. The notation of rules has no words for that, so
-these rules are functions of the placements, as those for parts are.
+The rows of the input are examples, and those of the output are groups: they are different row
+spaces. The notation of rules can't say that, so these rules are functions of the placements, as
+those for parts are.
 """
 
 from __future__ import annotations
@@ -56,10 +57,17 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 def _to_groups(
     rows: RowSpace, before: Sequence[Size], after: Sequence[Size], sizes: Sizes
 ) -> Decision | None:
-    """From [batch, 5] to [8, -1, 5]: what follows the rows, here 5, also follows the groups' rows.
+    """Decides a reshape such as that from [batch, 5] to [8, -1, 5]; None if it's another one.
 
-    So the op fails if the rows can't be divided into as many groups of one size. From [batch, 4] to
-    [8, -1] it may not: 10 examples become [8, 5], with one example and a quarter in each row.
+    The dimensions after the rows, here 5, have to follow each group's rows, too. Only then does the
+    op fail if 8 groups can't have equally many rows. A reshape from [batch, 4] to [8, -1] may not:
+    with 10 examples, each of its 8 rows has 5 numbers, which are one example and a quarter.
+
+    Args:
+      rows: those that are put into groups.
+      before: the input's dimensions.
+      after: those that the op is asked for.
+      sizes: of tensors.
     """
     if len(after) < 2:
         return None
@@ -77,7 +85,13 @@ def _to_groups(
 
 
 def _from_groups(groups: Groups, before: Sequence[Size], after: Sequence[Size]) -> Decision | None:
-    """From [8, batch / 8, 5] to [-1, 5], or to [batch, 5]."""
+    """Decides a reshape from [8, batch / 8, 5] to [-1, 5] or [batch, 5]; None for others.
+
+    Args:
+      groups: the input's rows.
+      before: the input's dimensions.
+      after: those that the op is asked for.
+    """
     if len(before) < 2 or before[1] != _size_of(groups):
         return None
     has_all_rows = after[0] == Size(-1) or after[0].same_as(Size(1, (groups.origin,)))
@@ -92,10 +106,14 @@ def _size_of(groups: Groups) -> Size:
 
 
 def _decision(rows: RowSpace, others: Sequence[Size]) -> Decision:
-    """A `Reshape` of a tower's shard to the tower's rows of a row space, and other dimensions.
+    """A `Reshape` of each tower's shard.
 
-    Where the user has left a dimension to the op, by -1, it's written out: so a tower's op fails if
-    its groups haven't the size that all groups have.
+    Where the user wrote -1, the plan has the dimension itself: so a tower's op fails if its groups
+    don't have the size that all groups have.
+
+    Args:
+      rows: the output's rows, of which each tower has its own.
+      others: the output's other dimensions.
     """
     dims = [Size(1, (rows,)), *others]
     return Decision(OpPlan((LOCAL, LocalShape(tuple(dims), 0, rows))), [Shard(0, rows)], [dims])

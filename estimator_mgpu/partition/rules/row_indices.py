@@ -5,10 +5,11 @@ So do these, which say which step of each example is its last one:
     rows = tf.range(tf.shape(lengths)[0])
     indices = tf.stack([rows, lengths - 1], 1)  # [[0, 3], [1, 5], ...]
 
-Whoever looks them up in a tensor with as many rows, or puts something there, only reaches the row
-in which the index stands, whatever the other numbers are. So a tower needs no rows but its own.
+If `tf.gather_nd(steps, indices)` looks them up in a tensor with as many rows, the index in row i
+only reaches row i of `steps`, whatever its other numbers are. So a tower needs no rows but its own.
+The same holds if an op such as `tf.scatter_nd` puts something there.
 
-A row may also be added to indices that begin with zeros: `rows[:, None] * [1, 0] + [[0, 3]]`.
+The rows may also be added to indices that begin with zeros: `rows[:, None] * [1, 0] + [[0, 3]]`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _RULES = {**elementwise.RULES, **shapes.RULES}
 
 
 def begin_with_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
-    """Whether each index in row i of the indices, which are as many rows, begins with i.
+    """Whether each index in row i begins with i, and there are indices for all rows.
 
     Args:
-      indices: a tensor of integers, whose last dimension is an index.
-      rows: how many rows the tensor has that the indices are for.
+      indices: a tensor of integers, whose last dimension is an index: [rows, 2] or [rows, 4, 2].
+      rows: how many rows the tensor has in which the indices are looked up.
       sizes: of tensors.
     """
     dims = sizes.dims(indices)
@@ -69,7 +70,7 @@ def _is_row_added(total: tf.Tensor, rows: tf.Tensor, others: tf.Tensor, sizes: S
 
 
 def _is_row_kept(product: tf.Tensor, rows: tf.Tensor, factors: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether a product is one of rows and of a vector that begins with 1, such as [1, 0]."""
+    """Whether a product is that of rows and a vector that begins with 1, such as [1, 0]."""
     if factors.shape.rank != 1 or not _has_rows_of(product, rows, sizes):
         return False
     numbers = sizes.numbers(factors) or []
@@ -77,7 +78,7 @@ def _is_row_kept(product: tf.Tensor, rows: tf.Tensor, factors: tf.Tensor, sizes:
 
 
 def _has_rows_of(result: tf.Tensor, operand: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether a sum or product has the rows of an operand, which isn't broadcast along these."""
+    """Whether a sum or product has as many rows as an operand: that isn't broadcast along them."""
     dims = sizes.dims(result) or []
     operand_dims = sizes.dims(operand) or []
     if len(dims) < 2 or len(dims) != len(operand_dims):
@@ -99,7 +100,7 @@ def _first_is_zero(indices: tf.Tensor, sizes: Sizes) -> bool:
 
 
 def _first_numbers(indices: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
-    """The first numbers of all indices, if a `Pack` or `ConcatV2` joins these; None otherwise."""
+    """The first numbers of all indices, if a `Pack` or `ConcatV2` makes the indices; or None."""
     op = indices.op
     last = len(sizes.dims(indices) or []) - 1
     if op.type == 'Pack' and op.get_attr('axis') in (-1, last):
@@ -130,12 +131,17 @@ def _keeps_last_axis(tensor: tf.Tensor, sizes: Sizes) -> bool:
 
 
 def _axis_before(tensor: tf.Tensor, axis: int, sizes: Sizes) -> int | None:
-    """Where an axis of an op's output was in the input, if the op only arranges entries.
+    """The axis of an op's input that became an axis of its output, if the op only arranges entries.
 
-    It's None if that can't be told.
+    For axis 0 of `tf.transpose(x)` it's 1, if `x` is a matrix; None if it isn't known.
 
-    The rules of ops that only arrange entries tell where a dimension goes: if the input and the
-    output can be sharded along it together, they have the same entries at each place of it.
+    The op's rule tells it: if input and output can be sharded together along two axes, they have
+    the same entries at each place of these.
+
+    Args:
+      tensor: the op's output.
+      axis: one of its axes.
+      sizes: of tensors.
     """
     op = tensor.op
     if op.type not in _ARRANGEMENTS or not tensor.dtype.is_integer:

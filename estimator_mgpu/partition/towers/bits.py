@@ -49,6 +49,12 @@ def pack(nodes: NodeBuilder, value: str, mask: tf.Tensor, device: str) -> str:
     """Packs the value of a mask, on a device: [rows, bytes].
 
     Eight booleans are read as one number of eight bytes. Their bits then become one byte of it.
+
+    Args:
+      nodes: where nodes are added.
+      value: the mask's full value.
+      mask: the user's tensor, which has the shape of the value.
+      device: where it is packed.
     """
     bytes_per_row = mask.shape[1:].num_elements() // 8
     eights = nodes.add('Reshape', [value, [-1, bytes_per_row, 8]], device, T=tf.bool)

@@ -33,6 +33,26 @@ from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 
+@dataclass(frozen=True)
+class Turns:
+    """The turns of each device, and what the choice of the ops that run in turns depends on.
+
+    Attributes:
+      count: how many towers each device has, one after the other.
+      step_results: what a step is run for in this mode.
+      other_results: ops of what steps of other modes are run for: in evaluation, the train_op.
+      loops: the user's v1 loops.
+    """
+
+    count: int = 1
+    step_results: Sequence[Result] = ()
+    other_results: Sequence[tf.Operation] = ()
+    loops: Sequence[V1Loop] = ()
+
+
+ONE_TURN = Turns()
+
+
 @dataclass
 class Towers:
     """A graph that runs on several devices, or in several turns.
@@ -101,10 +121,7 @@ def build_towers(
     order: StateOrder,
     model: Model,
     calls: Sequence[Sequence[tf.Tensor]] = (),
-    turns: int = 1,
-    results: Sequence[Result] = (),
-    loops: Sequence[V1Loop] = (),
-    other_results: Sequence[tf.Operation] = (),
+    turns: Turns = ONE_TURN,
 ) -> Towers:
     """Changes a graph so that it runs on several devices, or in several turns, as planned.
 
@@ -121,10 +138,7 @@ def build_towers(
       order: in which the graph touched state, before identities were bypassed.
       model: by which `tf.gradients` goes once the model_fn has returned.
       calls: the gradients of each optimizer's call.
-      turns: how many towers each device has, one after the other.
-      results: what a step is run for.
-      loops: the user's v1 loops.
-      other_results: ops of what steps of other modes are run for: in evaluation, the train_op.
+      turns: those of each device.
     """
     calls = [[_replacement(gradient, replaced) for gradient in call] for call in calls]
     collect = functools.partial(
@@ -138,27 +152,28 @@ def build_towers(
         order=order,
         scope=unused_word(graph.get_operations()),
     )
-    towers = towers_of(devices, turns)
-    nodes, values, waits, control_inputs = collect(towers=towers)
-    found = None
-    if turns > 1:
-        edges = Edges(graph, plan, nodes, values.full_values, control_inputs, loops, len(towers))
-        results = [replaced_result(result, replaced) for result in results]
-        step = StepUnits(edges, [edges.unit_of_result(result) for result in results])
-        found = find_schedule(graph, plan, step, towers, [*results, *other_results])
-        if found.is_worth_it:
-            add_gates(nodes, step, found, towers, order.liveness)
+    towers = towers_of(devices, turns.count)
+    collected = collect(towers=towers)
+    schedule = None
+    if turns.count > 1:
+        results = [replaced_result(result, replaced) for result in turns.step_results]
+        step = _units_of_step(graph, plan, collected, turns.loops, len(towers), results)
+        all_results = [*results, *turns.other_results]
+        schedule = find_schedule(graph, plan, step, towers, all_results)
+        if schedule.is_worth_it:
+            add_gates(collected.nodes, step, schedule, towers, order.liveness)
         else:
             towers = towers_of(devices)
-            nodes, values, waits, control_inputs = collect(towers=towers)
-    nodes.build()
+            collected = collect(towers=towers)
 
+    nodes, values, waits, control_inputs = collected
+    nodes.build()
     for op in plan.order:
         _use_full_values(op, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
     op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in replaced})
-    return Towers(graph, plan, total, towers, nodes.names, model, found, replaced, values, waits)
+    return Towers(graph, plan, total, towers, nodes.names, model, schedule, replaced, values, waits)
 
 
 class _Collected(NamedTuple):
@@ -222,6 +237,31 @@ def _collect_nodes(
     return _Collected(nodes, values, waits, control_inputs)
 
 
+def _units_of_step(
+    graph: tf.Graph,
+    plan: Plan,
+    collected: _Collected,
+    loops: Sequence[V1Loop],
+    tower_count: int,
+    results: Sequence[Result],
+) -> StepUnits:
+    """The units that a step runs, before the collected nodes are in the graph.
+
+    Args:
+      graph: the user's.
+      plan: which ops are sharded.
+      collected: the nodes of towers.
+      loops: the user's v1 loops.
+      tower_count: how many towers there are.
+      results: what the step is run for, as rewrites have left it.
+    """
+    full_values = collected.values.full_values
+    edges = Edges(
+        graph, plan, collected.nodes, full_values, collected.control_inputs, loops, tower_count
+    )
+    return StepUnits(edges, [edges.unit_of_result(result) for result in results])
+
+
 def _replacement(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> tf.Tensor:
     """What rewrites use in place of a tensor, if anything."""
     return list(_replacements(tensor, replaced))[-1]
@@ -250,8 +290,17 @@ def _control_inputs(
 ) -> list[str]:
     """Names the ops that one of the user's ops waits for: for a sharded op, all of its copies.
 
-    If the op is a group, it waits for only one op on each device, which waits for all others there:
-    that is one message. What it waits for besides, as something before it doesn't, is joined, too.
+    The copies on one device are joined: an op there waits for all of them, so that the device sends
+    one message. Ops that run once are joined, too, if a `tf.group` waits for them, or an op that
+    only waits for them as something before it no longer does.
+
+    Args:
+      op: one of the user's.
+      plan: which ops are sharded.
+      towers: those that have copies.
+      values: names the copies.
+      waits: which ops it waits for.
+      nodes: where ops are added that join others.
     """
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP
@@ -274,7 +323,7 @@ def _control_inputs(
 def _copies(
     ops: Sequence[tf.Operation], towers: Sequence[Tower], values: Values, nodes: NodeBuilder
 ) -> list[str]:
-    """Names one op on each device that waits for all copies of ops there: a copy, if it's one."""
+    """Names an op on each device that waits for all copies of ops there: a single copy itself."""
     names = []
     for chain in chains_of(towers):
         copies = [values.copy_name(op.name, tower) for tower in chain for op in ops]
@@ -285,7 +334,7 @@ def _copies(
 def _names_of_ops(
     ops: Sequence[tf.Operation], plan: Plan, towers: Sequence[Tower], values: Values
 ) -> list[str]:
-    """Names ops, or instead of a sharded op all of its copies."""
+    """Names ops: in the place of a sharded op, all of its copies."""
     names: list[str] = []
     for op in ops:
         if op.name in plan.ops:
@@ -296,7 +345,7 @@ def _names_of_ops(
 
 
 def _joined(ops: Sequence[tf.Operation], joins: bool, nodes: NodeBuilder) -> list[str]:
-    """Names ops that run once; if they are joined, one op on each device that waits for them."""
+    """Names ops that run once; to join them, one op on each device that waits for those there."""
     by_device = defaultdict[str, list[tf.Operation]](list)
     for op in ops:
         by_device[device_of(op) or ''].append(op)

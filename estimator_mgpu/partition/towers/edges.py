@@ -43,7 +43,12 @@ class Unit(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """Says that something waits for a node, which is in a unit."""
+    """Something that a unit waits for.
+
+    Attributes:
+      source: the name of a node.
+      unit: the unit that the node is in.
+    """
 
     source: str
     unit: Unit
@@ -77,18 +82,20 @@ class Edges:
         tower_count: int,
     ):
         self.nodes = {node.name: node for node in nodes.graph_def.node}
-        self.loops = {f'{loop.name} (loop)': loop for loop in loops}
         self._graph = graph
         self._builder = nodes
         self._full_values = full_values
         self._control_inputs = control_inputs
+        self._tower_count = tower_count
+
         self._users_ops = {op.name: op for op in control_inputs}
         # An op that doesn't depend on the batch may wait for one that does, and others for it.
         of_batch = set(plan.order)
         not_of_batch = [op for op in control_inputs if op not in of_batch]
         self._users_ops.update((op.name, op) for op in graphs.descendants(not_of_batch))
+
+        self.loops = {f'{loop.name} (loop)': loop for loop in loops}
         self._loop_of = {op.name: key for key, loop in self.loops.items() for op in loop.all_ops}
-        self._tower_count = tower_count
         self._joint = {key for key, loop in self.loops.items() if _is_joint(loop, plan)}
         self._loops_by_frame = {loop.name: key for key, loop in self.loops.items()}
         self._added_to_loops = self._find_added_to_loops()
@@ -114,6 +121,7 @@ class Edges:
         copy = self._builder.names.copy_of(frame)
         if copy is not None:
             return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
+        # It's the one frame of a joint loop, which is no tower's.
         loop = frame.removeprefix(f'{self._builder.scope}/all_towers/')
         return self._copy(0, self._loops_by_frame[loop])
 
@@ -142,13 +150,13 @@ class Edges:
         return names + self._added_to_loops[unit]
 
     def entries(self, unit: Unit) -> list[str]:
-        """The names of those of a copy's nodes that can wait for others: a loop's `Enter` ops."""
+        """The names of the nodes of a copy that can wait for others: of a loop, its `Enter` ops."""
         if unit.name not in self.loops:
             return self.members(unit)
         return [self._node_name(op.name, unit.tower) for op in self.loops[unit.name].enters]
 
     def inputs(self, unit: Unit) -> list[Edge]:
-        """What a unit waits for, but for what no tower can be behind."""
+        """What a unit waits for; nothing for a user's op that can't depend on a tower."""
         edges = []
         for member in self.members(unit):
             for name in self._inputs_of_node(member):
@@ -168,9 +176,11 @@ class Edges:
         return unit.is_copy or unit.is_joint or unit.name in self.nodes
 
     def _node_name(self, name: str, tower: int | None) -> str:
+        """The name of a tower's copy of an op; without a tower, the name itself."""
         return name if tower is None else self._builder.names.copy(name, tower)
 
     def _inputs_of_node(self, name: str) -> Sequence[str]:
+        """The names of what a node, or one of the user's ops, waits for; see `inputs`."""
         node = self.nodes.get(name)
         if node is not None:
             names = [op_name(operand) for operand in node.input]
@@ -184,14 +194,14 @@ class Edges:
                 waits = [before.name for before in op.control_inputs]
             return [*map(op_name, operands), *waits]
 
-        if name.startswith(f'{self._builder.scope}/'):  # They compute which rows towers have.
+        if name.startswith(f'{self._builder.scope}/'):  # It computes which rows towers have.
             op = self._graph.get_operation_by_name(name)
             return [before.name for before in graphs.direct_inputs(op)]
         return ()
 
 
 class StepUnits:
-    """The units that a step runs, as far as towers may be behind them.
+    """The units that a step runs. What a unit that can't depend on a tower waits for is left out.
 
     Args:
       edges: those of the graph.
@@ -211,8 +221,8 @@ class StepUnits:
             if result not in self.inputs:
                 self._visit(result)
 
-        # For a unit that is no copy, the towers whose copies it's made of, with other units that
-        # are no copies between them: as bits of an int.
+        # The towers from whose copies a unit is made, directly or by way of units that are no
+        # copies, such as sums. They are bits of an int: 0b101 stands for towers 0 and 2.
         self._made_of: dict[Unit, int] = {}
         for unit in self.order:
             bits = 0
@@ -221,15 +231,16 @@ class StepUnits:
             self._made_of[unit] = bits
 
     def inputs_of(self, unit: Unit) -> list[Edge]:
-        """The edges to a unit, be it one that a step runs or not."""
+        """The edges to any unit, also to one that a step doesn't run."""
         return self.inputs[unit] if unit in self.inputs else self.edges.inputs(unit)
 
     def is_join(self, edge: Edge, copy: Unit) -> bool:
-        """Whether what a copy is given is made of copies of other towers."""
+        """Whether what an edge brings to a copy is made of copies of other towers."""
         assert copy.tower is not None
         return bool(self._towers_behind(edge) & ~(1 << copy.tower))
 
     def _towers_behind(self, edge: Edge) -> int:
+        """The towers whose copies an edge comes from, as in `_made_of`."""
         tower = edge.unit.tower
         return self._made_of.get(edge.unit, 0) if tower is None else 1 << tower
 

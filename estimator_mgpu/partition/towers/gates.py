@@ -13,8 +13,8 @@ results, such as a running sum of each gradient. Until then, its ops wait for a 
                             |          |               |
                             gradient --+-------------> running sum --> after the chain
 
-In: the units of a step, and the `Schedule` that says which are chained. Out: the gates, and nodes
-that wait for them.
+In: the units of a step, and the `Schedule` that says which of them are chained. Out: the gates, and
+nodes that wait for them.
 """
 
 from __future__ import annotations
@@ -49,27 +49,49 @@ def add_gates(
       towers: a device and a turn each.
       liveness: of the user's ops.
     """
-    ends = _ends_of_turns(step, schedule, towers)
-    deadness = _Deadness(nodes, liveness)
-    gates: dict[int, str] = {}  # by tower
-    for tower in towers:
-        if tower.turn > 0:
-            # If a gate waited for what is in a branch that isn't taken, no later turn would run.
-            names = ends.get(tower.number - 1, [])
-            always_alive = [name for name in names if not deadness.may_be_dead(name)]
-            gates[tower.number] = nodes.gate(tower.number, always_alive, tower.device)
-
-    parts = _parts_of_turns(step, schedule)
+    gates = _gates_of_turns(nodes, step, schedule, towers, liveness)
+    slices = _slices_of_turns(step, schedule)
     for unit in step.order:
         if unit.tower not in gates or unit.name not in schedule.chained:
             continue
-        # Its part waits, so that this needs no memory before the turn. Otherwise the copy itself
-        # waits, unless it follows one that does.
-        waiting = parts.get(unit, [])
+        # The slices that a copy uses wait, so that they take no memory before the turn. A copy
+        # without any waits itself, unless it uses what another copy of its turn gives.
+        waiting = slices.get(unit, [])
         if not waiting and not _follows_in_turn(unit, step, schedule):
             waiting = step.edges.entries(unit)
         for name in waiting:
             _let_wait(step.edges.nodes[name], gates[unit.tower])
+
+
+def _gates_of_turns(
+    nodes: NodeBuilder,
+    step: StepUnits,
+    schedule: Schedule,
+    towers: Sequence[Tower],
+    liveness: Liveness,
+) -> dict[int, str]:
+    """Adds a gate for each turn but the first of a chain.
+
+    Args:
+      nodes: where the gates are added.
+      step: the units that a step runs.
+      schedule: which of them run one turn after another.
+      towers: a device and a turn each.
+      liveness: of the user's ops.
+
+    Returns:
+      The gates, as control inputs, by the numbers of the towers that wait for them.
+    """
+    results = _results_of_turns(step, schedule, towers)
+    deadness = _Deadness(nodes, liveness)
+    gates: dict[int, str] = {}
+    for tower in towers:
+        if tower.turn > 0:
+            # If a gate waited for what is in a branch that isn't taken, no later turn would run.
+            names = results.get(tower.number - 1, [])
+            always_alive = [name for name in names if not deadness.may_be_dead(name)]
+            gates[tower.number] = nodes.gate(tower.number, always_alive, tower.device)
+    return gates
 
 
 class _Deadness:
@@ -89,8 +111,8 @@ class _Deadness:
 
     def may_be_dead(self, name: str) -> bool:
         """Whether a node may be dead: one of the user's, a copy, or one that is made of these."""
-        # A running sum is made of the sum of the turn before, which was asked for just then: there
-        # may be hundreds of turns.
+        # There may be hundreds of turns, and a running sum is made of that of the turn before. That
+        # one is known already, as turns are asked for in order: so the recursion isn't deep.
         if name not in self._known:
             users_op = self._users_op(name)
             if users_op is not None:
@@ -100,6 +122,7 @@ class _Deadness:
         return self._known[name]
 
     def _operand_may_be_dead(self, operand: str) -> bool:
+        """Whether an input of a node may be dead: an output of an op, or what it waits for."""
         name = op_name(operand)
         users_op = self._users_op(name)
         # A switch is alive, though one of its outputs isn't.
@@ -107,34 +130,34 @@ class _Deadness:
         return is_switch or self.may_be_dead(name)
 
     def _users_op(self, name: str) -> tf.Operation | None:
-        """The user's op that a name, or the name of a copy, stands for; None for other nodes."""
+        """The user's op of a name, be it that of the op or of a copy; None for other nodes."""
         copy = self._names.copy_of(name)
         if copy is None and name in self._inputs:
             return None
         return self._graph.get_operation_by_name(name if copy is None else copy.op_name)
 
 
-def _ends_of_turns(
+def _results_of_turns(
     step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
 ) -> dict[int, list[str]]:
-    """What each turn leaves, by the number of its tower: the last nodes that are made of the turn.
+    """The nodes of each turn that others use, by the number of the turn's tower.
 
-    A running sum is one of them: the next sum is made of that and of the next turn.
+    Of turn 1, the running sum of turns 0 and 1 is a result: that of turns 0 to 2 uses it.
     """
     last_turns = _last_turns(step, schedule, towers)
-    ends = defaultdict[int, dict[str, None]](dict)
+    results = defaultdict[int, dict[str, None]](dict)
     for unit in step.order:
         for edge in step.inputs[unit]:
             turn = last_turns.get(edge.unit)
             if turn is not None and turn != last_turns.get(unit):
-                ends[turn.number][edge.source] = None
-    return {number: list(names) for number, names in ends.items()}
+                results[turn.number][edge.source] = None
+    return {number: list(names) for number, names in results.items()}
 
 
 def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) -> dict[Unit, Tower]:
-    """The last turn that each unit is made of, for units that are made of turns of one chain only.
+    """The last turn that each unit is made of: turn 1 for the running sum of turns 0 and 1.
 
-    The user's own ops aren't among them, as they run once.
+    Only units of a single chain have one. The user's own ops have none, as they run once.
     """
     last_turns: dict[Unit, Tower] = {}
     made_of: dict[Unit, set[Tower]] = {}  # by unit, the towers whose chained copies it's made of
@@ -152,42 +175,43 @@ def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) ->
     return last_turns
 
 
-def _parts_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str]]:
-    """The parts of full values that only chained copies of one turn use, by these copies."""
-    parts_of = defaultdict[Unit, list[str]](list)
-    for part, users in _users_of_parts(step.edges).items():
+def _slices_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str]]:
+    """The slices of full values that only chained copies of one turn use, by these copies."""
+    slices = defaultdict[Unit, list[str]](list)
+    for name, users in _users_of_slices(step.edges).items():
         in_step = [user for user in users if user in step.inputs]
         towers = {user.tower for user in users}
         is_chained = all(user.name in schedule.chained for user in in_step)
         if len(towers) == 1 and is_chained:
             for user in in_step:
-                parts_of[user].append(part)
-    return parts_of
+                slices[user].append(name)
+    return slices
 
 
-def _users_of_parts(edges: Edges) -> dict[str, set[Unit]]:
-    """What uses each part of a full value, by the name of the part: copies, mostly.
+def _users_of_slices(edges: Edges) -> dict[str, set[Unit]]:
+    """The units that use each slice of a full value, by the slice's name: copies, mostly.
 
-    A part may come to a copy by way of other nodes, such as those that unpack a mask.
+    A slice may come to a copy by way of other nodes, such as those that unpack a mask.
     """
     users_of_nodes = _users_of_nodes(edges)
-    users_of_parts = defaultdict[str, set[Unit]](set)
-    for part, node in edges.nodes.items():
-        if node.op not in op_types.TAKE_PARTS or not _stands_alone(edges, part):
+    users_of_slices = defaultdict[str, set[Unit]](set)
+    for name, node in edges.nodes.items():
+        if node.op not in op_types.TAKE_SLICES or not _stands_alone(edges, name):
             continue
-        stack = [part]
+
+        stack = [name]
         while stack:
             for user in users_of_nodes[stack.pop()]:
-                passes_on = edges.nodes[user].op in op_types.PASS_PARTS
+                passes_on = edges.nodes[user].op in op_types.PASS_SLICES
                 if passes_on and _stands_alone(edges, user):
                     stack.append(user)
                 else:
-                    users_of_parts[part].add(edges.unit_of(user))
-    return users_of_parts
+                    users_of_slices[name].add(edges.unit_of(user))
+    return users_of_slices
 
 
 def _users_of_nodes(edges: Edges) -> dict[str, list[str]]:
-    """The names of the added nodes that use each node or op, by the name of that."""
+    """The names of the added nodes that use each node or op, by the name of what they use."""
     users = defaultdict[str, list[str]](list)
     for name, node in edges.nodes.items():
         for operand in node.input:
@@ -201,7 +225,7 @@ def _stands_alone(edges: Edges, name: str) -> bool:
 
 
 def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:
-    """Whether a unit is given something by another one of the same turn's chain."""
+    """Whether a unit uses what another chained unit of the same turn gives."""
     return any(
         edge.unit.tower == unit.tower and edge.unit.name in schedule.chained
         for edge in step.inputs[unit]
@@ -209,5 +233,6 @@ def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:
 
 
 def _let_wait(node: Any, gate: str) -> None:
+    """Adds a gate to the control inputs of a NodeDef."""
     if gate not in node.input:
         node.input.append(gate)

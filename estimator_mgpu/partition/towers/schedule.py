@@ -1,12 +1,22 @@
 """Which of the towers' ops run one turn after another.
 
-A turn can't wait for another one if something that it needs is made of the examples of all towers:
-a *join*, such as the mean of exact batch normalization. What a join is made of runs before the
-chain, in all turns at once. What needs a join of the chain's results, such as the norm by which
-gradients are clipped, runs after it. So ops have levels, by the number of joins on their longest
-path. A chain up to level n has all ops of levels 0 to n, but for those that joins of these levels
-are made of. With each level more ops could be chained, but more are needed by joins, so the level
-is chosen that leaves the most bytes of activations in the chain.
+A *join* is a value that a tower needs and that is made of the examples of all towers, such as the
+mean of exact batch normalization. No turn can get past it before all turns have come that far. So
+what a join is made of runs before the chain, in all turns at once, and what needs a join of the
+chain's results, such as the norm by which gradients are clipped, runs after the chain.
+
+The level of an op is the number of joins on the longest path to it. A chain up to level n has the
+ops of levels 0 to n, without those that the joins on the way are made of. Here are two joins:
+
+    layer 1 ---> mean ---> layer 2, gradient ---> norm ---> clipped gradient
+    level 0                level 1                          level 2
+
+    chain         before it           in it                after it
+    to level 0                        layer 1              layer 2, gradient, clipped gradient
+    to level 1    layer 1             layer 2, gradient    clipped gradient
+    to level 2    all others          clipped gradient
+
+The chain with the most bytes of activations is chosen.
 
 In: the units of a step, before they are in the graph. Out: a `Schedule`, by which `gates` lets ops
 wait for their turn.
@@ -15,7 +25,7 @@ wait for their turn.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -36,7 +46,7 @@ class Join(NamedTuple):
 
     Attributes:
       op: its name.
-      share: the part of all activations that is computed for it, in all turns at once: 0 to 1.
+      share: of all activations, those that are computed for it, in all turns at once: 0 to 1.
     """
 
     op: str
@@ -49,7 +59,7 @@ class Schedule(NamedTuple):
     Attributes:
       turns: how many turns were asked for.
       chained: the names of the ops and v1 loops that run one turn after another.
-      chainable: the part of all activations that these ops make: 0 to 1.
+      chainable: the share of all activations that these ops make: 0 to 1.
       joins: what keeps other ops from it, the costliest first; joint loops are among them.
     """
 
@@ -81,43 +91,68 @@ def find_schedule(
       results: what steps of any mode are run for, before towers are added.
     """
     levels = _levels(step)
-    joins = _joins_by_level(step, levels)
     joint_loops = [unit.name for unit in step.order if unit.is_joint]
     sizes = {
         name: _bytes_of_activations(graph, plan, step.edges, name)
         for name in [*levels, *joint_loops]
     }
-    first = [step.edges.unit_of(op.name) for op in _first_writes(graph, plan, results)]
+    total = sum(sizes.values()) or 1
 
-    before = _Before(step, sizes, first)
-    chained: set[str] = set()
-    bytes_by_join = Counter[str]()
-    most_bytes = -1
-    # With each level, more ops can be in the chain, but more of them are needed by joins.
+    writes = _initial_writes(graph, plan, results)
+    before_any_turn = [step.edges.unit_of(op.name) for op in writes]
+    chains = _chains_by_level(step, levels, sizes, before_any_turn)
+    chain = max(chains, key=lambda chain: chain.size, default=_Chain())
+
+    # A joint loop runs in all turns at once, whatever is made of it.
+    bytes_by_join = Counter(chain.bytes_by_join)
+    for name in joint_loops:
+        bytes_by_join[name] += sizes[name]
+    joins = [Join(name, size / total) for name, size in bytes_by_join.most_common() if size]
+    return Schedule(towers[-1].turn + 1, chain.ops, chain.size / total, joins)
+
+
+class _Chain(NamedTuple):
+    """Ops that could run one turn after another.
+
+    Attributes:
+      ops: their names.
+      size: the bytes of their activations.
+      bytes_by_join: the bytes of activations that are computed before the chain, by the op whose
+        value a join needs.
+    """
+
+    ops: Set[str] = frozenset()
+    size: int = 0
+    bytes_by_join: Mapping[str, int] = {}
+
+
+def _chains_by_level(
+    step: StepUnits, levels: dict[str, int], sizes: dict[str, int], first: Sequence[Unit]
+) -> Iterator[_Chain]:
+    """Yields the chain up to each level: with each, more ops are added, and more are left out.
+
+    Args:
+      step: the units that a step runs.
+      levels: of each sharded op, by its name.
+      sizes: the bytes of the activations of each sharded op.
+      first: units that can't wait for a turn, and so nothing that they are made of can.
+    """
+    joins = _joins_by_level(step, levels)
+    before = _BeforeChain(step, sizes)
+    before.add(first)
     for level in sorted(set(levels.values())):
         before.add(joins[level])
         up_to_level = {name for name in levels if levels[name] <= level}
-        remaining = up_to_level - before.names
-        bytes_in_chain = sum(sizes[name] for name in remaining)
-        if bytes_in_chain > most_bytes:
-            chained = remaining
-            bytes_by_join = before.by_join.copy()
-            most_bytes = bytes_in_chain
-
-    total = sum(sizes.values()) or 1
-    chainable = sum(sizes[name] for name in chained) / total
-    # A joint loop runs in all turns at once, whatever is made of it.
-    for name in joint_loops:
-        bytes_by_join[name] += sizes[name]
-    costliest = [Join(name, size / total) for name, size in bytes_by_join.most_common() if size]
-    return Schedule(towers[-1].turn + 1, chained, chainable, costliest)
+        ops = up_to_level - before.ops
+        size = sum(sizes[name] for name in ops)
+        yield _Chain(ops, size, before.bytes_by_join.copy())
 
 
 def _levels(step: StepUnits) -> dict[str, int]:
     """The number of joins on the longest path to each sharded op that a step runs, by its name.
 
-    All copies of an op have the level of the highest one. That may raise the level of ops that were
-    visited before it, so all are visited until nothing changes.
+    All copies of an op have the level of the highest copy. If another copy was visited before with
+    a lower level, so were the ops that follow from it: then all are visited again.
     """
     levels: dict[str, int] = {}
     is_complete = False
@@ -130,14 +165,16 @@ def _levels(step: StepUnits) -> dict[str, int]:
                 is_join = unit.is_copy and step.is_join(edge, unit)
                 level = max(level, level_of.get(edge.unit, 0) + is_join)
             level_of[unit] = level
+
             if unit.is_copy and level > levels.get(unit.name, -1):
-                is_complete = is_complete and unit.name not in levels
+                if unit.name in levels:  # Another copy was visited with a lower level.
+                    is_complete = False
                 levels[unit.name] = level
     return levels
 
 
 def _joins_by_level(step: StepUnits, levels: dict[str, int]) -> dict[int, list[Unit]]:
-    """What copies are given that is made of copies of other towers, by the level of the former."""
+    """The joins that copies need, by the level of these copies."""
     joins = defaultdict[int, list[Unit]](list)
     for unit in step.order:
         if unit.is_copy:
@@ -146,39 +183,38 @@ def _joins_by_level(step: StepUnits, levels: dict[str, int]) -> dict[int, list[U
     return joins
 
 
-class _Before:
+class _BeforeChain:
     """The ops that joins are made of, which run before the chain.
 
     Args:
       step: the units that a step runs.
       sizes: the bytes of the activations of each sharded op.
-      first: other units whose ops can't wait for a turn.
 
     Attributes:
-      names: those of the ops.
-      by_join: the bytes of their activations, by the op that first needs them all.
+      ops: their names.
+      bytes_by_join: the bytes of their activations, by the op whose value a join needs. What
+        several joins are made of counts for the first of them.
     """
 
-    def __init__(self, step: StepUnits, sizes: dict[str, int], first: Sequence[Unit]):
-        self.names: set[str] = set()
-        self.by_join = Counter[str]()
+    def __init__(self, step: StepUnits, sizes: dict[str, int]):
+        self.ops: set[str] = set()
+        self.bytes_by_join = Counter[str]()
         self._step = step
         self._sizes = sizes
         self._seen: set[Unit] = set()
-        self.add(first)
 
     def add(self, joins: Sequence[Unit]) -> None:
         """Adds the ops that some joins are made of."""
         for join in joins:
-            reason = ''
+            needed_op = ''  # the last op before the join
             for unit in self._unseen_before(join):
-                if unit.is_copy and unit.name not in self.names:
-                    reason = reason or unit.name
-                    self.names.add(unit.name)
-                    self.by_join[reason] += self._sizes.get(unit.name, 0)
+                if unit.is_copy and unit.name not in self.ops:
+                    needed_op = needed_op or unit.name
+                    self.ops.add(unit.name)
+                    self.bytes_by_join[needed_op] += self._sizes.get(unit.name, 0)
 
     def _unseen_before(self, join: Unit) -> Iterator[Unit]:
-        """A unit and all that it waits for, but for what was seen before."""
+        """Yields those units that weren't seen before: the join, and all that it waits for."""
         queue = deque([join])
         while queue:
             unit = queue.popleft()
@@ -189,9 +225,15 @@ class _Before:
 
 
 def _bytes_of_activations(graph: tf.Graph, plan: Plan, edges: Edges, name: str) -> int:
-    """The bytes that all copies of an op, or of a v1 loop, make of the examples of a batch.
+    """The bytes of activations that all copies of an op, or of a v1 loop, compute from a batch.
 
     Of a loop, these are the bytes of one step, as nobody knows how many steps it will take.
+
+    Args:
+      graph: the user's.
+      plan: which tensors are sharded.
+      edges: those of the graph.
+      name: of the op or the loop, as in `Unit`.
     """
     ops = edges.loops[name].all_ops if name in edges.loops else [graph.get_operation_by_name(name)]
     size = 0
@@ -205,11 +247,11 @@ def _bytes_of_activations(graph: tf.Graph, plan: Plan, edges: Edges, name: str) 
     return size
 
 
-def _first_writes(graph: tf.Graph, plan: Plan, results: Sequence[Result]) -> list[tf.Operation]:
-    """The ops that give the variables of a step their first values, if these need the batch.
+def _initial_writes(graph: tf.Graph, plan: Plan, results: Sequence[Result]) -> list[tf.Operation]:
+    """The ops that compute initial values of variables from the batch.
 
-    A turn's gradients can't be waited for there, as they need the variables. Such an op is an
-    initializer, or it writes to a trained variable outside of a step.
+    Such an op is an initializer, or it writes to a trained variable outside of a step. It can't
+    wait for the gradients of a turn, as these need the variables.
     """
     step = graphs.ancestors([getattr(result, 'op', result) for result in results])
     trained = {variable.op for variable in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
