@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import check_rule, steps
+from estimator_mgpu import check_rule, replicate, steps
 from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Dim, Entry, Groups, GroupSize, RowSpace, Size, Splits
@@ -12,7 +12,7 @@ from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
 from estimator_mgpu.partition.towers.turns import towers_of
-from models import batches, floats, of_all_modes, weights
+from models import batches, floats, of_all_modes, spec_of, weights
 from towers import compare
 
 ROWS = RowSpace('batch', None)
@@ -272,6 +272,20 @@ def test_a_loop_over_more_than_int32(static, known, each):
     assert [
         name for name in plan.ops if ours.graph.get_operation_by_name(name).type.endswith('While')
     ]
+
+
+def test_a_fill_of_the_shape_of_a_static_batch():
+    """Each tower makes its shard, also where the graph knows how many examples there are."""
+
+    def model_fn(features, labels, mode):
+        ones = tf.raw_ops.Fill(dims=tf.raw_ops.Shape(input=features), value=1.0)
+        return spec_of(mode, tf.reduce_mean(features * ones), tf.no_op())
+
+    with tf.Graph().as_default() as graph:
+        features = tf.placeholder(tf.float32, [12, 3])
+        replicate(model_fn, devices=2)(features=features, labels=None, mode='train')
+        plan = steps.of_graph(graph).plan
+        assert 'Fill' in {graph.get_operation_by_name(name).type for name in plan.ops}
 
 
 def test_entries_of_large_tensors():
