@@ -91,8 +91,8 @@ BATCH_NORMS = {f'FusedBatchNorm{v}': f'FusedBatchNormGrad{v}' for v in ('', 'V2'
 """Fused batch normalization, with its gradient: they need statistics of the global batch."""
 GIVES_MOMENTS = '_gives_moments'
 """The attribute of a fused batch normalization that was added for its mean and variance."""
-MOMENTS = slice(1, 3)
-"""Which outputs these are."""
+MOMENT_OUTPUTS = slice(1, 3)
+"""Which of its outputs are the mean and the variance."""
 
 VALUE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd')
 VARIABLE_READS = frozenset([*VALUE_READS, 'VariableShape', 'DeepCopy'])

@@ -179,7 +179,8 @@ class _Pass:
 
     Attributes:
       once: as in `Plan`.
-      is_last: whether nothing was found that an op visited before should have known.
+      is_last: False if something was found that an op visited earlier should have known, so that
+        another pass is needed.
     """
 
     def __init__(self, scope: Scope, reasons: Mapping[str, str]):
@@ -313,12 +314,14 @@ class _Pass:
     def _visit_again(self, reduced: tf.Tensor, rearrangements: Sequence[tf.Operation]) -> None:
         """Lets ops run once that have passed on a partial result, as it's reduced before them.
 
-        If others were visited that use the partial result, or what these ops give, that takes
-        another pass.
+        For example, a gradient is summed over the examples and reshaped, and an optimizer needs all
+        of it. The reshape was sharded when it was visited. Now that the sum is reduced, the reshape
+        is visited again, and runs once. If other ops were visited that use the sum or its reshape,
+        all ops are visited again, in another pass.
 
         Args:
           reduced: the partial result.
-          rearrangements: the ops, one after another.
+          rearrangements: the ops that have passed it on, one after another.
         """
         users = {op for op in reduced.consumers() if op.type not in op_types.SHAPE_QUERIES}
         for rearrangement in rearrangements:

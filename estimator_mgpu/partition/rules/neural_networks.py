@@ -54,7 +54,7 @@ def _norm(op: tf.Operation, sizes: Sizes) -> str | Signature:
         raise NotSharded
     signature = parse(_NORM_OF_GIVEN).signature(op, sizes)
     outputs = range(len(op.outputs))
-    unused = [index for index in outputs if index not in outputs[op_types.MOMENTS]]
+    unused = [index for index in outputs if index not in outputs[op_types.MOMENT_OUTPUTS]]
     return signature._replace(reduce=MOMENTS, unused=unused)
 
 

@@ -328,9 +328,12 @@ class Values:
         return {name: gather(self.shards_of(rows), parts, dtype, placement.axis, dims, device)}
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
-        """The mean or the variance of the batch's channels, made from those of the shards."""
+        """The mean or the variance of the batch's channels, made from those of the shards.
+
+        Both are made by the same nodes, which are added only once.
+        """
         op = tensor.op
-        mean, variance = op.outputs[op_types.MOMENTS]
+        mean, variance = op.outputs[op_types.MOMENT_OUTPUTS]
         means = [self.local(mean, tower) for tower in self._towers]
         variances = [self.local(variance, tower) for tower in self._towers]
 
