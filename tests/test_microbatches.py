@@ -18,7 +18,7 @@ from models import (
     spec_of,
     step,
 )
-from towers import MODES, NAMES, TRAIN, compare, compare_modes, tower_of, train
+from towers import MODES, NAMES, TRAIN, behavior_of, compare, compare_modes, tower_of, train
 
 
 def short_last():
@@ -116,6 +116,23 @@ def test_a_branch_that_is_not_taken_ends_no_turn(behavior):
     model_fn = of_all_modes(branch_of_all_examples, sgd_train)
     ours, _ = compare(model_fn, batches(12), 1, microbatches=2)
     ours.graph.get_operation_by_name('replicate/gate_1')
+
+
+def test_a_slice_in_a_loop_waits_for_no_turn():
+    """What is in a loop can't wait for what isn't. It's the loop that waits."""
+
+    def model_fn(features, labels, mode):
+        def body(i, net):
+            noise = tf.random.stateless_uniform(tf.shape(features), [i, 1])  # for all examples
+            return i + 1, tf.tanh(net) * noise
+
+        _, net = tf.while_loop(lambda i, _: i < 3, body, (0, features))
+        loss = tf.reduce_sum(net)
+        return spec_of(mode, loss, tf.group(loss))
+
+    with behavior_of('v1'):
+        ours, _ = compare(model_fn, batches(12, steps=1), 1, microbatches=2)
+    assert 'while/while_context (loop)' in steps.of_graph(ours.graph).schedule.chained
 
 
 def ancestors_of(graph, name):
