@@ -541,6 +541,26 @@ def test_who_waits_for_a_branch_waits_for_what_it_writes(predicate, branches, be
     compare(model_fn, BATCHES, 3)
 
 
+def test_who_waits_for_a_loop_waits_for_a_branch_before_it():
+    """But not for the loop's ops: nothing outside of a loop can wait for one of them."""
+
+    def model_fn(features, labels, mode):
+        count = variable('count', initializer=tf.zeros_initializer(), trainable=False)
+
+        def counted():
+            with tf.control_dependencies([count.assign_add(1.0)]):
+                return tf.identity(features)
+
+        start = tf.cond(tf.reduce_mean(features) < 99, counted, lambda: features)
+        is_large = lambda x: tf.reduce_max(tf.abs(x)) > 0.5  # noqa: E731
+        end = tf.while_loop(is_large, lambda x: x / 2, [start])
+        with tf.control_dependencies([end]):
+            loss = tf.reduce_mean(tf.matmul(features, variable('w', 3, 1))) * count
+        return spec_of(mode, loss, sgd(loss))
+
+    compare(model_fn, BATCHES[:1], 2)
+
+
 def test_effects_that_a_tuple_waits_for():
     calls = []
 
