@@ -576,6 +576,21 @@ def test_effects_that_a_tuple_waits_for():
     assert len(calls) == 2 * 3  # on one device and on three
 
 
+def test_effects_that_a_loop_waits_for():
+    """The towers' loop needn't wait for them, so what follows from the loop does."""
+
+    def model_fn(features, labels, mode):
+        count = variable('count', initializer=tf.zeros_initializer(), trainable=False)
+        with tf.control_dependencies([count.assign_add(1.0)]):
+            start = tf.tanh(features)
+        is_large = lambda x: tf.reduce_max(tf.abs(x)) > 0.5  # noqa: E731
+        loss = tf.reduce_sum(tf.while_loop(is_large, lambda x: x / 2, [start]))
+        return spec_of(mode, loss, tf.group(loss))
+
+    ours, _ = compare(model_fn, BATCHES[:1], 2)
+    assert ours.values['count'] == 1
+
+
 def test_a_group_that_an_entry_waits_for_does_its_work():
     """It looks like a tuple, and is what is to be run; the entry isn't."""
 
