@@ -195,16 +195,16 @@ def test_a_hook():
 
 
 @contextlib.contextmanager
-def built(model_fn, mode=TRAIN, **options):
+def built(model_fn, mode=TRAIN, devices=2, **options):
     """A replicated model_fn's EstimatorSpec, and a function that returns what tensors are."""
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
-        replicated = estimator_mgpu.replicate(model_fn, devices=2, **options)
+        replicated = estimator_mgpu.replicate(model_fn, devices=devices, **options)
         features = tf.placeholder_with_default(X, [None, 4])
         spec = replicated(features=features, labels=tf.constant(Y), mode=mode)
 
         def values_of(*tensors):
-            with session(2) as sess:
+            with session(devices) as sess:
                 sess.run(tf.global_variables_initializer())
                 return sess.run(tensors)
 
@@ -296,6 +296,29 @@ def test_two_models():
     expected = 2 * np.square(X).mean(0, keepdims=True) / 4
     assert_close(gradient, expected, 1e-5)
     assert_close(found, 1 - expected, 1e-5)
+
+
+def test_a_gradient_of_a_gradient_that_uses_copies():
+    """Copies of forward ops begin at gates, and those of unknown rank stop gradients."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=0.5)
+        net = tf.placeholder_with_default(features * w, None)
+        for _ in range(6):
+            net = tf.tanh(net)
+        loss = tf.reduce_mean(net)
+        [slope] = tf.gradients(loss, w)
+        train_op = tf.train.GradientDescentOptimizer(0.1).apply_gradients([(slope, w)])
+        return tf.estimator.EstimatorSpec(mode, {'slope': slope}, loss, train_op)
+
+    found = []
+    for recompute in (False, True):
+        with built(model_fn, devices=1, recompute=recompute) as (spec, values_of):
+            [w] = tf.trainable_variables()
+            found += values_of(tf.gradients(spec.predictions['slope'], w)[0])
+            gates = [op for op in w.graph.get_operations() if op.name.startswith('recompute/gate')]
+            assert bool(gates) == recompute
+    assert_close(*found, 1e-5)
 
 
 def test_batch_norm_of_each_device(behavior):
