@@ -5,6 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.tf_internals import graphs
 from models import batches, floats, spec_of, step
 from towers import TRAIN, assert_close, session, tower_of
 
@@ -26,6 +27,8 @@ def classifier(features, labels, mode):
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=classes, logits=logits)
     loss = tf.reduce_mean(tf.identity(losses, 'losses'), name='loss')
     tf.argmax(logits, 1, name='best')
+    tf.reduce_max(tf.reshape(hidden, [-1, 2]), 1, name='of_halves')  # two entries an example
+    tf.reduce_max(tf.transpose(hidden), 0, name='of_columns')  # examples along dimension 1
     optimizer = tf.train.GradientDescentOptimizer(0.5)
     grads, variables = zip(*optimizer.compute_gradients(loss))
     clipped, norm = tf.clip_by_global_norm(grads, 0.1)
@@ -41,36 +44,51 @@ def classifier(features, labels, mode):
 
 
 NAMES = ['rows', 'hidden', 'dropped', 'logits', 'softmax', 'losses', 'loss', 'best', 'norm']
-NAMES += ['gradient/table', 'gradient/w', 'gradient/v', 'summaries']
+NAMES += ['gradient/table', 'gradient/w', 'gradient/v', 'summaries', 'of_halves', 'of_columns']
 
 
-def built(model_fn, towers, rows):
+def built(model_fn, towers, rows, **options):
     """The graph of a model_fn, its batch and what a step runs."""
     with tf.Graph().as_default() as graph:
         tf.set_random_seed(5)
         tf.train.get_or_create_global_step()
         batch = tf.placeholder(tf.float32, [rows, 3]), tf.placeholder(tf.float32, [rows, 1])
-        fn = estimator_mgpu.replicate(model_fn, devices=towers) if towers else model_fn
-        return graph, batch, fn(*batch, TRAIN)
+        if towers:
+            model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
+        return graph, batch, model_fn(*batch, TRAIN)
 
 
 @pytest.mark.parametrize(
-    'static, towers, rows',
-    [(True, 3, ROWS), (False, 3, ROWS), (False, 7, 5)],
-    ids=['static', 'dynamic', 'fewer rows than devices'],
+    'static, towers, rows, turns',
+    [
+        (True, 3, ROWS, 1),
+        (False, 3, ROWS, 1),
+        (False, 7, 5, 1),
+        (True, 2, ROWS, 2),
+        (False, 2, 3, 2),
+    ],
+    ids=[
+        'static',
+        'dynamic',
+        'fewer rows than devices',
+        'static, in turns',
+        'fewer rows than towers, in turns',
+    ],
 )
-def test_values_are_those_of_one_device(static, towers, rows):
+def test_values_are_those_of_one_device(static, towers, rows, turns):
     found = []
     for devices in (towers, 0):
-        graph, batch, spec = built(classifier, devices, rows if static else None)
-        with graph.as_default(), session(devices) as sess:
+        rows_known = rows if static else None
+        graph, batch, spec = built(classifier, devices, rows_known, microbatches=turns)
+        with graph.as_default(), session(devices, microbatches=turns) as sess:
             sess.run(tf.global_variables_initializer())
             tensors = {name: graph.get_tensor_by_name(f'{name}:0') for name in NAMES}
             feeds = [dict(zip(batch, values)) for values in batches(rows, 3)]
             found.append([sess.run([tensors, spec.loss, spec.train_op], f)[:2] for f in feeds])
     assert_close(*found, 1e-5)
     [(first, loss), *others] = found[0]
-    assert loss == first['loss'] and 0.1 < np.mean(first['dropped'] != 0) < 0.9
+    assert_close(loss, first['loss'], 1e-6)  # The same losses are added in another order.
+    assert 0.1 < np.mean(first['dropped'] != 0) < 0.9
     assert not any(np.array_equal(first['rows'], other['rows']) for other, _ in others)
 
 
@@ -105,6 +123,18 @@ def test_ops_are_those_of_an_undecorated_call(model_fn, rows, behavior):
         assert listed(graph, len(one)) == one
         copied = [op for op in graph.get_operations() if tower_of(op.name) == 1]
         assert (len(copied) > 20) == (towers > 1)
+
+
+@pytest.mark.parametrize('rows', [24, None], ids=['static', 'dynamic'])
+def test_turns_add_no_ops_for_fetches(rows):
+    """Most tensors are gathered only if somebody fetches them: by one op, however many towers."""
+    counts = []
+    for turns in (1, 2, 3):
+        graph, _, spec = built(random_ops, 2, rows, microbatches=turns)
+        of_step = graphs.ancestors([spec.train_op])
+        gathers = [op for op in graph.get_operations() if op.type in ('ConcatV2', 'DynamicStitch')]
+        counts.append(len({*gathers} - of_step))
+    assert counts[0] > 10 and counts == counts[:1] * 3
 
 
 def test_a_function_writes_though_only_its_output_is_fetched(behavior):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
@@ -212,6 +212,8 @@ class Plan(NamedTuple):
     # gathered for them.
     once: dict[str, tuple[str, int]]
     sizes: Sizes
+    # Ops in `order` of which others are used in their place, by name: they stay for fetches.
+    unused: Set[str] = frozenset()
     # By the names of the ops that are in v1 loops, the loops around them, the outermost first. They
     # can use only what is there.
     frames: Mapping[str, tuple[LoopFrame, ...]] = {}

@@ -108,6 +108,7 @@ def propagate(
                 placements=scope.placements,
                 once=graph_pass.once,
                 sizes=scope.sizes,
+                unused=unused,
                 frames=_frames(scope, order),
                 in_loops=scope.in_loops,
             )

@@ -65,7 +65,8 @@ def bypass_needless_ops(
     placements = {
         name: placement for name, placement in plan.placements.items() if name not in replaced
     }
-    return plan._replace(ops=ops, placements=placements), replaced
+    plan = plan._replace(ops=ops, placements=placements, unused=plan.unused | bypassed)
+    return plan, replaced
 
 
 def _may_be_bypassed(op: tf.Operation, order: StateOrder, named_by_needs: Set[str]) -> bool:

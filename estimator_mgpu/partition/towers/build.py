@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +141,8 @@ def build_towers(
       turns: those of each device.
     """
     calls = [[_replacement(gradient, replaced) for gradient in call] for call in calls]
+    step_results = [replaced_result(result, replaced) for result in turns.step_results]
+    all_results = [*step_results, *turns.other_results]
     collect = functools.partial(
         _collect_nodes,
         graph,
@@ -149,6 +151,7 @@ def build_towers(
         total=total,
         full_value_devices=full_value_devices,
         calls=calls,
+        result_ops={getattr(result, 'op', result) for result in all_results},
         order=order,
         scope=unused_word(graph.get_operations()),
     )
@@ -156,9 +159,7 @@ def build_towers(
     collected = collect(towers=towers)
     schedule = None
     if turns.count > 1:
-        results = [replaced_result(result, replaced) for result in turns.step_results]
-        step = _units_of_step(graph, plan, collected, turns.loops, len(towers), results)
-        all_results = [*results, *turns.other_results]
+        step = _units_of_step(graph, plan, collected, turns.loops, len(towers), step_results)
         schedule = find_schedule(graph, plan, step, towers, all_results)
         if schedule.is_worth_it:
             add_gates(collected.nodes, step, schedule, towers, order.liveness)
@@ -200,6 +201,7 @@ def _collect_nodes(
     total: tf.Tensor | None,
     full_value_devices: dict[str, str],
     calls: Sequence[Sequence[tf.Tensor]],
+    result_ops: Set[tf.Operation],
     order: StateOrder,
     scope: str,
     towers: Sequence[Tower],
@@ -213,6 +215,7 @@ def _collect_nodes(
       total: how many examples there are, an int32 scalar; None if the plan knows.
       full_value_devices: where full values are made, by the names of tensors.
       calls: the gradients of each optimizer's call, as they are used now.
+      result_ops: those that give what steps are run for.
       order: in which the graph touched state.
       scope: a word for the names of all nodes.
       towers: those of which nodes are collected.
@@ -229,7 +232,9 @@ def _collect_nodes(
             copies.add(op, op_plan)
     for op in plan.order:
         for tensor in op.outputs:
-            values.full(tensor)
+            is_result = op in result_ops or not tensor.consumers()
+            is_used = any(not values.runs_only_if_fetched(user) for user in tensor.consumers())
+            values.full(tensor, is_only_fetched=not (is_result or is_used))
     control_inputs: dict[tf.Operation, list[str]] = {}
     for op in dict.fromkeys([*plan.order, *waits.ops_with_added()]):
         with nodes.serving(op):
@@ -302,17 +307,19 @@ def _control_inputs(
       waits: which ops it waits for.
       nodes: where ops are added that join others.
     """
+    before = waits.of_op(op)
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP
-    if is_group and op.name in plan.ops:
-        names = _copies([op], towers, values, nodes)
-    else:
-        before = waits.of_op(op)
-        names = []
-        for sharded in before:
-            if sharded.name in plan.ops:
-                names += _copies([sharded], towers, values, nodes)
-        names += _joined([b for b in before if b.name not in plan.ops], is_group, nodes)
+    if values.runs_only_if_fetched(op):
+        # Nodes that join others aren't worth it.
+        waited_for = [op] if is_group and op.name in plan.ops else before
+        return _names_of_ops([*waited_for, *added], plan, towers, values)
+
+    names: list[str] = []
+    for sharded in before:
+        if sharded.name in plan.ops:
+            names += _copies([sharded], towers, values, nodes)
+    names += _joined([b for b in before if b.name not in plan.ops], is_group, nodes)
 
     added_sharded = [before for before in added if before.name in plan.ops]
     if added_sharded:

@@ -81,6 +81,32 @@ def _concat_chain(
     return shards.cut(joined, dtype, axis, extent, device, index)
 
 
+def gather_for_fetches(
+    shards: Shards,
+    parts: Sequence[str],
+    dtype: tf.DType,
+    axis: int,
+    dims: Sequence[Size],
+    device: str,
+) -> str:
+    """The same by a single node, for a tensor that no step gathers.
+
+    Somebody may fetch any tensor of a graph, so most of its gathers wait for a fetch that never
+    comes. They needn't run fast, but each makes the graph larger, which then takes longer to start.
+
+    If towers may be without examples, each tower's entries are put where they belong. A tower
+    without examples has computed the first one once more, and puts it there once more.
+    """
+    if shards.active is None:
+        return shards.nodes.concat(parts, axis, dtype, device)
+    factor = per_row(dims[axis], shards.rows)
+    if axis > 0 or factor is None or index_type(dims[axis]) != tf.int32:
+        return gather(shards, parts, dtype, axis, dims, device)
+    positions = [shards.positions(factor, tower) for tower in shards.towers]
+    inputs = [*positions, *parts]
+    return shards.nodes.add('DynamicStitch', inputs, device, T=dtype, N=len(parts))
+
+
 def gather_part(
     shards: Shards, parts: Sequence[str], dtype: tf.DType, axis: int, device: str
 ) -> str:

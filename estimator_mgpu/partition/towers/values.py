@@ -206,11 +206,24 @@ class Values:
         dims[axis] = factor * Size(1, (rows,))
         return dims
 
-    def full(self, tensor: tf.Tensor) -> str:
-        """The value for the global batch: the user's op's, or made from what towers have."""
+    def runs_only_if_fetched(self, op: tf.Operation) -> bool:
+        """Whether no step runs one of the user's ops: others are used in place of its outputs."""
+        if op.name in self._plan.unused:
+            return True
+        if op.type == op_types.NO_OP:
+            return op.name in self._plan.ops
+        return bool(op.outputs) and all(map(self.is_made_from_local, op.outputs))
+
+    def full(self, tensor: tf.Tensor, is_only_fetched: bool = False) -> str:
+        """The value for the global batch: the user's op's, or made from what towers have.
+
+        Args:
+          tensor: the user's.
+          is_only_fetched: whether no step uses it.
+        """
         if self.is_made_from_local(tensor) and tensor.name not in self.full_values:
             with self._nodes.serving(tensor.op, is_for_many=tensor.name in self._packs):
-                self.full_values.update(self._make_full(tensor))
+                self.full_values.update(self._make_full(tensor, is_only_fetched))
         return self.full_values.get(tensor.name, tensor.name)
 
     def device_of_full(self, tensor: tf.Tensor) -> str:
@@ -290,7 +303,7 @@ class Values:
         )
         return is_local and self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
 
-    def _make_full(self, tensor: tf.Tensor) -> dict[str, str]:
+    def _make_full(self, tensor: tf.Tensor, is_only_fetched: bool) -> dict[str, str]:
         """Makes a full value from local ones; returns it by name, with others of its pack."""
         name = tensor.name
         if self.is_size_of_local(tensor):
@@ -325,6 +338,8 @@ class Values:
         gather = reduce_and_gather.gather
         if placement.in_blocks:
             gather = reduce_and_gather.gather_blocks
+        elif is_only_fetched:
+            gather = reduce_and_gather.gather_for_fetches
         return {name: gather(self.shards_of(rows), parts, dtype, placement.axis, dims, device)}
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
