@@ -67,10 +67,9 @@ class Liveness:
         self._input_frames: dict[tf.Operation, Frame] = {}
         self._output_frames: dict[tf.Operation, Frame] = {}
         self._conditions: dict[tf.Operation, Condition] = {}
-        if not any(op.type in _CONTROL_FLOW for op in ops):
-            return
-
-        order = topological_order(ops)
+        # No other op is in a loop or may be dead.
+        after_control_flow = graphs.descendants([op for op in ops if op.type in _CONTROL_FLOW])
+        order = topological_order([op for op in ops if op in after_control_flow])
         for op in order:
             self._add(op)
         # In that order, a `NextIteration` comes before what it depends on: so it's added again.

@@ -36,15 +36,20 @@ def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.T
       By the name of an output, the tensor that is used in its place, if nothing but fetches needs
       the fused op any more.
     """
-    liveness = Liveness(graph.get_operations())
+    batch_norms = [
+        op
+        for op in graph.get_operations()
+        if op.type in op_types.BATCH_NORMS
+        and op.name not in existing_ops
+        and op.get_attr('is_training')
+    ]
     replaced: dict[str, tf.Tensor] = {}
-    for op in graph.get_operations():
-        trains = (
-            op.type in op_types.BATCH_NORMS
-            and op.name not in existing_ops
-            and op.get_attr('is_training')
-        )
-        if not trains or op.inputs[0].shape.rank is None or liveness.is_in_loop(op):
+    if not batch_norms:
+        return replaced
+
+    liveness = Liveness(graph.get_operations())
+    for op in batch_norms:
+        if op.inputs[0].shape.rank is None or liveness.is_in_loop(op):
             continue
         users = [u for u in op.outputs[3].consumers() if u.type in op_types.BATCH_NORMS.values()]
         with tf.control_dependencies(None), tf.device(op.device), tracebacks.made_for(op):
