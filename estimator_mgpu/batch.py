@@ -179,9 +179,10 @@ def rows_of(leaf: Any) -> tf.Tensor:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
     if not isinstance(leaf, tf.Tensor):
-        return tf.add_n([_first_size(leaf, device='')])
+        return _first_size(leaf, device='')
     # Each part is measured on the machine that has read it.
-    return tf.add_n([_first_size(part, part.device) for part in parts_of(leaf)])
+    sizes = [_first_size(part, part.device) for part in parts_of(leaf)]
+    return tf.add_n(sizes) if len(sizes) > 1 else sizes[0]
 
 
 def _first_size(tensor: tf.Tensor | tf.SparseTensor, device: str) -> tf.Tensor:

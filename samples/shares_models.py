@@ -681,10 +681,15 @@ def kernels_of(name, devices):
             session.run([tf.global_variables_initializer(), tf.tables_initializer()])
             fetches = spec.predictions if spec.train_op is None else spec.train_op
             session.run(fetches, feed, options, metadata)
+    return heavy_kernels(metadata), graph
+
+
+def heavy_kernels(metadata):
+    """Returns how many heavy kernels each device ran in a step that was traced."""
     kernels = collections.Counter()
     for stats in metadata.step_stats.dev_stats:
         for node in stats.node_stats:
             kind = node.timeline_label.partition(' = ')[2].partition('(')[0]
             if HEAVY.search(kind):
                 kernels[stats.device] += 1
-    return kernels, graph
+    return kernels

@@ -47,8 +47,8 @@ CATEGORICAL = [
 NUMERIC = [fc.numeric_column('age', normalizer_fn=lambda x: x / 80), fc.numeric_column('size', 2)]
 COLUMNS = [
     [*NUMERIC, BUCKETS, *map(fc.indicator_column, CATEGORICAL)],
-    [fc.embedding_column(column, 2, combiner='mean') for column in CATEGORICAL],
-    [fc.embedding_column(column, 2, combiner='sqrtn') for column in CATEGORICAL],
+    [fc.embedding_column(column, 2, combiner='mean') for column in CATEGORICAL[::2]],
+    [fc.embedding_column(column, 2, combiner='sqrtn') for column in CATEGORICAL[1::2]],
 ]
 
 

@@ -69,8 +69,15 @@ def data(labels, batch):
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize('namespace', [tf.estimator, tf2.estimator], ids=['v1', 'v2'])
-@pytest.mark.parametrize('name', ['DNNRegressor', 'DNNLinearCombinedClassifier'])
+@pytest.mark.parametrize(
+    ('name', 'namespace'),
+    [
+        ('DNNRegressor', tf.estimator),
+        ('DNNLinearCombinedClassifier', tf.estimator),
+        ('DNNLinearCombinedClassifier', tf2.estimator),
+    ],
+    ids=['DNNRegressor-v1', 'DNNLinearCombinedClassifier-v1', 'DNNLinearCombinedClassifier-v2'],
+)
 def test_canned(name, namespace, tmp_path):
     """v1 heads sum over the batch, v2 heads average."""
     words = fc.categorical_column_with_vocabulary_list('word', ['a', 'b', 'c', 'd'])

@@ -40,11 +40,14 @@ def of_graph(run, kind):
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize('rows, static', [(12, True), (11, False), (2, False)])
-@pytest.mark.parametrize('towers, variables', [(2, 'spread'), (4, 'spread'), (3, 'first')])
-def test_packs(rows, static, towers, variables):
+@pytest.mark.parametrize(
+    ('towers', 'variables', 'rows'),
+    [(2, 'spread', 12), (4, 'spread', 11), (4, 'spread', 2), (3, 'first', 11), (3, 'first', 2)],
+)
+def test_packs(towers, variables, rows):
     """Also where some towers have no rows."""
-    ours, _ = compare(momentum, batches(rows, 4), towers, static=static, variables=variables)
+    options = dict(static=rows == 12, variables=variables)
+    ours, _ = compare(momentum, batches(rows, 4), towers, **options)
     packs = of_graph(ours, 'SplitV')
     assert len(packs) > towers
     assert {op.outputs[0].dtype for op in packs} <= {tf.float32, tf.float64}

@@ -4,8 +4,6 @@ import functools
 import gc
 import inspect
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -13,6 +11,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.devices import resolve
+from forks import output_of
 from models import adam, batches, predict, regression, spec_of
 from towers import NAMES, TRAIN, assert_close, tower_of, train
 
@@ -260,4 +259,4 @@ assert context.context()._context_handle is None
 
 def test_gpus_are_not_initialised():
     """Listing them goes by tf.config alone; nothing makes a session or an eager context."""
-    subprocess.run([sys.executable, '-c', PROGRAM], check=True)
+    output_of(['-c', PROGRAM])

@@ -10,7 +10,7 @@ from tensorflow_estimator.python.estimator.canned.saved_model_estimator import S
 
 import estimator_mgpu
 from models import adam, floats, of_all_modes, predict
-from towers import assert_close
+from towers import assert_close, behavior_of
 
 KMeans = tf.estimator.experimental.KMeans
 ROWS = floats(40, 2)
@@ -25,22 +25,25 @@ def three(make):
     return [make(), *(estimator_mgpu.replicate_estimator(make(), devices=n) for n in (1, 3))]
 
 
-@pytest.mark.parametrize('initial', ['random', 'kmeans_plus_plus'])
-def test_kmeans(initial, behavior):
+@pytest.mark.parametrize(('initial', 'version'), [('random', 'v1'), ('kmeans_plus_plus', 'v2')])
+def test_kmeans(initial, version):
     """Not in mini-batches, where a run on one device differs from the next."""
 
     def make():
         config = tf.estimator.RunConfig(tf_random_seed=1)
         return KMeans(3, seed=1, initial_clusters=initial, use_mini_batch=False, config=config)
 
-    found = []
-    for estimator in three(make):
-        assert isinstance(estimator, KMeans)
+    def results_of(estimator):
         estimator.train(lambda: rows_of_9().repeat(), steps=7)
         distances = np.array(list(estimator.transform(rows_of_9)))
         clusters = np.array(list(estimator.predict_cluster_index(rows_of_9)))
         np.testing.assert_array_equal(distances.argmin(1), clusters)
-        found.append([estimator.cluster_centers(), estimator.score(rows_of_9), distances, clusters])
+        return [estimator.cluster_centers(), estimator.score(rows_of_9), distances, clusters]
+
+    with behavior_of(version):
+        estimators = three(make)
+        assert all(isinstance(estimator, KMeans) for estimator in estimators)
+        found = [results_of(estimator) for estimator in estimators]
     for ours in found[1:]:
         assert_close(ours, found[0], 1e-5)
 

@@ -258,10 +258,15 @@ def in_loops(features, labels, mode):
     return spec._replace(loss=spec.loss + tf.cast(entries // 2**30, tf.float32))
 
 
-@pytest.mark.parametrize('each', [2**30, 3_000_000_000, 2**40], ids='{:.0e}'.format)
-@pytest.mark.parametrize('known', [True, False], ids=['constant', 'fed'])
-@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
-def test_a_loop_over_more_than_int32(static, known, each):
+@pytest.mark.parametrize(
+    ('each', 'known', 'static'),
+    [
+        *((3_000_000_000, known, static) for known in (True, False) for static in (True, False)),
+        (2**30, True, False),
+        (2**40, False, False),
+    ],
+)
+def test_a_loop_over_more_than_int32(each, known, static):
     def model_fn(features, labels, mode):
         number = tf.constant(each, tf.int64) if known else features['each']
         return in_loops({**features, 'each': number}, labels, mode)

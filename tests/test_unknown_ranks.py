@@ -10,9 +10,9 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu import steps
 from models import batches, floats, of_all_modes, predict, weights
-from towers import compare, compare_modes, train
+from towers import behavior_of, compare, compare_modes, train
 
-pytestmark = pytest.mark.usefixtures('behavior')
+both_behaviors = pytest.mark.usefixtures('behavior')
 
 
 def hide(tensor):
@@ -96,14 +96,15 @@ def plan_of(run):
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    ('data', 'towers'),
-    [(even, 4), (short_last, 1), (short_last, 2)],
-    ids=['even-4 towers', 'short_last-1 tower', 'short_last-2 towers'],
+    ('data', 'towers', 'version'),
+    [(even, 4, 'v2'), (short_last, 1, 'v2'), (short_last, 2, 'v1')],
+    ids=['even-4 towers', 'short_last-1 tower', 'short_last-2 towers-v1'],
 )
 @pytest.mark.parametrize('model_fn', [*SAY, *SILENT], ids=lambda fn: fn.__name__)
-def test_features(model_fn, data, towers):
-    static = data is even
-    ours = compare_modes(model_fn, data, towers, preprocess=hide_features, static=static)
+def test_features(model_fn, data, towers, version):
+    options = dict(preprocess=hide_features, static=data is even)
+    with behavior_of(version):
+        ours = compare_modes(model_fn, data, towers, **options)
     if towers > 1:
         unsharded = [op for op, (why, _) in plan_of(ours).once.items() if 'unknown' in why]
         assert bool(unsharded) == (model_fn in SILENT)
@@ -122,6 +123,7 @@ def test_features_and_labels(model_fn):
         assert f'labels {WHY}' in whys
 
 
+@both_behaviors
 def test_labels_that_the_model_fn_says_the_shape_of():
     def model_fn(features, labels, mode):
         labels = tf.ensure_shape(labels, [None, 1])
@@ -131,6 +133,7 @@ def test_labels_that_the_model_fn_says_the_shape_of():
     assert not plan_of(ours).once
 
 
+@both_behaviors
 def test_scalars_that_the_model_fn_says_the_shape_of():
     """They have no rows, so they keep nothing else from being divided."""
 
@@ -152,6 +155,7 @@ def nine_rows(features, labels, mode):
     return of_all_modes(predict)(tf.ensure_shape(features, [9, 3]), labels, mode)
 
 
+@both_behaviors
 @pytest.mark.parametrize('preprocess', [None, hide_features], ids=['known rank', 'unknown rank'])
 def test_rows_that_are_ensured(preprocess):
     """It's ensured of the whole batch, whatever towers have of it."""
@@ -164,6 +168,7 @@ def test_rows_that_are_ensured(preprocess):
             train(nine_rows, batches(8), towers, preprocess=preprocess, static=False)
 
 
+@both_behaviors
 def test_a_shape_that_differs_from_the_feature():
     """A wrong one is an error, as on one device, rather than another number."""
 
@@ -175,6 +180,7 @@ def test_a_shape_that_differs_from_the_feature():
             train(model_fn, even(), towers, preprocess=hide_features, static=False)
 
 
+@both_behaviors
 @pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
 @pytest.mark.parametrize('kind', ['sparse', 'ragged'])
 def test_sparse_and_ragged(kind, static):

@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from estimator_mgpu.verify import _compare
 from models import adam, floats, of_all_modes, predict, spec_of, step
+from towers import behavior_of
 
 FEATURES, LABELS = floats(40, 3), floats(40, 1, seed=1) + 2
 
@@ -24,9 +25,9 @@ def failed(result):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('devices', [2, 4], ids='devices={}'.format)
-def test_an_exact_model(devices, capsys, behavior):
-    with warnings.catch_warnings():
+@pytest.mark.parametrize(('devices', 'version'), [(2, 'v1'), (4, 'v2')])
+def test_an_exact_model(devices, version, capsys):
+    with warnings.catch_warnings(), behavior_of(version):
         warnings.simplefilter('error')  # Only a user's own code may warn.
         result = estimator_mgpu.verify(of_all_modes(predict), input_fn, devices=devices)
     assert failed(result) == set() and result.exact

@@ -138,23 +138,18 @@ def nodes_of_a_step(sess, fetches, feed=None):
 
 
 @contextlib.contextmanager
-def _started(
+def _built(
     model_fn,
     batches,
     towers,
     mode,
-    values=None,
     static=True,
     preprocess=None,
     epochs=None,
-    optimized=False,
     replicate=estimator_mgpu.replicate,
     **options,
 ):
-    """A session, the EstimatorSpec, what each step is fed, and what variables start from.
-
-    After the last step of an input pipeline, there has to be none.
-    """
+    """The EstimatorSpec, whose graph is the default one, and what each step is fed."""
     with tf.Graph().as_default():
         tf.set_random_seed(7)
         tf.train.get_or_create_global_step()
@@ -168,8 +163,22 @@ def _started(
         if towers:
             model_fn = replicate(model_fn, devices=towers, **options)
         features, labels = preprocess(*inputs) if preprocess else inputs
-        spec = model_fn(features=features, labels=labels, mode=mode)
+        yield model_fn(features=features, labels=labels, mode=mode), feeds
 
+
+def graph_of(model_fn, batches, towers, **options):
+    """The graph of training, of which nothing runs."""
+    with _built(model_fn, batches, towers, TRAIN, **options):
+        return tf.get_default_graph()
+
+
+@contextlib.contextmanager
+def _started(model_fn, batches, towers, mode, values=None, optimized=False, **options):
+    """A session, the EstimatorSpec, what each step is fed, and what variables start from.
+
+    After the last step of an input pipeline, there has to be none.
+    """
+    with _built(model_fn, batches, towers, mode, **options) as (spec, feeds):
         with session(towers, optimized, options.get('microbatches', 1)) as sess:
             yield sess, spec, feeds, initialize(sess, values or {})
 

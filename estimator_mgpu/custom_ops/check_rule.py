@@ -83,18 +83,16 @@ def check_rule(
         feed = dict(zip(placeholders, arrays))
         trials.try_dimensions(outputs, feed, towers, RULES if types is None else types)
 
-    sharded: set[str] = set()
+    on_one, on_towers = (_build(function, arrays, count) for count in (1, towers))
     for count in (len(arrays[0]), towers - 1):  # with fewer examples than towers, one gets none
         batch_arrays = [array[:count] for array in arrays]
-        on_one = _run(function, batch_arrays, 1)
-        on_towers = _run(function, batch_arrays, towers)
-        sharded |= on_towers.sharded
+        expected = on_one.run(batch_arrays)
         try:
-            runs.assert_all_same(on_towers.values, on_one.values)
+            runs.assert_all_same(on_towers.run(batch_arrays), expected)
         except AssertionError:
-            _check_repeatable(function, batch_arrays, on_one.values)
+            _check_repeatable(function, batch_arrays, expected)
             raise
-    return sharded
+    return on_towers.sharded
 
 
 def _check_arguments(arrays: Sequence[np.ndarray], towers: Any, types: Any) -> None:
@@ -130,11 +128,19 @@ def _check_arguments(arrays: Sequence[np.ndarray], towers: Any, types: Any) -> N
         )
 
 
-class _Run(NamedTuple):
-    """What a function gave."""
+class _Program(NamedTuple):
+    """What a function made in a graph of its own."""
 
-    values: list[np.ndarray]  # of its tensors, flat
-    sharded: set[str]  # types of which all ops were sharded
+    graph: tf.Graph
+    placeholders: list[tf.Tensor]
+    outputs: list[tf.Tensor]  # flat
+    towers: int
+    sharded: set[str]  # types of which all ops are sharded
+
+    def run(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the values of the outputs; variables start anew."""
+        with self.graph.as_default(), runs.session_of(self.towers) as session:
+            return session.run(self.outputs, dict(zip(self.placeholders, arrays)))
 
 
 def _call(
@@ -145,8 +151,8 @@ def _call(
     return placeholders, tf.nest.flatten(function(*placeholders), expand_composites=True)
 
 
-def _run(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: int) -> _Run:
-    """Runs the function on one device, or sharded along dimension 0 of its arrays."""
+def _build(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: int) -> _Program:
+    """Calls the function, for one device, or to be sharded along dimension 0 of such arrays."""
     with tf.Graph().as_default() as graph:
         placeholders, outputs = _call(function, arrays)
         sharded: set[str] = set()
@@ -167,10 +173,7 @@ def _run(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: int
             sharded = _types_of(graph, divided.plan.ops)
             sharded -= {graph.get_operation_by_name(name).type for name in divided.plan.once}
             outputs = [divided.full_value(tensor) for tensor in outputs]
-
-        with runs.session_of(towers) as session:
-            values = session.run(outputs, dict(zip(placeholders, arrays)))
-    return _Run(values, sharded)
+    return _Program(graph, placeholders, outputs, towers, sharded)
 
 
 def _types_of(graph: tf.Graph, plans: dict[str, OpPlan]) -> set[str]:
@@ -195,7 +198,7 @@ def _check_repeatable(
       values: what it gave on one device.
     """
     try:
-        runs.assert_all_same(_run(function, arrays, 1).values, values)
+        runs.assert_all_same(_build(function, arrays, 1).run(arrays), values)
     except AssertionError as error:
         with tf.Graph().as_default():
             _, outputs = _call(function, arrays)

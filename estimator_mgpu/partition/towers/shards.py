@@ -85,12 +85,12 @@ class Shards:
     def _add_extents(self, total: tf.Tensor) -> None:
         """Adds ops that compute the extents from the number of rows."""
         with self.nodes.at_once(self.nodes.host, total.op):
-            all_rows = _Extents(tf.zeros([1], tf.int32), total[None], total[None])
-            extents = all_rows.divided(len(self.chains))
+            extents = _Extents(tf.constant(0), total, total).divided(len(self.chains))
             turns = len(self.chains[0])
             if turns > 1:
                 self._extents_of_chains = extents.names()
-                extents = extents.divided(turns)
+                rows = _Extents(*(vector[:, None] for vector in extents)).divided(turns)
+                extents = _Extents(*(tf.reshape(matrix, [-1]) for matrix in rows))
 
             self.total = total.name
             self.counts = _names_of_entries(extents.counts)
@@ -371,7 +371,7 @@ class PartShards(Shards):
 
 
 class _Extents(NamedTuple):
-    """Extents, as vectors: where each starts, on how many rows it computes, and how many it has.
+    """Extents: where each starts, on how many rows it computes, and how many it has.
 
     One without a row computes on the first one of those that were divided, if there is one.
     """
@@ -381,15 +381,15 @@ class _Extents(NamedTuple):
     counts: tf.Tensor
 
     def divided(self, parts: int) -> _Extents:
-        """Divides each extent into so many."""
-        sizes = self.sizes[:, None]
-        shares = sizes // parts + tf.cast(tf.range(parts) < sizes % parts, tf.int32)
-        rows_before = tf.cumsum(shares, 1, exclusive=True)
-        starts = self.starts[:, None] + tf.where(shares > 0, rows_before, tf.zeros_like(shares))
-        sizes = tf.maximum(shares, tf.minimum(sizes, 1))
+        """Divides an extent into a vector of so many, or a column of extents into their rows."""
+        is_larger = self.sizes % parts > list(range(parts))
+        shares = self.sizes // parts + tf.cast(is_larger, tf.int32)
+        rows_before = tf.cumsum(shares, -1, exclusive=True)
+        starts = self.starts + rows_before * tf.minimum(shares, 1)
+        sizes = tf.maximum(shares, tf.minimum(self.sizes, 1))
         # In an extent without a row, the first part computes on a row that isn't its own.
-        counts = shares * tf.minimum(self.counts[:, None], 1)
-        return _Extents(*(tf.reshape(matrix, [-1]) for matrix in (starts, sizes, counts)))
+        counts = shares * tf.minimum(self.counts, 1)
+        return _Extents(starts, sizes, counts)
 
     def names(self) -> list[Extent]:
         """The names of the start and the size of each."""
