@@ -103,17 +103,12 @@ MODEL_FNS = [
 
 
 @pytest.mark.core
-@pytest.mark.parametrize(
-    ('devices', 'microbatches', 'version'),
-    [(1, 2, 'v2'), (2, 3, 'v2'), (2, 3, 'v1')],
-    ids=['1x2', '2x3', '2x3-v1'],
-)
+@pytest.mark.parametrize('devices, microbatches', [(1, 2), (2, 3)], ids=['1x2', '2x3'])
 @pytest.mark.parametrize('model_fn', MODEL_FNS, ids=lambda model_fn: model_fn.__name__)
-def test_results_of_one_device(model_fn, devices, microbatches, version):
+def test_results_of_one_device(model_fn, devices, microbatches, behavior):
     """In all modes, to the end of the data; the last batch has fewer examples than towers."""
     options = dict(static=False, epochs=1, microbatches=microbatches)
-    with behavior_of(version):
-        compare_modes(model_fn, short_last, devices, **options)
+    compare_modes(model_fn, short_last, devices, **options)
 
 
 def test_a_branch_that_is_not_taken_ends_no_turn(behavior):
