@@ -212,7 +212,7 @@ class Plan(NamedTuple):
     # gathered for them.
     once: dict[str, tuple[str, int]]
     sizes: Sizes
-    # Ops in `order` of which others are used in their place, by name: they stay for fetches.
+    # Ops in `order` in whose place others are used, by name. They stay for whoever fetches them.
     unused: Set[str] = frozenset()
     # By the names of the ops that are in v1 loops, the loops around them, the outermost first. They
     # can use only what is there.

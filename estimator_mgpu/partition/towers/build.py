@@ -232,6 +232,7 @@ def _collect_nodes(
             copies.add(op, op_plan)
     for op in plan.order:
         for tensor in op.outputs:
+            # Without users, it may still be what the model_fn has returned.
             is_result = op in result_ops or not tensor.consumers()
             is_used = any(not values.runs_only_if_fetched(user) for user in tensor.consumers())
             values.full(tensor, is_only_fetched=not (is_result or is_used))
@@ -311,7 +312,7 @@ def _control_inputs(
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP
     if values.runs_only_if_fetched(op):
-        # Nodes that join others aren't worth it.
+        # No messages are saved by nodes that join others.
         waited_for = [op] if is_group and op.name in plan.ops else before
         return _names_of_ops([*waited_for, *added], plan, towers, values)
 

@@ -89,16 +89,18 @@ def gather_for_fetches(
     dims: Sequence[Size],
     device: str,
 ) -> str:
-    """The same by a single node, for a tensor that no step gathers.
+    """Gathers shards by as few nodes as possible, for a tensor that no step gathers.
 
     Somebody may fetch any tensor of a graph, so most of its gathers wait for a fetch that never
     comes. They needn't run fast, but each makes the graph larger, which then takes longer to start.
 
-    If towers may be without examples, each tower's entries are put where they belong. A tower
-    without examples has computed the first one once more, and puts it there once more.
+    The arguments are those of `gather`, and so is the result.
     """
     if shards.active is None:
         return shards.nodes.concat(parts, axis, dtype, device)
+
+    # Each tower's entries are put where they belong. A tower without examples has computed the
+    # first one once more, and puts it there once more. Such positions are int32.
     factor = per_row(dims[axis], shards.rows)
     if axis > 0 or factor is None or index_type(dims[axis]) != tf.int32:
         return gather(shards, parts, dtype, axis, dims, device)
