@@ -39,6 +39,7 @@ def found(name, devices, static, values=None):
             made = session.run(fetches, feed, traced, metadata)[0]
             after = session.run(variables)
     kernels = shares_models.heavy_kernels(metadata).values()
+    assert len(kernels) == max(devices, 1) or ON_GPUS
     return [made, after], before, max(kernels) / sum(kernels)
 
 
