@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -26,7 +25,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
-from estimator_mgpu.tf_internals import error_messages, op_paths, tf_estimator
+from estimator_mgpu.tf_internals import error_messages, op_paths, session_runs, tf_estimator
 
 # Errors that say that a session was lost, or closed: the op that they name isn't the cause.
 _OF_SESSIONS = (
@@ -44,25 +43,8 @@ class ExplainErrorsHook(tf.train.SessionRunHook):
     """Makes a session explain the errors of its steps: no method of a hook is told of errors."""
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
-        run = vars(session).get('run')  # of another hook, or of what has made the session
-        if run is None:
-            # The session doesn't refer to itself: its memory is free as soon as it's dropped.
-            run = functools.partial(_run, weakref.ref(session))
-        session.run = functools.partial(_run_and_explain, session.graph, run)
-
-
-def _run(reference: weakref.ref[tf.Session], *args: Any, **kwargs: Any) -> Any:
-    """Runs a session as if it had no hook."""
-    session: Any = reference()
-    if session is None:
-        raise RuntimeError('The session is closed.')
-    return type(session).run(session, *args, **kwargs)
-
-
-def _run_and_explain(graph: tf.Graph, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a `run` of a session, and explains its errors."""
-    with op_errors_explained(graph):
-        return run(*args, **kwargs)
+        graph = session.graph
+        session_runs.run_within(session, lambda: op_errors_explained(graph))
 
 
 def explain_errors(spec: Any) -> Any:

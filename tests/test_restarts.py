@@ -130,6 +130,66 @@ def test_what_sessions_are_lost_by():
     assert told == hook.errors
 
 
+# What TensorFlow 2.15 and 2.21 raise for a task that can't be reached, if a `_Send` sees it first.
+REPLACED = """From /job:chief/replica:0/task:0:
+failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused
+Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling \
+/tensorflow.WorkerService/RecvTensor:
+\t [[{{node MatMul/ReadVariableOp_S183}}]]
+Executing non-communication op <MatMul_G24> originally returned UnavailableError, and was replaced \
+by InternalError to avoid invoking TF network error handling logic.
+"""
+
+
+def raise_once(error):
+    """Returns a function that raises an error at its first call, and then does nothing."""
+    errors = [error]
+
+    def call(*args):
+        if errors:
+            raise errors.pop()
+
+    return call
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('part', ['initializing', 'step'])
+def test_an_error_of_the_network_that_is_called_internal(part, monkeypatch):
+    error, told = tf.errors.InternalError(None, None, REPLACED), []
+    init_fn = None
+    if part == 'initializing':
+        init_fn = raise_once(error)
+    else:
+        run, fail = tf.Session.run, raise_once(error)
+
+        def run_or_fail(session, fetches, *args, **kwargs):
+            if isinstance(fetches, dict):  # with what hooks fetch
+                fail()
+            return run(session, fetches, *args, **kwargs)
+
+        monkeypatch.setattr(tf.Session, 'run', run_or_fail)
+
+    with tf.Graph().as_default(), lost_sessions.lost_sessions(told.append):
+        value = tf.constant(1.0)
+        scaffold = tf.train.Scaffold(init_fn=init_fn)
+        with tf.train.MonitoredTrainingSession(scaffold=scaffold) as session:
+            assert session.run([value]) == [1]
+    (lost,) = told
+    assert isinstance(lost, tf.errors.UnavailableError)
+    assert lost.message == REPLACED and lost.__cause__ is error
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('message', [REPLACED.replace('WorkerService', 'X'), 'Blas failed'])
+def test_another_internal_error_ends_the_session(message):
+    error, told = tf.errors.InternalError(None, None, message), []
+    with tf.Graph().as_default(), lost_sessions.lost_sessions(told.append):
+        scaffold = tf.train.Scaffold(init_fn=raise_once(error))
+        with pytest.raises(tf.errors.InternalError) as raised:
+            tf.train.MonitoredTrainingSession(scaffold=scaffold)
+    assert raised.value is error and not told
+
+
 def test_other_messages_are_logged(caplog):
     """By any function of the log, and with other arguments than errors."""
     told = []

@@ -51,6 +51,11 @@ _NO_MEMORY = (
     'larger than max',
 )
 
+# What TensorFlow says of an error of the network that an op has had which isn't known to use it.
+_REPLACED = 'originally returned UnavailableError, and was replaced by InternalError'
+# The service by which tasks call each other. Ops that read files, say, use other ones.
+_CALL_OF_TASK = '/tensorflow.WorkerService/'
+
 
 def reason(error: Exception) -> str:
     """Returns the first thing that an error says is wrong, such as 'FILE; No space left on device'.
@@ -86,6 +91,11 @@ def is_of_step_memory(error: tf.errors.OpError) -> bool:
     if not is_of_op or is_of_input(error):
         return False
     return not any(other in error.message for other in _NO_MEMORY)
+
+
+def is_of_network(error: tf.errors.InternalError) -> bool:
+    """Whether an InternalError was an UnavailableError: one task couldn't reach another."""
+    return _REPLACED in error.message and _CALL_OF_TASK in error.message
 
 
 def summary(error: Exception) -> str:

@@ -81,6 +81,8 @@ set_attribute = _find('framework.ops', 'Operation._set_attr')  # (op, name, Attr
 
 # The log of MonitoredSession, which has nothing else that tells why a session was lost.
 session_log = _find('training.monitored_session', 'logging')
+# What a chief's MonitoredSession makes sessions by.
+SessionCreator: Any = _find('training.monitored_session', 'ChiefSessionCreator')
 
 
 def set_traceback(op: tf.Operation, traceback: Any) -> None:
