@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, overload
@@ -47,7 +46,15 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import (
 )
 from estimator_mgpu.partition.towers.build import Towers
 from estimator_mgpu.partition.towers.variables import Variables, place_variables
-from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator, variable_sharing
+from estimator_mgpu.tf_internals import (
+    graph_defs,
+    graphs,
+    op_types,
+    private,
+    tf_estimator,
+    variable_sharing,
+)
+from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -288,6 +295,8 @@ def _build(
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     spec = failures.explain_errors(spec)
     steps.record(step)
+    graph_defs.serialize_once(tf.get_default_graph())
+    graph_defs.write_text_by_c()
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
         explain.log_sharding(options['devices'], arguments.get('config'))
     return spec
@@ -316,7 +325,7 @@ def _recompute(
     graph = tf.get_default_graph()
     results = _results_of_step(spec)
     model = later_gradients.note_model(graph)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
     model.end_changes({})  # Copies give gradients the same values: the model's own have them, too.
     return recomputation
@@ -377,7 +386,7 @@ def _divided(
             total = options['noted'](total)
 
     try:
-        with _no_garbage_collection():
+        with no_garbage_collection():
             towers = divide(
                 graph,
                 global_batch,
@@ -446,18 +455,6 @@ def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:
     if waits_for_tasks:
         scaffold = sessions.wait_for_tasks(scaffold)
     return spec._replace(scaffold=scaffold)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Turns Python's garbage collector off: it would visit all ops of the graph over and over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _call(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: str = '') -> Any:

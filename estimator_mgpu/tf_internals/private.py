@@ -84,6 +84,9 @@ session_log = _find('training.monitored_session', 'logging')
 # What a chief's MonitoredSession makes sessions by.
 SessionCreator: Any = _find('training.monitored_session', 'ChiefSessionCreator')
 
+# Protobuf's module, by which graphs are written as text.
+graph_text_format = _find('framework.graph_io', 'text_format')
+
 
 def set_traceback(op: tf.Operation, traceback: Any) -> None:
     """Sets where an op was made, as `Operation.traceback` gives it."""
