@@ -2,12 +2,18 @@
 
     python samples/memory.py --models=cnn,transformer --devices=4
     python samples/memory.py --models=transformer --batches=32,64,128 --microbatches=1,4,16
+    python samples/memory.py --models=transformer --batches=128 --microbatches=1,2,8 --time
 
 The first command prints the peak of the busiest device, as a part of what one device needs. With
 four devices, 25% is a perfect split. Small batches with large layers need more, as each device
 computes a gradient of every weight. The second command measures one device, for each size of the
 batch and each number of micro-batches, and draws that. With --recompute it also measures each with
 `recompute=True`.
+
+The third command also prints how long a step takes, relative to one without micro-batches. For
+comparison, `separate steps` are as many steps as there are micro-batches, each with its part of the
+batch: small ops take longer than large ones also without this package. All of these run in turns in
+one process, and each figure is the median of the rounds.
 
 The peak is computed from TensorFlow's trace (`RunMetadata`) of the outputs and the scratch space
 of all ops: activations, gradients and updates. Variables, which stay from step to step, aren't
@@ -16,7 +22,11 @@ counted.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import statistics
+import time
 
 import benchmark_models
 import matplotlib
@@ -33,6 +43,8 @@ flags.DEFINE_integer('devices', 4, 'Number of logical CPU devices.', lower_bound
 flags.DEFINE_list('batches', [], 'Numbers of examples in a batch, if it is to grow.')
 flags.DEFINE_list('microbatches', ['1', '2', '4', '8'], 'Numbers of micro-batches.')
 flags.DEFINE_bool('recompute', False, 'Also measure recompute=True.')
+flags.DEFINE_bool('time', False, 'Also measure the time of a step, as the batch grows.')
+flags.DEFINE_integer('rounds', 5, 'How many times each step is timed.', lower_bound=1)
 flags.DEFINE_string('output', 'memory.svg', 'Output file of the plot.')
 for flag in ('batches', 'microbatches'):
     flags.register_validator(
@@ -40,6 +52,35 @@ for flag in ('batches', 'microbatches'):
         lambda given: all(count.isdigit() and int(count) > 0 for count in given),
         'give numbers of 1 or more, such as 1,2,4',
     )
+
+flags.register_multi_flags_validator(
+    ['batches', 'recompute', 'time'],
+    lambda given: given['batches'] or not (given['recompute'] or given['time']),
+    '--recompute and --time need --batches',
+)
+
+
+@contextlib.contextmanager
+def training(model, devices, batch_size, **options):
+    """Yields a function that runs a step, in a session of its own.
+
+    Args:
+      model: its name.
+      devices: how many.
+      batch_size: how many examples a batch has.
+      **options: those of `replicate()`.
+    """
+    chosen = benchmark_models.MODELS[model]
+    model_fn = estimator_mgpu.replicate(chosen.model_fn, devices=devices, **options)
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        batch = tf.data.make_one_shot_iterator(chosen.dataset(batch_size)).get_next()
+        spec = model_fn(*batch, estimator_mgpu.estimator.ModeKeys.TRAIN)
+        microbatches = options.get('microbatches', 1)
+        config = estimator_mgpu.session_config(devices, microbatches=microbatches)
+        with tf.Session(config=config) as session:
+            session.run(tf.global_variables_initializer())
+            yield functools.partial(session.run, spec.train_op)
 
 
 def peaks(model, devices, batch_size=None, **options):
@@ -53,19 +94,10 @@ def peaks(model, devices, batch_size=None, **options):
     """
     metadata = tf.RunMetadata()
     run_options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
-    chosen = benchmark_models.MODELS[model]
-    model_fn = estimator_mgpu.replicate(chosen.model_fn, devices=devices, **options)
-    with tf.Graph().as_default():
-        tf.train.get_or_create_global_step()
-        dataset = chosen.dataset(batch_size or chosen.batch)
-        batch = tf.data.make_one_shot_iterator(dataset).get_next()
-        spec = model_fn(*batch, estimator_mgpu.estimator.ModeKeys.TRAIN)
-        microbatches = options.get('microbatches', 1)
-        config = estimator_mgpu.session_config(devices, microbatches=microbatches)
-        with tf.Session(config=config) as session:
-            session.run(tf.global_variables_initializer())
-            session.run(spec.train_op)  # The first step makes what lasts.
-            session.run(spec.train_op, options=run_options, run_metadata=metadata)
+    batch_size = batch_size or benchmark_models.MODELS[model].batch
+    with training(model, devices, batch_size, **options) as step:
+        step()  # The first step makes what lasts.
+        step(options=run_options, run_metadata=metadata)
     found = {}
     for stats in metadata.step_stats.dev_stats:
         used = [memory for node in stats.node_stats for memory in node.memory]
@@ -73,6 +105,49 @@ def peaks(model, devices, batch_size=None, **options):
         # What is freed has a negative size.
         found[stats.device] = max(itertools.accumulate(size for _, size in sorted(records)))
     return found
+
+
+def times(model, batch_size, choices):
+    """Times a step of a model on one device.
+
+    Args:
+      model: its name.
+      batch_size: how many examples a batch has.
+      choices: the options of `replicate()`, by title.
+
+    Returns:
+      By title, the median of how long it takes relative to one without options. With the choices is
+      `N separate steps` for each number of micro-batches.
+    """
+    counts = sorted({options['microbatches'] for options in choices.values()} - {1})
+    seconds = {}
+    with contextlib.ExitStack() as stack:
+
+        def begin(size, **options):
+            """Returns a function that runs a step, after the first ones."""
+            step = stack.enter_context(training(model, 1, size, **options))
+            for _ in range(3):
+                step()
+            return step
+
+        plain = begin(batch_size)
+        steps = {title: (begin(batch_size, **options), 1) for title, options in choices.items()}
+        for count in counts:
+            steps[f'{count} separate steps'] = begin(-(-batch_size // count)), count
+
+        for _ in range(FLAGS.rounds):
+            base = timed(plain, 1)
+            for title, (step, number) in steps.items():
+                seconds.setdefault(title, []).append(timed(step, number) / base)
+    return {title: statistics.median(ratios) for title, ratios in seconds.items()}
+
+
+def timed(step, number):
+    """The seconds that a number of steps take."""
+    start = time.perf_counter()
+    for _ in range(number):
+        step()
+    return time.perf_counter() - start
 
 
 def compare_devices():
@@ -98,7 +173,18 @@ def grow_batches():
                 megabytes.append(peak / 1e6)
             tables[name][title] = megabytes
             print(f'{title:24}' + ''.join(f'{size:10.1f}' for size in megabytes), flush=True)
+        if FLAGS.time:
+            print_times(name, choices, batch_sizes)
     draw(tables, batch_sizes)
+
+
+def print_times(name, choices, batch_sizes):
+    """Prints how long steps of a model take, relative to one without micro-batches."""
+    columns = [times(name, size, choices) for size in batch_sizes]
+    print(f'{name:24}' + ''.join(f'{size:>10}' for size in batch_sizes) + ' examples, time')
+    for title in columns[0]:
+        cells = ''.join(f'{column[title]:10.2f}' for column in columns)
+        print(f'{title:24}{cells}', flush=True)
 
 
 def choices_of_options():

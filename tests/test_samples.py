@@ -230,6 +230,23 @@ def test_memory_as_the_batch_grows(tmp_path):
     assert (tmp_path / 'memory.svg').exists()
 
 
+def test_time_of_micro_batches(tmp_path):
+    """Each is compared with a step without: so this one, too, takes about its own time."""
+    options = ['--models=mlp', '--batches=64,128', '--microbatches=1,4', '--recompute', '--time']
+    lines = run_python('memory.py', *options, f'--output={tmp_path / "memory.svg"}')[-6:]
+    title, *rows = [line.split('  ', 1)[0] for line in lines]
+    assert title == 'mlp' and lines[0].split()[1:] == ['64', '128', 'examples,', 'time']
+    assert rows == [
+        'microbatches=1',
+        'microbatches=4',
+        'microbatches=1, recompute',
+        'microbatches=4, recompute',
+        '4 separate steps',
+    ]
+    for line in lines[1:]:
+        assert all(float(ratio) > 0 for ratio in line.split()[-2:])
+
+
 def test_growth(tmp_path):
     """By a smaller model for several devices than the sample's own, which has 5,000 ops."""
     code = 'import growth; growth.MANY_OPS = 200; growth.app.run(growth.main)'
@@ -256,6 +273,7 @@ WRONG = {
         '--prompts=d\u00e9f,for': PROMPTS,
         '--temperature=0': 'temperature',
     },
+    'memory': {flag: 'need --batches' for flag in ('--time', '--recompute')},
     'separate': {f'--learning_rates={given}': RATES for given in ('', '0.1,0.10', '0.1,fast', '0')},
     'benchmark': {
         '--models=mlp,none': 'give some of mlp, cnn, deep, embed, wide, lstm, transformer',
