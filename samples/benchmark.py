@@ -5,6 +5,7 @@
     python samples/benchmark.py --devices=GPU:0 --setups=replicate --towers=2
     python samples/benchmark.py --setups=replicate,optimized --models=deep
     python samples/benchmark.py --setups=replicate,other --other=../estimator_mgpu-0.1
+    python samples/benchmark.py --setups=replicate --models=transformer --towers=2 --microbatches=8
     python samples/benchmark.py --legacy
 
 Each set-up runs in a process of its own, and each round runs every set-up once. As machines are
@@ -80,6 +81,7 @@ flags.DEFINE_string('variables', None, 'The argument variables= of replicate().'
 flags.DEFINE_enum(
     'batch_norm', 'batch', ['batch', 'device'], 'The argument batch_norm= of replicate().'
 )
+flags.DEFINE_integer('microbatches', 1, 'The argument microbatches= of replicate().', lower_bound=1)
 flags.DEFINE_bool('legacy', False, 'Run all set-ups below tf.disable_v2_behavior().')
 flags.DEFINE_string('other', None, 'Directory with another estimator_mgpu/, for the set-up other.')
 flags.DEFINE_integer('rounds', 3, 'How many times each set-up runs.', lower_bound=1)
@@ -190,6 +192,7 @@ def run_once(model, setup, towers):
     session_config = estimator_mgpu.session_config(devices, base)
     if setup in (REPLICATE, OPTIMIZED, OTHER):
         options = {**chosen_variables(FLAGS.variables), 'batch_norm': FLAGS.batch_norm}
+        options['microbatches'] = FLAGS.microbatches
         known = inspect.signature(estimator_mgpu.replicate).parameters
         options = {name: value for name, value in options.items() if name in known}
         model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
@@ -226,6 +229,7 @@ def run_all(runs):
             command += [f'--devices={FLAGS.devices}', f'--towers={",".join(FLAGS.towers)}']
             command += [f'--seconds={FLAGS.seconds}', f'--batch_norm={FLAGS.batch_norm}']
             command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
+            command += [f'--microbatches={FLAGS.microbatches}']
             command += ['--legacy'] if FLAGS.legacy else []
             environment = None
             if run['setup'] == OTHER:
