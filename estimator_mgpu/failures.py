@@ -40,10 +40,10 @@ _ORIGINAL = '_estimator_mgpu_original'  # An attribute of an error that was expl
 
 
 class ExplainErrorsHook(tf.train.SessionRunHook):
-    """Makes a session explain the errors of its steps: no method of a hook is told of errors."""
+    """Makes a session explain its errors: it wraps `run`, as hooks aren't told of errors."""
 
     def after_create_session(self, session: tf.Session, coord: Any) -> None:
-        graph = session.graph
+        graph = session.graph  # The lambda must not hold the session, which holds it.
         session_runs.run_within(session, lambda: op_errors_explained(graph))
 
 

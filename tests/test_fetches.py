@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.tf_internals import graphs
-from models import batches, floats, spec_of, step
+from models import batches, floats, sgd, spec_of, step
 from towers import TRAIN, assert_close, session, tower_of
 
 ROWS, CLASSES = 10, 3
@@ -56,6 +56,29 @@ def built(model_fn, towers, rows, **options):
         if towers:
             model_fn = estimator_mgpu.replicate(model_fn, devices=towers, **options)
         return graph, batch, model_fn(*batch, TRAIN)
+
+
+@pytest.mark.parametrize('turns', [1, 2])
+@pytest.mark.parametrize('rows', [1, 2, 5])
+def test_what_is_fetched_has_the_random_numbers_of_the_step(rows, turns):
+    """A device without an example computes one that another device has, with other numbers."""
+
+    def noisy(features, labels, mode):
+        output = tf.matmul(features, tf.get_variable('w', [3, 2]))
+        noise = tf.random_uniform(tf.shape(output))  # without a seed
+        loss = tf.reduce_sum(tf.multiply(output, noise, name='noisy'))
+        return spec_of(mode, loss, sgd(loss))
+
+    with tf.Graph().as_default() as graph:
+        tf.train.get_or_create_global_step()
+        batch = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None, 1])
+        spec = estimator_mgpu.replicate(noisy, devices=3, microbatches=turns)(*batch, TRAIN)
+        with session(3, microbatches=turns) as sess:
+            sess.run(tf.global_variables_initializer())
+            feeds = [dict(zip(batch, values)) for values in batches(rows, 3)]
+            for feed in feeds:
+                fetched, loss = sess.run([graph.get_tensor_by_name('noisy:0'), spec.loss], feed)
+                assert_close(loss, np.sum(fetched), 1e-5)
 
 
 @pytest.mark.parametrize(

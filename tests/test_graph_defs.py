@@ -4,7 +4,9 @@ import pytest
 import tensorflow.compat.v1 as tf
 from google.protobuf import text_format
 
+import estimator_mgpu
 from estimator_mgpu.tf_internals import graph_defs
+from models import sgd, spec_of
 
 pytestmark = pytest.mark.core
 
@@ -30,8 +32,10 @@ def graph(monkeypatch):
 def test_a_finalized_graph_is_serialized_once(graph):
     without, with_shapes = graph.as_graph_def(), graph.as_graph_def(add_shapes=True)
     assert without != with_shapes
-    for _ in range(2):
-        graph_defs.serialize_once(graph)
+    graph_defs.serialize_once(graph)
+    serializer = graph.as_graph_def
+    graph_defs.serialize_once(graph)  # for another model_fn
+    assert graph.as_graph_def is serializer
     graph.finalize()
     graph.count.clear()
     for _ in range(3):
@@ -46,6 +50,18 @@ def test_a_graph_that_can_change_is_serialized_each_time(graph):
     for device in ('/device:CPU:0', '/device:CPU:1'):
         op._set_device(device)  # The version of the graph stays the same.
         assert graph.as_graph_def().node[0].device == device
+    graph.finalize()
+    assert graph.as_graph_def().node[0].device == device
+
+
+def test_a_graph_may_change_between_sessions(graph):
+    graph_defs.serialize_once(graph)
+    op, *_ = graph.get_operations()
+    for device in ('/device:CPU:0', '/device:CPU:1'):
+        with graph.as_default(), tf.train.MonitoredSession():
+            assert graph.finalized
+            assert graph.as_graph_def().node[0].device == op.device
+        op._set_device(device)
     graph.finalize()
     assert graph.as_graph_def().node[0].device == device
 
@@ -78,6 +94,42 @@ def test_text(tmp_path):
     tf.train.write_graph(definition.versions, str(tmp_path), 'versions.pbtxt')
 
     text = (tmp_path / 'graph.pbtxt').read_text()
+    assert text == str(definition) != text_format.MessageToString(definition)
     assert text_format.Parse(text, tf.GraphDef()) == definition
     versions = (tmp_path / 'versions.pbtxt').read_text()
     assert versions == text_format.MessageToString(definition.versions)
+
+
+def test_training(tmp_path, monkeypatch):
+    """Three times: twice before the graph is finalized, and then for all of three checkpoints."""
+    count, serialize = [], tf.Graph.as_graph_def
+
+    def counted(graph, *args, **kwargs):
+        count.append(graph.finalized)
+        return serialize(graph, *args, **kwargs)
+
+    monkeypatch.setattr(tf.Graph, 'as_graph_def', counted)
+    printed, print_in_python = [], text_format.MessageToString
+
+    def printing(message, *args, **kwargs):
+        printed.append(type(message))
+        return print_in_python(message, *args, **kwargs)
+
+    monkeypatch.setattr(text_format, 'MessageToString', printing)
+
+    def input_fn():
+        return tf.data.Dataset.from_tensors(tf.ones([4, 2])).repeat()
+
+    def model_fn(features, mode):
+        loss = tf.reduce_mean(tf.layers.dense(features, 1))
+        return spec_of(mode, loss, sgd(loss))
+
+    config = estimator_mgpu.estimator.RunConfig(save_checkpoints_steps=2)
+    trained = estimator_mgpu.Estimator(model_fn, tmp_path, config, devices=2)
+    trained.train(input_fn, steps=4)
+    assert count == [False, False, True] and tf.GraphDef not in printed
+    assert (tmp_path / 'graph.pbtxt').stat().st_size > 1000
+    with tf.Graph().as_default(), tf.Session(config=estimator_mgpu.session_config(2)) as session:
+        saver = tf.train.import_meta_graph(f'{trained.latest_checkpoint()}.meta')
+        saver.restore(session, trained.latest_checkpoint())
+        assert session.run(tf.train.get_global_step()) == 4

@@ -1,4 +1,6 @@
-"""Sessions that are lost without a new step."""
+"""Sessions that are lost without a new step, and by which errors."""
+
+import pathlib
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -163,7 +165,7 @@ def test_an_error_of_the_network_that_is_called_internal(part, monkeypatch):
         run, fail = tf.Session.run, raise_once(error)
 
         def run_or_fail(session, fetches, *args, **kwargs):
-            if isinstance(fetches, dict):  # with what hooks fetch
+            if isinstance(fetches, dict):  # made by MonitoredSession, which adds what hooks fetch
                 fail()
             return run(session, fetches, *args, **kwargs)
 
@@ -177,6 +179,15 @@ def test_an_error_of_the_network_that_is_called_internal(part, monkeypatch):
     (lost,) = told
     assert isinstance(lost, tf.errors.UnavailableError)
     assert lost.message == REPLACED and lost.__cause__ is error
+
+
+@pytest.mark.core
+def test_tensorflow_words_it_like_this():
+    """It can't be raised at will: whether it's raised is chance."""
+    directory = pathlib.Path(tf.sysconfig.get_lib())
+    [library] = directory.glob('libtensorflow_framework.*')
+    words = b' originally returned UnavailableError, and was replaced by InternalError'
+    assert words in library.read_bytes()
 
 
 @pytest.mark.core
@@ -197,3 +208,14 @@ def test_other_messages_are_logged(caplog):
         monitored_session.logging.info('%d steps', 3)
         monitored_session.logging.warning('It takes long.')
     assert caplog.messages == ['3 steps', 'It takes long.'] and not told
+
+
+@pytest.mark.core
+def test_in_the_end_tensorflow_is_as_before():
+    log = monitored_session.logging
+    with pytest.raises(RuntimeError), lost_sessions.lost_sessions([].append):
+        assert monitored_session.logging is not log
+        assert monitored_session.ChiefSessionCreator is not tf.train.ChiefSessionCreator
+        raise RuntimeError
+    assert monitored_session.logging is log
+    assert monitored_session.ChiefSessionCreator is tf.train.ChiefSessionCreator

@@ -51,9 +51,11 @@ _NO_MEMORY = (
     'larger than max',
 )
 
-# What TensorFlow says of an error of the network that an op has had which isn't known to use it.
+# What TensorFlow appends as it replaces an UnavailableError of an op that isn't declared to use the
+# network.
 _REPLACED = 'originally returned UnavailableError, and was replaced by InternalError'
-# The service by which tasks call each other. Ops that read files, say, use other ones.
+# Part of the name of a call between tasks. Errors of other services, such as file systems, don't
+# mean that a task is lost.
 _CALL_OF_TASK = '/tensorflow.WorkerService/'
 
 
@@ -94,7 +96,7 @@ def is_of_step_memory(error: tf.errors.OpError) -> bool:
 
 
 def is_of_network(error: tf.errors.InternalError) -> bool:
-    """Whether an InternalError was an UnavailableError: one task couldn't reach another."""
+    """Whether it was an UnavailableError before, as one task couldn't reach another."""
     return _REPLACED in error.message and _CALL_OF_TASK in error.message
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Turns the garbage collector off while a graph is changed, or as a whole read."""
+    """Turns the garbage collector off while a whole graph is changed or read."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,9 +1,8 @@
-"""Starts training sooner: a graph is serialized once, and its text is made by protobuf's C code.
+"""Lets training start sooner: finalized graphs are serialized once, and C code makes their text.
 
-As training begins, TensorFlow serializes the graph four times for `graph.pbtxt` and TensorBoard,
-and once for the first checkpoint; then again for each checkpoint. Python spends time on every op,
-as it does on the text of `graph.pbtxt`, and a graph for several devices has several times as many
-ops.
+As training begins, TensorFlow serializes the graph five times for TensorBoard and `graph.pbtxt`, of
+which it makes a text, and once for the first checkpoint; then again for each checkpoint. Both take
+Python some time for every op, and a graph for several devices has several times as many ops.
 """
 
 from __future__ import annotations
@@ -17,29 +16,39 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
 from estimator_mgpu.tf_internals.private import graph_text_format
 
-# Bytes of a GraphDef that is kept. A graph with large constants is serialized each time.
+# The largest GraphDef that is kept, in bytes: it stays in memory for as long as the graph does. The
+# time goes by ops, of which 100,000 take about 30 MB; what is larger has large constants.
 _MOST_BYTES = 50_000_000
 
 
 def serialize_once(graph: tf.Graph) -> None:
-    """Lets a graph, once it's finalized and can't change any more, keep its GraphDef."""
-    if not isinstance(graph.as_graph_def, _Serializer):  # for an earlier model_fn in this graph
-        graph.as_graph_def = _Serializer(graph, graph.as_graph_def)
+    """Lets a graph keep its GraphDef from when it is finalized, and can't change any more."""
+    # An earlier model_fn may have been replicated in the same graph.
+    if not isinstance(graph.as_graph_def, _Serializer):
+        serializer = _Serializer(graph, graph.as_graph_def)
+        graph.as_graph_def = serializer
+        graph.finalize = serializer.finalize
 
 
 class _Serializer:
-    """What a graph has in the place of its method `as_graph_def`.
+    """A graph's `as_graph_def`, which keeps its result.
 
     Args:
       graph: the graph.
-      serialize: its method.
+      serialize: what the graph had in this one's place.
     """
 
     def __init__(self, graph: tf.Graph, serialize: Callable[..., tf.GraphDef]) -> None:
         self._graph = graph
         self._serialize = serialize
+        self._finalize = graph.finalize
         # By the graph's version, and whether shapes are in it.
         self._kept: dict[tuple[int, bool], tf.GraphDef] = {}
+
+    def finalize(self) -> None:
+        """Finalizes the graph, which may have changed: a session that closes lets it."""
+        self._kept.clear()
+        self._finalize()
 
     def __call__(
         self, from_version: int | None = None, add_shapes: bool = False, **kwargs: Any
@@ -48,22 +57,23 @@ class _Serializer:
             with no_garbage_collection():
                 return self._serialize(from_version, add_shapes, **kwargs)
 
-        key = self._graph.version, add_shapes
+        key = self._graph.version, add_shapes  # The other arguments don't change the result.
         if key not in self._kept:
             with no_garbage_collection():
                 definition = self._serialize(add_shapes=add_shapes, **kwargs)
             if definition.ByteSize() > _MOST_BYTES:
                 return definition
             self._kept[key] = definition
-        copy = tf.GraphDef()  # for whoever changes it
+        copy = tf.GraphDef()  # The caller may change it.
         copy.CopyFrom(self._kept[key])
         return copy
 
 
 def write_text_by_c() -> None:
-    """Lets TensorFlow write each graph as text in about a tenth of the time, from now on.
+    """Lets TensorFlow write graphs as text in about a tenth of the time, from now on.
 
-    The text means the same, but the attributes of an op have another order.
+    That is all graphs of this process. The text means the same, but the attributes of an op have
+    another order.
     """
     module: Any = importlib.import_module('tensorflow.python.framework.graph_io')
     module.text_format = _TextFormat()

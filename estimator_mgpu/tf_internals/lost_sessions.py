@@ -1,7 +1,8 @@
 """Observes the errors for which a `MonitoredSession` makes a new session, and corrects their class.
 
-That is, AbortedError and UnavailableError. TensorFlow has no hook for either purpose. So for as
-long as `lost_sessions` lasts, two names of its module `monitored_session` refer to something else.
+It makes one after an AbortedError or an UnavailableError, without telling anyone. TensorFlow has no
+hook for that. So for as long as `lost_sessions` lasts, two names of its module `monitored_session`
+refer to something else:
 
 `logging`: `_RecoverableSession` catches such an error, logs it at the level INFO, and goes on with
 a new session. In the place of the log is an object that passes everything on to it, and looks at
@@ -9,9 +10,9 @@ the errors among the arguments.
 
 `ChiefSessionCreator`: if a task can't be reached, ops that receive its tensors fail with an
 UnavailableError. An op that sends a tensor at this moment fails as well, but TensorFlow doesn't
-know that this op uses the network, and replaces the error by an InternalError. Which of the two a
-session raises is chance. In the class's place is one whose sessions always raise the
-UnavailableError.
+know that this op uses the network, and replaces the error by an InternalError, for which no new
+session is made. Which of the two a session raises is chance. In the class's place is one whose
+sessions always raise the UnavailableError.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import error_messages
-from estimator_mgpu.tf_internals.private import SessionCreator, session_log
+from estimator_mgpu.tf_internals.private import ChiefSessionCreator, session_log
 from estimator_mgpu.tf_internals.session_runs import run_within
 
 
 @contextlib.contextmanager
 def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
-    """Calls `tell` with each error for which a `MonitoredSession` makes a new session."""
+    """Calls `tell` with each error for which a `MonitoredSession` makes a new session.
+
+    In its sessions, an InternalError that stands for a lost connection is an UnavailableError.
+    """
     module: Any = importlib.import_module('tensorflow.python.training.monitored_session')
 
     class Log:
@@ -51,11 +55,11 @@ def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
         yield
     finally:
         module.logging = session_log
-        module.ChiefSessionCreator = SessionCreator
+        module.ChiefSessionCreator = ChiefSessionCreator
 
 
-class _Creator(SessionCreator):
-    """Makes a session, and initializes its variables, with the right class for all its errors."""
+class _Creator(ChiefSessionCreator):
+    """Makes sessions that raise UnavailableError for a lost connection, also as they are made."""
 
     def create_session(self) -> tf.Session:
         with _right_class():

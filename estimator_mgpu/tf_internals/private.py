@@ -81,8 +81,8 @@ set_attribute = _find('framework.ops', 'Operation._set_attr')  # (op, name, Attr
 
 # The log of MonitoredSession, which has nothing else that tells why a session was lost.
 session_log = _find('training.monitored_session', 'logging')
-# What a chief's MonitoredSession makes sessions by.
-SessionCreator: Any = _find('training.monitored_session', 'ChiefSessionCreator')
+# tf.train.ChiefSessionCreator, by the name under which MonitoredTrainingSession looks it up.
+ChiefSessionCreator: Any = _find('training.monitored_session', 'ChiefSessionCreator')
 
 # Protobuf's module, by which graphs are written as text.
 graph_text_format = _find('framework.graph_io', 'text_format')

@@ -1,4 +1,4 @@
-"""Lets each run of a session go on within a context, such as one that changes its errors."""
+"""Runs each `session.run` within a context manager, such as one that changes its errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def run_within(
     session: tf.Session, make_context: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> None:
     """Lets a session make a context for each of its runs, and run within it."""
-    run = vars(session).get('run')  # of another call of this function, or of a hook
+    run = vars(session).get('run')  # set by an earlier call of this function, or by a hook
     if run is None:
-        # The session doesn't refer to itself: its memory is free as soon as it's dropped.
+        # A weak reference: otherwise the session would refer to itself, and only the garbage
+        # collector would free its memory.
         run = functools.partial(_run, weakref.ref(session))
     session.run = functools.partial(_run_within, make_context, run)
 
@@ -26,7 +27,7 @@ def _run(reference: weakref.ref[tf.Session], *args: Any, **kwargs: Any) -> Any:
     """Runs a session as its class does."""
     session: Any = reference()
     if session is None:
-        raise RuntimeError('The session is closed.')
+        raise RuntimeError('This session no longer exists: keep it as long as you call its run.')
     return type(session).run(session, *args, **kwargs)
 
 

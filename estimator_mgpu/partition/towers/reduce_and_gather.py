@@ -38,8 +38,8 @@ def gather(
 ) -> str:
     """Concatenates the towers' shards on a device: all examples, in the order of the batch.
 
-    Those of a chain of towers are concatenated on their device, and sent as one. Towers without
-    examples are the last ones of a chain, and of all: what they have is cut off.
+    The shards of a chain are concatenated on its device, and sent as one. Towers without examples
+    come last, in each chain and in the batch, so one cut at the end drops what they have.
 
     Args:
       shards: which examples each tower has.
@@ -99,13 +99,16 @@ def gather_for_fetches(
     if shards.active is None:
         return shards.nodes.concat(parts, axis, dtype, device)
 
-    # Each tower's entries are put where they belong. A tower without examples has computed the
-    # first one once more, and puts it there once more. Such positions are int32.
+    # Each tower's entries are put where they belong. DynamicStitch takes int32 positions only.
     factor = per_row(dims[axis], shards.rows)
     if axis > 0 or factor is None or index_type(dims[axis]) != tf.int32:
         return gather(shards, parts, dtype, axis, dims, device)
     positions = [shards.positions(factor, tower) for tower in shards.towers]
-    inputs = [*positions, *parts]
+
+    # A tower without examples has computed one that an earlier tower has. The last value that is
+    # given for a position counts, so the earlier tower has to come later: what both have computed
+    # differs by random numbers.
+    inputs = [*reversed(positions), *reversed(parts)]
     return shards.nodes.add('DynamicStitch', inputs, device, T=dtype, N=len(parts))
 
 
@@ -114,8 +117,8 @@ def gather_part(
 ) -> str:
     """Concatenates rows of a part that `tf.dynamic_partition` makes, which towers have picked.
 
-    What a tower without examples has is left out where it is, as only that tower knows how many
-    rows these are.
+    What a tower without examples has picked is dropped on its own device: no other tower knows how
+    many rows these are.
 
     Args:
       shards: those that rows were picked from.
@@ -147,7 +150,7 @@ def gather_blocks(
     dims: Sequence[Size],
     device: str,
 ) -> str:
-    """The same for shards in blocks: the first block of each tower, then the second of each.
+    """Gathers shards that are in blocks: the first block of each tower, then the second of each.
 
     They are concatenated along a dimension of their own: [blocks, rows] instead of [blocks * rows].
     """
@@ -230,7 +233,7 @@ def reduce_moments(
     Args:
       shards: which examples each tower has.
       means: vectors, one for each tower.
-      variances: the same, which are ignored if they are of one entry.
+      variances: vectors, too; that of a tower with one entry is ignored.
       dtype: their type.
       factor: how many entries an example has.
       device: where they are combined.
@@ -255,7 +258,7 @@ def reduce_moments(
 
 
 def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[str, str, str]:
-    """How much each tower counts, as columns: its mean, its variance and the squared difference."""
+    """The weights of each tower's mean, variance and squared difference, as columns."""
     nodes = shards.nodes
 
     def add(op_type: str, *inputs: str) -> str:
@@ -280,7 +283,7 @@ def _stack(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: str) -
     if shards.active is not None:
         parts = _without_empty_towers(shards, parts, dtype, 'sum')
 
-    # Those of a device are sent at once, and so are those of another machine.
+    # Each device sends one message, or each machine if it's another one.
     devices = [tower.device for tower in shards.towers]
     stacked = []
     for sender, chains in itertools.groupby(
