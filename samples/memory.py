@@ -12,7 +12,7 @@ batch and each number of micro-batches, and draws that. With --recompute it also
 
 The third command also prints how long a step takes, relative to one without micro-batches. For
 comparison, `separate steps` are as many steps as there are micro-batches, each with its part of the
-batch: small ops take longer than large ones also without this package. All of these run in turns in
+batch: small ops take longer than large ones. All of these run in turns in
 one process, and each figure is the median of the rounds.
 
 The peak is computed from TensorFlow's trace (`RunMetadata`) of the outputs and the scratch space
@@ -36,8 +36,12 @@ from absl import app, flags
 import estimator_mgpu
 
 FLAGS = flags.FLAGS
-flags.DEFINE_multi_enum(
-    'models', ['cnn', 'transformer', 'lstm'], benchmark_models.MODELS, 'Models.'
+KNOWN = ', '.join(benchmark_models.MODELS)
+flags.DEFINE_list('models', ['cnn', 'transformer', 'lstm'], f'Models, of {KNOWN}.')
+flags.register_validator(
+    'models',
+    lambda given: given and set(given) <= set(benchmark_models.MODELS),
+    f'give some of {KNOWN}',
 )
 flags.DEFINE_integer('devices', 4, 'Number of logical CPU devices.', lower_bound=2)
 flags.DEFINE_list('batches', [], 'Numbers of examples in a batch, if it is to grow.')

@@ -215,7 +215,7 @@ def test_storm(tmp_path):
 
 def test_memory():
     """No device has the whole batch, nor for the shape that gradients of convolutions ask for."""
-    header, line = run_python('memory.py', '--models=cnn', '--devices=4')[-2:]
+    header, line = run_python('memory.py', '--models=cnn,cnn', '--devices=4')[-3::2]
     assert header.endswith('the busiest of 4') and line.startswith('cnn')
     assert 20 <= int(line.split()[-1].rstrip('%')) <= 100 / 4 * 1.15
 
@@ -273,7 +273,11 @@ WRONG = {
         '--prompts=d\u00e9f,for': PROMPTS,
         '--temperature=0': 'temperature',
     },
-    'memory': {flag: 'need --batches' for flag in ('--time', '--recompute')},
+    'memory': {
+        '--time': 'need --batches',
+        '--recompute': 'need --batches',
+        '--models=cnn,none': 'give some of mlp, cnn, deep, embed, wide, lstm, transformer',
+    },
     'separate': {f'--learning_rates={given}': RATES for given in ('', '0.1,0.10', '0.1,fast', '0')},
     'benchmark': {
         '--models=mlp,none': 'give some of mlp, cnn, deep, embed, wide, lstm, transformer',
