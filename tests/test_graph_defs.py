@@ -1,5 +1,7 @@
 """How a graph is serialized and written as text: as TensorFlow does it, and sooner."""
 
+import functools
+
 import pytest
 import tensorflow.compat.v1 as tf
 from google.protobuf import text_format
@@ -17,6 +19,7 @@ def graph(monkeypatch):
     count = []
     serialize = tf.Graph.as_graph_def
 
+    @functools.wraps(serialize)
     def counted(*args, **kwargs):
         count.append(1)
         return serialize(*args, **kwargs)
@@ -42,6 +45,9 @@ def test_a_finalized_graph_is_serialized_once(graph):
         assert graph.as_graph_def() == graph.as_graph_def(None, False) == without
         assert graph.as_graph_def(add_shapes=True) == with_shapes
     assert len(graph.count) == 2
+    assert graph.as_graph_def.__name__ == 'as_graph_def'
+    with pytest.raises(TypeError, match='add_shape'):
+        graph.as_graph_def(add_shape=True)
 
 
 def test_a_graph_that_can_change_is_serialized_each_time(graph):
@@ -104,6 +110,7 @@ def test_training(tmp_path, monkeypatch):
     """Three times: twice before the graph is finalized, and then for all of three checkpoints."""
     count, serialize = [], tf.Graph.as_graph_def
 
+    @functools.wraps(serialize)
     def counted(graph, *args, **kwargs):
         count.append(graph.finalized)
         return serialize(graph, *args, **kwargs)

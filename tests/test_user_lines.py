@@ -493,9 +493,10 @@ def test_the_run_of_a_session_that_is_gone():
         session = tf.Session()
         failures.ExplainErrorsHook().after_create_session(session, None)
     run = session.run
+    assert run.__name__ == 'run'  # as that of any session
     session.close()
     del session
-    with pytest.raises(RuntimeError, match='The session is closed.'):
+    with pytest.raises(RuntimeError, match='This session no longer exists.'):
         run([])
 
 

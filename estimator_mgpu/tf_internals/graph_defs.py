@@ -7,7 +7,9 @@ Python some time for every op, and a graph for several devices has several times
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,9 @@ def serialize_once(graph: tf.Graph) -> None:
 class _Serializer:
     """A graph's `as_graph_def`, which keeps its result.
 
+    If something is set in a finalized graph, such as a tensor's shape, a result that was kept
+    before doesn't have it.
+
     Args:
       graph: the graph.
       serialize: what the graph had in this one's place.
@@ -42,6 +47,7 @@ class _Serializer:
         self._graph = graph
         self._serialize = serialize
         self._finalize = graph.finalize
+        functools.update_wrapper(self, serialize)
         # By the graph's version, and whether shapes are in it.
         self._kept: dict[tuple[int, bool], tf.GraphDef] = {}
 
@@ -50,17 +56,17 @@ class _Serializer:
         self._kept.clear()
         self._finalize()
 
-    def __call__(
-        self, from_version: int | None = None, add_shapes: bool = False, **kwargs: Any
-    ) -> tf.GraphDef:
-        if from_version is not None or not self._graph.finalized:
+    def __call__(self, *args: Any, **kwargs: Any) -> tf.GraphDef:
+        # Of the arguments, only these two change the result.
+        arguments = inspect.signature(self._serialize).bind(*args, **kwargs).arguments
+        key = self._graph.version, bool(arguments.get('add_shapes'))
+        if arguments.get('from_version') is not None or not self._graph.finalized:
             with no_garbage_collection():
-                return self._serialize(from_version, add_shapes, **kwargs)
+                return self._serialize(*args, **kwargs)
 
-        key = self._graph.version, add_shapes  # The other arguments don't change the result.
         if key not in self._kept:
             with no_garbage_collection():
-                definition = self._serialize(add_shapes=add_shapes, **kwargs)
+                definition = self._serialize(*args, **kwargs)
             if definition.ByteSize() > _MOST_BYTES:
                 return definition
             self._kept[key] = definition

@@ -17,26 +17,28 @@ def run_within(
     """Lets a session make a context for each of its runs, and run within it."""
     run = vars(session).get('run')  # set by an earlier call of this function, or by a hook
     if run is None:
-        # A weak reference: otherwise the session would refer to itself, and only the garbage
-        # collector would free its memory.
-        run = functools.partial(_run, weakref.ref(session))
-    session.run = functools.partial(_run_within, make_context, run)
+        run = _run_of(session)
+
+    @functools.wraps(run)
+    def run_in_context(*args: Any, **kwargs: Any) -> Any:
+        with make_context():
+            return run(*args, **kwargs)
+
+    session.run = run_in_context
 
 
-def _run(reference: weakref.ref[tf.Session], *args: Any, **kwargs: Any) -> Any:
-    """Runs a session as its class does."""
-    session: Any = reference()
-    if session is None:
-        raise RuntimeError('This session no longer exists: keep it as long as you call its run.')
-    return type(session).run(session, *args, **kwargs)
+def _run_of(session: tf.Session) -> Callable[..., Any]:
+    """A session's method `run`, but without a reference to the session.
 
+    Otherwise the session would refer to itself, and only the garbage collector would free it.
+    """
+    reference = weakref.ref(session)
 
-def _run_within(
-    make_context: Callable[[], contextlib.AbstractContextManager[None]],
-    run: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Calls a `run` of a session within a context."""
-    with make_context():
-        return run(*args, **kwargs)
+    @functools.wraps(type(session).run)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        session: Any = reference()
+        if session is None:
+            raise RuntimeError('This session no longer exists. Keep it to call its run.')
+        return type(session).run(session, *args, **kwargs)
+
+    return run
