@@ -19,7 +19,7 @@ from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
 from estimator_mgpu.tf_internals.private import graph_text_format
 
 # The largest GraphDef that is kept, in bytes: it stays in memory for as long as the graph does. The
-# time goes by ops, of which 100,000 take about 30 MB; what is larger has large constants.
+# time goes by ops, of which 100,000 take about 30 MB. What is larger has large constants.
 _MOST_BYTES = 50_000_000
 
 
@@ -48,8 +48,8 @@ class _Serializer:
         self._serialize = serialize
         self._finalize = graph.finalize
         functools.update_wrapper(self, serialize)
-        # By the graph's version, and whether shapes are in it.
-        self._kept: dict[tuple[int, bool], tf.GraphDef] = {}
+        # By the graph's version, and whether shapes are in it. As protos they'd need more memory.
+        self._kept: dict[tuple[int, bool], bytes] = {}
 
     def finalize(self) -> None:
         """Finalizes the graph, which may have changed: a session that closes lets it."""
@@ -64,15 +64,14 @@ class _Serializer:
             with no_garbage_collection():
                 return self._serialize(*args, **kwargs)
 
-        if key not in self._kept:
-            with no_garbage_collection():
-                definition = self._serialize(*args, **kwargs)
-            if definition.ByteSize() > _MOST_BYTES:
-                return definition
-            self._kept[key] = definition
-        copy = tf.GraphDef()  # The caller may change it.
-        copy.CopyFrom(self._kept[key])
-        return copy
+        if key in self._kept:
+            return tf.GraphDef.FromString(self._kept[key])
+
+        with no_garbage_collection():
+            definition = self._serialize(*args, **kwargs)
+        if definition.ByteSize() <= _MOST_BYTES:
+            self._kept[key] = definition.SerializeToString()
+        return definition
 
 
 def write_text_by_c() -> None:
