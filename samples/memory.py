@@ -12,8 +12,8 @@ batch and each number of micro-batches, and draws that. With --recompute it also
 
 The third command also prints how long a step takes, relative to one without micro-batches. For
 comparison, `separate steps` are as many steps as there are micro-batches, each with its part of the
-batch: small ops take longer than large ones. All of these run in turns in
-one process, and each figure is the median of the rounds.
+batch: many small ops take longer than a few large ones. All of these run in turns in one process,
+and each figure is the median of the rounds.
 
 The peak is computed from TensorFlow's trace (`RunMetadata`) of the outputs and the scratch space
 of all ops: activations, gradients and updates. Variables, which stay from step to step, aren't
@@ -120,11 +120,11 @@ def times(model, batch_size, choices):
       choices: the options of `replicate()`, by title.
 
     Returns:
-      By title, the median of how long it takes relative to one without options. With the choices is
-      `N separate steps` for each number of micro-batches.
+      By title, the median of how long a step takes relative to one without options. Beside the
+      choices there is `N separate steps` for each number of micro-batches.
     """
     counts = sorted({options['microbatches'] for options in choices.values()} - {1})
-    seconds = {}
+    ratios = {}
     with contextlib.ExitStack() as stack:
 
         def begin(size, **options):
@@ -142,8 +142,8 @@ def times(model, batch_size, choices):
         for _ in range(FLAGS.rounds):
             base = timed(plain, 1)
             for title, (step, number) in steps.items():
-                seconds.setdefault(title, []).append(timed(step, number) / base)
-    return {title: statistics.median(ratios) for title, ratios in seconds.items()}
+                ratios.setdefault(title, []).append(timed(step, number) / base)
+    return {title: statistics.median(found) for title, found in ratios.items()}
 
 
 def timed(step, number):

@@ -105,9 +105,8 @@ def gather_for_fetches(
         return gather(shards, parts, dtype, axis, dims, device)
     positions = [shards.positions(factor, tower) for tower in shards.towers]
 
-    # A tower without examples has computed one that an earlier tower has. The last value that is
-    # given for a position counts, so the earlier tower has to come later: what both have computed
-    # differs by random numbers.
+    # A tower without examples has computed one that an earlier tower has, maybe with other random
+    # numbers. The last value that is given for a position counts, so the earlier tower comes later.
     inputs = [*reversed(positions), *reversed(parts)]
     return shards.nodes.add('DynamicStitch', inputs, device, T=dtype, N=len(parts))
 
