@@ -38,7 +38,7 @@ from estimator_mgpu.devices import (
 )
 from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
-from estimator_mgpu.partition import later_gradients
+from estimator_mgpu.partition import fetches, later_gradients
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
@@ -411,6 +411,7 @@ def _divided(
     if towers is None:
         return spec, step._replace(nothing_is_sharded=True)
     spec = _with_full_values(spec, towers)
+    fetches.give_values(graph, towers.values_of_stateful_ops())
     return spec, step._replace(
         loss=spec.loss,
         plan=towers.plan,

@@ -1624,7 +1624,8 @@ CLIPS = {
     'global': lambda gradients: tf.clip_by_global_norm(gradients, 0.5)[0],
 }
 
-BESIDE = ['accumulation', 'averages', 'counter']
+# With 'updates_first' gradients wait for updates, as `tf.layers.batch_normalization` asks for.
+BESIDE = ['accumulation', 'averages', 'counter', 'updates_first']
 
 
 def _steps_counted():
@@ -1677,10 +1678,12 @@ def _train(case, losses, c):
     """Returns a train_op: all gradients are computed before a variable changes."""
     # Each loss trains every other variable, if there are two.
     updates_to_make = []
+    first = tf.get_collection(tf.GraphKeys.UPDATE_OPS) if 'updates_first' in case.beside else []
     for i, (loss, name) in enumerate(zip(losses, case.optimizers)):
         optimizer = OPTIMIZERS[name]()
         variables = tf.trainable_variables()[i :: len(losses)]
-        pairs = OPTIMIZERS[name]().compute_gradients(loss, variables)
+        with tf.control_dependencies(first):
+            pairs = OPTIMIZERS[name]().compute_gradients(loss, variables)
         pairs = [(gradient, v) for gradient, v in pairs if gradient is not None]
         if pairs:
             gradients, variables = zip(*pairs)

@@ -6,8 +6,9 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.tf_internals import graphs
+from estimator_mgpu.tf_internals.liveness import Liveness
 from models import batches, floats, sgd, spec_of, step
-from towers import TRAIN, assert_close, session, tower_of
+from towers import TRAIN, assert_close, nodes_of_a_step, session, tower_of
 
 ROWS, CLASSES = 10, 3
 
@@ -158,6 +159,119 @@ def test_turns_add_no_ops_for_fetches(rows):
         gathers = [op for op in graph.get_operations() if op.type in ('ConcatV2', 'DynamicStitch')]
         counts.append(len({*gathers} - of_step))
     assert counts[0] > 10 and counts == counts[:1] * 3
+
+
+def stateful(features, labels, mode):
+    """Variables are read by a product, by a lookup, in a loop and by a function, which writes."""
+    ids = tf.cast(tf.abs(features[:, 0]) * 10, tf.int32) % 7
+    table = tf.get_variable('table', initializer=floats(7, 4))
+    count = tf.get_variable('count', initializer=0.0, use_resource=True, trainable=False)
+    w = tf.get_variable('w', initializer=floats(4, 4), use_resource=True)
+
+    @tf.function
+    def counted(net):
+        count.assign_add(1.0)
+        return tf.matmul(net, w)
+
+    ones = tf.ones_initializer()
+    dense = tf.layers.dense(features, 4, kernel_initializer=ones, name='dense')
+    net = tf.gather(table, ids, name='rows') + dense
+    _, net = tf.while_loop(
+        lambda i, _: i < 2, lambda i, x: (i + 1, tf.tanh(tf.matmul(x, w))), [0, net], name='loop'
+    )
+    called = counted(net)
+    output = tf.layers.dense(called, 1, kernel_initializer=ones, name='output')
+    loss = tf.losses.mean_squared_error(labels, output)
+    tensors = [net, called, *tf.gradients(loss, [net, features])]
+    for tensor in tensors:
+        tf.add_to_collection('made', tensor)
+    with tf.control_dependencies([tf.group(*tensors)]):
+        return spec_of(mode, loss, sgd(loss, 0.5))
+
+
+FETCHED = ['rows', 'dense/BiasAdd', 'dense/MatMul', 'output/BiasAdd']
+STATEFUL = {
+    'v2': {'rows', 'StatefulPartitionedCall', 'loop'},
+    'v1': {'rows', 'StatefulPartitionedCall', 'loop/Exit_1', *FETCHED},  # by reference variables
+}
+
+
+@pytest.mark.parametrize('turns', [1, 2])
+def test_what_touches_state_does_not_run_again_if_it_is_fetched(behavior, turns):
+    """An op that reads variables might do so after the update, and one that writes would again."""
+    found = []
+    for towers in (2, 0):
+        graph, batch, spec = built(stateful, towers, None, microbatches=turns)
+        with graph.as_default(), session(towers, microbatches=turns) as sess:
+            sess.run(tf.global_variables_initializer())
+            fetches = [[f'{name}:0' for name in FETCHED], tf.get_collection('made')]
+            later = [tf.reduce_sum(graph.get_tensor_by_name(name)) for name in fetches[0]]
+            graph.finalize()
+            feeds = [dict(zip(batch, values)) for values in batches(ROWS, 3)]
+            fetches = [*fetches, later, spec.train_op]
+            found.append([sess.run(fetches, feed)[:3] for feed in feeds])
+            [count] = [v for v in tf.global_variables() if v.op.name == 'count']
+            assert sess.run(count) == len(feeds)
+            ran = {node.name for node in nodes_of_a_step(sess, fetches, feeds[0])}
+            assert towers == 0 or ran.isdisjoint(STATEFUL[behavior])
+    assert_close(*found, 1e-5)
+
+
+def recurrent(features, labels, mode):
+    """Loops and branches, batch normalization, dropout and Adam."""
+    steps = tf.reshape(tf.tile(features, [1, 4]), [-1, 4, 3])
+    cell = tf.nn.rnn_cell.LSTMCell(5, initializer=tf.constant_initializer(floats(8, 20)))
+    net = tf.nn.dynamic_rnn(cell, steps, dtype=tf.float32)[0][:, -1]
+    net = tf.layers.batch_normalization(net, training=True)
+    w = tf.get_variable('w', initializer=floats(5, 5))
+    _, net = tf.while_loop(
+        lambda i, _: i < 3, lambda i, x: (i + 1, tf.tanh(tf.matmul(x, w))), [0, net]
+    )
+    net = tf.nn.dropout(net, rate=0.5, seed=3)
+    double = lambda: 2 * tf.matmul(net, w)  # noqa: E731
+    net = tf.cond(tf.reduce_mean(net) > 0, double, lambda: tf.matmul(net, w))
+    loss = tf.losses.mean_squared_error(labels, tf.reduce_sum(net, 1, keepdims=True))
+    with tf.control_dependencies([tf.group(*tf.get_collection(tf.GraphKeys.UPDATE_OPS))]):
+        return spec_of(mode, loss, tf.train.AdamOptimizer().minimize(loss, step()))
+
+
+def tensors_of_a_step(graph, train_op):
+    """Names the numbers that a step computes and that can be fetched.
+
+    What is in a variable isn't among them: on one device, too, it may be fetched after the update.
+    """
+    liveness = Liveness(graph.get_operations())
+    names = []
+    for op in graphs.ancestors([train_op]):
+        is_read = op.type == 'ReadVariableOp' or any(map(graphs.is_reference_variable, op.inputs))
+        if is_read or op.type in ('Enter', 'Placeholder') or not graph.is_fetchable(op):
+            continue
+        for tensor in op.outputs:
+            is_number = tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
+            is_value = is_number and not graphs.is_reference_variable(tensor)
+            if is_value and not liveness.output_may_be_dead(tensor):
+                names.append(tensor.name)
+    return sorted(names)
+
+
+@pytest.mark.parametrize('turns', [1, 2])
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('model_fn', [classifier, stateful, recurrent], ids=lambda f: f.__name__)
+def test_any_tensor_can_be_fetched(model_fn, static, turns, behavior):
+    rows = ROWS if static else None
+    one = built(model_fn, 0, rows)
+    names = tensors_of_a_step(one[0], one[2].train_op)
+    assert len(names) > 100
+
+    found = []
+    for graph, batch, spec in (built(model_fn, 2, rows, microbatches=turns), one):
+        with graph.as_default(), session(2, microbatches=turns) as sess:
+            sess.run(tf.global_variables_initializer())
+            feeds = [dict(zip(batch, values)) for values in batches(ROWS, 2)]
+            found.append([sess.run([names, spec.train_op], feed)[0] for feed in feeds])
+    for ours, expected in zip(*found):
+        for name, value, expected_value in zip(names, ours, expected):
+            assert_close(value, expected_value, 1e-4, name, floor=0.3)
 
 
 def test_a_function_writes_though_only_its_output_is_fetched(behavior):

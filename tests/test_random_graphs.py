@@ -58,6 +58,9 @@ def _check(case, modes):
         return None  # TensorFlow differentiates a Python function once, and this has two losses.
     if not all(np.isfinite(v).all() for v in one.values.values()):
         return None  # One device diverges.
+    if not one.values['global_step']:
+        assert case.behavior == 'v1' and 'updates_first' in case.beside
+        return None  # Gradients of TensorFlow 1's loops don't end if they wait for a tensor.
     ours = towers.train(model_fn, batches, case.towers, values=one.start, **trained)
     exact = {'rtol': RTOL, 'floor': FLOOR}
     towers.assert_close([ours.values, ours.losses], [one.values, one.losses], **exact)

@@ -243,15 +243,31 @@ def counted_in_branch(x, w):
     return tf.matmul(x, w) * scale
 
 
-def model_fn_of(function):
+@model()
+def variable_read_in_loop(x, w):
+    v = tf.get_variable('v', [WIDTH])
+    return repeat(lambda i, h: tf.tanh(tf.matmul(h, w) + v.read_value() * x[:, i]), x[:, 0])
+
+
+def model_fn_of(function, updates_first=False):
+    """Trains on the output of a function, of which there may be an average to update first."""
+
     def model_fn(features, labels, mode):
         w = tf.get_variable('w', [WIDTH, WIDTH])
-        loss = tf.losses.mean_squared_error(labels, function(features, w))
+        output = function(features, w)
+        loss = tf.losses.mean_squared_error(labels, output)
         optimizer = tf.train.GradientDescentOptimizer(0.1)
-        train_op = optimizer.minimize(loss, tf.train.get_or_create_global_step())
+        # On one device, the gradients of loops never end if they wait for the updated variable.
+        with tf.control_dependencies([tf.group(_update_average(output))] if updates_first else []):
+            train_op = optimizer.minimize(loss, tf.train.get_or_create_global_step())
         return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     return model_fn
+
+
+def _update_average(output):
+    average = tf.get_variable('average', [], initializer=tf.zeros_initializer(), trainable=False)
+    return tf.assign(average, 0.9 * average + 0.1 * tf.reduce_mean(tf.abs(output)))
 
 
 def batches(*sizes):
@@ -260,14 +276,17 @@ def batches(*sizes):
     return [tuple(random.normal(size=shape).astype('f') for shape in pair) for pair in shapes]
 
 
-@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize(
+    'static, updates_first',
+    [(True, False), (False, False), (False, True)],
+    ids=['static', 'dynamic', 'after an update'],
+)
 @pytest.mark.parametrize('name', MODELS)
-def test_as_on_one_device(name, static):
+def test_as_on_one_device(name, static, updates_first):
     sizes = (7, 7) if static else (7, 4, 2, 1)
+    model_fn = model_fn_of(MODELS[name], updates_first)
     with towers.behavior_of('v1'):
-        ours, _ = towers.compare(
-            model_fn_of(MODELS[name]), batches(*sizes), 3, static=static, rtol=2e-5
-        )
+        ours, _ = towers.compare(model_fn, batches(*sizes), 3, static=static, rtol=2e-5)
 
     plan = steps.of_graph(ours.graph).plan
     reasons = ' '.join(why for why, _ in plan.once.values())

@@ -194,6 +194,15 @@ def recurrent(features, labels, mode):
     return trained(mode, tf.matmul(net, scale), labels)
 
 
+def recurrent_after_updates(features, labels, mode):
+    """A loop over the examples, whose gradients wait for an update."""
+    net = net_of(features)
+    _, net = tf.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, tf.sin(x)), [0, net])
+    update_average(net)
+    with tf.control_dependencies([tf.group(*tf.get_collection(tf.GraphKeys.UPDATE_OPS))]):
+        return trained(mode, net, labels)
+
+
 def weighted(features, labels, mode):
     net = net_of(features)
     return trained(mode, net, labels, weights=tf.cast(labels > 0, tf.float32))
@@ -214,7 +223,7 @@ def batch_normalization(features, labels, mode):
 
 
 INDEPENDENT = [plain, linear, dropout, seeded_dropout, assertion, averages]
-INDEPENDENT += [averages_before_the_loss, custom_gradient, recurrent]
+INDEPENDENT += [averages_before_the_loss, custom_gradient, recurrent, recurrent_after_updates]
 
 
 def waiting(graph, is_source):

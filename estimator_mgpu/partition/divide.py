@@ -18,6 +18,7 @@ from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handles
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
+from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
@@ -93,9 +94,10 @@ def divide(
     # The number of examples waits for the check that all leaves have as many.
     ops_of_total = graphs.ancestors([total.op]) if total is not None else set()
     kept = existing_ops | {op.name for op in ops_of_total}
+    not_passed = remove_loop_waits(graph, order)
     replaced.update(bypass_identities(graph, kept, order))
     replaced.update(replace_likes_by_fills(graph, existing_ops, order.liveness))
-    unused = {name.partition(':')[0] for name in replaced}
+    unused = not_passed | {name.partition(':')[0] for name in replaced}
     unused |= idle_groups(graph, existing_ops, unused)
     unused |= unused_gradients(graph.get_operations(), results, PRODUCTS, unused, order)
 

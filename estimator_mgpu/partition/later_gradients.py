@@ -97,6 +97,10 @@ class Model:
             self._inputs[op] = self.as_made(op.inputs) if self._made_as else op.inputs
         return added
 
+    def has(self, op: tf.Operation) -> bool:
+        """Whether an op that was noted is the model's."""
+        return op in self._inputs
+
     def note_inlined(self, inlined: Mapping[str, tf.Tensor]) -> None:
         """Notes calls of functions in whose place the functions' own ops run.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -141,26 +142,41 @@ def topological_order(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def without_cycles(
-    ops: Sequence[tf.Operation], edges: Sequence[tuple[tf.Operation, tf.Operation]]
+    ops: Sequence[tf.Operation],
+    edges: Sequence[tuple[tf.Operation, tf.Operation]],
+    loop_of: Callable[[tf.Operation], Any],
 ) -> list[tuple[tf.Operation, tf.Operation]]:
     """The edges that can be added to a graph; those that would be part of a cycle are left out.
 
     Args:
       ops: all ops of the graph.
-      edges: from an op to one that is to wait for it.
+      edges: from an op to one that is to wait for it; neither is in a v1 loop.
+      loop_of: tells the outermost v1 loop of an op, if there is one. What is given by a loop waits
+        for all that the loop is given.
     """
+    if not edges:
+        return []
+    units = {op: loop_of(op) or op for op in ops}
+    inputs: dict[Any, set[Any]] = defaultdict(set)
+    for op, unit in units.items():
+        inputs[unit].update(units[before] for before in direct_inputs(op))
+        inputs[unit].discard(unit)
+
     remaining = list(edges)
-    while True:
-        inputs = _inputs_without_ways_back(ops)
+    while remaining:
+        extended = {unit: [*befores] for unit, befores in inputs.items()}
         for source, target in remaining:
-            inputs[target] = [*inputs[target], source]
+            extended[target].append(source)
         try:
-            TopologicalSorter(inputs).prepare()
+            TopologicalSorter(extended).prepare()
         except CycleError as error:
             cycle = set(error.args[1])
-            remaining = [edge for edge in remaining if not cycle.issuperset(edge)]
+            possible = [edge for edge in remaining if not cycle.issuperset(edge)]
+            # The graph may have a cycle without them.
+            remaining = possible if len(possible) < len(remaining) else []
         else:
-            return remaining
+            break
+    return remaining
 
 
 def _inputs_without_ways_back(ops: Sequence[tf.Operation]) -> dict[tf.Operation, list[Any]]:

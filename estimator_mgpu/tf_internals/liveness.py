@@ -89,6 +89,10 @@ class Liveness:
         """Whether an op runs in a loop, or its outputs are in one."""
         return bool(self.frame(op) or self.output_frame(op))
 
+    def outermost_loop(self, op: tf.Operation) -> Frame:
+        """The outermost loop that an op, or its outputs, are in; () if there is none."""
+        return (self.frame(op) or self.output_frame(op))[:1]
+
     def may_be_dead(self, op: tf.Operation) -> bool:
         """Whether an op may be dead. An op in a loop may be, as the last iteration ends early."""
         return bool(self._conditions.get(op, _ALWAYS))

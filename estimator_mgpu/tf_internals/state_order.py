@@ -104,7 +104,7 @@ class StateOrder:
 
     def forget_read(self, op: tf.Operation) -> None:
         """Notes that an op reads no variable any more, so that no write has to come after it."""
-        for variable in self._variables.pop(op):
+        for variable in self._variables.pop(op, ()):
             self._reads[variable] &= ~self.bits(op)
         self.late_reads &= ~self.bits(op)
 

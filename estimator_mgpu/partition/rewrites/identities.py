@@ -103,7 +103,8 @@ def _wait_for_late_reads(
         for read in reads
         if order.liveness.always_runs(op.inputs[0].op)
     ]
-    possible = set(graphs.without_cycles(graph.get_operations(), edges)) if edges else set()
+    loop_of = order.liveness.outermost_loop
+    possible = set(graphs.without_cycles(graph.get_operations(), edges, loop_of))
 
     tied = set()
     for op, reads in reads_of.items():

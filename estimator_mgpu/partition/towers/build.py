@@ -105,6 +105,20 @@ class Towers:
             names[name] = self._values.full_values.get(replacement.name, replacement.name)
         return names
 
+    def values_of_stateful_ops(self) -> dict[str, tf.Tensor]:
+        """The full values of tensors whose ops shouldn't run again, as they touch state.
+
+        These are by the names of the user's tensors that can be fetched.
+        """
+        values = {}
+        for name in self.tensors_in_use():
+            tensor = self.graph.get_tensor_by_name(name)
+            if not self.model.has(tensor.op):
+                continue  # A rewrite has made it.
+            if self._waits.touches_state(list(_replacements(tensor, self._replaced))):
+                values[name] = self.full_value(tensor)
+        return values
+
     def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """What each tower has of the output of an op that is sharded."""
         names = [self._values.local(tensor, tower) for tower in self.towers]

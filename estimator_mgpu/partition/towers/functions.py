@@ -44,6 +44,9 @@ def adapt_node(
       tower: whose copy it is.
       path: of a node in a function, as in `op_paths`.
     """
+    if node.op in op_types.FORWARDS:
+        # No reference leads to a variable of another device, so copies give on its value.
+        node.op = node.op.removeprefix('Ref')
     for attr in _ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
         del node.attr[attr]
     for key, value in op_plan.attrs.items():

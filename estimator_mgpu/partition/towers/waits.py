@@ -113,6 +113,27 @@ class Waits:
             waited_for = union(missing, waited_for)
         return ops
 
+    def touches_state(self, replacements: Sequence[tf.Tensor]) -> bool:
+        """Whether a tensor that can be fetched is made by reading or changing state.
+
+        A loop of TensorFlow 1 may do both in its ops, and that of a backward pass takes what the
+        forward pass has left for it.
+
+        Args:
+          replacements: the tensor, and what one rewrite after another uses in its place.
+        """
+        tensor = replacements[0]
+        if self._order.liveness.output_frame(tensor.op):
+            return False
+        if not tensor.graph.is_fetchable(tensor.op):
+            return False
+        return any(
+            tensor.op.type in op_types.EXIT
+            or self._order.bits(tensor.op)
+            or self._order.variables_behind(tensor)
+            for tensor in replacements
+        )
+
     def _visit_copy(self, op: tf.Operation) -> None:
         bits = 0
         for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):

@@ -1,0 +1,82 @@
+"""Loops of TensorFlow 1 wait for nothing outside of them, unless they have to.
+
+If gradients are taken within `tf.control_dependencies(updates)`, the loops of the backward pass
+wait for the updates. So does the loop of the forward pass, which counts its steps for them:
+
+    update - - -> 0 ---> Enter ---> counter of the steps
+
+If an update gives a value, as that of a reference variable does, TensorFlow passes the value into
+loops as well, and ops there wait for that:
+
+    update ---> Enter ---> Identity - - -> op in the loop
+
+The update may follow from what this very loop gives, such as the average of an RNN's output. One
+device runs such a loop op by op. But a sharded loop begins with all that it's given, and no tower
+should wait for the others' updates. So only ops that read or write variables wait. What follows
+from the loop keeps its order by `towers.waits`.
+"""
+
+from __future__ import annotations
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import graphs, op_types, private
+from estimator_mgpu.tf_internals.state_order import StateOrder
+from estimator_mgpu.tf_internals.v1_loops import entered
+
+
+def remove_loop_waits(graph: tf.Graph, order: StateOrder) -> set[str]:
+    """Removes the control edges by which loops wait for what is outside of them.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      order: of the graph. What is passed into a loop only for such an edge no longer counts as a
+        read.
+
+    Returns:
+      The names of the ops that are no longer used, which passed values into loops.
+    """
+    unused: set[str] = set()
+    for op in graph.get_operations():
+        if op.type in op_types.ENTER and not order.liveness.frame(op):
+            _begin_at_once(op)
+        elif op.type == op_types.IDENTITY and _is_only_waited_for(op, order):
+            for user in private.control_consumers(op):
+                graphs.set_control_inputs(user, [b for b in user.control_inputs if b is not op])
+            order.forget_read(op)
+            entry = op.inputs[0]
+            unused.add(op.name)
+            if all(user.name in unused for user in entry.consumers()):
+                unused.add(entry.op.name)
+    return unused
+
+
+def _begin_at_once(entry: tf.Operation) -> None:
+    """Removes what the entry of a loop waits for, and so does a constant that enters there."""
+    [operand] = entry.inputs
+    if not _refers_to_variable(operand):
+        for op in (entry, operand.op):
+            if op.control_inputs and (op is entry or op.type == op_types.CONST):
+                graphs.set_control_inputs(op, [])
+
+
+def _refers_to_variable(tensor: tf.Tensor) -> bool:
+    """Whether ops in a loop may read or write a variable by what enters it."""
+    if tensor.dtype == tf.resource:
+        return entered(tensor).op.type not in op_types.HANDLES
+    return graphs.is_reference_variable(tensor)
+
+
+def _is_only_waited_for(op: tf.Operation, order: StateOrder) -> bool:
+    """Whether an identity passes a value into a loop only for ops that needn't wait for it."""
+    if op.inputs[0].op.type not in op_types.ENTER or op.outputs[0].consumers():
+        return False
+    users = private.control_consumers(op)
+    return bool(users) and not any(_has_to_wait(user, order) for user in users)
+
+
+def _has_to_wait(op: tf.Operation, order: StateOrder) -> bool:
+    """Whether anything has to come before an op; nothing has to before one on a loop's lists."""
+    if op.type.startswith(op_types.HANDLE_PREFIXES):
+        return False
+    return bool(order.needs_in_order(op))
