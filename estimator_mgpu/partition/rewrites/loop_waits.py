@@ -39,7 +39,7 @@ def remove_loop_waits(graph: tf.Graph, order: StateOrder) -> set[str]:
     unused: set[str] = set()
     for op in graph.get_operations():
         if op.type in op_types.ENTER and not order.liveness.frame(op):
-            _begin_at_once(op)
+            _begin_at_once(op, order)
         elif op.type == op_types.IDENTITY and _is_only_waited_for(op, order):
             for user in private.control_consumers(op):
                 graphs.set_control_inputs(user, [b for b in user.control_inputs if b is not op])
@@ -51,13 +51,18 @@ def remove_loop_waits(graph: tf.Graph, order: StateOrder) -> set[str]:
     return unused
 
 
-def _begin_at_once(entry: tf.Operation) -> None:
-    """Removes what the entry of a loop waits for, and so does a constant that enters there."""
+def _begin_at_once(entry: tf.Operation, order: StateOrder) -> None:
+    """Removes what the entry of a loop waits for, and so does a constant that enters there.
+
+    What is in a branch waits for the branch: else it would run if the branch isn't taken.
+    """
     [operand] = entry.inputs
-    if not _refers_to_variable(operand):
-        for op in (entry, operand.op):
-            if op.control_inputs and (op is entry or op.type == op_types.CONST):
-                graphs.set_control_inputs(op, [])
+    if _refers_to_variable(operand):
+        return
+    waiting = [entry, operand.op] if operand.op.type == op_types.CONST else [entry]
+    for op in waiting:
+        if op.control_inputs and not order.liveness.may_be_dead(op):
+            graphs.set_control_inputs(op, [])
 
 
 def _refers_to_variable(tensor: tf.Tensor) -> bool:
