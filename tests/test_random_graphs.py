@@ -72,17 +72,26 @@ def _check(case, modes):
     return ours
 
 
-@pytest.mark.no_cover
-@pytest.mark.core
-@hypothesis.given(random_graphs.cases)
-def test_random_model(case):
-    check(case)
-
-
 def case_of(name, sizes, static, loss='mean', **more):
     return Case(
         [name, 'dense'], [loss], ['momentum'], 'none', ['mean'], sizes, static, 3, 1, **more
     )
+
+
+# A loop in a branch: the branch isn't taken.
+IDLE_LOOP = Case(
+    ['keras_lstm', 'masked_centered'],
+    *(['cross_entropy'], ['rmsprop'], 'none', [], [2, 2], False, 3, 21),
+    behavior='v1',
+)
+
+
+@pytest.mark.no_cover
+@pytest.mark.core
+@hypothesis.example(IDLE_LOOP)
+@hypothesis.given(random_graphs.cases)
+def test_random_model(case):
+    check(case)
 
 
 def check_each(name, sizes, static=False, modes=(MODES.EVAL,), **more):

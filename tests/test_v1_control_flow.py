@@ -1,5 +1,7 @@
 """Loops and branches of TensorFlow 1, which are made of ops: sharded, exact, also if imported."""
 
+import time
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -212,6 +214,11 @@ def array_in_branch(x, w):
 @model()
 def loop_in_branch(x, w):
     return tf.cond(tf.reduce_sum(x) < 99, lambda: loop(x, w), lambda: tf.matmul(x[:, 0], w))
+
+
+@model()
+def loop_in_branch_not_taken(x, w):
+    return tf.cond(tf.reduce_sum(x) > 99, lambda: loop(x, w), lambda: tf.matmul(x[:, 0], w))
 
 
 @model()
@@ -505,6 +512,33 @@ def test_a_branch_that_is_not_taken_draws_no_numbers():
 def loops_of(graph):
     ops = graph.get_operations()
     return find_loops(ops, Liveness(ops))
+
+
+def test_what_a_loop_writes_comes_after_what_the_loop_waits_for():
+    log = []
+
+    def noted(value):
+        time.sleep(0.05 if value == 'before' else 0)
+        log.append(value)
+        return np.float32(0)
+
+    def model_fn(features, labels, mode):
+        before = tf.numpy_function(lambda: noted('before'), [], tf.float32)
+
+        def body(i, x):
+            inside = tf.numpy_function(lambda: noted('inside'), [], tf.float32)
+            return i + 1, tf.tanh(x) + tf.reshape(inside, [])
+
+        with tf.control_dependencies([tf.group(before)]):
+            _, output = tf.while_loop(lambda i, _: i < 2, body, [0, features])
+        return tf.estimator.EstimatorSpec(mode, predictions=output)
+
+    with towers.behavior_of('v1'), tf.Graph().as_default(), towers.session(2) as sess:
+        model_fn = estimator_mgpu.replicate(model_fn, devices=2)
+        spec = model_fn(tf.ones([4, 3]), None, towers.MODES.PREDICT)
+        for _ in range(3):
+            sess.run(spec.predictions)
+    assert log == ['before', 'inside', 'inside'] * 3
 
 
 def test_the_parts_of_a_loop():

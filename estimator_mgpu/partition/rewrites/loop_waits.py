@@ -12,8 +12,8 @@ loops as well, and ops there wait for that:
 
 The update may follow from what this very loop gives, such as the average of an RNN's output. One
 device runs such a loop op by op. But a sharded loop begins with all that it's given, and no tower
-should wait for the others' updates. So only ops that read or write variables wait. What follows
-from the loop keeps its order by `towers.waits`.
+should wait for the others' updates. So only what reads or writes variables waits, and loops with
+side effects do. What follows from a loop keeps its order by `towers.waits`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,16 @@ def remove_loop_waits(graph: tf.Graph, order: StateOrder) -> set[str]:
     Returns:
       The names of the ops that are no longer used, which passed values into loops.
     """
+    liveness = order.liveness
+    ops = graph.get_operations()
+    with_effects = {liveness.outermost_loop(op) for op in ops if _has_ordered_effect(op, order)}
     unused: set[str] = set()
-    for op in graph.get_operations():
-        if op.type in op_types.ENTER and not order.liveness.frame(op):
+    for op in ops:
+        if op.type not in (*op_types.ENTER, op_types.IDENTITY):
+            continue
+        if liveness.outermost_loop(op) in with_effects:
+            continue
+        if op.type in op_types.ENTER and not liveness.frame(op):
             _begin_at_once(op, order)
         elif op.type == op_types.IDENTITY and _is_only_waited_for(op, order):
             for user in private.control_consumers(op):
@@ -61,8 +68,9 @@ def _begin_at_once(entry: tf.Operation, order: StateOrder) -> None:
         return
     waiting = [entry, operand.op] if operand.op.type == op_types.CONST else [entry]
     for op in waiting:
-        if op.control_inputs and not order.liveness.may_be_dead(op):
-            graphs.set_control_inputs(op, [])
+        kept = [before for before in op.control_inputs if order.liveness.may_be_dead(before)]
+        if len(kept) < len(op.control_inputs):
+            graphs.set_control_inputs(op, kept)
 
 
 def _refers_to_variable(tensor: tf.Tensor) -> bool:
@@ -77,11 +85,10 @@ def _is_only_waited_for(op: tf.Operation, order: StateOrder) -> bool:
     if op.inputs[0].op.type not in op_types.ENTER or op.outputs[0].consumers():
         return False
     users = private.control_consumers(op)
-    return bool(users) and not any(_has_to_wait(user, order) for user in users)
+    # What reads a variable may have to wait for a write to it.
+    return bool(users) and not any(order.needs_in_order(u) for u in users if order.is_quiet(u))
 
 
-def _has_to_wait(op: tf.Operation, order: StateOrder) -> bool:
-    """Whether anything has to come before an op; nothing has to before one on a loop's lists."""
-    if op.type.startswith(op_types.HANDLE_PREFIXES):
-        return False
-    return bool(order.needs_in_order(op))
+def _has_ordered_effect(op: tf.Operation, order: StateOrder) -> bool:
+    """Whether an op has a side effect that isn't one on a loop's lists, which only the loop sees."""
+    return not order.is_quiet(op) and not op.type.startswith(op_types.HANDLE_PREFIXES)
