@@ -90,5 +90,5 @@ def _is_only_waited_for(op: tf.Operation, order: StateOrder) -> bool:
 
 
 def _has_ordered_effect(op: tf.Operation, order: StateOrder) -> bool:
-    """Whether an op has a side effect that isn't one on a loop's lists, which only the loop sees."""
+    """Whether an op has a side effect, other than on the lists of its own loop."""
     return not order.is_quiet(op) and not op.type.startswith(op_types.HANDLE_PREFIXES)
