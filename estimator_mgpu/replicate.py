@@ -411,7 +411,7 @@ def _divided(
     if towers is None:
         return spec, step._replace(nothing_is_sharded=True)
     spec = _with_full_values(spec, towers)
-    fetches.give_values(graph, towers.values_of_stateful_ops())
+    fetches.give_values(graph, towers.make_values_of_stateful_ops())
     return spec, step._replace(
         loss=spec.loss,
         plan=towers.plan,

@@ -222,6 +222,51 @@ def loop_in_branch_not_taken(x, w):
 
 
 @model()
+def likes_in_branches(x, w):
+    """What is like something that the graph doesn't know the size of, if the branch is taken."""
+    x = tf.matmul(x[:, 0], w)
+    x += tf.cond(tf.reduce_sum(x) > 99, lambda: tf.zeros_like(x), lambda: tf.tanh(x))
+    return x * tf.cond(tf.reduce_sum(x) < 99, lambda: 2 * tf.ones_like(x), lambda: tf.tanh(x))
+
+
+@model()
+def loop_tied_to_its_input(x, w):
+    h = tf.tanh(x[:, 0])
+    h, output = tf.tuple([h, repeat(lambda _, h: tf.tanh(tf.matmul(h, w)), h)])
+    return h + output
+
+
+@model()
+def loop_waits_for_a_write(x, w):
+    """The variable that it reads has to be written before."""
+    v = tf.get_variable('v', initializer=tf.ones_initializer(), shape=[], trainable=False)
+    x = tf.matmul(x[:, 0], w)
+    with tf.control_dependencies([tf.assign_add(v, tf.reduce_mean(tf.abs(x)))]):
+        return repeat(lambda _, h: tf.tanh(h * v), x)
+
+
+@model()
+def constant_in_loop_waits(x, w):
+    total = tf.reduce_sum(x)
+
+    def step(i, h):
+        with tf.control_dependencies([tf.identity(total)]):
+            two = tf.constant(2.0)
+        return tf.tanh(tf.matmul(h, w)) * two
+
+    return repeat(step, x[:, 0])
+
+
+@model(once='needs all examples')
+def branch_after_a_loop_that_runs_once(x, w):
+    """Its branch isn't taken."""
+    x = tf.map_fn(lambda row: tf.tanh(tf.reduce_sum(row * w, 1)), x[:, 0])
+    return tf.cond(
+        tf.reduce_mean(x) > 9, lambda: tf.matmul(x, w), lambda: 2 * tf.matmul(x, w)[::-1]
+    )
+
+
+@model()
 def case(x, w):
     x = x[:, 0]
     total = tf.reduce_sum(x)

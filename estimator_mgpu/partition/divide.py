@@ -94,10 +94,10 @@ def divide(
     # The number of examples waits for the check that all leaves have as many.
     ops_of_total = graphs.ancestors([total.op]) if total is not None else set()
     kept = existing_ops | {op.name for op in ops_of_total}
-    not_passed = remove_loop_waits(graph, order)
+    unused_entries = remove_loop_waits(graph, existing_ops, order)
     replaced.update(bypass_identities(graph, kept, order))
     replaced.update(replace_likes_by_fills(graph, existing_ops, order.liveness))
-    unused = not_passed | {name.partition(':')[0] for name in replaced}
+    unused = unused_entries | {name.partition(':')[0] for name in replaced}
     unused |= idle_groups(graph, existing_ops, unused)
     unused |= unused_gradients(graph.get_operations(), results, PRODUCTS, unused, order)
 
@@ -113,6 +113,7 @@ def divide(
         unused=unused,
         reasons=_reasons_of_unknown_ranks(batch),
         shard_count=len(devices) * turns,
+        may_be_dead=order.liveness.output_may_be_dead,
     )
     if bypasses_needless_ops:
         plan, bypassed = bypass_needless_ops(graph, plan, order)

@@ -64,6 +64,11 @@ def refuse_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> None:
             private.set_gradient_function(op, _refuse_gradient)
 
 
+def users_of_reruns(graph: tf.Graph) -> Set[tf.Operation]:
+    """The ops that use what calls, branches and loops give that run again for later gradients."""
+    return getattr(graph, _MODEL).users_of_reruns
+
+
 class Model:
     """The ops of a graph with the inputs that a model_fn gave them, or whoever made them later.
 
@@ -74,6 +79,7 @@ class Model:
 
     Attributes:
       is_changing: whether the graph is being changed: from `note_model` to `end_changes`.
+      users_of_reruns: ops that use what runs again for gradients, although towers have copies.
     """
 
     def __init__(self, graph: tf.Graph):
@@ -87,6 +93,7 @@ class Model:
         self._ops_seen = 0
         self._is_restored = False
         self.is_changing = True
+        self.users_of_reruns: set[tf.Operation] = set()
 
     def note_ops(self) -> list[tf.Operation]:
         """Notes the inputs of the ops that were added since the last call, and returns the ops."""
@@ -98,7 +105,7 @@ class Model:
         return added
 
     def has(self, op: tf.Operation) -> bool:
-        """Whether an op that was noted is the model's."""
+        """Whether an op is the model's, and not one that a rewrite or a tower has added."""
         return op in self._inputs
 
     def note_inlined(self, inlined: Mapping[str, tf.Tensor]) -> None:
@@ -295,6 +302,7 @@ class Model:
                 identities = [tf.identity(tensor, name) for tensor in ends]
                 with tf.control_dependencies(identities):
                     gate = tf.no_op(name)
+        self.users_of_reruns.update(identity.op for identity in identities)
         for write in later:
             function_calls.let_wait(write, [gate])
 

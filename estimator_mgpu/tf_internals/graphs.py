@@ -148,11 +148,12 @@ def without_cycles(
 ) -> list[tuple[tf.Operation, tf.Operation]]:
     """The edges that can be added to a graph; those that would be part of a cycle are left out.
 
+    The outputs of a v1 loop wait for all of its inputs, so a loop counts as a single op.
+
     Args:
       ops: all ops of the graph.
-      edges: from an op to one that is to wait for it; neither is in a v1 loop.
-      loop_of: tells the outermost v1 loop of an op, if there is one. What is given by a loop waits
-        for all that the loop is given.
+      edges: from an op to one that is to wait for it.
+      loop_of: tells the outermost v1 loop of an op, if there is one.
     """
     if not edges:
         return []
@@ -166,12 +167,14 @@ def without_cycles(
     while remaining:
         extended = {unit: [*befores] for unit, befores in inputs.items()}
         for source, target in remaining:
-            extended[target].append(source)
+            extended[units[target]].append(units[source])
         try:
             TopologicalSorter(extended).prepare()
         except CycleError as error:
             cycle = set(error.args[1])
-            possible = [edge for edge in remaining if not cycle.issuperset(edge)]
+            possible = [
+                edge for edge in remaining if not cycle.issuperset(units[op] for op in edge)
+            ]
             # The graph may have a cycle without them.
             remaining = possible if len(possible) < len(remaining) else []
         else:

@@ -28,6 +28,9 @@ def _find(module: str, name: str) -> Any:
 # The collection in which Estimator keeps its read of the global step when it trains.
 GLOBAL_STEP_READ = _find('training.training_util', 'GLOBAL_STEP_READ_KEY')
 
+# What a session asks `Graph.as_graph_element` for each thing that it fetches; nobody else does.
+ASKED_BY_FETCH = dict(allow_tensor=True, allow_operation=True)
+
 # (nest): its leaves, in `tf.nest`'s order, each after the tuple of the keys that lead to it.
 flatten_with_paths = _find('util.nest', 'flatten_with_tuple_paths')
 

@@ -8,7 +8,7 @@ until there is no such op.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -60,6 +60,7 @@ def propagate(
     unused: Set[str],
     reasons: Mapping[str, str],
     shard_count: int = 0,
+    may_be_dead: Callable[[tf.Tensor], bool] = lambda _: False,
 ) -> Plan:
     """Decides which ops run on every tower.
 
@@ -75,6 +76,7 @@ def propagate(
       unused: names of ops in `order` that are left as they are.
       reasons: by the name of an unsharded tensor, why ops that use it run once.
       shard_count: into how many shards rows are divided; 0 leaves groups of rows unsharded.
+      may_be_dead: tells which tensors are in branches of TensorFlow 1, which may not be taken.
 
     Raises:
       RuntimeError: if a rule fails.
@@ -94,7 +96,7 @@ def propagate(
         for tensor in unsharded:
             _begin_unsharded(scope, tensor)
 
-        graph_pass = _Pass(scope, reasons)
+        graph_pass = _Pass(scope, reasons, may_be_dead)
         for op in order:
             if op.name not in unused:
                 graph_pass.visit(op)
@@ -177,6 +179,7 @@ class _Pass:
     Args:
       scope: what is known and decided. Its `reduced` and `run_once` last from pass to pass.
       reasons: by the name of a tensor, why ops that use it run once.
+      may_be_dead: tells which tensors are in branches of TensorFlow 1, which may not be taken.
 
     Attributes:
       once: as in `Plan`.
@@ -184,11 +187,17 @@ class _Pass:
         another pass is needed.
     """
 
-    def __init__(self, scope: Scope, reasons: Mapping[str, str]):
+    def __init__(
+        self,
+        scope: Scope,
+        reasons: Mapping[str, str],
+        may_be_dead: Callable[[tf.Tensor], bool],
+    ):
         self.scope = scope
         self.once: dict[str, tuple[str, int]] = {}
         self.is_last = True
         self._reasons = reasons
+        self._may_be_dead = may_be_dead
         self._visited: set[tf.Operation] = set()
 
     def visit(self, op: Unit) -> None:
@@ -261,7 +270,9 @@ class _Pass:
         if follows_gathered or uses_shards:
             for output in op.outputs:
                 self.scope.reshardable.add(output.name)
-                self.scope.sizes.start_row_space(output)
+                # What follows the branch may have these rows, but the branch may not be taken.
+                if not self._may_be_dead(output):
+                    self.scope.sizes.start_row_space(output)
 
     def _run_makers_of_lists_once(
         self, op: Unit, placements: Sequence[Placement], reason: str

@@ -21,12 +21,14 @@ _NOT_FILLED = (tf.string, tf.resource, tf.variant)
 def replace_likes_by_fills(
     graph: tf.Graph, existing_ops: Set[str], liveness: Liveness
 ) -> dict[str, tf.Tensor]:
-    """Replaces the outputs of `ZerosLike` and `OnesLike` by fills, but in v1 loops.
+    """Replaces the outputs of `ZerosLike` and `OnesLike` by fills, but in v1 control flow.
+
+    In a branch that isn't taken, a fill would give a value, as shapes are known there, too.
 
     Args:
       graph: the graph that the model_fn has built.
       existing_ops: names of ops that were there before the model_fn, which stay as they are.
-      liveness: tells which ops are in v1 loops.
+      liveness: tells which ops are in v1 loops and branches.
 
     Returns:
       By the name of an output, the tensor that is used in its place.
@@ -37,7 +39,7 @@ def replace_likes_by_fills(
             continue
         output = op.outputs[0]
         is_used = bool(output.consumers())
-        if not is_used or output.dtype in _NOT_FILLED or liveness.is_in_loop(op):
+        if not is_used or output.dtype in _NOT_FILLED or not liveness.always_runs(op):
             continue
 
         value = op_types.ZEROS_ONES_LIKE[op.type]

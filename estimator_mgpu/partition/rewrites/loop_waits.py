@@ -18,6 +18,8 @@ side effects do. What follows from a loop keeps its order by `towers.waits`.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import graphs, op_types, private
@@ -25,19 +27,21 @@ from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import entered
 
 
-def remove_loop_waits(graph: tf.Graph, order: StateOrder) -> set[str]:
+def remove_loop_waits(graph: tf.Graph, existing_ops: Set[str], order: StateOrder) -> set[str]:
     """Removes the control edges by which loops wait for what is outside of them.
+
+    What is passed into a loop only for such an edge then counts no longer as a read in `order`.
 
     Args:
       graph: the graph that the model_fn has built.
-      order: of the graph. What is passed into a loop only for such an edge no longer counts as a
-        read.
+      existing_ops: names of ops that were there before the model_fn, which stay as they are.
+      order: of the graph.
 
     Returns:
       The names of the ops that are no longer used, which passed values into loops.
     """
     liveness = order.liveness
-    ops = graph.get_operations()
+    ops = [op for op in graph.get_operations() if op.name not in existing_ops]
     with_effects = {liveness.outermost_loop(op) for op in ops if _has_ordered_effect(op, order)}
     unused: set[str] = set()
     for op in ops:
@@ -59,12 +63,12 @@ def remove_loop_waits(graph: tf.Graph, order: StateOrder) -> set[str]:
 
 
 def _begin_at_once(entry: tf.Operation, order: StateOrder) -> None:
-    """Removes what the entry of a loop waits for, and so does a constant that enters there.
+    """Removes the control inputs of a loop's entry, and of a constant that enters there.
 
-    What is in a branch waits for the branch: else it would run if the branch isn't taken.
+    What is in a branch still waits for the branch: else it would run if the branch isn't taken.
     """
     [operand] = entry.inputs
-    if _refers_to_variable(operand):
+    if _refers_to_variable(operand, order):
         return
     waiting = [entry, operand.op] if operand.op.type == op_types.CONST else [entry]
     for op in waiting:
@@ -73,11 +77,11 @@ def _begin_at_once(entry: tf.Operation, order: StateOrder) -> None:
             graphs.set_control_inputs(op, kept)
 
 
-def _refers_to_variable(tensor: tf.Tensor) -> bool:
+def _refers_to_variable(tensor: tf.Tensor, order: StateOrder) -> bool:
     """Whether ops in a loop may read or write a variable by what enters it."""
     if tensor.dtype == tf.resource:
         return entered(tensor).op.type not in op_types.HANDLES
-    return graphs.is_reference_variable(tensor)
+    return bool(order.variables_behind(tensor))
 
 
 def _is_only_waited_for(op: tf.Operation, order: StateOrder) -> bool:
@@ -85,8 +89,17 @@ def _is_only_waited_for(op: tf.Operation, order: StateOrder) -> bool:
     if op.inputs[0].op.type not in op_types.ENTER or op.outputs[0].consumers():
         return False
     users = private.control_consumers(op)
+    return bool(users) and not any(_has_to_wait(user, op, order) for user in users)
+
+
+def _has_to_wait(user: tf.Operation, op: tf.Operation, order: StateOrder) -> bool:
+    """Whether an op in a loop has to wait for another one, by a control edge."""
+    frame = order.liveness.frame(user)
+    others = [before for before in graphs.direct_inputs(user) if before is not op]
+    if all(order.liveness.output_frame(before) != frame for before in others):
+        return True  # Nothing else keeps it in the loop.
     # What reads a variable may have to wait for a write to it.
-    return bool(users) and not any(order.needs_in_order(u) for u in users if order.is_quiet(u))
+    return order.is_quiet(user) and bool(order.needs_in_order(user))
 
 
 def _has_ordered_effect(op: tf.Operation, order: StateOrder) -> bool:

@@ -6,6 +6,7 @@ the user's tensors are found again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
@@ -83,19 +84,44 @@ class Towers:
     def full_value(self, tensor: tf.Tensor) -> tf.Tensor:
         """The value of one of the user's tensors for the global batch, and its side effects."""
         replacements = list(_replacements(tensor, self._replaced))
-        replacement = replacements[-1]
-        name = self._values.full_values.get(replacement.name)
-        value = replacement if name is None else self.graph.get_tensor_by_name(name)
-
+        value = self._value_in_use(replacements)
         missing = self._waits.missing(replacements)
         if not missing:
             return value
-        names = _names_of_ops(missing, self.plan, self.towers, self._values)
-        waits = [self.graph.get_operation_by_name(name) for name in names]
-        with self.graph.as_default(), tf.device(value.device), tf.name_scope(None):
-            with tf.control_dependencies(None), tf.control_dependencies(waits):
-                with tracebacks.made_for(tensor.op):
-                    return tf.identity(value, self._values.name_of_result(tensor.op))
+        return self._identity_after(value, self._copies_of(missing), tensor.op)
+
+    def _value_in_use(self, replacements: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The full value of a tensor, given with its replacements, as users of it have it."""
+        replacement = replacements[-1]
+        name = self._values.full_values.get(replacement.name)
+        return replacement if name is None else self.graph.get_tensor_by_name(name)
+
+    def _copies_of(self, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+        """Ops, and in the place of a sharded one all of its copies."""
+        names = _names_of_ops(ops, self.plan, self.towers, self._values)
+        return [self.graph.get_operation_by_name(name) for name in names]
+
+    def _identity_after(
+        self, value: tf.Tensor, before: Sequence[tf.Operation], op: tf.Operation
+    ) -> tf.Tensor:
+        """A full value of a user's op that waits for other ops."""
+        with self._added_after(before, op, value.device):
+            return tf.identity(value, self._values.name_of_result(op))
+
+    def _after(self, before: Sequence[tf.Operation], op: tf.Operation) -> tf.Operation:
+        """An op that waits for others, or for their copies, added for a user's op."""
+        with self._added_after(self._copies_of(before), op, self.towers[0].device):
+            return tf.no_op(self._values.name_of_result(op))
+
+    @contextlib.contextmanager
+    def _added_after(
+        self, before: Sequence[tf.Operation], op: tf.Operation, device: str
+    ) -> Iterator[None]:
+        """A context in which an op can be added for a user's op; it waits for other ops."""
+        with self.graph.as_default(), tf.device(device), tf.name_scope(None):
+            with tf.control_dependencies(None), tf.control_dependencies(before):
+                with tracebacks.made_for(op):
+                    yield
 
     def tensors_in_use(self) -> dict[str, str]:
         """The names of the tensors that the user's ops are given in place of others, by theirs."""
@@ -105,18 +131,27 @@ class Towers:
             names[name] = self._values.full_values.get(replacement.name, replacement.name)
         return names
 
-    def values_of_stateful_ops(self) -> dict[str, tf.Tensor]:
-        """The full values of tensors whose ops shouldn't run again, as they touch state.
+    def make_values_of_stateful_ops(self) -> dict[str, tf.Tensor]:
+        """Makes the full values of tensors whose ops mustn't run again, as they touch state.
 
-        These are by the names of the user's tensors that can be fetched.
+        Returns:
+          The values, by the names of the user's tensors. Only those that can be fetched have one.
         """
         values = {}
+        waits: dict[int, tf.Operation] = {}  # by the side effects that they wait for
         for name in self.tensors_in_use():
             tensor = self.graph.get_tensor_by_name(name)
-            if not self.model.has(tensor.op):
-                continue  # A rewrite has made it.
-            if self._waits.touches_state(list(_replacements(tensor, self._replaced))):
-                values[name] = self.full_value(tensor)
+            replacements = list(_replacements(tensor, self._replaced))
+            is_users = self.model.has(tensor.op) and self.graph.is_fetchable(tensor.op)
+            if not (is_users and self._waits.touches_state(replacements)):
+                continue
+            values[name] = self._value_in_use(replacements)
+            if self._waits.missing(replacements):
+                # Many tensors wait for the same, as gradients do for all updates of averages.
+                effects = self._waits.effects(replacements)
+                if effects not in waits:
+                    waits[effects] = self._after(self._waits.ops_of(effects, tensor.op), tensor.op)
+                values[name] = self._identity_after(values[name], [waits[effects]], tensor.op)
         return values
 
     def local_values(self, tensor: tf.Tensor) -> list[tf.Tensor]:

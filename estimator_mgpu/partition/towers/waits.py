@@ -113,8 +113,23 @@ class Waits:
             waited_for = union(missing, waited_for)
         return ops
 
+    def effects(self, replacements: Sequence[tf.Tensor]) -> int:
+        """The bits of all side effects that a tensor waits for.
+
+        Args:
+          replacements: the tensor, and what one rewrite after another uses in its place.
+        """
+        bits = 0
+        for tensor in replacements:
+            bits = union(self._order.needs(tensor.op), bits)
+        return bits
+
+    def ops_of(self, bits: int, op: tf.Operation) -> list[tf.Operation]:
+        """Ops by which one waits for what an op waited for, which is given as bits."""
+        return self._order.ops_for(bits, op)
+
     def touches_state(self, replacements: Sequence[tf.Tensor]) -> bool:
-        """Whether a tensor that can be fetched is made by reading or changing state.
+        """Whether a tensor outside of loops is made by reading or changing state.
 
         A loop of TensorFlow 1 may do both in its ops, and that of a backward pass takes what the
         forward pass has left for it.
@@ -122,10 +137,7 @@ class Waits:
         Args:
           replacements: the tensor, and what one rewrite after another uses in its place.
         """
-        tensor = replacements[0]
-        if self._order.liveness.output_frame(tensor.op):
-            return False
-        if not tensor.graph.is_fetchable(tensor.op):
+        if self._order.liveness.output_frame(replacements[0].op):
             return False
         return any(
             tensor.op.type in op_types.EXIT
