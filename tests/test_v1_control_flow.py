@@ -266,6 +266,18 @@ def branch_after_a_loop_that_runs_once(x, w):
     )
 
 
+@model(once='has side effects')
+def variable_read_in_loop_that_runs_once(x, w):
+    v = tf.get_variable('v', [WIDTH])
+    count = tf.get_variable('count', [], initializer=tf.zeros_initializer(), trainable=False)
+
+    def step(i, h):
+        with tf.control_dependencies([tf.assign_add(count, 1.0)]):
+            return tf.tanh(tf.matmul(h, w) + v.read_value() * x[:, i])
+
+    return repeat(step, x[:, 0])
+
+
 @model()
 def case(x, w):
     x = x[:, 0]

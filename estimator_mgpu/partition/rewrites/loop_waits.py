@@ -12,8 +12,8 @@ loops as well, and ops there wait for that:
 
 The update may follow from what this very loop gives, such as the average of an RNN's output. One
 device runs such a loop op by op. But a sharded loop begins with all that it's given, and no tower
-should wait for the others' updates. So only what reads or writes variables waits, and loops with
-side effects do. What follows from a loop keeps its order by `towers.waits`.
+should wait for the others' updates. So only what reads or writes variables waits. A loop with side
+effects, and what follows from a loop, keeps its order by `towers.waits`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,9 @@ def remove_loop_waits(graph: tf.Graph, existing_ops: Set[str], order: StateOrder
     with_effects = {liveness.outermost_loop(op) for op in ops if _has_ordered_effect(op, order)}
     unused: set[str] = set()
     for op in ops:
-        if op.type not in (*op_types.ENTER, op_types.IDENTITY):
-            continue
-        if liveness.outermost_loop(op) in with_effects:
-            continue
         if op.type in op_types.ENTER and not liveness.frame(op):
             _begin_at_once(op, order)
-        elif op.type == op_types.IDENTITY and _is_only_waited_for(op, order):
+        elif liveness.outermost_loop(op) not in with_effects and _is_only_waited_for(op, order):
             for user in private.control_consumers(op):
                 graphs.set_control_inputs(user, [b for b in user.control_inputs if b is not op])
             order.forget_read(op)
@@ -86,7 +82,9 @@ def _refers_to_variable(tensor: tf.Tensor, order: StateOrder) -> bool:
 
 def _is_only_waited_for(op: tf.Operation, order: StateOrder) -> bool:
     """Whether an identity passes a value into a loop only for ops that needn't wait for it."""
-    if op.inputs[0].op.type not in op_types.ENTER or op.outputs[0].consumers():
+    if op.type != op_types.IDENTITY or op.outputs[0].consumers():
+        return False
+    if op.inputs[0].op.type not in op_types.ENTER:
         return False
     users = private.control_consumers(op)
     return bool(users) and not any(_has_to_wait(user, op, order) for user in users)

@@ -20,8 +20,10 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
 
     Slots such as Adam's moments go with their variable, and so does any variable whose name begins
     with another one's. The variables of a function that XLA compiles are together, as the compiled
-    function can use those of one device only. TensorFlow itself places what else has to be where a
-    variable is.
+    function can use those of one device only. A reference variable that is read in a loop of
+    TensorFlow 1 is on the first device: if the loop runs once, then all of it does so there. A loop
+    that has ops on two devices never ends if one of them is given a reference. TensorFlow itself
+    places what else has to be where a variable is.
 
     Args:
       choice: as for `replicate()`.
@@ -38,6 +40,7 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
     for variable in variables:
         groups.setdefault(_leader(variable, names), []).append(variable)
     compiled = _variables_of_compiled_functions()
+    in_loops = _reference_variables_of_loops()
     for used in compiled:
         _join_groups(groups, {op.name for op in used})
 
@@ -48,7 +51,8 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
         if placed:
             device = placed[0].device or devices[0]
         else:
-            device = _device_for(group, choice, devices, load)
+            is_in_loop = any(variable.op in in_loops for variable in group)
+            device = _device_for(group, choice, [devices[0]] if is_in_loop else devices, load)
         load[device] += _bytes_of_group(group)
         load[machine_of(device)] += _bytes_of_group(group)
         for variable in group:
@@ -62,6 +66,14 @@ def _variables_of_compiled_functions() -> list[list[tf.Operation]]:
         for op in tf.get_default_graph().get_operations()
         if function_calls.calls_compiled(op)
     ]
+
+
+def _reference_variables_of_loops() -> set[tf.Operation]:
+    """The variables that enter loops of TensorFlow 1 as references, not as values."""
+    operands = [
+        op.inputs[0] for op in tf.get_default_graph().get_operations() if op.type in op_types.ENTER
+    ]
+    return {tensor.op for tensor in operands if graphs.is_reference_variable(tensor)}
 
 
 def _used_with(
