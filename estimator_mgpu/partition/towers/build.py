@@ -142,8 +142,8 @@ class Towers:
         for name in self.tensors_in_use():
             tensor = self.graph.get_tensor_by_name(name)
             replacements = list(_replacements(tensor, self._replaced))
-            is_users = self.model.has(tensor.op) and self.graph.is_fetchable(tensor.op)
-            if not (is_users and self._waits.touches_state(replacements)):
+            is_of_user = self.model.has(tensor.op) and self.graph.is_fetchable(tensor.op)
+            if not (is_of_user and self._waits.touches_state(replacements)):
                 continue
             values[name] = self._value_in_use(replacements)
             if self._waits.missing(replacements):

@@ -114,12 +114,12 @@ class Waits:
         return ops
 
     def effects(self, replacements: Sequence[tf.Tensor]) -> int:
-        """The bits of all side effects that a tensor waits for.
+        """The bits of all side effects that running a tensor's op has to run.
 
         Args:
           replacements: the tensor, and what one rewrite after another uses in its place.
         """
-        bits = 0
+        bits = self._order.bits(replacements[-1].op) & self._order.effects
         for tensor in replacements:
             bits = union(self._order.needs(tensor.op), bits)
         return bits
