@@ -80,8 +80,15 @@ def case_of(name, sizes, static, loss='mean', **more):
 
 # A loop in a branch: the branch isn't taken.
 IDLE_LOOP = Case(
-    ['keras_lstm', 'masked_centered'],
-    *(['cross_entropy'], ['rmsprop'], 'none', [], [2, 2], False, 3, 21),
+    ops=['keras_lstm', 'masked_centered'],
+    losses=['cross_entropy'],
+    optimizers=['rmsprop'],
+    clip='none',
+    metrics=[],
+    sizes=[2, 2],
+    static=False,
+    towers=3,
+    seed=21,
     behavior='v1',
 )
 

@@ -266,6 +266,14 @@ def branch_after_a_loop_that_runs_once(x, w):
     )
 
 
+@model()
+def masked_in_branch_not_taken(x, w):
+    """How many rows are left in the branch isn't known."""
+    x = x[:, 0]
+    masked = lambda: tf.reduce_sum(tf.matmul(tf.boolean_mask(x, x[:, 0] > 0), w), 0)  # noqa: E731
+    return x * tf.cond(tf.reduce_sum(x) > 99, masked, lambda: tf.reduce_sum(x, 0))
+
+
 @model(once='has side effects')
 def variable_read_in_loop_that_runs_once(x, w):
     v = tf.get_variable('v', [WIDTH])

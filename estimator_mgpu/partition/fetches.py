@@ -68,7 +68,7 @@ class _FetchedTensors:
         element = self._as_graph_element(*args, **kwargs)
         if kwargs != private.ASKED_BY_FETCH:
             return element
-        if not self._graph.finalized:
+        if not self._graph.finalized:  # Otherwise they have got them.
             self.give_to_added_ops()
         if isinstance(element, tf.Operation):
             return self._op_in_use(element)

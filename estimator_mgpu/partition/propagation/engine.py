@@ -20,6 +20,7 @@ from estimator_mgpu.partition.placements import (
     Placement,
     Positions,
     Shard,
+    rows_of,
 )
 from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan
 from estimator_mgpu.partition.propagation.branches import decide_branches
@@ -36,7 +37,7 @@ from estimator_mgpu.partition.propagation.v1_branches import decide_merge, decid
 from estimator_mgpu.partition.propagation.v1_loops import decide_v1_loop
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import Groups, PartRows, RowSpace, Size, Splits
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
 
@@ -236,8 +237,12 @@ class _Pass:
 
     def _decide(self, op: Unit, placements: list[Placement]) -> None:
         """Lets an op run on every tower if it can be sharded, and otherwise once."""
+        # Rows that begin in a branch end with it.
+        rows_end = op.type in op_types.MERGE and any(
+            self._begins_in_branch(rows_of(placement)) for placement in placements
+        )
         if any(isinstance(placement, Partial) for placement in placements):
-            partial = passed_partial(op, placements)
+            partial = None if rows_end else passed_partial(op, placements)
             if partial is not None:
                 self.scope.record(op, pass_on(op, placements, partial))
                 return
@@ -249,12 +254,28 @@ class _Pass:
             ]
 
         try:
+            if rows_end and any(placement != REPLICATE for placement in placements):
+                raise NotSharded(f'{op.name} ends a branch in which the rows of its value begin')
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
             reason = self._reason_of_pass_before(op, placements) or str(error)
             self._run_unsharded(op, placements, reason or self._reason(op, placements))
         else:
             self.scope.record(op, decision)
+
+    def _begins_in_branch(self, rows: RowSpace | None) -> bool:
+        """Whether a row space begins with a tensor in a branch of TensorFlow 1.
+
+        If the branch isn't taken, nobody knows how many rows there are.
+        """
+        if rows is None:
+            return False
+        if isinstance(rows, (PartRows, Groups)) and self._begins_in_branch(rows.origin):
+            return True
+        is_of_tensor = ':' in rows.name  # unlike the batch's and groups
+        return is_of_tensor and self._may_be_dead(
+            tf.get_default_graph().get_tensor_by_name(rows.name)
+        )
 
     def _run_unsharded(self, op: Unit, placements: Sequence[Placement], reason: str) -> None:
         """Lets an op run once, with the full values of its inputs."""
@@ -270,9 +291,7 @@ class _Pass:
         if follows_gathered or uses_shards:
             for output in op.outputs:
                 self.scope.reshardable.add(output.name)
-                # What follows the branch may have these rows, but the branch may not be taken.
-                if not self._may_be_dead(output):
-                    self.scope.sizes.start_row_space(output)
+                self.scope.sizes.start_row_space(output)
 
     def _run_makers_of_lists_once(
         self, op: Unit, placements: Sequence[Placement], reason: str
