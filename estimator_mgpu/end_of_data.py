@@ -69,8 +69,13 @@ def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation])
       tensors: those of the batch.
       results: the ops of what the spec gives for a step.
     """
-    needed_ops = graphs.ancestors(results)
-    needed = [tensor for tensor in tensors if tensor.op in needed_ops]
+    needed = []
+    targets = set(results)
+    for tensor in tensors:
+        way = graphs.find_way(tensor.op, targets)
+        if way is not None:
+            needed.append(tensor)
+            targets.update(way)  # The next search ends where it meets this way.
     return needed or [tensor for tensor in tensors if tensor.consumers()]
 
 

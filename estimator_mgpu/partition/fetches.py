@@ -60,7 +60,8 @@ class _FetchedTensors:
 
     def add(self, values: Mapping[str, tf.Tensor]) -> None:
         """Adds the values of a model. Its towers have what they need, and get no other values."""
-        self.give_to_added_ops()
+        if self._values:  # This is another model, which may use those before it.
+            self.give_to_added_ops()
         self._values.update(values)
         self._note_ops()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -67,6 +67,32 @@ def descendants(
             seen |= new
             stack += new
     return seen
+
+
+def find_way(
+    op: tf.Operation, targets: Container[tf.Operation]
+) -> list[tf.Operation] | None:
+    """Returns the ops of some way from an op to one of `targets`, both included; None without one.
+
+    Args:
+      op: where the search begins.
+      targets: where it ends: at the first of them that is found.
+    """
+    found_from: dict[tf.Operation, tf.Operation | None] = {op: None}
+    stack = [op]
+    while stack:
+        last = stack.pop()
+        if last in targets:
+            way = [last]
+            while (before := found_from[way[-1]]) is not None:
+                way.append(before)
+            return way[::-1]
+
+        for consumer in consumers_of(last):
+            if consumer not in found_from:
+                found_from[consumer] = last
+                stack.append(consumer)
+    return None
 
 
 def redirect_consumers(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation) -> None:

@@ -56,6 +56,12 @@ _add_function = _find('client.pywrap_tf_session', 'TF_GraphCopyFunction')
 # (function in C, name): holds it, and frees it in the end.
 _owned_function = _find('framework.c_api_util', 'ScopedTFFunction')
 
+# By them TensorFlow makes a `tf.Operation` for each op that was imported: it calls the first, which
+# finds the ops in C by the second, and hands them to the third.
+_find('framework.ops', 'Graph._add_new_tf_operations')
+_new_operations = _find('framework.ops', 'Graph.new_operations')
+_create_op = _find('framework.ops', 'Graph._create_op_from_tf_operation')
+
 # (): the traceback of whoever calls it.
 own_traceback = _find('util.tf_stack', 'extract_stack')
 
@@ -94,6 +100,30 @@ graph_text_format = _find('framework.graph_io', 'text_format')
 def set_traceback(op: tf.Operation, traceback: Any) -> None:
     """Sets where an op was made, as `Operation.traceback` gives it."""
     _set_traceback(op._c_op, traceback)
+
+
+def import_nodes(graph: tf.Graph, nodes: tf.GraphDef, inputs: dict[str, tf.Tensor]) -> None:
+    """Adds nodes to a graph as `tf.import_graph_def` does, in less than half of its time.
+
+    They get the devices that they have, whatever devices the graph's stack asks for.
+
+    Args:
+      graph: the graph.
+      nodes: new nodes, under the names that they get.
+      inputs: the graph's own tensors that they use, by the name that they use.
+    """
+
+    def add_ops(compute_devices: bool) -> list[tf.Operation]:
+        for op in _new_operations(graph):
+            _create_op(graph, op, compute_device=False)
+        return []  # TensorFlow would set the device of each op in this list.
+
+    graph._add_new_tf_operations = add_ops
+    try:
+        with graph.as_default():
+            tf.import_graph_def(nodes, inputs, name='')
+    finally:
+        del graph._add_new_tf_operations
 
 
 def replace_function(graph: tf.Graph, definition: Any) -> None:

@@ -226,19 +226,12 @@ class NodeBuilder:
         """Adds all nodes to the graph."""
         self._copy_constants()
 
-        # To import a device takes as long as to import all the rest of a node.
-        devices = {node.name: node.device for node in self.graph_def.node if node.device}
-        for node in self.graph_def.node:
-            node.device = ''
-        with self.graph.as_default(), tf.control_dependencies(None), tf.device(None):
-            tf.import_graph_def(self.graph_def, self._inputs_from_graph(), name='')
+        with tf.control_dependencies(None):
+            private.import_nodes(self.graph, self.graph_def, self._inputs_from_graph())
         shared = tracebacks.Tracebacks()
         by_served_op = {op: shared.of(op) for op in set(self._served_by.values())}
         for name, served in self._served_by.items():
-            op = self.graph.get_operation_by_name(name)
-            private.set_traceback(op, by_served_op[served])
-            if name in devices:
-                private.set_device(op, devices[name])
+            private.set_traceback(self.graph.get_operation_by_name(name), by_served_op[served])
 
         for name, ops in self.waits.items():
             function_calls.let_wait(self.graph.get_operation_by_name(name), ops)
