@@ -11,6 +11,7 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import place_ops
+from estimator_mgpu.tf_internals.private import import_nodes
 from models import ROWS, batches, predict, regression, spec_of, step
 from towers import TRAIN, compare, nodes_of_a_step, session, tower_of
 
@@ -178,6 +179,27 @@ def test_texts_are_not_moved():
         nothing_sharded = Plan(RowSpace('batch', 2), [], [], {}, {}, {}, Sizes())
         found = place_ops(graph, nothing_sharded, CPUS)
     assert found['Exp'] == CPUS[1] and number.op.name not in found
+
+
+def test_imported_nodes_keep_their_devices():
+    """Those that TensorFlow would give them are others: of the stack, and of colocated ops."""
+    nodes = tf.GraphDef()
+    nodes.node.add(name='x', op='NoOp', device=CPUS[0])
+    nodes.node.add(name='y', op='NoOp', device=CPUS[1]).attr['_class'].list.s.append(b'loc:@x')
+    nodes.node.add(name='z', op='Identity', input=['one:0']).attr[
+        'T'
+    ].type = tf.int32.as_datatype_enum
+    with tf.Graph().as_default() as graph, tf.device(CPUS[2]):
+        one = tf.constant(1, name='one')
+        import_nodes(graph, nodes, {'one:0': one})
+        found = [graph.get_operation_by_name(name) for name in 'xyz']
+        assert [op.device for op in found] == [CPUS[0], CPUS[1], '']
+        assert found[2].inputs[0] is one
+
+        # TensorFlow's own imports are as before.
+        tf.import_graph_def(nodes, {'one:0': one}, name='again')
+        devices = [graph.get_operation_by_name(f'again/{name}').device for name in 'xyz']
+        assert devices == [CPUS[0], CPUS[0], CPUS[2]]
 
 
 def test_what_runs_is_on_its_device():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -69,9 +69,7 @@ def descendants(
     return seen
 
 
-def find_way(
-    op: tf.Operation, targets: Container[tf.Operation]
-) -> list[tf.Operation] | None:
+def find_way(op: tf.Operation, targets: Container[tf.Operation]) -> list[tf.Operation] | None:
     """Returns the ops of some way from an op to one of `targets`, both included; None without one.
 
     Args:
