@@ -70,12 +70,13 @@ def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation])
       results: the ops of what the spec gives for a step.
     """
     needed = []
-    targets = set(results)
+    leading_to_results = set(results)
+    dead_ends: set[tf.Operation] = set()
     for tensor in tensors:
-        way = graphs.find_way(tensor.op, targets)
-        if way is not None:
+        path = graphs.path_to(leading_to_results, tensor.op, dead_ends)
+        if path:
             needed.append(tensor)
-            targets.update(way)  # The next search ends where it meets this way.
+            leading_to_results |= path
     return needed or [tensor for tensor in tensors if tensor.consumers()]
 
 

@@ -379,6 +379,32 @@ def test_features_that_end_and_are_not_used():
             assert sess.run(own) == 3
 
 
+@pytest.mark.parametrize('devices', [1, 2])
+def test_features_that_end_and_no_step_uses(devices, behavior):
+    """Writes wait for the features that the step uses, until those end, too."""
+
+    def model_fn(features, labels, mode):
+        tf.identity(features['short'], 'for_a_hook')
+        loss = tf.reduce_mean(tf.square(labels - features['long'] * tf.get_variable('w', [1])))
+        return spec_of(mode, loss, momentum(loss), tf.assign_add(counter('own'), 1.0))
+
+    with tf.Graph().as_default():
+        global_step = tf.train.create_global_step()
+        features = {}
+        for name, count in {'short': 1, 'long': 3}.items():
+            examples = tf.data.Dataset.from_tensors(floats(ROWS, 1)).repeat(count)
+            features[name] = tf.data.make_one_shot_iterator(examples).get_next()
+        labels = tf.constant(floats(ROWS, 1))
+        spec = estimator_mgpu.replicate(model_fn, devices=devices)(features, labels, TRAIN)
+        [own] = [v for v in tf.global_variables() if v.op.name == 'own']
+        with session(2) as sess:
+            sess.run(tf.global_variables_initializer())
+            with pytest.raises(tf.errors.OutOfRangeError):
+                while True:
+                    sess.run(spec.train_op)
+            assert sess.run([own, global_step]) == [3, 3]
+
+
 def test_batches_that_go_through_a_queue(behavior):
     """What takes from it doesn't take a batch, which would be lost."""
 

@@ -181,25 +181,40 @@ def test_texts_are_not_moved():
     assert found['Exp'] == CPUS[1] and number.op.name not in found
 
 
-def test_imported_nodes_keep_their_devices():
-    """Those that TensorFlow would give them are others: of the stack, and of colocated ops."""
+def nodes_to_import():
+    """Returns a GraphDef with x; y, which is colocated with it; and z, which is given `one`."""
     nodes = tf.GraphDef()
     nodes.node.add(name='x', op='NoOp', device=CPUS[0])
     nodes.node.add(name='y', op='NoOp', device=CPUS[1]).attr['_class'].list.s.append(b'loc:@x')
-    nodes.node.add(name='z', op='Identity', input=['one:0']).attr[
-        'T'
-    ].type = tf.int32.as_datatype_enum
-    with tf.Graph().as_default() as graph, tf.device(CPUS[2]):
-        one = tf.constant(1, name='one')
-        import_nodes(graph, nodes, {'one:0': one})
-        found = [graph.get_operation_by_name(name) for name in 'xyz']
-        assert [op.device for op in found] == [CPUS[0], CPUS[1], '']
-        assert found[2].inputs[0] is one
+    z = nodes.node.add(name='z', op='Identity', input=['one:0'])
+    z.attr['T'].type = tf.int32.as_datatype_enum
+    return nodes
 
-        # TensorFlow's own imports are as before.
-        tf.import_graph_def(nodes, {'one:0': one}, name='again')
-        devices = [graph.get_operation_by_name(f'again/{name}').device for name in 'xyz']
-        assert devices == [CPUS[0], CPUS[0], CPUS[2]]
+
+def test_imported_nodes_keep_their_devices():
+    """`tf.import_graph_def` would give them those of `tf.device` and of colocated ops instead."""
+    with tf.Graph().as_default() as graph:
+        one = tf.constant(1, name='one')
+    with tf.Graph().as_default(), tf.device(CPUS[2]), tf.control_dependencies([tf.no_op()]):
+        import_nodes(graph, nodes_to_import(), {'one:0': one})
+    x, y, z = (graph.get_operation_by_name(name) for name in 'xyz')
+    assert [op.device for op in (x, y, z)] == [CPUS[0], CPUS[1], '']
+    assert z.inputs[0] is one
+    assert x.control_inputs == y.control_inputs == z.control_inputs == []
+
+
+def test_other_imports_are_as_ever():
+    """Also if an import has failed."""
+    with tf.Graph().as_default() as graph:
+        one = tf.constant(1, name='one')
+        with pytest.raises(ValueError, match='unknown'):
+            import_nodes(graph, nodes_to_import(), {'one:0': one, 'unknown:0': one})
+        first = tf.no_op()
+        with tf.device(CPUS[2]), tf.control_dependencies([first]):
+            tf.import_graph_def(nodes_to_import(), {'one:0': one}, name='later')
+    x, y, z = (graph.get_operation_by_name(f'later/{name}') for name in 'xyz')
+    assert [op.device for op in (x, y, z)] == [CPUS[0], CPUS[0], CPUS[2]]
+    assert x.control_inputs == y.control_inputs == [first]
 
 
 def test_what_runs_is_on_its_device():

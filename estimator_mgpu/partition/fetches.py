@@ -59,8 +59,8 @@ class _FetchedTensors:
         functools.update_wrapper(self, as_graph_element)
 
     def add(self, values: Mapping[str, tf.Tensor]) -> None:
-        """Adds the values of a model. Its towers have what they need, and get no other values."""
-        if self._values:  # This is another model, which may use those before it.
+        """Adds the values of a model, whose towers keep their inputs."""
+        if self._values:  # A second model may use tensors of the first one.
             self.give_to_added_ops()
         self._values.update(values)
         self._note_ops()

@@ -69,28 +69,42 @@ def descendants(
     return seen
 
 
-def find_way(op: tf.Operation, targets: Container[tf.Operation]) -> list[tf.Operation] | None:
-    """Returns the ops of some way from an op to one of `targets`, both included; None without one.
+def path_to(
+    targets: Container[tf.Operation], op: tf.Operation, dead_ends: set[tf.Operation]
+) -> set[tf.Operation]:
+    """Returns the ops of a path from an op, along its consumers, to one of `targets`.
+
+    In a graph of which TensorFlow has just imported most ops, this is much faster than `ancestors`:
+    it follows one path, and makes no Python objects for inputs of ops.
 
     Args:
-      op: where the search begins.
-      targets: where it ends: at the first of them that is found.
+      targets: where a path may end.
+      op: where it begins.
+      dead_ends: ops from which no path leads to `targets`. If there's no path from `op`, the ops
+        that were tried are added.
+
+    Returns:
+      All ops on the path, both ends included; none if there's no path.
     """
-    found_from: dict[tf.Operation, tf.Operation | None] = {op: None}
+    previous: dict[tf.Operation, tf.Operation | None] = {op: None}
     stack = [op]
     while stack:
-        last = stack.pop()
-        if last in targets:
-            way = [last]
-            while (before := found_from[way[-1]]) is not None:
-                way.append(before)
-            return way[::-1]
+        reached = stack.pop()
+        if reached in targets:
+            path = {reached}
+            step = previous[reached]
+            while step is not None:
+                path.add(step)
+                step = previous[step]
+            return path
 
-        for consumer in consumers_of(last):
-            if consumer not in found_from:
-                found_from[consumer] = last
+        for consumer in consumers_of(reached):
+            if consumer not in previous and consumer not in dead_ends:
+                previous[consumer] = reached
                 stack.append(consumer)
-    return None
+
+    dead_ends.update(previous)
+    return set()
 
 
 def redirect_consumers(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation) -> None:

@@ -226,8 +226,7 @@ class NodeBuilder:
         """Adds all nodes to the graph."""
         self._copy_constants()
 
-        with tf.control_dependencies(None):
-            private.import_nodes(self.graph, self.graph_def, self._inputs_from_graph())
+        private.import_nodes(self.graph, self.graph_def, self._inputs_from_graph())
         shared = tracebacks.Tracebacks()
         by_served_op = {op: shared.of(op) for op in set(self._served_by.values())}
         for name, served in self._served_by.items():

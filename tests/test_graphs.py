@@ -1,0 +1,63 @@
+"""Searches in a graph."""
+
+import random
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import graphs
+from towers import behavior_of
+
+pytestmark = pytest.mark.core
+
+
+def loop(start, increment):
+    return tf.while_loop(lambda x: x < 9.0, lambda x: x + increment, [start])
+
+
+def graph_with_loops(rng):
+    """Returns the ops of a graph with sums, control edges, and loops of TensorFlow 1."""
+    with behavior_of('v1'), tf.Graph().as_default() as graph:
+        tensors = [tf.constant(float(i)) for i in range(3)]
+        for _ in range(12):
+            first, second, before = (rng.choice(tensors) for _ in range(3))
+            with tf.control_dependencies([before]):
+                is_loop = rng.random() < 0.3
+                tensors.append(loop(first, second) if is_loop else first + second)
+        return graph.get_operations()
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_paths_lead_along_consumers(seed):
+    """There is a path from the ops that the target waits for, and from no others."""
+    rng = random.Random(seed)
+    ops = graph_with_loops(rng)
+    target = rng.choice(ops)
+    expected = graphs.ancestors([target])
+
+    targets = {target}
+    dead_ends = set()
+    for op in rng.sample(ops, len(ops)):
+        path = graphs.path_to(targets, op, dead_ends)
+        assert bool(path) == (op in expected)
+        if path:
+            assert op in path and path & targets
+            assert path <= expected
+            targets |= path
+    assert targets == expected
+    assert dead_ends == set(ops) - expected
+
+
+def test_no_op_is_searched_again():
+    """Many ops without a path cost no more than one."""
+    with tf.Graph().as_default():
+        features = [tf.constant(1.0) for _ in range(5)]
+        last = sum(features)
+        for _ in range(5):
+            last = tf.exp(last)
+
+        dead_ends = set()
+        for feature in features:
+            before = len(dead_ends)
+            assert not graphs.path_to((), feature.op, dead_ends)
+            assert before == 0 or len(dead_ends) == before + 1
