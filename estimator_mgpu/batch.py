@@ -46,27 +46,40 @@ class Batch(NamedTuple):
         return [title(path) for path in self.unknown]
 
     def total(self) -> tf.Tensor:
-        """The number of examples, an int32 scalar. A step fails if the leaves differ in it."""
-        first = tf.nest.flatten(list(self.leaves.values()), expand_composites=True)[0]
-        with tracebacks.made_for(first.op):
-            return self._total()
+        """The number of examples, an int32 scalar. A step fails if the leaves differ in it.
 
-    def _total(self) -> tf.Tensor:
-        counts = [rows_of(leaf) for leaf in self.leaves.values()]
-        total = counts[0]
-        is_static = all(static_rows(leaf) is not None for leaf in self.leaves.values())
-        if len(counts) > 1 and not is_static:
-            rows = tf.stack(counts)
-            # This text is in the graph.
-            message = (
-                'features and labels must have the same number of examples along dimension 0, but '
-                'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
-                f'names. The numbers of examples of {", ".join(map(title, self.leaves))} are'
-            )
-            same = tf.reduce_all(tf.equal(rows, total))
-            with tf.control_dependencies([tf.Assert(same, [message, rows], summarize=100)]):
-                total = tf.identity(total)
-        return tf.cast(total, tf.int32)
+        If no op uses a leaf, it doesn't count: on one device, a step doesn't get it.
+        """
+        in_use = {path: leaf for path, leaf in self.leaves.items() if _is_used(leaf)}
+        leaves = in_use or self.leaves
+        first = tf.nest.flatten(list(leaves.values()), expand_composites=True)[0]
+        with tracebacks.made_for(first.op):
+            return _total(leaves)
+
+
+def _is_used(leaf: Any) -> bool:
+    """Whether any op uses a leaf, or a part of a sparse or ragged one."""
+    parts = tf.nest.flatten(leaf, expand_composites=True)
+    return any(part.consumers() for part in parts)
+
+
+def _total(leaves: dict[Path, Any]) -> tf.Tensor:
+    """The number of examples of leaves, with an assertion that all have the same."""
+    counts = [rows_of(leaf) for leaf in leaves.values()]
+    total = counts[0]
+    is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
+    if len(counts) > 1 and not is_static:
+        rows = tf.stack(counts)
+        # This text is in the graph.
+        message = (
+            'features and labels must have the same number of examples along dimension 0, but '
+            'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
+            f'names. The numbers of examples of {", ".join(map(title, leaves))} are'
+        )
+        same = tf.reduce_all(tf.equal(rows, total))
+        with tf.control_dependencies([tf.Assert(same, [message, rows], summarize=100)]):
+            total = tf.identity(total)
+    return tf.cast(total, tf.int32)
 
 
 def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:

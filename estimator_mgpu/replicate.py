@@ -538,10 +538,12 @@ def _with_mode_and_config(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _check_builds_graph() -> None:
-    if tf.executing_eagerly():
+    graph = tf.get_default_graph()
+    is_nested = graphs.outermost_graph(graph) in _building  # `_not_nested` has an error for that.
+    if tf.executing_eagerly() or (graph.building_function and not is_nested):
         raise RuntimeError(
             'A replicated model_fn builds a graph. Let an Estimator call it, or call it within '
-            '`with tf.Graph().as_default():`.'
+            '`with tf.Graph().as_default():`, rather than eagerly or in a function of TensorFlow.'
         )
 
 

@@ -380,6 +380,30 @@ def test_features_that_end_and_are_not_used():
 
 
 @pytest.mark.parametrize('devices', [1, 2])
+def test_labels_that_end_and_are_not_used(devices, behavior):
+    """A step doesn't get them on one device, so it doesn't count them on several."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(features * tf.get_variable('w', [1])))
+        return spec_of(mode, loss, momentum(loss))
+
+    with tf.Graph().as_default():
+        global_step = tf.train.create_global_step()
+        examples = tf.data.Dataset.from_tensor_slices(floats(ROWS, 1))
+        batch = [
+            tf.data.make_one_shot_iterator(dataset.batch(ROWS)).get_next()
+            for dataset in (examples.repeat(3), examples)
+        ]
+        spec = estimator_mgpu.replicate(model_fn, devices=devices)(*batch, TRAIN)
+        with session(2) as sess:
+            sess.run(tf.global_variables_initializer())
+            with pytest.raises(tf.errors.OutOfRangeError):
+                while True:
+                    sess.run(spec.train_op)
+            assert sess.run(global_step) == 3
+
+
+@pytest.mark.parametrize('devices', [1, 2])
 def test_features_that_end_and_no_step_uses(devices, behavior):
     """Writes wait for the features that the step uses, until those end, too."""
 

@@ -318,6 +318,15 @@ def test_a_call_outside_of_a_graph():
         model_fn(np.zeros([4, 3], np.float32), np.zeros([4, 1], np.float32), TRAIN)
 
 
+@pytest.mark.parametrize('devices', [1, 2])
+def test_a_call_in_a_function(devices):
+    model_fn = estimator_mgpu.replicate(regression(adam), devices=devices)
+    with pytest.raises(RuntimeError, match='rather than eagerly or in a function of TensorFlow'):
+        tf.wrap_function(
+            lambda: model_fn(tf.zeros([4, 3]), tf.zeros([4, 1]), TRAIN).loss, signature=[]
+        )
+
+
 def test_a_replicated_model_fn_in_a_function_of_another_one():
     inner = estimator_mgpu.replicate(regression(adam), devices=2)
 

@@ -195,12 +195,14 @@ def test_imported_nodes_keep_their_devices():
     """`tf.import_graph_def` would give them those of `tf.device` and of colocated ops instead."""
     with tf.Graph().as_default() as graph:
         one = tf.constant(1, name='one')
-    with tf.Graph().as_default(), tf.device(CPUS[2]), tf.control_dependencies([tf.no_op()]):
-        import_nodes(graph, nodes_to_import(), {'one:0': one})
+        with tf.device(CPUS[2]), tf.colocate_with(one), tf.control_dependencies([one]):
+            with tf.Graph().as_default():
+                import_nodes(graph, nodes_to_import(), {'one:0': one})
     x, y, z = (graph.get_operation_by_name(name) for name in 'xyz')
     assert [op.device for op in (x, y, z)] == [CPUS[0], CPUS[1], '']
     assert z.inputs[0] is one
     assert x.control_inputs == y.control_inputs == z.control_inputs == []
+    assert [op.colocation_groups() for op in (x, y, z)] == [[b'loc:@x'], [b'loc:@x'], [b'loc:@z']]
 
 
 def test_other_imports_are_as_ever():

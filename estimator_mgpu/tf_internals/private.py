@@ -106,8 +106,8 @@ def set_traceback(op: tf.Operation, traceback: Any) -> None:
 def import_nodes(graph: tf.Graph, nodes: tf.GraphDef, inputs: dict[str, tf.Tensor]) -> None:
     """Adds nodes to a graph, in less than half of the time that `tf.import_graph_def` takes.
 
-    Each op is on the device that its node names, and waits for what its node names. A `tf.device`
-    or `tf.control_dependencies` around this call doesn't count, nor does colocation.
+    Each op is on the device that its node names, and waits for what its node names. A `tf.device`,
+    `tf.colocate_with` or `tf.control_dependencies` around this call doesn't count.
 
     Args:
       graph: the graph.
@@ -123,7 +123,8 @@ def import_nodes(graph: tf.Graph, nodes: tf.GraphDef, inputs: dict[str, tf.Tenso
     graph._add_new_tf_operations = add_ops
     try:
         with graph.as_default(), tf.control_dependencies(None):
-            tf.import_graph_def(nodes, inputs, name='')
+            with graph.colocate_with(None, ignore_existing=True):
+                tf.import_graph_def(nodes, inputs, name='')
     finally:
         del graph._add_new_tf_operations
 
