@@ -56,7 +56,8 @@ _add_function = _find('client.pywrap_tf_session', 'TF_GraphCopyFunction')
 # (function in C, name): holds it, and frees it in the end.
 _owned_function = _find('framework.c_api_util', 'ScopedTFFunction')
 
-# `import_graph_def` calls it for the ops that it has added in C. `import_nodes` replaces it.
+# `tf.import_graph_def` calls it for the ops that it has added in C. `import_nodes` replaces it
+# under this name, so it's only checked here that TensorFlow has it.
 _find('framework.ops', 'Graph._add_new_tf_operations')
 # (graph): the ops in C for which there is no `tf.Operation` yet.
 _new_operations = _find('framework.ops', 'Graph.new_operations')
