@@ -99,6 +99,34 @@ def test_each_factor_is_read_before_the_other_one_is_written():
             assert not write.control_inputs  # The gradient that it's given waits for both.
 
 
+def convolution(features, labels, mode):
+    net = tf.reshape(tf.layers.dense(features, 16), [-1, 4, 4, 1])
+    net = tf.layers.flatten(tf.layers.conv2d(net, 4, 3, activation=tf.nn.relu))
+    loss = tf.reduce_mean(tf.square(tf.layers.dense(net, 1)))
+    return spec_of(mode, loss, sgd(loss))
+
+
+def test_gradients_of_kernel_and_bias_are_computed_apart():
+    """By an op each, neither of which waits for the other one."""
+    with tf.Graph().as_default() as graph, session(2) as run:
+        replicated(convolution)
+        copies = [op for op in graph.get_operations() if tower_of(op.name) == 1]
+        [of_kernel] = [op for op in copies if op.type == 'Conv2DBackpropFilter']
+        assert not [name for name in before(of_kernel) if 'conv2d/BiasAddGrad' in name]
+
+        metadata = tf.RunMetadata()
+        run.run(tf.global_variables_initializer())
+        run.run(
+            tf.get_collection(tf.GraphKeys.TRAIN_OP),
+            {'features:0': floats(6, 3)},
+            tf.RunOptions(output_partition_graphs=True),
+            metadata,
+        )
+        types = [node.op for part in metadata.partition_graphs for node in part.node]
+        assert len([name for name in types if name.endswith('Conv2DBackpropFilter')]) == 2
+    compare(convolution, BATCHES, 3)
+
+
 def net_of(features):
     return tf.layers.dense(tf.layers.dense(features, 4, tf.nn.tanh), 3, tf.nn.tanh)
 

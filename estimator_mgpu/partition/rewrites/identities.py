@@ -16,6 +16,10 @@ Three things let a tensor wait for others from which it isn't computed:
 As the gradients of the loss are tied as well, no tower could begin with its gradients before all
 towers have their losses. Side effects that the identities waited for, and reads that have to come
 before writes, keep their order by `towers.waits`.
+
+An identity that keeps two ops apart stays, but waits for nothing. Without it, TensorFlow would let
+oneDNN compute the gradients of a convolution's kernel and of its bias at once, which takes 1.05 to
+1.9 times as long as one after the other.
 """
 
 from __future__ import annotations
@@ -54,7 +58,11 @@ def bypass_identities(
 
     replaced: dict[str, tf.Tensor] = {}
     for op in identities:
-        if op not in tied:
+        if op in tied:
+            continue
+        if _keeps_gradients_apart(op):
+            private.remove_control_inputs(op)
+        else:
             for output, source in zip(op.outputs, list(op.inputs)):
                 graphs.redirect_consumers(op, {output.value_index: source}, source.op)
                 replaced[output.name] = source
@@ -82,6 +90,14 @@ def _only_waits(op: tf.Operation, order: StateOrder) -> bool:
         return not op.control_inputs
     # An identity that reads a variable's memory reads it when it does.
     return op.type == op_types.IDENTITY and bool(op.control_inputs) and not order.bits(op)
+
+
+def _keeps_gradients_apart(op: tf.Operation) -> bool:
+    """Whether a convolution's gradients of kernel and bias would use the same tensor without it."""
+    of_kernel, of_bias = op_types.MERGED_BY_ONE_DNN
+    users = {user.type for user in op.outputs[0].consumers()}
+    others = {user.type for user in op.inputs[0].consumers()}
+    return of_kernel in users and of_bias in others
 
 
 def _wait_for_late_reads(
