@@ -3,6 +3,7 @@
     python samples/memory.py --models=cnn,transformer --devices=4
     python samples/memory.py --models=transformer --batches=32,64,128 --microbatches=1,4,16
     python samples/memory.py --models=transformer --batches=128 --microbatches=1,2,8 --time
+    python samples/memory.py --models=cnn --batches=512 --batch_norm=device
 
 The first command prints the peak of the busiest device, as a part of what one device needs. With
 four devices, 25% is a perfect split. Small batches with large layers need more, as each device
@@ -14,6 +15,9 @@ The third command also prints how long a step takes, relative to one without mic
 comparison, `separate steps` are as many steps as there are micro-batches, each with its part of the
 batch: many small ops take longer than a few large ones. All of these run in turns in one process,
 and each figure is the median of the rounds.
+
+The last command lets each micro-batch of the CNN have batch statistics of its own. With those of
+the whole batch, micro-batches would save little.
 
 The peak is computed from TensorFlow's trace (`RunMetadata`) of the outputs and the scratch space
 of all ops: activations, gradients and updates. Variables, which stay from step to step, aren't
@@ -48,6 +52,9 @@ flags.DEFINE_list('batches', [], 'Numbers of examples in a batch, if it is to gr
 flags.DEFINE_list('microbatches', ['1', '2', '4', '8'], 'Numbers of micro-batches.')
 flags.DEFINE_bool('recompute', False, 'Also measure recompute=True.')
 flags.DEFINE_bool('time', False, 'Also measure the time of a step, as the batch grows.')
+flags.DEFINE_enum(
+    'batch_norm', 'batch', ['batch', 'device'], 'The argument batch_norm= of replicate().'
+)
 flags.DEFINE_integer('rounds', 5, 'How many times each step is timed.', lower_bound=1)
 flags.DEFINE_string('output', 'memory.svg', 'Output file of the plot.')
 for flag in ('batches', 'microbatches'):
@@ -75,7 +82,9 @@ def training(model, devices, batch_size, **options):
       **options: those of `replicate()`.
     """
     chosen = benchmark_models.MODELS[model]
-    model_fn = estimator_mgpu.replicate(chosen.model_fn, devices=devices, **options)
+    model_fn = estimator_mgpu.replicate(
+        chosen.model_fn, devices=devices, batch_norm=FLAGS.batch_norm, **options
+    )
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
         batch = tf.data.make_one_shot_iterator(chosen.dataset(batch_size)).get_next()
