@@ -54,7 +54,10 @@ from estimator_mgpu.tf_internals import (
     tf_estimator,
     variable_sharing,
 )
-from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
+from estimator_mgpu.tf_internals.garbage_collection import (
+    collect_earlier_graphs,
+    no_garbage_collection,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -251,6 +254,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
 
         # Without what the model_fn doesn't take.
         call = functools.partial(_call, model_fn, inspect.BoundArguments(signature, arguments))
+        collect_earlier_graphs()
         return _build(call, arguments, options, towers, machines)
 
     vars(replicated).update(__signature__=extended, replicate_options=options)

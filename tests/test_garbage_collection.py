@@ -5,7 +5,10 @@ import weakref
 
 import pytest
 
-from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
+from estimator_mgpu.tf_internals.garbage_collection import (
+    collect_earlier_graphs,
+    no_garbage_collection,
+)
 
 
 @pytest.fixture
@@ -38,6 +41,20 @@ def test_cycles_are_still_collected(nothing_frozen):
     assert freed() is not None
     gc.collect()
     assert freed() is None
+
+
+def test_what_was_made_old_is_collected_before_the_next_graph(nothing_frozen):
+    with no_garbage_collection():
+        node = Node()
+        node.itself = node
+        freed = weakref.ref(node)
+    del node
+    collect_earlier_graphs()
+    assert freed() is None
+
+    collections = gc.get_stats()[2]['collections']
+    collect_earlier_graphs()
+    assert gc.get_stats()[2]['collections'] == collections
 
 
 class Node:
