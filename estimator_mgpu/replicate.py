@@ -254,6 +254,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
 
         # Without what the model_fn doesn't take.
         call = functools.partial(_call, model_fn, inspect.BoundArguments(signature, arguments))
+
         collect_earlier_graphs()
         return _build(call, arguments, options, towers, machines)
 

@@ -106,13 +106,19 @@ def convolution(features, labels, mode):
     return spec_of(mode, loss, sgd(loss))
 
 
-def test_gradients_of_kernel_and_bias_are_computed_apart():
-    """By an op each, neither of which waits for the other one."""
-    with tf.Graph().as_default() as graph, session(2) as run:
+@pytest.mark.parametrize('optimized', [False, True])
+def test_gradients_of_kernel_and_bias_are_computed_apart(optimized):
+    """By an op each, on each tower; also if TensorFlow optimizes the graph."""
+    with tf.Graph().as_default() as graph, session(2, optimized=optimized) as run:
         replicated(convolution)
         copies = [op for op in graph.get_operations() if tower_of(op.name) == 1]
         [of_kernel] = [op for op in copies if op.type == 'Conv2DBackpropFilter']
-        assert not [name for name in before(of_kernel) if 'conv2d/BiasAddGrad' in name]
+        [between] = [op for op in copies if of_kernel.inputs[2].op is op]
+        [of_bias] = between.control_inputs
+        assert between.type == 'Identity'
+        assert of_bias.type == 'BiasAddGrad'
+        assert tower_of(of_bias.name) == 1
+        assert of_bias.inputs[0] is between.inputs[0]
 
         metadata = tf.RunMetadata()
         run.run(tf.global_variables_initializer())

@@ -94,8 +94,9 @@ GIVES_MOMENTS = '_gives_moments'
 MOMENT_OUTPUTS = slice(1, 3)
 """Which of its outputs are the mean and the variance."""
 
-MERGED_BY_ONE_DNN = ('Conv2DBackpropFilter', 'BiasAddGrad')
-"""Gradients of a convolution's kernel and bias, which become one op if they use the same tensor."""
+CONVOLUTION_KERNEL_GRADIENT = 'Conv2DBackpropFilter'
+BIAS_GRADIENT = 'BiasAddGrad'
+"""oneDNN computes it and the gradient of a convolution's kernel at once, if they use one tensor."""
 
 VALUE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd')
 VARIABLE_READS = frozenset([*VALUE_READS, 'VariableShape', 'DeepCopy'])
