@@ -50,18 +50,36 @@ def test_cycles_are_still_collected(nothing_frozen):
     assert freed() is None
 
 
-def test_what_was_made_old_is_collected_before_the_next_graph(nothing_frozen):
+def make_old(node, count):
+    """Makes a cycle of many objects old, without a reference to it."""
     with no_garbage_collection():
-        node = Node()
         node.itself = node
-        freed = weakref.ref(node)
+        node.others = [[] for _ in range(count)]
+
+
+def test_what_was_made_old_is_collected_before_a_graph_is_built(nothing_frozen):
+    """If there are a quarter more objects than there were."""
+    gc.collect()
+    with no_garbage_collection():
+        before = len(gc.get_objects())
+
+    node = Node()
+    freed = weakref.ref(node)
+    make_old(node, before // 8)
     del node
-    collect_earlier_graphs()
+    build_a_graph()
+    assert freed() is not None
+
+    node = Node()
+    make_old(node, before // 8)
+    del node
+    build_a_graph()
     assert freed() is None
 
-    collections = gc.get_stats()[2]['collections']
-    collect_earlier_graphs()
-    assert gc.get_stats()[2]['collections'] == collections
+
+def build_a_graph():
+    with tf.Graph().as_default():
+        replicate(regression(sgd), devices=2)(tf.zeros([4, 3]), tf.zeros([4, 1]), 'train')
 
 
 class Node:
@@ -84,21 +102,12 @@ def test_what_the_program_froze_stays_frozen(nothing_frozen):
     assert not any(other is frozen for other in gc.get_objects())
 
 
-def test_a_graph_is_freed_before_the_next_one_is_built(nothing_frozen):
-    def build():
-        with tf.Graph().as_default() as graph:
-            replicate(regression(sgd), devices=2)(tf.zeros([4, 3]), tf.zeros([4, 1]), 'train')
-        return weakref.ref(graph)
-
-    first = build()
-    assert first() is not None
-    build()
-    assert first() is None
-
-
 def test_a_collector_that_is_off_collects_nothing(nothing_frozen):
+    gc.collect()
     with no_garbage_collection():
-        pass
+        before = len(gc.get_objects())
+    with no_garbage_collection():
+        kept = [[] for _ in range(before // 3)]
     collections = gc.get_stats()[2]['collections']
     gc.disable()
     try:
@@ -106,6 +115,7 @@ def test_a_collector_that_is_off_collects_nothing(nothing_frozen):
     finally:
         gc.enable()
     assert gc.get_stats()[2]['collections'] == collections
+    assert len(kept) == before // 3
 
 
 def test_objects_are_made_old_in_a_new_process():

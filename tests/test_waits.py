@@ -101,24 +101,38 @@ def test_each_factor_is_read_before_the_other_one_is_written():
 
 def convolution(features, labels, mode):
     net = tf.reshape(tf.layers.dense(features, 16), [-1, 4, 4, 1])
-    net = tf.layers.flatten(tf.layers.conv2d(net, 4, 3, activation=tf.nn.relu))
-    loss = tf.reduce_mean(tf.square(tf.layers.dense(net, 1)))
+    net = tf.layers.conv2d(net, 4, 3, activation=tf.nn.relu)
+    return trained_on_squares(mode, net)
+
+
+def residual(features, labels, mode):
+    """Convolutions with and without a bias have the same gradient."""
+    net = tf.reshape(tf.layers.dense(features, 16), [-1, 4, 4, 1])
+    first = tf.layers.conv2d(net, 4, 3, use_bias=False)
+    second = tf.layers.conv2d(tf.nn.relu(net), 4, 3)
+    return trained_on_squares(mode, tf.add_n([first, second]))
+
+
+def trained_on_squares(mode, net):
+    loss = tf.reduce_mean(tf.square(tf.layers.dense(tf.layers.flatten(net), 1)))
     return spec_of(mode, loss, sgd(loss))
 
 
 @pytest.mark.parametrize('optimized', [False, True])
-def test_gradients_of_kernel_and_bias_are_computed_apart(optimized):
+@pytest.mark.parametrize('model_fn', [convolution, residual])
+def test_gradients_of_kernel_and_bias_are_computed_apart(model_fn, optimized):
     """By an op each, on each tower; also if TensorFlow optimizes the graph."""
     with tf.Graph().as_default() as graph, session(2, optimized=optimized) as run:
-        replicated(convolution)
+        replicated(model_fn)
         copies = [op for op in graph.get_operations() if tower_of(op.name) == 1]
-        [of_kernel] = [op for op in copies if op.type == 'Conv2DBackpropFilter']
-        [between] = [op for op in copies if of_kernel.inputs[2].op is op]
-        [of_bias] = between.control_inputs
-        assert between.type == 'Identity'
-        assert of_bias.type == 'BiasAddGrad'
-        assert tower_of(of_bias.name) == 1
-        assert of_bias.inputs[0] is between.inputs[0]
+        of_kernels = [op for op in copies if op.type == 'Conv2DBackpropFilter']
+        assert len(of_kernels) == (2 if model_fn is residual else 1)
+        for of_kernel in of_kernels:
+            between = of_kernel.inputs[2].op
+            assert between.type == 'Identity'
+            [of_bias] = between.control_inputs
+            assert of_bias.type == 'BiasAddGrad'
+            assert tower_of(of_bias.name) == 1
 
         metadata = tf.RunMetadata()
         run.run(tf.global_variables_initializer())
@@ -129,8 +143,9 @@ def test_gradients_of_kernel_and_bias_are_computed_apart(optimized):
             metadata,
         )
         types = [node.op for part in metadata.partition_graphs for node in part.node]
-        assert len([name for name in types if name.endswith('Conv2DBackpropFilter')]) == 2
-    compare(convolution, BATCHES, 3)
+        of_kernels_in_use = [name for name in types if name.endswith('Conv2DBackpropFilter')]
+        assert len(of_kernels_in_use) == 2 * len(of_kernels)
+    compare(model_fn, BATCHES, 3)
 
 
 def net_of(features):

@@ -8,14 +8,30 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import NamedTuple
 
 _OLDEST = 2  # the generation that only a full collection visits
+_MOST_GROWTH = 1.25  # as of Python itself: with more objects, it's time for a full collection
 
 # Python 3.12 begins with a few hundred frozen objects. If there are more, the program froze some.
 _MOST_FROZEN_BY_PYTHON = 1000
 
-# How many full collections there had been when objects were last made old; None before that.
-_collections_when_made_old: int | None = None
+
+class _MadeOld(NamedTuple):
+    """What is remembered of the objects that were made old.
+
+    Attributes:
+      full_collections: how many there had been.
+      first_count: the number of all objects, when they were first made old after the last one.
+      last_count: the same when they were last made old.
+    """
+
+    full_collections: int
+    first_count: int
+    last_count: int
+
+
+_made_old: _MadeOld | None = None
 
 
 @contextlib.contextmanager
@@ -36,24 +52,33 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def collect_earlier_graphs() -> None:
-    """Frees graphs that aren't used any more, before another one is built.
+    """Runs a full collection before a graph is built, if earlier graphs have left many objects.
 
-    Python starts a full collection when many objects have become old. Objects that were made old
-    here don't count for that, so several unused graphs could pile up. So this runs a collection,
-    unless one has run since `no_garbage_collection` last ended. A graph that was still used in that
-    one stays until the next one.
+    Python does so when a quarter as many objects have become old as there were. Those that were
+    made old here don't count for that, so unused graphs could pile up.
     """
-    if gc.isenabled() and _collections_when_made_old == _count_full_collections():
+    is_automatic = gc.isenabled() and gc.get_threshold()[0] > 0
+    if not is_automatic or _made_old is None:
+        return
+    has_grown = _made_old.last_count > _MOST_GROWTH * _made_old.first_count
+    if has_grown and _made_old.full_collections == _count_full_collections():
         gc.collect()
 
 
 def _make_objects_old() -> None:
     """Moves all objects to the collector's oldest generation, without visiting any of them."""
-    global _collections_when_made_old
-    if gc.get_freeze_count() <= _MOST_FROZEN_BY_PYTHON:
-        gc.freeze()
-        gc.unfreeze()
-        _collections_when_made_old = _count_full_collections()
+    global _made_old
+    if gc.get_freeze_count() > _MOST_FROZEN_BY_PYTHON:
+        return
+    gc.freeze()
+    count = gc.get_freeze_count()
+    gc.unfreeze()
+
+    full_collections = _count_full_collections()
+    if _made_old is None or _made_old.full_collections != full_collections:
+        _made_old = _MadeOld(full_collections, count, count)
+    else:
+        _made_old = _made_old._replace(last_count=count)
 
 
 def _count_full_collections() -> int:

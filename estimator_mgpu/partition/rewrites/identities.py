@@ -59,12 +59,12 @@ def bypass_identities(
     copy_for_idle_reads(graph, set(identities), order)
     waiting_for_reads = _wait_for_late_reads(graph, identities, order)
 
+    # Those before gradients of kernels come last: then it's known which tensors others use.
+    remaining = [op for op in identities if op not in waiting_for_reads]
     replaced: dict[str, tf.Tensor] = {}
-    for op in identities:
-        if op in waiting_for_reads:
-            continue
+    for op in sorted(remaining, key=_is_before_gradient_of_kernel):
         bias_gradients = _gradients_of_bias(op)
-        if bias_gradients:
+        if bias_gradients and _is_before_gradient_of_kernel(op):
             graphs.set_control_inputs(op, bias_gradients)
             continue
         for output, source in zip(op.outputs, list(op.inputs)):
@@ -96,11 +96,14 @@ def _only_waits(op: tf.Operation, order: StateOrder) -> bool:
     return op.type == op_types.IDENTITY and bool(op.control_inputs) and not order.bits(op)
 
 
-def _gradients_of_bias(op: tf.Operation) -> list[tf.Operation]:
-    """The ops that compute a bias's gradient from what an identity gives to that of a kernel."""
+def _is_before_gradient_of_kernel(op: tf.Operation) -> bool:
+    """Whether an identity gives a convolution's gradient to the gradient of the kernel."""
     users = op.outputs[0].consumers()
-    if not any(user.type == op_types.CONVOLUTION_KERNEL_GRADIENT for user in users):
-        return []
+    return any(user.type == op_types.CONVOLUTION_KERNEL_GRADIENT for user in users)
+
+
+def _gradients_of_bias(op: tf.Operation) -> list[tf.Operation]:
+    """The ops that compute a bias's gradient from what an identity is given."""
     users_of_input = op.inputs[0].consumers()
     return [user for user in users_of_input if user.type == op_types.BIAS_GRADIENT]
 
