@@ -40,8 +40,8 @@ def bypass_identities(
     """Lets the users of identities that wait for something use the identities' inputs.
 
     The identities stay in the graph, for whoever fetches them. Some stay in use: those in v1
-    control flow, those that must wait for reads of variables, and those before gradients of
-    a convolution's kernel.
+    control flow, those that must wait for reads of variables, and those before the gradient of a
+    convolution's kernel, if that of a bias is computed from the same tensor.
 
     Args:
       graph: the graph that the model_fn has built.
