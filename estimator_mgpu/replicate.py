@@ -40,6 +40,7 @@ from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition import fetches, later_gradients
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.order.open_pairs import decide_open_pairs
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
     recompute_activations,
@@ -315,10 +316,13 @@ def _build_on_one(
     tensors = end_of_data.tensors_of(features, labels)
     ops_before = {op.name for op in tf.get_default_graph().get_operations()}
     spec = call('' if options['devices'] is None else tower)
+    open_pairs = decide_open_pairs(tf.get_default_graph(), _ops_of_step(spec))
 
     examples = batch.examples_of(leaves)
     recomputation = _recompute(spec, tensors, ops_before, options)
-    return spec, steps.Step(examples, spec.loss, [tower], recomputation=recomputation)
+    return spec, steps.Step(
+        examples, spec.loss, [tower], recomputation=recomputation, open_pairs=open_pairs
+    )
 
 
 def _recompute(
@@ -356,6 +360,7 @@ def _build_on_several(
     ops_before = {op.name for op in tf.get_default_graph().get_operations()}
 
     spec = call()
+    open_pairs = decide_open_pairs(tf.get_default_graph(), _ops_of_step(spec))
     servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
     place_variables(options['variables'], servers or towers, ops_before)
 
@@ -363,7 +368,7 @@ def _build_on_several(
     spec, step = _divided(spec, global_batch, towers, ops_before, options)
     if step.plan is None:
         step = step._replace(recomputation=_recompute(spec, tensors, ops_before, options))
-    return spec, step
+    return spec, step._replace(open_pairs=open_pairs)
 
 
 def _divided(
@@ -436,6 +441,23 @@ def _results_of_step(spec: Any) -> list[tf.Tensor | tf.Operation]:
         results = spec.predictions
     leaves = tf.nest.flatten(results, expand_composites=True)
     return [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, tf.Operation))]
+
+
+def _ops_of_step(spec: Any) -> list[tf.Operation]:
+    """The ops that Estimator runs in each step of a spec's mode, all at once."""
+    modes = tf_estimator.estimator.ModeKeys
+    results: Any = [spec.loss, spec.train_op]
+    if spec.mode == modes.EVAL:
+        updates = [update for _, update in (spec.eval_metric_ops or {}).values()]
+        results = [spec.loss, updates]
+    elif spec.mode == modes.PREDICT:
+        results = spec.predictions
+    leaves = tf.nest.flatten(results, expand_composites=True)
+    return [getattr(leaf, 'op', leaf) for leaf in leaves if tf.is_tensor(leaf) or _is_op(leaf)]
+
+
+def _is_op(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Operation)
 
 
 def _with_full_values(spec: Any, towers: Towers) -> Any:

@@ -17,6 +17,7 @@ from estimator_mgpu.custom_ops.calls import calls_of, may_be_sizes
 from estimator_mgpu.custom_ops.dimensions import Dimension, dimensions_of
 from estimator_mgpu.custom_ops.runs import assert_same, session_of
 from estimator_mgpu.partition.later_gradients import Model
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import REPLICATE
 from estimator_mgpu.partition.propagation.accepted_shapes import copy_of, takes
 from estimator_mgpu.partition.propagation.engine import propagate
@@ -26,7 +27,6 @@ from estimator_mgpu.partition.towers.build import Towers, build_towers
 from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals.error_messages import reason
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 def try_dimensions(
@@ -357,5 +357,5 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
     full_value_devices = place_ops(graph, plan, devices)
-    order = StateOrder(graph.get_operations())
+    order = Order(graph.get_operations())
     return build_towers(graph, plan, total, devices, full_value_devices, {}, order, Model(graph))

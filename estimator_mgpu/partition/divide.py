@@ -10,12 +10,14 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import optimizer
 from estimator_mgpu.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition import later_gradients
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, idle_groups
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
+from estimator_mgpu.partition.rewrites.later_reads import read_after_writes
 from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handles
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
 from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
@@ -29,7 +31,6 @@ from estimator_mgpu.partition.towers.build import Towers, Turns, build_towers, r
 from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.graphs import dependents
-from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import find_loops, order_units
 
 
@@ -89,7 +90,9 @@ def divide(
         loss = replaced_result(recomputed_loss, replaced)
         current_results = [replaced_result(result, replaced) for result in step_results]
         recomputation = recompute_activations(graph, inputs, loss, current_results, existing_ops)
-    order = StateOrder(graph.get_operations())
+    order = Order(graph.get_operations())
+    if read_after_writes(graph, order):
+        order = Order(graph.get_operations())
 
     # The number of examples waits for the check that all leaves have as many.
     ops_of_total = graphs.ancestors([total.op]) if total is not None else set()

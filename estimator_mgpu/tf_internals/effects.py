@@ -168,13 +168,18 @@ def upstream_bits(
         is_complete = True
         for op in order:
             found = bits.get(op, 0)
-            for before in graphs.direct_inputs(op):
+            for before in _waited_for(op):
                 found = union(upstream.get(before, 0), found)
             # What a v1 loop computes is known only now for its way back, which comes first.
             if op.type in op_types.NEXT_ITERATION and found != upstream.get(op):
                 is_complete = False
             upstream[op] = found
     return upstream
+
+
+def _waited_for(op: tf.Operation) -> list[tf.Operation]:
+    """What an op directly waits for: a placeholder for nothing, as it's fed."""
+    return [] if op.type in op_types.FED else graphs.direct_inputs(op)
 
 
 def union(first: int, second: int) -> int:

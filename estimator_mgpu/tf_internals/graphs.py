@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import tensorflow.compat.v1 as tf
 
@@ -17,6 +17,9 @@ from estimator_mgpu.tf_internals.private import (
     remove_control_inputs,
     set_input,
 )
+
+Node = TypeVar('Node', bound=Hashable)
+_NOTHING: Mapping[tf.Operation, Sequence[tf.Operation]] = MappingProxyType({})
 
 
 def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None:
@@ -173,48 +176,39 @@ def dependents(sources: Sequence[tf.Tensor], excluded: Set[str]) -> list[tf.Oper
     return sorted(reached, key=creation_index)
 
 
-def topological_order(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """The ops, each after those that it depends on."""
+def topological_order(
+    ops: Sequence[tf.Operation], added: Mapping[tf.Operation, Sequence[tf.Operation]] = _NOTHING
+) -> list[tf.Operation]:
+    """The ops, each after those that it depends on, and after those that are `added` to these."""
     inputs = _inputs_without_ways_back(ops)
+    for op, before in added.items():
+        inputs[op] = [*inputs[op], *before]
     return [op for op in TopologicalSorter(inputs).static_order() if op in inputs]
 
 
 def without_cycles(
-    ops: Sequence[tf.Operation],
-    edges: Sequence[tuple[tf.Operation, tf.Operation]],
-    loop_of: Callable[[tf.Operation], Any],
-) -> list[tuple[tf.Operation, tf.Operation]]:
-    """The edges that can be added to a graph; those that would be part of a cycle are left out.
-
-    The outputs of a v1 loop wait for all of its inputs, so a loop counts as a single op.
+    inputs: Mapping[Node, Iterable[Node]], edges: Sequence[tuple[Node, Node]]
+) -> list[tuple[Node, Node]]:
+    """The edges that can be added to a graph. Of those that close a cycle, the last is left out.
 
     Args:
-      ops: all ops of the graph.
-      edges: from an op to one that is to wait for it.
-      loop_of: tells the outermost v1 loop of an op, if there is one.
+      inputs: what each node of the graph waits for. If that has a cycle, no edge can be added.
+      edges: each from a node to one that is to wait for it.
     """
-    if not edges:
-        return []
-    units = {op: loop_of(op) or op for op in ops}
-    inputs: dict[Any, set[Any]] = defaultdict(set)
-    for op, unit in units.items():
-        inputs[unit].update(units[before] for before in direct_inputs(op))
-        inputs[unit].discard(unit)
-
     remaining = list(edges)
     while remaining:
-        extended = {unit: [*befores] for unit, befores in inputs.items()}
+        extended = {node: [*befores] for node, befores in inputs.items()}
         for source, target in remaining:
-            extended[units[target]].append(units[source])
+            extended.setdefault(target, []).append(source)
         try:
             TopologicalSorter(extended).prepare()
         except CycleError as error:
-            cycle = set(error.args[1])
-            possible = [
-                edge for edge in remaining if not cycle.issuperset(units[op] for op in edge)
-            ]
-            # The graph may have a cycle without them.
-            remaining = possible if len(possible) < len(remaining) else []
+            cycle: list[Node] = error.args[1]
+            steps = set(zip(cycle, cycle[1:]))
+            closing = [edge for edge in remaining if edge in steps]
+            if not closing:
+                return []
+            remaining.remove(closing[-1])
         else:
             break
     return remaining

@@ -101,6 +101,12 @@ class Liveness:
         """Whether an op runs exactly once: neither in a loop nor in a branch."""
         return not (self.is_in_loop(op) or self.may_be_dead(op))
 
+    def runs_whenever(self, op: tf.Operation, other: tf.Operation) -> bool:
+        """Whether another op, where it runs, can wait for an op: it isn't dead, nor in a loop."""
+        if self.output_frame(op) or self.frame(other):
+            return False
+        return self._conditions.get(op, _ALWAYS) <= self._conditions.get(other, _ALWAYS)
+
     def output_may_be_dead(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor may be dead: as its op may be, or as its op is a switch."""
         return bool(self._condition_of_output(tensor))

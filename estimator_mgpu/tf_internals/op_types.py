@@ -8,6 +8,7 @@ IDENTITY = 'Identity'
 READ_VARIABLE = 'ReadVariableOp'
 DISABLE_COPIES = 'DisableCopyOnRead'
 ENSURE_SHAPE = 'EnsureShape'
+CAST = 'Cast'
 RESHAPE = 'Reshape'
 
 ZEROS_ONES_LIKE = {'ZerosLike': 0, 'OnesLike': 1}
@@ -137,8 +138,13 @@ STATE_QUERIES = (
 )
 """Ops that only look at a table, or whether a variable has a value: they needn't wait for it."""
 
+HANDLE_QUERIES = ('IsVariableInitialized', 'VarIsInitializedOp', 'VariableShape')
+"""Ops that ask of a variable what no step changes."""
+
 PLACEHOLDER_WITH_DEFAULT = 'PlaceholderWithDefault'
-PLACEHOLDERS = ('Placeholder', 'PlaceholderV2', PLACEHOLDER_WITH_DEFAULT)
+FED = ('Placeholder', 'PlaceholderV2')
+"""Ops that only have a value if they are fed."""
+PLACEHOLDERS = (*FED, PLACEHOLDER_WITH_DEFAULT)
 """Ops whose values are fed: there, a batch doesn't end."""
 
 IDENTITY_N = 'IdentityN'
@@ -148,7 +154,7 @@ MAY_SHARE_MEMORY = frozenset(
     [
         *('Identity', 'IdentityN', 'PreventGradient', 'Print', 'Snapshot', 'StopGradient'),
         *('CheckNumerics', 'CheckNumericsV2', 'EnsureShape', 'PlaceholderWithDefault'),
-        *('BroadcastTo', 'Cast', 'Bitcast', 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose'),
+        *('BroadcastTo', 'Bitcast', 'ExpandDims', 'Reshape', 'Squeeze', 'Transpose'),
         *('AddN', 'ConcatV2', 'Pack', 'Pad', 'PadV2', 'ReverseV2', 'Tile', 'Max', 'Mean', 'Min'),
         *('Prod', 'Sum', 'Slice', 'Split', 'SplitV', 'StridedSlice', 'Unpack'),
         *('Enter', 'Exit', 'Merge', 'NextIteration', 'Switch'),

@@ -23,14 +23,14 @@ from collections.abc import Set
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial, Shard
 from estimator_mgpu.partition.plan import LOCAL, Constant, Plan, SparseRows
 from estimator_mgpu.tf_internals import graphs, op_types
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 def bypass_needless_ops(
-    graph: tf.Graph, plan: Plan, order: StateOrder
+    graph: tf.Graph, plan: Plan, order: Order
 ) -> tuple[Plan, dict[str, tf.Tensor]]:
     """Lets the users of needless ops use what these are given, and wait for that.
 
@@ -69,7 +69,7 @@ def bypass_needless_ops(
     return plan, replaced
 
 
-def _may_be_bypassed(op: tf.Operation, order: StateOrder, named_by_needs: Set[str]) -> bool:
+def _may_be_bypassed(op: tf.Operation, order: Order, named_by_needs: Set[str]) -> bool:
     """Whether nothing but an op's value is asked of it: it may still compute something.
 
     It neither waits for others nor runs elsewhere, and no need names its output.

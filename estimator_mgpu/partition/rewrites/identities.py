@@ -25,23 +25,23 @@ long as the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Set
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.idle_reads import copy_for_idle_reads
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
-from estimator_mgpu.tf_internals.state_order import StateOrder
+from estimator_mgpu.tf_internals import graphs, op_types, private
 
 
 def bypass_identities(
-    graph: tf.Graph, existing_ops: Set[str], order: StateOrder
+    graph: tf.Graph, existing_ops: Set[str], order: Order
 ) -> dict[str, tf.Tensor]:
     """Lets the users of identities that wait for something use the identities' inputs.
 
     The identities stay in the graph, for whoever fetches them. Some stay in use: those in v1
-    control flow, those that must wait for reads of variables, and those before the gradient of a
-    convolution's kernel, if that of a bias is computed from the same tensor.
+    control flow, and those before the gradient of a convolution's kernel, if that of a bias is
+    computed from the same tensor.
 
     Args:
       graph: the graph that the model_fn has built.
@@ -57,12 +57,10 @@ def bypass_identities(
         if op.name not in existing_ops and _only_waits(op, order)
     ]
     copy_for_idle_reads(graph, set(identities), order)
-    waiting_for_reads = _wait_for_late_reads(graph, identities, order)
 
     # Those before gradients of kernels come last: then it's known which tensors others use.
-    remaining = [op for op in identities if op not in waiting_for_reads]
     replaced: dict[str, tf.Tensor] = {}
-    for op in sorted(remaining, key=_is_before_gradient_of_kernel):
+    for op in sorted(identities, key=_is_before_gradient_of_kernel):
         bias_gradients = _gradients_of_bias(op)
         if bias_gradients and _is_before_gradient_of_kernel(op):
             graphs.set_control_inputs(op, bias_gradients)
@@ -84,7 +82,7 @@ def idle_groups(graph: tf.Graph, existing_ops: Set[str], bypassed: Set[str]) -> 
     return idle
 
 
-def _only_waits(op: tf.Operation, order: StateOrder) -> bool:
+def _only_waits(op: tf.Operation, order: Order) -> bool:
     """Whether an op is an identity of values, and is there later than these."""
     if not order.liveness.always_runs(op):
         return False
@@ -106,56 +104,3 @@ def _gradients_of_bias(op: tf.Operation) -> list[tf.Operation]:
     """The ops that compute a bias's gradient from what an identity is given."""
     users_of_input = op.inputs[0].consumers()
     return [user for user in users_of_input if user.type == op_types.BIAS_GRADIENT]
-
-
-def _wait_for_late_reads(
-    graph: tf.Graph, identities: Sequence[tf.Operation], order: StateOrder
-) -> set[tf.Operation]:
-    """Lets gradients wait for reads of variables that are still to come, as identities did.
-
-    A gradient that isn't computed from such a read is written to the variable only after it. If
-    each tower's gradient waits for the tower's own reads, nothing has to be sent for that.
-
-    Returns:
-      The identities that stay in use, and wait for the reads, as their inputs can't: of a product
-      of two variables, each one's gradient is a read of the other one.
-    """
-    reads_of = {op: _late_reads(op, order) for op in identities}
-    edges = [
-        (read, op.inputs[0].op)
-        for op, reads in reads_of.items()
-        for read in reads
-        if order.liveness.always_runs(op.inputs[0].op)
-    ]
-    loop_of = order.liveness.outermost_loop
-    possible = set(graphs.without_cycles(graph.get_operations(), edges, loop_of))
-
-    waiting = set()
-    for op, reads in reads_of.items():
-        source = op.inputs[0].op
-        if all((read, source) in possible for read in reads):
-            function_calls.let_wait(source, reads)
-        else:
-            graphs.set_control_inputs(op, reads)
-            waiting.add(op)
-    return waiting
-
-
-def _late_reads(op: tf.Operation, order: StateOrder) -> list[tf.Operation]:
-    """What an identity waits for by control edges that reads variables at that time."""
-    if op.type != op_types.IDENTITY:
-        return []
-    missing = order.upstream(op) & order.late_reads & ~order.upstream(op.inputs[0].op)
-    reads = order.ops_for(missing, op)
-    after_reads = dict.fromkeys(b for b in _ungrouped(op) if order.upstream(b) & missing)
-    # If all gradients of a model are tied at once, there are fewer of them than reads.
-    return reads if len(reads) <= len(after_reads) else list(after_reads)
-
-
-def _ungrouped(op: tf.Operation) -> Iterator[tf.Operation]:
-    """What an op waits for by control edges, and instead of a group what that waits for."""
-    for before in op.control_inputs:
-        if before.type == op_types.NO_OP:
-            yield from _ungrouped(before)
-        else:
-            yield before

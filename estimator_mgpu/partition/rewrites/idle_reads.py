@@ -14,8 +14,8 @@ to come before the write, and the product runs only if somebody fetches it:
         |
         +----->  matmul(gradient, copy(w))
 
-In: the graph, and the order in which it touches state. Out: copies in place of operands, for which
-writes wait.
+In: the graph, and the order in which it touches state. Out: copies in place of operands; the order
+knows that writes come after them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from collections.abc import Container
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import function_calls, private, tracebacks
-from estimator_mgpu.tf_internals.state_order import StateOrder
+from estimator_mgpu.partition.order.order import Order
+from estimator_mgpu.tf_internals import private, tracebacks
 
 
-def copy_for_idle_reads(
-    graph: tf.Graph, identities: Container[tf.Operation], order: StateOrder
-) -> None:
+def copy_for_idle_reads(graph: tf.Graph, identities: Container[tf.Operation], order: Order) -> None:
     """Gives copies of variables to the ops that read them and whose results nobody uses.
 
     Args:
@@ -43,7 +41,7 @@ def copy_for_idle_reads(
         operands = [tensor for tensor in op.inputs if order.variables_behind(tensor)]
         writes = order.writes_after(op)
         ops = [op, *writes, *(tensor.op for tensor in operands)]
-        if not writes or not all(map(order.liveness.always_runs, ops)):
+        if not writes or not order.is_quiet(op) or not all(map(order.liveness.always_runs, ops)):
             continue
         if not _is_idle(op, identities) or not all(_can_be_copied(t, op, order) for t in operands):
             continue
@@ -53,10 +51,7 @@ def copy_for_idle_reads(
                 if tensor.name not in copies:
                     copies[tensor.name] = _copy(graph, tensor)
                 private.set_input(op, index, copies[tensor.name])
-        copied = [copies[tensor.name].op for tensor in operands]
-        for write in writes:
-            function_calls.let_wait(write, copied)
-        order.forget_read(op)
+        order.read_instead(op, [copies[tensor.name].op for tensor in operands])
 
 
 def _is_idle(op: tf.Operation, identities: Container[tf.Operation]) -> bool:
@@ -73,7 +68,7 @@ def _is_idle(op: tf.Operation, identities: Container[tf.Operation]) -> bool:
     return True
 
 
-def _can_be_copied(tensor: tf.Tensor, op: tf.Operation, order: StateOrder) -> bool:
+def _can_be_copied(tensor: tf.Tensor, op: tf.Operation, order: Order) -> bool:
     """Whether an op that reads a variable by a tensor reads what is there when the tensor is."""
     is_write_between = order.needs_in_order(op) & ~order.upstream(tensor.op)
     return tensor.dtype.is_floating and not is_write_between

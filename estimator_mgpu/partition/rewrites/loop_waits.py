@@ -22,12 +22,12 @@ from collections.abc import Set
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.tf_internals import graphs, op_types, private
-from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import entered
 
 
-def remove_loop_waits(graph: tf.Graph, existing_ops: Set[str], order: StateOrder) -> set[str]:
+def remove_loop_waits(graph: tf.Graph, existing_ops: Set[str], order: Order) -> set[str]:
     """Removes the control edges by which loops wait for what is outside of them.
 
     What is passed into a loop only for such an edge then counts no longer as a read in `order`.
@@ -58,7 +58,7 @@ def remove_loop_waits(graph: tf.Graph, existing_ops: Set[str], order: StateOrder
     return unused
 
 
-def _begin_at_once(entry: tf.Operation, order: StateOrder) -> None:
+def _begin_at_once(entry: tf.Operation, order: Order) -> None:
     """Removes the control inputs of a loop's entry, and of a constant that enters there.
 
     What is in a branch still waits for the branch: else it would run if the branch isn't taken.
@@ -73,14 +73,14 @@ def _begin_at_once(entry: tf.Operation, order: StateOrder) -> None:
             graphs.set_control_inputs(op, kept)
 
 
-def _refers_to_variable(tensor: tf.Tensor, order: StateOrder) -> bool:
+def _refers_to_variable(tensor: tf.Tensor, order: Order) -> bool:
     """Whether ops in a loop may read or write a variable by what enters it."""
     if tensor.dtype == tf.resource:
         return entered(tensor).op.type not in op_types.HANDLES
     return bool(order.variables_behind(tensor))
 
 
-def _is_only_waited_for(op: tf.Operation, order: StateOrder) -> bool:
+def _is_only_waited_for(op: tf.Operation, order: Order) -> bool:
     """Whether an identity passes a value into a loop only for ops that needn't wait for it."""
     if op.type != op_types.IDENTITY or op.outputs[0].consumers():
         return False
@@ -90,7 +90,7 @@ def _is_only_waited_for(op: tf.Operation, order: StateOrder) -> bool:
     return bool(users) and not any(_has_to_wait(user, op, order) for user in users)
 
 
-def _has_to_wait(user: tf.Operation, op: tf.Operation, order: StateOrder) -> bool:
+def _has_to_wait(user: tf.Operation, op: tf.Operation, order: Order) -> bool:
     """Whether an op in a loop has to wait for another one, by a control edge."""
     frame = order.liveness.frame(user)
     others = [before for before in graphs.direct_inputs(user) if before is not op]
@@ -100,6 +100,6 @@ def _has_to_wait(user: tf.Operation, op: tf.Operation, order: StateOrder) -> boo
     return order.is_quiet(user) and bool(order.needs_in_order(user))
 
 
-def _has_ordered_effect(op: tf.Operation, order: StateOrder) -> bool:
+def _has_ordered_effect(op: tf.Operation, order: Order) -> bool:
     """Whether an op has a side effect, other than on the lists of its own loop."""
     return not order.is_quiet(op) and not op.type.startswith(op_types.HANDLE_PREFIXES)

@@ -18,9 +18,9 @@ from collections.abc import Container, Sequence
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.private import is_made_by_gradients
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 def unused_gradients(
@@ -28,7 +28,7 @@ def unused_gradients(
     results: Container[tf.Operation],
     heavy: Container[str],
     unused: Container[str],
-    order: StateOrder,
+    order: Order,
 ) -> set[str]:
     """Names ops of gradients from which nothing follows.
 

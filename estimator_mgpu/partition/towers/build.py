@@ -17,6 +17,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.later_gradients import Model
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
@@ -30,7 +31,6 @@ from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_paths, op_types, private, tracebacks
-from estimator_mgpu.tf_internals.state_order import StateOrder
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 
@@ -167,7 +167,7 @@ def build_towers(
     devices: Sequence[str],
     full_value_devices: dict[str, str],
     replaced: dict[str, tf.Tensor],
-    order: StateOrder,
+    order: Order,
     model: Model,
     calls: Sequence[Sequence[tf.Tensor]] = (),
     turns: Turns = ONE_TURN,
@@ -251,7 +251,7 @@ def _collect_nodes(
     full_value_devices: dict[str, str],
     calls: Sequence[Sequence[tf.Tensor]],
     result_ops: Set[tf.Operation],
-    order: StateOrder,
+    order: Order,
     scope: str,
     towers: Sequence[Tower],
 ) -> _Collected:

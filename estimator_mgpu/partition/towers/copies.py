@@ -75,11 +75,9 @@ class Copies:
                 for tensor, need in zip(op.inputs, op_plan.needs)
             ]
             if op_plan.functions:
-                operands = self._function_operands(
-                    op, op_plan, operands, control_inputs, tower, device
-                )
+                operands = self._function_operands(op, op_plan, operands, tower, device)
             elif op.type in op_types.ENTER:
-                operands = self._values_of_variables(op, op_plan, operands, control_inputs, device)
+                operands = self._values_of_variables(op, op_plan, operands, device)
             name = self._values.copy_name(op.name, tower)
             node = self._nodes.copy(definition, name, [*operands, *control_inputs], device)
             adapt_node(self._values.batch_shards, node, op_plan, tower)
@@ -120,17 +118,23 @@ class Copies:
 
     def _control_inputs(self, op: tf.Operation, tower: Tower) -> list[str]:
         """What a copy waits for, as its op does: the tower's copies, and ops that run once."""
+        return self._names_of_waits(self._waits.of_copy(op), host_of(tower.device), [tower])
+
+    def _names_of_waits(
+        self, ops: Sequence[tf.Operation], device: str, towers: Sequence[Tower]
+    ) -> list[str]:
+        """Control inputs: towers' copies of ops, and one op on a device for those that run once."""
         names = []
         unsharded = []
-        for before in self._waits.of_copy(op):
+        for before in ops:
             # A NoOp that waits for nothing isn't worth waiting for.
             is_immediate = before.type == op_types.NO_OP and not before.control_inputs
             if before.name in self._plan.ops:
-                names.append(f'^{self._values.copy_name(before.name, tower)}')
+                names += [f'^{self._values.copy_name(before.name, tower)}' for tower in towers]
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:
-            names.append(self._nodes.after(unsharded, host_of(tower.device)))
+            names.append(self._nodes.after(unsharded, device))
         return names
 
     def _operand(
@@ -231,12 +235,11 @@ class Copies:
         op: tf.Operation,
         op_plan: OpPlan,
         operands: Sequence[str],
-        control_inputs: Sequence[str],
         tower: Tower,
         device: str,
     ) -> list[str]:
         """What a copy of an op that calls functions is given: values of variables, say."""
-        operands = self._values_of_variables(op, op_plan, operands, control_inputs, device)
+        operands = self._values_of_variables(op, op_plan, operands, device)
         function_operands = []
         for tensor, operand in zip(op.inputs, operands):
             dtype = tensor.dtype.base_dtype
@@ -251,7 +254,6 @@ class Copies:
         op: tf.Operation,
         op_plan: OpPlan,
         operands: Sequence[str],
-        control_inputs: Sequence[str],
         device: str,
     ) -> list[str]:
         """The operands, with the value of each variable that a loop, say, only reads."""
@@ -259,8 +261,10 @@ class Copies:
         for tensor, need, operand in zip(op.inputs, op_plan.needs, operands):
             if isinstance(need, VariableValue):
                 source = self._values.device_of_full(tensor)
+                waits = self._waits.of_read(op, tensor)
+                before = self._names_of_waits(waits, source, self._towers)
                 read = self._nodes.add(
-                    'ReadVariableOp', [operand, *control_inputs], source, dtype=need.dtype
+                    'ReadVariableOp', [operand, *before], source, dtype=need.dtype
                 )
                 operand = self._values.send(read, need.dtype, source, device)
             values.append(operand)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace
@@ -37,7 +38,6 @@ from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect, upstream_side_effects
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.liveness import Liveness
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 _PACKED_TYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 _LARGEST = 1 << 16  # bytes of a tensor: copying a larger one costs more than its message
@@ -84,7 +84,7 @@ def find_packs(
     ops: Sequence[tf.Operation],
     plan: Plan,
     calls: Sequence[Sequence[tf.Tensor]],
-    order: StateOrder,
+    order: Order,
     device_of_full: Callable[[tf.Tensor], str],
 ) -> dict[str, Pack]:
     """Returns the pack of each tensor that is in one, by its name.

@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batch import parts_of
 from estimator_mgpu.devices import relay
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import MOMENTS, NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
@@ -42,7 +43,6 @@ from estimator_mgpu.partition.towers.packing import Pack, find_packs
 from estimator_mgpu.partition.towers.shards import PartShards, Shards
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 class Values:
@@ -67,7 +67,7 @@ class Values:
         towers: Sequence[Tower],
         full_value_devices: dict[str, str],
         calls: Sequence[Sequence[tf.Tensor]],
-        order: StateOrder,
+        order: Order,
         nodes: NodeBuilder,
     ):
         self._graph = nodes.graph
@@ -90,6 +90,10 @@ class Values:
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
         return self._nodes.names.copy(op_name, tower.number)
+
+    def op(self, name: str) -> tf.Operation:
+        """One of the user's ops, by its name."""
+        return self._graph.get_operation_by_name(name)
 
     def name_of_result(self, op: tf.Operation) -> str:
         """The name of an identity that gives what one of the user's ops computes."""
@@ -288,6 +292,11 @@ class Values:
         if isinstance(placement, NotGatherable):
             return False
         return placement is not None or self.is_size_of_local(tensor)
+
+    def is_made_from_all(self, tensor: tf.Tensor) -> bool:
+        """Whether the full value is gathered or reduced from what all towers have."""
+        placement = self._plan.placements.get(tensor.name)
+        return self.is_made_from_local(tensor) and isinstance(placement, (Shard, Partial))
 
     def is_size_of_local(self, tensor: tf.Tensor) -> bool:
         """Whether an op asks for the size of something that only towers have.

@@ -20,10 +20,15 @@ In: a plan, and the order in which the user's graph touches state. Out: ops to w
 
 from __future__ import annotations
 
+import collections
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.accesses import makers_of_state
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import (
     LOCAL,
     Constant,
@@ -34,27 +39,38 @@ from estimator_mgpu.partition.plan import (
     Reduced,
 )
 from estimator_mgpu.partition.towers.values import Values
-from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import union
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 class Waits:
     """Decides what copies and the user's ops wait for.
 
     Args:
-      ops: the user's, each after those that it depends on.
+      ops: the user's.
       plan: which ops are sharded.
       order: in which the graph touched state, before identities were bypassed.
       values: which values towers make.
     """
 
-    def __init__(self, ops: Sequence[tf.Operation], plan: Plan, order: StateOrder, values: Values):
+    def __init__(self, ops: Sequence[tf.Operation], plan: Plan, order: Order, values: Values):
         self._plan = plan
         self._order = order
         self._values = values
         self._of_batch = set(plan.order)
+        self._sharded_bits = 0
+        for name in plan.ops:
+            self._sharded_bits |= order.bits(values.op(name))
+        self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = defaultdict(list)
 
+        self._needed_by_copies = self._find_needed_by_copies(ops)
+        self._visit_all(ops)
+        self._reads_to_wait_for.update(self._find_reads_to_wait_for(ops))
+        if self._reads_to_wait_for:
+            self._visit_all(ops)
+
+    def _visit_all(self, ops: Sequence[tf.Operation]) -> None:
+        """Decides what all ops wait for."""
         # The bits of what an op waits for and its own; of a sharded op, those of its copies and
         # those of the user's op, which is there for whoever fetches it.
         self._bits_of_copy: dict[tf.Operation, int] = {}
@@ -63,12 +79,12 @@ class Waits:
         self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}
         self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}
 
-        self._needed_by_copies = self._find_needed_by_copies(ops)
         has_loops = any(op.type in op_types.NEXT_ITERATION for op in ops)
         # What a v1 loop gives is known only once its way back is, which comes first.
+        in_order = graphs.topological_order(ops, self._reads_to_wait_for)
         for _ in range(3 if has_loops else 1):
-            for op in ops:
-                if op.name in plan.ops:
+            for op in in_order:
+                if op.name in self._plan.ops:
                     self._visit_copy(op)
                 self._visit(op)
 
@@ -84,6 +100,24 @@ class Waits:
     def of_op(self, op: tf.Operation) -> Sequence[tf.Operation]:
         """The ops for which one of the user's ops waits as before; of sharded ones, all copies."""
         return self._waits.get(op, op.control_inputs)
+
+    def of_read(self, op: tf.Operation, tensor: tf.Tensor) -> Sequence[tf.Operation]:
+        """The ops for which the read of a variable waits whose value a copy is given.
+
+        A call, a branch or a loop reads a variable when all of its arguments are there. A copy is
+        given the variable's value instead, which is read as soon as the writes before it are done.
+
+        Args:
+          op: the call, branch or loop; of a loop of TensorFlow 1, the `Enter` of the variable.
+          tensor: the variable.
+        """
+        readers = op.outputs[0].consumers() if op.type in op_types.ENTER else [op]
+        variables = set(makers_of_state([tensor]))
+        waits: list[tf.Operation] = []
+        for reader in readers:
+            writes = self._order.writes_to(variables) & self._order.needs_in_order(reader)
+            waits += self._order.ops_for(writes, reader)
+        return list(dict.fromkeys(waits))
 
     def added(self, op: tf.Operation) -> Sequence[tf.Operation]:
         """Further ops for which one of the user's ops waits, as something before it doesn't."""
@@ -156,6 +190,7 @@ class Waits:
             for before in op.control_inputs
             if before.name in self._plan.ops or not self._is_free(op)
         ]
+        waits += self._reads_to_wait_for.get(op, ())
         for before in waits:
             bits = union(self._bits_of_control(before), bits)
         if self._is_free(op):
@@ -171,13 +206,15 @@ class Waits:
         for tensor in op.inputs:
             bits = union(self._bits_of_operand(tensor), bits)
 
-        is_light = op in self._needed_by_copies and op in self._of_batch
+        # What a placeholder waits for doesn't run if it's fed.
+        is_fed = op.type in op_types.PLACEHOLDERS
+        is_light = op in self._needed_by_copies and op in self._of_batch and not is_fed
         waits = [] if is_light else op.control_inputs
         for before in waits:
             bits = union(self._bits_of_control(before), bits)
 
         added: Sequence[tf.Operation] = []
-        if not self._order.liveness.frame(op):
+        if not (self._order.liveness.frame(op) or is_fed):
             needed = self._order.needs_in_order(op) if is_light else self._order.needs(op)
             missing = needed & ~bits
             added = self._order.ops_for(missing, op)
@@ -186,6 +223,58 @@ class Waits:
         self._waits[op] = waits
         self._added[op] = added
         self._bits[op] = union(self._order.bits(op), bits)
+
+    def _find_reads_to_wait_for(
+        self, ops: Sequence[tf.Operation]
+    ) -> dict[tf.Operation, list[tf.Operation]]:
+        """Lets each tower's gradient wait for the tower's own reads, rather than the write.
+
+        The gradient of a reference variable needn't follow from all reads of it, after which it's
+        written. If the write itself waited for them, each device would have to send a message:
+
+            tower 0:  read      gradient ---+
+                        |          ^        +--> sum --> write
+                        +----------+        |
+            tower 1:  read ---> gradient ---+
+
+        Returns:
+          By the sharded op that gives a write its value, the sharded ops to wait for.
+        """
+        edges = []
+        for op in ops:
+            reads = self._sharded_bits & self._order.late_reads & self._order.needs_in_order(op)
+            missing = [read for read in self._added.get(op, ()) if self._order.bits(read) & reads]
+            gradient = self._made_from_local_before(op) if missing else None
+            if gradient is not None and self._is_free(gradient):
+                edges += [(read, gradient) for read in missing if read is not gradient]
+        if not edges:
+            return {}
+
+        loop_of = self._order.liveness.outermost_loop
+        inputs: dict[Any, set[Any]] = defaultdict(set)
+        for op in ops:
+            unit = loop_of(op) or op
+            waits = [*self._waits_of_copy.get(op, self._waits[op]), *self._added[op]]
+            inputs[unit] |= {loop_of(b) or b for b in [*waits, *(t.op for t in op.inputs)]}
+            inputs[unit].discard(unit)
+        found = defaultdict[tf.Operation, list[tf.Operation]](list)
+        for read, gradient in graphs.without_cycles(inputs, edges):
+            found[gradient].append(read)
+        return found
+
+    def _made_from_local_before(self, op: tf.Operation) -> tf.Operation | None:
+        """The nearest sharded op on whose copies in all towers one of the user's ops depends."""
+        queue = collections.deque(op.inputs)
+        seen = {tensor.name for tensor in queue}
+        while queue:
+            tensor = queue.popleft()
+            if self._values.is_made_from_all(tensor):
+                return tensor.op
+            if not self._values.is_made_from_local(tensor):
+                new = [operand for operand in tensor.op.inputs if operand.name not in seen]
+                seen.update(operand.name for operand in new)
+                queue += new
+        return None
 
     def _find_needed_by_copies(self, ops: Sequence[tf.Operation]) -> set[tf.Operation]:
         """The user's ops without side effects that run once, and that copies need."""
@@ -229,8 +318,11 @@ class Waits:
         """The bits of a full value."""
         if self._values.is_size_of_local(tensor):
             return 0
-        if self._values.is_made_from_local(tensor):
+        if self._values.is_made_from_all(tensor):
             return self._bits_of_copy.get(tensor.op, 0)
+        if self._values.is_made_from_local(tensor):
+            # It's the first tower's: what the others' copies do isn't waited for.
+            return self._bits_of_copy.get(tensor.op, 0) & ~self._sharded_bits
         return self._bits.get(tensor.op, 0)
 
     def _bits_of_control(self, op: tf.Operation) -> int:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, Use
 from estimator_mgpu.tf_internals import function_calls, graphs, private
 from estimator_mgpu.tf_internals.effects import upstream_bits
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 def ops_to_copy(uses: Sequence[Use], forward: Forward) -> list[tf.Operation]:
@@ -144,7 +144,7 @@ def _gate(tensor: tf.Tensor, gradients: Sequence[tf.Operation], name: str) -> tf
 
 
 def let_writes_wait(
-    graph: tf.Graph, copies: dict[tf.Operation, tf.Operation], order: StateOrder
+    graph: tf.Graph, copies: dict[tf.Operation, tf.Operation], order: Order
 ) -> None:
     """Lets writes to reference variables wait for the copies that read these, as for the ops."""
     readers = [op for op in order.late_readers() if op in copies]

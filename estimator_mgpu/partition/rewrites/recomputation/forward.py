@@ -20,6 +20,7 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.recomputation.cuts import (
     Activation,
     choose_cuts,
@@ -28,7 +29,6 @@ from estimator_mgpu.partition.rewrites.recomputation.cuts import (
 )
 from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.tf_internals import graphs, op_types, private
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 _SMALL = 64  # What is smaller than the largest activation by this factor is kept.
 
@@ -44,7 +44,7 @@ class Forward:
       needed_bytes: those of all activations that gradients use.
     """
 
-    def __init__(self, step: StepOps, order: StateOrder):
+    def __init__(self, step: StepOps, order: Order):
         self._positions = {op: position for position, op in enumerate(step.forward)}
         self._inputs = step.inputs
         self._roots: dict[str, tf.Tensor] = {}  # by name, in whose memory a tensor is
@@ -135,7 +135,7 @@ class Forward:
         return activations
 
 
-def _copyable_ops(step: StepOps, order: StateOrder) -> set[tf.Operation]:
+def _copyable_ops(step: StepOps, order: Order) -> set[tf.Operation]:
     """The forward ops that can run a second time, later.
 
     For example, a product with a reference variable `w` reads `w` when it runs. Its copy gets the

@@ -18,15 +18,15 @@ from collections.abc import Callable, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, Use
 from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.effects import upstream_bits
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 def gradients_before_segments(
-    step: StepOps, uses: Sequence[Use], forward: Forward, order: StateOrder
+    step: StepOps, uses: Sequence[Use], forward: Forward, order: Order
 ) -> dict[int, list[tf.Operation]]:
     """The ops of gradients for which the copies of each segment wait, by its number.
 
@@ -124,7 +124,7 @@ def _with_siblings(op: tf.Operation, step: StepOps) -> set[tf.Operation]:
     return siblings
 
 
-def _frees_memory(op: tf.Operation, forward: Forward, order: StateOrder) -> bool:
+def _frees_memory(op: tf.Operation, forward: Forward, order: Order) -> bool:
     """Whether an op uses something large, and touches no state."""
     if order.bits(op):
         return False

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.recomputation.copies import (
     add_copies,
     let_writes_wait,
@@ -37,7 +38,6 @@ from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, use
 from estimator_mgpu.partition.rewrites.recomputation.gradients import gradients_before_segments
 from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.tf_internals import private
-from estimator_mgpu.tf_internals.state_order import StateOrder
 
 
 class Recomputation(NamedTuple):
@@ -69,7 +69,7 @@ def recompute_activations(
       existing_ops: names of ops that were there before the model_fn, which stay as they are.
     """
     step = StepOps(inputs, loss, results, existing_ops)
-    order = StateOrder(graph.get_operations())
+    order = Order(graph.get_operations())
     forward = Forward(step, order)
     uses = uses_of_copies(step, forward)
     gradients = gradients_before_segments(step, uses, forward, order)

@@ -2,16 +2,13 @@
 
 Variables, tables, queues, the log and random numbers are state. Most of what an op waits for only
 computes, and if it's computed earlier or later, nobody can tell. Which of these have to keep their
-order is told by `StateOrder`, before a graph is changed, so that its changes can keep it:
+order is told by `Order`, of the finished graph, so that changes to the graph can keep it:
 
 - What has a side effect comes after all side effects that it came after.
 - A variable is read before and after the writes that it was read before and after.
 - To run an op runs all side effects that it ran, random draws included.
 
-A reference variable is read by an `Identity`, whose output lies in the variable's own memory. There
-each op that uses this output reads the variable. Loops and branches that read variables are
-alike: TensorFlow takes them apart, and only who uses an output of them has waited for the reads
-that the output needs.
+A placeholder waits for nothing: TensorFlow drops what a tensor waits for if it's fed.
 """
 
 from __future__ import annotations
@@ -21,13 +18,19 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.partition.order.accesses import (
+    is_handle,
+    makers_of_state,
+    read_by_users,
+    written_state,
+)
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered, upstream_bits
 from estimator_mgpu.tf_internals.graphs import topological_order
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
-class StateOrder:
+class Order:
     """Which ops that touch state each op of a graph waits for, as bits of an int.
 
     Args:
@@ -52,7 +55,7 @@ class StateOrder:
         self._writes: dict[tf.Operation, int] = defaultdict(int)
 
         order = topological_order(ops)
-        self._behind = _read_by_users(order)
+        self._behind = read_by_users(order)
         self._not_waited_for = {op for op in ops if not self._can_be_waited_for(op)}
         for op in order:
             self._classify(op)
@@ -72,13 +75,10 @@ class StateOrder:
 
     def needs_in_order(self, op: tf.Operation) -> int:
         """The bits of the ops before an op that have to be before it: else it would differ."""
-        needed = 0
-        is_quiet = self.is_quiet(op)
-        if not is_quiet:
-            needed = self.effects & ~self._unordered
+        needed = 0 if self.is_quiet(op) else self.effects & ~self._unordered
         for variable in self._variables.get(op, ()):
             needed |= self._writes[variable]
-            if not is_quiet:
+            if self._writes[variable] & self.bits(op):
                 needed |= self._reads[variable]
         return needed & self._upstream.get(op, 0) & ~self.bits(op)
 
@@ -95,11 +95,16 @@ class StateOrder:
         """The ops that read variables by what loops, branches and reads of references give."""
         return list(self._ops_of(self.late_reads))
 
+    def writes_to(self, variables: Iterable[tf.Operation]) -> int:
+        """The bits of the ops that write to some of these variables."""
+        writes = 0
+        for variable in variables:
+            writes |= self._writes[variable]
+        return writes
+
     def writes_after(self, op: tf.Operation) -> list[tf.Operation]:
         """The ops that write to the variables that an op reads, and that come after it."""
-        writes = 0
-        for variable in self._variables[op]:
-            writes |= self._writes[variable]
+        writes = self.writes_to(self._variables[op])
         return [write for write in self._ops_of(writes) if self.upstream(write) & self.bits(op)]
 
     def forget_read(self, op: tf.Operation) -> None:
@@ -107,6 +112,19 @@ class StateOrder:
         for variable in self._variables.pop(op, ()):
             self._reads[variable] &= ~self.bits(op)
         self.late_reads &= ~self.bits(op)
+
+    def read_instead(self, op: tf.Operation, copies: Iterable[tf.Operation]) -> None:
+        """Notes that copies of variables are read in the place of what an op reads."""
+        for copy in copies:
+            if copy not in self._bits:
+                self._add_bit(copy)
+                self._upstream[copy] = self.bits(copy) | self._upstream.get(copy.inputs[0].op, 0)
+            self._variables.setdefault(copy, set()).update(self._variables[op])
+            for variable in self._variables[op]:
+                self._reads[variable] |= self.bits(copy)
+            for write in self.writes_after(op):
+                self._upstream[write] |= self.bits(copy)
+        self.forget_read(op)
 
     def ops_for(self, missing: int, op: tf.Operation) -> list[tf.Operation]:
         """Ops that an op can wait for, by control edges, so that it waits for all that is missing.
@@ -118,8 +136,9 @@ class StateOrder:
         found = []
         within = 0  # in branches and loops
         by_output = 0  # branches, each output of which runs its own side effects
+        waited_for = set(op.control_inputs)
         for before in self._ops_of(missing):
-            if self._can_be_waited_for(before):
+            if self._can_be_waited_for(before) or before in waited_for:
                 found.append(before)
             elif before.type in op_types.BRANCHES:
                 by_output |= self.bits(before)
@@ -137,27 +156,34 @@ class StateOrder:
 
     def _classify(self, op: tf.Operation) -> None:
         has_effect = has_side_effect(op)
+        # What writes to a reference doesn't read it late, but its other operands.
+        operands = [t for t in op.inputs if not (has_effect and is_handle(t))]
         reads_late: set[tf.Operation] = set()
-        if not has_effect and op.type not in op_types.SHAPE_QUERIES:
-            reads_late = reads_late.union(*map(self.variables_behind, op.inputs))
+        if op.type not in op_types.SHAPE_QUERIES:
+            reads_late = reads_late.union(*map(self.variables_behind, operands))
 
         variables = reads_late
         if has_effect or op.type in op_types.VALUE_READS:
-            variables = reads_late | set(_variables_of(op.inputs))
+            variables = reads_late | set(makers_of_state(op.inputs))
         if not (has_effect or variables or self._ends_control_flow(op)):
             return
 
-        bit = 1 << len(self._ops)
-        self._ops.append(op)
-        self._bits[op] = bit
+        bit = self._add_bit(op)
         self._variables[op] = variables
         if has_effect:
             self.effects |= bit
             self._unordered |= bit if is_unordered(op) else 0
         if reads_late:
             self.late_reads |= bit
+        written = written_state(op) if has_effect else set()
         for variable in variables:
-            (self._writes if has_effect else self._reads)[variable] |= bit
+            (self._writes if variable in written else self._reads)[variable] |= bit
+
+    def _add_bit(self, op: tf.Operation) -> int:
+        bit = 1 << len(self._ops)
+        self._ops.append(op)
+        self._bits[op] = bit
+        return bit
 
     def _ops_of(self, bits: int) -> Iterator[tf.Operation]:
         """The ops of bits."""
@@ -167,12 +193,10 @@ class StateOrder:
             bits ^= lowest
 
     def _can_be_waited_for(self, op: tf.Operation) -> bool:
-        """Whether an op can be waited for by ops that are in no loop and may not be dead.
-
-        Who waits for a `tf.cond` itself, rather than for an output, waits for nothing in it.
-        """
-        is_branch = op.type in op_types.BRANCHES and bool(op.outputs)
-        return not (is_branch or self.liveness.may_be_dead(op) or self.liveness.output_frame(op))
+        """Whether an op can be waited for by ops that are in no loop and may not be dead."""
+        if self.liveness.may_be_dead(op) or self.liveness.output_frame(op):
+            return False
+        return op.type not in op_types.BRANCHES or not op.outputs or _runs_all_effects(op)
 
     def _ends_control_flow(self, op: tf.Operation) -> bool:
         """Whether an op can be waited for, but something that it waits for can't."""
@@ -181,35 +205,14 @@ class StateOrder:
         return not self._not_waited_for.isdisjoint(graphs.direct_inputs(op))
 
 
-def _read_by_users(order: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
-    """By name, the tensors whose users read variables by them, with these variables."""
-    shared: dict[str, set[tf.Operation]] = {}
-    for op in order:
-        for output in op.outputs:
-            if graphs.is_reference_variable(output):
-                shared[output.name] = set(_variables_of([output]))
-        if op.type in op_types.FUNCTION_CALLERS:
-            variables = set(_variables_of(op.inputs))
-            shared.update((output.name, variables) for output in op.outputs if variables)
-        elif op.type in op_types.MAY_SHARE_MEMORY:
-            variables = set().union(*(shared.get(operand.name, ()) for operand in op.inputs))
-            if variables:
-                for output in op.outputs:
-                    shared.setdefault(output.name, variables)
-    return shared
+def _runs_all_effects(branches: tf.Operation) -> bool:
+    """Whether who waits for a `tf.cond` itself, rather than for an output, waits for its effects.
 
-
-def _variables_of(tensors: Iterable[tf.Tensor]) -> Iterator[tf.Operation]:
-    """The ops that make the variables, or other state, that tensors refer to."""
-    for tensor in tensors:
-        if tensor.dtype != tf.resource and not graphs.is_reference_variable(tensor):
-            continue
-        # An op such as Assign gives on the reference that it's given, as do those of loops.
-        maker = tensor.op
-        while maker.inputs:
-            is_forwarded = maker.type in op_types.FORWARD_VARIABLES
-            first = maker.inputs[0]
-            if not is_forwarded and not graphs.is_reference_variable(first):
-                break
-            maker = first.op
-        yield maker
+    That's so in a `tf.function`, which notes what its branches run for its effects. Otherwise only
+    an output runs what it depends on.
+    """
+    for body in function_calls.function_graphs(branches):
+        awaited = graphs.ancestors(list(body.control_outputs))
+        if any(has_side_effect(op) and op not in awaited for op in body.get_operations()):
+            return False
+    return bool(function_calls.function_graphs(branches))

@@ -1,0 +1,102 @@
+"""Which state an op reads and writes: variables, tables, queues, whatever is kept between ops.
+
+A piece of state is known by the op that makes it, such as a `VarHandleOp`.
+
+An op that calls functions does what their ops do with the state that it hands to them. A reference
+variable of TensorFlow 1 is read by an `Identity`, whose output lies in the variable's own memory;
+so each op that uses this output reads the variable when it runs:
+
+    w (reference) --> Identity --> MatMul           MatMul reads w
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types
+from estimator_mgpu.tf_internals.effects import has_side_effect
+
+
+def is_handle(tensor: tf.Tensor) -> bool:
+    """Whether a tensor refers to state, rather than having a value."""
+    return tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
+
+
+def makers_of_state(tensors: Iterable[tf.Tensor]) -> Iterator[tf.Operation]:
+    """The ops that make the state that tensors refer to; in a function, its arguments."""
+    for tensor in tensors:
+        if is_handle(tensor):
+            yield maker_of_state(tensor)
+
+
+def maker_of_state(handle: tf.Tensor) -> tf.Operation:
+    """The op that makes the state that a tensor refers to; in a function, an argument."""
+    # An op such as Assign gives on the reference that it's given, as do those of loops.
+    maker = handle.op
+    while maker.inputs:
+        is_forwarded = maker.type in op_types.FORWARD_VARIABLES
+        first = maker.inputs[0]
+        if not is_forwarded and not graphs.is_reference_variable(first):
+            break
+        maker = first.op
+    return maker
+
+
+def written_state(op: tf.Operation) -> set[tf.Operation]:
+    """The state that an op writes: of a call, what the function's ops write."""
+    if not has_side_effect(op) or op.type in op_types.STATE_QUERIES:
+        return set()
+    if op.type not in op_types.FUNCTION_CALLERS:
+        return set(makers_of_state(op.inputs))
+
+    bodies = function_calls.function_graphs(op)
+    if not bodies:  # It may write all that it's given.
+        return set(makers_of_state(op.inputs))
+    written: set[tf.Operation] = set()
+    for body in bodies:
+        arguments = _arguments(op, body)
+        for inner in body.get_operations():
+            for state in written_state(inner):
+                written.update(makers_of_state([arguments[state]] if state in arguments else []))
+    return written
+
+
+def _arguments(call: tf.Operation, body: tf.Graph) -> dict[tf.Operation, tf.Tensor]:
+    """What a function's arguments, `Placeholder` ops, are given by an op that calls it."""
+    # The first input of a branch says which one is taken.
+    first = 1 if call.type in op_types.BRANCHES else 0
+    return {argument.op: operand for argument, operand in zip(body.inputs, call.inputs[first:])}
+
+
+def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
+    """By name, the tensors whose users read variables by them, with these variables.
+
+    Loops, branches and calls that read variables are like reference variables: TensorFlow takes
+    them apart, and only who uses an output of them has waited for the reads that the output needs.
+
+    Args:
+      ops: each after those that it depends on.
+    """
+    read: dict[str, set[tf.Operation]] = {}
+    for op in ops:
+        for output in op.outputs:
+            if graphs.is_reference_variable(output):
+                read[output.name] = set(makers_of_state([output]))
+        if op.type in op_types.FUNCTION_CALLERS:
+            variables = set(makers_of_state(op.inputs))
+            read.update((output.name, variables) for output in op.outputs if variables)
+        elif may_share_memory(op):
+            variables = set().union(*(read.get(operand.name, ()) for operand in op.inputs))
+            if variables:
+                for output in op.outputs:
+                    read.setdefault(output.name, variables)
+    return read
+
+
+def may_share_memory(op: tf.Operation) -> bool:
+    """Whether what an op gives may lie in the memory of what it's given."""
+    if op.type == op_types.CAST:
+        return op.get_attr('SrcT') == op.get_attr('DstT')
+    return op.type in op_types.MAY_SHARE_MEMORY

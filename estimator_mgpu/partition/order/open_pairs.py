@@ -1,0 +1,212 @@
+"""Reads and writes whose order a graph leaves open: which comes first is decided here, once.
+
+Many models compute a learning rate from the global step, and count the step beside it:
+
+    step ----> rate ----> update
+      |
+      +------> step + 1 - - -> assign to step           when is the step read for the rate?
+
+Nothing says whether the rate reads the step before or after it's counted, so TensorFlow leaves it
+to chance. With the same model on several devices, it would be another chance. So:
+
+- A read comes before a write of the same variable, if nothing orders them.
+- Two such writes come in the order in which they were made.
+
+That's what one device mostly does, as a read is ready when the step begins. In TensorFlow's own
+functions, the order of the program decides. Here it doesn't: if a second loss reads weights after
+the first optimizer was made, as those of GANs do, it reads what they were before the step.
+
+In: the finished graph, and what a step is run for. Out: control edges, and the pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.order.accesses import is_handle, may_share_memory, written_state
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
+from estimator_mgpu.tf_internals.effects import upstream_bits
+from estimator_mgpu.tf_internals.liveness import Liveness
+
+
+class OpenPair(NamedTuple):
+    """Two ops that touch the same state, of which the graph doesn't say which comes first.
+
+    Attributes:
+      state: the name of what they touch, such as 'global_step'.
+      first: the name of the op that comes first: a read, or the write that was made first.
+      second: the name of the op that comes second, a write.
+    """
+
+    state: str
+    first: str
+    second: str
+
+
+def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[OpenPair]:
+    """Lets writes wait for reads of the same state that no edge orders with them.
+
+    Args:
+      graph: a finished one, which is changed.
+      results: the ops of what a step is run for.
+
+    Returns:
+      The pairs whose order was open, and is decided now. If an edge would close a cycle, or nothing
+      outside of a loop or a branch can wait for what is in it, the order stays open.
+    """
+    step = graphs.ancestors(results)
+    accesses = {maker: found for maker, found in _accesses(step) if _may_be_open(found)}
+    if not accesses:
+        return []
+    pairs = _open_pairs(step, accesses)
+    if not pairs:
+        return []
+
+    liveness = Liveness(graph.get_operations())
+    pairs_of_edge = defaultdict[tuple[tf.Operation, tf.Operation], list[OpenPair]](list)
+    for maker, first, second in pairs:
+        pair = OpenPair(maker.name, first.name, second.name)
+        for source in _ends(first, second, step, liveness):
+            for target in _begins(second, step, liveness):
+                pairs_of_edge[source, target].append(pair)
+
+    decided: list[OpenPair] = []
+    waitable = functools.cache(_waitable)
+    for source, target in _without_cycles(step, list(pairs_of_edge), liveness):
+        function_calls.let_wait(target, [waitable(source)])
+        decided += pairs_of_edge[source, target]
+    return list(dict.fromkeys(decided))
+
+
+class _Access(NamedTuple):
+    """An op that touches a piece of state, and whether it writes."""
+
+    op: tf.Operation
+    writes: bool
+
+
+def _accesses(step: set[tf.Operation]) -> Iterator[tuple[tf.Operation, list[_Access]]]:
+    """For each variable or table of a step, by the op that makes it, the ops that touch it."""
+    for maker in sorted(step, key=private.creation_index):
+        if maker.type in op_types.STATE_HOLDERS:
+            users: dict[tf.Operation, None] = {}
+            stack = [maker.outputs[0]]
+            while stack:
+                tensor = stack.pop()
+                for user in tensor.consumers():
+                    if user in step and user not in users:
+                        users[user] = None
+                        stack += _passed_on(tensor, user)
+            writes = {user: maker in written_state(user) for user in users}
+            yield maker, [_Access(user, writes[user]) for user in users if _touches(user, writes)]
+
+
+def _passed_on(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
+    """The outputs of an op by which others touch the state that a tensor refers to, or lies in."""
+    if is_handle(tensor) and user.type in op_types.FORWARD_VARIABLES:
+        return user.outputs
+    if is_handle(tensor):  # Assign, say, gives a reference to what it has written.
+        return [output for output in user.outputs if graphs.is_reference_variable(output)]
+    return user.outputs if may_share_memory(user) else []
+
+
+def _touches(user: tf.Operation, writes: dict[tf.Operation, bool]) -> bool:
+    """Whether an op that is given state, or what lies in its memory, reads or writes it."""
+    if writes[user]:
+        return True
+    if user.type in op_types.SHAPE_QUERIES or user.type in op_types.HANDLE_QUERIES:
+        return False
+    return user.type not in op_types.FORWARD_VARIABLES
+
+
+def _may_be_open(accesses: Sequence[_Access]) -> bool:
+    return len(accesses) > 1 and any(access.writes for access in accesses)
+
+
+def _open_pairs(
+    step: set[tf.Operation], accesses: dict[tf.Operation, list[_Access]]
+) -> list[tuple[tf.Operation, tf.Operation, tf.Operation]]:
+    """What is touched by two ops in an order that is left open, the op to come first, the other."""
+    touching = dict.fromkeys(access.op for found in accesses.values() for access in found)
+    bits = {op: 1 << index for index, op in enumerate(touching)}
+    upstream = upstream_bits(graphs.topological_order(list(step)), bits)
+
+    pairs = []
+    for maker, found in accesses.items():
+        for second in found:
+            for first in found:
+                if not second.writes or first.op is second.op:
+                    continue
+                if upstream[first.op] & bits[second.op] or upstream[second.op] & bits[first.op]:
+                    continue
+                made = private.creation_index
+                if not first.writes or made(first.op) < made(second.op):
+                    pairs.append((maker, first.op, second.op))
+    return pairs
+
+
+def _ends(
+    op: tf.Operation, waiting: tf.Operation, step: set[tf.Operation], liveness: Liveness
+) -> list[tf.Operation]:
+    """The ops to wait for so that an op has run: where its loop or branch ends, if it's in one."""
+    if liveness.runs_whenever(op, waiting):
+        return [op]
+    loop = liveness.outermost_loop(op)
+    if loop and loop == liveness.outermost_loop(waiting):
+        return []  # Nothing in a loop waits for the loop's end.
+    ends: list[tf.Operation] = []
+    stack = [op]
+    seen = {op}
+    while stack:
+        for user in graphs.consumers_of(stack.pop()):
+            if user in step and user not in seen:
+                seen.add(user)
+                (ends if liveness.runs_whenever(user, waiting) else stack).append(user)
+    return ends
+
+
+def _begins(op: tf.Operation, step: set[tf.Operation], liveness: Liveness) -> list[tf.Operation]:
+    """The ops that have to wait so that an op does: of what is in a loop, the loop's entries."""
+    loop = liveness.outermost_loop(op)
+    if not loop:
+        return [op]
+    return [
+        enter
+        for enter in step
+        if enter.type in op_types.ENTER and liveness.output_frame(enter) == loop
+    ]
+
+
+def _without_cycles(
+    step: set[tf.Operation],
+    edges: Sequence[tuple[tf.Operation, tf.Operation]],
+    liveness: Liveness,
+) -> Iterator[tuple[tf.Operation, tf.Operation]]:
+    """The edges that close no cycle; a loop of TensorFlow 1 counts as a single op."""
+
+    def unit(op: tf.Operation) -> Any:
+        return liveness.outermost_loop(op) or op
+
+    inputs: dict[Any, set[Any]] = defaultdict(set)
+    for op in step:
+        inputs[unit(op)] |= {unit(before) for before in graphs.direct_inputs(op)} - {unit(op)}
+    between_units = {edge: (unit(edge[0]), unit(edge[1])) for edge in edges}
+    possible = set(graphs.without_cycles(inputs, list(dict.fromkeys(between_units.values()))))
+    return (edge for edge, between in between_units.items() if between in possible)
+
+
+def _waitable(op: tf.Operation) -> tf.Operation:
+    """The op itself; of a `tf.cond`, one that waits for its outputs, as only these run its ops."""
+    outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
+    if op.type not in op_types.BRANCHES or not outputs:
+        return op
+    with op.graph.as_default(), tf.name_scope(None), tf.device(op.device or None):
+        with tf.control_dependencies(None), tracebacks.made_for(op):
+            ends = [tf.identity(output, f'{op.name}/end') for output in outputs]
+            with tf.control_dependencies(ends):
+                return tf.no_op(f'{op.name}/ends')
