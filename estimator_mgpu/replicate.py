@@ -40,6 +40,7 @@ from estimator_mgpu.model_function import ModelFunction
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition import fetches, later_gradients
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.order import check
 from estimator_mgpu.partition.order.open_pairs import decide_open_pairs
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
@@ -298,6 +299,9 @@ def _build(
         spec, step = _build_on_several(call, features, labels, options, towers, machines)
 
     end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
+    if step.facts is not None:
+        now = end_of_data.result_ops(spec)
+        check.check(step.facts, tf.get_default_graph(), now, step.names, step.tower_devices)
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     spec = failures.explain_errors(spec)
     steps.record(step)
@@ -317,12 +321,25 @@ def _build_on_one(
     ops_before = {op.name for op in tf.get_default_graph().get_operations()}
     spec = call('' if options['devices'] is None else tower)
     open_pairs = decide_open_pairs(tf.get_default_graph(), _ops_of_step(spec))
+    facts = _facts(spec)
 
     examples = batch.examples_of(leaves)
     recomputation = _recompute(spec, tensors, ops_before, options)
     return spec, steps.Step(
-        examples, spec.loss, [tower], recomputation=recomputation, open_pairs=open_pairs
+        examples,
+        spec.loss,
+        [tower],
+        recomputation=recomputation,
+        open_pairs=open_pairs,
+        facts=facts,
     )
+
+
+def _facts(spec: Any) -> check.Facts | None:
+    """What has to stay true of the default graph, if that's to be checked."""
+    if not check.is_on():
+        return None
+    return check.Facts(tf.get_default_graph(), end_of_data.result_ops(spec))
 
 
 def _recompute(
@@ -367,7 +384,9 @@ def _build_on_several(
     global_batch = unknown_ranks.shapes_told_by_model(global_batch)
     spec, step = _divided(spec, global_batch, towers, ops_before, options)
     if step.plan is None:
+        facts = _facts(spec)
         step = step._replace(recomputation=_recompute(spec, tensors, ops_before, options))
+        step = step._replace(facts=facts)
     return spec, step._replace(open_pairs=open_pairs)
 
 
@@ -428,6 +447,8 @@ def _divided(
         schedule=towers.schedule,
         recomputation=towers.recomputation,
         names=towers.names,
+        facts=towers.facts,
+        tower_devices=[tower.device for tower in towers.towers],
     )
 
 

@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order import check
 from forks import forks
 from towers import behavior_of, free_addresses
 
@@ -47,6 +48,12 @@ def behavior(request):
 def seeded():
     """Keras takes the seeds of initial values from Python's random."""
     random.seed(7)
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
+    """Each graph that is changed has to touch state in the order that it had."""
+    monkeypatch.setenv(check.VARIABLE, '1')
 
 
 @pytest.fixture(autouse=True)

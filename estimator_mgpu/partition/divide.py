@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import optimizer
 from estimator_mgpu.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition import later_gradients
+from estimator_mgpu.partition.order import check
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
@@ -27,7 +28,13 @@ from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rewrites.unused_gradients import unused_gradients
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.build import Towers, Turns, build_towers, replaced_result
+from estimator_mgpu.partition.towers.build import (
+    Towers,
+    Turns,
+    build_towers,
+    replaced_op,
+    replaced_result,
+)
 from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.graphs import dependents
@@ -81,6 +88,8 @@ def divide(
     replaced = inline_calls(graph, existing_ops)
     model.note_inlined(replaced)
     replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
+    current_results = [replaced_op(result, replaced) for result in results]
+    facts = check.Facts(graph, current_results) if check.is_on() else None
     infer_loop_shapes(graph)
     bypass_loops_of_handles(graph, existing_ops)
     if batch_norm != 'device':
@@ -88,8 +97,8 @@ def divide(
     recomputation = None
     if recomputed_loss is not None:
         loss = replaced_result(recomputed_loss, replaced)
-        current_results = [replaced_result(result, replaced) for result in step_results]
-        recomputation = recompute_activations(graph, inputs, loss, current_results, existing_ops)
+        current = [replaced_result(result, replaced) for result in step_results]
+        recomputation = recompute_activations(graph, inputs, loss, current, existing_ops)
     order = Order(graph.get_operations())
     if read_after_writes(graph, order):
         order = Order(graph.get_operations())
@@ -136,6 +145,7 @@ def divide(
         Turns(turns, step_results, results, loops),
     )
     towers.recomputation = recomputation
+    towers.facts = facts
     if batch_norm == 'device':
         later_gradients.refuse_batch_norm(graph, existing_ops)
     model.end_changes(towers.tensors_in_use())

@@ -100,7 +100,8 @@ BIAS_GRADIENT = 'BiasAddGrad'
 """oneDNN computes it and the gradient of a convolution's kernel at once, if they use one tensor."""
 
 VALUE_READS = (READ_VARIABLE, 'ResourceGather', 'ResourceGatherNd')
-VARIABLE_READS = frozenset([*VALUE_READS, 'VariableShape', 'DeepCopy'])
+DEEP_COPY = 'DeepCopy'
+VARIABLE_READS = frozenset([*VALUE_READS, 'VariableShape', DEEP_COPY])
 """Ops that only read a variable: TensorFlow calls them stateful, but they have no side effect."""
 REFERENCE_READS = frozenset(
     [
@@ -123,8 +124,9 @@ CHECKPOINT_READ = 'RestoreV2'
 ASSIGNS = ('Assign', 'AssignVariableOp')
 """Ops that give a variable a value, as a restored one."""
 
+REFERENCE_VARIABLES = ('Variable', 'VariableV2')
 STATE_HOLDERS = (
-    *('VarHandleOp', 'Variable', 'VariableV2'),
+    *('VarHandleOp', *REFERENCE_VARIABLES),
     *('HashTableV2', 'MutableDenseHashTableV2', 'MutableHashTableV2'),
     *('MutableHashTableOfTensorsV2', 'ConditionalAccumulator', 'SparseConditionalAccumulator'),
     'ResourceConditionalAccumulator',

@@ -17,6 +17,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.later_gradients import Model
+from estimator_mgpu.partition.order.check import Facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
@@ -67,6 +68,7 @@ class Towers:
       model: by which `tf.gradients` goes once the model_fn has returned.
       schedule: which ops run one turn after another; None if one turn was asked for.
       recomputation: what is computed twice; None if that wasn't asked for.
+      facts: what has to stay true of the graph; None if it isn't checked.
     """
 
     graph: tf.Graph
@@ -80,6 +82,7 @@ class Towers:
     _values: Values
     _waits: Waits
     recomputation: Recomputation | None = None
+    facts: Facts | None = None
 
     def full_value(self, tensor: tf.Tensor) -> tf.Tensor:
         """The value of one of the user's tensors for the global batch, and its side effects."""
@@ -333,6 +336,11 @@ def _replacements(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> Iterator
 def replaced_result(result: Result, replaced: dict[str, tf.Tensor]) -> Result:
     """What rewrites use in place of what a step is run for, if anything."""
     return _replacement(result, replaced) if isinstance(result, tf.Tensor) else result
+
+
+def replaced_op(result: tf.Operation, replaced: dict[str, tf.Tensor]) -> tf.Operation:
+    """The op that now gives what another one gave, if rewrites use something in its place."""
+    return _replacement(result.outputs[0], replaced).op if result.outputs else result
 
 
 def _control_inputs(

@@ -1,0 +1,432 @@
+"""Checks that a changed graph touches state in the order of the graph that the model_fn has built.
+
+The changed graph is only read: how it was made isn't known here. Checked is that
+
+- nothing waits for itself, and no placeholder waits for anything;
+- what reads or writes a variable still comes before and after what it came before and after, each
+  tower's copy included, and what is sent to other devices is sent after the writes before it;
+- each write runs once a step, and each result still runs all side effects that it ran;
+- no op has to wait for what is in a branch that may not be taken;
+- no tower waits for another one, but for a value, or for a write before its own read.
+
+It takes up to a third of the time that dividing takes, so it's on in the tests, and where the
+environment variable ESTIMATOR_MGPU_CHECK is set to 1.
+
+In: a finished graph, and what became of it. Out: an error that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Protocol
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.devices import device_spec
+from estimator_mgpu.partition.order.accesses import (
+    is_handle,
+    makers_of_state,
+    read_by_users,
+    written_state,
+)
+from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals.effects import has_side_effect, union, upstream_bits
+from estimator_mgpu.tf_internals.liveness import Liveness
+
+VARIABLE = 'ESTIMATOR_MGPU_CHECK'
+"""The environment variable that switches the check on."""
+
+_SHOWN = 5  # problems in an error message
+
+
+def is_on() -> bool:
+    """Whether the environment asks for the check."""
+    return os.environ.get(VARIABLE, '') not in ('', '0')
+
+
+class AddedNames(Protocol):
+    """Tells which ops were added: `towers.names.Names`."""
+
+    def copy_of(self, name: str) -> tuple[int, str] | None:
+        """The number of the tower, and the name of the op that is copied; None for other ops."""
+
+    def is_added(self, name: str) -> bool:
+        """Whether it's the name of a copy or of another op that was added."""
+
+
+class Facts:
+    """What has to stay true of a graph: noted before it's changed.
+
+    Args:
+      graph: a finished one.
+      results: the ops of what steps are run for.
+    """
+
+    def __init__(self, graph: tf.Graph, results: Sequence[tf.Operation]):
+        ops = graph.get_operations()
+        in_order = graphs.topological_order(ops)
+        liveness = Liveness(ops)
+        behind = read_by_users(in_order)
+        self.names = {op.name for op in ops}
+        self.may_be_dead = {op.name for op in ops if liveness.may_be_dead(op)}
+        self.in_loops = {op.name for op in ops if liveness.is_in_loop(op)}
+        self.waiting_placeholders = {op.name for op in ops if _is_fed(op) and op.control_inputs}
+
+        self.local_state = {op.name for op in ops if op.type in op_types.NEW_HANDLES}
+
+        self.written: dict[str, set[str]] = {}  # the state that an op writes, by names
+        self.read: dict[str, set[str]] = {}  # the state that an op reads
+        self._bits: dict[tf.Operation, int] = {}
+        self._touching: list[str] = []  # by the position of their bits
+        for op in in_order:
+            written = {maker.name for maker in written_state(op)}
+            read = {maker.name for maker in _read_state(op, behind)} - written
+            if written:
+                self.written[op.name] = written
+            if read:
+                self.read[op.name] = read
+            if written or read or has_side_effect(op):
+                self._bits[op] = 1 << len(self._touching)
+                self._touching.append(op.name)
+        upstream = upstream_bits(in_order, self._bits)
+        self.effects = {op.name for op in self._bits if has_side_effect(op)}
+        self.writers = {op.name for op in graphs.ancestors(results) if op.name in self.written}
+        self.of_results = [self._names_of(upstream[op]) & self.effects for op in results]
+
+        reads, writes = self._bits_by_state(self.read), self._bits_by_state(self.written)
+        self.before: dict[str, dict[str, str]] = {}
+        """By the name of an op, the ops before it that touch the same state, if one of both writes,
+        with that state."""
+        for op, bit in self._bits.items():
+            before: dict[str, str] = {}
+            for state in self.written.get(op.name, ()):
+                others = upstream[op] & (reads[state] | writes[state]) & ~bit
+                before.update(dict.fromkeys(self._names_of(others), state))
+            for state in self.read.get(op.name, ()):
+                before.update(dict.fromkeys(self._names_of(upstream[op] & writes[state]), state))
+            self.before[op.name] = before
+
+    def _bits_by_state(self, states: dict[str, set[str]]) -> dict[str, int]:
+        """The bits of the ops that touch each piece of state."""
+        found = defaultdict[str, int](int)
+        for op, bit in self._bits.items():
+            for state in states.get(op.name, ()):
+                found[state] |= bit
+        return found
+
+    def _names_of(self, bits: int) -> set[str]:
+        names = set()
+        while bits:
+            lowest = bits & -bits
+            names.add(self._touching[lowest.bit_length() - 1])
+            bits ^= lowest
+        return names
+
+
+def _read_state(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> Iterable[tf.Operation]:
+    """The variables that an op reads, directly or as an operand lies in one's memory."""
+    if op.type in (*op_types.SHAPE_QUERIES, *op_types.HANDLE_QUERIES):
+        return
+    if op.type in (*op_types.VALUE_READS, *op_types.STATE_QUERIES, *op_types.FUNCTION_CALLERS):
+        yield from makers_of_state(op.inputs)
+    has_effect = has_side_effect(op)
+    for operand in op.inputs:
+        if not (has_effect and is_handle(operand)):
+            yield from behind.get(operand.name, ())
+
+
+def _is_fed(op: tf.Operation) -> bool:
+    return op.type in op_types.FED
+
+
+def check(
+    facts: Facts,
+    graph: tf.Graph,
+    results: Sequence[tf.Operation],
+    names: AddedNames | None = None,
+    devices: Sequence[str] = (),
+) -> None:
+    """Raises RuntimeError if a changed graph doesn't touch state as it did.
+
+    Args:
+      facts: of the graph, as it was.
+      graph: as it is now.
+      results: the ops of what steps are run for now, in the order of those of the facts.
+      names: tell which op is a copy of which; None if the graph has no towers.
+      devices: that of each tower.
+    """
+    problems = list(_problems(facts, graph, results, names, devices))
+    if problems:
+        shown = '\n'.join(f'- {problem}' for problem in problems[:_SHOWN])
+        more = len(problems) - _SHOWN
+        raise RuntimeError(
+            'The order in which the graph touches state has changed:\n'
+            f'{shown}\n' + (f'- and {more} more.\n' if more > 0 else '') + 'Please report the '
+            f'model. Without {VARIABLE} in the environment, it trains unchecked.'
+        )
+
+
+def _problems(
+    facts: Facts,
+    graph: tf.Graph,
+    results: Sequence[tf.Operation],
+    names: AddedNames | None,
+    devices: Sequence[str],
+) -> Iterator[str]:
+    cycle = _cycle(graph)
+    if cycle:
+        yield f'These wait for each other: {" -> ".join(cycle)}.'
+        return
+    changed = _Changed(facts, graph, results, names, devices)
+    yield from _unordered(facts, changed)
+    yield from _sent_too_early(facts, changed)
+    yield from _repeated_or_lost(facts, changed, results)
+    yield from _may_not_run(facts, changed)
+    yield from _fed(facts, changed)
+    yield from _other_towers(facts, changed)
+
+
+def _cycle(graph: tf.Graph) -> list[str]:
+    """The names of ops that wait for each other; a loop's way back apart."""
+    ways_back = op_types.NEXT_ITERATION
+    inputs = {
+        op.name: [] if op.type in ways_back else [b.name for b in graphs.direct_inputs(op)]
+        for op in graph.get_operations()
+    }
+    try:
+        TopologicalSorter(inputs).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+class _Changed:
+    """A changed graph.
+
+    Args:
+      facts: of the graph, as it was.
+      graph: as it is now.
+      results: the ops of what steps are run for now.
+      names: tell which op is a copy of which.
+      devices: that of each tower.
+
+    Attributes:
+      ops: those that steps run, each after those that it waits for.
+      instances: by the name of an op that touches state, the ops that do what it did.
+      upstream: the bits of all instances that an op waits for, and its own.
+      bits: of each instance.
+      towers: of each op, the towers behind it, as bits.
+      liveness: of the graph.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        graph: tf.Graph,
+        results: Sequence[tf.Operation],
+        names: AddedNames | None,
+        devices: Sequence[str],
+    ):
+        self._names = names
+        all_ops = graph.get_operations()
+        self.liveness = Liveness(all_ops)
+        step = graphs.ancestors(results)
+        self.ops = graphs.topological_order([op for op in all_ops if op in step])
+        self.behind = read_by_users(self.ops)
+
+        self.instances = defaultdict[str, list[tf.Operation]](list)
+        for op in self.ops:
+            for original in self._originals(op, facts):
+                self.instances[original].append(op)
+        self.bits: dict[tf.Operation, int] = {}
+        for instances in self.instances.values():
+            for op in instances:
+                self.bits.setdefault(op, 1 << len(self.bits))
+        self.upstream = upstream_bits(self.ops, self.bits)
+
+        self._devices = devices
+        self._by_device = defaultdict[str, int](int)
+        for number, device in enumerate(devices):
+            self._by_device[device] |= 1 << number
+        self.towers: dict[tf.Operation, int] = {}
+        for op in self.ops:
+            tower = self.tower(op)
+            towers = 0 if tower is None else 1 << tower
+            for before in graphs.direct_inputs(op):
+                towers = union(self.towers.get(before, 0), towers)
+            self.towers[op] = towers
+
+    def tower(self, op: tf.Operation) -> int | None:
+        """The number of the tower whose copy an op is."""
+        copy = None if self._names is None else self._names.copy_of(op.name)
+        return None if copy is None else copy[0]
+
+    def towers_with(self, tower: int) -> int:
+        """The towers that share a device with one, its micro-batches, as bits."""
+        return self._by_device[self._devices[tower]]
+
+    def is_added(self, op: tf.Operation) -> bool:
+        """Whether an op was added, and is no copy."""
+        is_added = self._names is not None and self._names.is_added(op.name)
+        return is_added and self.tower(op) is None
+
+    def original(self, op: tf.Operation) -> str:
+        """The name of the op that one stands for: itself, or the one of which it's a copy."""
+        copy = None if self._names is None else self._names.copy_of(op.name)
+        name = op.name if copy is None else copy[1]
+        scope, _, rest = name.partition('/')
+        # Forward ops that are computed again have their names within such a scope.
+        return rest if scope.split('_')[0] == 'recompute' and rest else name
+
+    def _originals(self, op: tf.Operation, facts: Facts) -> list[str]:
+        """The names of the ops for which one touches state; none if it doesn't."""
+        name = self.original(op)
+        if name in facts.names:
+            touches = name in facts.written or name in facts.read or name in facts.effects
+            return [name] if touches else []
+        # A read that was added serves the copies that use its value.
+        if op.type in op_types.VALUE_READS or op.type == op_types.DEEP_COPY:
+            return [self.original(user) for user in self._users(op)]
+        return []
+
+    def _users(self, op: tf.Operation) -> Iterator[tf.Operation]:
+        """The copies and the user's ops that use what an added op gives."""
+        for output in op.outputs:
+            for user in output.consumers():
+                if self.tower(user) is None and user.type in (op_types.IDENTITY, *op_types.ENTER):
+                    yield from self._users(user)
+                elif user.type in op_types.ENTER:
+                    yield from user.outputs[0].consumers()
+                else:
+                    yield user
+
+
+def _unordered(facts: Facts, changed: _Changed) -> Iterator[str]:
+    """Pairs that touch the same state, and have lost their order."""
+    for second, before in facts.before.items():
+        for later in changed.instances.get(second, ()):
+            tower = changed.tower(later)
+            for first, state in before.items():
+                for earlier in changed.instances.get(first, ()):
+                    if state in facts.local_state and changed.tower(earlier) != tower:
+                        continue  # Each tower has its own.
+                    if not changed.upstream[later] & changed.bits[earlier]:
+                        yield f'{later.name} no longer waits for {earlier.name}: both use {state}.'
+
+
+def _sent_too_early(facts: Facts, changed: _Changed) -> Iterator[str]:
+    """Values of reference variables that are sent to another device before a write."""
+    for second, instances in changed.instances.items():
+        writes = {
+            first: facts.written[first] & facts.read.get(second, set())
+            for first in facts.before[second]
+            if first in facts.written
+        }
+        for later in instances:
+            for operand in later.inputs:
+                read = _sent(operand, later, changed)
+                if read is None:
+                    continue
+                variables = {v.name for v in changed.behind.get(read.outputs[0].name, ())}
+                for first, written in writes.items():
+                    for write in changed.instances.get(first, ()) if written & variables else ():
+                        if not changed.upstream[read] & changed.bits[write]:
+                            yield (
+                                f'{later.name} is sent what {read.name} reads before '
+                                f'{write.name}, after which it has to be read.'
+                            )
+
+
+def _sent(operand: tf.Tensor, user: tf.Operation, changed: _Changed) -> tf.Operation | None:
+    """The read of a reference variable whose value an op on another device is sent."""
+    op = operand.op
+    # What was added on the way, such as a pack, was computed when the read was sent.
+    while changed.is_added(op) and op.inputs:
+        op = op.inputs[0].op
+    if operand.dtype == tf.resource or not op.outputs:
+        return None
+    variables = changed.behind.get(op.outputs[0].name, ())
+    is_reference = any(v.type in op_types.REFERENCE_VARIABLES for v in variables)
+    if not is_reference or graphs.is_reference_variable(op.outputs[0]):
+        return None
+    devices = {device_spec(variable.device) for variable in variables}
+    return None if device_spec(user.device) in devices else op
+
+
+def _repeated_or_lost(
+    facts: Facts, changed: _Changed, results: Sequence[tf.Operation]
+) -> Iterator[str]:
+    """Writes that don't run exactly once, and side effects that results no longer run."""
+    for writer in sorted(facts.writers - facts.in_loops):
+        instances = changed.instances.get(writer, [])
+        if len(instances) > 1:
+            yield f'{writer} writes {len(instances)} times a step: {_listed(instances)}.'
+
+    for result, effects in zip(results, facts.of_results):
+        needed = graphs.ancestors([result])
+        for effect in sorted(effects):
+            if not any(op in needed for op in changed.instances.get(effect, ())):
+                yield f'{result.name} no longer runs {effect}, which has a side effect.'
+
+
+def _may_not_run(facts: Facts, changed: _Changed) -> Iterator[str]:
+    """Ops that wait for what is in a branch that may not be taken, and didn't."""
+    for op in changed.ops:
+        name = changed.original(op)
+        if name not in facts.names or name in facts.may_be_dead:
+            continue
+        if changed.liveness.may_be_dead(op):
+            dead = [b for b in graphs.direct_inputs(op) if changed.liveness.may_be_dead(b)]
+            yield f'{op.name} waits for {_listed(dead)}, in a branch that may not be taken.'
+
+
+def _fed(facts: Facts, changed: _Changed) -> Iterator[str]:
+    """Placeholders that wait for something: TensorFlow drops what they wait for."""
+    for op in changed.ops:
+        if _is_fed(op) and op.control_inputs and op.name not in facts.waiting_placeholders:
+            yield f'{op.name} is fed, so it cannot wait for {_listed(op.control_inputs)}.'
+
+
+def _other_towers(facts: Facts, changed: _Changed) -> Iterator[str]:
+    """Copies that wait for other towers, but for no value, nor to read what is written before."""
+    for op in changed.ops:
+        tower = changed.tower(op)
+        name = changed.original(op)
+        if tower is None or name in facts.in_loops or name in facts.may_be_dead:
+            continue
+        of_values = _towers_of_values(op, changed)
+        for before in op.control_inputs:
+            if changed.tower(before) == tower:
+                continue  # That one needs a value.
+            others = changed.towers[before] & ~changed.towers_with(tower) & ~of_values
+            if others and not _has_to_wait(op, before, facts, changed):
+                yield f'{op.name} waits for {before.name}, which waits for another tower.'
+
+
+def _towers_of_values(op: tf.Operation, changed: _Changed) -> int:
+    """The towers behind what a copy is computed from."""
+    towers = 0
+    for operand in op.inputs:
+        towers |= changed.towers[operand.op]
+    return towers
+
+
+def _has_to_wait(op: tf.Operation, before: tf.Operation, facts: Facts, changed: _Changed) -> bool:
+    """Whether an op reads what something before another op, or that itself, writes."""
+    name = changed.original(op)
+    if name not in facts.before:
+        return False
+    writes = 0
+    for first in facts.before[name]:
+        if facts.written.get(first, set()) & facts.read.get(name, set()):
+            for instance in changed.instances[first]:
+                writes |= changed.bits[instance]
+    return bool(changed.upstream[before] & writes)
+
+
+def _listed(ops: Sequence[tf.Operation]) -> str:
+    names = [op.name for op in ops[:3]]
+    return ', '.join(names) + (' ...' if len(ops) > 3 else '')
