@@ -48,15 +48,29 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
         constants or placeholders, the batch can't end, and nothing waits.
       spec: the `EstimatorSpec` of the model_fn.
     """
+    writes, used = writes_to_hold(graph, batch, spec)
+    if writes:
+        _let_wait(graph, writes, used)
+
+
+def writes_to_hold(
+    graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any
+) -> tuple[list[tf.Operation], list[tf.Tensor]]:
+    """Returns the writes of a step that don't wait for its batch, and what they have to wait for.
+
+    Args:
+      graph: as of `hold_writes`.
+      batch: as of `hold_writes`.
+      spec: as of `hold_writes`.
+    """
     parts = [part for tensor in batch for part in parts_of(tensor)]
     tensors = list(dict.fromkeys(parts))  # each once, in order
     if not any(map(_may_end, tensors)):
-        return
+        return [], []
 
     results = result_ops(spec)
     used = [tensor for tensor in _used_in_step(tensors, results) if _may_end(tensor)]
-    if used:
-        _let_wait(graph, _writes_to_hold(graph, used, results), used)
+    return (_writes_to_hold(graph, used, results) if used else []), used
 
 
 def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation]) -> list[tf.Tensor]:

@@ -41,7 +41,7 @@ from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.partition import fetches, later_gradients
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.order import check
-from estimator_mgpu.partition.order.open_pairs import decide_open_pairs
+from estimator_mgpu.partition.order.open_pairs import OpenPair, decide_open_pairs
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
     recompute_activations,
@@ -300,8 +300,15 @@ def _build(
 
     end_of_data.hold_writes(tf.get_default_graph(), tensors, spec)
     if step.facts is not None:
-        now = end_of_data.result_ops(spec)
-        check.check(step.facts, tf.get_default_graph(), now, step.names, step.tower_devices)
+        graph = tf.get_default_graph()
+        check.check(
+            step.facts,
+            graph,
+            end_of_data.result_ops(spec),
+            step.names,
+            step.tower_devices,
+            not_held=end_of_data.writes_to_hold(graph, tensors, spec)[0],
+        )
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     spec = failures.explain_errors(spec)
     steps.record(step)
@@ -320,7 +327,7 @@ def _build_on_one(
     tensors = end_of_data.tensors_of(features, labels)
     ops_before = {op.name for op in tf.get_default_graph().get_operations()}
     spec = call('' if options['devices'] is None else tower)
-    open_pairs = decide_open_pairs(tf.get_default_graph(), _ops_of_step(spec))
+    open_pairs = decide_order(spec)
     facts = _facts(spec)
 
     examples = batch.examples_of(leaves)
@@ -377,7 +384,7 @@ def _build_on_several(
     ops_before = {op.name for op in tf.get_default_graph().get_operations()}
 
     spec = call()
-    open_pairs = decide_open_pairs(tf.get_default_graph(), _ops_of_step(spec))
+    open_pairs = decide_order(spec)
     servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
     place_variables(options['variables'], servers or towers, ops_before)
 
@@ -464,8 +471,15 @@ def _results_of_step(spec: Any) -> list[tf.Tensor | tf.Operation]:
     return [leaf for leaf in leaves if isinstance(leaf, (tf.Tensor, tf.Operation))]
 
 
-def _ops_of_step(spec: Any) -> list[tf.Operation]:
-    """The ops that Estimator runs in each step of a spec's mode, all at once."""
+def decide_order(spec: Any) -> list[OpenPair]:
+    """Decides the order of what a step of the default graph reads and writes, where it's left open.
+
+    Args:
+      spec: the EstimatorSpec of the model_fn that has built the graph.
+
+    Returns:
+      The pairs whose order was open.
+    """
     modes = tf_estimator.estimator.ModeKeys
     results: Any = [spec.loss, spec.train_op]
     if spec.mode == modes.EVAL:
@@ -474,11 +488,9 @@ def _ops_of_step(spec: Any) -> list[tf.Operation]:
     elif spec.mode == modes.PREDICT:
         results = spec.predictions
     leaves = tf.nest.flatten(results, expand_composites=True)
-    return [getattr(leaf, 'op', leaf) for leaf in leaves if tf.is_tensor(leaf) or _is_op(leaf)]
-
-
-def _is_op(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Operation)
+    ops = [leaf.op for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    ops += [leaf for leaf in leaves if isinstance(leaf, tf.Operation)]
+    return decide_open_pairs(tf.get_default_graph(), ops)
 
 
 def _with_full_values(spec: Any, towers: Towers) -> Any:

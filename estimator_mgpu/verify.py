@@ -7,6 +7,8 @@ how far each loss, gradient, variable, metric and prediction is from one device'
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,7 +20,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import optimizer
 from estimator_mgpu.devices import Devices, resolve, session_config
 from estimator_mgpu.notebooks import Table, html_of
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.partition.order.open_pairs import OpenPair
+from estimator_mgpu.replicate import decide_order, replicate
 from estimator_mgpu.steps import is_count, of_graph
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2
@@ -30,6 +33,12 @@ _HINT = (
     'in another order. Random numbers that are drawn without a seed differ in any two runs. With '
     "batch_norm='device', each device has statistics of its own. Anything else is a bug of "
     'estimator_mgpu: please report the model.'
+)
+
+
+_LEFT_OPEN = (
+    'The model leaves open whether %s or %s comes first, and both use %s. TensorFlow leaves it to '
+    'chance. Here, and in training, the one that is named first comes first.'
 )
 
 
@@ -46,6 +55,7 @@ class Verification(NamedTuple):
     """What `verify()` compared. As a str it's a table, and says where differences come from."""
 
     differences: list[Difference]
+    open_pairs: list[OpenPair] = []  # reads and writes whose order the model leaves open
 
     @property
     def exact(self) -> bool:
@@ -59,6 +69,8 @@ class Verification(NamedTuple):
             lines.append(f'{mode:5} {what:{width}} {relative:8.1e} {"ok" if exact else "DIFFERS"}')
 
         lines.append(self._summary())
+        for pair in self.open_pairs:
+            lines.append(_LEFT_OPEN % (pair.first, pair.second, pair.state))
         if not all(d.exact for d in self.differences):
             lines.append(_HINT)
         return '\n'.join(lines)
@@ -144,10 +156,11 @@ def verify(
     )
 
     differences: list[Difference] = []
+    open_pairs: dict[OpenPair, None] = {}  # used as a set that keeps its order
     with contextlib.ExitStack() as stack:
         stack.enter_context(_errors_only())
         model_dirs = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
-        one = EstimatorV2(plain, model_dirs[0], config, params)
+        one = EstimatorV2(_ordered(plain, open_pairs), model_dirs[0], config, params)
         several = EstimatorV2(replicate(plain, **options), model_dirs[1], config, params)
 
         for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
@@ -159,9 +172,28 @@ def verify(
                 tolerance = max(tolerance, 16 * _epsilon(results.expected['loss']))
             differences += _differences(mode, results, tolerance)
 
-    result = Verification(differences)
+    result = Verification(differences, list(open_pairs))
     print(result)
     return result
+
+
+def _ordered(model_fn: Callable[..., Any], open_pairs: dict[OpenPair, None]) -> Callable[..., Any]:
+    """The model_fn itself, but what it leaves to chance is decided as for several devices.
+
+    Args:
+      model_fn: one that isn't replicated.
+      open_pairs: gets what it leaves open.
+    """
+
+    @functools.wraps(model_fn, updated=())
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        spec = model_fn(*args, **kwargs)
+        if isinstance(spec, tf_estimator.estimator.EstimatorSpec):
+            open_pairs.update(dict.fromkeys(decide_order(spec)))
+        return spec
+
+    vars(ordered)['__signature__'] = inspect.signature(model_fn)
+    return ordered
 
 
 def _check_arguments(params: Any, steps: Any, tolerance: Any) -> None:

@@ -7,7 +7,8 @@ The changed graph is only read: how it was made isn't known here. Checked is tha
   tower's copy included, and what is sent to other devices is sent after the writes before it;
 - each write runs once a step, and each result still runs all side effects that it ran;
 - no op has to wait for what is in a branch that may not be taken;
-- no tower waits for another one, but for a value, or for a write before its own read.
+- no tower waits for another one, but for a value, or for a write before its own read;
+- a step that finds no batch writes nothing.
 
 It takes up to a third of the time that dividing takes, so it's on in the tests, and where the
 environment variable ESTIMATOR_MGPU_CHECK is set to 1.
@@ -82,8 +83,8 @@ class Facts:
         self._bits: dict[tf.Operation, int] = {}
         self._touching: list[str] = []  # by the position of their bits
         for op in in_order:
-            written = {maker.name for maker in written_state(op)}
-            read = {maker.name for maker in _read_state(op, behind)} - written
+            written = _names(written_state(op))
+            read = _names(_read_state(op, behind)) - written
             if written:
                 self.written[op.name] = written
             if read:
@@ -138,6 +139,10 @@ def _read_state(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> Itera
             yield from behind.get(operand.name, ())
 
 
+def _names(ops: Iterable[tf.Operation]) -> set[str]:
+    return {op.name for op in ops}
+
+
 def _is_fed(op: tf.Operation) -> bool:
     return op.type in op_types.FED
 
@@ -148,6 +153,7 @@ def check(
     results: Sequence[tf.Operation],
     names: AddedNames | None = None,
     devices: Sequence[str] = (),
+    not_held: Sequence[tf.Operation] = (),
 ) -> None:
     """Raises RuntimeError if a changed graph doesn't touch state as it did.
 
@@ -157,8 +163,10 @@ def check(
       results: the ops of what steps are run for now, in the order of those of the facts.
       names: tell which op is a copy of which; None if the graph has no towers.
       devices: that of each tower.
+      not_held: writes that don't wait for the batch, and should.
     """
     problems = list(_problems(facts, graph, results, names, devices))
+    problems += [f'{op.name} writes although there may be no batch.' for op in not_held]
     if problems:
         shown = '\n'.join(f'- {problem}' for problem in problems[:_SHOWN])
         more = len(problems) - _SHOWN
@@ -310,6 +318,8 @@ def _unordered(facts: Facts, changed: _Changed) -> Iterator[str]:
         for later in changed.instances.get(second, ()):
             tower = changed.tower(later)
             for first, state in before.items():
+                if changed.is_added(later) and state not in _names(makers_of_state(later.inputs)):
+                    continue  # It reads another variable for the same op.
                 for earlier in changed.instances.get(first, ()):
                     if state in facts.local_state and changed.tower(earlier) != tower:
                         continue  # Each tower has its own.

@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.tf_internals import graphs, private
+from estimator_mgpu.tf_internals import function_calls, graphs, private
 from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -51,6 +51,8 @@ def place_ops(graph: tf.Graph, plan: Plan, devices: Sequence[str]) -> dict[str, 
             movable.append(op)
         elif device:
             device_of_name[op.name] = device
+            if function_calls.calls_compiled(op):  # XLA takes no variable of another device.
+                private.set_device(op, device)
 
     # Backwards, from a variable: what its update is computed from is placed where the update is.
     for op in reversed(movable):

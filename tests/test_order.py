@@ -1,0 +1,277 @@
+"""A step reads and writes state in one device's order; what that leaves open is decided once."""
+
+import numpy as np
+import pytest
+import tensorflow as tf2
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import steps
+from models import floats, sgd, spec_of, step
+from towers import compare, graph_of, train
+
+pytestmark = pytest.mark.core
+BATCHES = [(floats(8, 3, seed=i), floats(8, 1, seed=10 + i)) for i in range(3)]
+
+
+def late(x):
+    """The value of a tensor, but for rounding, a good while later."""
+    for _ in range(60):
+        x = tf.tanh(tf.matmul(x, tf.eye(3) * 1.5))
+    return x
+
+
+def one_late(x):
+    """1, a good while later."""
+    total = tf.reduce_sum(tf.square(late(x)))
+    return total / total
+
+
+def compare_on(model_fn, numbers=(1, 2, 3), **options):
+    """Compares several numbers of devices with undecorated TensorFlow, in all modes of towers."""
+    for towers in numbers:
+        compare(model_fn, BATCHES, towers, **options)
+    compare(model_fn, BATCHES, 2, microbatches=2, **options)
+    compare(model_fn, BATCHES, 2, recompute=True, **options)
+
+
+@pytest.fixture(scope='module')
+def module(tmp_path_factory):
+    """A saved module whose function updates a mean in a branch, and then uses it."""
+
+    class Module(tf2.Module):
+        def __init__(self):
+            self.mean = tf2.Variable(tf2.zeros([3]), trainable=False)
+
+        @tf2.function(input_signature=[tf2.TensorSpec([None, 3]), tf2.TensorSpec([], tf2.bool)])
+        def __call__(self, x, training):
+            if training:
+                self.mean.assign(0.9 * self.mean + 0.1 * tf2.reduce_mean(x, 0))
+            return tf2.tanh(x - self.mean)
+
+    path = str(tmp_path_factory.mktemp('module'))
+    tf2.saved_model.save(Module(), path)
+    return path
+
+
+def test_a_loaded_module_updates_its_mean_in_a_branch(module, behavior):
+    def model_fn(features, labels, mode):
+        loaded = tf2.saved_model.load(module)
+        tf.add_to_collection(tf.GraphKeys.GLOBAL_VARIABLES, loaded.mean)
+        net = tf.layers.dense(loaded(features, tf.constant(True)), 1)
+        loss = tf.reduce_mean(tf.square(net - labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    ours, _ = compare(model_fn, BATCHES, 3)
+    assert ours.values['Variable'].all()
+    compare_on(model_fn)
+
+
+def test_a_second_step_reads_what_the_first_one_wrote(behavior):
+    """Small variables share messages, but not those of before the update."""
+
+    def model_fn(features, labels, mode):
+        layers = [
+            tf.get_variable(name, initializer=floats(3, 3, seed=ord(name))) for name in 'abcd'
+        ]
+
+        def loss_of(x):
+            for weights in layers:
+                x = tf.matmul(x, weights)
+            return tf.reduce_mean(tf.square(x - labels))
+
+        first = tf.train.GradientDescentOptimizer(0.01).minimize(loss_of(features))
+        with tf.control_dependencies([first]):
+            loss = loss_of(features)
+            second = tf.train.GradientDescentOptimizer(0.01).minimize(loss, step())
+        return spec_of(mode, loss, second)
+
+    compare_on(model_fn, (1, 2, 3, 4))
+    compare(model_fn, BATCHES, 2, variables='first')
+
+
+def test_an_average_of_what_was_written_is_sent_afterwards(behavior):
+    """Variables and their averages may be on different devices."""
+
+    def model_fn(features, labels, mode):
+        net = tf.layers.dense(tf.layers.dense(features, 5), 1)
+        loss = tf.reduce_mean(tf.square(net - labels))
+        with tf.control_dependencies([sgd(loss)]):
+            averages = tf.train.ExponentialMovingAverage(0.5).apply(tf.trainable_variables())
+        return spec_of(mode, loss, averages)
+
+    compare_on(model_fn)
+
+
+@pytest.mark.parametrize('update', ['assign', 'assign_sub'])
+def test_what_waits_for_a_placeholder_that_is_fed(update, behavior):
+    """TensorFlow drops what a placeholder waits for, so no wait may go by way of one."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(3, 3))
+        mean = tf.reduce_mean(tf.matmul(late(features), w))
+        with tf.control_dependencies([mean]):
+            after = tf.identity(labels)
+        with tf.control_dependencies([after]):
+            written = getattr(tf, update)(w, tf.ones([3, 3]))
+        loss = mean + tf.reduce_mean(after)
+        return spec_of(mode, loss, written, tf.assign_add(step(), 1))
+
+    compare_on(model_fn)
+
+
+@pytest.mark.parametrize('kind', ['compiled', 'loop', 'branch'])
+def test_a_call_reads_when_its_arguments_are_there(kind, behavior):
+    """These follow from a write to the variable that it reads."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=np.eye(3, dtype=np.float32), use_resource=True)
+        scale = tf.get_variable('scale', [], initializer=tf.ones_initializer(), use_resource=True)
+        added = tf.convert_to_tensor(tf.assign_add(scale, one_late(features)))
+
+        def scaled(x):
+            return tf.tanh(tf.matmul(x, w)) * scale
+
+        call = {
+            'compiled': tf2.function(scaled, jit_compile=True, autograph=False),
+            'loop': lambda x: tf.while_loop(
+                lambda i, _: i < 2, lambda i, x: (i + 1, scaled(x)), [0, x]
+            )[1],
+            'branch': lambda x: tf.cond(tf.reduce_sum(x) > -1e9, lambda: scaled(x), lambda: x),
+        }[kind]
+        loss = tf.reduce_mean(call(features + 0.0 * added))
+        with tf.control_dependencies([loss]):
+            return spec_of(mode, loss, tf.assign_add(step(), 1))
+
+    compare(model_fn, BATCHES, 1)
+    compare(model_fn, BATCHES, 2)
+    compare(model_fn, BATCHES, 3)
+
+
+@pytest.mark.parametrize('epochs', [None, 1], ids=['fed', 'read'])
+def test_what_the_batch_depends_on_waits_for_nothing_of_the_model(epochs, behavior):
+    """How many examples there are is asked of all features; so none may wait for another one's."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(3, 3))
+        loop = tf.while_loop(
+            lambda i, _: i < 3, lambda i, h: (i + 1, tf.matmul(h, w)), [0, features]
+        )
+        mean = tf.reduce_mean(tf.square(loop[1]))
+        with tf.control_dependencies([mean]):
+            labels = tf.identity(labels)
+        loss = mean + tf.reduce_mean(tf.square(labels * w[0]))
+        return spec_of(mode, loss, sgd(loss))
+
+    compare_on(model_fn, static=False, epochs=epochs)
+
+
+def counts_by_hand(features, labels, mode):
+    """As BERT does: the rate reads the step, and the step is counted beside the updates."""
+    rate = tf.train.polynomial_decay(0.1, step(), 100, 0.0)
+    net = tf.layers.dense(tf.layers.dense(features, 4, tf.nn.tanh), 1)
+    loss = tf.reduce_mean(tf.square(net - labels))
+    seen = tf.get_variable('seen', [], initializer=tf.zeros_initializer(), trainable=False)
+    variables = tf.trainable_variables()
+    gradients, _ = tf.clip_by_global_norm(tf.gradients(loss, variables), 1.0)
+    updates = [v.assign_sub(rate * gradient) for v, gradient in zip(variables, gradients)]
+    counted = step().assign(step() + 1)
+    return spec_of(mode, loss, *updates, seen.assign_add(rate), counted)
+
+
+@pytest.mark.parametrize('microbatches', [1, 2])
+@pytest.mark.parametrize('towers', [1, 2, 3, 4])
+def test_a_rate_reads_the_step_before(towers, microbatches, behavior):
+    """In each of 20 steps: the sum of 0.1 * (1 - step / 100) over these is 0.1 * (20 - 1.9)."""
+    batches = [BATCHES[0]] * 20
+    run = train(counts_by_hand, batches, towers, microbatches=microbatches, epochs=1)
+    np.testing.assert_allclose(run.values['seen'], 1.81, rtol=1e-5)
+
+    [pair] = steps.of_graph(run.graph).open_pairs
+    assert pair.state == 'global_step'
+    assert run.graph.get_operation_by_name(pair.second).type.startswith('Assign')
+
+
+def pairs_of(model_fn):
+    """What a model_fn leaves open."""
+    return steps.of_graph(graph_of(model_fn, BATCHES, 1)).open_pairs
+
+
+def test_two_writes_come_in_the_order_in_which_they_were_made(behavior):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(tf.layers.dense(features, 1)))
+        state = tf.get_variable('state', initializer=np.float32(1.0), trainable=False)
+        slow = state.assign_add(one_late(features))
+        fast = state.assign(tf.convert_to_tensor(np.float32(10.0)) * 2.0)
+        return spec_of(mode, loss, sgd(loss), fast, slow)
+
+    for towers in (1, 2):
+        assert train(model_fn, BATCHES, towers).values['state'] == 20.0
+    assert {pair.state for pair in pairs_of(model_fn)} == {'state'}
+
+
+@pytest.mark.parametrize('read', ['loop', 'branch', 'call'])
+def test_a_read_within_something_comes_before_a_write(read, behavior):
+    """The write waits for where the loop, branch or call ends."""
+
+    def model_fn(features, labels, mode):
+        state = tf.get_variable('state', initializer=np.float32(2.0), trainable=False)
+        x = one_late(features)
+        found = {
+            'loop': lambda: tf.while_loop(
+                lambda i, _: i < 3, lambda i, y: (i + 1, y * state), [0, x]
+            )[1],
+            'branch': lambda: tf.cond(x > 0, lambda: x * state, lambda: x),
+            'call': lambda: tf2.function(lambda x: x * state)(x),
+        }[read]()
+        loss = tf.reduce_mean(tf.layers.dense(features, 1)) * found
+        return spec_of(mode, found, sgd(loss), state.assign_add(1.0))
+
+    expected = np.arange(2.0, 5.0) ** (3 if read == 'loop' else 1)
+    for towers in (1, 2):
+        run = train(model_fn, BATCHES, towers)
+        np.testing.assert_allclose(run.losses, expected, rtol=1e-5)
+        assert run.values['state'] == 5.0
+    assert pairs_of(model_fn)
+
+
+def test_an_edge_that_would_close_a_cycle_is_left_out(behavior):
+    """Each value is assigned to the other variable: one of the reads has to come second."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(tf.layers.dense(features, 1)))
+        a, b = (
+            tf.get_variable(name, initializer=np.float32(value), use_resource=True)
+            for name, value in (('a', 1.0), ('b', 2.0))
+        )
+        with tf.control_dependencies([a.assign(3.0)]):
+            of_b = b.read_value()
+        with tf.control_dependencies([b.assign(4.0)]):
+            of_a = a.read_value()
+        return spec_of(mode, loss, of_a.op, of_b.op, step().assign_add(1))
+
+    assert len(pairs_of(model_fn)) == 1
+    for towers in (1, 2):
+        assert train(model_fn, BATCHES, towers).values['global_step'] == 3
+
+
+def usual(features, labels, mode):
+    net = tf.layers.batch_normalization(tf.layers.dense(features, 4), training=True)
+    loss = tf.losses.mean_squared_error(labels, tf.layers.dense(tf.nn.dropout(net, rate=0.5), 1))
+    with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+        return spec_of(mode, loss, tf.train.AdamOptimizer().minimize(loss, step()))
+
+
+def test_a_usual_model_leaves_nothing_open(behavior):
+    assert not pairs_of(usual)
+
+
+def test_no_initializer_waits_for_reads(behavior):
+    """Nor what only a hook runs: a step doesn't run it, so it has no place in the step's order."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(tf.layers.dense(features, 1)))
+        state = tf.get_variable('state', initializer=np.float32(2.0), trainable=False)
+        state.assign(0.0, name='by_a_hook')
+        return spec_of(mode, loss * state, sgd(loss))
+
+    assert not pairs_of(model_fn)
