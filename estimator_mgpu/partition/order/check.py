@@ -76,7 +76,7 @@ class Facts:
         self.in_loops = {op.name for op in ops if liveness.is_in_loop(op)}
         self.waiting_placeholders = {op.name for op in ops if _is_fed(op) and op.control_inputs}
 
-        self.local_state = {op.name for op in ops if op.type in op_types.NEW_HANDLES}
+        self.local_state = {op.name for op in ops if op.type in op_types.HANDLES}
 
         self.written: dict[str, set[str]] = {}  # the state that an op writes, by names
         self.read: dict[str, set[str]] = {}  # the state that an op reads
@@ -94,7 +94,11 @@ class Facts:
                 self._touching.append(op.name)
         upstream = upstream_bits(in_order, self._bits)
         self.effects = {op.name for op in self._bits if has_side_effect(op)}
-        self.writers = {op.name for op in graphs.ancestors(results) if op.name in self.written}
+        self.writers = {
+            op.name
+            for op in graphs.ancestors(results)
+            if self.written.get(op.name, set()) - self.local_state
+        }
         self.of_results = [self._names_of(upstream[op]) & self.effects for op in results]
 
         reads, writes = self._bits_by_state(self.read), self._bits_by_state(self.written)
@@ -226,7 +230,7 @@ class _Changed:
       instances: by the name of an op that touches state, the ops that do what it did.
       upstream: the bits of all instances that an op waits for, and its own.
       bits: of each instance.
-      towers: of each op, the towers behind it, as bits.
+      towers: the towers of the copies that an op is made of, as bits; of a copy, its own.
       liveness: of the graph.
     """
 
@@ -263,7 +267,7 @@ class _Changed:
         for op in self.ops:
             tower = self.tower(op)
             towers = 0 if tower is None else 1 << tower
-            for before in graphs.direct_inputs(op):
+            for before in graphs.direct_inputs(op) if tower is None else ():
                 towers = union(self.towers.get(before, 0), towers)
             self.towers[op] = towers
 

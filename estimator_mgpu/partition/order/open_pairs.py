@@ -11,6 +11,7 @@ to chance. With the same model on several devices, it would be another chance. S
 
 - A read comes before a write of the same variable, if nothing orders them.
 - Two such writes come in the order in which they were made.
+- A call, a branch or a loop reads and writes when all of its arguments are there.
 
 That's what one device mostly does, as a read is ready when the step begins. In TensorFlow's own
 functions, the order of the program decides. Here it doesn't: if a second loss reads weights after
@@ -140,14 +141,36 @@ def _open_pairs(
     for maker, found in accesses.items():
         for second in found:
             for first in found:
-                if not second.writes or first.op is second.op:
+                if first.op is second.op or not (first.writes or second.writes):
                     continue
-                if upstream[first.op] & bits[second.op] or upstream[second.op] & bits[first.op]:
+                if upstream[first.op] & bits[second.op]:
                     continue
-                made = private.creation_index
-                if not first.writes or made(first.op) < made(second.op):
+                if upstream[second.op] & bits[first.op]:
+                    is_open = first.writes and _is_taken_apart(second.op, bits[first.op], upstream)
+                elif second.writes:
+                    made = private.creation_index
+                    is_open = not first.writes or made(first.op) < made(second.op)
+                else:
+                    is_open = False  # Seen from the other one.
+                if is_open:
                     pairs.append((maker, first.op, second.op))
     return pairs
+
+
+def _is_taken_apart(call: tf.Operation, write: int, upstream: dict[tf.Operation, int]) -> bool:
+    """Whether an op's functions may read before a write, though an argument of it comes after that.
+
+    TensorFlow takes calls, branches and loops apart. Then only what they wait for by control edges
+    comes before all that their functions do.
+
+    Args:
+      call: an op.
+      write: the bit of the write.
+      upstream: the bits of what each op waits for.
+    """
+    if call.type not in op_types.FUNCTION_CALLERS:
+        return False
+    return not any(upstream[before] & write for before in call.control_inputs)
 
 
 def _ends(
@@ -201,12 +224,15 @@ def _without_cycles(
 
 
 def _waitable(op: tf.Operation) -> tf.Operation:
-    """The op itself; of a `tf.cond`, one that waits for its outputs, as only these run its ops."""
+    """The op itself; of a call or a branch, one that waits for its outputs, too.
+
+    TensorFlow takes these apart. Who waits for the op itself then only waits for its side effects.
+    """
     outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
-    if op.type not in op_types.BRANCHES or not outputs:
+    if op.type not in op_types.FUNCTION_CALLERS or op.type in op_types.LOOPS or not outputs:
         return op
     with op.graph.as_default(), tf.name_scope(None), tf.device(op.device or None):
         with tf.control_dependencies(None), tracebacks.made_for(op):
             ends = [tf.identity(output, f'{op.name}/end') for output in outputs]
-            with tf.control_dependencies(ends):
+            with tf.control_dependencies([op, *ends]):
                 return tf.no_op(f'{op.name}/ends')
