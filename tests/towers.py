@@ -138,7 +138,7 @@ def nodes_of_a_step(sess, fetches, feed=None):
 
 
 @contextlib.contextmanager
-def _built(
+def built(
     model_fn,
     batches,
     towers,
@@ -168,7 +168,7 @@ def _built(
 
 def graph_of(model_fn, batches, towers, **options):
     """The graph of training, of which nothing runs."""
-    with _built(model_fn, batches, towers, TRAIN, **options):
+    with built(model_fn, batches, towers, TRAIN, **options):
         return tf.get_default_graph()
 
 
@@ -178,7 +178,7 @@ def _started(model_fn, batches, towers, mode, values=None, optimized=False, **op
 
     After the last step of an input pipeline, there has to be none.
     """
-    with _built(model_fn, batches, towers, mode, **options) as (spec, feeds):
+    with built(model_fn, batches, towers, mode, **options) as (spec, feeds):
         with session(towers, optimized, options.get('microbatches', 1)) as sess:
             yield sess, spec, feeds, initialize(sess, values or {})
 

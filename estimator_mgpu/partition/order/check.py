@@ -297,7 +297,8 @@ class _Changed:
         """The names of the ops for which one touches state; none if it doesn't."""
         name = self.original(op)
         if name in facts.names:
-            touches = name in facts.written or name in facts.read or name in facts.effects
+            reads = name in facts.read and any(_read_state(op, self.behind))
+            touches = name in facts.written or name in facts.effects or reads
             return [name] if touches else []
         # A read that was added serves the copies that use its value.
         if op.type in op_types.VALUE_READS or op.type == op_types.DEEP_COPY:

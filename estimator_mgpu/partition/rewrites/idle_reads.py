@@ -25,7 +25,7 @@ from collections.abc import Container
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.order import Order
-from estimator_mgpu.tf_internals import private, tracebacks
+from estimator_mgpu.tf_internals import graphs, private, tracebacks
 
 
 def copy_for_idle_reads(graph: tf.Graph, identities: Container[tf.Operation], order: Order) -> None:
@@ -52,6 +52,8 @@ def copy_for_idle_reads(graph: tf.Graph, identities: Container[tf.Operation], or
                     copies[tensor.name] = _copy(graph, tensor)
                 private.set_input(op, index, copies[tensor.name])
         order.read_instead(op, [copies[tensor.name].op for tensor in operands])
+        for write in writes:
+            graphs.set_control_inputs(write, [b for b in write.control_inputs if b is not op])
 
 
 def _is_idle(op: tf.Operation, identities: Container[tf.Operation]) -> bool:

@@ -39,15 +39,15 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
     groups: dict[str, list[Any]] = {}  # of variables that are placed together
     for variable in variables:
         groups.setdefault(_leader(variable, names), []).append(variable)
-    compiled = _variables_of_compiled_functions()
+    together = _variables_used_together()
     in_loops = _reference_variables_of_loops()
-    for used in compiled:
+    for used in together:
         _join_groups(groups, {op.name for op in used})
 
     load: Counter[str] = Counter()  # bytes, of devices and of machines
     # The largest first: so the bytes are spread most evenly.
     for group in sorted(groups.values(), key=_bytes_of_group, reverse=True):
-        placed = [op for op in _used_with(group, compiled) if op.name not in names]
+        placed = [op for op in _used_with(group, together) if op.name not in names]
         if placed:
             device = placed[0].device or devices[0]
         else:
@@ -59,13 +59,22 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
             private.set_device(variable.op, device)
 
 
-def _variables_of_compiled_functions() -> list[list[tf.Operation]]:
-    """For each call of a function that XLA compiles, the variables that it's given."""
+def _variables_used_together() -> list[list[tf.Operation]]:
+    """For each call that needs its variables on one device, these."""
     return [
         [tensor.op for tensor in op.inputs if tensor.op.type in op_types.STATE_HOLDERS]
         for op in tf.get_default_graph().get_operations()
-        if function_calls.calls_compiled(op)
+        if function_calls.calls_compiled(op) or _returns_variables(op)
     ]
+
+
+def _returns_variables(op: tf.Operation) -> bool:
+    """Whether a function returns variables: TensorFlow then puts all that it's given on one device.
+
+    One that is differentiated returns those of its loops.
+    """
+    is_call = op.type in op_types.PARTITIONED_CALLS
+    return is_call and any(output.dtype == tf.resource for output in op.outputs)
 
 
 def _reference_variables_of_loops() -> set[tf.Operation]:
@@ -77,11 +86,11 @@ def _reference_variables_of_loops() -> set[tf.Operation]:
 
 
 def _used_with(
-    group: Sequence[Any], compiled: Sequence[Sequence[tf.Operation]]
+    group: Sequence[Any], together: Sequence[Sequence[tf.Operation]]
 ) -> list[tf.Operation]:
-    """The variables that compiled functions use together with one of a group."""
+    """The variables that have to be on the device of one of a group."""
     of_group = {variable.op for variable in group}
-    return [op for used in compiled if of_group.intersection(used) for op in used]
+    return [op for used in together if of_group.intersection(used) for op in used]
 
 
 def _join_groups(groups: dict[str, list[Any]], names: set[str]) -> None:

@@ -1,0 +1,291 @@
+"""The check of a divided graph finds whatever breaks one device's order, and nothing else.
+
+Each mutant of a divided graph lacks one control edge, or has something that doesn't belong there.
+Whether a missing edge matters is told here from the graph of the undecorated model_fn.
+"""
+
+import contextlib
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import end_of_data, steps
+from estimator_mgpu.partition.order import check
+from estimator_mgpu.tf_internals import graphs, private
+from models import floats, sgd, spec_of, step
+from test_order import counts_by_hand, usual
+from towers import NAMES, TRAIN, behavior_of, built
+
+pytestmark = pytest.mark.core
+BATCHES = [(floats(8, 3), floats(8, 1))]
+# Of loops, branches and calls, edges between ops don't tell what runs when.
+NOT_TRIED = ('Switch', 'Merge', 'NextIteration', 'Enter', 'Stack', 'If', 'While', 'StatelessWhile')
+MODELS = {f.__name__: f for f in (counts_by_hand, usual)}
+
+
+def model(function):
+    """Registers a model_fn."""
+    MODELS[function.__name__] = function
+    return function
+
+
+def squares(features, labels):
+    net = tf.layers.dense(tf.layers.dense(features, 4, tf.nn.tanh, name='a'), 1, name='b')
+    return tf.reduce_mean(tf.square(net - labels))
+
+
+@model
+def two_steps(features, labels, mode):
+    with tf.variable_scope('net', reuse=tf.AUTO_REUSE):
+        with tf.control_dependencies([sgd(squares(features, labels))]):
+            loss = squares(features, labels)
+            return spec_of(mode, loss, sgd(loss))
+
+
+@model
+def averages_of_variables(features, labels, mode):
+    loss = squares(features, labels)
+    with tf.control_dependencies([sgd(loss)]):
+        averages = tf.train.ExponentialMovingAverage(0.5).apply(tf.trainable_variables())
+    return spec_of(mode, loss, averages)
+
+
+@model
+def linear(features, labels, mode):
+    """Its gradients follow from no read."""
+    loss = tf.reduce_mean(tf.layers.dense(tf.layers.dense(features, 4), 1) * labels)
+    return spec_of(mode, loss, sgd(loss))
+
+
+@model
+def seen_before_the_loss(features, labels, mode):
+    seen = tf.get_variable('seen', [3], trainable=False, initializer=tf.zeros_initializer())
+    with tf.control_dependencies([seen.assign_add(tf.reduce_sum(features, 0))]):
+        loss = squares(tf.identity(features), labels) * tf.reduce_sum(seen)
+    return spec_of(mode, loss, sgd(loss))
+
+
+@model
+def seen_in_a_branch(features, labels, mode):
+    seen = tf.get_variable('seen', [3], trainable=False, initializer=tf.zeros_initializer())
+
+    def counted():
+        with tf.control_dependencies([seen.assign_add(tf.reduce_sum(features, 0))]):
+            return tf.identity(features)
+
+    net = tf.cond(step() >= 0, counted, lambda: features)
+    with tf.control_dependencies([net]):
+        loss = squares(features, labels) * tf.reduce_sum(seen)
+    return spec_of(mode, loss, sgd(loss))
+
+
+@model
+def recurrent(features, labels, mode):
+    w = tf.get_variable('w', initializer=floats(3, 3))
+    turn = lambda i, x: (i + 1, tf.tanh(tf.matmul(x, w)))  # noqa: E731
+    net = tf.while_loop(lambda i, _: i < 2, turn, [0, features])[1]
+    loss = squares(net, labels)
+    return spec_of(mode, loss, sgd(loss))
+
+
+@model
+def two_losses(features, labels, mode):
+    """Like those of a GAN."""
+    first = squares(features, labels)
+    second = tf.reduce_mean(tf.square(tf.layers.dense(features, 2, name='c'))) + first
+    variables = tf.trainable_variables()
+    momentum = tf.train.MomentumOptimizer(0.1, 0.9)
+    train_ops = [momentum.minimize(first, var_list=variables[:2])]
+    train_ops.append(sgd(second))
+    return spec_of(mode, first + second, *train_ops)
+
+
+@model
+def counted_and_printed(features, labels, mode):
+    count = tf.get_variable('count', [], trainable=False, initializer=tf.zeros_initializer())
+    loss = squares(features, labels)
+    with tf.control_dependencies([loss]):
+        read = tf.identity(count + 0.0)
+    with tf.control_dependencies([read]):
+        written = count.assign_add(1.0)
+    with tf.control_dependencies([written]):
+        shown = tf.numpy_function(lambda x: x, [count + 0.0], tf.float32)
+    return spec_of(mode, loss, sgd(loss), shown)
+
+
+class Divided:
+    """A divided graph, with what the check needs."""
+
+    def __init__(self, spec):
+        self.graph = tf.get_default_graph()
+        self.step = steps.of_graph(self.graph)
+        self.spec = spec
+        self.results = end_of_data.result_ops(spec)
+        iterators = [op for op in self.graph.get_operations() if op.type == 'IteratorGetNext']
+        self.batch = [tensor for op in iterators for tensor in op.outputs]
+
+    def complaint(self):
+        """What the check says; '' if it finds nothing."""
+        not_held, _ = end_of_data.writes_to_hold(self.graph, self.batch, self.spec)
+        names, devices = self.step.names, self.step.tower_devices
+        try:
+            check.check(self.step.facts, self.graph, self.results, names, devices, not_held)
+        except RuntimeError as error:
+            return str(error)
+        return ''
+
+
+@contextlib.contextmanager
+def divided(model_fn, **options):
+    with built(model_fn, BATCHES, 2, TRAIN, epochs=1, **options) as (spec, _):
+        yield Divided(spec)
+
+
+@contextlib.contextmanager
+def waiting_for(op, before):
+    """An op waits for these, and for no others, for a while."""
+    present = op.control_inputs
+    private.remove_control_inputs(op)
+    private.add_control_inputs(op, before)
+    yield
+    private.remove_control_inputs(op)
+    private.add_control_inputs(op, present)
+
+
+def original(op):
+    copy = NAMES.copy_of(op.name)
+    return op.name if copy is None else copy.op_name
+
+
+def variables_of(op):
+    """The variables that an op reads or writes, by name; of a copy, those of the user's op."""
+    with contextlib.suppress(KeyError):
+        op = op.graph.get_operation_by_name(original(op))
+    found = set()
+    for tensor in op.inputs:
+        while tensor.op.type in ('Identity', 'Enter', 'Switch', 'RefEnter', 'RefSwitch'):
+            tensor = tensor.op.inputs[0]
+        if tensor.op.type in ('VarHandleOp', 'VariableV2'):
+            found.add(tensor.op.name)
+    return found if op.type not in ('Identity', 'Enter', 'Switch', 'RefSwitch') else set()
+
+
+def writes(op):
+    return op.type.startswith(('Assign', 'Apply', 'ResourceApply'))
+
+
+def pairs_in_order(ops):
+    """Pairs of ops of which the second waits for the first, and one writes what both touch."""
+    touching = {op: variables_of(op) for op in ops if variables_of(op)}
+    found = set()
+    for op in touching:
+        for other in graphs.ancestors([op]) & touching.keys() - {op}:
+            if touching[op] & touching[other] and (writes(op) or writes(other)):
+                found.add((other, op))
+    return found
+
+
+def state_of(graph, results, in_order):
+    """What a mutant must not lose: pairs in order, what results run, and writes after the batch."""
+    step_ops = graphs.ancestors(results)
+    pairs = {p for p in pairs_in_order(step_ops) if (original(p[0]), original(p[1])) in in_order}
+    with_effects = ('PyFunc', 'EagerPyFunc')
+    run = {
+        (result.name, op.name)
+        for result in results
+        for op in graphs.ancestors([result])
+        if writes(op) or op.type in with_effects
+    }
+    batch = [op for op in step_ops if op.type == 'IteratorGetNext']
+    held = {op.name for op in step_ops if writes(op) and graphs.ancestors([op]) & {*batch}}
+    return pairs | run | held
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_each_edge_that_matters_is_missed(name, behavior):
+    """By the check, if it's taken out; no other one is."""
+    model_fn = MODELS[name]
+    with built(model_fn, BATCHES, 0, TRAIN, epochs=1) as (spec, _):
+        ops = tf.get_default_graph().get_operations()
+        in_order = {(a.name, b.name) for a, b in pairs_in_order(ops)}
+
+    with divided(model_fn) as made:
+        in_order |= {(pair.first, pair.second) for pair in made.step.open_pairs}
+        assert made.complaint() == ''
+        whole = state_of(made.graph, made.results, in_order)
+        mutants = [
+            (op, before)
+            for op in graphs.ancestors(made.results)
+            for before in op.control_inputs
+            if not op.type.startswith(NOT_TRIED) and not before.type.startswith(NOT_TRIED)
+        ]
+        assert mutants
+        for op, before in mutants:
+            others = [other for other in op.control_inputs if other is not before]
+            with waiting_for(op, others):
+                lost = whole - state_of(made.graph, made.results, in_order)
+                complaint = made.complaint()
+            # What gives a loop its variables is waited for, though no edge of one op says so.
+            is_spare = before.name.startswith('batch/') and not lost
+            assert is_spare or bool(lost) == bool(complaint), f'{before.name} -> {op.name}: {lost}'
+
+
+def test_what_does_not_belong_there_is_found(behavior):
+    with divided(usual) as made:
+        ops = made.graph.get_operations()
+        [*_, write] = [op for op in ops if 'Apply' in op.type]
+        first, second = (
+            made.graph.get_operation_by_name(NAMES.copy('dense/MatMul', tower))
+            for tower in range(2)
+        )
+        with waiting_for(second, [first]):
+            assert f'{second.name} waits for {first.name}, which waits for another tower.' in (
+                made.complaint()
+            )
+        with waiting_for(first, [write]):
+            assert 'These wait for each other: ' in made.complaint()
+
+        with made.graph.as_default():
+            fed = tf.placeholder(tf.float32, [], 'fed')
+            p = tf.placeholder(tf.bool, [], 'p')
+            dead, _ = tf.raw_ops.Switch(data=1.0, pred=p)
+            dead = tf.identity(dead, 'dead')
+        with waiting_for(made.results[0], [fed.op]), waiting_for(fed.op, [first]):
+            assert 'fed is fed, so it cannot wait for' in made.complaint()
+        with waiting_for(write, [dead.op]):
+            assert f'{write.name} waits for dead, in a branch that may not be taken.' in (
+                made.complaint()
+            )
+
+
+def test_a_value_that_is_sent_before_a_write_is_found(monkeypatch):
+    """Of a reference variable: another device has to be sent what was written."""
+    with behavior_of('v1'), divided(two_steps) as made:
+        reads = [
+            op
+            for op in made.graph.get_operations()
+            if '/later_read' in op.name and op.inputs[0].op.type == 'VariableV2'
+        ]
+        assert reads
+        for read in reads:
+            [reference] = read.inputs
+            early = next(op for op in reference.consumers() if op.name.endswith('/read'))
+            users = [
+                (user, index)
+                for user in read.outputs[0].consumers()
+                for index, operand in enumerate(user.inputs)
+                if operand is read.outputs[0]
+            ]
+            for user, index in users:
+                private.set_input(user, index, early.outputs[0])
+        monkeypatch.setattr(check, '_SHOWN', 99)
+        assert 'after which it has to be read' in made.complaint()
+
+
+def test_users_switch_it_on(monkeypatch):
+    monkeypatch.delenv(check.VARIABLE)
+    with built(usual, BATCHES, 2, TRAIN):
+        assert steps.of_graph(tf.get_default_graph()).facts is None
+    for value, is_on in (('1', True), ('0', False), ('', False)):
+        monkeypatch.setenv(check.VARIABLE, value)
+        assert check.is_on() == is_on
