@@ -253,6 +253,11 @@ class _Changed:
         for op in self.ops:
             for original in self._originals(op, facts):
                 self.instances[original].append(op)
+        for name, instances in self.instances.items():
+            # Beside its copies, a loop may give the number of its steps, which reads nothing.
+            copies = [op for op in instances if op.name != name]
+            if copies and any(op.type in op_types.FUNCTION_CALLERS for op in instances):
+                instances[:] = copies
         self.bits: dict[tf.Operation, int] = {}
         for instances in self.instances.values():
             for op in instances:
