@@ -217,6 +217,10 @@ class Predictor:
             batch_like = features if self._specs is None else self._specs
             features, inputs = _placeholders_for(batch_like, self._broadcast)
             specs = _map_leaves(lambda path, _: inputs[path].spec, batch_like)
+        # As for predict(): a TPUEstimator then tells the model_fn the batch size.
+        features, _, _ = tf_estimator.features_and_labels(
+            self._estimator, lambda params: (features, None), _PREDICT
+        )
         spec = tf_estimator.spec_of(self._estimator, features, None, _PREDICT)
 
         path = self._checkpoint_path or tf.train.latest_checkpoint(self._estimator.model_dir)

@@ -442,9 +442,7 @@ def replicate_estimator(
     several = _blank(type(estimator))
     several.__dict__.update(vars(estimator))
 
-    model_fn = estimator._model_fn
-    if getattr(model_fn, '__self__', None) is estimator:  # a method of a canned one
-        model_fn = types.MethodType(model_fn.__func__, several)
+    model_fn = _with_estimator(several, estimator._model_fn, estimator)
     model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
 
     # A model_fn that takes no params may be given none. Estimator keeps no warm_start_from, only
@@ -455,6 +453,39 @@ def replicate_estimator(
         several, model_fn, estimator.model_dir, estimator.config, params, warm_start_from
     )
     return several
+
+
+def _with_estimator(several: Any, model_fn: Any, estimator: Any) -> Any:
+    """A model_fn that uses `several` where it uses the estimator that it comes from.
+
+    A canned estimator's model_fn may be a method of the estimator. That of a `TPUEstimator` is a
+    function that was defined in a method, and asks `self` for the batch size.
+
+    Args:
+      several: the estimator for several devices.
+      model_fn: that of the estimator which `several` was made of.
+      estimator: that estimator.
+    """
+    if getattr(model_fn, '__self__', None) is estimator:
+        return types.MethodType(model_fn.__func__, several)
+
+    cells = getattr(model_fn, '__closure__', None) or ()
+    if not any(_holds(cell, estimator) for cell in cells):
+        return model_fn
+    closure = tuple(types.CellType(several) if _holds(cell, estimator) else cell for cell in cells)
+    rebound = types.FunctionType(
+        model_fn.__code__, model_fn.__globals__, argdefs=model_fn.__defaults__, closure=closure
+    )
+    rebound.__kwdefaults__ = model_fn.__kwdefaults__
+    return functools.update_wrapper(rebound, model_fn)
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    """Whether a variable of a function around a model_fn has a value."""
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # It has none yet.
+        return False
 
 
 def _blank(kind: type) -> Estimator:

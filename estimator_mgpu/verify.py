@@ -7,6 +7,8 @@ how far each loss, gradient, variable, metric and prediction is from one device'
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -147,7 +149,7 @@ def verify(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_errors_only())
         model_dirs = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
-        one = EstimatorV2(plain, model_dirs[0], config, params)
+        one = EstimatorV2(_for_estimator(plain), model_dirs[0], config, params)
         several = EstimatorV2(replicate(plain, **options), model_dirs[1], config, params)
 
         for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
@@ -162,6 +164,17 @@ def verify(
     result = Verification(differences)
     print(result)
     return result
+
+
+def _for_estimator(model_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A model_fn that Estimator takes, of one that may return a TPUEstimatorSpec."""
+
+    @functools.wraps(model_fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return tf_estimator.as_estimator_spec(model_fn(*args, **kwargs))
+
+    vars(call)['__signature__'] = inspect.signature(model_fn)  # Estimator doesn't look at wrapped.
+    return call
 
 
 def _check_arguments(params: Any, steps: Any, tolerance: Any) -> None:
