@@ -47,10 +47,9 @@ def obstacle_to_microbatches(step: steps.Step, limit: int | None) -> Obstacle | 
     if step.nothing_is_sharded:
         return Obstacle('nothing is sharded', useless=[_MORE_DEVICES])
     if step.leaves_out_microbatches:
-        names = ', '.join(join.op for join in step.schedule.joins[:2])
         return Obstacle(
-            f'they would save only {step.schedule.chainable:.0%} of the activations (most of the '
-            f'others are needed for {names or "what the step is run for"})'
+            f'they would save only {step.schedule.chainable:.0%} of the activations (the others '
+            f'are kept {step.schedule.why_others_are_kept})'
         )
     if limit is not None and step.microbatches >= limit:
         return Obstacle('a batch has too few examples for more', useless=[_SMALLER_BATCH])

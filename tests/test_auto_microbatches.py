@@ -212,7 +212,8 @@ def test_a_predictor_that_is_closed_between_two_attempts(memory):
                 assert released.wait(60)
             return batch
 
-        waited = tf.py_func(wait, [features], tf.float32)
+        wide = tf.reshape(tf.tile(features, [1, 8]), [-1, 8, 3])  # what micro-batches save
+        waited = tf.py_func(wait, [tf.reduce_mean(wide, 1)], tf.float32)
         waited.set_shape([None, 3])
         return waited
 
@@ -300,12 +301,14 @@ def test_what_micro_batches_would_not_save(memory):
         for _ in range(3):
             mean, variance = tf.nn.moments(features, [0])
             features = tf.nn.batch_normalization(features, mean, variance, None, None, 1e-3)
-        return tf.layers.dense(memory(features), 1)
+            features = tf.layers.dense(features, 9, tf.tanh)
+        return tf.layers.dense(features, 1)
 
     memory.limit = 2
     calls = Calls()
-    estimator = estimator_of(lambda features: features, forward=normalized)
-    with pytest.raises(OutOfMemory, match='they would save only .* of the activations') as raised:
+    estimator = estimator_of(memory, forward=normalized)
+    match = 'they would save only .* of the activations .the others are kept until all'
+    with pytest.raises(OutOfMemory, match=match) as raised:
         estimator.train(calls, steps=1)
     assert 'Each device had 1 micro-batch(es), and more would not help' in str(raised.value)
     assert calls.count == 2
