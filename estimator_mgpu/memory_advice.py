@@ -56,6 +56,22 @@ def obstacle_to_microbatches(step: steps.Step, limit: int | None) -> Obstacle | 
     return None
 
 
+def needs_as_much(op: str | None, step: steps.Step) -> Obstacle:
+    """What keeps more micro-batches from helping, if the last doubling hasn't helped.
+
+    Args:
+      op: the name of the user's op for which memory is too small; None if it isn't known.
+      step: that of its graph.
+    """
+    runs_once = step.plan is not None and op in step.plan.once
+    name = 'the same op' if op is None else f'the op {op}'
+    kind = ', which runs once, unsharded,' if runs_once else ''
+    return Obstacle(
+        f'{name}{kind} needed as much memory with fewer of them',
+        useless=[_MORE_DEVICES] if runs_once else [],
+    )
+
+
 def more_microbatches(step: steps.Step, limit: int | None) -> int:
     """How many micro-batches to try next: twice as many, if there is no obstacle.
 

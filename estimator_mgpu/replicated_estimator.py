@@ -9,17 +9,15 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, SupportsInt
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import checkpoints, explain, failures
-from estimator_mgpu.auto_microbatches import AUTO, AutoMicrobatches
+from estimator_mgpu.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
@@ -90,7 +88,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             steps = None
 
         with self._errors_explained(warm_start=self._warm_start_settings):
-            for attempt in self._attempts(_MODES.TRAIN):
+            for attempt in self._call(_MODES.TRAIN).attempts():
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
                     return self._train_once(
@@ -136,11 +134,11 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         with failures.op_errors_explained(), files:
             yield
 
-    def _attempts(self, mode: str) -> Iterator[AbstractContextManager[list[Any]]]:
-        """Attempts at a call, as contexts that give hooks: see `auto_microbatches.Attempt`."""
-        if isinstance(self._microbatches, AutoMicrobatches):
-            return self._microbatches.attempts(mode, self.model_dir)
-        return itertools.repeat(contextlib.nullcontext([]))
+    def _call(self, mode: str) -> Call:
+        """A call, in attempts that give hooks: there are several with `microbatches='auto'`."""
+        microbatches = self._microbatches
+        auto = microbatches if isinstance(microbatches, AutoMicrobatches) else None
+        return Call(auto, mode, self.model_dir)
 
     @property
     def _microbatches(self) -> int | AutoMicrobatches:
@@ -191,7 +189,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         _check_number('steps', steps)
         hooks = list(hooks or [])
         with self._errors_explained(checkpoint_path):
-            for attempt in self._attempts(_MODES.EVAL):
+            for attempt in self._call(_MODES.EVAL).attempts():
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
                     return super().evaluate(input_fn, steps, all_hooks, checkpoint_path, name)
@@ -210,7 +208,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             # All attempts read one checkpoint, also if another process goes on training.
             checkpoint_path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
             given = 0
-            for attempt in self._attempts(_MODES.PREDICT):
+            for attempt in self._call(_MODES.PREDICT).attempts():
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
                     predictions = super().predict(
