@@ -6,20 +6,26 @@ help, where more of them wouldn't.
 
 The results don't depend on the number of micro-batches, so it can be changed between two steps. An
 `Estimator` makes each call in attempts. The first one has one micro-batch, and each has twice as
-many as the one before. For training, evaluation and prediction each, the number is kept for later
-calls.
+many as the one before. It ends with an error if that hasn't helped: if there is no memory for the
+same op as before, which needs as much as before. For training, evaluation and prediction each, the
+number that was enough is kept for later calls.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import checkpoints, failures, memory_advice, steps
-from estimator_mgpu.tf_internals import error_messages, tf_estimator
+from estimator_mgpu.tf_internals import (
+    error_messages,
+    function_calls,
+    op_types,
+    tf_estimator,
+)
 
 AUTO = 'auto'
 _MODES = tf_estimator.estimator.ModeKeys
@@ -46,7 +52,7 @@ class AutoMicrobatches:
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}  # of micro-batches
-        self._largest: dict[str, int] = {}  # of the batches whose size only a step knew
+        self._examples: dict[str, int] = {}  # of the last batch whose size only a step knew
 
     def __repr__(self) -> str:
         return repr(AUTO)
@@ -54,6 +60,10 @@ class AutoMicrobatches:
     def count(self, mode: str) -> int:
         """How many micro-batches the next graph of a mode has."""
         return self._counts.get(mode, 1)
+
+    def set_count(self, count: int, mode: str) -> None:
+        """Lets the next graph of a mode have so many micro-batches."""
+        self._counts[mode] = count
 
     def noted(self, mode: str, examples: tf.Tensor) -> tf.Tensor:
         """A number of examples, noted before any op that needs it can run.
@@ -68,38 +78,89 @@ class AutoMicrobatches:
             return examples  # If memory is too small, two micro-batches are tried in any case.
 
         def note(count: Any) -> Any:
-            self._largest[mode] = max(self._largest.get(mode, 0), int(count))
+            self._examples[mode] = int(count)
             return count
 
         noted = tf.numpy_function(note, [examples], examples.dtype, stateful=False)
         noted.set_shape([])
         return noted
 
-    def attempts(self, mode: str, model_dir: str) -> Iterator[Attempt]:
-        """Attempts at a call, each with more micro-batches than the one before.
-
-        Args:
-          mode: that of the call.
-          model_dir: where the call may write.
-        """
-        while True:
-            yield Attempt(self, mode, model_dir)
-            gc.collect()  # The attempt's session, and so the memory of its variables, is in cycles.
-
-    def limit(self, mode: str, step: steps.Step) -> int | None:
+    def limit(self, mode: str, step: steps.Step, examples: int | None) -> int | None:
         """The most micro-batches that a device can have; None if it isn't known.
 
         Args:
           mode: that of a graph.
           step: what is known of the graph's steps.
+          examples: of the batch whose step has failed; None if the caller doesn't know.
         """
-        if step.most_microbatches is None and mode in self._largest:
-            return -(-self._largest[mode] // len(step.devices))
-        return step.most_microbatches
+        if step.most_microbatches is not None:
+            return step.most_microbatches
+        if examples is None and step.microbatches > 1:
+            examples = self._examples.get(mode)
+        return None if examples is None else -(-examples // len(step.devices))
 
-    def raise_to(self, count: int, mode: str) -> None:
-        """Lets the next graph of a mode have so many micro-batches, or more."""
-        self._counts[mode] = max(count, self.count(mode))
+
+class Call:
+    """A call of an Estimator's or a predictor's, which is made in attempts.
+
+    Args:
+      auto: knows how many micro-batches a graph gets; None if the user has said it. Then there is
+        one attempt.
+      mode: that of the graph.
+      model_dir: where steps may write.
+    """
+
+    def __init__(self, auto: AutoMicrobatches | None, mode: str, model_dir: str):
+        self.auto = auto
+        self.mode = mode
+        self.model_dir = model_dir
+        self._first_count = 1 if auto is None else auto.count(mode)
+        self._failed: dict[_Failed, int] = {}  # and with how many micro-batches it did first
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Attempts at the call, each with more micro-batches than the one before."""
+        while True:
+            yield self.attempt(Progress())
+
+    def attempt(self, progress: Progress, examples: int | None = None) -> Attempt:
+        """An attempt.
+
+        Args:
+          progress: that of a graph which is there already, or a new one.
+          examples: of the batch; None if it isn't known, or if there are several batches.
+        """
+        if self.is_repeated:
+            # The last attempt's session, and so the memory of its variables, is in cycles.
+            gc.collect()
+        return Attempt(self, progress, examples)
+
+    def has_failed_with_fewer(self, failed: _Failed, count: int) -> bool:
+        """Whether the same has failed before, with fewer micro-batches than now."""
+        return self._failed.setdefault(failed, count) < count
+
+    def give_up(self) -> None:
+        """Forgets the micro-batches that haven't helped."""
+        assert self.auto is not None
+        self.auto.set_count(self._first_count, self.mode)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether this isn't the first attempt, so that its graph may have more micro-batches."""
+        return bool(self._failed)
+
+
+class _Failed(NamedTuple):
+    """What there was no memory for.
+
+    Attributes:
+      op: the name of the user's op, of which a copy may have failed; None if it isn't known.
+      device: of the op that has failed.
+      reason: what TensorFlow says of it: mostly, the shape of a tensor.
+    """
+
+    op: str | None
+    device: str
+    reason: str
 
 
 class Attempt:
@@ -108,73 +169,106 @@ class Attempt:
     It gives the hooks that the session needs. If memory is too small, it swallows the error, and
     there may be another attempt; or it raises an error that says what would help.
 
-    Several threads may be in it at once, as far as they run the session.
-
     Args:
-      auto: knows how many micro-batches the graph gets.
-      mode: that of the graph.
-      model_dir: where steps may write.
+      call: which is attempted.
+      progress: that of the graph.
+      examples: as for `Call.attempt()`.
     """
 
-    def __init__(self, auto: AutoMicrobatches, mode: str, model_dir: str):
-        self._auto = auto
-        self._mode = mode
-        self._model_dir = model_dir
-        self._progress = _Progress()
+    def __init__(self, call: Call, progress: Progress, examples: int | None):
+        self.progress = progress
+        self._call = call
+        self._examples = examples
 
     def __enter__(self) -> list[tf.train.SessionRunHook]:
-        return [self._progress]
+        return [] if self._call.auto is None else [self.progress]
 
     def __exit__(self, _: Any, raised: BaseException | None, traceback: Any) -> bool:
-        if not isinstance(raised, tf.errors.ResourceExhaustedError):
+        auto = self._call.auto
+        if auto is None or not isinstance(raised, tf.errors.ResourceExhaustedError):
             return False
         error = failures.original(raised)
-        is_of_disk = checkpoints.is_of_writing(error, self._model_dir)
+        is_of_disk = checkpoints.is_of_writing(error, self._call.model_dir)
         if is_of_disk or not error_messages.is_of_step_memory(error):
             return False
 
-        graph = self._progress.graph
+        graph = self.progress.graph
         if graph is None:
             return False  # An input_fn has run a session of its own.
         step = steps.of_graph(graph)
-        limit = self._auto.limit(self._mode, step)
-        obstacle = memory_advice.obstacle_to_microbatches(step, limit)
-        if not self._progress.has_session:
-            obstacle = memory_advice.VARIABLES_ARE_TOO_LARGE
+        mode = self._call.mode
+        limit = auto.limit(mode, step, self._examples)
+        obstacle = self._obstacle(error, step, limit)
         if obstacle is not None:
+            self._call.give_up()
             raise _without_remedy(error, step.microbatches, obstacle) from error
 
-        self._auto.raise_to(memory_advice.more_microbatches(step, limit), self._mode)
-        self._log_that_it_goes_on(error)
+        # Another call of a predictor may have found a larger number.
+        count = max(memory_advice.more_microbatches(step, limit), auto.count(mode))
+        auto.set_count(count, mode)
+        self._log_that_it_goes_on(error, count)
         return True
 
-    def _log_that_it_goes_on(self, error: Exception) -> None:
+    def _obstacle(
+        self, error: tf.errors.OpError, step: steps.Step, limit: int | None
+    ) -> memory_advice.Obstacle | None:
+        """Why more micro-batches would not help; None if they would, as far as is known."""
+        if not self.progress.has_session:
+            return memory_advice.VARIABLES_ARE_TOO_LARGE
+        obstacle = memory_advice.obstacle_to_microbatches(step, limit)
+        if obstacle is None:
+            failed = _failed(error, step)
+            if self._call.has_failed_with_fewer(failed, step.microbatches):
+                return memory_advice.needs_as_much(failed.op, step)
+        return obstacle
+
+    def _log_that_it_goes_on(self, error: Exception, count: int) -> None:
         """Logs how many micro-batches the next attempt has, and where it begins."""
-        checkpoint = checkpoints.last_checkpoint_name(self._model_dir) or 'the start'
-        tf.logging.warning(
-            f'Out of memory: {_reason(error)}. From now on, each device runs '
-            f'{self._auto.count(self._mode)} micro-batches, one after another. '
-            f'{_GOES_ON[self._mode].format(checkpoint=checkpoint)}. If there is an input_fn, it is '
-            'called anew.'
+        checkpoint = checkpoints.last_checkpoint_name(self._call.model_dir) or 'the start'
+        text = (
+            f'Out of memory: {_reason(error)}. From now on, each device runs {count} '
+            'micro-batches, one after another. '
+            f'{_GOES_ON[self._call.mode].format(checkpoint=checkpoint)}. If there is an input_fn, '
+            'it is called anew.'
         )
+        if function_calls.has_function_with(self.progress.graph, op_types.GENERATOR_DATASET):
+            text += (
+                ' Its data comes from a Python generator. If that is one which cannot begin anew, '
+                f'the examples of at least {self.progress.batches} batch(es) are lost, which this '
+                'attempt has taken.'
+            )
+        tf.logging.warning('%s', text)
 
 
-class _Progress(tf.train.SessionRunHook):
+class Progress(tf.train.SessionRunHook):
     """Notes how far an attempt has come.
 
     Attributes:
       graph: what it has built; None before that.
       has_session: whether a session has all variables, so that steps begin.
+      batches: how many have been taken at least, for the step that has failed as well.
     """
 
     graph: tf.Graph | None = None
     has_session = False
+    batches = 0
 
     def begin(self) -> None:
         self.graph = tf.get_default_graph()
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         self.has_session = True
+
+    def before_run(self, run_context: Any) -> None:
+        self.batches += 1
+
+
+def _failed(error: tf.errors.OpError, step: steps.Step) -> _Failed:
+    """What an error says there was no memory for."""
+    name = error_messages.node_name(error) if error.op is None else error.op.name
+    copy = step.names.copy_of(name) if step.names is not None and name is not None else None
+    device = '' if error.op is None else error.op.device
+    return _Failed(name if copy is None else copy.op_name, device, _reason(error))
 
 
 def _reason(error: Exception) -> str:

@@ -77,7 +77,7 @@ class Explanation(NamedTuple):
     scopes: dict[str, dict[str, int]]  # bytes of the ops' output: 'shard', 'partial' and 'once'
     unknown: list[str]  # features and labels of unknown rank: ops on them run once
     microbatches: int = 1  # that each device runs one after another; 1 if more save too little
-    chained: float = 0.0  # the part of all activations that can be kept for one of them at a time
+    chained: float = 0.0  # the part of the activations that can be kept for one of them at a time
     before: Sequence[Join] = ()  # ops that keep others from it, the costliest first
     sent: dict[str, dict[str, int]] = {}  # bytes a step: from one device, to each other one
     recomputation: Recomputation | None = None  # what is computed twice; None if not asked for
@@ -183,17 +183,18 @@ class Explanation(NamedTuple):
 
     def _micro_batches(self) -> list[str]:
         """How many micro-batches each device has, and what needs the examples of all."""
-        if not self.chained:
+        if not self.chained and not self.before:
             return []
-        entries = [f'{self.chained:.1%} of all activations are kept for one of them at a time']
         if self.microbatches > 1:
-            entries.insert(0, f'{self.microbatches} a device, one after another')
+            entries = [
+                f'{self.microbatches} a device, one after another',
+                f'{self.chained:.1%} of the activations are kept for one of them at a time',
+            ]
         else:
-            entries = ['none, as they would save too little of all activations']
-        before = [
-            f'{join.share:.1%} are needed for {join.op} of all examples' for join in self.before
-        ]
-        return entries + before
+            entries = [f'none, as they would save only {self.chained:.1%} of the activations']
+        for join in self.before:
+            entries.append(f'{join.share:.1%} are kept until all examples have reached {join.op}')
+        return entries
 
     def _computed_twice(self) -> list[str]:
         """How many ops compute activations again, and how many bytes of these there are."""
@@ -380,15 +381,13 @@ def log_sharding(devices: Devices, config: Any) -> None:
 def _micro_batches(schedule: Schedule) -> str:
     """Says what micro-batches save, and what they don't."""
     chained = f'{schedule.chainable:.0%} of the activations'
-    names = ', '.join(join.op for join in schedule.joins[:2])
-    needed = f'{names} of all examples' if names else 'what the step is run for'
     if schedule.is_worth_it:
         text = (
             f' Each device runs {schedule.turns} micro-batches one after another, and keeps '
             f'{chained} for one of them at a time.'
         )
         if schedule.chainable < 1 - _WORTH_IT:
-            text += f' The others are needed for {needed}.'
+            text += f' The others are kept {schedule.why_others_are_kept}.'
         return text
 
     remedy = 'more devices would help'
@@ -400,7 +399,7 @@ def _micro_batches(schedule: Schedule) -> str:
         remedy = "batch_norm='device' would help"
     return (
         f' microbatches={schedule.turns} is left out: it would save only {chained}, as the others '
-        f'are needed for {needed}; {remedy}.'
+        f'are kept {schedule.why_others_are_kept}; {remedy}.'
     )
 
 

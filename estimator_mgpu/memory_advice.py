@@ -47,14 +47,29 @@ def obstacle_to_microbatches(step: steps.Step, limit: int | None) -> Obstacle | 
     if step.nothing_is_sharded:
         return Obstacle('nothing is sharded', useless=[_MORE_DEVICES])
     if step.leaves_out_microbatches:
-        names = ', '.join(join.op for join in step.schedule.joins[:2])
         return Obstacle(
-            f'they would save only {step.schedule.chainable:.0%} of the activations (most of the '
-            f'others are needed for {names or "what the step is run for"})'
+            f'they would save only {step.schedule.chainable:.0%} of the activations (the others '
+            f'are kept {step.schedule.why_others_are_kept})'
         )
     if limit is not None and step.microbatches >= limit:
         return Obstacle('a batch has too few examples for more', useless=[_SMALLER_BATCH])
     return None
+
+
+def needs_as_much(op: str | None, step: steps.Step) -> Obstacle:
+    """What keeps more micro-batches from helping, if the last doubling hasn't helped.
+
+    Args:
+      op: the name of the user's op for which memory is too small; None if it isn't known.
+      step: that of its graph.
+    """
+    runs_once = step.plan is not None and op in step.plan.once
+    name = 'the same op' if op is None else f'the op {op}'
+    kind = ', which runs once, unsharded,' if runs_once else ''
+    return Obstacle(
+        f'{name}{kind} needed as much memory with fewer of them',
+        useless=[_MORE_DEVICES] if runs_once else [],
+    )
 
 
 def more_microbatches(step: steps.Step, limit: int | None) -> int:

@@ -13,13 +13,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import batch, checkpoints, failures
+from estimator_mgpu.auto_microbatches import Call, Progress
 from estimator_mgpu.tf_internals import op_types, tf_estimator
 
 _COMPOSITE_TENSORS = (tf.SparseTensor, tf.RaggedTensor)
@@ -55,7 +55,7 @@ class _Model(NamedTuple):
     predictions: Any  # as the model_fn gives them
     session: tf.train.MonitoredSession
     has_hooks: bool  # that keep notes
-    attempt: AbstractContextManager[Any]  # in which it runs: see `auto_microbatches.Attempt`
+    progress: Progress  # of the attempts that run in it
 
 
 class Predictor:
@@ -79,7 +79,6 @@ class Predictor:
         self._hooks = list(hooks or [])
         self._checkpoint_path = checkpoint_path
 
-        self._attempts = estimator._attempts(_PREDICT)
         self._specs: Any = None  # what batches are like, once a model was built for one
         self._model: _Model | None = None
         self._is_closed = False
@@ -89,7 +88,7 @@ class Predictor:
         self._hooked_run = threading.Lock()
         if features is not None or serving_input_receiver_fn:
             with self._state:
-                self._open(features)
+                self._open(features, estimator._call(_PREDICT))
 
     def __call__(self, features: Any) -> Any:
         """Returns the predictions for a batch, which are arrays.
@@ -101,16 +100,22 @@ class Predictor:
         """
         _check_batch(features)
         with failures.op_errors_explained(), self._running_call():
+            call = self._estimator._call(_PREDICT)
             while True:
-                with self._opened(features) as model:
-                    with model.attempt:
-                        return self._run(model, features)
+                with self._opened(features, call) as model:
+                    feed, examples = _feed(model.inputs, features)
+                    try:
+                        with call.attempt(model.progress, examples):
+                            return self._run(model, feed)
+                    except tf.errors.ResourceExhaustedError:
+                        if call.is_repeated:  # The next call needs a graph as before this one.
+                            self._give_up(model)
+                        raise
                     self._give_up(model)
                 del model  # The memory of its session is needed for the next one.
 
-    def _run(self, model: _Model, features: Any) -> Any:
-        """Predicts for a batch."""
-        feed = _feed(model.inputs, features)
+    def _run(self, model: _Model, feed: dict[tf.Tensor, np.ndarray]) -> Any:
+        """Predicts for a batch, of which each placeholder is fed its array."""
         # Hooks keep notes from before a run until after it.
         one_at_a_time = self._hooked_run if model.has_hooks else contextlib.nullcontext()
         with one_at_a_time:
@@ -149,14 +154,15 @@ class Predictor:
                 self._state.notify_all()
 
     @contextlib.contextmanager
-    def _opened(self, features: Any) -> Iterator[_Model]:
+    def _opened(self, features: Any, call: Call) -> Iterator[_Model]:
         """The model, for an attempt, until whose end its session isn't closed.
 
         Args:
           features: as for `_open()`.
+          call: as there.
         """
         with self._state:
-            model = self._open(features)
+            model = self._open(features, call)
             self._runs += 1
         try:
             yield model
@@ -175,33 +181,34 @@ class Predictor:
             if self._model is model:  # Other calls may have found, too, that memory is too small.
                 self._model = None
 
-    def _open(self, features: Any) -> _Model:
+    def _open(self, features: Any, call: Call) -> _Model:
         """Returns the model, which is built if it isn't there yet.
 
         Args:
           features: the first batch, or what it will be like; None if it's received.
+          call: for which it's needed.
         """
         self._state.wait_for(lambda: self._model is not None or not self._runs)
         while self._model is None:
-            attempt = next(self._attempts)
+            attempt = call.attempt(Progress())
             explained = checkpoints.file_errors_explained(
                 self._estimator.model_dir, self._checkpoint_path
             )
             with explained, attempt as hooks, tf.Graph().as_default():
-                self._model = self._built(features, attempt, hooks)
+                self._model = self._built(features, attempt.progress, hooks)
         return self._model
 
     def _built(
         self,
         features: Any,
-        attempt: AbstractContextManager[Any],
+        progress: Progress,
         hooks_of_attempt: Sequence[tf.train.SessionRunHook],
     ) -> _Model:
         """Builds the default graph, and starts its session, as `Estimator.predict()` does.
 
         Args:
           features: as for `_open()`.
-          attempt: the context in which the session is going to run.
+          progress: of the attempts that are going to run in the session.
           hooks_of_attempt: those that the session needs for that.
         """
         graph = tf.get_default_graph()
@@ -217,6 +224,10 @@ class Predictor:
             batch_like = features if self._specs is None else self._specs
             features, inputs = _placeholders_for(batch_like, self._broadcast)
             specs = _map_leaves(lambda path, _: inputs[path].spec, batch_like)
+        # As for predict(): a TPUEstimator then tells the model_fn the batch size.
+        features, _, _ = tf_estimator.features_and_labels(
+            self._estimator, lambda params: (features, None), _PREDICT
+        )
         spec = tf_estimator.spec_of(self._estimator, features, None, _PREDICT)
 
         path = self._checkpoint_path or tf.train.latest_checkpoint(self._estimator.model_dir)
@@ -239,7 +250,7 @@ class Predictor:
         self._checkpoint_path = path
         self._specs = specs
         has_hooks = any(not isinstance(hook, failures.ExplainErrorsHook) for hook in hooks)
-        return _Model(inputs, predictions, session, has_hooks, attempt)
+        return _Model(inputs, predictions, session, has_hooks, progress)
 
 
 def _check_arguments(
@@ -355,8 +366,14 @@ def _of_any_size(spec: Any) -> tf.TypeSpec:
     return tf.TensorSpec(shape, spec.dtype)
 
 
-def _feed(inputs: Mapping[batch.Path, _Input], features: Any) -> dict[tf.Tensor, np.ndarray]:
-    """Returns the arrays of a batch, by placeholder; fails if they aren't what inputs take."""
+def _feed(
+    inputs: Mapping[batch.Path, _Input], features: Any
+) -> tuple[dict[tf.Tensor, np.ndarray], int | None]:
+    """Takes a batch apart; fails if it isn't what inputs take.
+
+    Returns:
+      Its arrays, by placeholder, and how many examples it has; None if it isn't known.
+    """
     leaves: dict[batch.Path, Any] = {}
     _map_leaves(leaves.__setitem__, features)
     _check_names(inputs, leaves)
@@ -377,7 +394,8 @@ def _feed(inputs: Mapping[batch.Path, _Input], features: Any) -> dict[tf.Tensor,
             f'Each feature needs an entry for each example, but their numbers differ: {differing}. '
             "What isn't per example, such as a vocabulary, is named in replicate(broadcast=[...])."
         )
-    return feed
+    sizes = [spec.shape[0] for spec in examples.values() if spec.shape.rank]
+    return feed, sizes[0] if sizes else None
 
 
 def _check_names(inputs: Mapping[batch.Path, _Input], leaves: Mapping[batch.Path, Any]) -> None:

@@ -532,8 +532,7 @@ def _call(model_fn: Callable[..., Any], bound: inspect.BoundArguments, device: s
                 raise RuntimeError(remedy) from error
             raise
 
-    if hasattr(spec, 'as_estimator_spec'):
-        spec = spec.as_estimator_spec()
+    spec = tf_estimator.as_estimator_spec(spec)
     if not isinstance(spec, tf_estimator.estimator.EstimatorSpec):
         raise TypeError(
             f'The model_fn returned {spec!r} of {type(spec).__name__}. It has to return a '

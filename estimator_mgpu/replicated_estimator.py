@@ -9,17 +9,15 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, SupportsInt
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import checkpoints, explain, failures
-from estimator_mgpu.auto_microbatches import AUTO, AutoMicrobatches
+from estimator_mgpu.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
@@ -90,7 +88,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             steps = None
 
         with self._errors_explained(warm_start=self._warm_start_settings):
-            for attempt in self._attempts(_MODES.TRAIN):
+            for attempt in self._call(_MODES.TRAIN).attempts():
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
                     return self._train_once(
@@ -136,11 +134,11 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         with failures.op_errors_explained(), files:
             yield
 
-    def _attempts(self, mode: str) -> Iterator[AbstractContextManager[list[Any]]]:
-        """Attempts at a call, as contexts that give hooks: see `auto_microbatches.Attempt`."""
-        if isinstance(self._microbatches, AutoMicrobatches):
-            return self._microbatches.attempts(mode, self.model_dir)
-        return itertools.repeat(contextlib.nullcontext([]))
+    def _call(self, mode: str) -> Call:
+        """A call, in attempts that give hooks: there are several with `microbatches='auto'`."""
+        microbatches = self._microbatches
+        auto = microbatches if isinstance(microbatches, AutoMicrobatches) else None
+        return Call(auto, mode, self.model_dir)
 
     @property
     def _microbatches(self) -> int | AutoMicrobatches:
@@ -191,7 +189,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         _check_number('steps', steps)
         hooks = list(hooks or [])
         with self._errors_explained(checkpoint_path):
-            for attempt in self._attempts(_MODES.EVAL):
+            for attempt in self._call(_MODES.EVAL).attempts():
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
                     return super().evaluate(input_fn, steps, all_hooks, checkpoint_path, name)
@@ -210,7 +208,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             # All attempts read one checkpoint, also if another process goes on training.
             checkpoint_path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
             given = 0
-            for attempt in self._attempts(_MODES.PREDICT):
+            for attempt in self._call(_MODES.PREDICT).attempts():
                 with attempt as attempt_hooks:
                     all_hooks = [*attempt_hooks, *hooks]
                     predictions = super().predict(
@@ -442,9 +440,7 @@ def replicate_estimator(
     several = _blank(type(estimator))
     several.__dict__.update(vars(estimator))
 
-    model_fn = estimator._model_fn
-    if getattr(model_fn, '__self__', None) is estimator:  # a method of a canned one
-        model_fn = types.MethodType(model_fn.__func__, several)
+    model_fn = _with_estimator(several, estimator._model_fn, estimator)
     model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
 
     # A model_fn that takes no params may be given none. Estimator keeps no warm_start_from, only
@@ -455,6 +451,39 @@ def replicate_estimator(
         several, model_fn, estimator.model_dir, estimator.config, params, warm_start_from
     )
     return several
+
+
+def _with_estimator(several: Any, model_fn: Any, estimator: Any) -> Any:
+    """A model_fn that uses `several` where it uses the estimator that it comes from.
+
+    A canned estimator's model_fn may be a method of the estimator. That of a `TPUEstimator` is a
+    function that was defined in a method, and asks `self` for the batch size.
+
+    Args:
+      several: the estimator for several devices.
+      model_fn: that of the estimator which `several` was made of.
+      estimator: that estimator.
+    """
+    if getattr(model_fn, '__self__', None) is estimator:
+        return types.MethodType(model_fn.__func__, several)
+
+    cells = getattr(model_fn, '__closure__', None) or ()
+    if not any(_holds(cell, estimator) for cell in cells):
+        return model_fn
+    closure = tuple(types.CellType(several) if _holds(cell, estimator) else cell for cell in cells)
+    rebound = types.FunctionType(
+        model_fn.__code__, model_fn.__globals__, argdefs=model_fn.__defaults__, closure=closure
+    )
+    rebound.__kwdefaults__ = model_fn.__kwdefaults__
+    return functools.update_wrapper(rebound, model_fn)
+
+
+def _holds(cell: types.CellType, value: Any) -> bool:
+    """Whether a variable of a function around a model_fn has a value."""
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # It has none yet.
+        return False
 
 
 def _blank(kind: type) -> Estimator:

@@ -181,18 +181,18 @@ def _ordered(model_fn: Callable[..., Any], open_pairs: dict[OpenPair, None]) -> 
     """The model_fn itself, but what it leaves to chance is decided as for several devices.
 
     Args:
-      model_fn: one that isn't replicated.
+      model_fn: one that isn't replicated. It may return a TPUEstimatorSpec.
       open_pairs: gets what it leaves open.
     """
 
     @functools.wraps(model_fn, updated=())
     def ordered(*args: Any, **kwargs: Any) -> Any:
-        spec = model_fn(*args, **kwargs)
+        spec = tf_estimator.as_estimator_spec(model_fn(*args, **kwargs))
         if isinstance(spec, tf_estimator.estimator.EstimatorSpec):
             open_pairs.update(dict.fromkeys(decide_order(spec)))
         return spec
 
-    vars(ordered)['__signature__'] = inspect.signature(model_fn)
+    vars(ordered)['__signature__'] = inspect.signature(model_fn)  # Estimator looks at no other.
     return ordered
 
 

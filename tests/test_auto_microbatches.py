@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -212,7 +213,8 @@ def test_a_predictor_that_is_closed_between_two_attempts(memory):
                 assert released.wait(60)
             return batch
 
-        waited = tf.py_func(wait, [features], tf.float32)
+        wide = tf.reshape(tf.tile(features, [1, 8]), [-1, 8, 3])  # what micro-batches save
+        waited = tf.py_func(wait, [tf.reduce_mean(wide, 1)], tf.float32)
         waited.set_shape([None, 3])
         return waited
 
@@ -300,15 +302,130 @@ def test_what_micro_batches_would_not_save(memory):
         for _ in range(3):
             mean, variance = tf.nn.moments(features, [0])
             features = tf.nn.batch_normalization(features, mean, variance, None, None, 1e-3)
-        return tf.layers.dense(memory(features), 1)
+            features = tf.layers.dense(features, 9, tf.tanh)
+        return tf.layers.dense(features, 1)
 
     memory.limit = 2
     calls = Calls()
-    estimator = estimator_of(lambda features: features, forward=normalized)
-    with pytest.raises(OutOfMemory, match='they would save only .* of the activations') as raised:
+    estimator = estimator_of(memory, forward=normalized)
+    match = 'they would save only .* of the activations .the others are kept until all'
+    with pytest.raises(OutOfMemory, match=match) as raised:
         estimator.train(calls, steps=1)
     assert 'Each device had 1 micro-batch(es), and more would not help' in str(raised.value)
     assert calls.count == 2
+
+
+def sized(features, rows):
+    """A sharded op that has no memory for a tensor of the given number of rows."""
+
+    def fail(batch):
+        raise MemoryError(f'OOM when allocating tensor with shape[{rows(len(batch))},3]')
+
+    failing = tf.py_func(fail, [features], tf.float32, stateful=False, name='large')
+    failing.set_shape(features.shape)
+    return failing
+
+
+@pytest.mark.parametrize('static', [False, True], ids=['dynamic', 'static'])
+@pytest.mark.parametrize(
+    'rows, attempts',
+    [(lambda examples: 99, 2), (lambda examples: max(examples, 3), 4)],
+    ids=['constant', 'at least 3'],
+)
+def test_what_does_not_shrink(rows, attempts, static, memory):
+    """Micro-batches have 12, 6, 3 and 2 examples. The last doubling doesn't help."""
+    calls = Calls(functools.partial(input_fn, static))
+    estimator = estimator_of(lambda features: sized(features, rows), devices=1)
+    tried = 2 ** (attempts - 1)
+    match = (
+        f'allocating tensor with shape.{rows(0)},3.. Each device had {tried} micro-batch.es., and '
+        'more would not help: the op large needed as much memory with fewer of them. To need less '
+        'memory on each device, use more devices, '
+    )
+    with pytest.raises(OutOfMemory, match=match):
+        estimator.train(calls, steps=1)
+    assert calls.count == attempts
+    assert counts_of(estimator) == (1, 1, 1)  # More haven't helped.
+
+
+def test_an_op_that_runs_once_does_not_shrink(memory):
+    """It needs the whole batch, on one device."""
+
+    def sorted_by_first(features):
+        return tf.layers.dense(sized(tf.sort(features, 0), lambda examples: examples), 1)
+
+    calls = Calls()
+    estimator = estimator_of(lambda features: features, forward=sorted_by_first)
+    match = 'the op large, which runs once, unsharded, needed as much .* use recompute'
+    with pytest.raises(OutOfMemory, match=match):
+        estimator.train(calls, steps=1)
+    assert calls.count == 2
+
+
+@pytest.mark.parametrize('first', [36, 0], ids=['one-shot', 'anew'])
+def test_what_a_generator_has_given(first, memory, caplog):
+    """The third step fails. The next attempt begins behind its batch, or with the first one."""
+    numbers = [(np.full([3], number, 'float32'), np.zeros([1], 'float32')) for number in range(999)]
+    one_shot = iter(numbers)
+    noted = []
+
+    def read():
+        types = tf.float32, tf.float32
+        generator = lambda: one_shot if first else iter(numbers)  # noqa: E731
+        return tf.data.Dataset.from_generator(generator, types, ([3], [1])).batch(12)
+
+    def forward(features):
+        note = lambda batch: (noted.append(batch[0, 0]), batch)[1]  # noqa: E731
+        noting = tf.py_func(note, [features], tf.float32, stateful=False)
+        noting.set_shape(features.shape)
+        return predict(noting)
+
+    estimator = estimator_of(memory, devices=1, forward=forward)
+    estimator.train(read, hooks=[Shrink(memory, after=2, limit=6)], steps=3)
+    assert noted[:2] == [0, 12]
+    # TensorFlow may have taken further examples, of which no step has got any.
+    assert noted[2] >= first if first else noted[2] == 0
+    assert noted[3] == noted[2] + 6
+    lost = 'If that is one which cannot begin anew, the examples of at least 3 batch(es) are lost'
+    assert lost in caplog.text
+
+
+def test_no_word_of_generators_without_one(memory, caplog):
+    memory.limit = 6
+    estimator_of(memory, devices=1).train(input_fn, steps=1)
+    assert 'Out of memory' in caplog.text and 'generator' not in caplog.text
+
+
+@pytest.mark.parametrize('hint', [None, tf.TensorSpec([None, 3], tf.float32)], ids=['', 'opened'])
+def test_a_predictor_takes_no_more_micro_batches_than_examples(hint, memory):
+    """Of a large batch that fitted, and of one with three examples that never fits."""
+    estimator = estimator_of(memory)
+    with estimator.predictor(hint) as predict:
+        memory.limit = 2
+        assert len(predict(FEATURES)['output']) == 12
+        assert counts_of(estimator) == (1, 1, 4)
+        memory.limit = 0
+        with pytest.raises(OutOfMemory, match='had 4 micro-batch.* a batch has too few examples'):
+            predict(FEATURES[:3])
+        memory.limit = 2
+        assert len(predict(FEATURES)['output']) == 12
+    assert counts_of(estimator) == (1, 1, 4)
+
+
+def test_a_predictor_keeps_no_micro_batches_that_did_not_help(memory):
+    estimator = estimator_of(memory)
+    built = []
+    hook = tf.train.SessionRunHook()
+    hook.begin = lambda: built.append(counts_of(estimator)[2])
+    with estimator.predictor(hooks=[hook]) as predict:
+        memory.limit = 0
+        with pytest.raises(OutOfMemory, match='had 2 micro-batch.* a batch has too few examples'):
+            predict(FEATURES[:3])
+        memory.limit = 6
+        assert len(predict(FEATURES)['output']) == 12
+        assert len(predict(FEATURES[:3])['output']) == 3
+    assert built == [1, 2, 1]
+    assert counts_of(estimator) == (1, 1, 1)
 
 
 def raises(error):

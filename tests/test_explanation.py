@@ -462,7 +462,7 @@ def test_what_would_save_too_little():
         return by_sgd(mode, tf.reduce_mean(tf.square(net - labels)))
 
     text = str(explain(with_mean, microbatches=2))
-    assert 'micro-batches\n  none, as they would save too little of all activations' in text
+    assert 'micro-batches\n  none, as they would save only ' in text
     text = str(explain(recompute=True))
     assert 'computed twice\n  no op, as that would save too little of all activations' in text
 
@@ -470,9 +470,9 @@ def test_what_would_save_too_little():
 RUNS = ' Each device runs 3 micro-batches one after another, and keeps'
 SAVES = {
     0.3: ' microbatches=3 is left out: it would save only 30% of the activations, as the others '
-    'are needed for mean of all examples; more devices would help.',
-    0.6: f'{RUNS} 60% of the activations for one of them at a time. The others are needed for '
-    'mean of all examples.',
+    'are kept until all examples have reached mean; more devices would help.',
+    0.6: f'{RUNS} 60% of the activations for one of them at a time. The others are kept '
+    'until all examples have reached mean.',
     1.0: f'{RUNS} 100% of the activations for one of them at a time.',
 }
 

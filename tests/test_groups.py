@@ -24,6 +24,7 @@ def ghost_norm(features, labels, mode):
         net = tf.layers.dense(net, units, use_bias=False)
         norm = dict(momentum=0.8, virtual_batch_size=GROUPS, fused=False)
         net = tf.tanh(tf.layers.batch_normalization(net, training=mode == TRAIN, **norm))
+    net = tf.layers.dense(net, 24, tf.tanh)  # so that micro-batches save enough
     output = tf.layers.dense(net, 1)
     if mode == MODES.PREDICT:
         return tf.estimator.EstimatorSpec(mode, predictions=output)

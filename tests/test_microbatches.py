@@ -1,5 +1,7 @@
 """Micro-batches: towers that run one after the other on a device, with one device's results."""
 
+import itertools
+
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -50,7 +52,8 @@ def normalized(features):
     """Needs the mean of all examples in the midst of the network."""
     hidden = tf.layers.dense(features, 4, use_bias=False)
     mean, variance = tf.nn.moments(hidden, [0])
-    return tf.layers.dense(tf.nn.batch_normalization(hidden, mean, variance, None, None, 1e-3), 1)
+    hidden = tf.nn.batch_normalization(hidden, mean, variance, None, None, 1e-3)
+    return tf.layers.dense(tf.layers.dense(hidden, 24, tf.tanh), 1)
 
 
 def looked_up(features):
@@ -75,7 +78,7 @@ def branch_of_all_examples(features):
     centered = lambda: hidden * tf.reduce_mean(hidden, 0)  # noqa: E731
     net = tf.cond(tf.reduce_mean(features) > 0, scaled, centered)
     net.set_shape([None, 6])
-    return tf.layers.dense(tf.layers.dense(net, 6, tf.tanh), 1)
+    return tf.layers.dense(tf.layers.dense(net, 24, tf.tanh), 1)
 
 
 def sgd_train(loss):
@@ -236,6 +239,91 @@ def test_exact_batch_norm_is_not_chained(caplog):
     run = train(model_fn, data, 1, microbatches=4, batch_norm='device')
     assert any(tower_of(op.name) == 3 for op in run.graph.get_operations())
     assert 'keeps 100% of the activations for one of them at a time' in caplog.text
+
+
+def dense_layers(net, count):
+    for _ in range(count):
+        net = tf.layers.dense(net, 64, tf.nn.relu)
+    return net
+
+
+def centered(net):
+    return net - tf.reduce_mean(net, 0)
+
+
+def whole_batch_in_the_loss(features):
+    """The gradients of all layers need the mean."""
+    return centered(tf.layers.dense(dense_layers(features, 8), 4))
+
+
+def whole_batch_at_the_begin(features):
+    return tf.layers.dense(dense_layers(centered(features), 8), 4)
+
+
+def whole_batch_at_a_quarter(features):
+    """What is kept is what the gradients of two layers of eight need."""
+    net = centered(tf.layers.dense(dense_layers(features, 2), 4))
+    return tf.layers.dense(dense_layers(net, 6), 4)
+
+
+def whole_batch_without_gradients(features):
+    """Nothing is kept for gradients of the layers before the mean."""
+    net = tf.stop_gradient(tf.layers.dense(dense_layers(features, 8), 4))
+    return tf.layers.dense(centered(net), 4)
+
+
+# In units of an output of relu, [batch, 64]. Without micro-batches, a step keeps 8 of them, and has
+# two tensors of their size while it computes a gradient. An output of [batch, 4] has 1/16 of that.
+@pytest.mark.parametrize(
+    'forward, kept, most',
+    [
+        (whole_batch_in_the_loss, 8 + 1 / 16, 10),
+        (whole_batch_at_the_begin, 0, 10),
+        (whole_batch_at_a_quarter, 2 + 1 / 16, 10 + 1 / 16),
+        (whole_batch_without_gradients, 1 / 16, 2),
+    ],
+)
+def test_what_is_kept_for_all_micro_batches(forward, kept, most):
+    """So much of a step's memory isn't saved. That is measured, too, with eight of them."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(forward(features)))
+        return spec_of(mode, loss, sgd(loss))
+
+    peaks = []
+    for microbatches in (1, 8):
+        with tf.Graph().as_default() as graph:
+            tf.train.get_or_create_global_step()
+            features = tf.random.stateless_normal([4096, 8], [1, 2])
+            replicated = estimator_mgpu.replicate(model_fn, devices=1, microbatches=microbatches)
+            spec = replicated(features=features, labels=None, mode=TRAIN)
+            peaks.append(peak_of(spec.train_op, microbatches))
+
+    schedule = steps.of_graph(graph).schedule
+    assert schedule.chainable == pytest.approx(1 - kept / most)
+    assert schedule.is_worth_it == (kept / most < 0.5)
+    if kept:
+        assert [join.op for join in schedule.joins] == ['Mean']
+        assert schedule.joins[0].share == pytest.approx(kept / most)
+    turns = 8 if schedule.is_worth_it else 1
+    expected = (kept + (most - kept) / turns) / most
+    assert peaks[1] / peaks[0] == pytest.approx(expected, abs=0.15)
+
+
+def peak_of(fetched, microbatches):
+    """The bytes that a step has at most, without variables."""
+    config = estimator_mgpu.session_config(1, microbatches=microbatches)
+    metadata = tf.RunMetadata()
+    trace = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+    with tf.Session(config=config) as session:
+        session.run(tf.global_variables_initializer())
+        session.run(fetched)
+        session.run(fetched, options=trace, run_metadata=metadata)
+    changes = []
+    for device in metadata.step_stats.dev_stats:
+        for memory in [memory for node in device.node_stats for memory in node.memory]:
+            changes += [(r.alloc_micros, r.alloc_bytes) for r in memory.allocation_records]
+    return max(itertools.accumulate(size for _, size in sorted(changes)))
 
 
 def test_initial_value_from_the_batch():

@@ -148,24 +148,64 @@ def test_a_class_that_can_have_no_other():
         estimator_mgpu.replicate_estimator(Last(of_all_modes(predict)), devices=2)
 
 
-def test_a_tpu_estimator(tmp_path):
-    """Without TPUs."""
-    tpu = estimator_mgpu.estimator.tpu
+def tpu_model_fn(features, labels, mode, params):
+    """Reads the batch size of the mode, as most TPU code does."""
+    spec = of_all_modes(lambda x: predict(x) * params['batch_size'])(features, labels, mode)
+    return tf.estimator.tpu.TPUEstimatorSpec(mode, spec.predictions, spec.loss, spec.train_op)
 
-    def model_fn(features, labels, mode, params):
-        spec = of_all_modes(predict)(features, labels, mode)
-        return tpu.TPUEstimatorSpec(mode, spec.predictions, spec.loss, spec.train_op)
+
+def tpu_input_fn(params):
+    rows = tf.data.Dataset.from_tensor_slices((floats(23, 3), floats(23, 1)))
+    return rows.batch(params['batch_size'])
+
+
+def test_a_tpu_estimator(tmp_path):
+    """Without TPUs. It gives its model_fn and its input_fn the batch size of each mode."""
+    tpu = estimator_mgpu.estimator.tpu
 
     def make():
         config = tpu.RunConfig(tf_random_seed=1)
-        sizes = {f'{mode}_batch_size': 9 for mode in ('train', 'predict')}
-        return tpu.TPUEstimator(use_tpu=False, model_fn=model_fn, config=config, **sizes)
+        sizes = dict(train_batch_size=9, eval_batch_size=6, predict_batch_size=4)
+        return tpu.TPUEstimator(use_tpu=False, model_fn=tpu_model_fn, config=config, **sizes)
 
     found = []
     for estimator in three(make):
-        estimator.train(lambda params: input_fn())
-        predictions = [row['output'] for row in estimator.predict(lambda params: input_fn())]
-        found.append([estimator.get_variable_value('net/w'), np.stack(predictions)])
+        estimator.train(tpu_input_fn)
+        loss = estimator.evaluate(tpu_input_fn)['loss']
+        predictions = [row['output'] for row in estimator.predict(tpu_input_fn)]
+        found.append([estimator.get_variable_value('net/w'), loss, np.stack(predictions)])
+    for ours in found[1:]:
+        assert_close(ours, found[0], 1e-5)
+
+    assert estimator.explain(tpu_input_fn).sharded
+    with estimator.predictor() as predict_batch:
+        assert_close(predict_batch(floats(23, 3))['output'], found[0][-1], 1e-5)
+
+
+def test_a_spec_for_tpus_is_verified():
+    params = {'batch_size': 9}
+    assert estimator_mgpu.verify(tpu_model_fn, tpu_input_fn, params, devices=3).exact
+
+
+def test_a_model_fn_that_asks_its_estimator():
+    """It's a function that was defined in a method, with a variable that is filled in later."""
+
+    class Asking(tf.estimator.Estimator):
+        def __init__(self):
+            def model_fn(features, labels, mode, *, scale=2.0):
+                return of_all_modes(lambda x: later * scale * predict(x) + self.shift)(
+                    features, labels, mode
+                )
+
+            self.shift = 0.0
+            super().__init__(model_fn, config=tf.estimator.RunConfig(tf_random_seed=1))
+            later = 3.0
+
+    found = []
+    for estimator in three(Asking):
+        estimator.shift = 5.0
+        estimator.train(input_fn)
+        found.append(list(estimator.predict(input_fn, yield_single_examples=False)))
     for ours in found[1:]:
         assert_close(ours, found[0], 1e-5)
 

@@ -569,9 +569,10 @@ def test_micro_batches_that_were_left_out_are_not_advised():
     """All is normalized by a mean of all examples."""
 
     def normalized(features, labels, mode):
-        for _ in range(3):
+        for layer in range(3):
             mean, variance = tf.nn.moments(features, [0])
             features = tf.nn.batch_normalization(features, mean, variance, None, None, 1e-3)
+            features = tf.tanh(tf.matmul(features, weights(f'w{layer}', 3, 3)))
         loss = tf.reduce_mean(tf.square(tf.matmul(features, weights('w', 3, 1)) - labels))
         return spec_of(mode, loss, sgd(loss))
 

@@ -73,11 +73,12 @@ def _is_state(tensor: tf.Tensor) -> bool:
 
 
 def is_unordered(op: tf.Operation) -> bool:
-    """Whether an op has side effects only as it draws random numbers, or as it fails.
+    """Whether an op draws random numbers, fails, or touches a list that only its own loop has.
 
-    Whether it comes before or after others can't be told.
+    Whether it comes before or after other side effects can't be told.
     """
-    return op.type in op_types.CHECKS or draws_numbers(op)
+    is_of_loop = op.type.startswith(op_types.HANDLE_PREFIXES)
+    return op.type in op_types.CHECKS or draws_numbers(op) or is_of_loop
 
 
 def draws_numbers(op: tf.Operation) -> bool:

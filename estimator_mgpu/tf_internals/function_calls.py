@@ -65,6 +65,12 @@ def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
     return definition, function.graph
 
 
+def has_function_with(graph: tf.Graph, op_type: str) -> bool:
+    """Whether a graph has a function with an op of a type: an input pipeline's, say."""
+    functions = graph.as_graph_def().library.function
+    return any(node.op == op_type for function in functions for node in function.node_def)
+
+
 def call_attributes(call: tf.Operation) -> set[str]:
     """Returns the names of the attributes of a call, and of the function that it calls."""
     names = set(call.node_def.attr)

@@ -38,6 +38,8 @@ SWITCH = ('Switch', 'RefSwitch')
 """Has its value on one of two outputs; the other one is dead, and so is what depends on it."""
 FORWARDS = (*ENTER, *EXIT, *NEXT_ITERATION, *MERGE, *SWITCH)
 """Ops of v1 control flow that give what they are given, without a copy."""
+GENERATOR_DATASET = 'GeneratorDataset'
+"""Gives what a Python generator gives."""
 V1_LOOP = 'v1 loop'
 """The type of a whole v1 loop, in place of its ops: there is no op of this type."""
 PASS_ON = ('Identity', 'Switch')

@@ -61,6 +61,11 @@ def spec_of(estimator: Any, features: Any, labels: Any, mode: str) -> Any:
     return estimator._call_model_fn(features, labels, mode, estimator.config)
 
 
+def as_estimator_spec(spec: Any) -> Any:
+    """Returns what a model_fn gives; an EstimatorSpec in place of a TPUEstimatorSpec."""
+    return spec.as_estimator_spec() if hasattr(spec, 'as_estimator_spec') else spec
+
+
 def predictions_of(estimator: Any, spec: Any, checkpoint_path: str | None, keys: Any) -> Any:
     """Returns those of an EstimatorSpec's predictions that `predict()` would fetch.
 

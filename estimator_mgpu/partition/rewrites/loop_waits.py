@@ -42,7 +42,7 @@ def remove_loop_waits(graph: tf.Graph, existing_ops: Set[str], order: Order) -> 
     """
     liveness = order.liveness
     ops = [op for op in graph.get_operations() if op.name not in existing_ops]
-    with_effects = {liveness.outermost_loop(op) for op in ops if _has_ordered_effect(op, order)}
+    with_effects = {liveness.outermost_loop(op) for op in ops if not order.is_quiet(op)}
     unused: set[str] = set()
     for op in ops:
         if op.type in op_types.ENTER and not liveness.frame(op):
@@ -98,8 +98,3 @@ def _has_to_wait(user: tf.Operation, op: tf.Operation, order: Order) -> bool:
         return True  # Nothing else keeps it in the loop.
     # What reads a variable may have to wait for a write to it.
     return order.is_quiet(user) and bool(order.needs_in_order(user))
-
-
-def _has_ordered_effect(op: tf.Operation, order: Order) -> bool:
-    """Whether an op has a side effect, other than on the lists of its own loop."""
-    return not order.is_quiet(op) and not op.type.startswith(op_types.HANDLE_PREFIXES)

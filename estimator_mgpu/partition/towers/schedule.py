@@ -16,7 +16,10 @@ ops of levels 0 to n, without those that the joins on the way are made of. Here 
     to level 1    layer 1             layer 2, gradient    clipped gradient
     to level 2    all others          clipped gradient
 
-The chain with the most bytes of activations is chosen.
+The chain with the most bytes of activations is chosen. It's worth it only if little has to be kept
+for all turns until a join is there. If the norm is that of the gradients of both layers, that is
+nothing but these. But if the mean was at the end of the network, the activations of both layers
+would be kept for their gradients, and no chain would save them: see `kept`.
 
 In: the units of a step, before they are in the graph. Out: a `Schedule`, by which `gates` lets ops
 wait for their turn.
@@ -30,15 +33,14 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.partition.placements import NotGatherable, Shard
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits, Unit
+from estimator_mgpu.partition.towers.edges import Result, StepUnits, Unit
+from estimator_mgpu.partition.towers.kept import Activations, Stage
 from estimator_mgpu.partition.towers.turns import Tower
-from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
-_WORTH_IT = 0.5  # a share of the activations: with less in the chain, nothing is chained
+_WORTH_IT = 0.5  # a share of the memory of activations: if turns save less, nothing is chained
 
 
 class Join(NamedTuple):
@@ -46,7 +48,8 @@ class Join(NamedTuple):
 
     Attributes:
       op: its name.
-      share: of all activations, those that are computed for it, in all turns at once: 0 to 1.
+      share: of the activations that are kept at the same time without turns, those that are kept
+        for all turns until this op's value is there: 0 to 1.
     """
 
     op: str
@@ -59,7 +62,8 @@ class Schedule(NamedTuple):
     Attributes:
       turns: how many turns were asked for.
       chained: the names of the ops and v1 loops that run one turn after another.
-      chainable: the share of all activations that these ops make: 0 to 1.
+      chainable: of the activations that are kept at the same time without turns, the share that is
+        kept for one turn at a time: 0 to 1.
       joins: what keeps other ops from it, the costliest first; joint loops are among them.
     """
 
@@ -72,6 +76,12 @@ class Schedule(NamedTuple):
     def is_worth_it(self) -> bool:
         """Whether turns save enough memory. If not, there is only one."""
         return self.chainable >= _WORTH_IT
+
+    @property
+    def why_others_are_kept(self) -> str:
+        """Says for how long other activations are kept for all turns, at the end of a sentence."""
+        names = ', '.join(join.op for join in self.joins[:2])
+        return f'until all examples have reached {names}' if names else 'for what the step gives'
 
 
 def find_schedule(
@@ -91,24 +101,24 @@ def find_schedule(
       results: what steps of any mode are run for, before towers are added.
     """
     levels = _levels(step)
+    levels_of_copies = {unit.name: level for unit, level in levels.items() if unit.is_copy}
     joint_loops = [unit.name for unit in step.order if unit.is_joint]
-    sizes = {
-        name: _bytes_of_activations(graph, plan, step.edges, name)
-        for name in [*levels, *joint_loops]
-    }
-    total = sum(sizes.values()) or 1
+    activations = Activations(graph, plan, step, [*levels_of_copies, *joint_loops])
 
     writes = _initial_writes(graph, plan, results)
     before_any_turn = [step.edges.unit_of(op.name) for op in writes]
-    chains = _chains_by_level(step, levels, sizes, before_any_turn)
+    joined = _joined(step, levels_of_copies, before_any_turn)
+    chains = _chains_by_level(levels_of_copies, activations.sizes, joined)
     chain = max(chains, key=lambda chain: chain.size, default=_Chain())
 
-    # A joint loop runs in all turns at once, whatever is made of it.
-    bytes_by_join = Counter(chain.bytes_by_join)
-    for name in joint_loops:
-        bytes_by_join[name] += sizes[name]
-    joins = [Join(name, size / total) for name, size in bytes_by_join.most_common() if size]
-    return Schedule(towers[-1].turn + 1, chain.ops, chain.size / total, joins)
+    kept = activations.most_for_all_turns(_stages(levels, chain, joined))
+    total = activations.most().size
+    saved = max(0, 1 - kept.size / total) if total else 0
+    bytes_by_join = Counter[str]()
+    for name, size in kept.sizes.items():
+        bytes_by_join[name if name in joint_loops else joined.ops.get(name, '')] += size
+    joins = [Join(name, size / total) for name, size in bytes_by_join.most_common() if name]
+    return Schedule(towers[-1].turn + 1, chain.ops, saved, joins)
 
 
 class _Chain(NamedTuple):
@@ -116,135 +126,124 @@ class _Chain(NamedTuple):
 
     Attributes:
       ops: their names.
+      level: the highest of their levels.
       size: the bytes of their activations.
-      bytes_by_join: the bytes of activations that are computed before the chain, by the op whose
-        value a join needs.
     """
 
     ops: Set[str] = frozenset()
+    level: int = 0
     size: int = 0
-    bytes_by_join: Mapping[str, int] = {}
 
 
 def _chains_by_level(
-    step: StepUnits, levels: dict[str, int], sizes: dict[str, int], first: Sequence[Unit]
+    levels: Mapping[str, int], sizes: Mapping[str, int], joined: _Joined
 ) -> Iterator[_Chain]:
     """Yields the chain up to each level: with each, more ops are added, and more are left out.
 
     Args:
-      step: the units that a step runs.
       levels: of each sharded op, by its name.
       sizes: the bytes of the activations of each sharded op.
-      first: units that can't wait for a turn, and so nothing that they are made of can.
+      joined: what joins are made of.
     """
-    joins = _joins_by_level(step, levels)
-    before = _BeforeChain(step, sizes)
-    before.add(first)
     for level in sorted(set(levels.values())):
-        before.add(joins[level])
-        up_to_level = {name for name in levels if levels[name] <= level}
-        ops = up_to_level - before.ops
-        size = sum(sizes[name] for name in ops)
-        yield _Chain(ops, size, before.bytes_by_join.copy())
+        ops = frozenset(
+            name
+            for name, level_of_op in levels.items()
+            if level_of_op <= level and not joined.runs_before(name, level)
+        )
+        yield _Chain(ops, level, sum(sizes[name] for name in ops))
 
 
-def _levels(step: StepUnits) -> dict[str, int]:
-    """The number of joins on the longest path to each sharded op that a step runs, by its name.
+def _levels(step: StepUnits) -> dict[Unit, int]:
+    """The number of joins on the longest path to each unit that a step runs.
 
     All copies of an op have the level of the highest copy. If another copy was visited before with
     a lower level, so were the ops that follow from it: then all are visited again.
     """
-    levels: dict[str, int] = {}
+    levels: dict[Unit, int] = {}
+    levels_of_copies: dict[str, int] = {}
     is_complete = False
     while not is_complete:
         is_complete = True
-        level_of: dict[Unit, int] = {}
+        levels = {}
         for unit in step.order:
-            level = levels.get(unit.name, 0) if unit.is_copy else 0
+            level = levels_of_copies.get(unit.name, 0) if unit.is_copy else 0
             for edge in step.inputs[unit]:
                 is_join = unit.is_copy and step.is_join(edge, unit)
-                level = max(level, level_of.get(edge.unit, 0) + is_join)
-            level_of[unit] = level
+                level = max(level, levels.get(edge.unit, 0) + is_join)
+            levels[unit] = level
 
-            if unit.is_copy and level > levels.get(unit.name, -1):
-                if unit.name in levels:  # Another copy was visited with a lower level.
+            if unit.is_copy and level > levels_of_copies.get(unit.name, -1):
+                if unit.name in levels_of_copies:  # Another copy was visited with a lower level.
                     is_complete = False
-                levels[unit.name] = level
+                levels_of_copies[unit.name] = level
     return levels
 
 
-def _joins_by_level(step: StepUnits, levels: dict[str, int]) -> dict[int, list[Unit]]:
-    """The joins that copies need, by the level of these copies."""
-    joins = defaultdict[int, list[Unit]](list)
-    for unit in step.order:
-        if unit.is_copy:
-            joined = [edge.unit for edge in step.inputs[unit] if step.is_join(edge, unit)]
-            joins[levels[unit.name]] += joined
-    return joins
+class _Joined(NamedTuple):
+    """What joins are made of, by the names of units.
+
+    Attributes:
+      levels: the lowest level of a chain with copies that need such a join.
+      ops: for a sharded op, the op whose value that join needs.
+    """
+
+    levels: dict[str, int]
+    ops: dict[str, str]
+
+    def runs_before(self, name: str, level: int) -> bool:
+        """Whether an op runs before the chain up to a level."""
+        return name in self.levels and self.levels[name] <= level
 
 
-class _BeforeChain:
-    """The ops that joins are made of, which run before the chain.
+def _joined(step: StepUnits, levels: Mapping[str, int], first: Sequence[Unit]) -> _Joined:
+    """Finds what joins are made of.
 
     Args:
       step: the units that a step runs.
-      sizes: the bytes of the activations of each sharded op.
-
-    Attributes:
-      ops: their names.
-      bytes_by_join: the bytes of their activations, by the op whose value a join needs. What
-        several joins are made of counts for the first of them.
+      levels: of each sharded op, by its name.
+      first: units that can't wait for a turn, and so nothing that they are made of can.
     """
+    joins = defaultdict[int, list[Unit]](list)  # by the level of the copies that need them
+    joins[0] += first
+    for unit in step.order:
+        if unit.is_copy:
+            edges = [edge for edge in step.inputs[unit] if step.is_join(edge, unit)]
+            joins[levels[unit.name]] += [edge.unit for edge in edges]
 
-    def __init__(self, step: StepUnits, sizes: dict[str, int]):
-        self.ops: set[str] = set()
-        self.bytes_by_join = Counter[str]()
-        self._step = step
-        self._sizes = sizes
-        self._seen: set[Unit] = set()
-
-    def add(self, joins: Sequence[Unit]) -> None:
-        """Adds the ops that some joins are made of."""
-        for join in joins:
+    joined = _Joined({}, {})
+    seen: set[Unit] = set()
+    for level in sorted(joins):
+        for join in joins[level]:
             needed_op = ''  # the last op before the join
-            for unit in self._unseen_before(join):
-                if unit.is_copy and unit.name not in self.ops:
+            queue = deque([join])
+            while queue:
+                unit = queue.popleft()
+                if unit in seen:
+                    continue
+                seen.add(unit)
+                queue.extend(edge.unit for edge in step.inputs_of(unit))
+                joined.levels.setdefault(unit.name, level)
+                if unit.is_copy and unit.name not in joined.ops:
                     needed_op = needed_op or unit.name
-                    self.ops.add(unit.name)
-                    self.bytes_by_join[needed_op] += self._sizes.get(unit.name, 0)
-
-    def _unseen_before(self, join: Unit) -> Iterator[Unit]:
-        """Yields those units that weren't seen before: the join, and all that it waits for."""
-        queue = deque([join])
-        while queue:
-            unit = queue.popleft()
-            if unit not in self._seen:
-                self._seen.add(unit)
-                yield unit
-                queue.extend(edge.unit for edge in self._step.inputs_of(unit))
+                    joined.ops[unit.name] = needed_op
+    return joined
 
 
-def _bytes_of_activations(graph: tf.Graph, plan: Plan, edges: Edges, name: str) -> int:
-    """The bytes of activations that all copies of an op, or of a v1 loop, compute from a batch.
-
-    Of a loop, these are the bytes of one step, as nobody knows how many steps it will take.
+def _stages(levels: Mapping[Unit, int], chain: _Chain, joined: _Joined) -> dict[str, Stage]:
+    """The stages of all units, by their names.
 
     Args:
-      graph: the user's.
-      plan: which tensors are sharded.
-      edges: those of the graph.
-      name: of the op or the loop, as in `Unit`.
+      levels: of the units.
+      chain: what runs one turn after another.
+      joined: what joins are made of.
     """
-    ops = edges.loops[name].all_ops if name in edges.loops else [graph.get_operation_by_name(name)]
-    size = 0
-    for op in ops:
-        if op.type in op_types.VIEWS or op.type in op_types.FORWARDS:
-            continue
-        for tensor in op.outputs:
-            placement = plan.placements.get(tensor.name) or plan.in_loops.get(tensor.name)
-            if isinstance(placement, (NotGatherable, Shard)):
-                size += bytes_of(tensor)
-    return size
+    stages: dict[str, Stage] = {}
+    for unit, level in levels.items():
+        is_later = not joined.runs_before(unit.name, chain.level)
+        stage = Stage(max(level, chain.level) if is_later else level, not unit.is_copy)
+        stages[unit.name] = max(stage, stages.get(unit.name, stage))
+    return stages
 
 
 def _initial_writes(graph: tf.Graph, plan: Plan, results: Sequence[Result]) -> list[tf.Operation]:
