@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import towers
 from estimator_mgpu import check_rule, replicate, steps
 from estimator_mgpu.tf_internals import graphs
 from towers import compare_outputs
@@ -281,3 +282,27 @@ def test_a_loop_that_uses_a_variable_does_not_run_beside_its_copies():
         needed = graphs.ancestors([spec.train_op])
     loops = {op.name for op in needed if op.type == 'While'}
     assert loops == {'while/replicate/tower_0', 'while/replicate/tower_1'}
+
+
+@pytest.mark.parametrize('around', ['loop', 'loop in branch', 'loop in function'])
+def test_functions_called_in_loops(around, behavior):
+    """With two losses, each gives the calls that its gradients go through further outputs."""
+
+    def model_fn(features, labels, mode):
+        w, v = (tf.get_variable(name, [3, 3], use_resource=True) for name in 'wv')
+        layer = tf.function(lambda h: tf.tanh(tf.matmul(h, w)))
+        layers = lambda h: loop(lambda h: [layer(h)], h)  # noqa: E731
+        program = {
+            'loop': layers,
+            'loop in branch': lambda h: tf.cond(w[0, 0] > -9, lambda: layers(h), lambda: h),
+            'loop in function': tf.function(layers),
+        }[around]
+        h = program(tf.tanh(tf.matmul(features, v)))
+        loss = tf.reduce_mean(h)
+        gradients = tf.gradients(loss, w) + tf.gradients(tf.reduce_mean(tf.square(h)), v)
+        optimizer = tf.train.GradientDescentOptimizer(0.5)
+        step = tf.train.get_global_step()
+        train_op = optimizer.apply_gradients(zip(gradients, [w, v]), step)
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    towers.compare(model_fn, [(ROWS, ROWS)] * 2, 3)

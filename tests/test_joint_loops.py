@@ -203,6 +203,61 @@ def test_a_joint_loop_in_another_one(behavior):
         assert not reasons
 
 
+def condition_of_constants(x):
+    """All that the second tower makes of it is a part of a maximum, the same in each step."""
+    goes_on = lambda i, _: i < tf.cast(tf.reduce_max(x), tf.int32)  # noqa: E731
+    return tf.while_loop(goes_on, lambda i, y: (i + 1, y * 1.5), (0, 1.0))[1]
+
+
+def few_steps(body):
+    """A number that a loop makes in up to four steps."""
+    goes_on = lambda i, y: (i < 4) & (y < 100)  # noqa: E731
+    return tf.while_loop(goes_on, lambda i, y: (i + 1, body(y)), (0, 1.0))[1]
+
+
+def sum_with_constants(x):
+    return few_steps(lambda y: y + tf.reduce_max(x))
+
+
+def made_of_constants(x):
+    """Unless it's dead once the loop has ended, the variable goes round for ever."""
+    return few_steps(lambda _: tf.reduce_max(x))
+
+
+def becomes_a_constant(x):
+    """The same, of what is made outside of the loop."""
+    largest = tf.reduce_max(x)
+    goes_on = lambda i, _: (i < 4) & (tf.reduce_max(x) > -9)  # noqa: E731
+    return tf.while_loop(goes_on, lambda i, _: (i + 1, largest), (0, 1.0))[1]
+
+
+def nested(x):
+    return few_steps(lambda y: y + condition_of_constants(x))
+
+
+def reads_variables(x):
+    """It runs once, with reads of variables that are on all devices."""
+    start = tf.constant_initializer(0.5)
+    weights = [tf.get_variable(f'w{i}', [3, 3], tf.float32, start) for i in range(4)]
+
+    def body(i, h):
+        for weight in weights:
+            h = tf.tanh(tf.matmul(h, weight))
+        return i + 1, tf.gather(h, tf.range(tf.shape(h)[0]) // 2)
+
+    return tf.while_loop(lambda i, h: (i < 4) & tf.reduce_any(h < 9), body, (0, x))[1]
+
+
+def test_constants_of_loops(behavior):
+    """On each device, something is made in each step: TensorFlow has no steps there otherwise."""
+    programs = [condition_of_constants, sum_with_constants, made_of_constants]
+    programs += [becomes_a_constant, nested, reads_variables]
+    x = np.abs(np.random.default_rng(0).normal(size=(7, 3))).astype('f') * 2
+    reasons = towers.compare_outputs(programs, [x, x[:2]], 3, static=False)
+    run_once = {name for name, why in reasons.items() if why}
+    assert run_once == {'reads_variables', *(['nested'] if behavior == 'v2' else [])}
+
+
 def graph_of(function, **options):
     with tf.Graph().as_default() as graph:
         features = tf.placeholder(tf.float32, [6, STEPS, WIDTH])

@@ -123,6 +123,7 @@ def session(towers, optimized=False, microbatches=1):
     count = max(towers, 1)
     config = tf.ConfigProto(device_count={'CPU': count}) if optimized else None
     config = estimator_mgpu.session_config(count, config, microbatches)
+    config.operation_timeout_in_ms = 120_000  # A step that never ends fails.
     if not towers:
         config.graph_options.rewrite_options.disable_meta_optimizer = True
     config.allow_soft_placement = bool(tf.config.list_physical_devices('GPU'))

@@ -1,4 +1,4 @@
-"""Makes graphs of functions that only have definitions, so that the ops in them can be sharded.
+"""Lets functions have graphs and definitions that agree, so that the ops in them can be sharded.
 
 A loop, a branch or a call names functions. Propagation visits the ops of a function's graph, which
 `tf.while_loop` and `tf.function` keep. But the functions of an imported graph only have
@@ -6,6 +6,10 @@ definitions, and so have those of the loops in `tf.nn.ctc_loss`, which TensorFlo
 Here such a definition is read to a graph with the same ops, and its caller names that instead:
 
     While(body=f)        =>        While(body=f_of_while)
+
+A graph may also have changed since its definition was made. If `tf.gradients` goes through a call
+of a `tf.function` in a loop for a second time, it lets the body's graph call another function, of
+which the graph around the loop knows nothing. Then the graph is defined anew.
 
 A definition may call another function by an op of that name, as one made by `Defun` does. The
 function's ops take the place of such a call.
@@ -29,25 +33,52 @@ from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
 def read_functions(graph: tf.Graph, existing_ops: Set[str] = frozenset()) -> None:
-    """Lets each caller of functions that have no graphs name functions that have some.
+    """Lets each caller of functions name some whose graphs are as their definitions.
 
-    If the definition of one can't be read, the caller stays as it is, and will run once.
+    If the definition of one without a graph can't be read, the caller stays as it is, and will run
+    once.
 
     Args:
       graph: the graph that the model_fn has built, or the graph of a function.
       existing_ops: names of ops that were there before the model_fn, which stay as they are.
     """
+    _visit(graph, existing_ops, visited=set())
+
+
+def _visit(graph: tf.Graph, existing_ops: Set[str], visited: set[tf.Graph]) -> None:
+    """As `read_functions`, but for functions that were visited before."""
+    visited.add(graph)
     for op in graph.get_operations():
         if op.type not in op_types.FUNCTION_CALLERS or op.name in existing_ops:
             continue
-        if function_calls.function_graphs(op):
-            continue
-        functions = _read_all(op)
+        functions = function_calls.function_graphs(op) or _read_all(op)
         for function in functions:
-            read_functions(function)
-        if functions:
-            names = [private.add_function(function) for function in functions]
+            if function not in visited:
+                _visit(function, frozenset(), visited)
+        if not _are_defined(op, functions):
+            names = [_define(op, function) for function in functions]
             function_calls.set_functions(op, names)
+
+
+def _are_defined(op: tf.Operation, functions: Sequence[Any]) -> bool:
+    """Whether an op names these functions already, by definitions that are as their graphs."""
+    if function_calls.function_graphs(op) != functions:
+        return False
+    called = function_calls.called_functions(op.node_def)
+    return not functions or all(
+        function_calls.calls_as_defined(op.graph, function.name) for function in called
+    )
+
+
+def _define(op: tf.Operation, function: Any) -> str:
+    """Adds the definition of a function's graph, under a new name; returns the name.
+
+    Args:
+      op: the function's caller.
+      function: the graph.
+    """
+    function.name = private.unique_function_name(f'{function.name}_of_', op.name)
+    return private.add_function(function)
 
 
 def _read_all(op: tf.Operation) -> list[Any]:
@@ -113,21 +144,18 @@ def _definition(graph: tf.Graph, name: str) -> Any:
 
 
 def _read(op: tf.Operation, definition: Any, shapes: Sequence[tf.TensorShape]) -> Any:
-    """Reads a definition to a graph, under a new name, for arguments of some shapes.
+    """Reads a definition to a graph, for arguments of some shapes.
 
     Args:
       op: the function's caller.
       definition: a FunctionDef.
       shapes: those of the arguments.
     """
-    renamed = copy.deepcopy(definition)
-    renamed.signature.name = private.unique_function_name(
-        f'{definition.signature.name}_of_', op.name
-    )
-    for attributes in renamed.arg_attr.values():
+    without_shapes = copy.deepcopy(definition)
+    for attributes in without_shapes.arg_attr.values():
         attributes.attr.pop('_output_shapes', None)  # `Defun` says that they are unknown.
     with op.graph.as_default():
-        return private.function_def_to_graph(renamed, input_shapes=shapes)
+        return private.function_def_to_graph(without_shapes, input_shapes=shapes)
 
 
 def _shapes_in_steps(

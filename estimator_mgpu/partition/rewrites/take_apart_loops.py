@@ -190,7 +190,7 @@ class _LoopNodes:
         self._add_function(self._body, 'body', 'step')
         decision = self._name(self._condition.outputs[0].name, 'condition', 'merge')
         effects = _waits_for_effects(self._condition, 'condition')
-        self._add('LoopCond', 'goes_on', [decision, *effects])
+        self._add('LoopCond', 'goes_on', self._with_variable([decision, *effects], 'merge'))
 
     def _add_enter(self, index: int) -> None:
         """Adds the `Enter` of a variable or a constant."""
@@ -218,7 +218,8 @@ class _LoopNodes:
         self._add('Switch', f'switch_{index}', [f'merge_{index}', 'goes_on'], T=dtype)
         self._add('Exit', f'exit_{index}', [f'switch_{index}'], T=dtype)
         self._add('Identity', f'step_{index}', [f'switch_{index}:1'], T=dtype)
-        inputs = [output, *_waits_for_effects(self._body, 'body')]
+        effects = _waits_for_effects(self._body, 'body')
+        inputs = self._with_variable([output, *effects], 'step')
         self._add('NextIteration', f'next_{index}', inputs, T=dtype)
 
     def _add_function(self, function: Any, scope: str, values: str) -> None:
@@ -236,9 +237,8 @@ class _LoopNodes:
             node.CopyFrom(definition)
             node.name = f'{scope}/{definition.name}'
             node.attr.pop('_class', None)
-            node.input[:] = [self._name(name, scope, values) for name in definition.input]
-            if not node.input:  # It waits for a variable, so that it's in the frame.
-                node.input.append(f'^{values}_{self.variables[0]}')
+            inputs = [self._name(name, scope, values) for name in definition.input]
+            node.input[:] = self._with_variable(inputs, values)
 
     def _name(self, name: str, scope: str, values: str) -> str:
         """What an input of a function's op, such as 'x:1' or '^x', is called in the loop."""
@@ -249,6 +249,25 @@ class _LoopNodes:
             return f'{control}{scope}/{op}{colon}{position}'
         source = values if index in self.variables else 'enter'
         return f'{control}{source}_{index}'
+
+    def _with_variable(self, inputs: Sequence[str], values: str) -> list[str]:
+        """The inputs of an op that waits for a variable if it uses nothing but constants.
+
+        So it's in the frame, it runs in each step on whatever device it's placed, and what the body
+        makes is dead once the loop has ended. TensorFlow does so in the v1 loops that it makes.
+
+        Args:
+          inputs: of the op.
+          values: 'merge' or 'step', the ops that give the values of variables.
+        """
+        if not all(map(self._is_constant, inputs)):
+            return [*inputs]
+        return [*inputs, f'^{values}_{self.variables[0]}']
+
+    def _is_constant(self, name: str) -> bool:
+        """Whether an input such as 'enter_1' or '^enter_1' is the same in all steps."""
+        prefix, _, index = name.removeprefix('^').rpartition('_')
+        return prefix == 'enter' and int(index) not in self.variables
 
     def _add(self, op: str, name: str, inputs: Sequence[str], **attrs: Any) -> Any:
         """Adds a node, and returns it."""

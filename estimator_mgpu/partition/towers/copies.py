@@ -69,7 +69,7 @@ class Copies:
         definition = op.node_def
         for tower in self._towers:
             device = self._device(op, op_plan, tower)
-            control_inputs = self._control_inputs(op, tower)
+            control_inputs = self._control_inputs(op, tower) or self._waits_in_loop(op, tower)
             operands = [
                 self._operand(op, tensor, need, tower, device)
                 for tensor, need in zip(op.inputs, op_plan.needs)
@@ -136,6 +136,26 @@ class Copies:
         if unsharded:
             names.append(self._nodes.after(unsharded, device))
         return names
+
+    def _waits_in_loop(self, op: tf.Operation, tower: Tower) -> list[str]:
+        """What a copy in a v1 loop waits for if all that it's given is the same in each step.
+
+        TensorFlow runs the steps of a loop on a device if something there is made anew in each of
+        them. So an op that uses nothing but constants of the loop waits for something that the loop
+        makes, wherever its loop comes from. A copy may be given constants in place of that:
+
+            Const, in the loop --> Max of x        =>        sizes --> Enter --> Max of x
+                                                             Const, in the loop - - ^
+        """
+        replaced = []
+        for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
+            if isinstance(need, (LocalShape, Constant, FullSizes)):
+                replaced.append(tensor.op)
+            elif tensor.op.type not in op_types.ENTER:
+                return []
+        if op.name not in self._plan.frames:
+            return []
+        return [f'^{self._values.copy_name(before.name, tower)}' for before in replaced]
 
     def _operand(
         self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: Tower, device: str
