@@ -346,7 +346,8 @@ def _sent_too_early(facts: Facts, changed: _Changed) -> Iterator[str]:
             if first in facts.written
         }
         for later in instances:
-            for operand in later.inputs:
+            # A `Merge` reads nothing of the branch that isn't taken.
+            for operand in later.inputs if later.type not in op_types.MERGE else ():
                 read = _sent(operand, later, changed)
                 if read is None:
                     continue
@@ -364,7 +365,7 @@ def _sent(operand: tf.Tensor, user: tf.Operation, changed: _Changed) -> tf.Opera
     """The read of a reference variable whose value an op on another device is sent."""
     op = operand.op
     # What was added on the way, such as a pack, was computed when the read was sent.
-    while changed.is_added(op) and op.inputs:
+    while (changed.is_added(op) or op.type in op_types.ENTER) and op.inputs:
         op = op.inputs[0].op
     if operand.dtype == tf.resource or not op.outputs:
         return None

@@ -40,13 +40,13 @@ def read_after_writes(graph: tf.Graph, order: Order) -> bool:
     """
     reads: dict[tuple[str, frozenset[tf.Operation]], tf.Tensor] = {}
     for op in order.late_readers():
-        if not order.liveness.always_runs(op):
+        if order.liveness.frame(op) or order.liveness.may_be_dead(op):
             continue
         for index, tensor in enumerate(op.inputs):
             reference = _reference_behind(tensor)
             if reference is None:
                 continue
-            writes = order.ops_for(order.needs_in_order(op) & _writes_to(tensor, order), op)
+            writes = _writes_before(op, tensor, order)
             if not writes:
                 continue
             key = reference.name, frozenset(writes)
@@ -66,8 +66,16 @@ def _reference_behind(tensor: tf.Tensor) -> tf.Tensor | None:
     return tensor if is_reference else None
 
 
-def _writes_to(tensor: tf.Tensor, order: Order) -> int:
-    return order.writes_to(order.variables_behind(tensor))
+def _writes_before(op: tf.Operation, tensor: tf.Tensor, order: Order) -> list[tf.Operation]:
+    """The writes to a variable after which an op, or what it takes the variable into, reads it."""
+    readers = [op]
+    if op.type in op_types.ENTER:  # Ops in the loop read when they run.
+        readers += op.outputs[0].consumers()
+    writes: dict[tf.Operation, None] = {}
+    for reader in readers:
+        before = order.needs_in_order(reader) & order.writes_to(order.variables_behind(tensor))
+        writes.update(dict.fromkeys(order.ops_for(before, reader)))
+    return list(writes)
 
 
 def _read(reference: tf.Tensor, writes: list[tf.Operation]) -> tf.Tensor:
