@@ -106,6 +106,18 @@ def behavior_of(version):
         tf.enable_v2_tensorshape()
 
 
+def session_config(towers, optimized=False, microbatches=1):
+    """The config of `session()`, which says what the arguments are."""
+    count = max(towers, 1)
+    config = tf.ConfigProto(device_count={'CPU': count}) if optimized else None
+    config = estimator_mgpu.session_config(count, config, microbatches)
+    config.operation_timeout_in_ms = 120_000  # A step that never ends fails.
+    if not towers:
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config.allow_soft_placement = bool(tf.config.list_physical_devices('GPU'))
+    return config
+
+
 @contextlib.contextmanager
 def session(towers, optimized=False, microbatches=1):
     """A session that has a device a tower and puts every op where it's told to.
@@ -120,14 +132,7 @@ def session(towers, optimized=False, microbatches=1):
         in either case, so what an optimizer changes on one device as well shows as a difference.
       microbatches: as of `replicate()`.
     """
-    count = max(towers, 1)
-    config = tf.ConfigProto(device_count={'CPU': count}) if optimized else None
-    config = estimator_mgpu.session_config(count, config, microbatches)
-    config.operation_timeout_in_ms = 120_000  # A step that never ends fails.
-    if not towers:
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-    config.allow_soft_placement = bool(tf.config.list_physical_devices('GPU'))
-    with tf.Session(config=config) as sess:
+    with tf.Session(config=session_config(towers, optimized, microbatches)) as sess:
         yield sess
 
 
