@@ -71,19 +71,13 @@ def has_function_with(graph: tf.Graph, op_type: str) -> bool:
     return any(node.op == op_type for function in functions for node in function.node_def)
 
 
-def calls_as_defined(graph: tf.Graph, name: str) -> bool:
-    """Whether the graph of a function calls the same functions as its definition, which runs.
-
-    Args:
-      graph: the graph that has the function.
-      name: the function's.
-    """
-    definition, function = function_definition(graph, name)
-    ops = function_ops_or_none(definition, function)
-    return ops is None or all(
-        called_functions(node) == called_functions(op.node_def)
-        for node, op in zip(definition.node_def, ops)
+def knows_functions_of(graph: tf.Graph, function: tf.Graph) -> bool:
+    """Whether a graph has all functions that ops in the graph of one of its functions call."""
+    return all(
+        private.get_function(graph, called.name) is not None
+        for op in function.get_operations()
         if op.type in op_types.FUNCTION_CALLERS
+        for called in called_functions(op.node_def)
     )
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -60,7 +60,8 @@ def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[
       The pairs whose order was open, and is decided now. If an edge would close a cycle, or nothing
       outside of a loop or a branch can wait for what is in it, the order stays open.
     """
-    step = graphs.ancestors(results)
+    # In the order in which they were made, as chance mustn't decide which edge closes a cycle.
+    step = dict.fromkeys(sorted(graphs.ancestors(results), key=private.creation_index))
     accesses = {maker: found for maker, found in _accesses(step) if _may_be_open(found)}
     if not accesses:
         return []
@@ -91,9 +92,9 @@ class _Access(NamedTuple):
     writes: bool
 
 
-def _accesses(step: set[tf.Operation]) -> Iterator[tuple[tf.Operation, list[_Access]]]:
+def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, list[_Access]]]:
     """For each variable or table of a step, by the op that makes it, the ops that touch it."""
-    for maker in sorted(step, key=private.creation_index):
+    for maker in step:
         if maker.type in op_types.STATE_HOLDERS:
             users: dict[tf.Operation, None] = {}
             stack = [maker.outputs[0]]
@@ -130,7 +131,7 @@ def _may_be_open(accesses: Sequence[_Access]) -> bool:
 
 
 def _open_pairs(
-    step: set[tf.Operation], accesses: dict[tf.Operation, list[_Access]]
+    step: Collection[tf.Operation], accesses: dict[tf.Operation, list[_Access]]
 ) -> list[tuple[tf.Operation, tf.Operation, tf.Operation]]:
     """What is touched by two ops in an order that is left open, the op to come first, the other."""
     touching = dict.fromkeys(access.op for found in accesses.values() for access in found)
@@ -174,7 +175,7 @@ def _is_taken_apart(call: tf.Operation, write: int, upstream: dict[tf.Operation,
 
 
 def _ends(
-    op: tf.Operation, waiting: tf.Operation, step: set[tf.Operation], liveness: Liveness
+    op: tf.Operation, waiting: tf.Operation, step: Collection[tf.Operation], liveness: Liveness
 ) -> list[tf.Operation]:
     """The ops to wait for so that an op has run: where its loop or branch ends, if it's in one."""
     if liveness.runs_whenever(op, waiting):
@@ -193,7 +194,9 @@ def _ends(
     return ends
 
 
-def _begins(op: tf.Operation, step: set[tf.Operation], liveness: Liveness) -> list[tf.Operation]:
+def _begins(
+    op: tf.Operation, step: Collection[tf.Operation], liveness: Liveness
+) -> list[tf.Operation]:
     """The ops that have to wait so that an op does: of what is in a loop, the loop's entries."""
     loop = liveness.outermost_loop(op)
     if not loop:
@@ -206,7 +209,7 @@ def _begins(op: tf.Operation, step: set[tf.Operation], liveness: Liveness) -> li
 
 
 def _without_cycles(
-    step: set[tf.Operation],
+    step: Collection[tf.Operation],
     edges: Sequence[tuple[tf.Operation, tf.Operation]],
     liveness: Liveness,
 ) -> Iterator[tuple[tf.Operation, tf.Operation]]:
@@ -215,9 +218,10 @@ def _without_cycles(
     def unit(op: tf.Operation) -> Any:
         return liveness.outermost_loop(op) or op
 
-    inputs: dict[Any, set[Any]] = defaultdict(set)
+    inputs: dict[Any, dict[Any, None]] = defaultdict(dict)
     for op in step:
-        inputs[unit(op)] |= {unit(before) for before in graphs.direct_inputs(op)} - {unit(op)}
+        before = [unit(other) for other in graphs.direct_inputs(op)]
+        inputs[unit(op)].update(dict.fromkeys(other for other in before if other != unit(op)))
     between_units = {edge: (unit(edge[0]), unit(edge[1])) for edge in edges}
     possible = set(graphs.without_cycles(inputs, list(dict.fromkeys(between_units.values()))))
     return (edge for edge, between in between_units.items() if between in possible)

@@ -1,4 +1,4 @@
-"""Lets functions have graphs and definitions that agree, so that the ops in them can be sharded.
+"""Lets functions have graphs that the graph around them knows, so that their ops can be sharded.
 
 A loop, a branch or a call names functions. Propagation visits the ops of a function's graph, which
 `tf.while_loop` and `tf.function` keep. But the functions of an imported graph only have
@@ -33,7 +33,7 @@ from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
 def read_functions(graph: tf.Graph, existing_ops: Set[str] = frozenset()) -> None:
-    """Lets each caller of functions name some whose graphs are as their definitions.
+    """Lets each caller name functions that have graphs, and call functions that are known.
 
     If the definition of one without a graph can't be read, the caller stays as it is, and will run
     once.
@@ -61,13 +61,10 @@ def _visit(graph: tf.Graph, existing_ops: Set[str], visited: set[tf.Graph]) -> N
 
 
 def _are_defined(op: tf.Operation, functions: Sequence[Any]) -> bool:
-    """Whether an op names these functions already, by definitions that are as their graphs."""
+    """Whether an op names these functions already, and its graph has those that they call."""
     if function_calls.function_graphs(op) != functions:
         return False
-    called = function_calls.called_functions(op.node_def)
-    return not functions or all(
-        function_calls.calls_as_defined(op.graph, function.name) for function in called
-    )
+    return all(function_calls.knows_functions_of(op.graph, function) for function in functions)
 
 
 def _define(op: tf.Operation, function: Any) -> str:
