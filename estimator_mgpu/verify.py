@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +55,7 @@ class Verification(NamedTuple):
     """What `verify()` compared. As a str it's a table, and says where differences come from."""
 
     differences: list[Difference]
-    open_pairs: list[OpenPair] = []  # reads and writes whose order the model leaves open
+    open_pairs: Sequence[OpenPair] = ()  # reads and writes whose order the model leaves open
 
     @property
     def exact(self) -> bool:
@@ -128,7 +128,7 @@ def verify(
         place always do: 2e-6 of float32, more of float16 and bfloat16.
 
     Returns:
-      The differences.
+      The differences, and what the model leaves open. One device has the same order there.
 
     Raises:
       TypeError: if `params` isn't what an Estimator takes.

@@ -73,12 +73,19 @@ def _is_state(tensor: tf.Tensor) -> bool:
 
 
 def is_unordered(op: tf.Operation) -> bool:
-    """Whether an op draws random numbers, fails, or touches a list that only its own loop has.
+    """Whether nobody can tell if an op's side effect comes before or after those of others.
 
-    Whether it comes before or after other side effects can't be told.
+    It draws random numbers, fails, only looks at a table, or touches a list that only its own loop
+    has. An op that calls functions may do what the ops in these do.
     """
+    if op.type in op_types.FUNCTION_CALLERS:
+        bodies = function_calls.function_graphs(op)
+        inner_ops = [inner for body in bodies for inner in body.get_operations()]
+        with_effects = [inner for inner in inner_ops if has_side_effect(inner)]
+        return bool(bodies) and all(map(is_unordered, with_effects))
     is_of_loop = op.type.startswith(op_types.HANDLE_PREFIXES)
-    return op.type in op_types.CHECKS or draws_numbers(op) or is_of_loop
+    harmless = op.type in (*op_types.CHECKS, *op_types.STATE_QUERIES)
+    return harmless or is_of_loop or draws_numbers(op)
 
 
 def draws_numbers(op: tf.Operation) -> bool:

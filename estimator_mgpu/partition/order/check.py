@@ -10,8 +10,7 @@ The changed graph is only read: how it was made isn't known here. Checked is tha
 - no tower waits for another one, but for a value, or for a write before its own read;
 - a step that finds no batch writes nothing.
 
-It takes up to a third of the time that dividing takes, so it's on in the tests, and where the
-environment variable ESTIMATOR_MGPU_CHECK is set to 1.
+It's on in the tests, and where the environment variable ESTIMATOR_MGPU_CHECK is set to 1.
 
 In: a finished graph, and what became of it. Out: an error that says what is wrong.
 """
@@ -22,7 +21,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import Protocol
+from typing import Any, Protocol
 
 import tensorflow.compat.v1 as tf
 
@@ -231,6 +230,7 @@ class _Changed:
       upstream: the bits of all instances that an op waits for, and its own.
       bits: of each instance.
       towers: the towers of the copies that an op is made of, as bits; of a copy, its own.
+      has_towers: whether there are towers, rather than one device.
       liveness: of the graph.
     """
 
@@ -264,6 +264,7 @@ class _Changed:
                 self.bits.setdefault(op, 1 << len(self.bits))
         self.upstream = upstream_bits(self.ops, self.bits)
 
+        self.has_towers = bool(devices)
         self._devices = devices
         self._by_device = defaultdict[str, int](int)
         for number, device in enumerate(devices):
@@ -289,6 +290,14 @@ class _Changed:
         """Whether an op was added, and is no copy."""
         is_added = self._names is not None and self._names.is_added(op.name)
         return is_added and self.tower(op) is None
+
+    def device(self, op: tf.Operation) -> Any:
+        """An op's device; the first tower's, if it isn't said."""
+        return device_spec(op.device or self._devices[0])
+
+    def is_gate(self, op: tf.Operation) -> bool:
+        """Whether an op is the gate of a micro-batch, which waits for the one before it."""
+        return self.is_added(op) and op.name.rpartition('/')[2].startswith('gate_')
 
     def original(self, op: tf.Operation) -> str:
         """The name of the op that one stands for: itself, or the one of which it's a copy."""
@@ -367,14 +376,14 @@ def _sent(operand: tf.Tensor, user: tf.Operation, changed: _Changed) -> tf.Opera
     # What was added on the way, such as a pack, was computed when the read was sent.
     while (changed.is_added(op) or op.type in op_types.ENTER) and op.inputs:
         op = op.inputs[0].op
-    if operand.dtype == tf.resource or not op.outputs:
+    if operand.dtype == tf.resource or not op.outputs or not changed.has_towers:
         return None
     variables = changed.behind.get(op.outputs[0].name, ())
     is_reference = any(v.type in op_types.REFERENCE_VARIABLES for v in variables)
     if not is_reference or graphs.is_reference_variable(op.outputs[0]):
         return None
-    devices = {device_spec(variable.device) for variable in variables}
-    return None if device_spec(user.device) in devices else op
+    devices = {changed.device(variable) for variable in variables}
+    return None if changed.device(user) in devices else op
 
 
 def _repeated_or_lost(
@@ -386,6 +395,8 @@ def _repeated_or_lost(
         if len(instances) > 1:
             yield f'{writer} writes {len(instances)} times a step: {_listed(instances)}.'
 
+    if len(results) != len(facts.of_results):
+        yield f'There were {len(facts.of_results)} results, and now there are {len(results)}.'
     for result, effects in zip(results, facts.of_results):
         needed = graphs.ancestors([result])
         for effect in sorted(effects):
@@ -420,8 +431,8 @@ def _other_towers(facts: Facts, changed: _Changed) -> Iterator[str]:
             continue
         of_values = _towers_of_values(op, changed)
         for before in op.control_inputs:
-            if changed.tower(before) == tower:
-                continue  # That one needs a value.
+            if changed.tower(before) == tower or changed.is_gate(before):
+                continue  # The other one needs a value, or is of an earlier micro-batch.
             others = changed.towers[before] & ~changed.towers_with(tower) & ~of_values
             if others and not _has_to_wait(op, before, facts, changed):
                 yield f'{op.name} waits for {before.name}, which waits for another tower.'

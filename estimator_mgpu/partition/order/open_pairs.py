@@ -11,7 +11,8 @@ to chance. With the same model on several devices, it would be another chance. S
 
 - A read comes before a write of the same variable, if nothing orders them.
 - Two such writes come in the order in which they were made.
-- A call, a branch or a loop reads and writes when all of its arguments are there.
+- A call, and a branch or a loop of TensorFlow 2, reads and writes when all of its arguments are
+  there.
 
 That's what one device mostly does, as a read is ready when the step begins. In TensorFlow's own
 functions, the order of the program decides. Here it doesn't: if a second loss reads weights after
@@ -40,8 +41,9 @@ class OpenPair(NamedTuple):
 
     Attributes:
       state: the name of what they touch, such as 'global_step'.
-      first: the name of the op that comes first: a read, or the write that was made first.
-      second: the name of the op that comes second, a write.
+      first: the name of the op that comes first: a read; the write that was made first; or a write
+        from which an argument of a call follows.
+      second: the name of the op that comes second: a write, or that call.
     """
 
     state: str
@@ -50,7 +52,7 @@ class OpenPair(NamedTuple):
 
 
 def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[OpenPair]:
-    """Lets writes wait for reads of the same state that no edge orders with them.
+    """Adds control edges between ops that touch the same state in an order that is left open.
 
     Args:
       graph: a finished one, which is changed.
@@ -94,6 +96,7 @@ class _Access(NamedTuple):
 
 def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, list[_Access]]]:
     """For each variable or table of a step, by the op that makes it, the ops that touch it."""
+    written = functools.cache(written_state)
     for maker in step:
         if maker.type in op_types.STATE_HOLDERS:
             users: dict[tf.Operation, None] = {}
@@ -104,7 +107,7 @@ def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, li
                     if user in step and user not in users:
                         users[user] = None
                         stack += _passed_on(tensor, user)
-            writes = {user: maker in written_state(user) for user in users}
+            writes = {user: maker in written(user) for user in users}
             yield maker, [_Access(user, writes[user]) for user in users if _touches(user, writes)]
 
 
@@ -133,7 +136,7 @@ def _may_be_open(accesses: Sequence[_Access]) -> bool:
 def _open_pairs(
     step: Collection[tf.Operation], accesses: dict[tf.Operation, list[_Access]]
 ) -> list[tuple[tf.Operation, tf.Operation, tf.Operation]]:
-    """What is touched by two ops in an order that is left open, the op to come first, the other."""
+    """The pairs whose order is open: the state, the op that is to come first, the other one."""
     touching = dict.fromkeys(access.op for found in accesses.values() for access in found)
     bits = {op: 1 << index for index, op in enumerate(touching)}
     upstream = upstream_bits(graphs.topological_order(list(step)), bits)
@@ -231,6 +234,7 @@ def _waitable(op: tf.Operation) -> tf.Operation:
     """The op itself; of a call or a branch, one that waits for its outputs, too.
 
     TensorFlow takes these apart. Who waits for the op itself then only waits for its side effects.
+    Who waits for a loop waits for its end.
     """
     outputs = [output for output in op.outputs if output.dtype not in (tf.resource, tf.variant)]
     if op.type not in op_types.FUNCTION_CALLERS or op.type in op_types.LOOPS or not outputs:

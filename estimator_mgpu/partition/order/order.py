@@ -25,9 +25,9 @@ from estimator_mgpu.partition.order.accesses import (
     written_state,
 )
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types
-from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered, upstream_bits
+from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered, union, upstream_bits
 from estimator_mgpu.tf_internals.graphs import topological_order
-from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.liveness import Frame, Liveness
 
 
 class Order:
@@ -60,6 +60,8 @@ class Order:
         for op in order:
             self._classify(op)
         self._upstream = upstream_bits(order, self._bits)
+        self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
+        self._let_entries_wait(order)
 
     def bits(self, op: tf.Operation) -> int:
         """The bit of an op; 0 if it touches no state."""
@@ -76,6 +78,7 @@ class Order:
     def needs_in_order(self, op: tf.Operation) -> int:
         """The bits of the ops before an op that have to be before it: else it would differ."""
         needed = 0 if self.is_quiet(op) else self.effects & ~self._unordered
+        needed |= self._needed_by_loops.get(op, 0)
         for variable in self._variables.get(op, ()):
             needed |= self._writes[variable]
             if self._writes[variable] & self.bits(op):
@@ -153,6 +156,39 @@ class Order:
                     found.append(end)
                     within &= ~self.upstream(end)
         return list(dict.fromkeys(found))
+
+    def _let_entries_wait(self, ops: Sequence[tf.Operation]) -> None:
+        """Notes what loops of TensorFlow 1 have to wait for where they begin.
+
+        Nothing in a loop can wait for an op outside. So what reads or writes a variable there waits
+        where the variable enters the loop; what has another side effect, where the loop begins.
+        """
+        entries = defaultdict[Frame, list[tf.Operation]](list)
+        within = defaultdict[Frame, int](int)  # the bits of a loop's ops
+        for op in ops:
+            loop = self.liveness.outermost_loop(op)
+            if op.type in op_types.ENTER and not self.liveness.frame(op):
+                entries[loop].append(op)
+            elif loop:
+                within[loop] |= self.bits(op)
+        for op in ops:
+            loop = self.liveness.outermost_loop(op)
+            if not loop or op in entries[loop]:
+                continue
+            needed = self.needs_in_order(op) & ~within[loop]
+            if not needed:
+                continue
+            handed = [t for t in op.inputs if is_handle(t) or self.variables_behind(t)]
+            upstream = self._upstream[op] & ~within[loop]
+            for entry in {self._entry(tensor) for tensor in handed} - {None} or entries[loop]:
+                self._needed_by_loops[entry] |= needed
+                self._upstream[entry] = union(upstream, self._upstream[entry])
+
+    def _entry(self, tensor: tf.Tensor) -> tf.Operation | None:
+        """The op by which a variable enters the outermost loop around an op that it's handed to."""
+        while tensor.op.inputs and self.liveness.frame(tensor.op):
+            tensor = tensor.op.inputs[0]
+        return tensor.op if tensor.op.type in op_types.ENTER else None
 
     def _classify(self, op: tf.Operation) -> None:
         has_effect = has_side_effect(op)

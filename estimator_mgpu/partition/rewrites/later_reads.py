@@ -29,7 +29,7 @@ from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
 def read_after_writes(graph: tf.Graph, order: Order) -> bool:
     """Gives reads of their own to ops that read reference variables after a write.
 
-    Ops in loops and branches of TensorFlow 1 keep the reads that they have.
+    Ops in loops and branches of TensorFlow 1 keep the reads that are handed to these.
 
     Args:
       graph: the graph that the model_fn has built.
@@ -43,39 +43,31 @@ def read_after_writes(graph: tf.Graph, order: Order) -> bool:
         if order.liveness.frame(op) or order.liveness.may_be_dead(op):
             continue
         for index, tensor in enumerate(op.inputs):
-            reference = _reference_behind(tensor)
-            if reference is None:
+            identities = _identities_of_reference(tensor)
+            if not identities:
                 continue
-            writes = _writes_before(op, tensor, order)
+            to_variable = order.writes_to(order.variables_behind(tensor))
+            writes = order.ops_for(order.needs_in_order(op) & to_variable, op)
             if not writes:
                 continue
-            key = reference.name, frozenset(writes)
+            # What an identity waits for runs, too.
+            waits = [*writes, *(b for identity in identities for b in identity.control_inputs)]
+            reference = identities[-1].inputs[0]
+            key = reference.name, frozenset(waits)
             if key not in reads:
-                reads[key] = _read(reference, writes)
+                reads[key] = _read(reference, list(dict.fromkeys(waits)))
             private.set_input(op, index, reads[key])
     return bool(reads)
 
 
-def _reference_behind(tensor: tf.Tensor) -> tf.Tensor | None:
-    """The reference variable whose value a tensor is; None for other tensors."""
-    is_read = False
+def _identities_of_reference(tensor: tf.Tensor) -> list[tf.Operation]:
+    """The identities, the last one first, by which a tensor is a reference variable's value."""
+    identities: list[tf.Operation] = []
     while tensor.op.type == op_types.IDENTITY:
+        identities.append(tensor.op)
         tensor = tensor.op.inputs[0]
-        is_read = True
-    is_reference = is_read and graphs.is_reference_variable(tensor) and not tensor.op.inputs
-    return tensor if is_reference else None
-
-
-def _writes_before(op: tf.Operation, tensor: tf.Tensor, order: Order) -> list[tf.Operation]:
-    """The writes to a variable after which an op, or what it takes the variable into, reads it."""
-    readers = [op]
-    if op.type in op_types.ENTER:  # Ops in the loop read when they run.
-        readers += op.outputs[0].consumers()
-    writes: dict[tf.Operation, None] = {}
-    for reader in readers:
-        before = order.needs_in_order(reader) & order.writes_to(order.variables_behind(tensor))
-        writes.update(dict.fromkeys(order.ops_for(before, reader)))
-    return list(writes)
+    is_variable = graphs.is_reference_variable(tensor) and not tensor.op.inputs
+    return identities if is_variable else []
 
 
 def _read(reference: tf.Tensor, writes: list[tf.Operation]) -> tf.Tensor:

@@ -20,8 +20,7 @@ In: a plan, and the order in which the user's graph touches state. Out: ops to w
 
 from __future__ import annotations
 
-import collections
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     Plan,
     Reduced,
+    VariableValue,
 )
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.tf_internals import graphs, op_types
@@ -61,11 +61,11 @@ class Waits:
         self._sharded_bits = 0
         for name in plan.ops:
             self._sharded_bits |= order.bits(values.op(name))
-        self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = defaultdict(list)
+        self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = {}
 
         self._needed_by_copies = self._find_needed_by_copies(ops)
         self._visit_all(ops)
-        self._reads_to_wait_for.update(self._find_reads_to_wait_for(ops))
+        self._reads_to_wait_for = self._find_reads_to_wait_for(ops)
         if self._reads_to_wait_for:
             self._visit_all(ops)
 
@@ -111,13 +111,8 @@ class Waits:
           op: the call, branch or loop; of a loop of TensorFlow 1, the `Enter` of the variable.
           tensor: the variable.
         """
-        readers = op.outputs[0].consumers() if op.type in op_types.ENTER else [op]
-        variables = set(makers_of_state([tensor]))
-        waits: list[tf.Operation] = []
-        for reader in readers:
-            writes = self._order.writes_to(variables) & self._order.needs_in_order(reader)
-            waits += self._order.ops_for(writes, reader)
-        return list(dict.fromkeys(waits))
+        writes = self._order.writes_to(set(makers_of_state([tensor])))
+        return self._order.ops_for(writes & self._order.needs_in_order(op), op)
 
     def added(self, op: tf.Operation) -> Sequence[tf.Operation]:
         """Further ops for which one of the user's ops waits, as something before it doesn't."""
@@ -193,7 +188,7 @@ class Waits:
         waits += self._reads_to_wait_for.get(op, ())
         for before in waits:
             bits = union(self._bits_of_control(before), bits)
-        if self._is_free(op):
+        if not self._order.liveness.frame(op):
             missing = self._order.needs_in_order(op) & ~bits
             waits += self._order.ops_for(missing, op)
             bits = union(missing, bits)
@@ -227,15 +222,14 @@ class Waits:
     def _find_reads_to_wait_for(
         self, ops: Sequence[tf.Operation]
     ) -> dict[tf.Operation, list[tf.Operation]]:
-        """Lets each tower's gradient wait for the tower's own reads, rather than the write.
+        """For each tower's gradient, the tower's own reads for which it waits in the write's place.
 
         The gradient of a reference variable needn't follow from all reads of it, after which it's
         written. If the write itself waited for them, each device would have to send a message:
 
-            tower 0:  read      gradient ---+
-                        |          ^        +--> sum --> write
-                        +----------+        |
-            tower 1:  read ---> gradient ---+
+            tower 0:  read - - -> gradient ---+
+                                              +--> sum --> write
+            tower 1:  read - - -> gradient ---+
 
         Returns:
           By the sharded op that gives a write its value, the sharded ops to wait for.
@@ -251,20 +245,20 @@ class Waits:
             return {}
 
         loop_of = self._order.liveness.outermost_loop
-        inputs: dict[Any, set[Any]] = defaultdict(set)
+        inputs: dict[Any, dict[Any, None]] = defaultdict(dict)
         for op in ops:
             unit = loop_of(op) or op
-            waits = [*self._waits_of_copy.get(op, self._waits[op]), *self._added[op]]
-            inputs[unit] |= {loop_of(b) or b for b in [*waits, *(t.op for t in op.inputs)]}
-            inputs[unit].discard(unit)
+            waits = [*self._waits_of_copy.get(op, ()), *self._added[op]]
+            before = [loop_of(b) or b for b in [*waits, *graphs.direct_inputs(op)]]
+            inputs[unit].update(dict.fromkeys(b for b in before if b != unit))
         found = defaultdict[tf.Operation, list[tf.Operation]](list)
         for read, gradient in graphs.without_cycles(inputs, edges):
             found[gradient].append(read)
-        return found
+        return dict(found)
 
     def _made_from_local_before(self, op: tf.Operation) -> tf.Operation | None:
         """The nearest sharded op on whose copies in all towers one of the user's ops depends."""
-        queue = collections.deque(op.inputs)
+        queue = deque(op.inputs)
         seen = {tensor.name for tensor in queue}
         while queue:
             tensor = queue.popleft()
@@ -307,7 +301,8 @@ class Waits:
     def _bits_of_need(self, tensor: tf.Tensor, need: Need) -> int:
         if isinstance(need, (LocalShape, Constant, FullSizes)):
             return 0  # The tensor itself isn't used.
-        is_of_towers = need == LOCAL or isinstance(need, Reduced)
+        # The variable's value enters a loop by a copy of its `Enter`.
+        is_of_towers = need == LOCAL or isinstance(need, (Reduced, VariableValue))
         if is_of_towers and tensor.op.name in self._plan.ops:
             return self._bits_of_copy.get(tensor.op, 0)
         if tensor.op.type == op_types.CONST and self._is_free(tensor.op):
