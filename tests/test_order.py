@@ -280,3 +280,61 @@ def test_no_initializer_waits_for_reads(behavior):
         return spec_of(mode, loss * state, sgd(loss))
 
     assert not pairs_of(model_fn)
+
+
+def test_what_waits_for_an_identity_of_a_variable_runs_its_effects(behavior):
+    """Also if the value is read again after an update."""
+    calls = []
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(3, 1))
+        loss = tf.reduce_mean(tf.square(tf.matmul(features, w) - labels))
+        called = tf.numpy_function(lambda x: calls.append(1) or x, [loss], tf.float32)
+        with tf.control_dependencies([called]):
+            value = tf.identity(w)
+        with tf.control_dependencies([sgd(loss), value]):
+            after = tf.reduce_mean(tf.matmul(features, value))
+        return spec_of(mode, after, after.op)
+
+    for towers in (0, 1, 2):
+        calls.clear()
+        train(model_fn, BATCHES, towers)
+        assert len(calls) == 3
+
+
+def test_gradients_wait_for_no_read_that_follows_from_them(behavior):
+    """The write has to wait for it itself."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(3, 1))
+        seen = tf.get_variable('seen', [], initializer=tf.zeros_initializer(), trainable=False)
+        loss = tf.reduce_mean(tf.matmul(features, w) * labels)
+        [gradient] = tf.gradients(loss, [w])
+        with tf.control_dependencies([loss, seen.assign_add(tf.reduce_sum(gradient))]):
+            again = tf.matmul(features, w)
+        with tf.control_dependencies([again]):
+            gradient = tf.identity(gradient)
+        return spec_of(mode, loss, w.assign_sub(gradient), step().assign_add(1))
+
+    compare_on(model_fn)
+
+
+def test_a_loop_waits_for_an_update_by_what_enters_it(behavior):
+    """An identity of an example's label waits for the update, and the loop's reads for that."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(3, 3))
+        first = tf.train.AdamOptimizer(0.01).minimize(tf.reduce_mean(tf.square(features @ w)))
+        with tf.control_dependencies([first]):
+            waited = tf.identity(labels)
+
+        def turn(i, x):
+            with tf.control_dependencies([tf.identity(waited)]):
+                return i + 1, tf.tanh(tf.matmul(x, tf.convert_to_tensor(w)))
+
+        loss = tf.reduce_mean(tf.while_loop(lambda i, _: i < 2, turn, [0, features])[1])
+        with tf.control_dependencies([loss]):
+            return spec_of(mode, loss, step().assign_add(1))
+
+    for towers in (1, 2, 3):
+        compare(model_fn, BATCHES, towers)
