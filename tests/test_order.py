@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps
 from models import floats, sgd, spec_of, step
-from towers import compare, graph_of, train
+from towers import behavior_of, compare, graph_of, train
 
 pytestmark = pytest.mark.core
 BATCHES = [(floats(8, 3, seed=i), floats(8, 1, seed=10 + i)) for i in range(3)]
@@ -100,6 +100,35 @@ def test_an_average_of_what_was_written_is_sent_afterwards(behavior):
         return spec_of(mode, loss, averages)
 
     compare_on(model_fn)
+
+
+VIEWS = {
+    'identity': tf.identity,
+    'reshape': lambda w: tf.reshape(w, [3]),
+    'squeeze': lambda w: tf.squeeze(tf.stop_gradient(w)),
+    'identity_n': lambda w: tf.identity_n([w, w])[1],
+    'expand_dims': lambda w: tf.expand_dims(w, 0)[0],
+}
+
+
+@pytest.mark.parametrize('view', VIEWS.values(), ids=VIEWS)
+def test_a_view_of_a_reference_variable_is_sent_after_the_write(view):
+    """On one device, what lies in the variable's memory shows what was written.
+
+    Devices of one process share that memory, so only the check sees what is sent too early.
+    """
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [1, 3], initializer=tf.zeros_initializer())
+        seen = view(w)
+        with tf.control_dependencies([tf.assign_add(w, tf.ones([1, 3]))]):
+            x = tf.identity(features)
+        loss = tf.reduce_mean(tf.square(x * seen - labels))
+        return spec_of(mode, loss, tf.assign_add(step(), 1), loss.op)
+
+    with behavior_of('v1'):
+        for towers in (1, 2, 3):
+            compare(model_fn, BATCHES, towers)
 
 
 @pytest.mark.parametrize('update', ['assign', 'assign_sub'])

@@ -378,9 +378,12 @@ def _sent(operand: tf.Tensor, user: tf.Operation, changed: _Changed) -> tf.Opera
         op = op.inputs[0].op
     if operand.dtype == tf.resource or not op.outputs or not changed.has_towers:
         return None
-    variables = changed.behind.get(op.outputs[0].name, ())
-    is_reference = any(v.type in op_types.REFERENCE_VARIABLES for v in variables)
-    if not is_reference or graphs.is_reference_variable(op.outputs[0]):
+    # What lies in the memory of a reference variable for certain.
+    view = op.outputs[0]
+    while view.op.type in (*op_types.VIEWS, *op_types.ENTER):
+        view = view.op.inputs[0]
+    variables = [view.op] if view.op.type in op_types.REFERENCE_VARIABLES else []
+    if not variables or graphs.is_reference_variable(op.outputs[0]):
         return None
     devices = {changed.device(variable) for variable in variables}
     return None if changed.device(user) in devices else op

@@ -8,7 +8,8 @@ was sent the value before:
                   |                                   v
                   +--------------------------------> MatMul        on another device: too old
 
-With a read after the write, the new value is sent:
+With a read after the write, the new value is sent. The same goes for views of the variable, such as
+a reshaped one:
 
     w --> read -------> MatMul - - -> write to w
     |                                      |
@@ -19,6 +20,8 @@ In: the graph, and the order in which it touches state. Out: reads in place of o
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -43,37 +46,62 @@ def read_after_writes(graph: tf.Graph, order: Order) -> bool:
         if order.liveness.frame(op) or order.liveness.may_be_dead(op):
             continue
         for index, tensor in enumerate(op.inputs):
-            identities = _identities_of_reference(tensor)
-            if not identities:
+            reference, views = _views_of_reference(tensor)
+            if reference is None:
                 continue
             to_variable = order.writes_to(order.variables_behind(tensor))
             writes = order.ops_for(order.needs_in_order(op) & to_variable, op)
             if not writes:
                 continue
-            # What an identity waits for runs, too.
-            waits = [*writes, *(b for identity in identities for b in identity.control_inputs)]
-            reference = identities[-1].inputs[0]
-            key = reference.name, frozenset(waits)
+            # What a view waits for runs, too.
+            waits = dict.fromkeys([*writes, *(b for view in views for b in view.control_inputs)])
+            key = tensor.name, frozenset(waits)
             if key not in reads:
-                reads[key] = _read(reference, list(dict.fromkeys(waits)))
+                reads[key] = _read(reference, views, list(waits))
             private.set_input(op, index, reads[key])
     return bool(reads)
 
 
-def _identities_of_reference(tensor: tf.Tensor) -> list[tf.Operation]:
-    """The identities, the last one first, by which a tensor is a reference variable's value."""
-    identities: list[tf.Operation] = []
-    while tensor.op.type == op_types.IDENTITY:
-        identities.append(tensor.op)
-        tensor = tensor.op.inputs[0]
+def _views_of_reference(
+    tensor: tf.Tensor,
+) -> tuple[tf.Tensor | None, list[tf.Operation]]:
+    """The reference variable in whose memory a tensor lies, if any, and the ops on the way."""
+    views: list[tf.Operation] = []
+    while tensor.op.type in (*op_types.VIEWS, op_types.IDENTITY_N):
+        views.insert(0, tensor.op)
+        is_one_of_many = tensor.op.type == op_types.IDENTITY_N
+        tensor = tensor.op.inputs[tensor.value_index if is_one_of_many else 0]
     is_variable = graphs.is_reference_variable(tensor) and not tensor.op.inputs
-    return identities if is_variable else []
+    return (tensor if views and is_variable else None), views
 
 
-def _read(reference: tf.Tensor, writes: list[tf.Operation]) -> tf.Tensor:
-    """A read of a variable, on its device, that comes after writes to it."""
+def _read(
+    reference: tf.Tensor, views: Sequence[tf.Operation], waits: Sequence[tf.Operation]
+) -> tf.Tensor:
+    """A read of a variable, on its device, that waits for other ops.
+
+    Args:
+      reference: the variable.
+      views: the ops that make a tensor of the variable, in order.
+      waits: the ops to wait for.
+
+    Returns:
+      What the last of the views would give then.
+    """
     graph = reference.graph
+    name = f'{reference.op.name}/later_read'
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
         with graph.colocate_with(reference.op, ignore_existing=True):
-            with tf.control_dependencies(writes), tracebacks.made_for(reference.op):
-                return tf.identity(reference, f'{reference.op.name}/later_read')
+            with tf.control_dependencies(waits), tracebacks.made_for(reference.op):
+                tensor = tf.identity(reference, name)
+            for view in views:
+                if view.type not in (op_types.IDENTITY, op_types.IDENTITY_N):
+                    inputs = [tensor, *view.inputs[1:]]
+                    attrs = {
+                        key: value for key, value in view.node_def.attr.items() if key != '_class'
+                    }
+                    dtypes = [output.dtype for output in view.outputs]
+                    with tracebacks.made_for(view):
+                        copy = graph.create_op(view.type, inputs, dtypes, attrs=attrs, name=name)
+                    [tensor] = copy.outputs
+    return tensor
