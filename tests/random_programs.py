@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf2
@@ -26,6 +27,8 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 import towers
+from estimator_mgpu.partition.rewrites.recomputation import cuts
+from estimator_mgpu.partition.towers import schedule
 
 WIDTH = 3
 STEPS = 3
@@ -53,6 +56,10 @@ class Statement(NamedTuple):
         """The arguments that are lists of statements, by name."""
         return {name: value for name, value in self.args.items() if isinstance(value, list)}
 
+    def altered(self, **args):
+        """The statement with other arguments."""
+        return self._replace(args={**self.args, **args})
+
     def lines(self, indent=''):
         """Yields a line, and more lines for bodies."""
         values = [f'{k}={v}' for k, v in self.args.items() if k not in self.bodies]
@@ -76,15 +83,19 @@ class Program(NamedTuple):
     towers: int
     microbatches: int
     recompute: bool
+    loss: str = (
+        'all'  # the last one that's 'minimized', or one of what 'all' statements have come to
+    )
 
     def __repr__(self):
         options = [f'devices={self.towers}', f'microbatches={self.microbatches}']
         if self.recompute:
             options.append('recompute=True')
+        loss = {'minimized': 'that is minimized', 'all': 'of all statements'}[self.loss]
         size = 'static' if self.static else 'dynamic'
         variables = 'reference' if self.references else 'resource'
         head = f'Program {self.seed}: {", ".join(options)}; {size} batches of {self.sizes} from '
-        head += f'{self.inputs}; {variables} variables'
+        head += f'{self.inputs}; {variables} variables; the loss {loss}'
         lines = [line for statement in self.statements for line in statement.lines('  ')]
         return '\n'.join([head, *lines])
 
@@ -103,6 +114,7 @@ class Builder:
         self.features, self.labels = features, labels
         self.after = []
         self.feeds = {}
+        self.losses = []  # those that optimizers minimize
         self._later = []  # functions of the examples, by which values that were read are used
         self._count = 0
 
@@ -539,6 +551,7 @@ def minimize(c, x, optimizer, of, gradients):
     x = tf.tanh(tf.matmul(x, w) + b)
     x = tf.tanh(tf.matmul(x, w) + x)
     loss = tf.reduce_mean(tf.square(x - c.labels))
+    c.losses.append(loss)
     optimizer = OPTIMIZERS[optimizer](c.name(optimizer))
     with _gradients_context(gradients):
         # Otherwise, one reference would be updated while another's gradient reads it.
@@ -592,6 +605,16 @@ MIXES = {
 }
 
 
+@statement(weight=1, count=[4, 8])
+def layers(c, x, count):
+    """No access: layers that are wide, so that most activations are theirs."""
+    h = tf.tile(x, [1, 8])
+    for i in range(count):
+        matrix = tf.constant(np.random.RandomState(i).randn(8 * WIDTH, 8 * WIDTH) / 8)
+        h = blend(h, tf.matmul(h, matrix))
+    return x + 0.3 * h[:, :WIDTH], []
+
+
 @statement(EVERYWHERE, weight=2, how=sorted(MIXES))
 def mix(c, x, how):
     """No access: the examples are mixed."""
@@ -615,16 +638,23 @@ def draw(seed, behavior='v2'):
         sizes[1:] = [chance.randint(1, 6) for _ in sizes[1:]]
     elif not static:
         sizes[-1] = chance.randint(1, size)
+    recompute = chance.random() < 0.3
+    statements = _draw_statements(chance, chance.randint(3, chance.randint(4, 15)))
+    if recompute:
+        # Gradients of many activations, as it's left out where they have few.
+        statements.insert(chance.randrange(len(statements)), draw_kind(chance, 'layers'))
+        statements.append(draw_kind(chance, 'minimize').altered(of='all'))
     return Program(
         seed,
-        _draw_statements(chance, chance.randint(3, chance.randint(4, 15))),
+        statements,
         inputs,
         sizes,
         static,
         behavior == 'v1' and chance.random() < 0.8,
         towers_count,
         microbatches,
-        chance.random() < 0.3,
+        recompute,
+        'minimized' if recompute or chance.random() < 0.5 else 'all',
     )
 
 
@@ -639,8 +669,12 @@ def _draw_statement(chance, places):
     for name, kind in KINDS.items():
         if needed <= kind.inside and not (kind.opens and len(places) == MOST_PLACES):
             names += [name] * kind.weight
-    kind = KINDS[name := chance.choice(names)]
+    return draw_kind(chance, chance.choice(names), places)
 
+
+def draw_kind(chance, name, places=()):
+    """Draws a statement of a kind."""
+    kind = KINDS[name]
     args = {}
     for argument, choices in kind.choices.items():
         if isinstance(choices, Body):
@@ -652,7 +686,7 @@ def _draw_statement(chance, places):
     ways = {*WAITS}
     if not kind.takes_examples:
         ways -= {'data'}
-    if needed:
+    if {*places} - {'within'}:
         ways -= {'placeholder'}
     late = chance.choice(sorted(DELAYS)) if chance.random() < 0.25 else ''
     return Statement(name, args, chance.choice(sorted(ways)), late)
@@ -717,12 +751,14 @@ def model_fn_of(program, feeds):
             if i % 4 == 1:
                 predictions[f'x_{i}'] = x
         predictions['x'] = x = c.finish(x)
-        loss = tf.reduce_mean(tf.square(x - labels))
+        losses = [tf.reduce_mean(tf.square(x - labels))]
+        if program.loss == 'minimized':
+            losses = c.losses or losses
         feeds.update(c.feeds)
         with tf.control_dependencies(c.after):
             train_op = tf.assign_add(tf.train.get_global_step(), 1)
         return tf.estimator.EstimatorSpec(
-            mode, loss=loss, predictions=predictions, train_op=tf.group(train_op)
+            mode, loss=losses[-1], predictions=predictions, train_op=tf.group(train_op)
         )
 
     return model_fn
@@ -761,13 +797,22 @@ def build(program, devices, **options):
     return run
 
 
+@contextlib.contextmanager
+def small_savings():
+    """Micro-batches and recomputation are left out only if they would save next to nothing."""
+    with mock.patch.object(schedule, '_WORTH_IT', 0.05), mock.patch.object(cuts, '_WORTH_IT', 0.01):
+        yield
+
+
 def on_several(program):
     """Runs a program on its devices."""
     options = {'microbatches': program.microbatches, 'recompute': program.recompute}
     # One device has TensorFlow's graph optimizers by default, which don't keep all orders.
     count = program.towers if program.towers * program.microbatches > 1 else 0
     config = towers.session_config(count, microbatches=program.microbatches)
-    return build(program, program.towers, **options)(config)
+    with small_savings():
+        run = build(program, program.towers, **options)
+    return run(config)
 
 
 def difference(found, expected):
@@ -919,7 +964,7 @@ def _smaller_statements(each):
         if KINDS[each.kind].opens != 'compiled':
             yield value  # alone
         for body in _smaller_lists(value):
-            yield [each._replace(args={**each.args, name: body})]
+            yield [each.altered(**{name: body})]
     if each.delay:
         yield [each._replace(delay='')]
     if each.wait != 'op':
@@ -937,7 +982,7 @@ def without(statements, names):
             continue
         bodies = {name: without(body, names) for name, body in each.bodies.items()}
         way = 'op' if each.wait in names else each.wait
-        kept.append(each._replace(args={**each.args, **bodies}, wait=way))
+        kept.append(each.altered(**bodies)._replace(wait=way))
     return kept
 
 
