@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf2
@@ -26,6 +27,8 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 import towers
+from estimator_mgpu.partition.rewrites.recomputation import cuts
+from estimator_mgpu.partition.towers import schedule
 
 WIDTH = 3
 STEPS = 3
@@ -35,8 +38,8 @@ SECONDS = 20  # A step that takes longer hangs.
 RTOL = 1e-8
 FLOOR = 1e-3  # What is smaller may be rounding of what isn't.
 
-VARIABLES = ['w', 'b', 's']
-SHAPES = {'w': [WIDTH, WIDTH], 'b': [WIDTH], 's': []}
+SHAPES = {'w': [WIDTH, WIDTH], 'b': [WIDTH], 's': []}  # of the variables
+VARIABLES = [*SHAPES]
 INPUTS = ['placeholders', 'placeholders', 'defaults', 'iterator', 'iterators']
 
 
@@ -48,20 +51,22 @@ class Statement(NamedTuple):
     wait: str  # How it waits for the statement before: a name in WAITS.
     delay: str = ''  # What it computes before, to be late: a name in DELAYS.
 
+    @property
+    def bodies(self):
+        """The arguments that are lists of statements, by name."""
+        return {name: value for name, value in self.args.items() if isinstance(value, list)}
+
+    def altered(self, **args):
+        """The statement with other arguments."""
+        return self._replace(args={**self.args, **args})
+
     def lines(self, indent=''):
-        """A line, and more lines for bodies."""
-        said = [self.kind]
-        bodies = []
-        for name, value in self.args.items():
-            if isinstance(value, list):
-                bodies.append((name, value))
-            else:
-                said.append(f'{name}={value}')
-        said.append(f'after {self.wait}' + (f', late by {self.delay}' if self.delay else ''))
-        yield indent + ' '.join(said)
-        for name, body in bodies:
-            if body or name == 'body':
-                yield f'{indent}  {name}:'
+        """Yields a line, and more lines for bodies."""
+        values = [f'{k}={v}' for k, v in self.args.items() if k not in self.bodies]
+        late = f', late by {self.delay}' if self.delay else ''
+        yield f'{indent}{" ".join([self.kind, *values])} after {self.wait}{late}'
+        for name, body in self.bodies.items():
+            yield f'{indent}  {name}:' + ('' if body else ' nothing')
             for statement in body:
                 yield from statement.lines(indent + '    ')
 
@@ -78,15 +83,19 @@ class Program(NamedTuple):
     towers: int
     microbatches: int
     recompute: bool
+    loss: str = (
+        'all'  # the last one that's 'minimized', or one of what 'all' statements have come to
+    )
 
     def __repr__(self):
         options = [f'devices={self.towers}', f'microbatches={self.microbatches}']
         if self.recompute:
             options.append('recompute=True')
+        loss = {'minimized': 'that is minimized', 'all': 'of all statements'}[self.loss]
         size = 'static' if self.static else 'dynamic'
         variables = 'reference' if self.references else 'resource'
         head = f'Program {self.seed}: {", ".join(options)}; {size} batches of {self.sizes} from '
-        head += f'{self.inputs}; {variables} variables'
+        head += f'{self.inputs}; {variables} variables; the loss {loss}'
         lines = [line for statement in self.statements for line in statement.lines('  ')]
         return '\n'.join([head, *lines])
 
@@ -105,20 +114,21 @@ class Builder:
         self.features, self.labels = features, labels
         self.after = []
         self.feeds = {}
+        self.losses = []  # those that optimizers minimize
         self._later = []  # functions of the examples, by which values that were read are used
         self._count = 0
 
         # What no statement makes by itself.
-        kinds = kinds_of(program.statements)
+        kinds = {each.kind for each, _ in walk(program.statements)}
         self.slow_matrix = tf.constant(0.004, tf.float64, [240, 240])  # It takes a while.
         if 'table' in kinds:
             default = tf.constant(0.3, tf.float64)
             self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float64, default)
         if 'loaded' in kinds:
-            self.module = tf2.saved_model.load(saved_module())
+            self.module = tf2.saved_model.load(saved_module().name)
 
-        in_functions = variables_in_functions(program.statements)
         self.variables = {}
+        in_functions = variables_in_functions(program.statements)
         for i, (name, shape) in enumerate(SHAPES.items()):
             self.variables[name] = tf.get_variable(
                 name,
@@ -158,12 +168,16 @@ class Builder:
         self.after, self._later = list(after), []
         for statement in statements:
             x = self.run(statement, x)
+        x = self.finish(x)
+        self.after, self._later = outside
+        return x
+
+    def finish(self, x):
+        """Ends a list of statements: returns its examples, which come after all accesses."""
         for function in self._later:
             x = function(x)
         with tf.control_dependencies(self.after):
-            x = tf.identity(x)
-        self.after, self._later = outside
-        return x
+            return tf.identity(x)
 
 
 def blend(x, new):
@@ -176,26 +190,26 @@ def use(x, name, value):
     return blend(x, tf.matmul(x, value) if name == 'w' else x * value if name == 's' else x + value)
 
 
-def variables_in_functions(statements, inside=False):
+def walk(statements, places=()):
+    """Yields each statement, those in bodies too, and the places it's in, the innermost last."""
+    for each in statements:
+        yield each, places
+        for body in each.bodies.values():
+            yield from walk(body, (*places, KINDS[each.kind].opens))
+
+
+def variables_in_functions(statements):
     """The names of the variables that tf.functions access."""
     names = set()
-    for statement in statements:
-        for value in statement.args.values():
-            if isinstance(value, list):
-                is_function = KINDS[statement.kind].opens in ('function', 'compiled')
-                names |= variables_in_functions(value, inside or is_function)
-            elif inside and value in VARIABLES:
-                names.add(value)
-        if inside and 'variable' in (statement.args.get('predicate'), statement.args.get('until')):
-            names.add('s')
-        if inside and statement.args.get('source') == 'read':
-            names.add('b')
+    for each, places in walk(statements):
+        if {'function', 'compiled'} & {*places}:
+            names |= {*SHAPES} & {value for value in each.args.values() if isinstance(value, str)}
     return names
 
 
 @functools.cache
 def saved_module():
-    """Where a module is saved whose function updates a mean in a branch, and then uses it."""
+    """The directory of a module whose function updates a mean in a branch, and then uses it."""
 
     class Module(tf2.Module):
         def __init__(self):
@@ -213,10 +227,10 @@ def saved_module():
                 self.mean.assign(0.6 * self.mean + 0.4 * tf2.reduce_mean(x, 0))
             return tf2.tanh((x - self.mean) @ self.w)
 
-    path = tempfile.mkdtemp()
+    directory = tempfile.TemporaryDirectory()
     module = Module()
-    tf2.saved_model.save(module, path)
-    return path
+    tf2.saved_model.save(module, directory.name)
+    return directory
 
 
 # How a statement waits for accesses before it: each function returns the examples, and what all
@@ -377,19 +391,20 @@ def read_for_later(c, x, variable):
     return x, [value]
 
 
-@statement(EVERYWHERE, weight=2)
-def gather(c, x):
-    rows = tf.gather(c.variables['w'], c.features['ids'] % WIDTH)
-    x = blend(x, rows)
+@statement(EVERYWHERE, weight=2, variable=['w', 'b'])
+def gather(c, x, variable):
+    """A row, or a number, for each example."""
+    rows = tf.gather(c.variables[variable], c.features['ids'] % WIDTH)
+    x = blend(x, rows if variable == 'w' else rows[:, None])
     return x, [x]
 
 
-SOURCES = ['batch', 'first', 'read', 'constant']
+SOURCES = ['batch', 'first', 'constant', 'b']
 
 
 def _new_value(c, x, variable, source):
     """A value of the variable's shape."""
-    if source == 'read':
+    if source == 'b':
         return tf.tanh(tf.reduce_sum(c.variables['b'])) * np.full(SHAPES[variable], 0.9)
     if source == 'constant':
         return tf.constant(0.4, tf.float64, SHAPES[variable])
@@ -423,7 +438,7 @@ def write(c, x, variable, how, source, result):
     return x, [x]
 
 
-def _variable_is_large(c, x):
+def _s_is_large(c, x):
     # Where the statement waits by its examples only, this doesn't take them.
     with tf.control_dependencies(c.after):
         return c.variables['s'].read_value() > -0.2
@@ -433,7 +448,7 @@ PREDICATES = {
     'always': lambda c, x: tf.reduce_max(x) > -99,
     'never': lambda c, x: tf.reduce_max(x) > 99,
     'batch': lambda c, x: tf.reduce_mean(x) > 0,
-    'variable': _variable_is_large,
+    's': _s_is_large,
 }
 
 
@@ -458,7 +473,7 @@ def cond(c, x, predicate, body, otherwise):
     opens='loop',
     weight=4,
     takes_examples=True,
-    until=['count', 'batch', 'variable'],
+    until=['count', 'batch', 's'],
     body=Body(),
 )
 def loop(c, x, until, body):
@@ -536,6 +551,7 @@ def minimize(c, x, optimizer, of, gradients):
     x = tf.tanh(tf.matmul(x, w) + b)
     x = tf.tanh(tf.matmul(x, w) + x)
     loss = tf.reduce_mean(tf.square(x - c.labels))
+    c.losses.append(loss)
     optimizer = OPTIMIZERS[optimizer](c.name(optimizer))
     with _gradients_context(gradients):
         # Otherwise, one reference would be updated while another's gradient reads it.
@@ -589,6 +605,16 @@ MIXES = {
 }
 
 
+@statement(weight=1, count=[4, 8])
+def layers(c, x, count):
+    """No access: layers that are wide, so that most activations are theirs."""
+    h = tf.tile(x, [1, 8])
+    for i in range(count):
+        matrix = tf.constant(np.random.RandomState(i).randn(8 * WIDTH, 8 * WIDTH) / 8)
+        h = blend(h, tf.matmul(h, matrix))
+    return x + 0.3 * h[:, :WIDTH], []
+
+
 @statement(EVERYWHERE, weight=2, how=sorted(MIXES))
 def mix(c, x, how):
     """No access: the examples are mixed."""
@@ -612,16 +638,23 @@ def draw(seed, behavior='v2'):
         sizes[1:] = [chance.randint(1, 6) for _ in sizes[1:]]
     elif not static:
         sizes[-1] = chance.randint(1, size)
+    recompute = chance.random() < 0.3
+    statements = _draw_statements(chance, chance.randint(3, chance.randint(4, 15)))
+    if recompute:
+        # Gradients of many activations, as it's left out where they have few.
+        statements.insert(chance.randrange(len(statements)), draw_kind(chance, 'layers'))
+        statements.append(draw_kind(chance, 'minimize').altered(of='all'))
     return Program(
         seed,
-        _draw_statements(chance, chance.randint(3, chance.randint(4, 15))),
+        statements,
         inputs,
         sizes,
         static,
         behavior == 'v1' and chance.random() < 0.8,
         towers_count,
         microbatches,
-        chance.random() < 0.3,
+        recompute,
+        'minimized' if recompute or chance.random() < 0.5 else 'all',
     )
 
 
@@ -636,8 +669,12 @@ def _draw_statement(chance, places):
     for name, kind in KINDS.items():
         if needed <= kind.inside and not (kind.opens and len(places) == MOST_PLACES):
             names += [name] * kind.weight
-    kind = KINDS[name := chance.choice(names)]
+    return draw_kind(chance, chance.choice(names), places)
 
+
+def draw_kind(chance, name, places=()):
+    """Draws a statement of a kind."""
+    kind = KINDS[name]
     args = {}
     for argument, choices in kind.choices.items():
         if isinstance(choices, Body):
@@ -649,7 +686,7 @@ def _draw_statement(chance, places):
     ways = {*WAITS}
     if not kind.takes_examples:
         ways -= {'data'}
-    if needed:
+    if {*places} - {'within'}:
         ways -= {'placeholder'}
     late = chance.choice(sorted(DELAYS)) if chance.random() < 0.25 else ''
     return Statement(name, args, chance.choice(sorted(ways)), late)
@@ -713,30 +750,18 @@ def model_fn_of(program, feeds):
             x = c.run(each, x)
             if i % 4 == 1:
                 predictions[f'x_{i}'] = x
-        x = c.block([], x, c.after)
-        for function in c._later:
-            x = function(x)
-        predictions['x'] = x
-        loss = tf.reduce_mean(tf.square(x - labels))
+        predictions['x'] = x = c.finish(x)
+        losses = [tf.reduce_mean(tf.square(x - labels))]
+        if program.loss == 'minimized':
+            losses = c.losses or losses
         feeds.update(c.feeds)
         with tf.control_dependencies(c.after):
             train_op = tf.assign_add(tf.train.get_global_step(), 1)
         return tf.estimator.EstimatorSpec(
-            mode, loss=loss, predictions=predictions, train_op=tf.group(train_op)
+            mode, loss=losses[-1], predictions=predictions, train_op=tf.group(train_op)
         )
 
     return model_fn
-
-
-def kinds_of(statements):
-    """The names of the kinds of all statements, bodies' as well."""
-    kinds = set()
-    for each in statements:
-        kinds.add(each.kind)
-        for value in each.args.values():
-            if isinstance(value, list):
-                kinds |= kinds_of(value)
-    return kinds
 
 
 def build(program, devices, **options):
@@ -772,13 +797,22 @@ def build(program, devices, **options):
     return run
 
 
+@contextlib.contextmanager
+def small_savings():
+    """Micro-batches and recomputation are left out only if they would save next to nothing."""
+    with mock.patch.object(schedule, '_WORTH_IT', 0.05), mock.patch.object(cuts, '_WORTH_IT', 0.01):
+        yield
+
+
 def on_several(program):
     """Runs a program on its devices."""
     options = {'microbatches': program.microbatches, 'recompute': program.recompute}
     # One device has TensorFlow's graph optimizers by default, which don't keep all orders.
     count = program.towers if program.towers * program.microbatches > 1 else 0
     config = towers.session_config(count, microbatches=program.microbatches)
-    return build(program, program.towers, **options)(config)
+    with small_savings():
+        run = build(program, program.towers, **options)
+    return run(config)
 
 
 def difference(found, expected):
@@ -872,6 +906,16 @@ def _said(error):
 
 # How a failure becomes small.
 
+SIMPLEST = {
+    'recompute': False,
+    'microbatches': 1,
+    'towers': 2,
+    'references': False,
+    'inputs': 'placeholders',
+    'sizes': [6] * STEPS,
+    'static': True,
+}
+
 
 def shrink(program, fails, seconds=120):
     """Returns a smaller program that `fails` is still true of."""
@@ -905,31 +949,6 @@ def _smaller(program):
         yield program._replace(statements=statements)
 
 
-def without(statements, names):
-    """Returns statements without these kinds; what waits in one of these ways waits by an op."""
-    kept = []
-    for each in statements:
-        if each.kind in names:
-            continue
-        args = {
-            name: without(value, names) if isinstance(value, list) else value
-            for name, value in each.args.items()
-        }
-        kept.append(each._replace(args=args, wait='op' if each.wait in names else each.wait))
-    return kept
-
-
-SIMPLEST = {
-    'recompute': False,
-    'microbatches': 1,
-    'towers': 2,
-    'references': False,
-    'inputs': 'placeholders',
-    'sizes': [6] * STEPS,
-    'static': True,
-}
-
-
 def _smaller_lists(statements):
     """Yields lists of statements with one fewer, or a simpler one."""
     for i in range(len(statements)):
@@ -940,12 +959,12 @@ def _smaller_lists(statements):
 
 
 def _smaller_statements(each):
-    for name, value in each.args.items():
-        if isinstance(value, list):
-            if KINDS[each.kind].opens != 'compiled':
-                yield value  # alone
-            for body in _smaller_lists(value):
-                yield [each._replace(args={**each.args, name: body})]
+    """Yields lists of statements in place of one."""
+    for name, value in each.bodies.items():
+        if KINDS[each.kind].opens != 'compiled':
+            yield value  # alone
+        for body in _smaller_lists(value):
+            yield [each.altered(**{name: body})]
     if each.delay:
         yield [each._replace(delay='')]
     if each.wait != 'op':
@@ -953,6 +972,18 @@ def _smaller_statements(each):
 
 
 # The script.
+
+
+def without(statements, names):
+    """Returns statements without these kinds; what waits in one of these ways waits by an op."""
+    kept = []
+    for each in statements:
+        if each.kind in names:
+            continue
+        bodies = {name: without(body, names) for name, body in each.bodies.items()}
+        way = 'op' if each.wait in names else each.wait
+        kept.append(each.altered(**bodies)._replace(wait=way))
+    return kept
 
 
 def main():
