@@ -149,12 +149,8 @@ def test_what_waits_for_a_placeholder_that_is_fed(update, behavior):
 
 
 @pytest.mark.parametrize('kind', ['compiled', 'called', 'loop', 'branch'])
-def test_a_call_reads_when_its_arguments_are_there(kind, behavior):
-    """These follow from a write to the variable that it reads.
-
-    A loop of TensorFlow 1 is no call: its condition decides when it begins, so its order is open,
-    and it reads before the write.
-    """
+def test_a_call_reads_when_its_arguments_are_there(kind):
+    """These follow from a write to the variable that it reads."""
 
     def model_fn(features, labels, mode):
         scale = tf.get_variable('scale', [], initializer=tf.ones_initializer(), use_resource=True)
@@ -173,9 +169,7 @@ def test_a_call_reads_when_its_arguments_are_there(kind, behavior):
         with tf.control_dependencies([loss]):
             return spec_of(mode, loss, tf.assign_add(step(), 1))
 
-    is_open = kind == 'loop' and not tf.control_flow_v2_enabled()
-    scales = [1.0, 2.0, 3.0] if is_open else [2.0, 3.0, 4.0]
-    expected = [np.mean(np.sin(x)) * scale for (x, _), scale in zip(BATCHES, scales)]
+    expected = [np.mean(np.sin(x)) * scale for (x, _), scale in zip(BATCHES, [2.0, 3.0, 4.0])]
     for towers in (1, 2, 3):
         losses = train(model_fn, BATCHES, towers).losses
         np.testing.assert_allclose(losses, expected, rtol=1e-4)

@@ -316,7 +316,8 @@ class _Changed:
             return [name] if touches else []
         # A read that was added serves the copies that use its value.
         if op.type in op_types.VALUE_READS or op.type == op_types.DEEP_COPY:
-            return [self.original(user) for user in self._users(op)]
+            users = map(self.original, self._users(op))
+            return [name for name in users if name in facts.before]
         return []
 
     def _users(self, op: tf.Operation) -> Iterator[tf.Operation]:

@@ -191,7 +191,9 @@ def _times(step: StepUnits) -> dict[str, int]:
     times: dict[str, int] = {}
     time_of: dict[Unit, int] = {}
     for unit in step.order:
-        time = 1 + max((time_of[edge.unit] for edge in step.inputs[unit]), default=-1)
+        # A node in a loop may wait for another one there, by way of a unit outside of it.
+        before = [time_of.get(edge.unit, -1) for edge in step.inputs[unit]]
+        time = 1 + max(before, default=-1)
         time_of[unit] = time
         times[unit.name] = max(time, times.get(unit.name, 0))
     return times
