@@ -129,7 +129,7 @@ def _writes_to_hold(
         if is_for_step:
             # An op in a loop can't wait for one outside. So the ops wait by which the loop begins.
             held.update(dict.fromkeys(loop_entries.get(op, [op])))
-    return [op for op in held if op not in before_batch]
+    return [op for op in held if op not in before_batch and op not in waiting_already]
 
 
 def result_ops(spec: Any) -> list[tf.Operation]:

@@ -112,7 +112,10 @@ class Waits:
           tensor: the variable.
         """
         writes = self._order.writes_to(set(makers_of_state([tensor])))
-        return self._order.ops_for(writes & self._order.needs_in_order(op), op)
+        waits = self._order.ops_for(writes & self._order.needs_in_order(op), op)
+        if self._order.liveness.may_be_dead(op):  # Writes in the same branch are among these.
+            waits += op.control_inputs
+        return list(dict.fromkeys(waits))
 
     def added(self, op: tf.Operation) -> Sequence[tf.Operation]:
         """Further ops for which one of the user's ops waits, as something before it doesn't."""
