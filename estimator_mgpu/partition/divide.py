@@ -88,8 +88,9 @@ def divide(
     replaced = inline_calls(graph, existing_ops)
     model.note_inlined(replaced)
     replaced.update(take_apart_loops(dependents(inputs, existing_ops)))
-    current_results = [replaced_op(result, replaced) for result in results]
-    facts = check.Facts(graph, current_results) if check.is_on() else None
+    facts = None
+    if check.is_on():
+        facts = check.Facts(graph, [replaced_op(result, replaced) for result in results])
     infer_loop_shapes(graph)
     bypass_loops_of_handles(graph, existing_ops)
     if batch_norm != 'device':
@@ -97,8 +98,8 @@ def divide(
     recomputation = None
     if recomputed_loss is not None:
         loss = replaced_result(recomputed_loss, replaced)
-        current = [replaced_result(result, replaced) for result in step_results]
-        recomputation = recompute_activations(graph, inputs, loss, current, existing_ops)
+        current_results = [replaced_result(result, replaced) for result in step_results]
+        recomputation = recompute_activations(graph, inputs, loss, current_results, existing_ops)
     order = Order(graph.get_operations())
     if read_after_writes(graph, order):
         order = Order(graph.get_operations())

@@ -63,7 +63,7 @@ def writes_state(op: tf.Operation) -> bool:
 
 def _is_state(tensor: tf.Tensor) -> bool:
     """Whether a tensor refers to a variable or a table, or to an argument of a function."""
-    if tensor.dtype != tf.resource and not graphs.is_reference_variable(tensor):
+    if not graphs.is_handle(tensor):
         return False
 
     op = tensor.op
@@ -90,10 +90,7 @@ def is_unordered(op: tf.Operation) -> bool:
 
 def draws_numbers(op: tf.Operation) -> bool:
     """Whether an op draws random numbers by a state of its own, as `tf.random.uniform` does."""
-    has_state = any(
-        operand.dtype == tf.resource or graphs.is_reference_variable(operand)
-        for operand in op.inputs
-    )
+    has_state = any(map(graphs.is_handle, op.inputs))
     return has_side_effect(op) and 'seed2' in op.node_def.attr and not has_state
 
 

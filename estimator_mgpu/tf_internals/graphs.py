@@ -140,6 +140,11 @@ def is_reference_variable(tensor: tf.Tensor) -> bool:
     return tensor.dtype is not tensor.dtype.base_dtype
 
 
+def is_handle(tensor: tf.Tensor) -> bool:
+    """Whether a tensor refers to a variable, a table or other state, rather than having a value."""
+    return tensor.dtype == tf.resource or is_reference_variable(tensor)
+
+
 def reads_reference(tensor: tf.Tensor) -> bool:
     """Whether a tensor is a variable of TensorFlow 1's kind, or the read of one."""
     return is_reference_variable(tensor) or (

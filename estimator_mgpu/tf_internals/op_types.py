@@ -140,7 +140,7 @@ STATE_QUERIES = (
     'LookupTableSizeV2',
     'VarIsInitializedOp',
 )
-"""Ops that only look at a table, or whether a variable has a value: they needn't wait for it."""
+"""Ops that only look at a table, or whether a variable has a value: no batch is needed for that."""
 
 HANDLE_QUERIES = ('IsVariableInitialized', 'VarIsInitializedOp', 'VariableShape')
 """Ops that ask of a variable what no step changes."""

@@ -7,6 +7,9 @@ variable of TensorFlow 1 is read by an `Identity`, whose output lies in the vari
 so each op that uses this output reads the variable when it runs:
 
     w (reference) --> Identity --> MatMul           MatMul reads w
+
+This is a *late read*. Who uses what a call, or a branch or loop of TensorFlow 2, gives also reads
+late what that reads, as TensorFlow takes these apart.
 """
 
 from __future__ import annotations
@@ -19,15 +22,10 @@ from estimator_mgpu.tf_internals import function_calls, graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
 
-def is_handle(tensor: tf.Tensor) -> bool:
-    """Whether a tensor refers to state, rather than having a value."""
-    return tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
-
-
 def makers_of_state(tensors: Iterable[tf.Tensor]) -> Iterator[tf.Operation]:
     """The ops that make the state that tensors refer to; in a function, its arguments."""
     for tensor in tensors:
-        if is_handle(tensor):
+        if graphs.is_handle(tensor):
             yield maker_of_state(tensor)
 
 

@@ -27,7 +27,6 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.order.accesses import (
-    is_handle,
     makers_of_state,
     read_by_users,
     written_state,
@@ -63,6 +62,19 @@ class Facts:
     Args:
       graph: a finished one.
       results: the ops of what steps are run for.
+
+    Attributes: all by the names of ops.
+      names: all ops.
+      may_be_dead: those in branches of TensorFlow 1, which may not be taken.
+      in_loops: those in loops of TensorFlow 1.
+      waiting_placeholders: the placeholders that wait for something already.
+      local_state: the makers of TensorArrays and stacks, of which each tower has its own.
+      written: the state that an op writes.
+      read: the state that an op reads.
+      effects: the ops with side effects.
+      writers: the ops that a result runs and that write what all towers share.
+      of_results: the side effects that each result runs.
+      before: of an op, those before it that touch the same state, if one of both writes; with it.
     """
 
     def __init__(self, graph: tf.Graph, results: Sequence[tf.Operation]):
@@ -74,11 +86,10 @@ class Facts:
         self.may_be_dead = {op.name for op in ops if liveness.may_be_dead(op)}
         self.in_loops = {op.name for op in ops if liveness.is_in_loop(op)}
         self.waiting_placeholders = {op.name for op in ops if _is_fed(op) and op.control_inputs}
-
         self.local_state = {op.name for op in ops if op.type in op_types.HANDLES}
 
-        self.written: dict[str, set[str]] = {}  # the state that an op writes, by names
-        self.read: dict[str, set[str]] = {}  # the state that an op reads
+        self.written: dict[str, set[str]] = {}
+        self.read: dict[str, set[str]] = {}
         self._bits: dict[tf.Operation, int] = {}
         self._touching: list[str] = []  # by the position of their bits
         for op in in_order:
@@ -102,8 +113,6 @@ class Facts:
 
         reads, writes = self._bits_by_state(self.read), self._bits_by_state(self.written)
         self.before: dict[str, dict[str, str]] = {}
-        """By the name of an op, the ops before it that touch the same state, if one of both writes,
-        with that state."""
         for op, bit in self._bits.items():
             before: dict[str, str] = {}
             for state in self.written.get(op.name, ()):
@@ -138,7 +147,7 @@ def _read_state(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> Itera
         yield from makers_of_state(op.inputs)
     has_effect = has_side_effect(op)
     for operand in op.inputs:
-        if not (has_effect and is_handle(operand)):
+        if not (has_effect and graphs.is_handle(operand)):
             yield from behind.get(operand.name, ())
 
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.order.accesses import is_handle, may_share_memory, written_state
+from estimator_mgpu.partition.order.accesses import may_share_memory, written_state
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import upstream_bits
 from estimator_mgpu.tf_internals.liveness import Liveness
@@ -113,9 +113,9 @@ def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, li
 
 def _passed_on(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
     """The outputs of an op by which others touch the state that a tensor refers to, or lies in."""
-    if is_handle(tensor) and user.type in op_types.FORWARD_VARIABLES:
+    if graphs.is_handle(tensor) and user.type in op_types.FORWARD_VARIABLES:
         return user.outputs
-    if is_handle(tensor):  # Assign, say, gives a reference to what it has written.
+    if graphs.is_handle(tensor):  # Assign, say, gives a reference to what it has written.
         return [output for output in user.outputs if graphs.is_reference_variable(output)]
     return user.outputs if may_share_memory(user) else []
 

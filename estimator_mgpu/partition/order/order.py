@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.accesses import (
-    is_handle,
     makers_of_state,
     read_by_users,
     written_state,
@@ -39,8 +38,7 @@ class Order:
     Attributes:
       liveness: of the graph.
       effects: the bits of all ops with side effects.
-      late_reads: the bits of the ops that read variables by what loops, branches and reads of
-        reference variables give.
+      late_reads: the bits of the ops that read variables late, as `accesses` says.
     """
 
     def __init__(self, ops: Sequence[tf.Operation]):
@@ -95,7 +93,7 @@ class Order:
         return self._behind.get(tensor.name, set())
 
     def late_readers(self) -> list[tf.Operation]:
-        """The ops that read variables by what loops, branches and reads of references give."""
+        """The ops that read variables late, as `accesses` says."""
         return list(self._ops_of(self.late_reads))
 
     def writes_to(self, variables: Iterable[tf.Operation]) -> int:
@@ -141,7 +139,7 @@ class Order:
         by_output = 0  # branches, each output of which runs its own side effects
         waited_for = set(op.control_inputs)
         for before in self._ops_of(missing):
-            if self._can_be_waited_for(before) or before in waited_for:
+            if before not in self._not_waited_for or before in waited_for:
                 found.append(before)
             elif before.type in op_types.BRANCHES:
                 by_output |= self.bits(before)
@@ -151,7 +149,7 @@ class Order:
             # These are waited for where the branch or loop ends.
             for end in self._ops_of(self.upstream(op) & ~self.bits(op)):
                 ends_branch = self.upstream(end) & by_output and self._ends_control_flow(end)
-                ends_other = self.upstream(end) & within and self._can_be_waited_for(end)
+                ends_other = self.upstream(end) & within and end not in self._not_waited_for
                 if ends_branch or ends_other:
                     found.append(end)
                     within &= ~self.upstream(end)
@@ -178,7 +176,7 @@ class Order:
             needed = self.needs_in_order(op) & ~within[loop]
             if not needed:
                 continue
-            handed = [t for t in op.inputs if is_handle(t) or self.variables_behind(t)]
+            handed = [t for t in op.inputs if graphs.is_handle(t) or self.variables_behind(t)]
             upstream = self._upstream[op] & ~within[loop]
             for entry in {self._entry(tensor) for tensor in handed} - {None} or entries[loop]:
                 self._needed_by_loops[entry] |= needed
@@ -193,7 +191,7 @@ class Order:
     def _classify(self, op: tf.Operation) -> None:
         has_effect = has_side_effect(op)
         # What writes to a reference doesn't read it late, but its other operands.
-        operands = [t for t in op.inputs if not (has_effect and is_handle(t))]
+        operands = [t for t in op.inputs if not (has_effect and graphs.is_handle(t))]
         reads_late: set[tf.Operation] = set()
         if op.type not in op_types.SHAPE_QUERIES:
             reads_late = reads_late.union(*map(self.variables_behind, operands))

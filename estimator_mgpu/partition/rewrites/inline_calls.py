@@ -176,7 +176,7 @@ def _wait_for_arguments(
       inlined: the function's ops.
       liveness: of these.
     """
-    arguments = [operand.op for operand in call.inputs if not _is_handle(operand)]
+    arguments = [operand.op for operand in call.inputs if not graphs.is_handle(operand)]
     if not arguments:
         return
     first_uses = _first_uses_of_variables(call, inlined, liveness)
@@ -225,7 +225,7 @@ def _first_uses_of_variables(
       ops: those of the function, inlined.
       liveness: of these.
     """
-    handles = {operand.name for operand in call.inputs if _is_handle(operand)}
+    handles = {operand.name for operand in call.inputs if graphs.is_handle(operand)}
     return [
         op
         for op in ops
@@ -235,7 +235,7 @@ def _first_uses_of_variables(
 
 def _follows_from_write(call: tf.Operation) -> bool:
     """Whether an op that a call depends on writes to a variable that the call is given."""
-    handles = [operand for operand in call.inputs if _is_handle(operand)]
+    handles = [operand for operand in call.inputs if graphs.is_handle(operand)]
     writes = [op for handle in handles for op in _users_of_variable(handle) if writes_state(op)]
     return call in graphs.descendants([op for op in writes if op is not call])
 
@@ -248,10 +248,6 @@ def _users_of_variable(handle: tf.Tensor) -> Iterator[tf.Operation]:
                 yield from _users_of_variable(output)
         else:
             yield op
-
-
-def _is_handle(tensor: tf.Tensor) -> bool:
-    return tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
 
 
 def _first_of_stateful(ops: Sequence[tf.Operation], liveness: Liveness) -> list[tf.Operation]:

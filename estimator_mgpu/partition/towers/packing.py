@@ -150,14 +150,10 @@ def _needed_by_first_writes(
     first_writes = []
     for op in ops:
         if op not in after_gradients and has_side_effect(op):
-            written = {operand.op for operand in op.inputs if _is_variable(operand)}
+            written = {operand.op for operand in op.inputs if graphs.is_handle(operand)}
             if written & variables:
                 first_writes.append(op)
     return graphs.ancestors(first_writes)
-
-
-def _is_variable(tensor: tf.Tensor) -> bool:
-    return tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
 
 
 def _inner_shape(tensor: tf.Tensor) -> list[int]:
