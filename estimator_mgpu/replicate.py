@@ -327,11 +327,12 @@ def _build_on_one(
     tensors = end_of_data.tensors_of(features, labels)
     ops_before = {op.name for op in tf.get_default_graph().get_operations()}
     spec = call('' if options['devices'] is None else tower)
-    open_pairs = decide_order(spec)
-    facts = _facts(spec)
+    with no_garbage_collection():
+        open_pairs = decide_order(spec)
+        facts = _facts(spec)
 
-    examples = batch.examples_of(leaves)
-    recomputation = _recompute(spec, tensors, ops_before, options)
+        examples = batch.examples_of(leaves)
+        recomputation = _recompute(spec, tensors, ops_before, options)
     return spec, steps.Step(
         examples,
         spec.loss,
@@ -358,8 +359,7 @@ def _recompute(
     graph = tf.get_default_graph()
     results = _results_of_step(spec)
     model = later_gradients.note_model(graph)
-    with no_garbage_collection():
-        recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
+    recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
     model.end_changes({})  # Copies give gradients the same values: the model's own have them, too.
     return recomputation
 
@@ -384,16 +384,17 @@ def _build_on_several(
     ops_before = {op.name for op in tf.get_default_graph().get_operations()}
 
     spec = call()
-    open_pairs = decide_order(spec)
-    servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
-    place_variables(options['variables'], servers or towers, ops_before)
+    with no_garbage_collection():
+        open_pairs = decide_order(spec)
+        servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
+        place_variables(options['variables'], servers or towers, ops_before)
 
-    global_batch = unknown_ranks.shapes_told_by_model(global_batch)
-    spec, step = _divided(spec, global_batch, towers, ops_before, options)
-    if step.plan is None:
-        facts = _facts(spec)
-        step = step._replace(recomputation=_recompute(spec, tensors, ops_before, options))
-        step = step._replace(facts=facts)
+        global_batch = unknown_ranks.shapes_told_by_model(global_batch)
+        spec, step = _divided(spec, global_batch, towers, ops_before, options)
+        if step.plan is None:
+            facts = _facts(spec)
+            step = step._replace(recomputation=_recompute(spec, tensors, ops_before, options))
+            step = step._replace(facts=facts)
     return spec, step._replace(open_pairs=open_pairs)
 
 
@@ -422,19 +423,18 @@ def _divided(
             total = options['noted'](total)
 
     try:
-        with no_garbage_collection():
-            towers = divide(
-                graph,
-                global_batch,
-                total,
-                devices,
-                existing_ops=ops_before,
-                batch_norm=options['batch_norm'],
-                turns=options['microbatches'],
-                results=end_of_data.result_ops(spec),
-                step_results=_results_of_step(spec),
-                recomputed_loss=spec.loss if _recomputes(spec, options) else None,
-            )
+        towers = divide(
+            graph,
+            global_batch,
+            total,
+            devices,
+            existing_ops=ops_before,
+            batch_norm=options['batch_norm'],
+            turns=options['microbatches'],
+            results=end_of_data.result_ops(spec),
+            step_results=_results_of_step(spec),
+            recomputed_loss=spec.loss if _recomputes(spec, options) else None,
+        )
     except Exception as error:
         reason = str(error).rstrip('.')
         raise RuntimeError(

@@ -361,3 +361,37 @@ def test_a_loop_waits_for_an_update_by_what_enters_it(behavior):
 
     for towers in (1, 2, 3):
         compare(model_fn, BATCHES, towers)
+
+
+@pytest.mark.parametrize('place', ['branch', 'loop'])
+def test_what_is_not_taken_waits_for_nothing(place, behavior):
+    """A write after it waits for reads that only a branch, or a loop's body, would wait for."""
+
+    def model_fn(features, labels, mode):
+        read, written = (
+            tf.get_variable(name, initializer=floats(3, seed=ord(name)), use_resource=True)
+            for name in 'ab'
+        )
+        with tf.control_dependencies([one_late(features)]):
+            value = read.read_value()
+        with tf.control_dependencies([written.assign_sub(0.1 * value)]):
+            net, never = tf.identity(features), tf.cast(labels[0, 0] > 99, tf.int32)
+
+        def changed(x):
+            with tf.control_dependencies([read.assign_add([1.0, 1, 1])]):
+                return tf.identity(x)
+
+        if place == 'branch':
+            net = tf.cond(never > 0, lambda: changed(net), lambda: tf.identity(net))
+        else:
+            # fmt: off
+            _, net = tf.while_loop(
+                lambda i, _: i < never, lambda i, x: (i + 1, changed(x)), [0, net]
+            )
+            # fmt: on
+        with tf.control_dependencies([net]):
+            update = read.assign(read * 0.5)
+        loss = tf.reduce_mean(tf.square(tf.layers.dense(net * update, 1) - labels))
+        return spec_of(mode, loss, sgd(loss))
+
+    compare_on(model_fn)

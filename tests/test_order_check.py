@@ -5,6 +5,7 @@ Whether a missing edge matters is told here from the graph of the undecorated mo
 """
 
 import contextlib
+import itertools
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -76,6 +77,26 @@ def seen_in_a_branch(features, labels, mode):
     net = tf.cond(step() >= 0, counted, lambda: features)
     with tf.control_dependencies([net]):
         loss = squares(features, labels) * tf.reduce_sum(seen)
+    return spec_of(mode, loss, sgd(loss))
+
+
+@model
+def scaled_after_a_branch(features, labels, mode):
+    """Only one of the branches waits for the first read of the scale by itself."""
+    scale, seen = (
+        tf.get_variable(name, initializer=floats(3), trainable=False, use_resource=True)
+        for name in ('scale', 'seen')
+    )
+    with tf.control_dependencies([seen.assign_add(scale.read_value())]):
+        net = tf.identity(features)
+
+    def scaled():
+        with tf.control_dependencies([scale.assign_add([1.0, 1, 1])]):
+            return tf.identity(net)
+
+    net = tf.cond(step() < 1, scaled, lambda: tf.identity(net))
+    with tf.control_dependencies([net]):
+        loss = squares(net * scale.assign(scale * 0.5), labels)
     return spec_of(mode, loss, sgd(loss))
 
 
@@ -175,14 +196,66 @@ def writes(op):
 
 
 def pairs_in_order(ops):
-    """Pairs of ops of which the second waits for the first, and one writes what both touch."""
+    """Pairs of ops of which the second waits for the first, and one writes what both touch.
+
+    It has to wait whichever branches are taken.
+    """
     touching = {op: variables_of(op) for op in ops if variables_of(op)}
     found = set()
     for op in touching:
         for other in graphs.ancestors([op]) & touching.keys() - {op}:
             if touching[op] & touching[other] and (writes(op) or writes(other)):
                 found.add((other, op))
+    for waits in steps_by_branches(ops):
+        before = {b: ancestors_in(waits, b) for b in touching if b in waits}
+        found = {(a, b) for a, b in found if not {a, b} <= waits.keys() or a in before[b]}
     return found
+
+
+def steps_by_branches(ops):
+    """For each way that the branches can go: the ops that run, and what each of them waits for."""
+    decided = {}  # by branch: what decides which way it goes
+    for op in ops:
+        if op.type == 'Switch' and op.inputs[1].op.type != 'LoopCond':
+            decided[op] = predicate_of(op)
+    predicates = sorted(set(decided.values()), key=lambda op: op.name)
+    for ways in itertools.product((0, 1), repeat=len(predicates)):
+        yield what_runs(ops, decided, dict(zip(predicates, ways)))
+
+
+def what_runs(ops, decided, way_of):
+    """The ops that run if each predicate's switches go one way, and what each of them waits for."""
+    waits = {}
+
+    def has_value(tensor):
+        goes = decided.get(tensor.op)
+        taken = goes is None or tensor.value_index == way_of[goes]
+        return tensor.op.type == 'NextIteration' or (tensor.op in waits and taken)
+
+    for op in graphs.topological_order(list(ops)):
+        inputs = [tensor.op for tensor in op.inputs if has_value(tensor)]
+        missing = len(op.inputs) - len(inputs) + len(set(op.control_inputs) - waits.keys())
+        if not missing or (op.type == 'Merge' and inputs):
+            waits[op] = [*inputs, *op.control_inputs]
+    return waits
+
+
+def ancestors_in(waits, op):
+    seen = {op}
+    stack = [op]
+    while stack:
+        new = set(waits.get(stack.pop(), ())) - seen
+        seen |= new
+        stack += new
+    return seen
+
+
+def predicate_of(switch):
+    """The op that decides which way a switch goes."""
+    op = switch.inputs[1].op
+    while op.type in ('Identity', 'Switch'):
+        op = op.inputs[0].op
+    return op
 
 
 def state_of(graph, results, in_order):
@@ -256,6 +329,19 @@ def test_what_does_not_belong_there_is_found(behavior):
             assert f'{write.name} waits for dead, in a branch that may not be taken.' in (
                 made.complaint()
             )
+
+
+def test_an_order_that_only_one_branch_keeps_is_no_order():
+    with behavior_of('v1'), divided(scaled_after_a_branch) as made:
+        operation = made.graph.get_operation_by_name
+        read, write = operation('Read/ReadVariableOp'), operation('AssignVariableOp')
+        merges = [operation(NAMES.copy('cond/Merge', tower)) for tower in range(2)]
+        with contextlib.ExitStack() as stack:
+            for op in graphs.ancestors([write]) - graphs.ancestors(merges):
+                if op.control_inputs:
+                    stack.enter_context(waiting_for(op, merges))
+            assert read in graphs.ancestors([write])
+            assert f'{write.name} no longer waits for {read.name}' in made.complaint()
 
 
 def test_a_value_that_is_sent_before_a_write_is_found(monkeypatch):

@@ -21,7 +21,8 @@ as here, is what both have in common: nothing, so it's always alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -107,9 +108,21 @@ class Liveness:
             return False
         return self._conditions.get(op, _ALWAYS) <= self._conditions.get(other, _ALWAYS)
 
+    def condition(self, op: tf.Operation) -> Condition:
+        """Which way switches have to go so that an op is alive."""
+        return self._conditions.get(op, _ALWAYS)
+
+    def condition_of_output(self, tensor: tf.Tensor) -> Condition:
+        """The condition of a tensor: its op's, and of a switch also the way that it goes."""
+        condition = self.condition(tensor.op)
+        if tensor.op.type in op_types.SWITCH:
+            decision = _source(tensor.op.inputs[1])
+            return condition | {Branch(decision, tensor.value_index, self.frame(tensor.op))}
+        return condition
+
     def output_may_be_dead(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor may be dead: as its op may be, or as its op is a switch."""
-        return bool(self._condition_of_output(tensor))
+        return bool(self.condition_of_output(tensor))
 
     def _add(self, op: tf.Operation) -> None:
         """Finds the frames and the condition of an op, given those of what it waits for."""
@@ -135,11 +148,11 @@ class Liveness:
         if op.type in op_types.MERGE:
             # Of a loop's two inputs, the first iteration has what the loop begins with.
             inputs = [t for t in op.inputs if t.op.type not in op_types.NEXT_ITERATION]
-            conditions = [self._condition_of_output(tensor) for tensor in inputs]
+            conditions = [self.condition_of_output(tensor) for tensor in inputs]
             return _condition_of_merge(op, conditions, self.frame(op))
 
         condition = _ALWAYS.union(
-            *map(self._condition_of_output, op.inputs),
+            *map(self.condition_of_output, op.inputs),
             *(self._conditions.get(before, _ALWAYS) for before in op.control_inputs),
         )
         if op.type in op_types.EXIT:
@@ -148,13 +161,49 @@ class Liveness:
             return frozenset(b for b in condition if b.frame[: len(frame)] != frame)
         return condition
 
-    def _condition_of_output(self, tensor: tf.Tensor) -> Condition:
-        """The condition of a tensor: its op's, and of a switch also the way that it goes."""
-        condition = self._conditions.get(tensor.op, _ALWAYS)
-        if tensor.op.type in op_types.SWITCH:
-            decision = _source(tensor.op.inputs[1])
-            return condition | {Branch(decision, tensor.value_index, self.frame(tensor.op))}
-        return condition
+
+class Merges:
+    """What a `Merge` waits for: not for all that its inputs wait for, but for one that is alive.
+
+    The write of b waits for the read of b only if p is true; the write of c waits in any case:
+
+        read of b --> write of c, if p is true ---+
+                                                  +--> Merge - - -> write of b
+                      x, if p is false -----------+
+
+    Args:
+      liveness: of a graph.
+      bits: of the ops that are looked at, each with a bit of its own.
+    """
+
+    def __init__(self, liveness: Liveness, bits: Mapping[tf.Operation, int]):
+        self._liveness = liveness
+        self._bits: dict[Branch, int] = defaultdict(int)
+        for op, bit in bits.items():
+            for branch in liveness.condition(op):
+                self._bits[branch] |= bit
+
+    def waited_for(self, merge: tf.Operation, of_inputs: Sequence[int]) -> int:
+        """The bits of what has run whenever a `Merge` has, if it runs at all.
+
+        Args:
+          merge: the op.
+          of_inputs: the bits of what each of its inputs waits for.
+        """
+        if any(operand.op.type in op_types.NEXT_ITERATION for operand in merge.inputs):
+            return of_inputs[0] | of_inputs[1]
+        common = -1  # all bits
+        for operand, bits in zip(merge.inputs, of_inputs):
+            common &= bits | self._dead_with(operand)
+        return common
+
+    def _dead_with(self, tensor: tf.Tensor) -> int:
+        """The bits of the ops that don't run if a tensor has a value."""
+        bits = 0
+        for branch in self._liveness.condition_of_output(tensor):
+            if branch.way >= 0:
+                bits |= self._bits.get(branch._replace(way=1 - branch.way), 0)
+        return bits
 
 
 def _condition_of_merge(

@@ -33,7 +33,7 @@ from estimator_mgpu.partition.order.accesses import (
 )
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect, union, upstream_bits
-from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.liveness import Liveness, Merges
 
 VARIABLE = 'ESTIMATOR_MGPU_CHECK'
 """The environment variable that switches the check on."""
@@ -102,24 +102,25 @@ class Facts:
             if written or read or has_side_effect(op):
                 self._bits[op] = 1 << len(self._touching)
                 self._touching.append(op.name)
-        upstream = upstream_bits(in_order, self._bits)
         self.effects = {op.name for op in self._bits if has_side_effect(op)}
         self.writers = {
             op.name
             for op in graphs.ancestors(results)
             if self.written.get(op.name, set()) - self.local_state
         }
+        upstream = upstream_bits(in_order, self._bits)
         self.of_results = [self._names_of(upstream[op]) & self.effects for op in results]
 
+        waited_for = upstream_bits(in_order, self._bits, Merges(liveness, self._bits))
         reads, writes = self._bits_by_state(self.read), self._bits_by_state(self.written)
         self.before: dict[str, dict[str, str]] = {}
         for op, bit in self._bits.items():
             before: dict[str, str] = {}
             for state in self.written.get(op.name, ()):
-                others = upstream[op] & (reads[state] | writes[state]) & ~bit
+                others = waited_for[op] & (reads[state] | writes[state]) & ~bit
                 before.update(dict.fromkeys(self._names_of(others), state))
             for state in self.read.get(op.name, ()):
-                before.update(dict.fromkeys(self._names_of(upstream[op] & writes[state]), state))
+                before.update(dict.fromkeys(self._names_of(waited_for[op] & writes[state]), state))
             self.before[op.name] = before
 
     def _bits_by_state(self, states: dict[str, set[str]]) -> dict[str, int]:
@@ -236,7 +237,7 @@ class _Changed:
     Attributes:
       ops: those that steps run, each after those that it waits for.
       instances: by the name of an op that touches state, the ops that do what it did.
-      upstream: the bits of all instances that an op waits for, and its own.
+      waited_for: the bits of the instances that have run whenever an op has.
       bits: of each instance.
       towers: the towers of the copies that an op is made of, as bits; of a copy, its own.
       has_towers: whether there are towers, rather than one device.
@@ -271,7 +272,8 @@ class _Changed:
         for instances in self.instances.values():
             for op in instances:
                 self.bits.setdefault(op, 1 << len(self.bits))
-        self.upstream = upstream_bits(self.ops, self.bits)
+        merges = Merges(self.liveness, self.bits)
+        self.waited_for = upstream_bits(self.ops, self.bits, merges)
 
         self.has_towers = bool(devices)
         self._devices = devices
@@ -289,7 +291,8 @@ class _Changed:
     def tower(self, op: tf.Operation) -> int | None:
         """The number of the tower whose copy an op is."""
         copy = None if self._names is None else self._names.copy_of(op.name)
-        return None if copy is None else copy[0]
+        # A `NoOp` waits on behalf of others, so these are looked at.
+        return None if copy is None or op.type == op_types.NO_OP else copy[0]
 
     def towers_with(self, tower: int) -> int:
         """The towers that share a device with one, its micro-batches, as bits."""
@@ -352,7 +355,7 @@ def _unordered(facts: Facts, changed: _Changed) -> Iterator[str]:
                 for earlier in changed.instances.get(first, ()):
                     if state in facts.local_state and changed.tower(earlier) != tower:
                         continue  # Each tower has its own.
-                    if not changed.upstream[later] & changed.bits[earlier]:
+                    if not changed.waited_for[later] & changed.bits[earlier]:
                         yield f'{later.name} no longer waits for {earlier.name}: both use {state}.'
 
 
@@ -373,7 +376,7 @@ def _sent_too_early(facts: Facts, changed: _Changed) -> Iterator[str]:
                 variables = {v.name for v in changed.behind.get(read.outputs[0].name, ())}
                 for first, written in writes.items():
                     for write in changed.instances.get(first, ()) if written & variables else ():
-                        if not changed.upstream[read] & changed.bits[write]:
+                        if not changed.waited_for[read] & changed.bits[write]:
                             yield (
                                 f'{later.name} is sent what {read.name} reads before '
                                 f'{write.name}, after which it has to be read.'
@@ -469,7 +472,7 @@ def _has_to_wait(op: tf.Operation, before: tf.Operation, facts: Facts, changed: 
         if facts.written.get(first, set()) & facts.read.get(name, set()):
             for instance in changed.instances[first]:
                 writes |= changed.bits[instance]
-    return bool(changed.upstream[before] & writes)
+    return bool(changed.waited_for[before] & writes)
 
 
 def _listed(ops: Sequence[tf.Operation]) -> str:

@@ -33,7 +33,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.order.accesses import may_share_memory, written_state
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import upstream_bits
-from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.liveness import Liveness, Merges
 
 
 class OpenPair(NamedTuple):
@@ -67,11 +67,11 @@ def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[
     accesses = {maker: found for maker, found in _accesses(step) if _may_be_open(found)}
     if not accesses:
         return []
-    pairs = _open_pairs(step, accesses)
+    liveness = Liveness(graph.get_operations())
+    pairs = _open_pairs(step, accesses, liveness)
     if not pairs:
         return []
 
-    liveness = Liveness(graph.get_operations())
     pairs_of_edge = defaultdict[tuple[tf.Operation, tf.Operation], list[OpenPair]](list)
     for maker, first, second in pairs:
         pair = OpenPair(maker.name, first.name, second.name)
@@ -134,12 +134,17 @@ def _may_be_open(accesses: Sequence[_Access]) -> bool:
 
 
 def _open_pairs(
-    step: Collection[tf.Operation], accesses: dict[tf.Operation, list[_Access]]
+    step: Collection[tf.Operation],
+    accesses: dict[tf.Operation, list[_Access]],
+    liveness: Liveness,
 ) -> list[tuple[tf.Operation, tf.Operation, tf.Operation]]:
     """The pairs whose order is open: the state, the op that is to come first, the other one."""
     touching = dict.fromkeys(access.op for found in accesses.values() for access in found)
     bits = {op: 1 << index for index, op in enumerate(touching)}
-    upstream = upstream_bits(graphs.topological_order(list(step)), bits)
+    in_order = graphs.topological_order(list(step))
+    upstream = waited_for = upstream_bits(in_order, bits)
+    if any(op.type in op_types.MERGE for op in in_order):
+        waited_for = upstream_bits(in_order, bits, Merges(liveness, bits))
 
     pairs = []
     for maker, found in accesses.items():
@@ -151,6 +156,7 @@ def _open_pairs(
                     continue
                 if upstream[second.op] & bits[first.op]:
                     is_open = first.writes and _is_taken_apart(second.op, bits[first.op], upstream)
+                    is_open |= not waited_for[second.op] & bits[first.op]
                 elif second.writes:
                     made = private.creation_index
                     is_open = not first.writes or made(first.op) < made(second.op)

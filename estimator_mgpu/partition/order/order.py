@@ -26,7 +26,7 @@ from estimator_mgpu.partition.order.accesses import (
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered, union, upstream_bits
 from estimator_mgpu.tf_internals.graphs import topological_order
-from estimator_mgpu.tf_internals.liveness import Frame, Liveness
+from estimator_mgpu.tf_internals.liveness import Frame, Liveness, Merges
 
 
 class Order:
@@ -37,6 +37,7 @@ class Order:
 
     Attributes:
       liveness: of the graph.
+      merges: what these wait for.
       effects: the bits of all ops with side effects.
       late_reads: the bits of the ops that read variables late, as `accesses` says.
     """
@@ -58,6 +59,7 @@ class Order:
         for op in order:
             self._classify(op)
         self._upstream = upstream_bits(order, self._bits)
+        self.merges = Merges(self.liveness, self._bits)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
         self._let_entries_wait(order)
 

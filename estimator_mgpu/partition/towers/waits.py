@@ -20,6 +20,7 @@ In: a plan, and the order in which the user's graph touches state. Out: ops to w
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +48,7 @@ class Waits:
     """Decides what copies and the user's ops wait for.
 
     Args:
-      ops: the user's.
+      ops: the user's, each after those that it depends on.
       plan: which ops are sharded.
       order: in which the graph touched state, before identities were bypassed.
       values: which values towers make.
@@ -63,14 +64,6 @@ class Waits:
             self._sharded_bits |= order.bits(values.op(name))
         self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = {}
 
-        self._needed_by_copies = self._find_needed_by_copies(ops)
-        self._visit_all(ops)
-        self._reads_to_wait_for = self._find_reads_to_wait_for(ops)
-        if self._reads_to_wait_for:
-            self._visit_all(ops)
-
-    def _visit_all(self, ops: Sequence[tf.Operation]) -> None:
-        """Decides what all ops wait for."""
         # The bits of what an op waits for and its own; of a sharded op, those of its copies and
         # those of the user's op, which is there for whoever fetches it.
         self._bits_of_copy: dict[tf.Operation, int] = {}
@@ -79,11 +72,20 @@ class Waits:
         self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}
         self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}
 
+        self._needed_by_copies = self._find_needed_by_copies(ops)
+        self._visit_all(ops)
+        self._reads_to_wait_for = self._find_reads_to_wait_for(ops)
+        if self._reads_to_wait_for:
+            changed = graphs.descendants(list(self._reads_to_wait_for))
+            again = [op for op in ops if op in changed]
+            self._visit_all(graphs.topological_order(again, self._reads_to_wait_for))
+
+    def _visit_all(self, ops: Sequence[tf.Operation]) -> None:
+        """Decides what ops wait for, each after those that it depends on."""
         has_loops = any(op.type in op_types.NEXT_ITERATION for op in ops)
         # What a v1 loop gives is known only once its way back is, which comes first.
-        in_order = graphs.topological_order(ops, self._reads_to_wait_for)
         for _ in range(3 if has_loops else 1):
-            for op in in_order:
+            for op in ops:
                 if op.name in self._plan.ops:
                     self._visit_copy(op)
                 self._visit(op)
@@ -179,9 +181,9 @@ class Waits:
         )
 
     def _visit_copy(self, op: tf.Operation) -> None:
-        bits = 0
-        for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
-            bits = union(self._bits_of_need(tensor, need), bits)
+        needs = self._plan.ops[op.name].needs
+        of_inputs = [self._bits_of_need(tensor, need) for tensor, need in zip(op.inputs, needs)]
+        bits = self._bits_of_inputs(op, of_inputs)
 
         waits = [
             before
@@ -200,9 +202,7 @@ class Waits:
         self._bits_of_copy[op] = union(self._order.bits(op), bits)
 
     def _visit(self, op: tf.Operation) -> None:
-        bits = 0
-        for tensor in op.inputs:
-            bits = union(self._bits_of_operand(tensor), bits)
+        bits = self._bits_of_inputs(op, [self._bits_of_operand(tensor) for tensor in op.inputs])
 
         # What a placeholder waits for doesn't run if it's fed.
         is_fed = op.type in op_types.PLACEHOLDERS
@@ -300,6 +300,12 @@ class Waits:
     def _is_free(self, op: tf.Operation) -> bool:
         """Whether an op may wait for other ops than it did: it isn't in v1 control flow."""
         return self._order.liveness.always_runs(op)
+
+    def _bits_of_inputs(self, op: tf.Operation, of_inputs: Sequence[int]) -> int:
+        """The bits of what an op has waited for when it has its inputs, given those of each."""
+        if op.type in op_types.MERGE:
+            return self._order.merges.waited_for(op, of_inputs)
+        return functools.reduce(union, of_inputs, 0)
 
     def _bits_of_need(self, tensor: tf.Tensor, need: Need) -> int:
         if isinstance(need, (LocalShape, Constant, FullSizes)):
