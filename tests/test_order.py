@@ -108,6 +108,11 @@ VIEWS = {
     'squeeze': lambda w: tf.squeeze(tf.stop_gradient(w)),
     'identity_n': lambda w: tf.identity_n([w, w])[1],
     'expand_dims': lambda w: tf.expand_dims(w, 0)[0],
+    'branch': lambda w: tf.cond(step() >= 0, lambda: tf.identity(w), lambda: 2 * w),
+    'given to a branch': lambda w: tf.cond(step() >= 0, lambda: w, lambda: 2 * w),
+    'in branches': lambda w: tf.cond(
+        step() >= 0, lambda: tf.cond(step() >= 0, lambda: tf.identity(w), lambda: w), lambda: w
+    ),
 }
 
 
@@ -124,6 +129,19 @@ def test_a_view_of_a_reference_variable_is_sent_after_the_write(view):
         with tf.control_dependencies([tf.assign_add(w, tf.ones([1, 3]))]):
             x = tf.identity(features)
         loss = tf.reduce_mean(tf.square(x * seen - labels))
+        return spec_of(mode, loss, tf.assign_add(step(), 1), loss.op)
+
+    with behavior_of('v1'):
+        for towers in (1, 2, 3):
+            compare(model_fn, BATCHES, towers)
+
+
+def test_a_branch_is_sent_a_reference_variable_after_the_write():
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [1, 3], initializer=tf.zeros_initializer())
+        with tf.control_dependencies([tf.assign_add(w, tf.ones([1, 3]))]):
+            net = tf.cond(step() >= 0, lambda: features * w, lambda: features)
+        loss = tf.reduce_mean(tf.square(net - labels))
         return spec_of(mode, loss, tf.assign_add(step(), 1), loss.op)
 
     with behavior_of('v1'):

@@ -82,11 +82,11 @@ def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
         for output in op.outputs:
             if graphs.is_reference_variable(output):
                 read[output.name] = set(makers_of_state([output]))
-        if op.type in op_types.FUNCTION_CALLERS:
-            variables = set(makers_of_state(op.inputs))
-            read.update((output.name, variables) for output in op.outputs if variables)
-        elif may_share_memory(op):
+        calls_functions = op.type in op_types.FUNCTION_CALLERS
+        if calls_functions or may_share_memory(op):
             variables = set().union(*(read.get(operand.name, ()) for operand in op.inputs))
+            if calls_functions:
+                variables.update(makers_of_state(op.inputs))
             if variables:
                 for output in op.outputs:
                     read.setdefault(output.name, variables)

@@ -391,15 +391,24 @@ def _sent(operand: tf.Tensor, user: tf.Operation, changed: _Changed) -> tf.Opera
         op = op.inputs[0].op
     if operand.dtype == tf.resource or not op.outputs or not changed.has_towers:
         return None
-    # What lies in the memory of a reference variable for certain.
-    view = op.outputs[0]
-    while view.op.type in (*op_types.VIEWS, *op_types.ENTER):
-        view = view.op.inputs[0]
-    variables = [view.op] if view.op.type in op_types.REFERENCE_VARIABLES else []
+    variables = _lies_in(op.outputs[0])
     if not variables or graphs.is_reference_variable(op.outputs[0]):
         return None
     devices = {changed.device(variable) for variable in variables}
     return None if changed.device(user) in devices else op
+
+
+def _lies_in(tensor: tf.Tensor) -> list[tf.Operation]:
+    """The reference variables in one of whose memory a tensor lies for certain."""
+    found, views, seen = [], [tensor], set()
+    while views:
+        view = views.pop()
+        if view.op.type in op_types.REFERENCE_VARIABLES:
+            found.append(view.op)
+        elif view.name not in seen and view.op.type in (*op_types.VIEWS, *op_types.FORWARDS):
+            seen.add(view.name)
+            views += view.op.inputs if view.op.type in op_types.MERGE else view.op.inputs[:1]
+    return found
 
 
 def _repeated_or_lost(

@@ -8,8 +8,8 @@ was sent the value before:
                   |                                   v
                   +--------------------------------> MatMul        on another device: too old
 
-With a read after the write, the new value is sent. The same goes for views of the variable, such as
-a reshaped one:
+With a read after the write, the new value is sent. What lies in the variable's memory, too, such as
+its reshaped value or the result of a branch of TensorFlow 1, is made again of the new read:
 
     w --> read -------> MatMul - - -> write to w
     |                                      |
@@ -28,11 +28,15 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
 
+_MADE_AGAIN = (*op_types.VIEWS, *op_types.SWITCH, *op_types.MERGE)
+"""Ops whose output lies in the memory of an input, but for `IdentityN`."""
+
 
 def read_after_writes(graph: tf.Graph, order: Order) -> bool:
     """Gives reads of their own to ops that read reference variables after a write.
 
-    Ops in loops and branches of TensorFlow 1 keep the reads that are handed to these.
+    Ops in loops of TensorFlow 1 keep the reads that are handed to these. So do ops in a branch of
+    TensorFlow 1, if the write is in the branch, too.
 
     Args:
       graph: the graph that the model_fn has built.
@@ -41,67 +45,68 @@ def read_after_writes(graph: tf.Graph, order: Order) -> bool:
     Returns:
       Whether the graph was changed.
     """
-    reads: dict[tuple[str, frozenset[tf.Operation]], tf.Tensor] = {}
+    reads: dict[frozenset[tf.Operation], _Reads] = {}
+    has_changed = False
     for op in order.late_readers():
-        if order.liveness.frame(op) or order.liveness.may_be_dead(op):
+        if order.liveness.frame(op):
             continue
         for index, tensor in enumerate(op.inputs):
-            reference, views = _views_of_reference(tensor)
-            if reference is None:
+            if graphs.is_reference_variable(tensor):
                 continue
             to_variable = order.writes_to(order.variables_behind(tensor))
             writes = order.ops_for(order.needs_in_order(op) & to_variable, op)
             if not writes:
                 continue
-            # What a view waits for runs, too.
-            waits = dict.fromkeys([*writes, *(b for view in views for b in view.control_inputs)])
-            key = tensor.name, frozenset(waits)
-            if key not in reads:
-                reads[key] = _read(reference, views, list(waits))
-            private.set_input(op, index, reads[key])
-    return bool(reads)
+            after = reads.setdefault(frozenset(writes), _Reads(writes, order))
+            read = after.again(tensor)
+            if read is not tensor:
+                private.set_input(op, index, read)
+                has_changed = True
+    return has_changed
 
 
-def _views_of_reference(
-    tensor: tf.Tensor,
-) -> tuple[tf.Tensor | None, list[tf.Operation]]:
-    """The reference variable in whose memory a tensor lies, if any, and the ops on the way."""
-    views: list[tf.Operation] = []
-    while tensor.op.type in (*op_types.VIEWS, op_types.IDENTITY_N):
-        views.insert(0, tensor.op)
-        is_one_of_many = tensor.op.type == op_types.IDENTITY_N
-        tensor = tensor.op.inputs[tensor.value_index if is_one_of_many else 0]
-    is_variable = graphs.is_reference_variable(tensor) and not tensor.op.inputs
-    return (tensor if views and is_variable else None), views
-
-
-def _read(
-    reference: tf.Tensor, views: Sequence[tf.Operation], waits: Sequence[tf.Operation]
-) -> tf.Tensor:
-    """A read of a variable, on its device, that waits for other ops.
+class _Reads:
+    """Reads that wait for writes, and what is made of them.
 
     Args:
-      reference: the variable.
-      views: the ops that make a tensor of the variable, in order.
-      waits: the ops to wait for.
-
-    Returns:
-      What the last of the views would give then.
+      writes: the ops to wait for.
+      order: of the graph.
     """
-    graph = reference.graph
-    name = f'{reference.op.name}/later_read'
-    with graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
-        with graph.colocate_with(reference.op, ignore_existing=True):
-            with tf.control_dependencies(waits), tracebacks.made_for(reference.op):
-                tensor = tf.identity(reference, name)
-            for view in views:
-                if view.type not in (op_types.IDENTITY, op_types.IDENTITY_N):
-                    inputs = [tensor, *view.inputs[1:]]
-                    attrs = {
-                        key: value for key, value in view.node_def.attr.items() if key != '_class'
-                    }
-                    dtypes = [output.dtype for output in view.outputs]
-                    with tracebacks.made_for(view):
-                        copy = graph.create_op(view.type, inputs, dtypes, attrs=attrs, name=name)
-                    [tensor] = copy.outputs
-    return tensor
+
+    def __init__(self, writes: Sequence[tf.Operation], order: Order):
+        self._writes = writes
+        self._order = order
+        self._made: dict[str, tf.Tensor] = {}
+
+    def again(self, tensor: tf.Tensor) -> tf.Tensor:
+        """What a tensor would be if it was made after the writes; itself if that's the same."""
+        if not self._order.variables_behind(tensor):
+            return tensor
+        if tensor.name not in self._made:
+            self._made[tensor.name] = self._make(tensor)
+        return self._made[tensor.name]
+
+    def _make(self, tensor: tf.Tensor) -> tf.Tensor:
+        op = tensor.op
+        graph = op.graph
+        name = f'{op.name}/later_read'
+        is_one_of_many = op.type == op_types.IDENTITY_N
+        with graph.as_default(), tf.name_scope(None), tracebacks.made_for(op):
+            if graphs.is_reference_variable(tensor):
+                [variable] = self._order.variables_behind(tensor)
+                with tf.control_dependencies(None), tf.control_dependencies(self._writes):
+                    with graph.colocate_with(variable, ignore_existing=True):
+                        return tf.identity(tensor, name)
+
+            operands = [op.inputs[tensor.value_index]] if is_one_of_many else op.inputs
+            reads = [self.again(operand) for operand in operands]
+            lies_in_operand = is_one_of_many or op.type in _MADE_AGAIN
+            if not lies_in_operand or all(r is operand for r, operand in zip(reads, operands)):
+                return tensor
+            with tf.control_dependencies(None), tf.control_dependencies(op.control_inputs):
+                if is_one_of_many:
+                    return tf.identity(reads[0], name)
+                attrs = {key: value for key, value in op.node_def.attr.items() if key != '_class'}
+                dtypes = [output.dtype for output in op.outputs]
+                copy = graph.create_op(op.type, reads, dtypes, attrs=attrs, name=name)
+                return copy.outputs[tensor.value_index]
