@@ -83,7 +83,13 @@ class Verification(NamedTuple):
         rows = []
         for mode, what, relative, exact in self.differences:
             rows.append([mode, what, f'{relative:.1e}', 'ok' if exact else 'DIFFERS'])
-        return html_of([Table(self._summary(), ['mode', 'value', 'difference', ''], rows)])
+        left_open = [[pair.state, pair.first, pair.second] for pair in self.open_pairs]
+        return html_of(
+            [
+                Table(self._summary(), ['mode', 'value', 'difference', ''], rows),
+                Table('The model leaves the order open.', ['of', 'first', 'then'], left_open),
+            ]
+        )
 
     def _summary(self) -> str:
         wrong = sum(not d.exact for d in self.differences)

@@ -841,6 +841,10 @@ def _text(value):
     return np.array2string(np.ravel(value)[:4], precision=6)
 
 
+REFUSALS = tf.errors.OpError, ValueError, TypeError
+"""What TensorFlow itself raises where it can't run a program, or has no gradient of it."""
+
+
 class Verdict(NamedTuple):
     """`kind` is 'same', 'left out', 'wrong', 'error' or 'timeout'; `text` says more."""
 
@@ -871,7 +875,7 @@ def check(program, repeats=1):
         again = build(program, 0)
         one = again(config)
         differs = difference(again(narrow), one)
-    except Exception as error:  # TensorFlow's own, of any type
+    except REFUSALS as error:
         return Verdict('left out', f'TensorFlow: {_said(error)}')
     if differs:
         return Verdict('left out', f'one device: {differs}')

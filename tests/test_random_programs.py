@@ -7,16 +7,14 @@ import pytest
 import random_programs
 
 COUNT = int(os.environ.get('EXAMPLES', '25'))
-AT_ONCE = 5  # programs of a test
 
 
 @pytest.mark.no_cover
 @pytest.mark.core
-@pytest.mark.parametrize('first', range(0, COUNT, AT_ONCE))
-def test_random_programs(first, behavior):
-    """Most programs have to be fit for it: one device comes to the same numbers in each session."""
+def test_random_programs(behavior):
+    """One device's numbers have to be the same in each session: so they are of four in five."""
     failing, left_out = [], []
-    for seed in range(first, min(first + AT_ONCE, COUNT)):
+    for seed in range(COUNT):
         program = random_programs.draw(seed, behavior)
         verdict = random_programs.check(program)
         if verdict.fails:
@@ -24,4 +22,4 @@ def test_random_programs(first, behavior):
         elif verdict.kind == 'left out':
             left_out.append(f'{verdict.text}\n{program}')
     assert not failing, '\n\n'.join(failing)
-    assert len(left_out) <= 2, '\n\n'.join(left_out)
+    assert len(left_out) <= COUNT / 5, '\n\n'.join(left_out)

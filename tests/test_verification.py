@@ -101,6 +101,21 @@ def test_what_differs_is_told():
     )
 
 
+def test_an_order_that_the_model_leaves_open_is_told():
+    def model_fn(features, labels, mode):
+        count = tf.get_variable('count', [], trainable=False, initializer=tf.ones_initializer())
+        loss = tf.reduce_mean(tf.square(predict(features) - labels)) * count
+        return spec_of(mode, loss, train_by_sgd(loss), count.assign_add(1.0))
+
+    result = estimator_mgpu.verify(model_fn, input_fn)
+    assert result.exact
+    [pair] = result.open_pairs
+    assert pair.state == 'count' and pair.second.startswith('AssignAdd')
+    assert f'whether {pair.first} or {pair.second} comes first, and both use count' in str(result)
+    cells = re.findall('<td[^>]*>([^<]*)</td>', result._repr_html_())
+    assert cells[-3:] == ['count', pair.first, pair.second]
+
+
 def test_an_error_on_several_devices_is_raised():
     calls = itertools.count(1)
 

@@ -93,6 +93,21 @@ def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
     return read
 
 
+def read_late(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> set[tf.Operation]:
+    """The variables that an op reads late.
+
+    Args:
+      op: one that may read.
+      behind: what `read_by_users` gives.
+    """
+    if op.type in op_types.SHAPE_QUERIES or op.type in op_types.HANDLE_QUERIES:
+        return set()
+    # What writes to a reference doesn't read it late, but its other operands.
+    writes = has_side_effect(op)
+    operands = [t for t in op.inputs if not (writes and graphs.is_handle(t))]
+    return set().union(*(behind.get(operand.name, ()) for operand in operands))
+
+
 def may_share_memory(op: tf.Operation) -> bool:
     """Whether what an op gives may lie in the memory of what it's given."""
     if op.type == op_types.CAST:

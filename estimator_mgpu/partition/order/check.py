@@ -29,6 +29,7 @@ from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.order.accesses import (
     makers_of_state,
     read_by_users,
+    read_late,
     written_state,
 )
 from estimator_mgpu.tf_internals import graphs, op_types
@@ -141,15 +142,10 @@ class Facts:
 
 
 def _read_state(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> Iterable[tf.Operation]:
-    """The variables that an op reads, directly or as an operand lies in one's memory."""
-    if op.type in (*op_types.SHAPE_QUERIES, *op_types.HANDLE_QUERIES):
-        return
+    """The variables that an op reads, at once or late."""
     if op.type in (*op_types.VALUE_READS, *op_types.STATE_QUERIES, *op_types.FUNCTION_CALLERS):
         yield from makers_of_state(op.inputs)
-    has_effect = has_side_effect(op)
-    for operand in op.inputs:
-        if not (has_effect and graphs.is_handle(operand)):
-            yield from behind.get(operand.name, ())
+    yield from read_late(op, behind)
 
 
 def _names(ops: Iterable[tf.Operation]) -> set[str]:

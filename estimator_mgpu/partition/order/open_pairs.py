@@ -75,8 +75,8 @@ def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[
     pairs_of_edge = defaultdict[tuple[tf.Operation, tf.Operation], list[OpenPair]](list)
     for maker, first, second in pairs:
         pair = OpenPair(maker.name, first.name, second.name)
-        for source in _ends(first, second, step, liveness):
-            for target in _begins(second, step, liveness):
+        for source in _ends_after(first, second, step, liveness):
+            for target in _entries_of(second, step, liveness):
                 pairs_of_edge[source, target].append(pair)
 
     decided: list[OpenPair] = []
@@ -183,7 +183,7 @@ def _is_taken_apart(call: tf.Operation, write: int, upstream: dict[tf.Operation,
     return not any(upstream[before] & write for before in call.control_inputs)
 
 
-def _ends(
+def _ends_after(
     op: tf.Operation, waiting: tf.Operation, step: Collection[tf.Operation], liveness: Liveness
 ) -> list[tf.Operation]:
     """The ops to wait for so that an op has run: where its loop or branch ends, if it's in one."""
@@ -203,7 +203,7 @@ def _ends(
     return ends
 
 
-def _begins(
+def _entries_of(
     op: tf.Operation, step: Collection[tf.Operation], liveness: Liveness
 ) -> list[tf.Operation]:
     """The ops that have to wait so that an op does: of what is in a loop, the loop's entries."""

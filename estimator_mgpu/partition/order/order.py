@@ -21,6 +21,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.order.accesses import (
     makers_of_state,
     read_by_users,
+    read_late,
     written_state,
 )
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types
@@ -75,8 +76,8 @@ class Order:
         """Whether an op has no side effect whose order counts."""
         return not self.bits(op) & (self.effects & ~self._unordered)
 
-    def needs_in_order(self, op: tf.Operation) -> int:
-        """The bits of the ops before an op that have to be before it: else it would differ."""
+    def must_come_before(self, op: tf.Operation) -> int:
+        """The bits of the ops before an op that have to stay before it: else it would differ."""
         needed = 0 if self.is_quiet(op) else self.effects & ~self._unordered
         needed |= self._needed_by_loops.get(op, 0)
         for variable in self._variables.get(op, ()):
@@ -85,10 +86,10 @@ class Order:
                 needed |= self._reads[variable]
         return needed & self._upstream.get(op, 0) & ~self.bits(op)
 
-    def needs(self, op: tf.Operation) -> int:
-        """As `needs_in_order`, and the bits of all side effects that running the op has to run."""
+    def must_have_run(self, op: tf.Operation) -> int:
+        """As `must_come_before`, and the bits of all side effects that an op has to run."""
         effects = self.effects & self._upstream.get(op, 0) & ~self.bits(op)
-        return effects | self.needs_in_order(op)
+        return effects | self.must_come_before(op)
 
     def variables_behind(self, tensor: tf.Tensor) -> Set[tf.Operation]:
         """The variables that are read by whoever uses a tensor."""
@@ -175,7 +176,7 @@ class Order:
             loop = self.liveness.outermost_loop(op)
             if not loop or op in entries[loop]:
                 continue
-            needed = self.needs_in_order(op) & ~within[loop]
+            needed = self.must_come_before(op) & ~within[loop]
             if not needed:
                 continue
             handed = [t for t in op.inputs if graphs.is_handle(t) or self.variables_behind(t)]
@@ -192,12 +193,7 @@ class Order:
 
     def _classify(self, op: tf.Operation) -> None:
         has_effect = has_side_effect(op)
-        # What writes to a reference doesn't read it late, but its other operands.
-        operands = [t for t in op.inputs if not (has_effect and graphs.is_handle(t))]
-        reads_late: set[tf.Operation] = set()
-        if op.type not in op_types.SHAPE_QUERIES:
-            reads_late = reads_late.union(*map(self.variables_behind, operands))
-
+        reads_late = read_late(op, self._behind)
         variables = reads_late
         if has_effect or op.type in op_types.VALUE_READS:
             variables = reads_late | set(makers_of_state(op.inputs))

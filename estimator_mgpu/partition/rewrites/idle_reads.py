@@ -72,7 +72,7 @@ def _is_idle(op: tf.Operation, identities: Container[tf.Operation]) -> bool:
 
 def _can_be_copied(tensor: tf.Tensor, op: tf.Operation, order: Order) -> bool:
     """Whether an op that reads a variable by a tensor reads what is there when the tensor is."""
-    is_write_between = order.needs_in_order(op) & ~order.upstream(tensor.op)
+    is_write_between = order.must_come_before(op) & ~order.upstream(tensor.op)
     return tensor.dtype.is_floating and not is_write_between
 
 

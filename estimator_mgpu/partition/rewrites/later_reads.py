@@ -54,7 +54,7 @@ def read_after_writes(graph: tf.Graph, order: Order) -> bool:
             if graphs.is_reference_variable(tensor):
                 continue
             to_variable = order.writes_to(order.variables_behind(tensor))
-            writes = order.ops_for(order.needs_in_order(op) & to_variable, op)
+            writes = order.ops_for(order.must_come_before(op) & to_variable, op)
             if not writes:
                 continue
             after = reads.setdefault(frozenset(writes), _Reads(writes, order))

@@ -97,4 +97,4 @@ def _has_to_wait(user: tf.Operation, op: tf.Operation, order: Order) -> bool:
     if all(order.liveness.output_frame(before) != frame for before in others):
         return True  # Nothing else keeps it in the loop.
     # What reads a variable may have to wait for a write to it.
-    return order.is_quiet(user) and bool(order.needs_in_order(user))
+    return order.is_quiet(user) and bool(order.must_come_before(user))

@@ -114,7 +114,7 @@ class Waits:
           tensor: the variable.
         """
         writes = self._order.writes_to(set(makers_of_state([tensor])))
-        waits = self._order.ops_for(writes & self._order.needs_in_order(op), op)
+        waits = self._order.ops_for(writes & self._order.must_come_before(op), op)
         if self._order.liveness.may_be_dead(op):  # Writes in the same branch are among these.
             waits += op.control_inputs
         return list(dict.fromkeys(waits))
@@ -139,7 +139,7 @@ class Waits:
         waited_for = self._bits_of_operand(used)
         ops: list[tf.Operation] = []
         for tensor in replacements:
-            needed = self._order.needs(tensor.op)
+            needed = self._order.must_have_run(tensor.op)
             if tensor is used:  # What the ops of others did, something else does.
                 needed |= self._order.bits(tensor.op) & self._order.effects
             missing = needed & ~waited_for
@@ -155,7 +155,7 @@ class Waits:
         """
         bits = self._order.bits(replacements[-1].op) & self._order.effects
         for tensor in replacements:
-            bits = union(self._order.needs(tensor.op), bits)
+            bits = union(self._order.must_have_run(tensor.op), bits)
         return bits
 
     def ops_of(self, bits: int, op: tf.Operation) -> list[tf.Operation]:
@@ -194,7 +194,7 @@ class Waits:
         for before in waits:
             bits = union(self._bits_of_control(before), bits)
         if not self._order.liveness.frame(op):
-            missing = self._order.needs_in_order(op) & ~bits
+            missing = self._order.must_come_before(op) & ~bits
             waits += self._order.ops_for(missing, op)
             bits = union(missing, bits)
 
@@ -206,16 +206,17 @@ class Waits:
 
         # What a placeholder waits for doesn't run if it's fed.
         is_fed = op.type in op_types.PLACEHOLDERS
-        is_light = op in self._needed_by_copies and op in self._of_batch and not is_fed
-        waits = [] if is_light else op.control_inputs
+        runs_early = op in self._needed_by_copies and op in self._of_batch and not is_fed
+        waits = [] if runs_early else op.control_inputs
         for before in waits:
             bits = union(self._bits_of_control(before), bits)
 
         added: Sequence[tf.Operation] = []
         if not (self._order.liveness.frame(op) or is_fed):
-            needed = self._order.needs_in_order(op) if is_light else self._order.needs(op)
+            order = self._order
+            needed = order.must_come_before(op) if runs_early else order.must_have_run(op)
             missing = needed & ~bits
-            added = self._order.ops_for(missing, op)
+            added = order.ops_for(missing, op)
             bits = union(missing, bits)
 
         self._waits[op] = waits
@@ -239,7 +240,7 @@ class Waits:
         """
         edges = []
         for op in ops:
-            reads = self._sharded_bits & self._order.late_reads & self._order.needs_in_order(op)
+            reads = self._sharded_bits & self._order.late_reads & self._order.must_come_before(op)
             missing = [read for read in self._added.get(op, ()) if self._order.bits(read) & reads]
             gradient = self._made_from_local_before(op) if missing else None
             if gradient is not None and self._is_free(gradient):
