@@ -25,7 +25,7 @@ from estimator_mgpu.batch import parts_of
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
-from estimator_mgpu.tf_internals.graphs import topological_order
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 
 def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
@@ -120,15 +120,14 @@ def _writes_to_hold(
     if not step.isdisjoint(results):
         step.update(results)
 
-    loop_entries = _loop_entries(graph)
+    liveness = Liveness(graph.get_operations())
     held: dict[tf.Operation, None] = {}  # used as a set that keeps its order
     for op in graph.get_operations():
         if op in waiting_already or op in before_batch or not writes_state(op):
             continue
         is_for_step = not step.isdisjoint(graphs.descendants([op], until=step))
         if is_for_step:
-            # An op in a loop can't wait for one outside. So the ops wait by which the loop begins.
-            held.update(dict.fromkeys(loop_entries.get(op, [op])))
+            held.update(dict.fromkeys(liveness.entries(op) or [op]))
     return [op for op in held if op not in before_batch and op not in waiting_already]
 
 
@@ -178,35 +177,6 @@ def _waits(consumer: tf.Operation, op: tf.Operation, waiting: Set[tf.Operation])
     if consumer.type in op_types.FUNCTION_CALLERS:
         return op in consumer.control_inputs
     return True
-
-
-def _loop_entries(graph: tf.Graph) -> dict[tf.Operation, list[tf.Operation]]:
-    """For each op in a v1 loop, the `Enter` ops with which the outermost loop around it begins.
-
-    The frame of an op is the names of the loops around its outputs, the outermost first. `Enter`
-    adds a name, and `Exit` removes one.
-    """
-    ops = graph.get_operations()
-    if not any(op.type in op_types.ENTER for op in ops):
-        return {}
-
-    frames: dict[tf.Operation, tuple[bytes, ...]] = {}
-    entries: dict[bytes, list[tf.Operation]] = {}  # by the name of the outermost loop
-    for op in topological_order(ops):
-        # A Merge comes before its NextIteration, which has no frame yet: so the longest counts.
-        frame: tuple[bytes, ...] = ()
-        for operand in graphs.direct_inputs(op):
-            frame = max(frame, frames.get(operand, ()), key=len)
-
-        if op.type in op_types.ENTER:
-            name = op.get_attr('frame_name')
-            if not frame:
-                entries.setdefault(name, []).append(op)
-            frame = (*frame, name)
-        elif op.type in op_types.EXIT:
-            frame = frame[:-1]
-        frames[op] = frame
-    return {op: entries[frame[0]] for op, frame in frames.items() if frame}
 
 
 def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[tf.Tensor]) -> None:

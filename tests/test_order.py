@@ -6,8 +6,9 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps
+from estimator_mgpu.tf_internals import graphs, private
 from models import floats, sgd, spec_of, step
-from towers import behavior_of, compare, graph_of, train
+from towers import NAMES, TRAIN, behavior_of, built, compare, graph_of, train
 
 pytestmark = pytest.mark.core
 BATCHES = [(floats(8, 3, seed=i), floats(8, 1, seed=10 + i)) for i in range(3)]
@@ -386,30 +387,119 @@ def test_what_is_not_taken_waits_for_nothing(place, behavior):
     """A write after it waits for reads that only a branch, or a loop's body, would wait for."""
 
     def model_fn(features, labels, mode):
-        read, written = (
-            tf.get_variable(name, initializer=floats(3, seed=ord(name)), use_resource=True)
-            for name in 'ab'
-        )
+        state = tf.get_variable('state', initializer=floats(3), use_resource=True)
+        never = tf.cast(labels[0, 0] > 99, tf.int32)
         with tf.control_dependencies([one_late(features)]):
-            value = read.read_value()
-        with tf.control_dependencies([written.assign_sub(0.1 * value)]):
-            net, never = tf.identity(features), tf.cast(labels[0, 0] > 99, tf.int32)
+            value = state.read_value()
+        with tf.control_dependencies([value]):
+            net = tf.identity(features)
 
         def changed(x):
-            with tf.control_dependencies([read.assign_add([1.0, 1, 1])]):
+            with tf.control_dependencies([state.assign_add([1.0, 1, 1])]):
                 return tf.identity(x)
 
         if place == 'branch':
             net = tf.cond(never > 0, lambda: changed(net), lambda: tf.identity(net))
         else:
-            # fmt: off
-            _, net = tf.while_loop(
-                lambda i, _: i < never, lambda i, x: (i + 1, changed(x)), [0, net]
-            )
-            # fmt: on
+            body = lambda i, x: (i + 1, changed(x))  # noqa: E731
+            _, net = tf.while_loop(lambda i, _: i < never, body, [0, net])
         with tf.control_dependencies([net]):
-            update = read.assign(read * 0.5)
-        loss = tf.reduce_mean(tf.square(tf.layers.dense(net * update, 1) - labels))
+            update = state.assign(state * 0.5)
+        loss = tf.reduce_mean(tf.square(tf.layers.dense(net * update, 1, use_bias=False) - labels))
+        loss += tf.reduce_sum(value)
         return spec_of(mode, loss, sgd(loss))
 
     compare_on(model_fn)
+
+
+def test_a_read_comes_before_a_write_in_a_loop(behavior):
+    def model_fn(features, labels, mode):
+        state = tf.get_variable('state', initializer=np.float32(1.0), trainable=False)
+        with tf.control_dependencies([one_late(features)]):
+            value = tf.identity(state + 0.0)
+
+        def counted(i):
+            with tf.control_dependencies([state.assign_add(1.0)]):
+                return i + 1
+
+        count = tf.while_loop(lambda i: i < 3, counted, [0])
+        loss = value + 0.0 * tf.reduce_mean(tf.layers.dense(features, 1))
+        return spec_of(mode, loss, sgd(loss), count)
+
+    for towers in (1, 2, 3):
+        np.testing.assert_allclose(train(model_fn, BATCHES, towers).losses, [1, 4, 7], rtol=1e-5)
+    assert {pair.state for pair in pairs_of(model_fn)} == {'state'}
+
+
+def test_a_branch_writes_when_its_arguments_are_there(behavior):
+    """One of these is a value of the variable that the branch writes."""
+
+    def model_fn(features, labels, mode):
+        state = tf.get_variable(
+            'state', initializer=np.float32(1.0), trainable=False, use_resource=True
+        )
+        with tf.control_dependencies([one_late(features)]):
+            value = state.read_value()
+
+        def counted():
+            with tf.control_dependencies([state.assign_add(1.0)]):
+                return tf.identity(value)
+
+        loss = tf.cond(step() >= 0, counted, lambda: value)
+        loss += 0.0 * tf.reduce_mean(tf.layers.dense(features, 1))
+        return spec_of(mode, loss, sgd(loss))
+
+    for towers in (1, 2, 3):
+        np.testing.assert_allclose(train(model_fn, BATCHES, towers).losses, [1, 2, 3], rtol=1e-5)
+
+
+def test_a_write_in_a_branch_waits_for_all_reads_there():
+    """Of all towers, though it only follows from their shapes."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(3, 3))
+        late_features = late(features)
+
+        def changed():
+            y = tf.matmul(late_features, w)
+            count = tf.cast(tf.shape(y)[0], tf.float32)
+            return y, w.assign_sub(0.01 * count * tf.ones([3, 3]))
+
+        y, written = tf.cond(step() >= 0, changed, lambda: (features, w + 0.0))
+        loss = tf.reduce_mean(tf.square(y - labels))
+        return spec_of(mode, loss, written.op, tf.assign_add(step(), 1))
+
+    with behavior_of('v1'):
+        compare_on(model_fn, static=False)
+
+
+def test_a_write_waits_for_reads_whether_a_placeholder_is_fed_or_not(behavior):
+    """TensorFlow drops all that it waits for if it's fed."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(3, 3))
+        read = tf.matmul(features, w, name='read')
+        with tf.control_dependencies([read]):
+            rate = tf.placeholder_with_default(1.0, [], 'rate')
+            same = tf.identity(labels)
+        with tf.control_dependencies([same]):
+            written = w.assign_sub(rate * np.ones([3, 3], np.float32))
+        loss = tf.reduce_mean(read) + tf.reduce_mean(same)
+        return spec_of(mode, loss, written.op, tf.assign_add(step(), 1))
+
+    with built(model_fn, BATCHES, 2, TRAIN, epochs=1):
+        operation = tf.get_default_graph().get_operation_by_name
+        write = next(op for op in operation('w').graph.get_operations() if 'AssignSub' in op.type)
+        private.remove_control_inputs(operation('rate'))
+        before = graphs.ancestors([write])
+        assert {operation(NAMES.copy('read', tower)) for tower in range(2)} <= before
+
+
+def test_what_never_runs_together_leaves_nothing_open(behavior):
+    def model_fn(features, labels, mode):
+        state = tf.get_variable('state', initializer=np.float32(1.0), use_resource=True)
+        value = tf.cond(step() > 0, lambda: state + 0.0, lambda: state.assign_add(1.0) + 0.0)
+        loss = tf.reduce_mean(tf.layers.dense(features, 1)) + 0.0 * tf.stop_gradient(value)
+        return spec_of(mode, loss, tf.assign_add(step(), 1))
+
+    assert 'state' not in {pair.state for pair in pairs_of(model_fn)}

@@ -300,8 +300,8 @@ def state_of(graph, results, in_order):
 
 @pytest.mark.parametrize('towers', [{'towers': 2}, {'towers': 3}, {'microbatches': 2}], ids=str)
 @pytest.mark.parametrize('name', MODELS)
-def test_each_edge_that_matters_is_missed(name, towers, behavior):
-    """By the check, if it's taken out; no other one is."""
+def test_each_edge_that_matters_is_missed_by_the_check(name, towers, behavior):
+    """If it's taken out; no other one is."""
     model_fn = MODELS[name]
     with built(model_fn, BATCHES, 0, TRAIN, epochs=1) as (spec, _):
         ops = tf.get_default_graph().get_operations()

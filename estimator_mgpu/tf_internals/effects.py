@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
-from estimator_mgpu.tf_internals.liveness import Merges
+from estimator_mgpu.tf_internals.upstream import upstream_bits
 
 
 class _Declaration(NamedTuple):
@@ -162,47 +162,3 @@ def upstream_side_effects(
     """
     has_effect = [op for op in order if has_side_effect(op) or op.type in also]
     return upstream_bits(order, {op: 1 << index for index, op in enumerate(has_effect)})
-
-
-def upstream_bits(
-    order: Sequence[tf.Operation], bits: dict[tf.Operation, int], merges: Merges | None = None
-) -> dict[tf.Operation, int]:
-    """For each op, its bits and those of all ops that it depends on.
-
-    Args:
-      order: the ops that are looked at, each after those that it depends on.
-      bits: of the ops that are looked for.
-      merges: to find only what has run whenever an op has: in a branch that isn't taken, what the
-        branch depends on may run later.
-    """
-    upstream: dict[tf.Operation, int] = {}
-    is_complete = False
-    while not is_complete:
-        is_complete = True
-        for op in order:
-            found = bits.get(op, 0)
-            waited_for = _waited_for(op)
-            if merges is not None and op.type in op_types.MERGE:
-                of_inputs = [upstream.get(operand.op, 0) for operand in op.inputs]
-                found |= merges.waited_for(op, of_inputs)
-                waited_for = op.control_inputs
-            for before in waited_for:
-                found = union(upstream.get(before, 0), found)
-            # What a v1 loop computes is known only now for its way back, which comes first.
-            if op.type in op_types.NEXT_ITERATION and found != upstream.get(op):
-                is_complete = False
-            upstream[op] = found
-    return upstream
-
-
-def _waited_for(op: tf.Operation) -> list[tf.Operation]:
-    """What an op directly waits for: a placeholder for nothing, as it's fed."""
-    return [] if op.type in op_types.FED else graphs.direct_inputs(op)
-
-
-def union(first: int, second: int) -> int:
-    """The bits of either; the same object as before if that is all, which saves memory."""
-    both = first | second
-    if both == first:
-        return first
-    return second if both == second else both

@@ -22,7 +22,7 @@ as here, is what both have in common: nothing, so it's always alive.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -49,6 +49,10 @@ class Branch(NamedTuple):
     way: int
     frame: Frame
 
+    def opposite(self) -> Branch:
+        """The other way of the switch."""
+        return self._replace(way=1 - self.way)
+
 
 Condition = frozenset[Branch]
 """An op is alive if all of these hold."""
@@ -68,6 +72,7 @@ class Liveness:
         self._input_frames: dict[tf.Operation, Frame] = {}
         self._output_frames: dict[tf.Operation, Frame] = {}
         self._conditions: dict[tf.Operation, Condition] = {}
+        self._entries: dict[Frame, list[tf.Operation]] = defaultdict(list)
         # No other op is in a loop or may be dead.
         after_control_flow = graphs.descendants([op for op in ops if op.type in _CONTROL_FLOW])
         order = topological_order([op for op in ops if op in after_control_flow])
@@ -93,6 +98,13 @@ class Liveness:
     def outermost_loop(self, op: tf.Operation) -> Frame:
         """The outermost loop that an op, or its outputs, are in; () if there is none."""
         return (self.frame(op) or self.output_frame(op))[:1]
+
+    def entries(self, op: tf.Operation) -> Sequence[tf.Operation]:
+        """The `Enter` ops by which the outermost loop around an op begins; none outside of loops.
+
+        Nothing in a loop can wait for an op outside of it: so these have to.
+        """
+        return self._entries.get(self.outermost_loop(op), ())
 
     def may_be_dead(self, op: tf.Operation) -> bool:
         """Whether an op may be dead. An op in a loop may be, as the last iteration ends early."""
@@ -120,6 +132,11 @@ class Liveness:
             return condition | {Branch(decision, tensor.value_index, self.frame(tensor.op))}
         return condition
 
+    def exclude_each_other(self, op: tf.Operation, other: tf.Operation) -> bool:
+        """Whether two ops never run in the same step, as they're in different branches."""
+        opposite = {branch.opposite() for branch in self.condition(op) if branch.way >= 0}
+        return not opposite.isdisjoint(self.condition(other))
+
     def output_may_be_dead(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor may be dead: as its op may be, or as its op is a switch."""
         return bool(self.condition_of_output(tensor))
@@ -131,6 +148,8 @@ class Liveness:
         self._output_frames[op] = frame
         if op.type in op_types.ENTER:
             self._output_frames[op] = (*frame, op.get_attr('frame_name'))
+            if not frame:
+                self._entries[self._output_frames[op]].append(op)
         elif op.type in op_types.EXIT:
             self._output_frames[op] = frame[:-1]
         self._conditions[op] = self._condition_of(op)
@@ -162,50 +181,6 @@ class Liveness:
         return condition
 
 
-class Merges:
-    """What a `Merge` waits for: not for all that its inputs wait for, but for one that is alive.
-
-    The write of b waits for the read of b only if p is true; the write of c waits in any case:
-
-        read of b --> write of c, if p is true ---+
-                                                  +--> Merge - - -> write of b
-                      x, if p is false -----------+
-
-    Args:
-      liveness: of a graph.
-      bits: of the ops that are looked at, each with a bit of its own.
-    """
-
-    def __init__(self, liveness: Liveness, bits: Mapping[tf.Operation, int]):
-        self._liveness = liveness
-        self._bits: dict[Branch, int] = defaultdict(int)
-        for op, bit in bits.items():
-            for branch in liveness.condition(op):
-                self._bits[branch] |= bit
-
-    def waited_for(self, merge: tf.Operation, of_inputs: Sequence[int]) -> int:
-        """The bits of what has run whenever a `Merge` has, if it runs at all.
-
-        Args:
-          merge: the op.
-          of_inputs: the bits of what each of its inputs waits for.
-        """
-        if any(operand.op.type in op_types.NEXT_ITERATION for operand in merge.inputs):
-            return of_inputs[0] | of_inputs[1]
-        common = -1  # all bits
-        for operand, bits in zip(merge.inputs, of_inputs):
-            common &= bits | self._dead_with(operand)
-        return common
-
-    def _dead_with(self, tensor: tf.Tensor) -> int:
-        """The bits of the ops that don't run if a tensor has a value."""
-        bits = 0
-        for branch in self._liveness.condition_of_output(tensor):
-            if branch.way >= 0:
-                bits |= self._bits.get(branch._replace(way=1 - branch.way), 0)
-        return bits
-
-
 def _condition_of_merge(
     merge: tf.Operation, conditions: Sequence[Condition], frame: Frame
 ) -> Condition:
@@ -235,7 +210,7 @@ def _complementary_pair(conditions: Iterable[Condition]) -> tuple[Condition, Con
     """Two conditions that are the same but for the way in which one switch goes."""
     for condition in conditions:
         for branch in condition:
-            other = condition - {branch} | {branch._replace(way=1 - branch.way)}
+            other = condition - {branch} | {branch.opposite()}
             if branch.way >= 0 and other in conditions:
                 return condition, other
     return None

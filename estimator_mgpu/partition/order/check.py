@@ -1,6 +1,7 @@
 """Checks that a changed graph touches state in the order of the graph that the model_fn has built.
 
-The changed graph is only read: how it was made isn't known here. Checked is that
+The facts are noted when open pairs are decided, and calls and loops are taken apart. The changed
+graph is only read: how it was made isn't known here. Checked is that
 
 - nothing waits for itself, and no placeholder waits for anything;
 - what reads or writes a variable still comes before and after what it came before and after, each
@@ -33,8 +34,9 @@ from estimator_mgpu.partition.order.accesses import (
     written_state,
 )
 from estimator_mgpu.tf_internals import graphs, op_types
-from estimator_mgpu.tf_internals.effects import has_side_effect, union, upstream_bits
-from estimator_mgpu.tf_internals.liveness import Liveness, Merges
+from estimator_mgpu.tf_internals.effects import has_side_effect
+from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.upstream import CertainWaits, union, upstream_bits
 
 VARIABLE = 'ESTIMATOR_MGPU_CHECK'
 """The environment variable that switches the check on."""
@@ -112,7 +114,7 @@ class Facts:
         upstream = upstream_bits(in_order, self._bits)
         self.of_results = [self._names_of(upstream[op]) & self.effects for op in results]
 
-        waited_for = upstream_bits(in_order, self._bits, Merges(liveness, self._bits))
+        waited_for = upstream_bits(in_order, self._bits, CertainWaits(liveness, self._bits))
         reads, writes = self._bits_by_state(self.read), self._bits_by_state(self.written)
         self.before: dict[str, dict[str, str]] = {}
         for op, bit in self._bits.items():
@@ -249,6 +251,7 @@ class _Changed:
         devices: Sequence[str],
     ):
         self._names = names
+        self._names_before = facts.names
         all_ops = graph.get_operations()
         self.liveness = Liveness(all_ops)
         step = graphs.ancestors(results)
@@ -268,8 +271,8 @@ class _Changed:
         for instances in self.instances.values():
             for op in instances:
                 self.bits.setdefault(op, 1 << len(self.bits))
-        merges = Merges(self.liveness, self.bits)
-        self.waited_for = upstream_bits(self.ops, self.bits, merges)
+        certain = CertainWaits(self.liveness, self.bits)
+        self.waited_for = upstream_bits(self.ops, self.bits, certain)
 
         self.has_towers = bool(devices)
         self._devices = devices
@@ -312,6 +315,8 @@ class _Changed:
         copy = None if self._names is None else self._names.copy_of(op.name)
         name = op.name if copy is None else copy[1]
         scope, _, rest = name.partition('/')
+        if name in self._names_before:
+            return name
         # Forward ops that are computed again have their names within such a scope.
         return rest if scope.split('_')[0] == 'recompute' and rest else name
 

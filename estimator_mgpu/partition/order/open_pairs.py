@@ -13,6 +13,7 @@ to chance. With the same model on several devices, it would be another chance. S
 - Two such writes come in the order in which they were made.
 - A call, and a branch or a loop of TensorFlow 2, reads and writes when all of its arguments are
   there.
+- If an access comes before another one only when a certain branch is taken, it always does.
 
 That's what one device mostly does, as a read is ready when the step begins. In TensorFlow's own
 functions, the order of the program decides. Here it doesn't: if a second loss reads weights after
@@ -32,8 +33,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.accesses import may_share_memory, written_state
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
-from estimator_mgpu.tf_internals.effects import upstream_bits
-from estimator_mgpu.tf_internals.liveness import Liveness, Merges
+from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.upstream import CertainWaits, upstream_bits
 
 
 class OpenPair(NamedTuple):
@@ -41,9 +42,9 @@ class OpenPair(NamedTuple):
 
     Attributes:
       state: the name of what they touch, such as 'global_step'.
-      first: the name of the op that comes first: a read; the write that was made first; or a write
-        from which an argument of a call follows.
-      second: the name of the op that comes second: a write, or that call.
+      first: the name of the op that comes first: of a read and a write, mostly the read; of two
+        writes, the one that was made first.
+      second: the name of the op that comes second.
     """
 
     state: str
@@ -75,8 +76,8 @@ def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[
     pairs_of_edge = defaultdict[tuple[tf.Operation, tf.Operation], list[OpenPair]](list)
     for maker, first, second in pairs:
         pair = OpenPair(maker.name, first.name, second.name)
-        for source in _ends_after(first, second, step, liveness):
-            for target in _entries_of(second, step, liveness):
+        for target in liveness.entries(second) or [second]:
+            for source in _ends(first, target, step, liveness):
                 pairs_of_edge[source, target].append(pair)
 
     decided: list[OpenPair] = []
@@ -144,7 +145,7 @@ def _open_pairs(
     in_order = graphs.topological_order(list(step))
     upstream = waited_for = upstream_bits(in_order, bits)
     if any(op.type in op_types.MERGE for op in in_order):
-        waited_for = upstream_bits(in_order, bits, Merges(liveness, bits))
+        waited_for = upstream_bits(in_order, bits, CertainWaits(liveness, bits))
 
     pairs = []
     for maker, found in accesses.items():
@@ -152,11 +153,13 @@ def _open_pairs(
             for first in found:
                 if first.op is second.op or not (first.writes or second.writes):
                     continue
+                if liveness.exclude_each_other(first.op, second.op):
+                    continue
                 if upstream[first.op] & bits[second.op]:
                     continue
                 if upstream[second.op] & bits[first.op]:
-                    is_open = first.writes and _is_taken_apart(second.op, bits[first.op], upstream)
-                    is_open |= not waited_for[second.op] & bits[first.op]
+                    is_certain = waited_for[second.op] & bits[first.op]
+                    is_open = not is_certain or _is_taken_apart(second.op, bits[first.op], upstream)
                 elif second.writes:
                     made = private.creation_index
                     is_open = not first.writes or made(first.op) < made(second.op)
@@ -167,23 +170,23 @@ def _open_pairs(
     return pairs
 
 
-def _is_taken_apart(call: tf.Operation, write: int, upstream: dict[tf.Operation, int]) -> bool:
-    """Whether an op's functions may read before a write, though an argument of it comes after that.
+def _is_taken_apart(call: tf.Operation, first: int, upstream: dict[tf.Operation, int]) -> bool:
+    """Whether an op's functions may run before another op, though an argument comes after that.
 
     TensorFlow takes calls, branches and loops apart. Then only what they wait for by control edges
     comes before all that their functions do.
 
     Args:
       call: an op.
-      write: the bit of the write.
+      first: the bit of the other op.
       upstream: the bits of what each op waits for.
     """
     if call.type not in op_types.FUNCTION_CALLERS:
         return False
-    return not any(upstream[before] & write for before in call.control_inputs)
+    return not any(upstream[before] & first for before in call.control_inputs)
 
 
-def _ends_after(
+def _ends(
     op: tf.Operation, waiting: tf.Operation, step: Collection[tf.Operation], liveness: Liveness
 ) -> list[tf.Operation]:
     """The ops to wait for so that an op has run: where its loop or branch ends, if it's in one."""
@@ -201,20 +204,6 @@ def _ends_after(
                 seen.add(user)
                 (ends if liveness.runs_whenever(user, waiting) else stack).append(user)
     return ends
-
-
-def _entries_of(
-    op: tf.Operation, step: Collection[tf.Operation], liveness: Liveness
-) -> list[tf.Operation]:
-    """The ops that have to wait so that an op does: of what is in a loop, the loop's entries."""
-    loop = liveness.outermost_loop(op)
-    if not loop:
-        return [op]
-    return [
-        enter
-        for enter in step
-        if enter.type in op_types.ENTER and liveness.output_frame(enter) == loop
-    ]
 
 
 def _without_cycles(

@@ -25,9 +25,10 @@ from estimator_mgpu.partition.order.accesses import (
     written_state,
 )
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types
-from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered, union, upstream_bits
+from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered
 from estimator_mgpu.tf_internals.graphs import topological_order
-from estimator_mgpu.tf_internals.liveness import Frame, Liveness, Merges
+from estimator_mgpu.tf_internals.liveness import Frame, Liveness
+from estimator_mgpu.tf_internals.upstream import CertainWaits, union, upstream_bits
 
 
 class Order:
@@ -38,7 +39,7 @@ class Order:
 
     Attributes:
       liveness: of the graph.
-      merges: what these wait for.
+      certain: what ops wait for in any case.
       effects: the bits of all ops with side effects.
       late_reads: the bits of the ops that read variables late, as `accesses` says.
     """
@@ -49,7 +50,7 @@ class Order:
         self.late_reads = 0
         self._unordered = 0
         self._ops: list[tf.Operation] = []  # by the position of their bits
-        self._bits: dict[tf.Operation, int] = {}
+        self._bit_of: dict[tf.Operation, int] = {}
         self._variables: dict[tf.Operation, set[tf.Operation]] = {}  # that an op reads or writes
         self._reads: dict[tf.Operation, int] = defaultdict(int)  # by variable
         self._writes: dict[tf.Operation, int] = defaultdict(int)
@@ -59,14 +60,14 @@ class Order:
         self._not_waited_for = {op for op in ops if not self._can_be_waited_for(op)}
         for op in order:
             self._classify(op)
-        self._upstream = upstream_bits(order, self._bits)
-        self.merges = Merges(self.liveness, self._bits)
+        self._upstream = upstream_bits(order, self._bit_of)
+        self.certain = CertainWaits(self.liveness, self._bit_of)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
         self._let_entries_wait(order)
 
     def bits(self, op: tf.Operation) -> int:
         """The bit of an op; 0 if it touches no state."""
-        return self._bits.get(op, 0)
+        return self._bit_of.get(op, 0)
 
     def upstream(self, op: tf.Operation) -> int:
         """The bits of an op and of all that it waited for in the graph as it was."""
@@ -120,7 +121,7 @@ class Order:
     def read_instead(self, op: tf.Operation, copies: Iterable[tf.Operation]) -> None:
         """Notes that copies of variables are read in the place of what an op reads."""
         for copy in copies:
-            if copy not in self._bits:
+            if copy not in self._bit_of:
                 self._add_bit(copy)
                 self._upstream[copy] = self.bits(copy) | self._upstream.get(copy.inputs[0].op, 0)
             self._variables.setdefault(copy, set()).update(self._variables[op])
@@ -131,7 +132,10 @@ class Order:
         self.forget_read(op)
 
     def ops_for(self, missing: int, op: tf.Operation) -> list[tf.Operation]:
-        """Ops that an op can wait for, by control edges, so that it waits for all that is missing.
+        """Ops that an op can wait for, by control edges, so that it waits for what is missing.
+
+        There are none for what is in a loop that the op doesn't come after, or in a branch that
+        hasn't ended.
 
         Args:
           missing: bits of ops that the op waited for in the graph as it was.
@@ -142,7 +146,8 @@ class Order:
         by_output = 0  # branches, each output of which runs its own side effects
         waited_for = set(op.control_inputs)
         for before in self._ops_of(missing):
-            if before not in self._not_waited_for or before in waited_for:
+            runs = before.type not in op_types.BRANCHES and self.liveness.runs_whenever(before, op)
+            if before not in self._not_waited_for or before in waited_for or runs:
                 found.append(before)
             elif before.type in op_types.BRANCHES:
                 by_output |= self.bits(before)
@@ -164,24 +169,21 @@ class Order:
         Nothing in a loop can wait for an op outside. So what reads or writes a variable there waits
         where the variable enters the loop; what has another side effect, where the loop begins.
         """
-        entries = defaultdict[Frame, list[tf.Operation]](list)
         within = defaultdict[Frame, int](int)  # the bits of a loop's ops
         for op in ops:
-            loop = self.liveness.outermost_loop(op)
-            if op.type in op_types.ENTER and not self.liveness.frame(op):
-                entries[loop].append(op)
-            elif loop:
-                within[loop] |= self.bits(op)
+            if self.liveness.frame(op):
+                within[self.liveness.outermost_loop(op)] |= self.bits(op)
         for op in ops:
-            loop = self.liveness.outermost_loop(op)
-            if not loop or op in entries[loop]:
+            if not self.liveness.frame(op):
                 continue
+            loop = self.liveness.outermost_loop(op)
             needed = self.must_come_before(op) & ~within[loop]
             if not needed:
                 continue
             handed = [t for t in op.inputs if graphs.is_handle(t) or self.variables_behind(t)]
             upstream = self._upstream[op] & ~within[loop]
-            for entry in {self._entry(tensor) for tensor in handed} - {None} or entries[loop]:
+            own = {self._entry(tensor) for tensor in handed} - {None}
+            for entry in own or self.liveness.entries(op):
                 self._needed_by_loops[entry] |= needed
                 self._upstream[entry] = union(upstream, self._upstream[entry])
 
@@ -214,7 +216,7 @@ class Order:
     def _add_bit(self, op: tf.Operation) -> int:
         bit = 1 << len(self._ops)
         self._ops.append(op)
-        self._bits[op] = bit
+        self._bit_of[op] = bit
         return bit
 
     def _ops_of(self, bits: int) -> Iterator[tf.Operation]:

@@ -35,8 +35,7 @@ _MADE_AGAIN = (*op_types.VIEWS, *op_types.SWITCH, *op_types.MERGE)
 def read_after_writes(graph: tf.Graph, order: Order) -> bool:
     """Gives reads of their own to ops that read reference variables after a write.
 
-    Ops in loops of TensorFlow 1 keep the reads that are handed to these. So do ops in a branch of
-    TensorFlow 1, if the write is in the branch, too.
+    Ops in loops of TensorFlow 1 keep the reads that are handed to these.
 
     Args:
       graph: the graph that the model_fn has built.
@@ -98,10 +97,11 @@ class _Reads:
                     with graph.colocate_with(variable, ignore_existing=True):
                         return tf.identity(tensor, name)
 
+            if not (is_one_of_many or op.type in _MADE_AGAIN):
+                return tensor
             operands = [op.inputs[tensor.value_index]] if is_one_of_many else op.inputs
             reads = [self.again(operand) for operand in operands]
-            lies_in_operand = is_one_of_many or op.type in _MADE_AGAIN
-            if not lies_in_operand or all(r is operand for r, operand in zip(reads, operands)):
+            if all(read is operand for read, operand in zip(reads, operands)):
                 return tensor
             with tf.control_dependencies(None), tf.control_dependencies(op.control_inputs):
                 if is_one_of_many:

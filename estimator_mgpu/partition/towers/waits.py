@@ -20,7 +20,6 @@ In: a plan, and the order in which the user's graph touches state. Out: ops to w
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +40,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.tf_internals import graphs, op_types
-from estimator_mgpu.tf_internals.effects import union
+from estimator_mgpu.tf_internals.upstream import union, union_of
 
 
 class Waits:
@@ -66,8 +65,8 @@ class Waits:
 
         # The bits of what an op waits for and its own; of a sharded op, those of its copies and
         # those of the user's op, which is there for whoever fetches it.
-        self._bits_of_copy: dict[tf.Operation, int] = {}
-        self._bits: dict[tf.Operation, int] = {}
+        self._waited_for_by_copy: dict[tf.Operation, int] = {}
+        self._waited_for: dict[tf.Operation, int] = {}
         self._waits_of_copy: dict[tf.Operation, Sequence[tf.Operation]] = {}
         self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}
         self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}
@@ -82,13 +81,21 @@ class Waits:
 
     def _visit_all(self, ops: Sequence[tf.Operation]) -> None:
         """Decides what ops wait for, each after those that it depends on."""
-        has_loops = any(op.type in op_types.NEXT_ITERATION for op in ops)
-        # What a v1 loop gives is known only once its way back is, which comes first.
-        for _ in range(3 if has_loops else 1):
+        ways_back = [op for op in ops if op.type in op_types.NEXT_ITERATION]
+        is_complete = False
+        while not is_complete:
+            # What a v1 loop waits for is known only once its way back is visited, which comes
+            # first. Each time it's at least what it was, so this ends.
+            known = [
+                (self._waited_for.get(op), self._waited_for_by_copy.get(op)) for op in ways_back
+            ]
             for op in ops:
                 if op.name in self._plan.ops:
                     self._visit_copy(op)
                 self._visit(op)
+            is_complete = known == [
+                (self._waited_for[op], self._waited_for_by_copy.get(op)) for op in ways_back
+            ]
 
     def of_copy(self, op: tf.Operation) -> Sequence[tf.Operation]:
         """The ops for which a copy of an op waits by control edges; of sharded ones, the copies.
@@ -183,45 +190,39 @@ class Waits:
     def _visit_copy(self, op: tf.Operation) -> None:
         needs = self._plan.ops[op.name].needs
         of_inputs = [self._bits_of_need(tensor, need) for tensor, need in zip(op.inputs, needs)]
-        bits = self._bits_of_inputs(op, of_inputs)
-
         waits = [
             before
             for before in op.control_inputs
             if before.name in self._plan.ops or not self._is_free(op)
         ]
         waits += self._reads_to_wait_for.get(op, ())
-        for before in waits:
-            bits = union(self._bits_of_control(before), bits)
+        bits = self._order.certain.waited_for(op, of_inputs, self._bits_of_controls(waits))
         if not self._order.liveness.frame(op):
-            missing = self._order.must_come_before(op) & ~bits
-            waits += self._order.ops_for(missing, op)
-            bits = union(missing, bits)
+            added = self._order.ops_for(self._order.must_come_before(op) & ~bits, op)
+            waits += added
+            bits = union(self._bits_of_added(added), bits)
 
         self._waits_of_copy[op] = waits
-        self._bits_of_copy[op] = union(self._order.bits(op), bits)
+        self._waited_for_by_copy[op] = union(self._order.bits(op), bits)
 
     def _visit(self, op: tf.Operation) -> None:
-        bits = self._bits_of_inputs(op, [self._bits_of_operand(tensor) for tensor in op.inputs])
-
         # What a placeholder waits for doesn't run if it's fed.
         is_fed = op.type in op_types.PLACEHOLDERS
         runs_early = op in self._needed_by_copies and op in self._of_batch and not is_fed
         waits = [] if runs_early else op.control_inputs
-        for before in waits:
-            bits = union(self._bits_of_control(before), bits)
+        of_inputs = [self._bits_of_operand(tensor) for tensor in op.inputs]
+        bits = self._order.certain.waited_for(op, of_inputs, self._bits_of_controls(waits))
 
         added: Sequence[tf.Operation] = []
         if not (self._order.liveness.frame(op) or is_fed):
             order = self._order
             needed = order.must_come_before(op) if runs_early else order.must_have_run(op)
-            missing = needed & ~bits
-            added = order.ops_for(missing, op)
-            bits = union(missing, bits)
+            added = order.ops_for(needed & ~bits, op)
+            bits = union(self._bits_of_added(added), bits)
 
         self._waits[op] = waits
         self._added[op] = added
-        self._bits[op] = union(self._order.bits(op), bits)
+        self._waited_for[op] = union(self._order.bits(op), bits)
 
     def _find_reads_to_wait_for(
         self, ops: Sequence[tf.Operation]
@@ -242,7 +243,7 @@ class Waits:
         for op in ops:
             reads = self._sharded_bits & self._order.late_reads & self._order.must_come_before(op)
             missing = [read for read in self._added.get(op, ()) if self._order.bits(read) & reads]
-            gradient = self._made_from_local_before(op) if missing else None
+            gradient = self._nearest_made_from_all(op) if missing else None
             if gradient is not None and self._is_free(gradient):
                 edges += [(read, gradient) for read in missing if read is not gradient]
         if not edges:
@@ -260,7 +261,7 @@ class Waits:
             found[gradient].append(read)
         return dict(found)
 
-    def _made_from_local_before(self, op: tf.Operation) -> tf.Operation | None:
+    def _nearest_made_from_all(self, op: tf.Operation) -> tf.Operation | None:
         """The nearest sharded op on whose copies in all towers one of the user's ops depends."""
         queue = deque(op.inputs)
         seen = {tensor.name for tensor in queue}
@@ -302,19 +303,13 @@ class Waits:
         """Whether an op may wait for other ops than it did: it isn't in v1 control flow."""
         return self._order.liveness.always_runs(op)
 
-    def _bits_of_inputs(self, op: tf.Operation, of_inputs: Sequence[int]) -> int:
-        """The bits of what an op has waited for when it has its inputs, given those of each."""
-        if op.type in op_types.MERGE:
-            return self._order.merges.waited_for(op, of_inputs)
-        return functools.reduce(union, of_inputs, 0)
-
     def _bits_of_need(self, tensor: tf.Tensor, need: Need) -> int:
         if isinstance(need, (LocalShape, Constant, FullSizes)):
             return 0  # The tensor itself isn't used.
         # The variable's value enters a loop by a copy of its `Enter`.
         is_of_towers = need == LOCAL or isinstance(need, (Reduced, VariableValue))
         if is_of_towers and tensor.op.name in self._plan.ops:
-            return self._bits_of_copy.get(tensor.op, 0)
+            return self._waited_for_by_copy.get(tensor.op, 0)
         if tensor.op.type == op_types.CONST and self._is_free(tensor.op):
             return 0  # Each tower's copy waits for nothing.
         return self._bits_of_operand(tensor)
@@ -324,13 +319,19 @@ class Waits:
         if self._values.is_size_of_local(tensor):
             return 0
         if self._values.is_made_from_all(tensor):
-            return self._bits_of_copy.get(tensor.op, 0)
+            return self._waited_for_by_copy.get(tensor.op, 0)
         if self._values.is_made_from_local(tensor):
             # It's the first tower's: what the others' copies do isn't waited for.
-            return self._bits_of_copy.get(tensor.op, 0) & ~self._sharded_bits
-        return self._bits.get(tensor.op, 0)
+            return self._waited_for_by_copy.get(tensor.op, 0) & ~self._sharded_bits
+        return self._waited_for.get(tensor.op, 0)
 
-    def _bits_of_control(self, op: tf.Operation) -> int:
-        if op.name in self._plan.ops:
-            return self._bits_of_copy.get(op, 0)
-        return self._bits.get(op, 0)
+    def _bits_of_controls(self, ops: Sequence[tf.Operation]) -> list[int]:
+        """The bits of ops that are waited for by control edges; of sharded ones, of all copies."""
+        return [
+            (self._waited_for_by_copy if op.name in self._plan.ops else self._waited_for).get(op, 0)
+            for op in ops
+        ]
+
+    def _bits_of_added(self, ops: Sequence[tf.Operation]) -> int:
+        """The bits of what has run whenever ops have that are added to what an op waited for."""
+        return union_of([*self._bits_of_controls(ops), *map(self._order.bits, ops)])

@@ -18,7 +18,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, Use
 from estimator_mgpu.tf_internals import function_calls, graphs, private
-from estimator_mgpu.tf_internals.effects import upstream_bits
+from estimator_mgpu.tf_internals.upstream import upstream_bits
 
 
 def ops_to_copy(uses: Sequence[Use], forward: Forward) -> list[tf.Operation]:

@@ -22,7 +22,7 @@ from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, Use
 from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.tf_internals import graphs, op_types, private
-from estimator_mgpu.tf_internals.effects import upstream_bits
+from estimator_mgpu.tf_internals.upstream import upstream_bits
 
 
 def gradients_before_segments(

@@ -1,0 +1,120 @@
+"""What the ops of a graph wait for, as bits of an int: each op that is looked for has a bit."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.liveness import Branch, Frame, Liveness
+
+
+def union(first: int, second: int) -> int:
+    """The bits of either; the same object as before if that is all, which saves memory."""
+    both = first | second
+    if both == first:
+        return first
+    return second if both == second else both
+
+
+def upstream_bits(
+    order: Sequence[tf.Operation],
+    bits: Mapping[tf.Operation, int],
+    certain: CertainWaits | None = None,
+) -> dict[tf.Operation, int]:
+    """For each op, its bits and those of all ops that it depends on.
+
+    Args:
+      order: the ops that are looked at, each after those that it depends on.
+      bits: of the ops that are looked for.
+      certain: to find only what has run whenever an op has. By default, it's all that running the
+        op runs, before or after it.
+    """
+    upstream: dict[tf.Operation, int] = {}
+    is_complete = False
+    while not is_complete:
+        is_complete = True
+        for op in order:
+            of_inputs = [upstream.get(operand.op, 0) for operand in op.inputs]
+            of_controls = [upstream.get(before, 0) for before in op.control_inputs]
+            if certain is not None:
+                waited_for = certain.waited_for(op, of_inputs, of_controls)
+            elif op.type in op_types.FED:
+                waited_for = 0
+            else:
+                waited_for = union_of([*of_inputs, *of_controls])
+            found = union(waited_for, bits.get(op, 0))
+            # What a v1 loop computes is known only now for its way back, which comes first.
+            if op.type in op_types.NEXT_ITERATION and found != upstream.get(op):
+                is_complete = False
+            upstream[op] = found
+    return upstream
+
+
+class CertainWaits:
+    """What has run whenever an op has: not always all that the op depends on.
+
+    A `Merge` waits for one input that is alive. Here, the write of c has run when the `Merge` has,
+    or will never run. But if p is false, the read of b may still be running:
+
+        read of b --> write of c, if p is true ---+
+                                                  +--> Merge - - -> write of b
+                      x, if p is false -----------+
+
+    That of a loop, whose body may never run, has waited for what the loop begins with, and for ops
+    of the body. A placeholder waits for nothing, as it may be fed.
+
+    Args:
+      liveness: of a graph.
+      bits: of the ops that are looked for.
+    """
+
+    def __init__(self, liveness: Liveness, bits: Mapping[tf.Operation, int]):
+        self._liveness = liveness
+        self._of_branch: dict[Branch, int] = defaultdict(int)
+        self._of_loop: dict[Frame, int] = defaultdict(int)
+        for op, bit in bits.items():
+            for branch in liveness.condition(op):
+                self._of_branch[branch] |= bit
+            frame = liveness.frame(op)
+            for depth in range(len(frame)):
+                self._of_loop[frame[: depth + 1]] |= bit
+
+    def waited_for(
+        self, op: tf.Operation, of_inputs: Sequence[int], of_controls: Sequence[int]
+    ) -> int:
+        """The bits of what has run whenever an op has, if it runs at all.
+
+        Args:
+          op: any op.
+          of_inputs: the bits of what each of its operands waits for.
+          of_controls: the same of its control inputs.
+        """
+        if op.type in op_types.PLACEHOLDERS:
+            return 0
+        if op.type in op_types.MERGE:
+            return self._of_merge(op, of_inputs) | union_of(of_controls)
+        return union_of([*of_inputs, *of_controls])
+
+    def _of_merge(self, merge: tf.Operation, of_inputs: Sequence[int]) -> int:
+        makers = [operand.op for operand in merge.inputs]
+        if any(maker.type in op_types.NEXT_ITERATION for maker in makers):
+            begin, way_back = of_inputs
+            return begin | (way_back & self._of_loop[self._liveness.frame(merge)])
+        common = -1  # all bits
+        for operand, bits in zip(merge.inputs, of_inputs):
+            common &= bits | self._dead_with(operand)
+        return common
+
+    def _dead_with(self, tensor: tf.Tensor) -> int:
+        """The bits of the ops that don't run if a tensor has a value."""
+        branches = self._liveness.condition_of_output(tensor)
+        return union_of(self._of_branch[b.opposite()] for b in branches if b.way >= 0)
+
+
+def union_of(bits: Iterable[int]) -> int:
+    """The bits of any."""
+    return functools.reduce(union, bits, 0)
