@@ -282,7 +282,7 @@ def test_a_read_within_something_comes_before_a_write(read, behavior):
 
 
 def test_an_edge_that_would_close_a_cycle_is_left_out(behavior):
-    """Each value is assigned to the other variable: one of the reads has to come second."""
+    """Each variable is read after a write of the other one: one of the reads has to come second."""
 
     def model_fn(features, labels, mode):
         loss = tf.reduce_mean(tf.square(tf.layers.dense(features, 1)))

@@ -64,8 +64,8 @@ class CertainWaits:
                                                   +--> Merge - - -> write of b
                       x, if p is false -----------+
 
-    That of a loop, whose body may never run, has waited for what the loop begins with, and for ops
-    of the body. A placeholder waits for nothing, as it may be fed.
+    The body of a loop may never run. So a loop's `Merge` waits for what the loop begins with, and
+    of all that leads to the way back, for ops of the loop. What is fed waits for nothing.
 
     Args:
       liveness: of a graph.
@@ -79,7 +79,7 @@ class CertainWaits:
         for op, bit in bits.items():
             for branch in liveness.condition(op):
                 self._of_branch[branch] |= bit
-            frame = liveness.frame(op)
+            frame = _loop_of_read(op, liveness) or liveness.frame(op)
             for depth in range(len(frame)):
                 self._of_loop[frame[: depth + 1]] |= bit
 
@@ -93,15 +93,14 @@ class CertainWaits:
           of_inputs: the bits of what each of its operands waits for.
           of_controls: the same of its control inputs.
         """
-        if op.type in op_types.PLACEHOLDERS:
+        if op.type in op_types.FED:
             return 0
         if op.type in op_types.MERGE:
             return self._of_merge(op, of_inputs) | union_of(of_controls)
         return union_of([*of_inputs, *of_controls])
 
     def _of_merge(self, merge: tf.Operation, of_inputs: Sequence[int]) -> int:
-        makers = [operand.op for operand in merge.inputs]
-        if any(maker.type in op_types.NEXT_ITERATION for maker in makers):
+        if any(operand.op.type in op_types.NEXT_ITERATION for operand in merge.inputs):
             begin, way_back = of_inputs
             return begin | (way_back & self._of_loop[self._liveness.frame(merge)])
         common = -1  # all bits
@@ -113,6 +112,19 @@ class CertainWaits:
         """The bits of the ops that don't run if a tensor has a value."""
         branches = self._liveness.condition_of_output(tensor)
         return union_of(self._of_branch[b.opposite()] for b in branches if b.way >= 0)
+
+
+def _loop_of_read(op: tf.Operation, liveness: Liveness) -> Frame:
+    """The innermost loop that has all users of what an op reads of a variable; () if none has."""
+    frame: Frame = ()
+    users = [op]
+    while op.type in op_types.VALUE_READS:
+        users = [user for before in users for user in before.outputs[0].consumers()]
+        frames = {liveness.output_frame(user) for user in users if user.type in op_types.ENTER}
+        if len(frames) != 1 or any(user.type not in op_types.ENTER for user in users):
+            break
+        [frame] = frames
+    return frame
 
 
 def union_of(bits: Iterable[int]) -> int:

@@ -314,9 +314,9 @@ class _Changed:
         """The name of the op that one stands for: itself, or the one of which it's a copy."""
         copy = None if self._names is None else self._names.copy_of(op.name)
         name = op.name if copy is None else copy[1]
-        scope, _, rest = name.partition('/')
         if name in self._names_before:
             return name
+        scope, _, rest = name.partition('/')
         # Forward ops that are computed again have their names within such a scope.
         return rest if scope.split('_')[0] == 'recompute' and rest else name
 
