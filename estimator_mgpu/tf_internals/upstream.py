@@ -65,7 +65,8 @@ class CertainWaits:
                       x, if p is false -----------+
 
     The body of a loop may never run. So a loop's `Merge` waits for what the loop begins with, and
-    of all that leads to the way back, for ops of the loop. What is fed waits for nothing.
+    of all that leads to the way back, for what is in the loop, or is read for loops only. What is
+    fed waits for nothing.
 
     Args:
       liveness: of a graph.
@@ -79,9 +80,9 @@ class CertainWaits:
         for op, bit in bits.items():
             for branch in liveness.condition(op):
                 self._of_branch[branch] |= bit
-            frame = _loop_of_read(op, liveness) or liveness.frame(op)
-            for depth in range(len(frame)):
-                self._of_loop[frame[: depth + 1]] |= bit
+            for frame in {liveness.frame(op), *_loops_of_read(op, liveness)}:
+                for depth in range(len(frame)):
+                    self._of_loop[frame[: depth + 1]] |= bit
 
     def waited_for(
         self, op: tf.Operation, of_inputs: Sequence[int], of_controls: Sequence[int]
@@ -114,17 +115,16 @@ class CertainWaits:
         return union_of(self._of_branch[b.opposite()] for b in branches if b.way >= 0)
 
 
-def _loop_of_read(op: tf.Operation, liveness: Liveness) -> Frame:
-    """The innermost loop that has all users of what an op reads of a variable; () if none has."""
-    frame: Frame = ()
-    users = [op]
-    while op.type in op_types.VALUE_READS:
-        users = [user for before in users for user in before.outputs[0].consumers()]
-        frames = {liveness.output_frame(user) for user in users if user.type in op_types.ENTER}
-        if len(frames) != 1 or any(user.type not in op_types.ENTER for user in users):
-            break
-        [frame] = frames
-    return frame
+def _loops_of_read(op: tf.Operation, liveness: Liveness) -> set[Frame]:
+    """The loops that use what an op reads of a variable; none if something else uses it, too."""
+    users = op.outputs[0].consumers() if op.type in op_types.VALUE_READS else []
+    if any(user.type not in op_types.ENTER for user in users):
+        return set()
+    entries = list(users)
+    for entry in entries:  # It grows by those of loops within loops.
+        users = entry.outputs[0].consumers()
+        entries += [user for user in users if user.type in op_types.ENTER]
+    return {liveness.output_frame(entry) for entry in entries}
 
 
 def union_of(bits: Iterable[int]) -> int:
