@@ -276,6 +276,43 @@ def test_two_processes_that_are_one_task(make, one_device):
     two.comes_to(one_device[0])
 
 
+def test_nobody_ends_the_training_of_others(make, tmp_path, one_device):
+    """Not another cluster whose TF_CONFIG lists one of its tasks, nor a second chief."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', sleep=1.5), two.start('worker')
+    chief.says('STEP 1\n')
+    other = make(chief=1, worker=2)
+    other.jobs['worker'][0] = two.jobs['worker'][0]
+    waits = other.start('chief')
+    waits.says(f'Waiting for {other.at("worker", 1)}')
+    twin = two.start('chief', elsewhere=other.jobs['worker'][1])
+    twin.says('listens on all addresses')
+    waits.terminate()
+    waits.ends(143)
+    twin.send_signal(signal.SIGINT)
+    twin.ends(-signal.SIGINT)
+    two.hurry()
+    for machine in (chief, worker):
+        machine.ends()
+    assert chief.told('STEP') == list(range(1, STEPS + 1))
+    two.comes_to(one_device[0])
+
+
+def test_a_task_of_another_cluster_in_the_place_of_one_that_died(make):
+    """It goes on to serve its own chief, while the chief whose task died fails."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', sleep=0.3), two.start('worker')
+    chief.says('STEP 2\n')
+    worker.kill()
+    other = make(chief=1, worker=1)
+    other.jobs['worker'] = two.jobs['worker']
+    stranger = other.start('worker')
+    assert chief.ends(1).startswith('ValueError: TF_CONFIG differs between machines')
+    other.model_dir = two.folder / 'other'
+    other.start('chief', stops=[2]).ends()
+    stranger.ends()
+
+
 def test_all_end_as_the_chief(make):
     """The evaluator, too: after the last checkpoint, however few steps that has."""
     three = make(chief=1, worker=1, ps=1)

@@ -1,6 +1,7 @@
 """A chief's questions to the other tasks, while it trains."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -31,6 +32,8 @@ class Notes:
         says = self.task.says[self.name]
         if isinstance(says, Exception):
             raise says
+        if name == 'cluster':
+            return json.dumps(self.task.clusters.get(self.name, self.task.addresses))
         return says
 
 
@@ -49,6 +52,7 @@ class Task:
     def __init__(self):
         self.says = dict.fromkeys(self.others, 'this')
         self.gone = ()
+        self.clusters = {}  # those of tasks of other clusters
         self.terminate = lambda number, frame: None
 
     def listens(self, name):
@@ -186,6 +190,15 @@ def test_a_chief_that_was_replaced(task, leadership, watching):
     with pytest.raises(SystemExit, match='1'):
         watching.after(22)
     assert leadership.told[0][0].startswith(REPLACED)
+
+
+@pytest.mark.core
+def test_a_task_of_another_cluster_does_not_say_who_leads(task, watching):
+    """It may come up at the address of a task that has died."""
+    task.clusters[WORKER] = {}
+    task.says[WORKER] = 'the chief of that cluster'
+    watching.after(5, [WORKER])
+    watching.fail_if_replaced()
 
 
 @pytest.mark.core

@@ -82,7 +82,7 @@ class Chief:
         self._restarts = Restarts(self.task.limit)
         self._model_dir = config.model_dir
         if not self.leadership.has_begun:
-            self._check_alone()
+            self.task.check_alone()
         self.leadership.begin_training(self._model_dir)
 
         with Watch(self.task, self.leadership) as watch, lost_sessions(self._restarts.lost):
@@ -99,15 +99,6 @@ class Chief:
 
         if self.task.sigterm_at is not None:
             raise SystemExit(SIGTERM_STATUS)
-
-    def _check_alone(self) -> None:
-        """Raises RuntimeError if another process is the chief of the same cluster."""
-        try:
-            self.task.check_alone()
-        except RuntimeError:
-            # The other tasks are those of the other process, and aren't told how this one ends.
-            atexit.unregister(self._tell_ending)
-            raise
 
     def begin_session(self) -> None:
         """Waits for all tasks. Each session of a training begins with it, also after a fault."""

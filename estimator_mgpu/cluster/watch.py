@@ -108,7 +108,7 @@ class Watch:
         """
         # This is read before the answer comes: just after it, the chief may begin to lead the task.
         has_begun = self._leadership.has_begun
-        chief = notes.read('chief')
+        chief = self._leadership.chief_of(notes)
         self._answered_at[name] = time.monotonic()
         if has_begun and self._leadership.is_another(chief):
             self.replaced_at = name
