@@ -216,6 +216,25 @@ def test_a_lost_machine_that_never_comes_back(make):
     assert workers[0].ends(1).startswith(f'RuntimeError: The chief has failed: {error}')
 
 
+def test_a_worker_that_is_back_before_the_next_step(make, one_device):
+    """The chief, which is stopped meanwhile, asks the new process for a session of the old one."""
+    three = make(chief=1, worker=2)
+    workers = [three.start('worker', index) for index in range(2)]
+    chief = three.start('chief', sleep=0.3)
+    for step, index in [(2, 0), (6, 1), (11, 0), (16, 1)]:
+        chief.says(f'STEP {step}\n')
+        chief.send_signal(signal.SIGSTOP)
+        workers[index].kill()
+        workers[index] = three.start('worker', index)
+        workers[index].says('listens on all addresses')
+        chief.send_signal(signal.SIGCONT)
+    three.hurry()
+    for machine in (chief, *workers):
+        machine.ends()
+    assert chief.text().count('The session was lost: ') >= 4
+    three.comes_to(one_device[0])
+
+
 def test_sigterm(make):
     """Sent to all, it lets a step and a last checkpoint be finished; all end.
 
