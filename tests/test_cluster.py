@@ -333,6 +333,15 @@ def test_a_task_of_another_cluster_in_the_place_of_one_that_died(make):
     stranger.ends()
 
 
+def test_worker_0_is_the_chief_of_workers(make):
+    two = make(worker=2)
+    chief, worker = [two.start('worker', index, stops=[2]) for index in range(2)]
+    for machine in (chief, worker):
+        machine.ends()
+        assert 'TF_CONFIG has no chief: worker 0 is the chief' in machine.text()
+    assert chief.told('DEVICES') == [two_each(CHIEF, WORKER)]
+
+
 def test_all_end_as_the_chief(make):
     """The evaluator, too: after the last checkpoint, however few steps that has.
 
