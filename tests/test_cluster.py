@@ -40,11 +40,15 @@ def environment(**more):
 
 
 class Machine:
-    """A process that runs the script: a fork, or, `within` another command, one of its own."""
+    """A process that runs the script: a fork, or, `within` another command, one of its own.
+
+    Its environment has a proxy that nobody listens at.
+    """
 
     def __init__(self, tf_config, model_dir, log, options, within=()):
         self.text = log.read_text
-        variables = environment(TF_CONFIG=json.dumps(tf_config))
+        proxy = {'http_proxy': 'http://127.0.0.1:9', 'no_proxy': 'example.org'}
+        variables = environment(TF_CONFIG=json.dumps(tf_config), **proxy)
         command = [*within, sys.executable, cluster_script.__file__]
         command += [str(model_dir), json.dumps(options)]
         with open(log, 'w') as file:
@@ -334,7 +338,10 @@ def test_a_task_of_another_cluster_in_the_place_of_one_that_died(make):
 
 
 def test_worker_0_is_the_chief_of_workers(make):
+    """Their hosts have names, for which gRPC would ask the proxy."""
     two = make(worker=2)
+    ports = [address.rpartition(':')[2] for address in two.jobs['worker']]
+    two.jobs = {'worker': [f'localhost:{port}' for port in ports]}
     chief, worker = [two.start('worker', index, stops=[2]) for index in range(2)]
     for machine in (chief, worker):
         machine.ends()

@@ -1,6 +1,7 @@
 """The tasks of a cluster within this process: how they wait, meet, lead, serve and end."""
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -76,6 +77,21 @@ def test_a_port_that_is_taken(config_of):
         match = rf"^{WORKER} can't listen at {address} \(.*If another process has that port, end it"
         with pytest.raises(RuntimeError, match=match):
             Task(config)
+
+
+@pytest.mark.core
+def test_a_proxy_is_for_other_hosts(config_of, monkeypatch):
+    """What the user names for gRPC counts, or otherwise for all programs."""
+    monkeypatch.setattr(tf.train, 'Server', lambda *args, **kwargs: None)
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)
+    monkeypatch.delenv('no_grpc_proxy', raising=False)
+    monkeypatch.setenv('no_proxy', 'a.org,w0')
+    cluster = {'chief': ['[::1]:1'], 'worker': ['w0:1', 'w1:1', 'w1:2']}
+    Task(config_of(cluster=cluster))
+    assert os.environ[task_module._NO_PROXY] == 'a.org,w0,::1,w1'
+    monkeypatch.setenv('no_grpc_proxy', 'b.org')
+    Task(config_of(cluster=cluster))
+    assert os.environ[task_module._NO_PROXY] == 'b.org,::1,w0,w1'
 
 
 class Clock:
