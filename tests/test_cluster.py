@@ -258,6 +258,20 @@ def test_sigterm(make):
     assert len([*parts]) == 5  # of each device, and of the global step
 
 
+@pytest.mark.parametrize('where', ['input_fn', 'generator'])
+def test_sigterm_while_the_input_hangs(where, make):
+    """The chief is still in the user's function, or a step waits for its batch."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', hangs=where, closely=True), two.start('worker')
+    chief.says('HANGS')
+    chief.terminate()
+    for machine in (chief, worker):
+        machine.ends(143)
+    assert re.search(
+        'SIGTERM came .* the program is at .*cluster_script.py:.* in hang', chief.text()
+    )
+
+
 def test_ports_of_others(make):
     """Another program at a worker's port, and a name that doesn't resolve, end in a sentence."""
     server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), http.server.BaseHTTPRequestHandler)
@@ -412,11 +426,9 @@ def test_a_worker_that_is_stopped_and_goes_on(make, one_device):
     chief.says(f'STEP {reached + 2}\n')
     stopped.send_signal(signal.SIGSTOP)
     time.sleep(2)
-    start = time.monotonic()
     chief.terminate()
     chief.ends(143)
-    assert time.monotonic() - start < 30
-    assert f'SIGTERM came while a step waited: {three.at("worker")}' in chief.text()
+    assert f'has not ended: {three.at("worker")} has not answered for' in chief.text()
     other.ends(143)
     stopped.send_signal(signal.SIGCONT)
     stopped.kill()
