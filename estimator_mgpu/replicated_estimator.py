@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, SupportsInt
@@ -379,7 +378,6 @@ def _check_without_job(devices: Any) -> None:
 def _checked_config(config: Any) -> Any:
     """Returns a RunConfig, which reads TF_CONFIG if it's made here, and checks what it has read."""
     if config is None:
-        tf_config.check(os.environ.get('TF_CONFIG', '{}'))
         config = tf_estimator.estimator.RunConfig()
     if not isinstance(config, tf_estimator.estimator.RunConfig):
         raise TypeError(

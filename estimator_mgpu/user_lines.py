@@ -1,4 +1,4 @@
-"""Which line of the user's program made an op.
+"""Which line of the user's program made an op, and at which lines it is now.
 
 In: an op, be it the user's or one that was added for it. Out: the frame of its traceback that is in
 the model_fn, or in what that calls: the deepest that isn't in an installed package, nor in Python's
@@ -11,6 +11,7 @@ import itertools
 import os
 import site
 import sys
+import threading
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -37,6 +38,25 @@ def frame_of(op: tf.Operation) -> Any:
 def is_of_model_fn(op: tf.Operation) -> bool:
     """Whether the model_fn made an op, or made the one that an added op serves."""
     return any(frame.filename == _REPLICATE for frame in op.traceback or ())
+
+
+def running() -> list[str]:
+    """Where the threads of this process are in the user's program, the main thread first.
+
+    Returns:
+      Texts such as '/home/me/train.py:12 in input_fn'.
+    """
+    packages = _directories_of_packages()
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    lines = []
+    for thread in sorted(frames, key=lambda thread: thread != main):
+        frame: Any = frames[thread]
+        while frame is not None and frame.f_code.co_filename.startswith(packages):
+            frame = frame.f_back
+        if frame is not None:
+            lines.append(f'{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}')
+    return list(dict.fromkeys(lines))
 
 
 def _directories_of_packages() -> tuple[str, ...]:

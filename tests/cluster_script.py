@@ -41,6 +41,25 @@ def remaining():
     return input_fn().skip(tf.train.get_global_step())
 
 
+def hang():
+    tell('HANGS', True)
+    time.sleep(1000)
+
+
+def hanging(where):
+    """An input_fn that hangs, or whose generator does, after two batches."""
+    if where == 'input_fn':
+        hang()
+
+    def batches():
+        for _ in range(2):
+            yield floats(15, 4), floats(15, 1)
+        hang()
+
+    specs = tuple(tf.TensorSpec([None, size], tf.float32) for size in (4, 1))
+    return tf.data.Dataset.from_generator(batches, output_signature=specs)
+
+
 def own_parts(input_context):
     """Each machine's part of the rows of these."""
     n, i = input_context.num_input_pipelines, input_context.input_pipeline_id
@@ -139,6 +158,7 @@ def watch_closely():
     watch._LOG_AFTER = 8
     watch._LOG_EVERY = 12
     watch._GRACE = 8
+    watch._SIGTERM_GRACE = 4
 
 
 def leave(status, error):
@@ -164,6 +184,7 @@ def main(
     v1=False,
     closely=False,
     scarce_at=0,
+    hangs='',
 ):
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
@@ -177,6 +198,7 @@ def main(
       elsewhere: another address of this task, as of another machine.
       v1: whether variables are as below tf.disable_v2_behavior().
       closely: whether the chief notices earlier that a task doesn't answer.
+      hangs: where the input hangs: in `input_fn`, or in a `generator`.
       scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
     if elsewhere:
@@ -210,7 +232,8 @@ def main(
         leave(status, error)
         return
     for stop in stops:
-        estimator.train(remaining, hooks, max_steps=stop)
+        train_input_fn = (lambda: hanging(hangs)) if hangs else remaining
+        estimator.train(train_input_fn, hooks, max_steps=stop)
         result = estimator.evaluate(input_fn, steps=4)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
     found = estimator.predict(lambda: input_fn().take(2))

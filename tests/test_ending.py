@@ -31,3 +31,27 @@ def test_the_file(tmp_path):
         ending.write(folder, ending.Ending(chief, None, status))
         assert ending.read(folder) == found
     assert [path.name for path in tmp_path.iterdir()] == [ending.FILE]
+
+
+DAMAGED = {
+    'empty': b'',
+    'a number': b'7',
+    'cut off': b'["old", nu',
+    'other JSON': b'{"chief": "old"}',
+    'of other types': b'["old", null, "0"]',
+    'too few': b'["old"]',
+    'deep': 100_000 * b'[',
+    'no text': b'\xff\x00',
+}
+
+
+@pytest.mark.parametrize('damaged', DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_counts_as_none(damaged, tmp_path, caplog):
+    """A chief writes it anew, also as it ends."""
+    path = tmp_path / ending.FILE
+    path.write_bytes(damaged)
+    assert ending.read(str(tmp_path)) is None
+    (said,) = caplog.messages
+    assert said.startswith(f'{path}, which says how the chief has ended, is damaged and counts as')
+    ending.write(str(tmp_path), ending.Ending('new', None, 3))
+    assert ending.read(str(tmp_path)) == ('new', None, 3)

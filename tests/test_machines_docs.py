@@ -32,7 +32,7 @@ def blocks(language):
 
 def read(tf_config, monkeypatch):
     """Returns the task, and the addresses of all."""
-    cluster_config.check(tf_config)
+    assert cluster_config.with_chief(tf_config) == tf_config
     monkeypatch.setenv('TF_CONFIG', tf_config)
     config = tf.estimator.RunConfig()
     found = addresses(config)

@@ -154,10 +154,40 @@ def raise_once(error):
     return call
 
 
+# What they raise if a task has been started again, and a step is cancelled on another one first.
+CANCELLED = """Graph execution error:
+
+Detected at node 'IteratorGetNext' defined at (most recent call last):
+    File "train.py", line 3, in <module>
+Node: 'IteratorGetNext'
+=====================
+CANCELLED: From /job:chief/replica:0/task:0:
+Operation was cancelled
+\t [[{{node IteratorGetNext}}]]
+ABORTED: From /job:worker/replica:0/task:1:
+Session handle is not found: f4544aa. Possibly this worker ("/job:worker/replica:0/task:1") just \
+restarted.
+=====================
+"""
+# As executors of one process put several errors together.
+SEVERAL = """2 root error(s) found.
+  (0) CANCELLED: Operation was cancelled
+  (1) UNAVAILABLE: Socket closed
+0 successful operations.
+"""
+OF_LOST_TASKS = {
+    'replaced': (tf.errors.InternalError, REPLACED),
+    'cancelled': (tf.errors.CancelledError, CANCELLED),
+    'several': (tf.errors.CancelledError, SEVERAL),
+}
+
+
 @pytest.mark.core
 @pytest.mark.parametrize('part', ['initializing', 'step'])
-def test_an_error_of_the_network_that_is_called_internal(part, monkeypatch):
-    error, told = tf.errors.InternalError(None, None, REPLACED), []
+@pytest.mark.parametrize('kind', OF_LOST_TASKS)
+def test_an_error_of_a_lost_task_that_has_another_class(part, kind, monkeypatch):
+    error_class, message = OF_LOST_TASKS[kind]
+    error, told = error_class(None, None, message), []
     init_fn = None
     if part == 'initializing':
         init_fn = raise_once(error)
@@ -178,7 +208,7 @@ def test_an_error_of_the_network_that_is_called_internal(part, monkeypatch):
             assert session.run([value]) == [1]
     (lost,) = told
     assert isinstance(lost, tf.errors.UnavailableError)
-    assert lost.message == REPLACED and lost.__cause__ is error
+    assert lost.message == message and lost.__cause__ is error
 
 
 @pytest.mark.core
@@ -191,8 +221,16 @@ def test_tensorflow_words_it_like_this():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('message', [REPLACED.replace('WorkerService', 'X'), 'Blas failed'])
-def test_another_internal_error_ends_the_session(message):
+@pytest.mark.parametrize(
+    'message',
+    [
+        REPLACED.replace('WorkerService', 'X'),
+        CANCELLED.replace('ABORTED', 'INTERNAL'),
+        'CANCELLED: the user says\nABORTED: nothing is lost',
+        'Blas failed',
+    ],
+)
+def test_another_error_ends_the_session(message):
     error, told = tf.errors.InternalError(None, None, message), []
     with tf.Graph().as_default(), lost_sessions.lost_sessions(told.append):
         scaffold = tf.train.Scaffold(init_fn=raise_once(error))

@@ -1,6 +1,7 @@
 """The tasks of a cluster within this process: how they wait, meet, lead, serve and end."""
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -76,6 +77,21 @@ def test_a_port_that_is_taken(config_of):
         match = rf"^{WORKER} can't listen at {address} \(.*If another process has that port, end it"
         with pytest.raises(RuntimeError, match=match):
             Task(config)
+
+
+@pytest.mark.core
+def test_a_proxy_is_for_other_hosts(config_of, monkeypatch):
+    """What the user names for gRPC counts, or otherwise for all programs."""
+    monkeypatch.setattr(tf.train, 'Server', lambda *args, **kwargs: None)
+    monkeypatch.setattr(signal, 'signal', lambda *args: None)
+    monkeypatch.delenv('no_grpc_proxy', raising=False)
+    monkeypatch.setenv('no_proxy', 'a.org,w0')
+    cluster = {'chief': ['[::1]:1'], 'worker': ['w0:1', 'w1:1', 'w1:2']}
+    Task(config_of(cluster=cluster))
+    assert os.environ[task_module._NO_PROXY] == 'a.org,w0,::1,w1'
+    monkeypatch.setenv('no_grpc_proxy', 'b.org')
+    Task(config_of(cluster=cluster))
+    assert os.environ[task_module._NO_PROXY] == 'b.org,::1,w0,w1'
 
 
 class Clock:
@@ -266,24 +282,27 @@ def test_a_task_that_serves_looks_around_every_half_minute(task, serves, clock, 
 @pytest.fixture
 def pads(task, chief, monkeypatch, tmp_path):
     """The notes of other tasks, each of which is there; the task leads them."""
-    pads = {name: Pad(chief=task.incarnation) for name in task.others}
+    cluster = json.dumps(task.addresses)
+    pads = {name: Pad(chief=task.incarnation, cluster=cluster) for name in task.others}
     monkeypatch.setattr(reach, 'listens', lambda address: True)
     monkeypatch.setattr(reach, 'check_server', lambda task, address: None)
     monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
     chief.leadership.begin_training(str(tmp_path))
+    chief.leadership.lead()
     return pads
 
 
 @pytest.mark.core
 def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
     """Also if one isn't there, doesn't answer, or has been started again."""
+    cluster = json.dumps(task.addresses)
     pads[PS] = Silent()
-    pads['/job:worker/task:1'] = Pad()
+    pads['/job:worker/task:1'] = Pad(cluster=cluster)
     chief._noted_exit.argument = 3
     chief._tell_ending()
     told = ending_of(task.incarnation, status=3)
     for name in (CHIEF, '/job:worker/task:1'):
-        assert pads[name].notes == {'chief': task.incarnation, 'end': told}
+        assert pads[name].notes == {'cluster': cluster, 'chief': task.incarnation, 'end': told}
     assert ending.read(str(tmp_path)) == (task.incarnation, None, 3)
     task.sigterm_at = 1
     chief._tell_ending()
@@ -301,7 +320,6 @@ def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
 def test_a_chief_that_was_replaced_tells_nobody(chief, pads, tmp_path):
     before = ending.Ending('new')
     ending.write(str(tmp_path), before)
-    chief.leadership.has_begun = True
     pads[PS].notes['chief'] = 'new'
     chief.leadership.tell_ending('Boo', 1)
     assert not any(pad.read('end') for pad in pads.values())
@@ -311,30 +329,43 @@ def test_a_chief_that_was_replaced_tells_nobody(chief, pads, tmp_path):
 
 
 @pytest.mark.core
-def test_a_chief_that_fails_before_it_leads(task, chief, pads):
-    """Those whom another process led until that was killed are told, too."""
-    for pad in pads.values():
-        pad.notes['chief'] = 'killed'
+def test_a_chief_that_fails_before_it_leads_tells_nobody(task, pads, tmp_path):
+    """The other tasks may be in the midst of a training that another process leads."""
+    folder = str(tmp_path / 'other')
+    ending.write(folder, ending.Ending('another'))
+    second = Chief(task)
+    second.leadership.begin_training(folder)
+    second.leadership.tell_ending('Boo', 1)
+    assert not any(pad.read('end') for pad in pads.values())
+    assert ending.read(folder) == ('another', None, None)
+
+
+@pytest.mark.core
+def test_a_task_of_another_cluster_is_told_nothing(task, chief, pads):
+    """It has come up at the address of one of ours that died; the others are told."""
+    pads[PS] = Pad(cluster='{}', chief='of that cluster')
     chief.leadership.tell_ending('Boo', 1)
-    told = {'chief': task.incarnation, 'end': ending_of(task.incarnation, 'Boo', 1)}
-    assert [pad.notes for pad in pads.values()] == [told] * 3
+    assert pads[PS].notes == {'cluster': '{}', 'chief': 'of that cluster'}
+    assert pads[CHIEF].read('end') == ending_of(task.incarnation, 'Boo', 1)
 
 
 @pytest.mark.core
 def test_who_leads(task, chief, pads):
     """A chief that begins takes over; later it leads what was started again, and nobody else's."""
+    chief.leadership.has_begun = False
     pads[PS].notes.update(chief='old', end=ending_of('old'))
     chief.leadership.lead()
     assert [pad.notes['chief'] for pad in pads.values()] == [task.incarnation] * 3
     assert chief.leadership.has_begun and pads[PS].notes['end'] == ''
-    pads[PS].notes.clear()
+    cluster = pads[PS].notes['cluster']
+    pads[PS].notes = {'cluster': cluster}
     chief.leadership.lead()
     assert pads[PS].notes['chief'] == task.incarnation
-    pads[CHIEF].notes.clear()
+    pads[CHIEF].notes = {'cluster': cluster}
     pads[PS].notes['chief'] = 'new'
     with pytest.raises(RuntimeError, match=f'Another chief leads {PS} at p0:1: it was started in'):
         chief.leadership.lead()
-    assert not pads[CHIEF].notes
+    assert pads[CHIEF].notes == {'cluster': cluster}
 
 
 @pytest.mark.core
@@ -342,8 +373,6 @@ def test_who_leads(task, chief, pads):
 def test_a_chief_waits_for_a_stopped_task(has_begun, task, chief, pads, clock, caplog, monkeypatch):
     """Until it goes on, and the log names it, also if the chief begins."""
     chief.leadership.has_begun = has_begun
-    for pad in pads.values():
-        pad.write('cluster', json.dumps(task.addresses))
     stopped = pads[PS]
     pads[PS] = Silent()
     sleep = clock.sleep
@@ -438,7 +467,6 @@ def test_a_call_beyond_its_limit(task, chief, monkeypatch, tmp_path):
     with pytest.raises(tf.errors.DeadlineExceededError):
         train()
     assert chief.leadership.model_dirs == [str(tmp_path)]
-    assert ending.read(str(tmp_path)) == (task.incarnation, None, None)
 
 
 @pytest.mark.core

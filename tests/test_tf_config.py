@@ -1,6 +1,7 @@
 """What TF_CONFIG has to be: at import, and where a RunConfig has read it."""
 
 import json
+import os
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -20,6 +21,8 @@ NO_TASKS += [
     ('ps', 1.5, 'an index'),
     ('evaluator', None, 'an index'),
     ('boss', 0, 'a task of a job in'),
+    (['worker'], 0, 'a task of a job in'),
+    ('master', 0, 'a task of a job in'),
 ]
 
 
@@ -28,9 +31,14 @@ def workers(*addresses):
 
 
 WRONG = [
-    ('one chief', {'cluster': {'worker': ['w0:1']}}),
+    ('one chief', {'cluster': {'ps': ['p0:1']}}),
+    ('one chief', {'cluster': {**TASKS, 'master': ['m0:1']}}),
+    ('one chief', {'cluster': {'master': ['m0:1', 'm1:1']}}),
+    ('a list of addresses for each job', {'cluster': {**TASKS, 'worker': {'0': 'w0:1'}}}),
+    ('a list of addresses for each job', {'cluster': {'chief': 'c0:1'}}),
+    ("an address .*: 7 isn't", {'cluster': {**TASKS, 'worker': [7]}}),
     ('one chief', {'cluster': {**TASKS, 'chief': ['c0:1', 'c1:1']}}),
-    ('no job but chief, worker and ps', {'cluster': {**TASKS, 'master': ['m0:1']}}),
+    ('no job but chief, worker and ps', {'cluster': {**TASKS, 'boss': ['b0:1']}}),
     ('tasks of each job', workers()),
     *[(f"an address .*65535: '{address}' isn't", workers(address)) for address in NO_ADDRESSES],
     ("an address of its own for each task: 'c0:1' is there twice", workers('c0:1')),
@@ -46,23 +54,73 @@ WRONG = [
 def test_what_tf_config_lacks(needs, changed):
     match = rf'It needs {needs}\. On each machine it has the same'
     with pytest.raises(ValueError, match=match):
-        tf_config.check(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
+        tf_config.with_chief(json.dumps({'cluster': TASKS, 'task': TASK, **changed}))
 
 
-@pytest.mark.parametrize('text', ['{"cluster": ', '[]', '', '{"cluster": {"chief": 1}}'])
-def test_no_json_of_objects(text):
-    with pytest.raises(ValueError, match='It needs to be a JSON object of objects'):
-        tf_config.check(text)
+@pytest.mark.parametrize(
+    'text',
+    ['{"cluster": ', '[]', '', '7', '{"cluster": 1}', '{"task": [1]}', 100_000 * '['],
+    ids=range(7),
+)
+def test_no_json_of_objects(text, monkeypatch):
+    """At import, and of a RunConfig that reads it later."""
+    match = 'It needs to be a JSON object of objects .* On each machine it has the same'
+    with pytest.raises(ValueError, match=match) as error:
+        tf_config.with_chief(text)
+    assert len(str(error.value)) < 3000
+    monkeypatch.setenv('TF_CONFIG', text)
+    with pytest.raises(ValueError, match=match):
+        tf.estimator.RunConfig()
+
+
+def as_it_is(text):
+    assert tf_config.with_chief(text) == text
 
 
 def test_what_is_right():
-    tf_config.check('{}')
-    tf_config.check('{"task": {"type": "worker", "index": 0}}')
+    as_it_is('{}')
+    as_it_is('{"task": {"type": "worker", "index": 0}}')
     evaluator = {'type': 'evaluator', 'index': 3}
     for task in (TASK, {'type': 'ps', 'index': '0'}, evaluator):
-        tf_config.check(json.dumps({'cluster': TASKS, 'task': task}))
+        as_it_is(json.dumps({'cluster': TASKS, 'task': task}))
     for host in ('10.0.0.1', '[::1]', 'näme.org', 'a-b.svc.cluster.local.', 'under_score'):
-        tf_config.check(json.dumps({**workers(f'{host}:65535'), 'task': TASK}))
+        as_it_is(json.dumps({**workers(f'{host}:65535'), 'task': TASK}))
+
+
+WORKERS = {'worker': ['w0:1', 'w1:1', 'w2:1']}
+LED_BY_WORKER = {'chief': ['w0:1'], 'worker': ['w1:1', 'w2:1']}
+MASTER = {'master': ['m0:1'], 'worker': ['w0:1'], 'ps': ['p0:1']}
+LED_BY_MASTER = {'chief': ['m0:1'], 'worker': ['w0:1'], 'ps': ['p0:1']}
+WITHOUT_CHIEF = [
+    (WORKERS, ('worker', 0), LED_BY_WORKER, ('chief', 0)),
+    (WORKERS, ('worker', '2'), LED_BY_WORKER, ('worker', 1)),
+    (WORKERS, ('evaluator', 0), LED_BY_WORKER, ('evaluator', 0)),
+    ({'worker': ['w0:1']}, ('worker', 0), {'chief': ['w0:1']}, ('chief', 0)),
+    (MASTER, ('master', 0), LED_BY_MASTER, ('chief', 0)),
+    (MASTER, ('worker', 0), LED_BY_MASTER, ('worker', 0)),
+    (MASTER, ('ps', 0), LED_BY_MASTER, ('ps', 0)),
+]
+
+
+def text_of(cluster, task):
+    task = {'type': task[0], 'index': task[1]}
+    return json.dumps({'cluster': cluster, 'task': task, 'environment': 'cloud'})
+
+
+@pytest.mark.parametrize('cluster, task, led, task_there', WITHOUT_CHIEF)
+def test_a_cluster_without_a_chief(cluster, task, led, task_there, monkeypatch, caplog):
+    """Worker 0 is the chief, as in TensorFlow 2, or the master, as in TensorFlow 1."""
+    monkeypatch.setenv('TF_CONFIG', text_of(cluster, task))
+    config = tf.estimator.RunConfig()
+    tf_config.check_read(config)
+    assert (config.task_type, config.task_id) == task_there
+    if task[0] != 'evaluator':
+        assert config.cluster_spec.as_dict() == led
+    assert json.loads(os.environ['TF_CONFIG']) == json.loads(text_of(led, task_there))
+    tf.estimator.RunConfig()  # It isn't said again.
+    chief = 'the master' if cluster is MASTER else 'worker 0'
+    (said,) = [message for message in caplog.messages if 'TF_CONFIG has no chief' in message]
+    assert f': {chief} is the chief' in said
 
 
 def use(config):
@@ -74,16 +132,20 @@ def use(config):
 
 
 def test_one_that_was_set_after_the_import(monkeypatch):
-    """A RunConfig takes what this package doesn't: a master, addresses of any kind."""
+    """A RunConfig that was made before takes what this package doesn't."""
     given = [
-        ({'master': ['m0:1'], 'worker': ['w0:1']}, 'no job but'),
+        ({'master': ['m0:1'], 'worker': ['w0:1']}, 'a chief, or to be read by a RunConfig that is'),
         ({**TASKS, 'worker': ['host..domain:1']}, 'an address'),
         ({**TASKS, 'worker': ['w0:65536']}, 'an address'),
         ({**TASKS, 'worker': ['c0:1']}, 'an address of its own'),
     ]
     for cluster, needs in given:
         monkeypatch.setenv('TF_CONFIG', json.dumps({'cluster': cluster, 'task': TASK}))
-        for make in use(tf.estimator.RunConfig()):
+        with monkeypatch.context() as context:
+            kind = tf.estimator.RunConfig
+            context.setattr(kind, '__init__', kind.__init__.__wrapped__)
+            config = tf.estimator.RunConfig()
+        for make in use(config):
             with pytest.raises(ValueError, match=f'TF_CONFIG is .* It needs {needs}'):
                 make()
     task = {'type': 'worker', 'index': 'x'}

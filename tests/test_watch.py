@@ -1,6 +1,7 @@
 """A chief's questions to the other tasks, while it trains."""
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -31,6 +32,8 @@ class Notes:
         says = self.task.says[self.name]
         if isinstance(says, Exception):
             raise says
+        if name == 'cluster':
+            return json.dumps(self.task.clusters.get(self.name, self.task.addresses))
         return says
 
 
@@ -49,6 +52,7 @@ class Task:
     def __init__(self):
         self.says = dict.fromkeys(self.others, 'this')
         self.gone = ()
+        self.clusters = {}  # those of tasks of other clusters
         self.terminate = lambda number, frame: None
 
     def listens(self, name):
@@ -157,15 +161,38 @@ def test_a_task_that_never_answers_again(task, leadership, watching, caplog):
 @pytest.mark.core
 def test_sigterm_while_a_step_waits(task, leadership, watching, caplog):
     watching._got_sigterm = True
-    for seconds in (5, 10, 19):
-        watching.after(seconds, [])
-    watching.after(20, [WORKER, PS])
-    watching.after(30, [PS])  # All answered lately: the step only takes its time.
+    for seconds in (5, 9, 13):
+        watching.after(seconds, [PS])
     with pytest.raises(SystemExit, match='143'):
-        watching.after(31, [PS])
+        watching.after(14, [PS])
     assert leadership.told == [(None, 143, [WORKER])]
-    error = f'SIGTERM came while a step waited: {WORKER} at w0:1 has not answered for 11 seconds'
-    assert f'{error}. This process ends.' in caplog.messages
+    (said,) = [message for message in caplog.messages if 'SIGTERM' in message]
+    assert said.startswith('SIGTERM came 9 seconds ago, and a step, or what comes before it, has')
+    assert f'{WORKER} at w0:1 has not answered for 14 seconds' in said
+
+
+@pytest.mark.core
+def test_sigterm_while_all_tasks_answer(leadership, watching, caplog):
+    """A step waits for its input, say: the log has the user's line."""
+    watching._got_sigterm = True
+    for seconds in (5, 13):
+        watching.after(seconds, [WORKER, PS])
+    with pytest.raises(SystemExit, match='143'):
+        watching.after(14, [WORKER, PS])
+    assert leadership.told == [(None, 143, [])]
+    (said,) = [message for message in caplog.messages if 'SIGTERM' in message]
+    assert f'the program is at {__file__}:' in said and ' in look' in said
+
+
+@pytest.mark.core
+def test_sigterm_while_a_checkpoint_is_saved(watching, caplog):
+    """It's finished, unless a task that saves doesn't answer."""
+    watching._got_sigterm = watching.saving = True
+    for seconds in (5, 20, 60):
+        watching.after(seconds, [WORKER, PS])
+    watching.after(70, [PS])
+    with pytest.raises(SystemExit, match='143'):
+        watching.after(71, [PS])
 
 
 REPLACED = f'Another chief leads {WORKER} at w0:1'
@@ -186,6 +213,15 @@ def test_a_chief_that_was_replaced(task, leadership, watching):
     with pytest.raises(SystemExit, match='1'):
         watching.after(22)
     assert leadership.told[0][0].startswith(REPLACED)
+
+
+@pytest.mark.core
+def test_a_task_of_another_cluster_does_not_say_who_leads(task, watching):
+    """It may come up at the address of a task that has died."""
+    task.clusters[WORKER] = {}
+    task.says[WORKER] = 'the chief of that cluster'
+    watching.after(5, [WORKER])
+    watching.fail_if_replaced()
 
 
 @pytest.mark.core

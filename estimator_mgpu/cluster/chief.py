@@ -69,7 +69,7 @@ class Chief:
             self.leadership.tell_ending(*error_and_status(self._noted_exit.argument))
 
     @contextlib.contextmanager
-    def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _BeforeCheckpoints]]:
+    def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _AroundCheckpoints]]:
         """A context in which the devices of all machines can be trained on.
 
         Args:
@@ -82,7 +82,7 @@ class Chief:
         self._restarts = Restarts(self.task.limit)
         self._model_dir = config.model_dir
         if not self.leadership.has_begun:
-            self._check_alone()
+            self.task.check_alone()
         self.leadership.begin_training(self._model_dir)
 
         with Watch(self.task, self.leadership) as watch, lost_sessions(self._restarts.lost):
@@ -92,22 +92,13 @@ class Chief:
             try:
                 with _explained_time_limit(config, watch):
                     hook = _AfterSteps(self.task, self._restarts, watch)
-                    yield hook, _BeforeCheckpoints(watch)
+                    yield hook, _AroundCheckpoints(watch)
             finally:
                 self.task.busy = False
                 vars(config).update(machines=None, _master='')
 
         if self.task.sigterm_at is not None:
             raise SystemExit(SIGTERM_STATUS)
-
-    def _check_alone(self) -> None:
-        """Raises RuntimeError if another process is the chief of the same cluster."""
-        try:
-            self.task.check_alone()
-        except RuntimeError:
-            # The other tasks are those of the other process, and aren't told how this one ends.
-            atexit.unregister(self._tell_ending)
-            raise
 
     def begin_session(self) -> None:
         """Waits for all tasks. Each session of a training begins with it, also after a fault."""
@@ -236,6 +227,9 @@ class _AfterSteps(tf.train.SessionRunHook):
     def begin(self) -> None:
         self._global_step = tf.train.get_global_step()
 
+    def after_create_session(self, session: tf.Session, coord: Any) -> None:
+        self._watch.saving = False  # The session before may have been lost as it saved.
+
     def before_run(self, run_context: Any) -> Any:
         return tf.train.SessionRunArgs(self._global_step)
 
@@ -246,11 +240,15 @@ class _AfterSteps(tf.train.SessionRunHook):
             run_context.request_stop()
 
 
-class _BeforeCheckpoints(tf.train.CheckpointSaverListener):
-    """Keeps a chief that has been replaced from saving."""
+class _AroundCheckpoints(tf.train.CheckpointSaverListener):
+    """Keeps a chief that has been replaced from saving, and lets others know when it saves."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
     def before_save(self, session: tf.Session, global_step_value: int) -> None:
         self._watch.check()
+        self._watch.saving = True
+
+    def after_save(self, session: tf.Session, global_step_value: int) -> None:
+        self._watch.saving = False

@@ -6,7 +6,6 @@ after all others have gone, reads it in a file in model_dir.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from typing import NamedTuple, NoReturn
@@ -31,8 +30,20 @@ class Ending(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> Ending:
-        """Reads what `text()` has written."""
-        return cls(*json.loads(text))
+        """Reads what `text()` has written.
+
+        Raises:
+          ValueError: if the text is something else.
+        """
+        try:
+            chief, error, status = json.loads(text)
+        except (RecursionError, TypeError, ValueError) as cause:
+            raise ValueError(f'{text[:40]!r} is no ending of a chief.') from cause
+
+        has_types = isinstance(chief, str) and isinstance(error, (str, type(None)))
+        if not has_types or not isinstance(status, (int, type(None))):
+            raise ValueError(f'{text[:40]!r} is no ending of a chief.')
+        return cls(chief, error, status)
 
     def text(self) -> str:
         """The ending as JSON, for a note or a file."""
@@ -69,8 +80,16 @@ def write(model_dir: str, ending: Ending) -> None:
 
 
 def read(model_dir: str) -> Ending | None:
-    """Returns what a chief's file says; None if there is no file."""
-    with contextlib.suppress(tf.errors.NotFoundError):
-        with tf.io.gfile.GFile(os.path.join(model_dir, FILE)) as file:
+    """Returns what a chief's file says; None if there is no file, or a damaged one."""
+    path = os.path.join(model_dir, FILE)
+    try:
+        with tf.io.gfile.GFile(path) as file:
             return Ending.from_text(file.read())
-    return None
+    except tf.errors.NotFoundError:
+        return None
+    except ValueError as error:  # also if it isn't UTF-8
+        tf.logging.warning(
+            f'{path}, which says how the chief has ended, is damaged and counts as missing '
+            f'({error}). The chief writes it anew as it begins and ends.'
+        )
+        return None

@@ -4,16 +4,21 @@ Each task has a note with the incarnation of the chief that leads it. A chief th
 own incarnation there. If it later finds another one, it has been replaced: somebody has started
 another process as the chief, while this one was stopped or cut off. Then it must write nothing
 more.
+
+A chief tells how it ends only to tasks of its own cluster, and only if it has led them: others may
+be in the midst of somebody else's training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Collection
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import ending
+from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.task import Task
 
 
@@ -25,7 +30,7 @@ class Leadership:
 
     Attributes:
       has_begun: whether this chief has left its notes on the other tasks.
-      model_dirs: where this chief has trained. An evaluator looks there for the chief's ending.
+      model_dirs: where this chief trains. An evaluator looks there for the chief's ending.
     """
 
     def __init__(self, task: Task) -> None:
@@ -34,10 +39,11 @@ class Leadership:
         self._task = task
 
     def begin_training(self, model_dir: str) -> None:
-        """Leaves a file in a model_dir that says that this chief runs."""
+        """Lets a file in a model_dir say that this chief runs, once it leads the other tasks."""
         if model_dir not in self.model_dirs:
-            ending.write(model_dir, ending.Ending(self._task.incarnation))
             self.model_dirs.append(model_dir)
+            if self.has_begun:
+                ending.write(model_dir, ending.Ending(self._task.incarnation))
 
     def lead(self) -> None:
         """Leaves a note on each task that this chief leads it.
@@ -52,7 +58,7 @@ class Leadership:
             notes = {}
             for task in self._task.others:
                 notes[task] = stack.enter_context(self._task.notes_on(task))
-            chiefs = {task: notes[task].read('chief') for task in notes}
+            chiefs = {task: self.chief_of(notes[task]) for task in notes}
 
             for task, chief in chiefs.items():
                 if self.has_begun and self.is_another(chief):
@@ -61,7 +67,27 @@ class Leadership:
                 if chief != self._task.incarnation:
                     notes[task].write('end', '')
                     notes[task].write('chief', self._task.incarnation)
-        self.has_begun = True
+
+        if not self.has_begun:
+            self.has_begun = True
+            for model_dir in self.model_dirs:
+                ending.write(model_dir, ending.Ending(self._task.incarnation))
+
+    def chief_of(self, notes: Notes) -> str:
+        """The incarnation of the chief that leads a task of this cluster.
+
+        Args:
+          notes: those on the task.
+
+        Returns:
+          '' if no chief has led it yet, and for a task of another cluster.
+        """
+        return notes.read('chief') if self._is_own(notes) else ''
+
+    def _is_own(self, notes: Notes) -> bool:
+        """Whether the task that notes are on serves in this cluster."""
+        cluster = notes.read('cluster')
+        return bool(cluster) and json.loads(cluster) == self._task.addresses
 
     def is_another(self, chief: str) -> bool:
         """Whether another chief leads a task.
@@ -84,13 +110,17 @@ class Leadership:
         )
 
     def tell_ending(self, error: str | None, status: int, silent: Collection[str] = ()) -> None:
-        """Tells the other tasks and an evaluator how this chief ends, unless it was replaced.
+        """Tells the other tasks and an evaluator how this chief ends.
+
+        A chief that hasn't led them tells nobody, nor does one that was replaced.
 
         Args:
           error: the error that it ends by, as text; None if it ends without one.
           status: its exit status.
           silent: the names of tasks that don't answer, and so aren't told.
         """
+        if not self.has_begun:
+            return
         end = ending.Ending(self._task.incarnation, error, status)
         with contextlib.ExitStack() as stack:
             reached = []
@@ -99,8 +129,9 @@ class Leadership:
                     continue
                 with contextlib.suppress(tf.errors.OpError):  # The other tasks are told anyway.
                     notes = stack.enter_context(self._task.notes_on(task))
-                    chief = notes.read('chief')
-                    if self.has_begun and self.is_another(chief):
+                    if not self._is_own(notes):
+                        continue
+                    if self.is_another(notes.read('chief')):
                         return
                     reached.append(notes)
 

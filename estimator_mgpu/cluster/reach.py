@@ -29,6 +29,11 @@ def described(task: str, address: str) -> str:
     return f'{task} at {address}'
 
 
+def host_of(address: str) -> str:
+    """Returns the host of an address."""
+    return _host_and_port(address)[0]
+
+
 def is_server(address: str) -> bool:
     """Whether a server of TensorFlow's, or of gRPC's at least, answers at an address."""
     answer = _answer(address)

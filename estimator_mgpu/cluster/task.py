@@ -25,6 +25,9 @@ _LOG_EVERY = 30  # seconds from one message to the next on what is waited for
 # Seconds after which a process that answers at this task's address is another one. Until then its
 # host name may still lead to where the task was before.
 _TWIN_PATIENCE = 30
+# Environment variables with the hosts that gRPC, or any program, connects to without a proxy.
+_NO_PROXY = 'no_grpc_proxy'
+_NO_PROXY_OF_ALL = 'no_proxy'
 
 
 class Task:
@@ -64,6 +67,7 @@ class Task:
     def _start_server(self, config: Any) -> tf.train.Server:
         # Otherwise, closing a session would wait in silence for a task that has gone.
         os.environ.setdefault('GRPC_FAIL_FAST', 'true')
+        os.environ[_NO_PROXY] = self._hosts_without_proxy()
 
         spec = config.cluster_spec
         jobs = {job: spec.job_tasks(job) for job in spec.jobs if job in JOBS}
@@ -82,6 +86,16 @@ class Task:
             'each other is encrypted or authenticated: run it in a private network.'
         )
         return server
+
+    def _hosts_without_proxy(self) -> str:
+        """The hosts that gRPC connects to directly: the tasks' own, and those named before.
+
+        Otherwise, gRPC would ask the proxy of `http_proxy`, as in companies' networks, for a
+        connection to each task. If this variable is set, gRPC doesn't read `no_proxy`.
+        """
+        before = os.environ.get(_NO_PROXY, os.environ.get(_NO_PROXY_OF_ALL, ''))
+        hosts = [reach.host_of(address) for address in self.addresses.values()]
+        return ','.join(filter(None, dict.fromkeys([*before.split(','), *hosts])))
 
     def listens(self, task: str) -> bool:
         """Whether there is a process at a task's address. It may be stopped."""

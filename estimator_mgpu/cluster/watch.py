@@ -15,6 +15,7 @@ import time
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import user_lines
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import Notes
@@ -26,6 +27,8 @@ _ANSWER_WITHIN = 10  # seconds in which a task that is well has answered
 _LOG_AFTER = 20  # seconds without an answer, after which the log names a task
 _LOG_EVERY = 30  # seconds from one such message to the next
 _GRACE = 15  # seconds that others have to end the process before this module does
+# Seconds that a step has to end after SIGTERM. With what follows, the process ends within 10.
+_SIGTERM_GRACE = 8
 
 
 class Watch:
@@ -44,10 +47,12 @@ class Watch:
 
     Attributes:
       replaced_at: the name of a task that another chief leads, in the place of this one; or ''.
+      saving: whether a checkpoint is being saved, for which SIGTERM waits.
     """
 
     def __init__(self, task: Task, leadership: Leadership) -> None:
         self.replaced_at = ''
+        self.saving = False
         self._task = task
         self._leadership = leadership
         self._over = threading.Event()
@@ -108,7 +113,7 @@ class Watch:
         """
         # This is read before the answer comes: just after it, the chief may begin to lead the task.
         has_begun = self._leadership.has_begun
-        chief = notes.read('chief')
+        chief = self._leadership.chief_of(notes)
         self._answered_at[name] = time.monotonic()
         if has_begun and self._leadership.is_another(chief):
             self.replaced_at = name
@@ -198,20 +203,28 @@ class Watch:
     def _end_if_step_hangs(self, silences: dict[str, float], now: float) -> None:
         """Ends the process if it should end after the present step, but the step doesn't end.
 
-        It should after SIGTERM, and if another chief has replaced this one.
+        It should after SIGTERM, and if another chief has replaced this one. A step may wait for a
+        task, or for its input; or the user's program may be in a hook, or still in its input_fn.
         """
         if not self._got_sigterm and not self.replaced_at:
             return
         if self._has_to_end_since is None:
             self._has_to_end_since = now
-        if now - self._has_to_end_since <= _GRACE:
+        waited = now - self._has_to_end_since
+        if self.replaced_at:
+            if waited > _GRACE:
+                self._end_process(self._leadership.replaced_at(self.replaced_at), status=1)
             return
 
-        silent = self._described(silences, _ANSWER_WITHIN)
-        if self.replaced_at:
-            self._end_process(self._leadership.replaced_at(self.replaced_at), status=1)
-        elif silent:  # Otherwise the step only takes its time.
-            self._end_process(f'SIGTERM came while a step waited: {silent}', SIGTERM_STATUS)
+        silent = self._described(silences, min(waited, _ANSWER_WITHIN))
+        if waited <= _SIGTERM_GRACE or (self.saving and not silent):
+            return
+        where = silent or f'the program is at {", ".join(user_lines.running())}'
+        self._end_process(
+            f'SIGTERM came {waited:.0f} seconds ago, and a step, or what comes before it, has not '
+            f'ended: {where}. Nothing is saved after the last checkpoint',
+            SIGTERM_STATUS,
+        )
 
     def _end_process(self, error: str, status: int) -> None:
         """Ends the process from this thread, as the main thread is in TensorFlow.
@@ -220,7 +233,7 @@ class Watch:
         """
         tf.logging.error(f'{error}. This process ends.')
         silences = self._silences(time.monotonic())
-        silent = [name for name, seconds in silences.items() if seconds > _ANSWER_WITHIN]
+        silent = [name for name, seconds in silences.items() if seconds > _SIGTERM_GRACE]
         told_error = None if status == SIGTERM_STATUS else error
         self._leadership.tell_ending(told_error, status, silent)
         sys.stdout.flush()

@@ -57,6 +57,10 @@ _REPLACED = 'originally returned UnavailableError, and was replaced by InternalE
 # Part of the name of a call between tasks. Errors of other services, such as file systems, don't
 # mean that a task is lost.
 _CALL_OF_TASK = '/tensorflow.WorkerService/'
+# Where an error begins that is one of several: how one task lost another one, or its session.
+_LOST_TASK = re.compile(
+    r'^\s*(\(\d+\) (ABORTED|UNAVAILABLE): |(ABORTED|UNAVAILABLE): From /job:)', re.MULTILINE
+)
 
 
 def reason(error: Exception) -> str:
@@ -95,9 +99,14 @@ def is_of_step_memory(error: tf.errors.OpError) -> bool:
     return not any(other in error.message for other in _NO_MEMORY)
 
 
-def is_of_network(error: tf.errors.InternalError) -> bool:
-    """Whether it was an UnavailableError before, as one task couldn't reach another."""
-    return _REPLACED in error.message and _CALL_OF_TASK in error.message
+def is_of_lost_task(error: tf.errors.OpError) -> bool:
+    """Whether a step has failed since one task lost another one, whatever the error's class is.
+
+    The class is that of the first error that TensorFlow heard of: that of an op that was cancelled,
+    say. Those of other tasks are in the message.
+    """
+    was_replaced = _REPLACED in error.message and _CALL_OF_TASK in error.message
+    return was_replaced or bool(_LOST_TASK.search(error.message))
 
 
 def summary(error: Exception) -> str:

@@ -8,11 +8,12 @@ refer to something else:
 a new session. In the place of the log is an object that passes everything on to it, and looks at
 the errors among the arguments.
 
-`ChiefSessionCreator`: if a task can't be reached, ops that receive its tensors fail with an
-UnavailableError. An op that sends a tensor at this moment fails as well, but TensorFlow doesn't
-know that this op uses the network, and replaces the error by an InternalError, for which no new
-session is made. Which of the two a session raises is chance. In the class's place is one whose
-sessions always raise the UnavailableError.
+`ChiefSessionCreator`: if a task is lost, ops that receive its tensors fail with an
+UnavailableError, or with an AbortedError if it has been started again. Other ops may fail before,
+with errors for which no new session is made: a step is cancelled on the other tasks, and if an op
+sends a tensor at this moment, TensorFlow doesn't know that this op uses the network, and replaces
+the error by an InternalError. Which one a session raises is chance. In the class's place is one
+whose sessions always raise an UnavailableError.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from estimator_mgpu.tf_internals import error_messages
 from estimator_mgpu.tf_internals.private import ChiefSessionCreator, session_log
 from estimator_mgpu.tf_internals.session_runs import run_within
 
+# The errors for which a `MonitoredSession` makes a new session.
+_ENDS_SESSION = (tf.errors.AbortedError, tf.errors.UnavailableError)
+
 
 @contextlib.contextmanager
 def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
     """Calls `tell` with each error for which a `MonitoredSession` makes a new session.
 
-    In its sessions, an InternalError that stands for a lost connection is an UnavailableError.
+    In its sessions, any error that a lost task has caused is one of these.
     """
     module: Any = importlib.import_module('tensorflow.python.training.monitored_session')
 
@@ -46,7 +50,7 @@ def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
         def info(self, text: str, *args: Any) -> None:
             session_log.info(text, *args)
             for error in args:
-                if isinstance(error, (tf.errors.AbortedError, tf.errors.UnavailableError)):
+                if isinstance(error, _ENDS_SESSION):
                     tell(error)
 
     module.logging = Log()
@@ -59,7 +63,7 @@ def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
 
 
 class _Creator(ChiefSessionCreator):
-    """Makes sessions that raise UnavailableError for a lost connection, also as they are made."""
+    """Makes sessions that raise UnavailableError for a lost task, also as they are made."""
 
     def create_session(self) -> tf.Session:
         with _right_class():
@@ -70,10 +74,10 @@ class _Creator(ChiefSessionCreator):
 
 @contextlib.contextmanager
 def _right_class() -> Iterator[None]:
-    """Raises the UnavailableError that TensorFlow has replaced by an InternalError."""
+    """Raises an UnavailableError for each error of another class that a lost task has caused."""
     try:
         yield
-    except tf.errors.InternalError as error:
-        if not error_messages.is_of_network(error):
+    except tf.errors.OpError as error:
+        if isinstance(error, _ENDS_SESSION) or not error_messages.is_of_lost_task(error):
             raise
         raise tf.errors.UnavailableError(error.node_def, error.op, error.message) from error

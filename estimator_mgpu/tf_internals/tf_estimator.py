@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -9,7 +10,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -34,6 +35,18 @@ def check_tensorflow(version: str) -> None:
             'estimator_mgpu runs on TensorFlow 2.15 to 2.21, and this is TensorFlow '
             f'{version}. Install a supported one: pip install "tensorflow>=2.15,<2.22"'
         )
+
+
+def before_each_run_config(call: Callable[[], None]) -> None:
+    """Has a function called before a RunConfig is made, which then reads TF_CONFIG."""
+    original = _run_config_module.RunConfig.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        call()
+        original(self, *args, **kwargs)
+
+    _run_config_module.RunConfig.__init__ = init
 
 
 def check_input_fn(input_fn: Any) -> None:
