@@ -236,18 +236,12 @@ def pairs_in_order(ops):
 
 
 def steps_by_branches(ops):
-    """For each way that branches and loops can go: the ops that run, and what they wait for.
-
-    A loop goes the way 0 if its body never runs.
-    """
-    decided = {}  # by branch, or by a loop's way out and way back: what decides which way it goes
+    """For each way that the branches can go: the ops that run, and what each of them waits for."""
+    decided = {}  # by branch: what decides which way it goes
     for op in ops:
-        if op.type == 'Switch':
-            decided[op] = original(predicate_of(op))
-            if is_of_loop(op):
-                way_back = op.inputs[0].op.inputs[1].op
-                decided[way_back] = decided[op]
-    predicates = sorted(set(decided.values()))
+        if op.type == 'Switch' and op.inputs[1].op.type != 'LoopCond':
+            decided[op] = predicate_of(op)
+    predicates = sorted(set(decided.values()), key=lambda op: op.name)
     for ways in itertools.product((0, 1), repeat=len(predicates)):
         yield what_runs(ops, decided, dict(zip(predicates, ways)))
 
@@ -257,25 +251,17 @@ def what_runs(ops, decided, way_of):
     waits = {}
 
     def has_value(tensor):
-        op = tensor.op
-        if op.type == 'NextIteration':
-            return way_of[decided[op]] == 1
-        goes_both_ways = op in decided and is_of_loop(op) and way_of[decided[op]] == 1
-        taken = op not in decided or goes_both_ways or tensor.value_index == way_of[decided[op]]
-        return op in waits and taken
+        goes = decided.get(tensor.op)
+        taken = goes is None or tensor.value_index == way_of[goes]
+        return tensor.op.type == 'NextIteration' or (tensor.op in waits and taken)
 
     for op in graphs.topological_order(list(ops)):
         inputs = [tensor.op for tensor in op.inputs if has_value(tensor)]
         missing = len(op.inputs) - len(inputs) + len(set(op.control_inputs) - waits.keys())
-        begins = any(before.type != 'NextIteration' for before in inputs)
-        if not missing or (op.type == 'Merge' and begins):
+        if not missing or (op.type == 'Merge' and inputs):
             waits[op] = [*inputs, *op.control_inputs]
-    ways_back = [op for op in ops if op.type == 'NextIteration' and has_value(op.outputs[0])]
+    ways_back = [op for op in ops if op.type == 'NextIteration']
     return {**waits, **{op: graphs.direct_inputs(op) for op in ways_back}}
-
-
-def is_of_loop(switch):
-    return switch.inputs[1].op.type == 'LoopCond'
 
 
 def ancestors_in(waits, op):

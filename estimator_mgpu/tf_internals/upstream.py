@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.liveness import Branch, Frame, Liveness
+from estimator_mgpu.tf_internals.liveness import Branch, Liveness
 
 
 def union(first: int, second: int) -> int:
@@ -64,9 +64,8 @@ class CertainWaits:
                                                   +--> Merge - - -> write of b
                       x, if p is false -----------+
 
-    The body of a loop may never run. So a loop's `Merge` waits for what the loop begins with, and
-    of all that leads to the way back, for what is in the loop, or is read for loops only. What is
-    fed waits for nothing.
+    A loop's has waited for what the loop's body waits for, as if that always ran. What is fed waits
+    for nothing.
 
     Args:
       liveness: of a graph.
@@ -76,13 +75,9 @@ class CertainWaits:
     def __init__(self, liveness: Liveness, bits: Mapping[tf.Operation, int]):
         self._liveness = liveness
         self._of_branch: dict[Branch, int] = defaultdict(int)
-        self._of_loop: dict[Frame, int] = defaultdict(int)
         for op, bit in bits.items():
             for branch in liveness.condition(op):
                 self._of_branch[branch] |= bit
-            for frame in {liveness.frame(op), *_loops_of_read(op, liveness)}:
-                for depth in range(len(frame)):
-                    self._of_loop[frame[: depth + 1]] |= bit
 
     def waited_for(
         self, op: tf.Operation, of_inputs: Sequence[int], of_controls: Sequence[int]
@@ -102,8 +97,7 @@ class CertainWaits:
 
     def _of_merge(self, merge: tf.Operation, of_inputs: Sequence[int]) -> int:
         if any(operand.op.type in op_types.NEXT_ITERATION for operand in merge.inputs):
-            begin, way_back = of_inputs
-            return begin | (way_back & self._of_loop[self._liveness.frame(merge)])
+            return union_of(of_inputs)
         common = -1  # all bits
         for operand, bits in zip(merge.inputs, of_inputs):
             common &= bits | self._dead_with(operand)
@@ -113,18 +107,6 @@ class CertainWaits:
         """The bits of the ops that don't run if a tensor has a value."""
         branches = self._liveness.condition_of_output(tensor)
         return union_of(self._of_branch[b.opposite()] for b in branches if b.way >= 0)
-
-
-def _loops_of_read(op: tf.Operation, liveness: Liveness) -> set[Frame]:
-    """The loops that use what an op reads of a variable; none if something else uses it, too."""
-    users = op.outputs[0].consumers() if op.type in op_types.VALUE_READS else []
-    if any(user.type not in op_types.ENTER for user in users):
-        return set()
-    entries = list(users)
-    for entry in entries:  # It grows by those of loops within loops.
-        users = entry.outputs[0].consumers()
-        entries += [user for user in users if user.type in op_types.ENTER]
-    return {liveness.output_frame(entry) for entry in entries}
 
 
 def union_of(bits: Iterable[int]) -> int:

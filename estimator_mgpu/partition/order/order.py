@@ -166,8 +166,8 @@ class Order:
     def _let_entries_wait(self, ops: Sequence[tf.Operation]) -> None:
         """Notes what loops of TensorFlow 1 have to wait for where they begin.
 
-        Nothing in a loop can wait for an op outside. So what reads or writes a variable there waits
-        where the variable enters the loop; what has another side effect, where the loop begins.
+        Nothing in a loop can wait for an op outside, so the loop begins after it. All of its
+        entries wait: whoever comes after the loop relies on that, also if the body never runs.
         """
         within = defaultdict[Frame, int](int)  # the bits of a loop's ops
         for op in ops:
@@ -180,18 +180,10 @@ class Order:
             needed = self.must_come_before(op) & ~within[loop]
             if not needed:
                 continue
-            handed = [t for t in op.inputs if graphs.is_handle(t) or self.variables_behind(t)]
             upstream = self._upstream[op] & ~within[loop]
-            own = {self._entry(tensor) for tensor in handed} - {None}
-            for entry in own or self.liveness.entries(op):
+            for entry in self.liveness.entries(op):
                 self._needed_by_loops[entry] |= needed
                 self._upstream[entry] = union(upstream, self._upstream[entry])
-
-    def _entry(self, tensor: tf.Tensor) -> tf.Operation | None:
-        """The op by which a variable enters the outermost loop around an op that it's handed to."""
-        while tensor.op.inputs and self.liveness.frame(tensor.op):
-            tensor = tensor.op.inputs[0]
-        return tensor.op if tensor.op.type in op_types.ENTER else None
 
     def _classify(self, op: tf.Operation) -> None:
         has_effect = has_side_effect(op)
