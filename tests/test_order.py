@@ -382,6 +382,26 @@ def test_a_loop_waits_for_an_update_by_what_enters_it(behavior):
         compare(model_fn, BATCHES, towers)
 
 
+def test_a_branch_sets_the_flag_that_has_chosen_it(behavior):
+    """All that the flag decides is decided before."""
+
+    def model_fn(features, labels, mode):
+        is_set = tf.get_variable('is_set', initializer=False, trainable=False)
+
+        def times(factor, flag):
+            with tf.control_dependencies([tf.assign(is_set, flag)]):
+                return features * factor
+
+        x = tf.cond(is_set, lambda: times(1.0, False), lambda: times(2.0, True))
+        loss = tf.reduce_mean(x) + 0.0 * tf.reduce_mean(tf.layers.dense(features, 1))
+        return spec_of(mode, loss, sgd(loss))
+
+    means = np.array([features.mean() for features, _ in BATCHES])
+    for towers in (1, 2, 3):
+        losses = train(model_fn, BATCHES, towers).losses
+        np.testing.assert_allclose(losses, means * [2, 1, 2], rtol=1e-4)
+
+
 @pytest.mark.parametrize('place', ['branch', 'loop'])
 def test_what_is_not_taken_waits_for_nothing(place, behavior):
     """A write after it waits for reads that only a branch, or a loop's body, would wait for."""

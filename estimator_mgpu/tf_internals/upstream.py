@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.liveness import Branch, Liveness
+from estimator_mgpu.tf_internals.liveness import Branch, Condition, Liveness
 
 
 def union(first: int, second: int) -> int:
@@ -76,7 +76,7 @@ class CertainWaits:
         self._liveness = liveness
         self._of_branch: dict[Branch, int] = defaultdict(int)
         for op, bit in bits.items():
-            for branch in liveness.condition(op):
+            for branch in _condition(op, liveness):
                 self._of_branch[branch] |= bit
 
     def waited_for(
@@ -107,6 +107,15 @@ class CertainWaits:
         """The bits of the ops that don't run if a tensor has a value."""
         branches = self._liveness.condition_of_output(tensor)
         return union_of(self._of_branch[b.opposite()] for b in branches if b.way >= 0)
+
+
+def _condition(op: tf.Operation, liveness: Liveness) -> Condition:
+    """When an op runs; of one that reads a variable, when somebody uses what it reads."""
+    condition = liveness.condition(op)
+    users = op.outputs[0].consumers() if op.type in op_types.VALUE_READS else []
+    if users:
+        condition |= frozenset.intersection(*map(liveness.condition, users))
+    return condition
 
 
 def union_of(bits: Iterable[int]) -> int:

@@ -14,7 +14,7 @@ late what that reads, as TensorFlow takes these apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -83,8 +83,9 @@ def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
             if graphs.is_reference_variable(output):
                 read[output.name] = set(makers_of_state([output]))
         calls_functions = op.type in op_types.FUNCTION_CALLERS
-        if calls_functions or may_share_memory(op):
-            variables = set().union(*(read.get(operand.name, ()) for operand in op.inputs))
+        operands = op.inputs if calls_functions else sharing_memory(op)
+        if operands:
+            variables = set().union(*(read.get(operand.name, ()) for operand in operands))
             if calls_functions:
                 variables.update(makers_of_state(op.inputs))
             if variables:
@@ -108,8 +109,10 @@ def read_late(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> set[tf.
     return set().union(*(behind.get(operand.name, ()) for operand in operands))
 
 
-def may_share_memory(op: tf.Operation) -> bool:
-    """Whether what an op gives may lie in the memory of what it's given."""
+def sharing_memory(op: tf.Operation) -> Sequence[tf.Tensor]:
+    """The operands of an op in whose memory what it gives may lie."""
+    if op.type in (*op_types.VIEWS, *op_types.SWITCH):
+        return op.inputs[:1]  # The others are a new shape, or say which way is taken.
     if op.type == op_types.CAST:
-        return op.get_attr('SrcT') == op.get_attr('DstT')
-    return op.type in op_types.MAY_SHARE_MEMORY
+        return op.inputs if op.get_attr('SrcT') == op.get_attr('DstT') else ()
+    return op.inputs if op.type in op_types.MAY_SHARE_MEMORY else ()

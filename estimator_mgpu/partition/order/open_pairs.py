@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.order.accesses import may_share_memory, written_state
+from estimator_mgpu.partition.order.accesses import sharing_memory, written_state
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 from estimator_mgpu.tf_internals.upstream import CertainWaits, upstream_bits
@@ -100,16 +100,21 @@ def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, li
     written = functools.cache(written_state)
     for maker in step:
         if maker.type in op_types.STATE_HOLDERS:
-            users: dict[tf.Operation, None] = {}
+            touching: dict[tf.Operation, bool] = {}  # and whether it writes
+            seen: set[tf.Operation] = set()
             stack = [maker.outputs[0]]
             while stack:
                 tensor = stack.pop()
                 for user in tensor.consumers():
-                    if user in step and user not in users:
-                        users[user] = None
+                    if user not in step:
+                        continue
+                    writes = maker in written(user)
+                    if writes or _is_read_by(user, tensor):
+                        touching[user] = writes
+                    if user not in seen:
+                        seen.add(user)
                         stack += _passed_on(tensor, user)
-            writes = {user: maker in written(user) for user in users}
-            yield maker, [_Access(user, writes[user]) for user in users if _touches(user, writes)]
+            yield maker, [_Access(user, writes) for user, writes in touching.items()]
 
 
 def _passed_on(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
@@ -118,15 +123,16 @@ def _passed_on(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
         return user.outputs
     if graphs.is_handle(tensor):  # Assign, say, gives a reference to what it has written.
         return [output for output in user.outputs if graphs.is_reference_variable(output)]
-    return user.outputs if may_share_memory(user) else []
+    in_memory = any(operand.name == tensor.name for operand in sharing_memory(user))
+    return user.outputs if in_memory else []
 
 
-def _touches(user: tf.Operation, writes: dict[tf.Operation, bool]) -> bool:
-    """Whether an op that is given state, or what lies in its memory, reads or writes it."""
-    if writes[user]:
-        return True
+def _is_read_by(user: tf.Operation, tensor: tf.Tensor) -> bool:
+    """Whether an op that is given state, or what lies in its memory, reads it."""
     if user.type in op_types.SHAPE_QUERIES or user.type in op_types.HANDLE_QUERIES:
         return False
+    if user.type in op_types.SWITCH:
+        return user.inputs[1].name == tensor.name  # It decides which way is taken.
     return user.type not in op_types.FORWARD_VARIABLES
 
 
@@ -153,8 +159,6 @@ def _open_pairs(
             for first in found:
                 if first.op is second.op or not (first.writes or second.writes):
                     continue
-                if liveness.exclude_each_other(first.op, second.op):
-                    continue
                 if upstream[first.op] & bits[second.op]:
                     continue
                 if upstream[second.op] & bits[first.op]:
@@ -165,7 +169,7 @@ def _open_pairs(
                     is_open = not first.writes or made(first.op) < made(second.op)
                 else:
                     is_open = False  # Seen from the other one.
-                if is_open:
+                if is_open and not liveness.exclude_each_other(first.op, second.op):
                     pairs.append((maker, first.op, second.op))
     return pairs
 

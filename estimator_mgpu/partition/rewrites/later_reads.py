@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.order.accesses import sharing_memory
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
 
@@ -99,7 +100,7 @@ class _Reads:
 
             if not (is_one_of_many or op.type in _MADE_AGAIN):
                 return tensor
-            operands = [op.inputs[tensor.value_index]] if is_one_of_many else op.inputs
+            operands = [op.inputs[tensor.value_index]] if is_one_of_many else sharing_memory(op)
             reads = [self.again(operand) for operand in operands]
             if all(read is operand for read, operand in zip(reads, operands)):
                 return tensor
@@ -108,5 +109,6 @@ class _Reads:
                     return tf.identity(reads[0], name)
                 attrs = {key: value for key, value in op.node_def.attr.items() if key != '_class'}
                 dtypes = [output.dtype for output in op.outputs]
+                reads += op.inputs[len(reads) :]
                 copy = graph.create_op(op.type, reads, dtypes, attrs=attrs, name=name)
                 return copy.outputs[tensor.value_index]
