@@ -382,6 +382,19 @@ def test_all_end_as_the_chief(make):
     assert 'Saving dict for global step 10:' in evaluator.text()
 
 
+def test_a_worker_that_is_away_as_the_chief_ends(make):
+    two = make(chief=1, worker=1)
+    chief, worker = [two.start(job, stops=[2]) for job in ('chief', 'worker')]
+    chief.says('EVALUATED')
+    chief.send_signal(signal.SIGSTOP)
+    worker.kill()
+    chief.send_signal(signal.SIGCONT)
+    chief.says(f'seconds for {WORKER} to come back')
+    worker = two.start('worker')
+    for machine in (chief, worker):
+        machine.ends()
+
+
 def test_the_evaluator_ends_by_the_error_of_the_chief(make):
     two = make(chief=1, worker=1)
     chief, worker = [two.start(job, parts=True, error='Boo') for job in ('chief', 'worker')]

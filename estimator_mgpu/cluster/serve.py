@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from estimator_mgpu.cluster.ending import Ending
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
-from estimator_mgpu.cluster.notes import Notes
+from estimator_mgpu.cluster.notes import Notes, version
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.devices import CHIEF
 
@@ -24,6 +24,7 @@ def serve(task: Task) -> NoReturn:
     """
     task.busy = True
     with Notes(task.name, task.server.target, seconds=0) as notes:
+        notes.write('version', version())
         notes.write('cluster', json.dumps(task.addresses))
         next_answer_at = time.monotonic() + _CHECK_EVERY
         next_check_alone_at = time.monotonic()
