@@ -239,6 +239,22 @@ def test_a_worker_that_is_back_before_the_next_step(make, one_device):
     three.comes_to(one_device[0])
 
 
+def test_a_worker_that_dies_in_the_last_save(make, one_device):
+    three = make(chief=1, worker=2)
+    chief = three.start('chief', stops=[STEPS - 1, STEPS], waits_to_save=True)
+    worker, other = [three.start('worker', index) for index in range(2)]
+    chief.says(f'SAVES {STEPS - 1}')
+    worker.kill()
+    (three.folder / 'save').touch()
+    chief.says('The session was lost: ')
+    worker = three.start('worker', 0)
+    for machine in (chief, worker, other):
+        machine.ends()
+    steps = [*range(1, STEPS), *range(STEPS - 4, STEPS + 1)]
+    assert chief.told('STEP') == steps
+    three.comes_to(one_device[0])
+
+
 def test_sigterm(make):
     """Sent to all, it lets a step and a last checkpoint be finished; all end.
 

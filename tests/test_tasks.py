@@ -523,6 +523,18 @@ def test_a_limit_of_calls_holds_for_closing_sessions(config_of):
         assert not session_config.HasField('rpc_options')
 
 
+@pytest.mark.core
+def test_a_task_that_is_lost_in_the_last_save(chief):
+    """Training goes on; an error of anything else is raised."""
+    chief._watch = types.SimpleNamespace(saving=True)
+    chief._restarts = mock.Mock()
+    lost = tf.errors.UnavailableError(None, None, 'Socket closed')
+    assert chief.until_saved(mock.Mock(side_effect=[lost, 'trained'])) == 'trained'
+    chief._restarts.lost.assert_called_once_with(lost)
+    with pytest.raises(tf.errors.UnavailableError):
+        chief.until_saved(mock.Mock(side_effect=lost))
+
+
 class Trained:
     """Stands for Estimator.train(), and notes what it's given."""
 
@@ -537,6 +549,7 @@ def test_a_checkpoint_is_looked_at_first_if_there_are_any(config_of, monkeypatch
     trained = Trained()
     chief = mock.MagicMock(spec=Chief)
     chief.training.return_value.__enter__.return_value = 'hook', 'listener'
+    chief.until_saved.side_effect = lambda train: train()
     monkeypatch.setattr(join, 'join', lambda config: chief)
     monkeypatch.setattr(
         'tensorflow_estimator.python.estimator.estimator.EstimatorV2.train',

@@ -26,7 +26,7 @@ from estimator_mgpu.cluster.tf_config import JOBS
 from estimator_mgpu.cluster.watch import Watch
 from estimator_mgpu.devices import device_spec, machine_of
 from estimator_mgpu.tf_internals import error_messages
-from estimator_mgpu.tf_internals.lost_sessions import lost_sessions
+from estimator_mgpu.tf_internals.lost_sessions import LOST, lost_sessions
 
 T = TypeVar('T')
 _WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be started again
@@ -106,6 +106,7 @@ class Chief:
 
         with Watch(self.task, self.leadership) as watch, lost_sessions(self._restarts.lost):
             machines = self.devices()
+            self._watch = watch
             vars(config).update(machines=machines, _master=self.task.server.target)
             self.task.busy = True
             try:
@@ -118,6 +119,26 @@ class Chief:
 
         if self.task.sigterm_at is not None:
             raise SystemExit(SIGTERM_STATUS)
+
+    def until_saved(self, train: Callable[[], T]) -> T:
+        """Trains, again from the last checkpoint if a task is lost in the save after the last step.
+
+        `MonitoredSession` makes no new session then, as hooks have come to their end.
+
+        Args:
+          train: trains up to the last step. It may be called several times.
+
+        Returns:
+          What `train` returns.
+        """
+        while True:
+            try:
+                return train()
+            except LOST as error:
+                if not self._watch.saving:
+                    raise
+                self._watch.saving = False
+                self._restarts.lost(error)
 
     def begin_session(self) -> None:
         """Waits for all tasks. Each session of a training begins with it, also after a fault."""
