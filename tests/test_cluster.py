@@ -9,6 +9,7 @@ import http.server
 import io
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -513,6 +514,14 @@ class Network:
         self.ip(f'-n {self.hosts[to]} addr add {address}/24 dev eth')
         self.ip(f'neigh flush dev {self.name}')
 
+    def resolve(self, names):
+        """Has names resolve to addresses on all hosts: each has a file /etc/hosts of its own."""
+        for host in self.hosts:
+            folder = pathlib.Path('/etc/netns') / host
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = ['127.0.0.1 localhost', *[f'{names[name]} {name}' for name in names]]
+            (folder / 'hosts').write_text('\n'.join(lines) + '\n')
+
     def cable(self, host, state):
         """Cuts a host's cable (`down`), or mends it (`up`)."""
         self.ip(f'link set {self.hosts[host]} {state}')
@@ -522,7 +531,9 @@ class Network:
 
     def close(self):
         for host in self.hosts:
+            self.ip(f'link del {host}')  # The namespace would free its name only some time later.
             self.ip(f'netns del {host}')
+            shutil.rmtree(f'/etc/netns/{host}', ignore_errors=True)
         self.ip(f'link del {self.name}')
 
 
@@ -582,3 +593,29 @@ def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
     for machine in (chief, *workers):
         machine.ends(0)
     three.comes_to(one_device[0])
+
+
+@pytest.mark.parametrize('moves', ['worker', 'chief'])
+def test_a_task_that_moves(moves, make, network, one_device):
+    """Its machine is lost in a step, and closes no connection; it has another address elsewhere."""
+    hosts = [network.host() for _ in range(3)]
+    for host in range(3):
+        network.move(network.address(host + 1), None, host)
+    names = {'the-chief': network.address(1), 'the-worker': network.address(2)}
+    network.resolve(names)
+    two = make(chief=1, worker=1)
+    ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
+    two.jobs = {'chief': [f'the-chief:{ports[0]}'], 'worker': [f'the-worker:{ports[1]}']}
+    tasks = {
+        job: two.start(job, within=host, sleep=0.3, closely=True)
+        for job, host in zip(two.jobs, hosts)
+    }
+    tasks['chief'].says('STEP 7\n')
+    network.cable([*two.jobs].index(moves), 'down')
+    tasks.pop(moves)
+    network.resolve({**names, f'the-{moves}': network.address(3)})
+    two.hurry()
+    tasks[moves] = two.start(moves, within=hosts[2], closely=True)
+    for machine in tasks.values():
+        machine.ends()
+    two.comes_to(one_device[0])

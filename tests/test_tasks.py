@@ -284,7 +284,7 @@ def test_a_task_that_serves_looks_around_every_half_minute(task, serves, clock, 
 def pads(task, chief, monkeypatch, tmp_path):
     """The notes of other tasks, each of which is there; the task leads them."""
     cluster = json.dumps(task.addresses)
-    notes = {'chief': task.incarnation, 'cluster': cluster, 'version': version()}
+    notes = {'chief': task.incarnation, 'cluster': cluster, 'version': version(), 'process': 'p'}
     pads = {name: Pad(**notes) for name in task.others}
     monkeypatch.setattr(reach, 'listens', lambda address: True)
     monkeypatch.setattr(reach, 'check_server', lambda task, address: None)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from estimator_mgpu.tf_internals import error_messages
 from estimator_mgpu.tf_internals.lost_sessions import LOST, lost_sessions
 
 T = TypeVar('T')
+_RENEW_WITHIN = 10  # seconds; a task looks every second whether it has to renew its connections
 _WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be started again
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
 # The errors of a task that ends, or is stopped, while the chief asks it something.
@@ -143,8 +145,26 @@ class Chief:
     def begin_session(self) -> None:
         """Waits for all tasks. Each session of a training begins with it, also after a fault."""
         self._restarts.pause()
-        self._meet(self._check_model_dir)
+        self._meet(self._prepare_session)
         self._restarts.begin()
+
+    def _prepare_session(self) -> None:
+        """Lets all tasks make new connections for a session, and checks `model_dir`."""
+        self._renew_connections()
+        self._check_model_dir()
+
+    def _renew_connections(self) -> None:
+        """Has the other tasks drop their connections: some may lead to a machine that has gone."""
+        session = uuid.uuid4().hex
+        with contextlib.ExitStack() as stack:
+            pads = [stack.enter_context(self.task.notes_on(task)) for task in self.task.others]
+            for notes in pads:
+                notes.write('session', session)
+
+            end = time.monotonic() + _RENEW_WITHIN
+            for notes in pads:
+                while notes.read('renewed') != session and time.monotonic() < end:
+                    time.sleep(0.1)
 
     def _check_model_dir(self) -> None:
         """Raises ValueError if a task that saves a part of checkpoints doesn't see `model_dir`."""
@@ -195,6 +215,7 @@ class Chief:
         start = time.monotonic()
         while True:
             self._wait_for_answers()
+            self.task.drop_connections()
             try:
                 for task in self.task.others:
                     self._check_cluster(task)
@@ -235,6 +256,7 @@ class Chief:
                 time.sleep(0.1)
                 cluster = notes.read('cluster')
             there = notes.read('version') or '0.2 or older'
+            self.task.processes[task] = notes.read('process')
 
         if there != version():
             raise RuntimeError(

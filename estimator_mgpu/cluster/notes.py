@@ -13,6 +13,8 @@ NAMES = (
     'version',  # of this package
     'cluster',  # the addresses of all tasks in its TF_CONFIG, in JSON
     'chief',  # the incarnation of the chief that leads the task
+    'session',  # tells the chief's session from earlier ones
+    'renewed',  # the session for which the task has renewed its connections
     'end',  # how a chief has ended, an `Ending` as text
 )
 
