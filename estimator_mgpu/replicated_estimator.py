@@ -81,7 +81,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             chief = process
 
         is_auto = isinstance(self._microbatches, AutoMicrobatches)
-        if is_auto and max_steps is None and steps is not None and steps > 0:
+        if (is_auto or chief is not None) and max_steps is None and steps is not None and steps > 0:
             # The hook keeps the last step, also if training goes on from a later checkpoint.
             hooks.append(tf.train.StopAtStepHook(num_steps=steps))
             steps = None
@@ -117,7 +117,10 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             # TensorFlow refuses a listener if no checkpoints are saved.
             if self.config.save_checkpoints_secs or self.config.save_checkpoints_steps:
                 saving_listeners = [*(saving_listeners or []), listener]
-            return super().train(input_fn, hooks, steps, max_steps, saving_listeners)
+            train = functools.partial(
+                super().train, input_fn, hooks, steps, max_steps, saving_listeners
+            )
+            return chief.until_saved(train)
 
     @contextlib.contextmanager
     def _errors_explained(

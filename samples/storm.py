@@ -3,18 +3,22 @@
     python samples/storm.py --events=25 --seed=1
 
 The machines are four processes on this machine: a chief, two workers and a ps. Again and again,
-one of them is killed and started again, or stopped for a while, or its connections are cut.
-Connections can only be cut on Linux as root (by `ss -K`). At the end, the variables have to be
-the same as after an undisturbed training on one device.
+one of them is killed and started again, or stopped for a while, or its connections are reset; or a
+worker is started again while the chief is stopped; or a machine is lost, and its task starts on
+another one, at another address with the same name. Connections are only reset on Linux as root (by
+`ss -K`), and tasks only move where root may have a network of its own (by `unshare`). At the end,
+the variables have to be the same as after an undisturbed training on one device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,9 +38,12 @@ flags.adopt_module_key_flags(machines)
 FLAGS.set_default('train_steps', 200)  # Rounding grows with the steps.
 flags.DEFINE_integer('events', 25, 'Number of faults.', lower_bound=1)
 flags.DEFINE_float('pause', 6.0, 'Average number of seconds between two faults.')
+flags.DEFINE_boolean('move', True, 'Move tasks to other addresses, if the system lets this.')
 flags.DEFINE_float('stopped', 8.0, 'Average number of seconds for which a process is stopped.')
 
 TASKS = [('chief', 0), ('worker', 0), ('worker', 1), ('ps', 0)]
+INSIDE = 'STORM_HAS_ITS_OWN_NETWORK'  # environment variable
+NETWORK = '10.77.0.'  # the addresses in it
 STORM = 'storm'  # While there is such a file, a step takes its time.
 
 
@@ -74,6 +81,9 @@ class Cluster:
         self.root = root
         self.addresses = dict(zip(TASKS, machines.free_addresses(len(TASKS))))
         self.running = {}
+        self.hosts = {}  # by tasks, the last number of each one's address in the network of its own
+        if INSIDE in os.environ:
+            self.enter_network()
         for task in TASKS:
             self.start(task)
 
@@ -91,6 +101,36 @@ class Cluster:
             script=__file__,
         )
 
+    def enter_network(self):
+        """Gives each task a name, and the name an address."""
+        self.names = self.root / 'hosts'
+        self.names.touch()
+        subprocess.run(['mount', '--bind', self.names, '/etc/hosts'], check=True)
+        subprocess.run(['ip', 'link', 'set', 'lo', 'up'], check=True)
+        for task in TASKS:
+            self.give_address(task)
+            port = self.addresses[task].rpartition(':')[2]
+            self.addresses[task] = f'{"{}{}".format(*task)}:{port}'
+
+    def give_address(self, task):
+        """Gives a task's name an address that no task has had."""
+        self.hosts[task] = max(self.hosts.values(), default=0) + 1
+        self.change_address('add', task)
+        lines = [f'{NETWORK}{number} {"{}{}".format(*one)}\n' for one, number in self.hosts.items()]
+        self.names.write_text('127.0.0.1 localhost\n' + ''.join(lines))
+
+    def change_address(self, verb, task):
+        address = f'{NETWORK}{self.hosts[task]}/32'
+        subprocess.run(['ip', 'address', verb, address, 'dev', 'lo'], check=True)
+
+    def move(self, task):
+        """A machine is lost, and closes no connection; its task starts at another address."""
+        self.change_address('del', task)
+        self.running[task].kill()
+        self.running[task].wait()
+        self.give_address(task)
+        self.start(task)
+
     def kill(self, task):
         """A process dies, and is started again."""
         process = self.running[task]
@@ -105,6 +145,20 @@ class Cluster:
         seconds = random.uniform(0.0, 2 * FLAGS.stopped)
         threading.Timer(seconds, process.send_signal, [signal.SIGCONT]).start()
 
+    def freeze(self, task):
+        """The chief is stopped, while another task dies, and is started again."""
+        if task == TASKS[0]:
+            task = TASKS[1]
+        chief = self.running[TASKS[0]]
+        chief.send_signal(signal.SIGSTOP)
+        self.kill(task)
+        host, _, port = self.addresses[task].rpartition(':')
+        while self.running[task].poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+                break
+            time.sleep(0.3)
+        chief.send_signal(signal.SIGCONT)
+
     def cut(self, task):
         """All of a process's connections are reset."""
         port = self.addresses[task].rpartition(':')[2]
@@ -115,7 +169,11 @@ class Cluster:
 
 def storm(cluster):
     """Lets things happen."""
-    events = [cluster.kill, cluster.stop]
+    events = [cluster.kill, cluster.stop, cluster.freeze]
+    if cluster.hosts:
+        events.append(cluster.move)
+    else:
+        print('Tasks do not move: this needs root, and `unshare`.')
     if os.geteuid() == 0 and shutil.which('ss'):
         events.append(cluster.cut)
     else:
@@ -129,10 +187,24 @@ def storm(cluster):
         event(task)
 
 
+def go_into_network():
+    """Has this program start again in a network of its own, if the system lets it."""
+    if not FLAGS.move or INSIDE in os.environ or os.geteuid() != 0:
+        return
+    if not all(map(shutil.which, ('unshare', 'mount', 'ip'))):
+        return
+    unshare = ['unshare', '--net', '--mount']
+    if subprocess.run([*unshare, 'true'], stderr=subprocess.DEVNULL).returncode == 0:
+        os.environ[INSIDE] = '1'
+        os.execvp('unshare', [*unshare, sys.executable, *sys.argv])
+
+
 def main(argv):
-    common.start(argv)
     if 'TF_CONFIG' in os.environ:
+        common.start(argv)
         return train()
+    go_into_network()
+    common.start(argv)
     random.seed(FLAGS.seed)
     root = pathlib.Path(FLAGS.model_dir or tempfile.mkdtemp())
     root.mkdir(parents=True, exist_ok=True)

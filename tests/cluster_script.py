@@ -114,6 +114,19 @@ class Scarce(tf.train.SessionRunHook):
             raise tf.errors.ResourceExhaustedError(None, None, message)
 
 
+class WaitsToSave(tf.train.CheckpointSaverListener):
+    """Has the last save wait until the test has made the file `save`."""
+
+    def __init__(self, last_step, file):
+        self.last_step = last_step
+        self.file = file
+
+    def before_save(self, session, global_step_value):
+        tell('SAVES', int(global_step_value))
+        while global_step_value == self.last_step and not os.path.exists(self.file):
+            time.sleep(0.1)
+
+
 def tell(name, value):
     print(name, json.dumps(value), flush=True)
 
@@ -185,6 +198,7 @@ def main(
     closely=False,
     scarce_at=0,
     hangs='',
+    waits_to_save=False,
 ):
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
@@ -198,6 +212,7 @@ def main(
       elsewhere: another address of this task, as of another machine.
       v1: whether variables are as below tf.disable_v2_behavior().
       closely: whether the chief notices earlier that a task doesn't answer.
+      waits_to_save: whether the last save waits for the test.
       hangs: where the input hangs: in `input_fn`, or in a `generator`.
       scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
@@ -223,8 +238,8 @@ def main(
     if scarce_at:
         options['microbatches'] = 'auto'
     estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, **options)
-    hurry = os.path.join(os.path.dirname(model_dir), 'hurry')
-    hooks = [Watch(sleep, hurry), Scarce(scarce_at)]
+    folder = os.path.dirname(model_dir)
+    hooks = [Watch(sleep, os.path.join(folder, 'hurry')), Scarce(scarce_at)]
     if parts:
         train = tf.estimator.TrainSpec(own_parts, stops[-1], hooks)
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
@@ -233,7 +248,8 @@ def main(
         return
     for stop in stops:
         train_input_fn = (lambda: hanging(hangs)) if hangs else remaining
-        estimator.train(train_input_fn, hooks, max_steps=stop)
+        listeners = [WaitsToSave(stop, os.path.join(folder, 'save'))] if waits_to_save else []
+        estimator.train(train_input_fn, hooks, None, stop, listeners)
         result = estimator.evaluate(input_fn, steps=4)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
     found = estimator.predict(lambda: input_fn().take(2))

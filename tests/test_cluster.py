@@ -9,6 +9,7 @@ import http.server
 import io
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -239,6 +240,22 @@ def test_a_worker_that_is_back_before_the_next_step(make, one_device):
     three.comes_to(one_device[0])
 
 
+def test_a_worker_that_dies_in_the_last_save(make, one_device):
+    three = make(chief=1, worker=2)
+    chief = three.start('chief', stops=[STEPS - 1, STEPS], waits_to_save=True)
+    worker, other = [three.start('worker', index) for index in range(2)]
+    chief.says(f'SAVES {STEPS - 1}')
+    worker.kill()
+    (three.folder / 'save').touch()
+    chief.says('The session was lost: ')
+    worker = three.start('worker', 0)
+    for machine in (chief, worker, other):
+        machine.ends()
+    steps = [*range(1, STEPS), *range(STEPS - 4, STEPS + 1)]
+    assert chief.told('STEP') == steps
+    three.comes_to(one_device[0])
+
+
 def test_sigterm(make):
     """Sent to all, it lets a step and a last checkpoint be finished; all end.
 
@@ -382,6 +399,19 @@ def test_all_end_as_the_chief(make):
     assert 'Saving dict for global step 10:' in evaluator.text()
 
 
+def test_a_worker_that_is_away_as_the_chief_ends(make):
+    two = make(chief=1, worker=1)
+    chief, worker = [two.start(job, stops=[2]) for job in ('chief', 'worker')]
+    chief.says('EVALUATED')
+    chief.send_signal(signal.SIGSTOP)
+    worker.kill()
+    chief.send_signal(signal.SIGCONT)
+    chief.says(f'seconds for {WORKER} to come back')
+    worker = two.start('worker')
+    for machine in (chief, worker):
+        machine.ends()
+
+
 def test_the_evaluator_ends_by_the_error_of_the_chief(make):
     two = make(chief=1, worker=1)
     chief, worker = [two.start(job, parts=True, error='Boo') for job in ('chief', 'worker')]
@@ -484,6 +514,14 @@ class Network:
         self.ip(f'-n {self.hosts[to]} addr add {address}/24 dev eth')
         self.ip(f'neigh flush dev {self.name}')
 
+    def resolve(self, names):
+        """Has names resolve to addresses on all hosts: each has a file /etc/hosts of its own."""
+        for host in self.hosts:
+            folder = pathlib.Path('/etc/netns') / host
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = ['127.0.0.1 localhost', *[f'{names[name]} {name}' for name in names]]
+            (folder / 'hosts').write_text('\n'.join(lines) + '\n')
+
     def cable(self, host, state):
         """Cuts a host's cable (`down`), or mends it (`up`)."""
         self.ip(f'link set {self.hosts[host]} {state}')
@@ -493,7 +531,9 @@ class Network:
 
     def close(self):
         for host in self.hosts:
+            self.ip(f'link del {host}')  # The namespace would free its name only some time later.
             self.ip(f'netns del {host}')
+            shutil.rmtree(f'/etc/netns/{host}', ignore_errors=True)
         self.ip(f'link del {self.name}')
 
 
@@ -553,3 +593,29 @@ def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
     for machine in (chief, *workers):
         machine.ends(0)
     three.comes_to(one_device[0])
+
+
+@pytest.mark.parametrize('moves', ['worker', 'chief'])
+def test_a_task_that_moves(moves, make, network, one_device):
+    """Its machine is lost in a step, and closes no connection; it has another address elsewhere."""
+    hosts = [network.host() for _ in range(3)]
+    for host in range(3):
+        network.move(network.address(host + 1), None, host)
+    names = {'the-chief': network.address(1), 'the-worker': network.address(2)}
+    network.resolve(names)
+    two = make(chief=1, worker=1)
+    ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
+    two.jobs = {'chief': [f'the-chief:{ports[0]}'], 'worker': [f'the-worker:{ports[1]}']}
+    tasks = {
+        job: two.start(job, within=host, sleep=0.3, closely=True)
+        for job, host in zip(two.jobs, hosts)
+    }
+    tasks['chief'].says('STEP 7\n')
+    network.cable([*two.jobs].index(moves), 'down')
+    tasks.pop(moves)
+    network.resolve({**names, f'the-{moves}': network.address(3)})
+    two.hurry()
+    tasks[moves] = two.start(moves, within=hosts[2], closely=True)
+    for machine in tasks.values():
+        machine.ends()
+    two.comes_to(one_device[0])

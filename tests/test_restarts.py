@@ -1,6 +1,7 @@
 """Sessions that are lost without a new step, and by which errors."""
 
 import pathlib
+import shutil
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -46,9 +47,9 @@ def made_again(told):
 
 
 @pytest.mark.core
-def test_restarts_without_a_step(clock, caplog):
+def test_restarts_without_a_step(clock, caplog, tmp_path):
     """Each waits longer than the one before, and their time is limited."""
-    told = restarts.Restarts(limit=200)
+    told = restarts.Restarts(200, str(tmp_path))
     told.pause()
     told.begin()
     starts = []
@@ -64,15 +65,31 @@ def test_restarts_without_a_step(clock, caplog):
     assert error.value.__cause__ is ERROR
     first, second = caplog.messages[:2]
     assert first == (
-        'The session was lost: UnavailableError: failed to connect to 10.0.0.1:2222. Training goes '
-        'on from the last checkpoint, in a new session.'
+        'The session was lost: UnavailableError: failed to connect to 10.0.0.1:2222. There is no '
+        f'checkpoint in {tmp_path}, so training starts from its beginning, in a new session.'
     )
     assert second == f'{first} It is loss 2 without a new step.'
 
 
 @pytest.mark.core
-def test_a_step_counts_if_it_is_new(clock):
-    told = restarts.Restarts(limit=200)
+def test_where_training_goes_on(caplog, tmp_path):
+    """From the last checkpoint; somebody may have removed all."""
+    told = restarts.Restarts(200, str(tmp_path))
+    path = str(tmp_path / 'model.ckpt-5')
+    with tf.Graph().as_default(), tf.Session() as session:
+        tf.get_variable('v', [])
+        session.run(tf.global_variables_initializer())
+        tf.train.Saver().save(session, path)
+    told.lost(ERROR)
+    assert f'. Training goes on from the last checkpoint, {path}, in a new' in caplog.text
+    shutil.rmtree(tmp_path)
+    told.lost(ERROR)
+    assert f'There is no checkpoint in {tmp_path}, so training starts from' in caplog.text
+
+
+@pytest.mark.core
+def test_a_step_counts_if_it_is_new(clock, tmp_path):
+    told = restarts.Restarts(200, str(tmp_path))
     for step in (10, 11):
         told.stepped(step)
     for _ in range(5):
@@ -86,8 +103,8 @@ def test_a_step_counts_if_it_is_new(clock):
 
 
 @pytest.mark.core
-def test_the_time_for_which_a_task_was_waited_for_does_not_count(clock):
-    told = restarts.Restarts(limit=200)
+def test_the_time_for_which_a_task_was_waited_for_does_not_count(clock, tmp_path):
+    told = restarts.Restarts(200, str(tmp_path))
     told.lost(ERROR)
     told.pause()
     clock[0] += 190  # for a machine to come back

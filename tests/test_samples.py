@@ -207,8 +207,11 @@ def test_storm(tmp_path):
     and cut off as any other. It's only back sooner, as it needn't import TensorFlow.
     """
     flags = '--devices=1', '--events=7', '--pause=2', '--stopped=3', '--train_steps=30', '--seed=1'
+    flags += ('--nomove',)  # Forks can't be in another network.
     lines = run_python('storm.py', *flags, f'--model_dir={tmp_path}')
-    assert sum(bool(re.match(r'\d\. (kill|stop|cut) [a-z]+\d$', line)) for line in lines) == 7
+    assert (
+        sum(bool(re.match(r'\d\. (kill|stop|cut|freeze) [a-z]+\d$', line)) for line in lines) == 7
+    )
     assert lines[-2] == 'ended: chief0 with 0, worker0 with 0, worker1 with 0, ps0 with 0'
     assert float(lines[-1].rpartition(' ')[2]) < 1e-5
 

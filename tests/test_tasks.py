@@ -16,7 +16,7 @@ from estimator_mgpu.cluster import chief as chief_module
 from estimator_mgpu.cluster import ending, join, reach, serve, sessions
 from estimator_mgpu.cluster import task as task_module
 from estimator_mgpu.cluster.chief import Chief
-from estimator_mgpu.cluster.notes import Notes
+from estimator_mgpu.cluster.notes import Notes, version
 from estimator_mgpu.cluster.task import Task, addresses
 from models import adam, regression
 from towers import free_addresses
@@ -227,6 +227,7 @@ def test_a_task_that_got_sigterm_serves_on_for_a_while(task, serves, clock, monk
         serve.serve(task)
     assert clock.now == 1071
     assert json.loads(pad.read('cluster')) == task.addresses
+    assert pad.read('version') == version()
     monkeypatch.setattr(reach, 'listens', lambda address: address != 'c0:1')
     task.sigterm_at = None
     with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1: not reached'):
@@ -283,7 +284,8 @@ def test_a_task_that_serves_looks_around_every_half_minute(task, serves, clock, 
 def pads(task, chief, monkeypatch, tmp_path):
     """The notes of other tasks, each of which is there; the task leads them."""
     cluster = json.dumps(task.addresses)
-    pads = {name: Pad(chief=task.incarnation, cluster=cluster) for name in task.others}
+    notes = {'chief': task.incarnation, 'cluster': cluster, 'version': version(), 'process': 'p'}
+    pads = {name: Pad(**notes) for name in task.others}
     monkeypatch.setattr(reach, 'listens', lambda address: True)
     monkeypatch.setattr(reach, 'check_server', lambda task, address: None)
     monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
@@ -297,23 +299,51 @@ def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
     """Also if one isn't there, doesn't answer, or has been started again."""
     cluster = json.dumps(task.addresses)
     pads[PS] = Silent()
-    pads['/job:worker/task:1'] = Pad(cluster=cluster)
+    pads['/job:worker/task:1'] = Pad(cluster=cluster, version=version())
     chief._noted_exit.argument = 3
     chief._tell_ending()
-    told = ending_of(task.incarnation, status=3)
+    told = {'chief': task.incarnation, 'end': ending_of(task.incarnation, status=3)}
     for name in (CHIEF, '/job:worker/task:1'):
-        assert pads[name].notes == {'cluster': cluster, 'chief': task.incarnation, 'end': told}
+        assert pads[name].notes.items() >= told.items()
     assert ending.read(str(tmp_path)) == (task.incarnation, None, 3)
+    assert chief.leadership.untold == [PS]
     task.sigterm_at = 1
     chief._tell_ending()
     assert ending.read(str(tmp_path)).status == 143
     monkeypatch.setattr(sys, 'last_value', ValueError('Boo'), raising=False)
     chief._tell_ending()
     assert ending.read(str(tmp_path)) == (task.incarnation, 'ValueError: Boo', 1)
-    monkeypatch.setattr(reach, 'listens', lambda address: address != 'c0:1')
-    chief.leadership.tell_ending(None, 5, silent=['/job:worker/task:1'])
-    statuses = [json.loads(pads[name].read('end'))[2] for name in (CHIEF, '/job:worker/task:1')]
-    assert statuses == [1, 1]
+    pads[PS] = Pad(cluster=cluster, version=version())
+    chief.leadership.tell_ending(None, 5, silent=[PS])
+    monkeypatch.setattr(reach, 'listens', lambda address: address != 'p0:1')
+    chief.leadership.tell_ending(None, 5)
+    assert not pads[PS].read('end')
+
+
+@pytest.mark.core
+def test_a_task_that_comes_back_as_the_chief_ends_is_told(chief, pads, clock, caplog):
+    """It's waited for a little; if it doesn't come, the chief ends."""
+    cluster = pads[PS].read('cluster')
+    pads[PS] = Silent()
+    sleep = clock.sleep
+
+    def sleep_and_start(seconds):
+        sleep(seconds)
+        if clock.now == 1005:
+            pads[PS] = Pad()  # Its script hasn't called train() yet.
+        if clock.now == 1007:
+            pads[PS] = Pad(cluster=cluster)
+
+    clock.sleep = sleep_and_start
+    chief._tell_ending()
+    assert clock.now == 1007 and json.loads(pads[PS].read('end'))[1:] == [None, 0]
+    assert f'Waiting up to 30 seconds for {PS} to come back' in caplog.text
+    chief._tell_ending()
+    assert clock.now == 1007
+    chief.leadership.untold = [WORKER]
+    pads[WORKER] = Silent()
+    chief._tell_ending()
+    assert clock.now == 1037
 
 
 @pytest.mark.core
@@ -366,6 +396,19 @@ def test_who_leads(task, chief, pads):
     with pytest.raises(RuntimeError, match=f'Another chief leads {PS} at p0:1: it was started in'):
         chief.leadership.lead()
     assert pads[CHIEF].notes == {'cluster': cluster}
+
+
+@pytest.mark.core
+def test_a_chief_that_waited_looks_again_for_its_successor(task, chief, pads, monkeypatch):
+    """It may have been cut off meanwhile, and another one been started in its place."""
+    chief.leadership.has_begun = False
+    for pad in pads.values():
+        pad.write('chief', 'successor')
+    replaced = RuntimeError('Two processes are the chief')
+    monkeypatch.setattr(task, 'check_alone', mock.Mock(side_effect=replaced))
+    with pytest.raises(RuntimeError, match='Two processes are the chief'):
+        chief._meet(mock.Mock())
+    assert [pad.notes['chief'] for pad in pads.values()] == ['successor'] * 3
 
 
 @pytest.mark.core
@@ -480,6 +523,18 @@ def test_a_limit_of_calls_holds_for_closing_sessions(config_of):
         assert not session_config.HasField('rpc_options')
 
 
+@pytest.mark.core
+def test_a_task_that_is_lost_in_the_last_save(chief):
+    """Training goes on; an error of anything else is raised."""
+    chief._watch = types.SimpleNamespace(saving=True)
+    chief._restarts = mock.Mock()
+    lost = tf.errors.UnavailableError(None, None, 'Socket closed')
+    assert chief.until_saved(mock.Mock(side_effect=[lost, 'trained'])) == 'trained'
+    chief._restarts.lost.assert_called_once_with(lost)
+    with pytest.raises(tf.errors.UnavailableError):
+        chief.until_saved(mock.Mock(side_effect=lost))
+
+
 class Trained:
     """Stands for Estimator.train(), and notes what it's given."""
 
@@ -494,6 +549,7 @@ def test_a_checkpoint_is_looked_at_first_if_there_are_any(config_of, monkeypatch
     trained = Trained()
     chief = mock.MagicMock(spec=Chief)
     chief.training.return_value.__enter__.return_value = 'hook', 'listener'
+    chief.until_saved.side_effect = lambda train: train()
     monkeypatch.setattr(join, 'join', lambda config: chief)
     monkeypatch.setattr(
         'tensorflow_estimator.python.estimator.estimator.EstimatorV2.train',
@@ -555,21 +611,26 @@ def test_each_training_begins_without_the_tables_of_the_last(three_machines, tas
 
 
 def test_machines_that_do_not_fit(three_machines, task, chief):
-    """A script that doesn't train, another TF_CONFIG."""
+    """A script that doesn't train, another version, another TF_CONFIG."""
     task.name = CHIEF
     task.notes_on = lambda name: Notes(name, three_machines)
 
-    def check(known=None):
+    def check(known=None, version_there=''):
         if known is not None:
             with task.notes_on(WORKER) as notes:
+                notes.write('version', version_there)
                 notes.write('cluster', json.dumps(known))
         chief._check_cluster(WORKER)
 
     with pytest.raises(RuntimeError, match=f"{WORKER} listens at w0:1, but .* doesn't call train"):
         check()
+    for there, said in [('', '0.2 or older'), ('9.0', '9.0')]:
+        match = f'Two versions .*: {CHIEF} has {version()}, and {WORKER} at w0:1 has {said}. Inst'
+        with pytest.raises(RuntimeError, match=match):
+            check({'another': 'format'}, there)
     with pytest.raises(ValueError, match=f'TF_CONFIG differs .*: {WORKER} has the cluster {{}}'):
-        check({})
-    check(task.addresses)
+        check({}, version())
+    check(task.addresses, version())
 
 
 def test_a_second_process_of_a_task(config_of, monkeypatch):

@@ -32,6 +32,8 @@ class Notes:
         says = self.task.says[self.name]
         if isinstance(says, Exception):
             raise says
+        if name == 'process':
+            return self.task.processes_there[self.name]
         if name == 'cluster':
             return json.dumps(self.task.clusters.get(self.name, self.task.addresses))
         return says
@@ -52,11 +54,17 @@ class Task:
     def __init__(self):
         self.says = dict.fromkeys(self.others, 'this')
         self.gone = ()
+        self.processes = {WORKER: 'first', PS: 'first'}
+        self.processes_there = dict(self.processes)
+        self.drops = 0
         self.clusters = {}  # those of tasks of other clusters
         self.terminate = lambda number, frame: None
 
     def listens(self, name):
         return name not in self.gone
+
+    def drop_connections(self):
+        self.drops += 1
 
     def notes_on(self, name):
         return Notes(self, name)
@@ -213,6 +221,22 @@ def test_a_chief_that_was_replaced(task, leadership, watching):
     with pytest.raises(SystemExit, match='1'):
         watching.after(22)
     assert leadership.told[0][0].startswith(REPLACED)
+
+
+@pytest.mark.core
+def test_a_task_that_is_another_process_now(task, watching, caplog):
+    """A step may wait for the process before, of which nobody has closed the connections."""
+    for seconds in (5, 10):
+        watching.after(seconds, [WORKER, PS])
+    assert not task.drops
+    task.processes_there[WORKER] = ''  # It has just begun.
+    watching.after(15, [WORKER, PS])
+    assert not task.drops
+    task.processes_there[WORKER] = 'second'
+    for seconds in (20, 25):
+        watching.after(seconds, [WORKER, PS])
+    assert task.drops == 1
+    assert f'{WORKER} at w0:1 has been started again' in caplog.text
 
 
 @pytest.mark.core

@@ -11,6 +11,7 @@ import contextlib
 import json
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,15 +20,18 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.cluster import reach, saving
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS, NotedExit, error_and_status
 from estimator_mgpu.cluster.leadership import Leadership
+from estimator_mgpu.cluster.notes import version
 from estimator_mgpu.cluster.restarts import Restarts
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.tf_config import JOBS
 from estimator_mgpu.cluster.watch import Watch
 from estimator_mgpu.devices import device_spec, machine_of
 from estimator_mgpu.tf_internals import error_messages
-from estimator_mgpu.tf_internals.lost_sessions import lost_sessions
+from estimator_mgpu.tf_internals.lost_sessions import LOST, lost_sessions
 
 T = TypeVar('T')
+_RENEW_WITHIN = 10  # seconds; a task looks every second whether it has to renew its connections
+_WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be started again
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
 # The errors of a task that ends, or is stopped, while the chief asks it something.
 _LOST_TASK = (
@@ -62,11 +66,28 @@ class Chief:
         """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
         uncaught = getattr(sys, 'last_value', None)
         if uncaught is not None:
-            self.leadership.tell_ending(f'{type(uncaught).__name__}: {uncaught}', 1)
+            error, status = f'{type(uncaught).__name__}: {uncaught}', 1
         elif self.task.sigterm_at is not None:
-            self.leadership.tell_ending(None, SIGTERM_STATUS)
+            error, status = None, SIGTERM_STATUS
         else:
-            self.leadership.tell_ending(*error_and_status(self._noted_exit.argument))
+            error, status = error_and_status(self._noted_exit.argument)
+
+        self.leadership.tell_ending(error, status)
+        if status == 0:
+            self._tell_those_that_come_back()
+
+    def _tell_those_that_come_back(self) -> None:
+        """Waits a little for tasks that have been lost, as they would wait for a chief for long."""
+        end = time.monotonic() + _WAIT_FOR_LOST
+        untold = self.leadership.untold
+        if untold:
+            tf.logging.warning(
+                f'Training has ended. Waiting up to {_WAIT_FOR_LOST} seconds for '
+                f'{", ".join(untold)} to come back, which would wait for this chief otherwise.'
+            )
+        while self.leadership.untold and time.monotonic() < end:
+            time.sleep(1)
+            self.leadership.tell_ending(None, 0)
 
     @contextlib.contextmanager
     def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _AroundCheckpoints]]:
@@ -79,7 +100,7 @@ class Chief:
         Yields:
           What training needs: a hook, and a listener for checkpoints.
         """
-        self._restarts = Restarts(self.task.limit)
+        self._restarts = Restarts(self.task.limit, config.model_dir)
         self._model_dir = config.model_dir
         if not self.leadership.has_begun:
             self.task.check_alone()
@@ -87,6 +108,7 @@ class Chief:
 
         with Watch(self.task, self.leadership) as watch, lost_sessions(self._restarts.lost):
             machines = self.devices()
+            self._watch = watch
             vars(config).update(machines=machines, _master=self.task.server.target)
             self.task.busy = True
             try:
@@ -100,11 +122,49 @@ class Chief:
         if self.task.sigterm_at is not None:
             raise SystemExit(SIGTERM_STATUS)
 
+    def until_saved(self, train: Callable[[], T]) -> T:
+        """Trains, again from the last checkpoint if a task is lost in the save after the last step.
+
+        `MonitoredSession` makes no new session then, as hooks have come to their end.
+
+        Args:
+          train: trains up to the last step. It may be called several times.
+
+        Returns:
+          What `train` returns.
+        """
+        while True:
+            try:
+                return train()
+            except LOST as error:
+                if not self._watch.saving:
+                    raise
+                self._watch.saving = False
+                self._restarts.lost(error)
+
     def begin_session(self) -> None:
         """Waits for all tasks. Each session of a training begins with it, also after a fault."""
         self._restarts.pause()
-        self._meet(self._check_model_dir)
+        self._meet(self._prepare_session)
         self._restarts.begin()
+
+    def _prepare_session(self) -> None:
+        """Lets all tasks make new connections for a session, and checks `model_dir`."""
+        self._renew_connections()
+        self._check_model_dir()
+
+    def _renew_connections(self) -> None:
+        """Has the other tasks drop their connections: some may lead to a machine that has gone."""
+        session = uuid.uuid4().hex
+        with contextlib.ExitStack() as stack:
+            pads = [stack.enter_context(self.task.notes_on(task)) for task in self.task.others]
+            for notes in pads:
+                notes.write('session', session)
+
+            end = time.monotonic() + _RENEW_WITHIN
+            for notes in pads:
+                while notes.read('renewed') != session and time.monotonic() < end:
+                    time.sleep(0.1)
 
     def _check_model_dir(self) -> None:
         """Raises ValueError if a task that saves a part of checkpoints doesn't see `model_dir`."""
@@ -115,7 +175,8 @@ class Chief:
 
         Raises:
           ValueError: if a task has another cluster in its TF_CONFIG.
-          RuntimeError: if a task's script doesn't train, or another chief leads a task.
+          RuntimeError: if a task's script doesn't train, or has another version of this package, or
+            another chief leads a task.
           TimeoutError: if a task doesn't answer.
         """
         return self._meet(self._list_devices)
@@ -154,9 +215,12 @@ class Chief:
         start = time.monotonic()
         while True:
             self._wait_for_answers()
+            self.task.drop_connections()
             try:
                 for task in self.task.others:
                     self._check_cluster(task)
+                if not self.leadership.has_begun:  # It may have been cut off while it waited.
+                    self.task.check_alone()
                 self.leadership.lead()
                 return prepare()
             except _LOST_TASK as error:
@@ -178,7 +242,7 @@ class Chief:
         self.task.wait(answering=True)
 
     def _check_cluster(self, task: str) -> None:
-        """Fails if another task has another cluster, or if its script doesn't train."""
+        """Fails if another task has another cluster or version, or if its script doesn't train."""
         with self.task.notes_on(task) as notes:
             start = time.monotonic()
             cluster = notes.read('cluster')
@@ -191,7 +255,14 @@ class Chief:
                     )
                 time.sleep(0.1)
                 cluster = notes.read('cluster')
+            there = notes.read('version') or '0.2 or older'
+            self.task.processes[task] = notes.read('process')
 
+        if there != version():
+            raise RuntimeError(
+                f'Two versions of estimator_mgpu: {self.task.name} has {version()}, and {task} at '
+                f'{self.task.addresses[task]} has {there}. Install the same one on every machine.'
+            )
         addresses = json.loads(cluster)
         if addresses != self.task.addresses:
             raise ValueError(

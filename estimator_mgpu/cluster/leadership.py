@@ -30,11 +30,13 @@ class Leadership:
 
     Attributes:
       has_begun: whether this chief has left its notes on the other tasks.
+      untold: the tasks that have to be told how this chief ends; none if that isn't its to tell.
       model_dirs: where this chief trains. An evaluator looks there for the chief's ending.
     """
 
     def __init__(self, task: Task) -> None:
         self.has_begun = False
+        self.untold: list[str] = []
         self.model_dirs: list[str] = []
         self._task = task
 
@@ -70,6 +72,7 @@ class Leadership:
 
         if not self.has_begun:
             self.has_begun = True
+            self.untold = list(self._task.others)
             for model_dir in self.model_dirs:
                 ending.write(model_dir, ending.Ending(self._task.incarnation))
 
@@ -112,7 +115,8 @@ class Leadership:
     def tell_ending(self, error: str | None, status: int, silent: Collection[str] = ()) -> None:
         """Tells the other tasks and an evaluator how this chief ends.
 
-        A chief that hasn't led them tells nobody, nor does one that was replaced.
+        A chief that hasn't led them tells nobody, nor does one that was replaced. If it's called
+        again, it tells those that couldn't be told before.
 
         Args:
           error: the error that it ends by, as text; None if it ends without one.
@@ -123,8 +127,8 @@ class Leadership:
             return
         end = ending.Ending(self._task.incarnation, error, status)
         with contextlib.ExitStack() as stack:
-            reached = []
-            for task in self._task.others:
+            reached = {}
+            for task in self.untold:
                 if task in silent or not self._task.listens(task):
                     continue
                 with contextlib.suppress(tf.errors.OpError):  # The other tasks are told anyway.
@@ -132,13 +136,15 @@ class Leadership:
                     if not self._is_own(notes):
                         continue
                     if self.is_another(notes.read('chief')):
+                        self.untold = []
                         return
-                    reached.append(notes)
+                    reached[task] = notes
 
-            for notes in reached:
+            for task, notes in reached.items():
                 with contextlib.suppress(tf.errors.OpError):
                     notes.write('end', end.text())
                     notes.write('chief', self._task.incarnation)
+                    self.untold.remove(task)
 
         for model_dir in self.model_dirs:
             with contextlib.suppress(tf.errors.OpError):

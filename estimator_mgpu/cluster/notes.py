@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 NAMES = (
     'process',  # the incarnation of the task's process
+    'version',  # of this package
     'cluster',  # the addresses of all tasks in its TF_CONFIG, in JSON
     'chief',  # the incarnation of the chief that leads the task
+    'session',  # tells the chief's session from earlier ones
+    'renewed',  # the session for which the task has renewed its connections
     'end',  # how a chief has ended, an `Ending` as text
 )
+
+
+def version() -> str:
+    """The version of this package. Tasks of two versions may not understand each other's notes."""
+    package: Any = sys.modules[__name__.partition('.')[0]]
+    return package.__version__
 
 
 class Notes:

@@ -34,6 +34,11 @@ def host_of(address: str) -> str:
     return _host_and_port(address)[0]
 
 
+def port_of(address: str) -> int:
+    """Returns the port of an address."""
+    return _host_and_port(address)[1]
+
+
 def is_server(address: str) -> bool:
     """Whether a server of TensorFlow's, or of gRPC's at least, answers at an address."""
     answer = _answer(address)

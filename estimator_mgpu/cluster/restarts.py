@@ -21,10 +21,12 @@ class Restarts:
 
     Args:
       limit: for how many seconds sessions may be lost without a new step.
+      model_dir: where checkpoints are.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, model_dir: str) -> None:
         self._limit = limit
+        self._model_dir = model_dir
         self._last_step = -1
         self._lost_sessions = 0
         self._first_began_at = 0.0  # when the first of these sessions began
@@ -45,9 +47,16 @@ class Restarts:
         count = ''
         if self._lost_sessions > 1:
             count = f' It is loss {self._lost_sessions} without a new step.'
+        checkpoint = tf.train.latest_checkpoint(self._model_dir)
         tf.logging.warning(
-            f'The session was lost: {error_messages.summary(error)}. Training goes on from the '
-            f'last checkpoint, in a new session.{count}'
+            f'The session was lost: {error_messages.summary(error)}. '
+            + (
+                f'Training goes on from the last checkpoint, {checkpoint}, in a new session.'
+                if checkpoint
+                else f'There is no checkpoint in {self._model_dir}, so training starts from its '
+                'beginning, in a new session.'
+            )
+            + count
         )
 
     def pause(self) -> None:

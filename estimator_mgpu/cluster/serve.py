@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from estimator_mgpu.cluster.ending import Ending
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
-from estimator_mgpu.cluster.notes import Notes
+from estimator_mgpu.cluster.notes import Notes, version
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.devices import CHIEF
 
@@ -24,15 +24,21 @@ def serve(task: Task) -> NoReturn:
     """
     task.busy = True
     with Notes(task.name, task.server.target, seconds=0) as notes:
+        notes.write('process', task.incarnation)
+        notes.write('version', version())
         notes.write('cluster', json.dumps(task.addresses))
         next_answer_at = time.monotonic() + _CHECK_EVERY
         next_check_alone_at = time.monotonic()
 
-        ending = _ending_of_chief(notes)
+        def look() -> Ending | None:
+            _renew_connections(task, notes)
+            return _ending_of_chief(notes)
+
+        ending = look()
         while ending is None:
             now = time.monotonic()
             has_to_answer = now > next_answer_at
-            task.wait([CHIEF], lambda: _ending_of_chief(notes), answering=has_to_answer)
+            task.wait([CHIEF], look, answering=has_to_answer)
             if has_to_answer:
                 next_answer_at = now + _CHECK_EVERY
 
@@ -43,8 +49,16 @@ def serve(task: Task) -> NoReturn:
             if task.sigterm_at is not None and time.monotonic() > task.sigterm_at + _GRACE:
                 raise SystemExit(SIGTERM_STATUS)
             time.sleep(1)
-            ending = _ending_of_chief(notes)
+            ending = look()
     ending.end_process(task.name)
+
+
+def _renew_connections(task: Task, notes: Notes) -> None:
+    """Drops this task's connections once for each session of the chief, which waits for that."""
+    session = notes.read('session')
+    if session and session != notes.read('renewed'):
+        task.drop_connections()
+        notes.write('renewed', session)
 
 
 def _ending_of_chief(notes: Notes) -> Ending | None:

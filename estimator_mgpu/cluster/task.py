@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.cluster import reach
+from estimator_mgpu.cluster import connections, reach
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.tf_config import JOBS
@@ -41,6 +41,7 @@ class Task:
       name: the name of this task, such as `/job:worker/task:0`.
       others: the names of the other tasks.
       limit: for how many seconds a task is waited for.
+      processes: the incarnations of the other tasks' processes, as far as they are known.
       incarnation: tells this process from others that are, or were, the same task.
       server: TensorFlow's server.
       waits: whether this task is waiting for others, and logs which.
@@ -54,6 +55,7 @@ class Task:
         self.name = f'/job:{config.task_type}/task:{config.task_id}'
         self.others = [task for task in self.addresses if task != self.name]
         self.limit: float = config.session_creation_timeout_secs
+        self.processes: dict[str, str] = {}
         self.incarnation = uuid.uuid4().hex
         self.waits = False
         self.busy = False
@@ -109,6 +111,10 @@ class Task:
           seconds: the time limit of each call of the session that reads and writes the notes.
         """
         return Notes(task, f'grpc://{self.addresses[task]}', seconds)
+
+    def drop_connections(self) -> None:
+        """Drops the connections to all tasks, of which there are new ones when they are needed."""
+        connections.drop({reach.port_of(address) for address in self.addresses.values()})
 
     def wait(
         self,

@@ -115,8 +115,22 @@ class Watch:
         has_begun = self._leadership.has_begun
         chief = self._leadership.chief_of(notes)
         self._answered_at[name] = time.monotonic()
+        self._drop_connections_to_old_process(name, notes)
         if has_begun and self._leadership.is_another(chief):
             self.replaced_at = name
+
+    def _drop_connections_to_old_process(self, name: str, notes: Notes) -> None:
+        """Ends a step that still waits for a process, of which another one has taken the place."""
+        process = notes.read('process')
+        known = self._task.processes.get(name)
+        if not known or not process or process == known:
+            return
+        self._task.processes[name] = process
+        tf.logging.warning(
+            f'{name} at {self._task.addresses[name]} has been started again. Connections to the '
+            'process before are dropped.'
+        )
+        self._task.drop_connections()
 
     def _ask_until_over(self, name: str) -> None:
         """Asks a task every few seconds, over the same connection for as long as that holds."""

@@ -30,7 +30,7 @@ from estimator_mgpu.tf_internals.private import ChiefSessionCreator, session_log
 from estimator_mgpu.tf_internals.session_runs import run_within
 
 # The errors for which a `MonitoredSession` makes a new session.
-_ENDS_SESSION = (tf.errors.AbortedError, tf.errors.UnavailableError)
+LOST = (tf.errors.AbortedError, tf.errors.UnavailableError)
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
         def info(self, text: str, *args: Any) -> None:
             session_log.info(text, *args)
             for error in args:
-                if isinstance(error, _ENDS_SESSION):
+                if isinstance(error, LOST):
                     tell(error)
 
     module.logging = Log()
@@ -78,6 +78,6 @@ def _right_class() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        if isinstance(error, _ENDS_SESSION) or not error_messages.is_of_lost_task(error):
+        if isinstance(error, LOST) or not error_messages.is_of_lost_task(error):
             raise
         raise tf.errors.UnavailableError(error.node_def, error.op, error.message) from error
