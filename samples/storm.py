@@ -74,6 +74,11 @@ def train():
     estimator.train(machines.input_fn, [machines.Tell(), hook], max_steps=FLAGS.train_steps)
 
 
+def name_of(task):
+    """Such as worker0."""
+    return '{}{}'.format(*task)
+
+
 class Cluster:
     """The processes, and what happens to them."""
 
@@ -81,7 +86,7 @@ class Cluster:
         self.root = root
         self.addresses = dict(zip(TASKS, machines.free_addresses(len(TASKS))))
         self.running = {}
-        self.hosts = {}  # by tasks, the last number of each one's address in the network of its own
+        self.hosts = {}  # by task, the last part of its address, such as 3 of 10.77.0.3
         if INSIDE in os.environ:
             self.enter_network()
         for task in TASKS:
@@ -110,13 +115,13 @@ class Cluster:
         for task in TASKS:
             self.give_address(task)
             port = self.addresses[task].rpartition(':')[2]
-            self.addresses[task] = f'{"{}{}".format(*task)}:{port}'
+            self.addresses[task] = f'{name_of(task)}:{port}'
 
     def give_address(self, task):
         """Gives a task's name an address that no task has had."""
         self.hosts[task] = max(self.hosts.values(), default=0) + 1
         self.change_address('add', task)
-        lines = [f'{NETWORK}{number} {"{}{}".format(*one)}\n' for one, number in self.hosts.items()]
+        lines = [f'{NETWORK}{number} {name_of(one)}\n' for one, number in self.hosts.items()]
         self.names.write_text('127.0.0.1 localhost\n' + ''.join(lines))
 
     def change_address(self, verb, task):
@@ -173,7 +178,7 @@ def storm(cluster):
     if cluster.hosts:
         events.append(cluster.move)
     else:
-        print('Tasks do not move: this needs root, and `unshare`.')
+        print('Tasks do not move: this needs root, `unshare`, `mount` and `ip`, and no --nomove.')
     if os.geteuid() == 0 and shutil.which('ss'):
         events.append(cluster.cut)
     else:
@@ -182,8 +187,8 @@ def storm(cluster):
         time.sleep(random.uniform(0.0, 2 * FLAGS.pause))
         event, task = random.choice(events), random.choice(TASKS)
         if cluster.running[task].poll() is not None:
-            sys.exit(f'{"{}{}".format(*task)} has ended in the storm: see its log.')
-        print(f'{count + 1}. {event.__name__} {"{}{}".format(*task)}', flush=True)
+            sys.exit(f'{name_of(task)} has ended in the storm: see its log.')
+        print(f'{count + 1}. {event.__name__} {name_of(task)}', flush=True)
         event(task)
 
 

@@ -31,14 +31,14 @@ def workers(*addresses):
 
 
 WRONG = [
-    ('one chief', {'cluster': {'ps': ['p0:1']}}),
-    ('one chief', {'cluster': {**TASKS, 'master': ['m0:1']}}),
-    ('one chief', {'cluster': {'master': ['m0:1', 'm1:1']}}),
+    ('exactly one chief, or a worker', {'cluster': {'ps': ['p0:1']}}),
+    ('exactly one chief, or a worker', {'cluster': {**TASKS, 'master': ['m0:1']}}),
+    ('exactly one chief, or a worker', {'cluster': {'master': ['m0:1', 'm1:1']}}),
     ('a list of addresses for each job', {'cluster': {**TASKS, 'worker': {'0': 'w0:1'}}}),
     ('a list of addresses for each job', {'cluster': {'chief': 'c0:1'}}),
     ("an address .*: 7 isn't", {'cluster': {**TASKS, 'worker': [7]}}),
-    ('one chief', {'cluster': {**TASKS, 'chief': ['c0:1', 'c1:1']}}),
-    ('no job but chief, worker and ps', {'cluster': {**TASKS, 'boss': ['b0:1']}}),
+    ('exactly one chief, or a worker', {'cluster': {**TASKS, 'chief': ['c0:1', 'c1:1']}}),
+    ('only the jobs chief, worker and ps', {'cluster': {**TASKS, 'boss': ['b0:1']}}),
     ('tasks of each job', workers()),
     *[(f"an address .*65535: '{address}' isn't", workers(address)) for address in NO_ADDRESSES],
     ("an address of its own for each task: 'c0:1' is there twice", workers('c0:1')),

@@ -311,7 +311,7 @@ def test_threads(task, leadership, quick):
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(lambda: looks._got_sigterm)
         task.says[WORKER] = 'other'
-        wait_for(lambda: looks.replaced_at)
+        wait_for(lambda: looks.replaced_on)
         reads = os.dup(looks._signals._reading_end)
     assert not any(thread.is_alive() for thread in looks._threads)
     assert signal.set_wakeup_fd(-1) == -1

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import reach, saving
+from estimator_mgpu.cluster.ending import Ending
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS, NotedExit, error_and_status
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import version
@@ -34,7 +35,7 @@ _RENEW_WITHIN = 10  # seconds; a task looks every second whether it has to renew
 _WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be started again
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
 # The errors of a task that ends, or is stopped, while the chief asks it something.
-_LOST_TASK = (
+_LOST_WHILE_ASKED = (
     tf.errors.AbortedError,
     tf.errors.DeadlineExceededError,
     tf.errors.UnavailableError,
@@ -87,7 +88,7 @@ class Chief:
             )
         while self.leadership.untold and time.monotonic() < end:
             time.sleep(1)
-            self.leadership.tell_ending(None, 0)
+            self.leadership.tell_tasks(Ending(self.task.incarnation, None, 0))
 
     @contextlib.contextmanager
     def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _AroundCheckpoints]]:
@@ -150,20 +151,26 @@ class Chief:
 
     def _prepare_session(self) -> None:
         """Lets all tasks make new connections for a session, and checks `model_dir`."""
-        self._renew_connections()
+        self._have_connections_renewed()
         self._check_model_dir()
 
-    def _renew_connections(self) -> None:
+    def _have_connections_renewed(self) -> None:
         """Has the other tasks drop their connections: some may lead to a machine that has gone."""
         session = uuid.uuid4().hex
         with contextlib.ExitStack() as stack:
-            pads = [stack.enter_context(self.task.notes_on(task)) for task in self.task.others]
-            for notes in pads:
+            on_tasks = {t: stack.enter_context(self.task.notes_on(t)) for t in self.task.others}
+            for notes in on_tasks.values():
                 notes.write('session', session)
 
             end = time.monotonic() + _RENEW_WITHIN
-            for notes in pads:
-                while notes.read('renewed') != session and time.monotonic() < end:
+            for task, notes in on_tasks.items():
+                while notes.read('renewed') != session:
+                    if time.monotonic() > end:
+                        tf.logging.warning(
+                            f'{task} keeps its connections: it may be busy. If it waits for a '
+                            'machine that has gone, start it again.'
+                        )
+                        break
                     time.sleep(0.1)
 
     def _check_model_dir(self) -> None:
@@ -223,7 +230,7 @@ class Chief:
                     self.task.check_alone()
                 self.leadership.lead()
                 return prepare()
-            except _LOST_TASK as error:
+            except _LOST_WHILE_ASKED as error:
                 if time.monotonic() - start > self.task.limit:
                     raise TimeoutError(
                         f'The tasks did not all answer in {self.task.limit} seconds '
@@ -242,7 +249,10 @@ class Chief:
         self.task.wait(answering=True)
 
     def _check_cluster(self, task: str) -> None:
-        """Fails if another task has another cluster or version, or if its script doesn't train."""
+        """Fails if another task has another cluster or version, or if its script doesn't train.
+
+        It also notes which process is the task.
+        """
         with self.task.notes_on(task) as notes:
             start = time.monotonic()
             cluster = notes.read('cluster')

@@ -12,30 +12,51 @@ import contextlib
 import os
 import socket
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+
+from estimator_mgpu.cluster import reach
 
 _DESCRIPTORS = '/proc/self/fd'  # on Linux; elsewhere, nothing is dropped
+_IPV4_IN_IPV6 = '::ffff:'  # how an IPv4 address begins at a socket that is for both
+
+Peer = tuple[str, int]
+"""An IP address and a port."""
 
 
-def drop(ports: Collection[int]) -> None:
-    """Shuts down all TCP connections of this process that lead to one of these ports.
+def peers_at(addresses: Iterable[str]) -> set[Peer]:
+    """Where connections to these addresses lead, as far as their names are known now.
 
     Args:
-      ports: those of the tasks.
+      addresses: such as 'host:2222'.
     """
+    found = set()
+    for address in addresses:
+        with contextlib.suppress(OSError):  # A host that has gone may have no address.
+            for *_, (ip, port, *_) in socket.getaddrinfo(
+                reach.host_of(address), reach.port_of(address), type=socket.SOCK_STREAM
+            ):
+                found.add((str(ip), int(port)))
+    return found
+
+
+def drop(peers: Collection[Peer]) -> None:
+    """Shuts down all TCP connections of this process that lead to one of these peers."""
     if not os.path.isdir(_DESCRIPTORS):
         return
     for name in os.listdir(_DESCRIPTORS):
         with contextlib.suppress(OSError):  # Others may close it meanwhile.
-            _shut_down(int(name), ports)
+            _shut_down(int(name), peers)
 
 
-def _shut_down(descriptor: int, ports: Collection[int]) -> None:
-    """Shuts down what a file descriptor is, if it's a connection to one of these ports."""
+def _shut_down(descriptor: int, peers: Collection[Peer]) -> None:
+    """Shuts down what a file descriptor is, if it's a connection to one of these peers."""
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return
-        if connection.getpeername()[1] in ports:
+        if connection.type != socket.SOCK_STREAM:
+            return
+        ip, port, *_ = connection.getpeername()
+        if (ip.removeprefix(_IPV4_IN_IPV6), port) in peers:
             connection.shutdown(socket.SHUT_RDWR)

@@ -64,7 +64,7 @@ class Leadership:
 
             for task, chief in chiefs.items():
                 if self.has_begun and self.is_another(chief):
-                    raise RuntimeError(self.replaced_at(task))
+                    raise RuntimeError(self.replacement_error(task))
             for task, chief in chiefs.items():
                 if chief != self._task.incarnation:
                     notes[task].write('end', '')
@@ -100,7 +100,7 @@ class Leadership:
         """
         return chief not in ('', self._task.incarnation)
 
-    def replaced_at(self, task: str) -> str:
+    def replacement_error(self, task: str) -> str:
         """The text of the error of a chief that was replaced.
 
         Args:
@@ -115,8 +115,7 @@ class Leadership:
     def tell_ending(self, error: str | None, status: int, silent: Collection[str] = ()) -> None:
         """Tells the other tasks and an evaluator how this chief ends.
 
-        A chief that hasn't led them tells nobody, nor does one that was replaced. If it's called
-        again, it tells those that couldn't be told before.
+        A chief that hasn't led them tells nobody, nor does one that was replaced.
 
         Args:
           error: the error that it ends by, as text; None if it ends without one.
@@ -126,6 +125,21 @@ class Leadership:
         if not self.has_begun:
             return
         end = ending.Ending(self._task.incarnation, error, status)
+        was_replaced = self.tell_tasks(end, silent)
+        for model_dir in [] if was_replaced else self.model_dirs:
+            with contextlib.suppress(tf.errors.OpError):
+                ending.write(model_dir, end)
+
+    def tell_tasks(self, end: ending.Ending, silent: Collection[str] = ()) -> bool:
+        """Tells those of the other tasks that haven't been told yet how this chief ends.
+
+        Args:
+          end: how it ends.
+          silent: the names of tasks that don't answer, and so aren't told.
+
+        Returns:
+          Whether this chief was replaced: then nobody is told.
+        """
         with contextlib.ExitStack() as stack:
             reached = {}
             for task in self.untold:
@@ -137,7 +151,7 @@ class Leadership:
                         continue
                     if self.is_another(notes.read('chief')):
                         self.untold = []
-                        return
+                        return True
                     reached[task] = notes
 
             for task, notes in reached.items():
@@ -145,7 +159,4 @@ class Leadership:
                     notes.write('end', end.text())
                     notes.write('chief', self._task.incarnation)
                     self.untold.remove(task)
-
-        for model_dir in self.model_dirs:
-            with contextlib.suppress(tf.errors.OpError):
-                ending.write(model_dir, end)
+        return False

@@ -44,20 +44,18 @@ class Restarts:
         """Has to be called for each session that was lost, with the error that it was lost by."""
         self._lost_sessions += 1
         self._last_error = error
-        count = ''
-        if self._lost_sessions > 1:
-            count = f' It is loss {self._lost_sessions} without a new step.'
         checkpoint = tf.train.latest_checkpoint(self._model_dir)
-        tf.logging.warning(
-            f'The session was lost: {error_messages.summary(error)}. '
-            + (
-                f'Training goes on from the last checkpoint, {checkpoint}, in a new session.'
-                if checkpoint
-                else f'There is no checkpoint in {self._model_dir}, so training starts from its '
+        next_one = f'Training goes on from the last checkpoint, {checkpoint}, in a new session.'
+        if not checkpoint:
+            next_one = (
+                f'There is no checkpoint in {self._model_dir}, so training starts from its '
                 'beginning, in a new session.'
             )
-            + count
-        )
+        count = ''
+        if self._lost_sessions > 1:
+            count = f' These are {self._lost_sessions} lost sessions without a new step.'
+        summary = error_messages.summary(error)
+        tf.logging.warning(f'The session was lost: {summary}. {next_one}{count}')
 
     def pause(self) -> None:
         """Waits before a new session, a little longer each time. Fails beyond the limit."""

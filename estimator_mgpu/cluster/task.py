@@ -56,6 +56,7 @@ class Task:
         self.others = [task for task in self.addresses if task != self.name]
         self.limit: float = config.session_creation_timeout_secs
         self.processes: dict[str, str] = {}
+        self._peers: set[connections.Peer] = set()  # where the tasks have been
         self.incarnation = uuid.uuid4().hex
         self.waits = False
         self.busy = False
@@ -113,8 +114,12 @@ class Task:
         return Notes(task, f'grpc://{self.addresses[task]}', seconds)
 
     def drop_connections(self) -> None:
-        """Drops the connections to all tasks, of which there are new ones when they are needed."""
-        connections.drop({reach.port_of(address) for address in self.addresses.values()})
+        """Drops the connections to all tasks, of which there are new ones when they are needed.
+
+        A task's name may lead to another machine by now, so those to all that it led to count.
+        """
+        self._peers |= connections.peers_at(self.addresses.values())
+        connections.drop(self._peers)
 
     def wait(
         self,

@@ -31,8 +31,8 @@ def settle() -> None:
     if settled != text:
         os.environ[_VARIABLE] = settled
         tf.logging.warning(
-            f'TF_CONFIG has no chief: {_first_task(text)} is the chief, and TF_CONFIG is '
-            f'{settled} from now on.'
+            f'TF_CONFIG names no chief, so {_first_task(text)} becomes it. TF_CONFIG is now '
+            f'{_shortened(settled)}.'
         )
 
 
@@ -99,14 +99,14 @@ def check_read(config: Any) -> None:
 def _need(cluster: dict[str, Any], task: dict[str, Any]) -> str:
     """Says what a cluster and a task need; '' if they need nothing."""
     if not set(cluster) <= {*JOBS, 'master', 'evaluator'}:
-        return 'no job but chief, worker and ps'
+        return 'only the jobs chief, worker and ps'
     if not all(isinstance(tasks, list) for tasks in cluster.values()):
         return 'a list of addresses for each job'
     if not all(cluster.values()):
         return 'tasks of each job'
     chiefs = [*cluster.get('chief', ()), *cluster.get('master', ())]
     if len(chiefs) > 1 or not (chiefs or cluster.get('worker')):
-        return 'one chief'
+        return 'exactly one chief, or a worker'
 
     addresses = [address for tasks in cluster.values() for address in tasks]
     for address in addresses:

@@ -46,12 +46,12 @@ class Watch:
       leadership: that of this process, which is the chief.
 
     Attributes:
-      replaced_at: the name of a task that another chief leads, in the place of this one; or ''.
+      replaced_on: the name of a task that another chief leads, in the place of this one; or ''.
       saving: whether a checkpoint is being saved, for which SIGTERM waits.
     """
 
     def __init__(self, task: Task, leadership: Leadership) -> None:
-        self.replaced_at = ''
+        self.replaced_on = ''
         self.saving = False
         self._task = task
         self._leadership = leadership
@@ -97,8 +97,8 @@ class Watch:
 
     def fail_if_replaced(self) -> None:
         """Raises RuntimeError if a task has answered that another chief leads it."""
-        if self.replaced_at:
-            raise RuntimeError(self._leadership.replaced_at(self.replaced_at))
+        if self.replaced_on:
+            raise RuntimeError(self._leadership.replacement_error(self.replaced_on))
 
     def silent_tasks(self) -> str:
         """Says which tasks haven't answered lately, and for how long; '' if all have."""
@@ -111,18 +111,24 @@ class Watch:
           name: the task's.
           notes: those on the task.
         """
-        # This is read before the answer comes: just after it, the chief may begin to lead the task.
+        # These are read before the answer comes: after it, the chief may have begun to lead the
+        # task, or have met a new process of it.
         has_begun = self._leadership.has_begun
+        known = self._task.processes.get(name)
         chief = self._leadership.chief_of(notes)
         self._answered_at[name] = time.monotonic()
-        self._drop_connections_to_old_process(name, notes)
+        self._drop_connections_to_old_process(name, known, notes.read('process'))
         if has_begun and self._leadership.is_another(chief):
-            self.replaced_at = name
+            self.replaced_on = name
 
-    def _drop_connections_to_old_process(self, name: str, notes: Notes) -> None:
-        """Ends a step that still waits for a process, of which another one has taken the place."""
-        process = notes.read('process')
-        known = self._task.processes.get(name)
+    def _drop_connections_to_old_process(self, name: str, known: str | None, process: str) -> None:
+        """Ends a step that still waits for a process, of which another one has taken the place.
+
+        Args:
+          name: the task's.
+          known: the incarnation of the process that was the task; None if none is known.
+          process: of the one that answers now; '' if it hasn't said so yet.
+        """
         if not known or not process or process == known:
             return
         self._task.processes[name] = process
@@ -217,17 +223,18 @@ class Watch:
     def _end_if_step_hangs(self, silences: dict[str, float], now: float) -> None:
         """Ends the process if it should end after the present step, but the step doesn't end.
 
-        It should after SIGTERM, and if another chief has replaced this one. A step may wait for a
-        task, or for its input; or the user's program may be in a hook, or still in its input_fn.
+        It should end after SIGTERM, or once another chief has replaced this one. A step may wait
+        for a task, or for its input; or the user's program may be in a hook, or still in its
+        input_fn.
         """
-        if not self._got_sigterm and not self.replaced_at:
+        if not self._got_sigterm and not self.replaced_on:
             return
         if self._has_to_end_since is None:
             self._has_to_end_since = now
         waited = now - self._has_to_end_since
-        if self.replaced_at:
+        if self.replaced_on:
             if waited > _GRACE:
-                self._end_process(self._leadership.replaced_at(self.replaced_at), status=1)
+                self._end_process(self._leadership.replacement_error(self.replaced_on), status=1)
             return
 
         silent = self._described(silences, min(waited, _ANSWER_WITHIN))

@@ -100,7 +100,7 @@ def is_of_step_memory(error: tf.errors.OpError) -> bool:
 
 
 def is_of_lost_task(error: tf.errors.OpError) -> bool:
-    """Whether a step has failed since one task lost another one, whatever the error's class is.
+    """Whether a step has failed because one task lost another, whatever the error's class is.
 
     The class is that of the first error that TensorFlow heard of: that of an op that was cancelled,
     say. Those of other tasks are in the message.

@@ -133,8 +133,12 @@ class Liveness:
         return condition
 
     def exclude_each_other(self, op: tf.Operation, other: tf.Operation) -> bool:
-        """Whether two ops never run in the same step, as they're in different branches."""
-        opposite = {branch.opposite() for branch in self.condition(op) if branch.way >= 0}
+        """Whether two ops never run in the same step, as they're in different branches.
+
+        Of branches in a loop, one may be taken in one iteration, and the other one in the next.
+        """
+        branches = [b for b in self.condition(op) if b.way >= 0 and not b.frame]
+        opposite = {branch.opposite() for branch in branches}
         return not opposite.isdisjoint(self.condition(other))
 
     def output_may_be_dead(self, tensor: tf.Tensor) -> bool:

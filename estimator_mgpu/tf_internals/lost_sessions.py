@@ -74,10 +74,10 @@ class _Creator(ChiefSessionCreator):
 
 @contextlib.contextmanager
 def _right_class() -> Iterator[None]:
-    """Raises an UnavailableError for each error of another class that a lost task has caused."""
+    """Raises an UnavailableError for what is cancelled, or called internal, by a lost task."""
     try:
         yield
-    except tf.errors.OpError as error:
-        if isinstance(error, LOST) or not error_messages.is_of_lost_task(error):
+    except (tf.errors.CancelledError, tf.errors.InternalError) as error:
+        if not error_messages.is_of_lost_task(error):
             raise
         raise tf.errors.UnavailableError(error.node_def, error.op, error.message) from error

@@ -64,8 +64,8 @@ class CertainWaits:
                                                   +--> Merge - - -> write of b
                       x, if p is false -----------+
 
-    A loop's has waited for what the loop's body waits for, as if that always ran. What is fed waits
-    for nothing.
+    That of a loop counts as having waited for all that the loop's body waits for, as if the body
+    always ran. What is fed waits for nothing.
 
     Args:
       liveness: of a graph.
@@ -110,7 +110,7 @@ class CertainWaits:
 
 
 def _condition(op: tf.Operation, liveness: Liveness) -> Condition:
-    """When an op runs; of one that reads a variable, when somebody uses what it reads."""
+    """When an op runs. A read counts only if its users run: otherwise nobody sees its value."""
     condition = liveness.condition(op)
     users = op.outputs[0].consumers() if op.type in op_types.VALUE_READS else []
     if users:

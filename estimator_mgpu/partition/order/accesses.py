@@ -8,8 +8,8 @@ so each op that uses this output reads the variable when it runs:
 
     w (reference) --> Identity --> MatMul           MatMul reads w
 
-This is a *late read*. Who uses what a call, or a branch or loop of TensorFlow 2, gives also reads
-late what that reads, as TensorFlow takes these apart.
+This is a *late read*. The outputs of a call, and of a branch or loop of TensorFlow 2, are alike:
+TensorFlow takes these apart, so who uses an output also reads late what the functions read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def written_state(op: tf.Operation) -> set[tf.Operation]:
         arguments = _arguments(op, body)
         for inner in body.get_operations():
             for state in written_state(inner):
-                written.update(makers_of_state([arguments[state]] if state in arguments else []))
+                if state in arguments:
+                    written.update(makers_of_state([arguments[state]]))
     return written
 
 
@@ -70,9 +71,6 @@ def _arguments(call: tf.Operation, body: tf.Graph) -> dict[tf.Operation, tf.Tens
 
 def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
     """By name, the tensors whose users read variables by them, with these variables.
-
-    Loops, branches and calls that read variables are like reference variables: TensorFlow takes
-    them apart, and only who uses an output of them has waited for the reads that the output needs.
 
     Args:
       ops: each after those that it depends on.
@@ -102,6 +100,8 @@ def read_late(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> set[tf.
       behind: what `read_by_users` gives.
     """
     if op.type in op_types.SHAPE_QUERIES or op.type in op_types.HANDLE_QUERIES:
+        return set()
+    if op.type in op_types.MERGE:  # It has nothing of the branch that isn't taken. Its users read.
         return set()
     # What writes to a reference doesn't read it late, but its other operands.
     writes = has_side_effect(op)

@@ -77,7 +77,8 @@ class Facts:
       effects: the ops with side effects.
       writers: the ops that a result runs and that write what all towers share.
       of_results: the side effects that each result runs.
-      before: of an op, those before it that touch the same state, if one of both writes; with it.
+      before: of an op, those before it that touch the same state, where one of the two writes;
+        each with that state.
     """
 
     def __init__(self, graph: tf.Graph, results: Sequence[tf.Operation]):
@@ -116,15 +117,17 @@ class Facts:
 
         waited_for = upstream_bits(in_order, self._bits, CertainWaits(liveness, self._bits))
         reads, writes = self._bits_by_state(self.read), self._bits_by_state(self.written)
-        self.before: dict[str, dict[str, str]] = {}
+        self.before: dict[str, dict[str, set[str]]] = {}
         for op, bit in self._bits.items():
-            before: dict[str, str] = {}
+            before = defaultdict[str, set[str]](set)
             for state in self.written.get(op.name, ()):
                 others = waited_for[op] & (reads[state] | writes[state]) & ~bit
-                before.update(dict.fromkeys(self._names_of(others), state))
+                for other in self._names_of(others):
+                    before[other].add(state)
             for state in self.read.get(op.name, ()):
-                before.update(dict.fromkeys(self._names_of(waited_for[op] & writes[state]), state))
-            self.before[op.name] = before
+                for write in self._names_of(waited_for[op] & writes[state]):
+                    before[write].add(state)
+            self.before[op.name] = dict(before)
 
     def _bits_by_state(self, states: dict[str, set[str]]) -> dict[str, int]:
         """The bits of the ops that touch each piece of state."""
@@ -350,14 +353,16 @@ def _unordered(facts: Facts, changed: _Changed) -> Iterator[str]:
     for second, before in facts.before.items():
         for later in changed.instances.get(second, ()):
             tower = changed.tower(later)
-            for first, state in before.items():
-                if changed.is_added(later) and state not in _names(makers_of_state(later.inputs)):
-                    continue  # It reads another variable for the same op.
+            own = _names(makers_of_state(later.inputs))
+            for first, both_use in before.items():
+                # An added read is of one variable; others are read for the same op by others.
+                here = both_use & own if changed.is_added(later) else both_use
                 for earlier in changed.instances.get(first, ()):
-                    if state in facts.local_state and changed.tower(earlier) != tower:
-                        continue  # Each tower has its own.
-                    if not changed.waited_for[later] & changed.bits[earlier]:
-                        yield f'{later.name} no longer waits for {earlier.name}: both use {state}.'
+                    is_of_tower = changed.tower(earlier) == tower
+                    states = here if is_of_tower else here - facts.local_state
+                    if states and not changed.waited_for[later] & changed.bits[earlier]:
+                        shared = ' and '.join(sorted(states))
+                        yield f'{later.name} no longer waits for {earlier.name}: both use {shared}.'
 
 
 def _sent_too_early(facts: Facts, changed: _Changed) -> Iterator[str]:
@@ -369,8 +374,7 @@ def _sent_too_early(facts: Facts, changed: _Changed) -> Iterator[str]:
             if first in facts.written
         }
         for later in instances:
-            # A `Merge` reads nothing of the branch that isn't taken.
-            for operand in later.inputs if later.type not in op_types.MERGE else ():
+            for operand in later.inputs:
                 read = _sent(operand, later, changed)
                 if read is None:
                     continue

@@ -13,7 +13,8 @@ to chance. With the same model on several devices, it would be another chance. S
 - Two such writes come in the order in which they were made.
 - A call, and a branch or a loop of TensorFlow 2, reads and writes when all of its arguments are
   there.
-- If an access comes before another one only when a certain branch is taken, it always does.
+- If the graph orders two accesses only when one of its branches is taken, they have that order
+  whichever branch is taken.
 
 That's what one device mostly does, as a read is ready when the step begins. In TensorFlow's own
 functions, the order of the program decides. Here it doesn't: if a second loss reads weights after
@@ -163,7 +164,9 @@ def _open_pairs(
                     continue
                 if upstream[second.op] & bits[first.op]:
                     is_certain = waited_for[second.op] & bits[first.op]
-                    is_open = not is_certain or _is_taken_apart(second.op, bits[first.op], upstream)
+                    is_open = not is_certain or _is_taken_apart(
+                        second.op, bits[first.op], waited_for
+                    )
                 elif second.writes:
                     made = private.creation_index
                     is_open = not first.writes or made(first.op) < made(second.op)
@@ -174,7 +177,7 @@ def _open_pairs(
     return pairs
 
 
-def _is_taken_apart(call: tf.Operation, first: int, upstream: dict[tf.Operation, int]) -> bool:
+def _is_taken_apart(call: tf.Operation, first: int, waited_for: dict[tf.Operation, int]) -> bool:
     """Whether an op's functions may run before another op, though an argument comes after that.
 
     TensorFlow takes calls, branches and loops apart. Then only what they wait for by control edges
@@ -183,11 +186,11 @@ def _is_taken_apart(call: tf.Operation, first: int, upstream: dict[tf.Operation,
     Args:
       call: an op.
       first: the bit of the other op.
-      upstream: the bits of what each op waits for.
+      waited_for: the bits of what each op waits for in any case.
     """
     if call.type not in op_types.FUNCTION_CALLERS:
         return False
-    return not any(upstream[before] & first for before in call.control_inputs)
+    return not any(waited_for[before] & first for before in call.control_inputs)
 
 
 def _ends(

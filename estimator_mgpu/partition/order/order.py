@@ -1,8 +1,8 @@
 """The order in which a graph touches state: what each op waits for that reads, writes or draws.
 
 Variables, tables, queues, the log and random numbers are state. Most of what an op waits for only
-computes, and if it's computed earlier or later, nobody can tell. Which of these have to keep their
-order is told by `Order`, of the finished graph, so that changes to the graph can keep it:
+computes, and if it's computed earlier or later, nobody can tell. `Order` says which ops of the
+finished graph have to keep their order when it's changed:
 
 - What has a side effect comes after all side effects that it came after.
 - A variable is read before and after the writes that it was read before and after.
@@ -70,7 +70,7 @@ class Order:
         return self._bit_of.get(op, 0)
 
     def upstream(self, op: tf.Operation) -> int:
-        """The bits of an op and of all that it waited for in the graph as it was."""
+        """The bits of an op and of all that running it ran in the graph as it was."""
         return self._upstream.get(op, 0)
 
     def is_quiet(self, op: tf.Operation) -> bool:

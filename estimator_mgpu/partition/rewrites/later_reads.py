@@ -1,4 +1,4 @@
-"""Reference variables that are read after a write have a read of their own there.
+"""Gives ops that use a reference variable after a write a read of their own there.
 
 The value of a reference variable lies in the variable's memory, and all ops use one read of it. On
 the variable's device an op that runs after the write finds there what was written. Another device
@@ -8,8 +8,8 @@ was sent the value before:
                   |                                   v
                   +--------------------------------> MatMul        on another device: too old
 
-With a read after the write, the new value is sent. What lies in the variable's memory, too, such as
-its reshaped value or the result of a branch of TensorFlow 1, is made again of the new read:
+With a read after the write, the new value is sent. Whatever else lies in the variable's memory,
+such as its reshaped value or the result of a branch of TensorFlow 1, is made again of the new read:
 
     w --> read -------> MatMul - - -> write to w
     |                                      |
@@ -36,7 +36,7 @@ _MADE_AGAIN = (*op_types.VIEWS, *op_types.SWITCH, *op_types.MERGE)
 def read_after_writes(graph: tf.Graph, order: Order) -> bool:
     """Gives reads of their own to ops that read reference variables after a write.
 
-    Ops in loops of TensorFlow 1 keep the reads that are handed to these.
+    Ops in loops of TensorFlow 1 keep the reads that their loop was given.
 
     Args:
       graph: the graph that the model_fn has built.

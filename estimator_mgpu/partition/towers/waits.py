@@ -310,8 +310,10 @@ class Waits:
         is_of_towers = need == LOCAL or isinstance(need, (Reduced, VariableValue))
         if is_of_towers and tensor.op.name in self._plan.ops:
             return self._waited_for_by_copy.get(tensor.op, 0)
-        if tensor.op.type == op_types.CONST and self._is_free(tensor.op):
-            return 0  # Each tower's copy waits for nothing.
+        if tensor.op.type == op_types.CONST:
+            # Each tower has a copy, which waits for nothing but its branch.
+            waits = [] if self._is_free(tensor.op) else tensor.op.control_inputs
+            return union_of(self._bits_of_controls(waits))
         return self._bits_of_operand(tensor)
 
     def _bits_of_operand(self, tensor: tf.Tensor) -> int:
