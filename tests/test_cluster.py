@@ -376,7 +376,7 @@ def test_worker_0_is_the_chief_of_workers(make):
     chief, worker = [two.start('worker', index, stops=[2]) for index in range(2)]
     for machine in (chief, worker):
         machine.ends()
-        assert 'TF_CONFIG has no chief: worker 0 is the chief' in machine.text()
+        assert 'TF_CONFIG names no chief, so worker 0 becomes it' in machine.text()
     assert chief.told('DEVICES') == [two_each(CHIEF, WORKER)]
 
 
@@ -435,7 +435,7 @@ def test_a_worker_that_another_one_cannot_reach(make):
     assert re.match(r'TimeoutError: [0-9]+ sessions in [0-9]+ seconds made no new step', error)
     assert 'UnavailableError: ' in error and '/job:worker/replica:0/task:1' in error
     assert 'WARNING:tensorflow:The session was lost: UnavailableError: ' in chief.text()
-    assert ' It is loss 2 without a new step.' in chief.text()
+    assert ' These are 2 lost sessions without a new step.' in chief.text()
     for worker in workers:
         assert worker.ends(1) == f'RuntimeError: The chief has failed: {error}'
 

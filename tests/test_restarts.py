@@ -68,7 +68,7 @@ def test_restarts_without_a_step(clock, caplog, tmp_path):
         'The session was lost: UnavailableError: failed to connect to 10.0.0.1:2222. There is no '
         f'checkpoint in {tmp_path}, so training starts from its beginning, in a new session.'
     )
-    assert second == f'{first} It is loss 2 without a new step.'
+    assert second == f'{first} These are 2 lost sessions without a new step.'
 
 
 @pytest.mark.core

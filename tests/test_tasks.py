@@ -123,7 +123,7 @@ def task(config_of, clock, monkeypatch):
     monkeypatch.setattr(signal, 'signal', lambda *args: None)
     monkeypatch.setattr(Task, 'check_alone', lambda self: None)
     monkeypatch.setattr(reach, 'listens', lambda address: False)
-    monkeypatch.setattr(socket, 'getaddrinfo', mock.Mock())  # Any name resolves.
+    monkeypatch.setattr(socket, 'getaddrinfo', mock.Mock(return_value=[]))  # Any name resolves.
     return Task(config_of('worker', 0).replace(session_creation_timeout_secs=100))
 
 
