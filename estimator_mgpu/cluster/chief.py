@@ -35,11 +35,7 @@ _RENEW_WITHIN = 10  # seconds; a task looks every second whether it has to renew
 _WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be started again
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
 # The errors of a task that ends, or is stopped, while the chief asks it something.
-_LOST_WHILE_ASKED = (
-    tf.errors.AbortedError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.UnavailableError,
-)
+_LOST_WHILE_ASKED = (*LOST, tf.errors.DeadlineExceededError)
 
 
 class Chief:
@@ -78,7 +74,7 @@ class Chief:
             self._tell_those_that_come_back()
 
     def _tell_those_that_come_back(self) -> None:
-        """Waits a little for tasks that have been lost, as they would wait for a chief for long."""
+        """Waits a little for tasks that were lost: without a chief, they would wait for hours."""
         end = time.monotonic() + _WAIT_FOR_LOST
         untold = self.leadership.untold
         if untold:

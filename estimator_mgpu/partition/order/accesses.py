@@ -101,7 +101,9 @@ def read_late(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> set[tf.
     """
     if op.type in op_types.SHAPE_QUERIES or op.type in op_types.HANDLE_QUERIES:
         return set()
-    if op.type in op_types.MERGE:  # It has nothing of the branch that isn't taken. Its users read.
+    # A `Merge` only passes on what it's given, and nothing of the branch that isn't taken. So its
+    # users read, rather than itself.
+    if op.type in op_types.MERGE:
         return set()
     # What writes to a reference doesn't read it late, but its other operands.
     writes = has_side_effect(op)

@@ -1,7 +1,7 @@
 """Checks that a changed graph touches state in the order of the graph that the model_fn has built.
 
-The facts are noted when open pairs are decided, and calls and loops are taken apart. The changed
-graph is only read: how it was made isn't known here. Checked is that
+The facts are noted once open pairs are decided, and calls and loops are taken apart. The changed
+graph is only read: how it was made isn't known here. It's checked that
 
 - nothing waits for itself, and no placeholder waits for anything;
 - what reads or writes a variable still comes before and after what it came before and after, each
@@ -355,7 +355,7 @@ def _unordered(facts: Facts, changed: _Changed) -> Iterator[str]:
             tower = changed.tower(later)
             own = _names(makers_of_state(later.inputs))
             for first, both_use in before.items():
-                # An added read is of one variable; others are read for the same op by others.
+                # An added read reads only one of the variables that the user's op reads.
                 here = both_use & own if changed.is_added(later) else both_use
                 for earlier in changed.instances.get(first, ()):
                     is_of_tower = changed.tower(earlier) == tower

@@ -85,7 +85,8 @@ class Waits:
         is_complete = False
         while not is_complete:
             # What a v1 loop waits for is known only once its way back is visited, which comes
-            # first. Each time it's at least what it was, so this ends.
+            # first. Within loops no waits are added: so what is known of a loop only grows once its
+            # entries are settled, and this ends.
             known = [
                 (self._waited_for.get(op), self._waited_for_by_copy.get(op)) for op in ways_back
             ]
@@ -335,5 +336,5 @@ class Waits:
         ]
 
     def _bits_of_added(self, ops: Sequence[tf.Operation]) -> int:
-        """The bits of what has run whenever ops have that are added to what an op waited for."""
+        """The bits of ops that an op waits for in addition, and of what has run before these."""
         return union_of([*self._bits_of_controls(ops), *map(self._order.bits, ops)])
