@@ -12,8 +12,8 @@ from estimator_mgpu.hooks import ProgressHook, ThroughputHook
 from estimator_mgpu.optimizer import TowerOptimizer
 from estimator_mgpu.replicate import replicate
 from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
+from estimator_mgpu.reports.verify import verify
 from estimator_mgpu.tf_internals.tf_estimator import estimator
-from estimator_mgpu.verify import verify
 
 __version__ = '0.2.0'
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.model_function import ModelFunction
+from estimator_mgpu.model_fns.model_function import ModelFunction
 from estimator_mgpu.replicate import replicate
 
 

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch, checkpoints, failures
-from estimator_mgpu.auto_microbatches import Call, Progress
+from estimator_mgpu.batches import batch
+from estimator_mgpu.checkpoints import checkpoint_files
+from estimator_mgpu.errors import failures
+from estimator_mgpu.memory.auto_microbatches import Call, Progress
 from estimator_mgpu.tf_internals import op_types, tf_estimator
 
 _COMPOSITE_TENSORS = (tf.SparseTensor, tf.RaggedTensor)
@@ -191,7 +193,7 @@ class Predictor:
         self._state.wait_for(lambda: self._model is not None or not self._runs)
         while self._model is None:
             attempt = call.attempt(Progress())
-            explained = checkpoints.file_errors_explained(
+            explained = checkpoint_files.file_errors_explained(
                 self._estimator.model_dir, self._checkpoint_path
             )
             with explained, attempt as hooks, tf.Graph().as_default():

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsInt
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import checkpoints, explain, failures
-from estimator_mgpu.auto_microbatches import AUTO, AutoMicrobatches, Call
+from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.serve import serve
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
+from estimator_mgpu.errors import failures
+from estimator_mgpu.memory.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.predictor import Predictor
 from estimator_mgpu.replicate import CommonOptions, check_options, replicate
+from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
 
@@ -45,7 +47,7 @@ def _explains_checkpoint_errors(method: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(method).bind(*args, **kwargs).arguments
         path = arguments.get('checkpoint_path')
-        with checkpoints.file_errors_explained(arguments['self'].model_dir, path):
+        with checkpoint_files.file_errors_explained(arguments['self'].model_dir, path):
             return method(*args, **kwargs)
 
     return call
@@ -132,7 +134,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
           checkpoint_path: the checkpoint that is read; None for the last one.
           warm_start: the settings of what variables start from.
         """
-        files = checkpoints.file_errors_explained(self.model_dir, checkpoint_path, warm_start)
+        files = checkpoint_files.file_errors_explained(self.model_dir, checkpoint_path, warm_start)
         with failures.op_errors_explained(), files:
             yield
 
@@ -271,7 +273,7 @@ class Estimator(_OnMachines):
             config = _of_single_task(config)
 
         super().__init__(model_fn, model_dir, config, params, warm_start_from)
-        checkpoints.check_name(self.model_dir)
+        checkpoint_files.check_name(self.model_dir)
         self._follower = evaluator.follower(self.config)
 
     def explain(self, input_fn: Callable[..., Any]) -> explain.Explanation:

@@ -20,7 +20,7 @@ import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 from estimator_mgpu import steps
-from estimator_mgpu.explain import ops_run_once
+from estimator_mgpu.reports.explain import ops_run_once
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('models', list(shares_models.MODELS), 'Models to run.')

@@ -16,10 +16,10 @@ import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 import estimator_mgpu
-from estimator_mgpu import explain
 from estimator_mgpu.cluster import sessions
 from estimator_mgpu.devices import CHIEF, machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.reports import explain
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('machines', ['2', '3', '4'], 'Numbers of machines.')

@@ -7,7 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import checkpoints
+from estimator_mgpu.checkpoints import checkpoint_files
 from models import batches, of_all_modes, predict
 from towers import assert_close, saved_in
 
@@ -245,7 +245,7 @@ def test_a_full_disk(error, model_dir):
     ]
     for message in messages:
         given = RuntimeError(message) if error is RuntimeError else error(None, None, message)
-        with pytest.raises(error) as info, checkpoints.file_errors_explained(str(model_dir)):
+        with pytest.raises(error) as info, checkpoint_files.file_errors_explained(str(model_dir)):
             raise given
         assert str(info.value) == (
             f"{model_dir} can't be written to: {reason}. The checkpoints are kept, and training "
@@ -255,7 +255,10 @@ def test_a_full_disk(error, model_dir):
         assert info.value.__cause__ is given
     for text in (f'model_checkpoint_path: "{BEFORE}"', ''):  # before the last was noted; torn
         kept = f'training goes on from {BEFORE}' if text else 'There is no checkpoint yet'
-        with pytest.raises(error, match=kept), checkpoints.file_errors_explained(str(model_dir)):
+        with (
+            pytest.raises(error, match=kept),
+            checkpoint_files.file_errors_explained(str(model_dir)),
+        ):
             (model_dir / 'checkpoint').write_text(text)
             raise given
         (model_dir / 'checkpoint').write_text(f'model_checkpoint_path: "{BEFORE}"')
@@ -266,11 +269,11 @@ def test_errors_of_something_else(model_dir):
     for message in ('OOM when allocating tensor', f'{model_dir}2/a; Read-only file system', ''):
         given = tf.errors.ResourceExhaustedError(None, None, message)
         with pytest.raises(tf.errors.ResourceExhaustedError) as info:
-            with checkpoints.file_errors_explained(str(model_dir)):
+            with checkpoint_files.file_errors_explained(str(model_dir)):
                 raise given
         assert info.value is given
     given = tf.errors.NotFoundError(None, None, f'{model_dir}/words; No such file or directory')
-    with pytest.raises(NOT_FOUND) as info, checkpoints.file_errors_explained(str(model_dir)):
+    with pytest.raises(NOT_FOUND) as info, checkpoint_files.file_errors_explained(str(model_dir)):
         raise given
     assert info.value is given
 
@@ -330,9 +333,9 @@ def test_checkpoints_of_tensorflow_1(tmp_path):
     path = str(tmp_path / 'model.ckpt-1-?????-of-00001')
     (tmp_path / 'checkpoint').write_text(f'model_checkpoint_path: "{path}"')
     with pytest.raises(ValueError, match='to begin anew, remove'):
-        checkpoints.check(str(tmp_path))
+        checkpoint_files.check(str(tmp_path))
     (tmp_path / 'model.ckpt-1-00000-of-00001').write_text('')
-    checkpoints.check(str(tmp_path))
+    checkpoint_files.check(str(tmp_path))
 
 
 def test_errors_of_other_files(tmp_path):

@@ -10,11 +10,11 @@ import tf_slim
 from matplotlib.figure import Figure
 
 import estimator_mgpu
-from estimator_mgpu import pictures
 from estimator_mgpu.devices import has_useless_passes
-from estimator_mgpu.explain import _micro_batches
-from estimator_mgpu.notebooks import Table, html_of
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
+from estimator_mgpu.reports import pictures
+from estimator_mgpu.reports.explain import _micro_batches
+from estimator_mgpu.reports.notebooks import Table, html_of
 from models import floats, spec_of, step
 
 TOWERS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']

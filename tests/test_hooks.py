@@ -9,7 +9,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import batch, hooks
+from estimator_mgpu import hooks
+from estimator_mgpu.batches import batch
 from models import adam, floats, predict, regression, spec_of
 
 pytestmark = pytest.mark.core

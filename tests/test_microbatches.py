@@ -6,7 +6,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import explain, steps
+from estimator_mgpu import steps
+from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import graphs
 from models import (
     adam,

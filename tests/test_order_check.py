@@ -10,7 +10,9 @@ import itertools
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import end_of_data, steps
+from estimator_mgpu import steps
+from estimator_mgpu.batches import end_of_data
+from estimator_mgpu.model_fns.spec_results import result_ops
 from estimator_mgpu.partition.order import check
 from estimator_mgpu.tf_internals import graphs, private
 from models import floats, sgd, spec_of, step
@@ -154,14 +156,13 @@ class Divided:
     def __init__(self, spec):
         self.graph = tf.get_default_graph()
         self.step = steps.of_graph(self.graph)
-        self.spec = spec
-        self.results = end_of_data.result_ops(spec)
+        self.results = result_ops(spec)
         iterators = [op for op in self.graph.get_operations() if op.type == 'IteratorGetNext']
         self.batch = [tensor for op in iterators for tensor in op.outputs]
 
     def complaint(self):
         """What the check says; '' if it finds nothing."""
-        not_held, _ = end_of_data.writes_to_hold(self.graph, self.batch, self.spec)
+        not_held, _ = end_of_data.writes_to_hold(self.graph, self.batch, self.results)
         names, devices = self.step.names, self.step.tower_devices
         try:
             check.check(self.step.facts, self.graph, self.results, names, devices, not_held)

@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import explain
+from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import graphs
 from models import adam, batches, floats, sgd, spec_of, step, weights
 from towers import TRAIN, behavior_of, compare, nodes_of_a_step, session, train

@@ -7,8 +7,9 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import explain, steps
+from estimator_mgpu import steps
 from estimator_mgpu.partition.rewrites.recomputation.cuts import Activation, choose_cuts
+from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import graphs, op_types
 from models import batches, clipped, floats, of_all_modes, sgd, spec_of, step
 from towers import TRAIN, behavior_of, compare, compare_modes, session, train

@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import TowerOptimizer, optimizer
-from estimator_mgpu.verify import _errors_only
+from estimator_mgpu.reports.verify import _errors_only
 from models import adam, batches, predict, regression, sgd, spec_of
 from towers import TRAIN, assert_close, train
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu import failures, user_lines
+from estimator_mgpu.errors import failures, user_lines
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.tf_internals import private
 from estimator_mgpu.tf_internals.tracebacks import Tracebacks

@@ -9,7 +9,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.verify import _compare
+from estimator_mgpu.reports.verify import _compare
 from models import adam, floats, of_all_modes, predict, spec_of, step
 from towers import behavior_of
 

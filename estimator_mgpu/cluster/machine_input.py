@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch
+from estimator_mgpu.batches import batch
 from estimator_mgpu.devices import CHIEF, host_of, machine_of
 
 _SCOPE = 'machine_input'

@@ -15,12 +15,12 @@ import time
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import user_lines
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.signals import open_signal_pipe
 from estimator_mgpu.cluster.task import Task
+from estimator_mgpu.errors import user_lines
 
 ASK_EVERY = 5  # seconds from one question to the next
 _ANSWER_WITHIN = 10  # seconds in which a task that is well has answered

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import batch
+from estimator_mgpu.batches import batch
 from estimator_mgpu.custom_ops import calls, runs, trials
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.plan import OpPlan

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
-from estimator_mgpu.batch import RANK_REMEDY, Batch
+from estimator_mgpu.batches.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition import later_gradients
 from estimator_mgpu.partition.order import check
 from estimator_mgpu.partition.order.order import Order

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batch import rows_of
+from estimator_mgpu.batches.batch import rows_of
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
 from estimator_mgpu.partition.sizes import ONE, Entry, PartRows, RowSpace, Size, per_row
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batch import parts_of
+from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import MOMENTS, NotGatherable, Partial, Shard

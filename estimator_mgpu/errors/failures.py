@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import memory_advice, steps, user_lines
+from estimator_mgpu import steps
+from estimator_mgpu.errors import user_lines
+from estimator_mgpu.memory import memory_advice
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName

@@ -19,9 +19,10 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
 from estimator_mgpu.devices import Devices, resolve, session_config
-from estimator_mgpu.notebooks import Table, html_of
+from estimator_mgpu.model_fns.spec_results import decide_order
 from estimator_mgpu.partition.order.open_pairs import OpenPair
-from estimator_mgpu.replicate import decide_order, replicate
+from estimator_mgpu.replicate import replicate
+from estimator_mgpu.reports.notebooks import Table, html_of
 from estimator_mgpu.steps import is_count, of_graph
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2

@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import checkpoints, failures, memory_advice, steps
+from estimator_mgpu import steps
+from estimator_mgpu.checkpoints import checkpoint_files
+from estimator_mgpu.errors import failures
+from estimator_mgpu.memory import memory_advice
 from estimator_mgpu.tf_internals import (
     error_messages,
     function_calls,
@@ -188,7 +191,7 @@ class Attempt:
         if auto is None or not isinstance(raised, tf.errors.ResourceExhaustedError):
             return False
         error = failures.original(raised)
-        is_of_disk = checkpoints.is_of_writing(error, self._call.model_dir)
+        is_of_disk = checkpoint_files.is_of_writing(error, self._call.model_dir)
         if is_of_disk or not error_messages.is_of_step_memory(error):
             return False
 
@@ -224,7 +227,7 @@ class Attempt:
 
     def _log_that_it_goes_on(self, error: Exception, count: int) -> None:
         """Logs how many micro-batches the next attempt has, and where it begins."""
-        checkpoint = checkpoints.last_checkpoint_name(self._call.model_dir) or 'the start'
+        checkpoint = checkpoint_files.last_checkpoint_name(self._call.model_dir) or 'the start'
         text = (
             f'Out of memory: {_reason(error)}. From now on, each device runs {count} '
             'micro-batches, one after another. '

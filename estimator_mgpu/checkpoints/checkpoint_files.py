@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu import failures
+from estimator_mgpu.errors import failures
 from estimator_mgpu.tf_internals import error_messages, op_types, private
 
 # TensorFlow's errors of a file that can't be written. What writes summaries raises RuntimeError.

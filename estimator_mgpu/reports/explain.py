@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 from tqdm import tqdm
 
-from estimator_mgpu import optimizer, pictures, steps, user_lines
-from estimator_mgpu.batch import RANK_REMEDY
+from estimator_mgpu import optimizer, steps
+from estimator_mgpu.batches.batch import RANK_REMEDY
 from estimator_mgpu.devices import Devices, device_spec, has_useless_passes
-from estimator_mgpu.notebooks import Table, html_of
+from estimator_mgpu.errors import user_lines
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
+from estimator_mgpu.reports import pictures
+from estimator_mgpu.reports.notebooks import Table, html_of
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.

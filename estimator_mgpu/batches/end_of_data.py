@@ -6,9 +6,9 @@ wait for the batch. For example, `steps` below is 6 after six batches; without t
 
     train_op = tf.group(optimizer.minimize(loss), tf.assign_add(steps, 1))
 
-In: the finished graph, the tensors of the batch, and the EstimatorSpec. Out: the same graph, with
-control edges to the writes from a `NoOp` on each device, which runs once the batch is there. So
-many writes on a device cost one message.
+In: the finished graph, the tensors of the batch, and the results of a step. Out: the same graph,
+with control edges to the writes from a `NoOp` on each device, which runs once the batch is there.
+So many writes on a device cost one message.
 
 If several machines read the batch, `cluster.machine_input` says what happens when one of them has
 no more data.
@@ -21,7 +21,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batch import parts_of
+from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
@@ -34,7 +34,9 @@ def tensors_of(features: Any, labels: Any) -> list[tf.Tensor]:
     return [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf)]
 
 
-def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
+def hold_writes(
+    graph: tf.Graph, batch: Iterable[tf.Tensor], results: Sequence[tf.Operation]
+) -> None:
     """Lets what writes to variables and tables wait for the batch, if a step needs both of them.
 
     A step is what an `EstimatorSpec` has, or what a hook runs that depends on the batch, such as a
@@ -46,29 +48,28 @@ def hold_writes(graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any) -> None:
       graph: a finished one, divided or not.
       batch: the tensors of the features and labels that the model_fn was called with. If they are
         constants or placeholders, the batch can't end, and nothing waits.
-      spec: the `EstimatorSpec` of the model_fn.
+      results: the ops of what the model_fn's EstimatorSpec gives for a step.
     """
-    writes, used = writes_to_hold(graph, batch, spec)
+    writes, used = writes_to_hold(graph, batch, results)
     if writes:
         _let_wait(graph, writes, used)
 
 
 def writes_to_hold(
-    graph: tf.Graph, batch: Iterable[tf.Tensor], spec: Any
+    graph: tf.Graph, batch: Iterable[tf.Tensor], results: Sequence[tf.Operation]
 ) -> tuple[list[tf.Operation], list[tf.Tensor]]:
     """Returns the writes of a step that don't wait for its batch, and what they have to wait for.
 
     Args:
       graph: as of `hold_writes`.
       batch: as of `hold_writes`.
-      spec: as of `hold_writes`.
+      results: as of `hold_writes`.
     """
     parts = [part for tensor in batch for part in parts_of(tensor)]
     tensors = list(dict.fromkeys(parts))  # each once, in order
     if not any(map(_may_end, tensors)):
         return [], []
 
-    results = result_ops(spec)
     used = [tensor for tensor in _used_in_step(tensors, results) if _may_end(tensor)]
     return (_writes_to_hold(graph, used, results) if used else []), used
 
@@ -76,12 +77,12 @@ def writes_to_hold(
 def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation]) -> list[tf.Tensor]:
     """The tensors of the batch that a step needs, and so gets.
 
-    If the spec's results need none of them, hooks run the steps. Then these are all tensors that
+    If the results need none of them, hooks run the steps. Then these are all tensors that
     any op uses.
 
     Args:
       tensors: those of the batch.
-      results: the ops of what the spec gives for a step.
+      results: the ops of what a step is run for.
     """
     needed = []
     leading_to_results = set(results)
@@ -130,17 +131,6 @@ def _writes_to_hold(
             # In the place of an op in a loop, the ops wait by which the loop begins.
             held.update(dict.fromkeys(liveness.entries(op) or [op]))
     return [op for op in held if op not in before_batch and op not in waiting_already]
-
-
-def result_ops(spec: Any) -> list[tf.Operation]:
-    """The ops of what an EstimatorSpec gives for a step."""
-    results = [spec.loss, spec.train_op, spec.predictions, spec.eval_metric_ops]
-    ops = []
-    for leaf in tf.nest.flatten(results, expand_composites=True):
-        op = leaf if isinstance(leaf, tf.Operation) else getattr(leaf, 'op', None)
-        if op is not None:
-            ops.append(op)
-    return ops
 
 
 def _ops_that_wait_for(first: tf.Operation) -> set[tf.Operation]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batch import Batch, batch_of
+from estimator_mgpu.batches.batch import Batch, batch_of
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.rules.notation import FAMILIES
 from estimator_mgpu.tf_internals import op_types

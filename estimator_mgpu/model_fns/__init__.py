@@ -1,0 +1,7 @@
+"""From a model_fn to a replicated one.
+
+- `calls`: what a model_fn may be, how it's called, and what it has to return.
+- `build`: the graph that it builds is divided over the devices.
+- `spec_results`: what of an EstimatorSpec a step is run for.
+- `model_function`: a replicated model_fn can be pickled.
+"""

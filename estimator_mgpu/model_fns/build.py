@@ -1,0 +1,268 @@
+"""The graph of a replicated model_fn: the model's own, divided over the devices.
+
+In: a call of the model_fn, and the options of `replicate()`. Out: the EstimatorSpec, whose results
+are those of the global batch. `partition` divides the graph; here is what comes before and after.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu import predictor, steps
+from estimator_mgpu.batches import batch, end_of_data, unknown_ranks
+from estimator_mgpu.checkpoints import checkpoint_files, large_checkpoints
+from estimator_mgpu.cluster import sessions
+from estimator_mgpu.devices import host_of
+from estimator_mgpu.errors import failures
+from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
+from estimator_mgpu.model_fns.spec_results import decide_order, result_ops, results_of_step
+from estimator_mgpu.partition import fetches, later_gradients
+from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.order import check
+from estimator_mgpu.partition.rewrites.recomputation.recompute import (
+    Recomputation,
+    recompute_activations,
+)
+from estimator_mgpu.partition.towers.build import Towers
+from estimator_mgpu.partition.towers.variables import place_variables
+from estimator_mgpu.reports import explain
+from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
+from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
+
+_RESULTS = ('loss', 'predictions', 'train_op', 'eval_metric_ops')  # of an EstimatorSpec
+
+
+def build(
+    call: Callable[..., Any],
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+    towers: list[str],
+    machines: dict[str, list[str]] | None,
+) -> Any:
+    """Builds the default graph for all towers, and returns its EstimatorSpec.
+
+    Args:
+      call: calls the model_fn; on a device, if it's given one.
+      arguments: the arguments of the model_fn, by name.
+      options: the checked arguments of `replicate()`, by name.
+      towers: a device for each tower.
+      machines: the devices of each machine; None on one machine.
+    """
+    features = arguments.get('features')
+    labels = arguments.get('labels')
+    mode: Any = arguments.get('mode')
+    if arguments.get('config') is not None and _is_export((features, labels), mode):
+        return call()  # A SavedModel is loaded on any machine, so it names no device.
+
+    auto = options['microbatches']
+    if isinstance(auto, AutoMicrobatches):
+        noted = functools.partial(auto.noted, mode)
+        options = {**options, 'microbatches': auto.count(mode), 'noted': noted}
+
+    # The tensors are listed before the model_fn is called: it may take some out of a dict.
+    tensors = end_of_data.tensors_of(features, labels)
+    if len(towers) == 1 and options['microbatches'] == 1:
+        spec, step = _build_on_one(call, features, labels, options, towers[0])
+    else:
+        spec, step = _build_on_several(call, features, labels, options, towers, machines)
+
+    end_of_data.hold_writes(tf.get_default_graph(), tensors, result_ops(spec))
+    if step.facts is not None:
+        graph = tf.get_default_graph()
+        check.check(
+            step.facts,
+            graph,
+            result_ops(spec),
+            step.names,
+            step.tower_devices,
+            not_held=end_of_data.writes_to_hold(graph, tensors, result_ops(spec))[0],
+        )
+    spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
+    spec = failures.explain_errors(spec)
+    steps.record(step)
+    graph_defs.serialize_once(tf.get_default_graph())
+    graph_defs.write_text_by_c()
+    if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
+        explain.log_sharding(options['devices'], arguments.get('config'))
+    return spec
+
+
+def _is_export(features_and_labels: Sequence[Any], mode: str | None) -> bool:
+    """Whether Estimator builds a graph to export: the batch is fed, and no step is trained."""
+    if predictor.is_fed(tf.get_default_graph()):
+        return False
+    trains = mode == tf_estimator.estimator.ModeKeys.TRAIN
+    if trains and tf.get_collection(private.GLOBAL_STEP_READ):
+        return False  # Estimator has read the global step before it trains; a batch may be fed.
+    leaves = tf.nest.flatten(features_and_labels, expand_composites=True)
+    ops = [leaf.op for leaf in leaves if tf.is_tensor(leaf)]
+    return any(op.type in op_types.PLACEHOLDERS for op in graphs.ancestors(ops))
+
+
+def _build_on_one(
+    call: Callable[..., Any], features: Any, labels: Any, options: dict[str, Any], tower: str
+) -> tuple[Any, steps.Step]:
+    """Builds a graph for one device; returns its EstimatorSpec and a `Step`."""
+    leaves = batch.leaves_of(features, labels, options['broadcast'])
+    tensors = end_of_data.tensors_of(features, labels)
+    ops_before = {op.name for op in tf.get_default_graph().get_operations()}
+    spec = call('' if options['devices'] is None else tower)
+    with no_garbage_collection():
+        open_pairs = decide_order(spec)
+        facts = _facts(spec)
+
+        examples = batch.examples_of(leaves)
+        recomputation = _recompute(spec, tensors, ops_before, options)
+    return spec, steps.Step(
+        examples,
+        spec.loss,
+        [tower],
+        recomputation=recomputation,
+        open_pairs=open_pairs,
+        facts=facts,
+    )
+
+
+def _build_on_several(
+    call: Callable[..., Any],
+    features: Any,
+    labels: Any,
+    options: dict[str, Any],
+    towers: list[str],
+    machines: dict[str, list[str]] | None,
+) -> tuple[Any, steps.Step]:
+    """Builds a graph for several devices; returns its EstimatorSpec and a `Step`."""
+    global_batch = batch.look_at(features, labels, options['broadcast'])
+    tensors = end_of_data.tensors_of(features, labels)
+    ops_before = {op.name for op in tf.get_default_graph().get_operations()}
+
+    spec = call()
+    with no_garbage_collection():
+        open_pairs = decide_order(spec)
+        servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
+        place_variables(options['variables'], servers or towers, ops_before)
+
+        global_batch = unknown_ranks.shapes_told_by_model(global_batch)
+        spec, step = _divided(spec, global_batch, towers, ops_before, options)
+        if step.plan is None:
+            facts = _facts(spec)
+            step = step._replace(recomputation=_recompute(spec, tensors, ops_before, options))
+            step = step._replace(facts=facts)
+    return spec, step._replace(open_pairs=open_pairs)
+
+
+def _divided(
+    spec: Any,
+    global_batch: batch.Batch,
+    devices: list[str],
+    ops_before: set[str],
+    options: dict[str, Any],
+) -> tuple[Any, steps.Step]:
+    """Divides the default graph; returns its EstimatorSpec and a `Step`.
+
+    Args:
+      spec: the EstimatorSpec that the model_fn has returned.
+      global_batch: the features and labels.
+      devices: one a tower.
+      ops_before: the names of ops that were there before the model_fn was called.
+      options: the checked arguments of `replicate()`, by name; and `noted`, which the number of
+        examples goes through, if there is one.
+    """
+    graph = tf.get_default_graph()
+    static = global_batch.static
+    with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device(host_of(devices[0])):
+        total = global_batch.total() if static is None and global_batch.leaves else None
+        if total is not None and 'noted' in options:
+            total = options['noted'](total)
+
+    try:
+        towers = divide(
+            graph,
+            global_batch,
+            total,
+            devices,
+            existing_ops=ops_before,
+            batch_norm=options['batch_norm'],
+            turns=options['microbatches'],
+            results=result_ops(spec),
+            step_results=results_of_step(spec),
+            recomputed_loss=spec.loss if _recomputes(spec, options) else None,
+        )
+    except Exception as error:
+        reason = str(error).rstrip('.')
+        raise RuntimeError(
+            f'Dividing the graph over the devices failed: {reason}. Please report the model, or '
+            'mend your own rule; meanwhile replicate(devices=1) trains it on one device.'
+        ) from error
+
+    examples = total if static is None else static
+    step = steps.Step(examples, spec.loss, devices, unknown=global_batch.unknown_titles)
+    if towers is None:
+        return spec, step._replace(nothing_is_sharded=True)
+    spec = _with_full_values(spec, towers)
+    fetches.give_values(graph, towers.make_values_of_stateful_ops())
+    return spec, step._replace(
+        loss=spec.loss,
+        plan=towers.plan,
+        schedule=towers.schedule,
+        recomputation=towers.recomputation,
+        names=towers.names,
+        facts=towers.facts,
+        tower_devices=[tower.device for tower in towers.towers],
+    )
+
+
+def _facts(spec: Any) -> check.Facts | None:
+    """What has to stay true of the default graph, if that's to be checked."""
+    if not check.is_on():
+        return None
+    return check.Facts(tf.get_default_graph(), result_ops(spec))
+
+
+def _recompute(
+    spec: Any, tensors: Sequence[tf.Tensor], ops_before: set[str], options: dict[str, Any]
+) -> Recomputation | None:
+    """Lets gradients of a graph that isn't divided use copies of forward ops, if asked for."""
+    if not _recomputes(spec, options):
+        return None
+    graph = tf.get_default_graph()
+    results = results_of_step(spec)
+    model = later_gradients.note_model(graph)
+    recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
+    model.end_changes({})  # Copies give gradients the same values: the model's own have them, too.
+    return recomputation
+
+
+def _recomputes(spec: Any, options: dict[str, Any]) -> bool:
+    """Whether activations are computed again, as it was asked for and there are gradients."""
+    trains = spec.mode == tf_estimator.estimator.ModeKeys.TRAIN
+    return options['recompute'] and trains and spec.train_op is not None
+
+
+def _with_full_values(spec: Any, towers: Towers) -> Any:
+    """An EstimatorSpec whose results are full values: of the global batch, not of one tower."""
+
+    def full_value(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor):
+            return leaf
+        return towers.model.note_result(leaf, towers.full_value(leaf))
+
+    results = {name: getattr(spec, name) for name in _RESULTS}
+    full = tf.nest.map_structure(full_value, results, expand_composites=True)
+    return spec._replace(**full)
+
+
+def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:
+    """An EstimatorSpec with a scaffold that knows of checkpoints, devices and other tasks.
+
+    Errors of checkpoints are explained, and no device has more of a checkpoint than its own part.
+    """
+    scaffold = checkpoint_files.explain_restore_errors(spec.scaffold or tf.train.Scaffold())
+    scaffold = large_checkpoints.save_and_restore_in_place(scaffold)
+    if waits_for_tasks:
+        scaffold = sessions.wait_for_tasks(scaffold)
+    return spec._replace(scaffold=scaffold)
