@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from estimator_mgpu import steps
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.tf_internals import function_calls
@@ -253,13 +254,13 @@ def test_the_shapes_in_imported_loops():
         tf.import_graph_def(frozen(loop_of_three), {'x:0': x}, name='')
         exits = [op.outputs[0] for op in graph.get_operations() if op.type == 'Exit']
         assert [tensor.shape.rank for tensor in exits] == [None] * 3
-        infer_loop_shapes(graph)
+        infer_loop_shapes(Division(graph))
         check_shapes(exits)
 
     with tf.Graph().as_default() as graph:
         x = tf.placeholder(tf.float32, [None, STEPS, WIDTH])
         tf.import_graph_def(with_functions(loop_of_three), {'x:0': x}, name='')
-        read_functions(graph)
+        read_functions(Division(graph))
         [loop] = [op for op in graph.get_operations() if op.type == 'StatelessWhile']
         _, body = function_calls.function_graphs(loop)
         check_shapes(body.inputs[3:6])
@@ -274,7 +275,7 @@ def read(definition, width=WIDTH):
     with tf.Graph().as_default() as graph:
         x = tf.placeholder(tf.float32, [7, STEPS, width])
         tf.import_graph_def(definition, {'x:0': x}, name='')
-        read_functions(graph)
+        read_functions(Division(graph))
         [loop] = [op for op in graph.get_operations() if op.type == 'StatelessWhile']
         bodies = function_calls.function_graphs(loop)[1:]
         return [op.type for body in bodies for op in body.get_operations()]

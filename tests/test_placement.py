@@ -6,6 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace
@@ -176,8 +177,10 @@ def test_texts_are_not_moved():
         w = tf.get_variable('w', [1000], use_resource=True)
         with tf.device(CPUS[1]):
             tf.assign_add(w, tf.exp(number) * 1.0)
-        nothing_sharded = Plan(RowSpace('batch', 2), [], [], {}, {}, {}, Sizes())
-        found = place_ops(graph, nothing_sharded, CPUS)
+        division = Division(graph, devices=CPUS)
+        division.plan = Plan(RowSpace('batch', 2), [], [], {}, {}, {}, Sizes())  # nothing sharded
+        place_ops(division)
+    found = division.full_value_devices
     assert found['Exp'] == CPUS[1] and number.op.name not in found
 
 

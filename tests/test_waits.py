@@ -8,6 +8,7 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.tf_internals import graphs, op_types
 from models import floats, of_all_modes, sgd, spec_of, step
@@ -510,7 +511,7 @@ def test_a_call_reads_without_its_arguments():
         first = scale(tf.placeholder(tf.float32, [], 'x'))
         with tf.control_dependencies([first]):
             second = scale(late)
-        inline_calls(graph, frozenset())
+        inline_calls(Division(graph))
 
         [read] = inlined_ops('ReadVariableOp', second)
         assert 'x' in before(read)
@@ -528,7 +529,7 @@ def test_a_branch_in_a_call_that_waits_begins_with_its_arguments():
 
         with tf.control_dependencies([tf.no_op('earlier')]):
             call = halve(tf.placeholder(tf.float32, [], 'x'))
-        inline_calls(graph, frozenset())
+        inline_calls(Division(graph))
 
         [branch] = inlined_ops('If', call)
         awaited = graphs.ancestors(branch.control_inputs)

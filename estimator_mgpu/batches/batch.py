@@ -41,6 +41,17 @@ class Batch(NamedTuple):
     unknown: dict[Path, Any]
 
     @property
+    def unsharded(self) -> list[Any]:
+        """The leaves that aren't sharded themselves, but whose results may be.
+
+        These are sparse and ragged tensors, whose dense counterparts have an example a row, and
+        tensors of unknown rank.
+        """
+        composite = (tf.SparseTensor, tf.RaggedTensor)
+        leaves = [leaf for leaf in self.leaves.values() if isinstance(leaf, composite)]
+        return [*leaves, *self.unknown.values()]
+
+    @property
     def unknown_titles(self) -> list[str]:
         """What messages call the leaves of unknown rank."""
         return [title(path) for path in self.unknown]

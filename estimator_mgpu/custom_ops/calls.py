@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.custom_ops.runs import as_array, session_of
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.propagation.accepted_shapes import copy_of
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.tf_internals import graphs, private
@@ -122,8 +123,9 @@ def calls_of(
 
 def _inlined(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Inlines calls of functions; returns what is used in place of tensors."""
-    replaced = inline_calls(tf.get_default_graph(), frozenset())
-    return [replaced.get(tensor.name, tensor) for tensor in outputs]
+    division = Division(tf.get_default_graph())
+    inline_calls(division)
+    return [division.replaced.get(tensor.name, tensor) for tensor in outputs]
 
 
 def _ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:

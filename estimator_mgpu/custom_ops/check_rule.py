@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batches import batch
 from estimator_mgpu.custom_ops import calls, runs, trials
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import OpPlan
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.steps import is_count
@@ -160,7 +161,7 @@ def _build(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: i
             examples = batch.look_at(placeholders, None)
             devices = [f'/device:CPU:{i}' for i in range(towers)]
             results = [tensor.op for tensor in outputs]
-            divided = divide(
+            division = Division(
                 graph,
                 examples,
                 examples.total(),
@@ -168,10 +169,11 @@ def _build(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: i
                 results=results,
                 bypasses_needless_ops=False,  # All rules are to be tried.
             )
+            divided = divide(division)
             assert divided is not None  # The number of examples is dynamic.
 
-            sharded = _types_of(graph, divided.plan.ops)
-            sharded -= {graph.get_operation_by_name(name).type for name in divided.plan.once}
+            sharded = _types_of(graph, division.plan.ops)
+            sharded -= {graph.get_operation_by_name(name).type for name in division.plan.once}
             outputs = [divided.full_value(tensor) for tensor in outputs]
     return _Program(graph, placeholders, outputs, towers, sharded)
 

@@ -16,6 +16,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.custom_ops.calls import calls_of, may_be_sizes
 from estimator_mgpu.custom_ops.dimensions import Dimension, dimensions_of
 from estimator_mgpu.custom_ops.runs import assert_same, session_of
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.later_gradients import Model
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import REPLICATE
@@ -66,7 +67,7 @@ def try_dimensions(
         divided = _divided(group, static, towers if static is None else min(static, towers))
         with session_of(towers) as session:
             for trial in group:
-                if trial.op.name in divided.plan.ops:
+                if trial.op.name in divided.division.plan.ops:
                     trial.run(session, divided)
 
 
@@ -265,8 +266,8 @@ class Trial:
             complaint += f', and {counts.unsharded} in input {self._unsharded},'
         draws = self._draws(session, values, expected)
         feed = self._feed(counts, values)
-        if divided.total is not None:
-            feed[divided.total] = counts.examples
+        if divided.division.total is not None:
+            feed[divided.division.total] = counts.examples
         try:
             outputs = self._run_on_towers(session, divided, feed)
         except tf.errors.OpError as error:
@@ -303,7 +304,7 @@ class Trial:
         fetches = []
         for index in self._dimension.call.used:
             output = self.op.outputs[index]
-            if divided.plan.placements[output.name] == REPLICATE:
+            if divided.division.plan.placements[output.name] == REPLICATE:
                 fetches.append(divided.local_values(output))
             else:
                 fetches.append([divided.full_value(output)])
@@ -353,9 +354,11 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     ops = topological_order(dependents(sources, frozenset()))
 
     rows = RowSpace('batch', static)
-    plan = propagate(sources, [], ops, rows, RULES, PRODUCTS, frozenset(), {})
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
-    full_value_devices = place_ops(graph, plan, devices)
-    order = Order(graph.get_operations())
-    return build_towers(graph, plan, total, devices, full_value_devices, {}, order, Model(graph))
+    division = Division(graph, total=total, devices=devices)
+    division.plan = propagate(sources, [], ops, rows, RULES, PRODUCTS, frozenset(), {})
+    place_ops(division)
+    division.model = Model(graph)
+    division.order = Order(graph.get_operations())
+    return build_towers(division)

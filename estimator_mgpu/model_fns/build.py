@@ -22,6 +22,7 @@ from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.model_fns.spec_results import decide_order, result_ops, results_of_step
 from estimator_mgpu.partition import fetches, later_gradients
 from estimator_mgpu.partition.divide import divide
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order import check
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
@@ -179,19 +180,20 @@ def _divided(
         if total is not None and 'noted' in options:
             total = options['noted'](total)
 
+    division = Division(
+        graph,
+        global_batch,
+        total,
+        devices,
+        existing_ops=ops_before,
+        batch_norm=options['batch_norm'],
+        turns=options['microbatches'],
+        results=result_ops(spec),
+        step_results=results_of_step(spec),
+        recomputed_loss=spec.loss if _recomputes(spec, options) else None,
+    )
     try:
-        towers = divide(
-            graph,
-            global_batch,
-            total,
-            devices,
-            existing_ops=ops_before,
-            batch_norm=options['batch_norm'],
-            turns=options['microbatches'],
-            results=result_ops(spec),
-            step_results=results_of_step(spec),
-            recomputed_loss=spec.loss if _recomputes(spec, options) else None,
-        )
+        towers = divide(division)
     except Exception as error:
         reason = str(error).rstrip('.')
         raise RuntimeError(
@@ -207,11 +209,11 @@ def _divided(
     fetches.give_values(graph, towers.make_values_of_stateful_ops())
     return spec, step._replace(
         loss=spec.loss,
-        plan=towers.plan,
+        plan=division.plan,
         schedule=towers.schedule,
-        recomputation=towers.recomputation,
+        recomputation=division.recomputation,
         names=towers.names,
-        facts=towers.facts,
+        facts=division.facts,
         tower_devices=[tower.device for tower in towers.towers],
     )
 
@@ -249,7 +251,7 @@ def _with_full_values(spec: Any, towers: Towers) -> Any:
     def full_value(leaf: Any) -> Any:
         if not isinstance(leaf, tf.Tensor):
             return leaf
-        return towers.model.note_result(leaf, towers.full_value(leaf))
+        return towers.division.model.note_result(leaf, towers.full_value(leaf))
 
     results = {name: getattr(spec, name) for name in _RESULTS}
     full = tf.nest.map_structure(full_value, results, expand_composites=True)

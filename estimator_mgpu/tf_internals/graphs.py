@@ -188,6 +188,8 @@ def topological_order(
     inputs = _inputs_without_ways_back(ops)
     for op, before in added.items():
         inputs[op] = [*inputs[op], *before]
+    if _is_in_order(ops, inputs):  # as most are that come as they were made
+        return list(ops)
     return [op for op in TopologicalSorter(inputs).static_order() if op in inputs]
 
 
@@ -217,6 +219,16 @@ def without_cycles(
         else:
             break
     return remaining
+
+
+def _is_in_order(ops: Sequence[tf.Operation], inputs: Mapping[tf.Operation, Sequence[Any]]) -> bool:
+    """Whether each op comes after those of its inputs that are among the ops."""
+    earlier: set[tf.Operation] = set()
+    for op in ops:
+        if not all(before in earlier or before not in inputs for before in inputs[op]):
+            return False
+        earlier.add(op)
+    return True
 
 
 def _inputs_without_ways_back(ops: Sequence[tf.Operation]) -> dict[tf.Operation, list[Any]]:

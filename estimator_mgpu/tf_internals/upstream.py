@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -119,5 +118,10 @@ def _condition(op: tf.Operation, liveness: Liveness) -> Condition:
 
 
 def union_of(bits: Iterable[int]) -> int:
-    """The bits of any."""
-    return functools.reduce(union, bits, 0)
+    """The bits of any; one of the objects if that has all, which saves memory."""
+    result = 0
+    for others in bits:
+        both = result | others
+        if both != result:
+            result = others if both == others else both
+    return result

@@ -79,6 +79,8 @@ class Order:
 
     def must_come_before(self, op: tf.Operation) -> int:
         """The bits of the ops before an op that have to stay before it: else it would differ."""
+        if op not in self._bit_of and op not in self._needed_by_loops:
+            return 0
         needed = 0 if self.is_quiet(op) else self.effects & ~self._unordered
         needed |= self._needed_by_loops.get(op, 0)
         for variable in self._variables.get(op, ()):

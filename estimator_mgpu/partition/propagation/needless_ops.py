@@ -23,27 +23,23 @@ from collections.abc import Set
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial, Shard
 from estimator_mgpu.partition.plan import LOCAL, Constant, Plan, SparseRows
 from estimator_mgpu.tf_internals import graphs, op_types
 
 
-def bypass_needless_ops(
-    graph: tf.Graph, plan: Plan, order: Order
-) -> tuple[Plan, dict[str, tf.Tensor]]:
+def bypass_needless_ops(division: Division) -> None:
     """Lets the users of needless ops use what these are given, and wait for that.
 
     The ops themselves are given full values, as if they ran once, for whoever fetches them.
-
-    Args:
-      graph: the user's, before towers are added.
-      plan: which ops are sharded.
-      order: in which the graph touches state, and which ops are in v1 control flow: these stay.
-
-    Returns:
-      The plan without these ops; and by the name of an op's output, the tensor in its place.
     """
+    if not division.bypasses_needless_ops:
+        return
+    graph = division.graph
+    plan = division.plan
+    order = division.order
     named_by_needs = {
         need.indices
         for op_plan in plan.ops.values()
@@ -65,8 +61,9 @@ def bypass_needless_ops(
     placements = {
         name: placement for name, placement in plan.placements.items() if name not in replaced
     }
-    plan = plan._replace(ops=ops, placements=placements, unused=plan.unused | bypassed)
-    return plan, replaced
+    unused = plan.unused | bypassed
+    division.plan = plan._replace(ops=ops, placements=placements, unused=unused)
+    division.replaced.update(replaced)
 
 
 def _may_be_bypassed(op: tf.Operation, order: Order, named_by_needs: Set[str]) -> bool:

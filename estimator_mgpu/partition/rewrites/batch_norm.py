@@ -15,39 +15,32 @@ The first term is the gradient where statistics are given; the others normalize 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
-def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
+def expand_batch_norm(division: Division) -> None:
     """Replaces the outputs of fused batch normalizations by those of ops that can be sharded.
 
-    Those in v1 loops, or of inputs of unknown rank, stay as they are.
-
-    Args:
-      graph: the graph that the model_fn has built.
-      existing_ops: names of ops that were there before the model_fn, which stay as they are.
-
-    Returns:
-      By the name of an output, the tensor that is used in its place, if nothing but fetches needs
-      the fused op any more.
+    Those in v1 loops, or of inputs of unknown rank, stay as they are; so do all of them if each
+    device takes its own statistics.
     """
+    if division.batch_norm == 'device':
+        return
     batch_norms = [
         op
-        for op in graph.get_operations()
-        if op.type in op_types.BATCH_NORMS
-        and op.name not in existing_ops
-        and op.get_attr('is_training')
+        for op in division.model_ops()
+        if op.type in op_types.BATCH_NORMS and op.get_attr('is_training')
     ]
-    replaced: dict[str, tf.Tensor] = {}
     if not batch_norms:
-        return replaced
+        return
 
-    liveness = Liveness(graph.get_operations())
+    liveness = Liveness(division.graph.get_operations())
     for op in batch_norms:
         if op.inputs[0].shape.rank is None or liveness.is_in_loop(op):
             continue
@@ -57,10 +50,10 @@ def expand_batch_norm(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.T
                 in_two_steps = _in_two_steps(op, users)
         for fused, outputs in in_two_steps.items():
             graphs.redirect_consumers(fused, outputs, outputs[0].op)
+            # If only fetches need the fused op any more, they get what is used in its place.
             others = {u for t in fused.outputs for u in t.consumers()} - {*users}
             if not any(map(graphs.consumers_of, others)):
-                replaced.update((fused.outputs[i].name, t) for i, t in outputs.items())
-    return replaced
+                division.replaced.update((fused.outputs[i].name, t) for i, t in outputs.items())
 
 
 def _in_two_steps(

@@ -8,34 +8,22 @@ wait for the losses of all towers, though only their number is needed:
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.tf_internals import graphs, op_types, tracebacks
-from estimator_mgpu.tf_internals.liveness import Liveness
 
 _NOT_FILLED = (tf.string, tf.resource, tf.variant)
 
 
-def replace_likes_by_fills(
-    graph: tf.Graph, existing_ops: Set[str], liveness: Liveness
-) -> dict[str, tf.Tensor]:
+def replace_likes_by_fills(division: Division) -> None:
     """Replaces the outputs of `ZerosLike` and `OnesLike` by fills, but in v1 control flow.
 
     In a branch that isn't taken, a fill would give a value, as shapes are known there, too.
-
-    Args:
-      graph: the graph that the model_fn has built.
-      existing_ops: names of ops that were there before the model_fn, which stay as they are.
-      liveness: tells which ops are in v1 loops and branches.
-
-    Returns:
-      By the name of an output, the tensor that is used in its place.
     """
-    replaced: dict[str, tf.Tensor] = {}
-    for op in graph.get_operations():
-        if op.type not in op_types.ZEROS_ONES_LIKE or op.name in existing_ops:
+    liveness = division.order.liveness
+    for op in division.model_ops():
+        if op.type not in op_types.ZEROS_ONES_LIKE:
             continue
         output = op.outputs[0]
         is_used = bool(output.consumers())
@@ -49,5 +37,4 @@ def replace_likes_by_fills(
                 shape = tf.raw_ops.Shape(input=op.inputs[0], name=f'{op.name}/shape')
                 filled = tf.fill(shape, tf.cast(value, output.dtype), f'{op.name}/fill')
         graphs.redirect_consumers(op, {0: filled}, op)
-        replaced[output.name] = filled
-    return replaced
+        division.replaced[output.name] = filled

@@ -25,41 +25,30 @@ long as the two.
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.idle_reads import copy_for_idle_reads
 from estimator_mgpu.tf_internals import graphs, op_types, private
 
 
-def bypass_identities(
-    graph: tf.Graph, existing_ops: Set[str], order: Order
-) -> dict[str, tf.Tensor]:
+def bypass_identities(division: Division) -> None:
     """Lets the users of identities that wait for something use the identities' inputs.
 
     The identities stay in the graph, for whoever fetches them. Some stay in use: those in v1
     control flow, and those before the gradient of a convolution's kernel, if that of a bias is
-    computed from the same tensor.
-
-    Args:
-      graph: the graph that the model_fn has built.
-      existing_ops: names of ops that were there before the model_fn, which stay as they are.
-      order: of the graph.
-
-    Returns:
-      By the name of an identity's output, the tensor that is used in its place.
+    computed from the same tensor. The number of examples keeps its own, which wait for the check
+    that all features and labels have as many.
     """
+    order = division.order
+    ops_of_total = graphs.ancestors([division.total.op]) if division.total is not None else set()
     identities = [
-        op
-        for op in graph.get_operations()
-        if op.name not in existing_ops and _only_waits(op, order)
+        op for op in division.model_ops() if op not in ops_of_total and _only_waits(op, order)
     ]
-    copy_for_idle_reads(graph, set(identities), order)
+    copy_for_idle_reads(division.graph, set(identities), order)
 
     # Those before gradients of kernels come last: then it's known which tensors others use.
-    replaced: dict[str, tf.Tensor] = {}
     for op in sorted(identities, key=_is_before_gradient_of_kernel):
         bias_gradients = _gradients_of_bias(op)
         if bias_gradients and _is_before_gradient_of_kernel(op):
@@ -67,19 +56,19 @@ def bypass_identities(
             continue
         for output, source in zip(op.outputs, list(op.inputs)):
             graphs.redirect_consumers(op, {output.value_index: source}, source.op)
-            replaced[output.name] = source
-    return replaced
+            division.replaced[output.name] = source
 
 
-def idle_groups(graph: tf.Graph, existing_ops: Set[str], bypassed: Set[str]) -> set[str]:
-    """Names the groups for which only identities wait that are bypassed, which are named, too."""
-    idle = set()
-    for op in graph.get_operations():
-        if op.type == op_types.NO_OP and op.name not in existing_ops:
+def find_unused_groups(division: Division) -> None:
+    """Finds the groups for which only identities wait that are bypassed: both are unused."""
+    division.unused |= {name.partition(':')[0] for name in division.replaced}
+    groups = set()
+    for op in division.model_ops():
+        if op.type == op_types.NO_OP:
             users = {user.name for user in private.control_consumers(op)}
-            if users and users <= bypassed:
-                idle.add(op.name)
-    return idle
+            if users and users <= division.unused:
+                groups.add(op.name)
+    division.unused |= groups
 
 
 def _only_waits(op: tf.Operation, order: Order) -> bool:

@@ -12,25 +12,19 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
-def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor]:
+def inline_calls(division: Division) -> None:
     """Replaces the outputs of calls by those of the called function's own ops, added to the graph.
 
     The calls stay in the graph, for whoever fetches them.
-
-    Args:
-      graph: the graph that the model_fn has built.
-      existing_ops: names of ops that were there before the model_fn, which stay as they are.
-
-    Returns:
-      By the name of a call's output, the tensor that is used in its place.
     """
-    replaced: dict[str, tf.Tensor] = {}
-    visited = set(existing_ops)
+    graph = division.graph
+    visited = set(division.existing_ops)
     while True:
         calls = [
             op
@@ -38,7 +32,7 @@ def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor
             if op.type in op_types.PARTITIONED_CALLS and op.name not in visited
         ]
         if not calls:
-            return replaced
+            return
         liveness = Liveness(graph.get_operations())
         for call in calls:  # The functions may call others, which are visited next.
             visited.add(call.name)
@@ -53,7 +47,7 @@ def inline_calls(graph: tf.Graph, existing_ops: Set[str]) -> dict[str, tf.Tensor
             graphs.redirect_consumers(
                 call, {output.value_index: inlined for output, inlined in pairs}, last
             )
-            replaced.update((output.name, inlined) for output, inlined in pairs)
+            division.replaced.update((output.name, inlined) for output, inlined in pairs)
 
 
 def _function_to_inline(call: tf.Operation, liveness: Liveness) -> Any:

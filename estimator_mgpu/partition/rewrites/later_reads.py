@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order.accesses import sharing_memory
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.tf_internals import graphs, op_types, private, tracebacks
@@ -33,18 +34,12 @@ _MADE_AGAIN = (*op_types.VIEWS, *op_types.SWITCH, *op_types.MERGE)
 """Ops whose output lies in the memory of an input, but for `IdentityN`."""
 
 
-def read_after_writes(graph: tf.Graph, order: Order) -> bool:
+def read_after_writes(division: Division) -> None:
     """Gives reads of their own to ops that read reference variables after a write.
 
     Ops in loops of TensorFlow 1 keep the reads that their loop was given.
-
-    Args:
-      graph: the graph that the model_fn has built.
-      order: of the graph.
-
-    Returns:
-      Whether the graph was changed.
     """
+    order = division.order
     reads: dict[frozenset[tf.Operation], _Reads] = {}
     has_changed = False
     for op in order.late_readers():
@@ -62,7 +57,8 @@ def read_after_writes(graph: tf.Graph, order: Order) -> bool:
             if read is not tensor:
                 private.set_input(op, index, read)
                 has_changed = True
-    return has_changed
+    if has_changed:
+        division.order = Order(division.graph.get_operations())
 
 
 class _Reads:

@@ -14,23 +14,17 @@ For this shape, the user's loop would run in each step, beside the copies of all
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types
 from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 
-def bypass_loops_of_handles(graph: tf.Graph, existing_ops: Set[str]) -> None:
-    """Lets the users of handles that loops pass on use those that the loops were given.
-
-    Args:
-      graph: the graph that the model_fn has built.
-      existing_ops: names of ops that were there before the model_fn, which stay as they are.
-    """
-    for op in graph.get_operations():
-        if op.type in op_types.LOOPS and op.name not in existing_ops:
+def bypass_loops_of_handles(division: Division) -> None:
+    """Lets the users of handles that loops pass on use those that the loops were given."""
+    for op in division.model_ops():
+        if op.type in op_types.LOOPS:
             for index, output in enumerate(op.outputs):
                 if output.dtype == tf.resource and _passes_on(op, index):
                     graphs.replace_uses(output, op.inputs[index])

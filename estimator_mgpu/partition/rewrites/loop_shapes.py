@@ -19,18 +19,16 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.tf_internals import op_types
 
 Shapes = dict[str, tf.TensorShape]
 """Shapes of variables of loops, by the names of their `Merge` ops."""
 
 
-def infer_loop_shapes(graph: tf.Graph) -> None:
-    """Sets the shapes of what is in v1 loops and follows from them, as far as they can be known.
-
-    Args:
-      graph: the graph that the model_fn has built, with imported loops or without.
-    """
+def infer_loop_shapes(division: Division) -> None:
+    """Sets the shapes of what is in v1 loops and follows from them, as far as they can be known."""
+    graph = division.graph
     merges = [op for op in graph.get_operations() if _begins_steps(op)]
     if all(merge.outputs[0].shape.rank is not None for merge in merges):
         return

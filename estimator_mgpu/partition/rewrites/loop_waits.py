@@ -18,32 +18,24 @@ effects, and what follows from a loop, keeps its order by `towers.waits`.
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import entered
 
 
-def remove_loop_waits(graph: tf.Graph, existing_ops: Set[str], order: Order) -> set[str]:
+def remove_loop_waits(division: Division) -> None:
     """Removes the control edges by which loops wait for what is outside of them.
 
-    What is passed into a loop only for such an edge then counts no longer as a read in `order`.
-
-    Args:
-      graph: the graph that the model_fn has built.
-      existing_ops: names of ops that were there before the model_fn, which stay as they are.
-      order: of the graph.
-
-    Returns:
-      The names of the ops that are no longer used, which passed values into loops.
+    What is passed into a loop only for such an edge then counts no longer as a read in the order.
+    The ops that pass it are unused.
     """
+    order = division.order
     liveness = order.liveness
-    ops = [op for op in graph.get_operations() if op.name not in existing_ops]
+    ops = division.model_ops()
     with_effects = {liveness.outermost_loop(op) for op in ops if not order.is_quiet(op)}
-    unused: set[str] = set()
     for op in ops:
         if op.type in op_types.ENTER and not liveness.frame(op):
             _begin_at_once(op, order)
@@ -52,10 +44,9 @@ def remove_loop_waits(graph: tf.Graph, existing_ops: Set[str], order: Order) -> 
                 graphs.set_control_inputs(user, [b for b in user.control_inputs if b is not op])
             order.forget_read(op)
             entry = op.inputs[0]
-            unused.add(op.name)
-            if all(user.name in unused for user in entry.consumers()):
-                unused.add(entry.op.name)
-    return unused
+            division.unused.add(op.name)
+            if all(user.name in division.unused for user in entry.consumers()):
+                division.unused.add(entry.op.name)
 
 
 def _begin_at_once(entry: tf.Operation, order: Order) -> None:

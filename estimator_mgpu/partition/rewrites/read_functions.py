@@ -29,24 +29,21 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
-def read_functions(graph: tf.Graph, existing_ops: Set[str] = frozenset()) -> None:
+def read_functions(division: Division) -> None:
     """Lets each caller name functions that have graphs, and call functions that are known.
 
     If the definition of one without a graph can't be read, the caller stays as it is, and will run
     once.
-
-    Args:
-      graph: the graph that the model_fn has built, or the graph of a function.
-      existing_ops: names of ops that were there before the model_fn, which stay as they are.
     """
-    _visit(graph, existing_ops, visited=set())
+    _visit(division.graph, division.existing_ops, visited=set())
 
 
 def _visit(graph: tf.Graph, existing_ops: Set[str], visited: set[tf.Graph]) -> None:
-    """As `read_functions`, but for functions that were visited before."""
+    """As `read_functions`, for a graph or that of a function, but for functions visited before."""
     visited.add(graph)
     for op in graph.get_operations():
         if op.type not in op_types.FUNCTION_CALLERS or op.name in existing_ops:

@@ -26,23 +26,18 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect
 from estimator_mgpu.tf_internals.node_defs import node_def
 
 
-def take_apart_loops(of_batch: Sequence[tf.Operation]) -> dict[str, tf.Tensor]:
-    """Replaces the outputs of loops by those of v1 loops that do the same.
+def take_apart_loops(division: Division) -> None:
+    """Replaces the outputs of loops that depend on the batch by those of equal v1 loops.
 
     The loops stay in the graph, for whoever fetches them.
-
-    Args:
-      of_batch: the ops that depend on the batch.
-
-    Returns:
-      By the name of a loop's output, the tensor that is used in its place.
     """
-    replaced: dict[str, tf.Tensor] = {}
+    of_batch = graphs.dependents(division.inputs, division.existing_ops)
     candidates = [op for op in of_batch if op.type in op_types.LOOPS]
     while candidates:
         loop = candidates.pop()
@@ -52,9 +47,9 @@ def take_apart_loops(of_batch: Sequence[tf.Operation]) -> dict[str, tf.Tensor]:
             for name, function in zip(('condition', 'body'), function_calls.function_graphs(loop)):
                 scope = f'{loop.name}/apart/{name}'
                 tracebacks.copy_those_of_function(function, loop.graph, scope)
-            replaced.update((before.name, result) for before, result in zip(loop.outputs, results))
+            for before, result in zip(loop.outputs, results):
+                division.replaced[before.name] = result
             candidates += inner_loops
-    return replaced
 
 
 def _examples_decide(loop: tf.Operation) -> bool:

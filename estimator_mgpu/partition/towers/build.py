@@ -16,11 +16,8 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.later_gradients import Model
-from estimator_mgpu.partition.order.check import Facts
-from estimator_mgpu.partition.order.order import Order
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.copies import Copies
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.gates import add_gates
@@ -32,27 +29,6 @@ from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_paths, op_types, private, tracebacks
-from estimator_mgpu.tf_internals.v1_loops import V1Loop
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The turns of each device, and what the choice of the ops that run in turns depends on.
-
-    Attributes:
-      count: how many towers each device has, one after the other.
-      step_results: what a step is run for in this mode.
-      other_results: ops of what steps of other modes are run for: in evaluation, the train_op.
-      loops: the user's v1 loops.
-    """
-
-    count: int = 1
-    step_results: Sequence[Result] = ()
-    other_results: Sequence[tf.Operation] = ()
-    loops: Sequence[V1Loop] = ()
-
-
-ONE_TURN = Turns()
 
 
 @dataclass
@@ -60,33 +36,27 @@ class Towers:
     """A graph that runs on several devices, or in several turns.
 
     Attributes:
-      graph: the user's, with the towers' copies of ops.
-      plan: which ops are sharded, and how.
-      total: how many examples there are, an int32 scalar; None if the plan knows.
+      division: what is known of the graph.
       towers: a device and a turn each.
       names: of the nodes that were added.
-      model: by which `tf.gradients` goes once the model_fn has returned.
       schedule: which ops run one turn after another; None if one turn was asked for.
-      recomputation: what is computed twice; None if that wasn't asked for.
-      facts: what has to stay true of the graph; None if it isn't checked.
     """
 
-    graph: tf.Graph
-    plan: Plan
-    total: tf.Tensor | None
+    division: Division
     towers: Sequence[Tower]
     names: Names
-    model: Model
     schedule: Schedule | None
-    _replaced: dict[str, tf.Tensor]
     _values: Values
     _waits: Waits
-    recomputation: Recomputation | None = None
-    facts: Facts | None = None
+
+    @property
+    def graph(self) -> tf.Graph:
+        """The user's, with the towers' copies of ops."""
+        return self.division.graph
 
     def full_value(self, tensor: tf.Tensor) -> tf.Tensor:
         """The value of one of the user's tensors for the global batch, and its side effects."""
-        replacements = list(_replacements(tensor, self._replaced))
+        replacements = self.division.replacements(tensor)
         value = self._value_in_use(replacements)
         missing = self._waits.missing(replacements)
         if not missing:
@@ -101,7 +71,7 @@ class Towers:
 
     def _copies_of(self, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
         """Ops, and in the place of a sharded one all of its copies."""
-        names = _names_of_ops(ops, self.plan, self.towers, self._values)
+        names = _names_of_ops(ops, self.division.plan, self.towers, self._values)
         return [self.graph.get_operation_by_name(name) for name in names]
 
     def _identity_after(
@@ -129,8 +99,8 @@ class Towers:
     def tensors_in_use(self) -> dict[str, str]:
         """The names of the tensors that the user's ops are given in place of others, by theirs."""
         names = dict(self._values.full_values)
-        for name, tensor in self._replaced.items():
-            replacement = _replacement(tensor, self._replaced)
+        for name, tensor in self.division.replaced.items():
+            replacement = self.division.replacements(tensor)[-1]
             names[name] = self._values.full_values.get(replacement.name, replacement.name)
         return names
 
@@ -144,8 +114,8 @@ class Towers:
         waits: dict[int, tf.Operation] = {}  # by the side effects that they wait for
         for name in self.tensors_in_use():
             tensor = self.graph.get_tensor_by_name(name)
-            replacements = list(_replacements(tensor, self._replaced))
-            is_of_user = self.model.has(tensor.op) and self.graph.is_fetchable(tensor.op)
+            replacements = self.division.replacements(tensor)
+            is_of_user = self.division.model.has(tensor.op) and self.graph.is_fetchable(tensor.op)
             if not (is_of_user and self._waits.touches_state(replacements)):
                 continue
             values[name] = self._value_in_use(replacements)
@@ -163,61 +133,31 @@ class Towers:
         return [self.graph.get_tensor_by_name(name) for name in names]
 
 
-def build_towers(
-    graph: tf.Graph,
-    plan: Plan,
-    total: tf.Tensor | None,
-    devices: Sequence[str],
-    full_value_devices: dict[str, str],
-    replaced: dict[str, tf.Tensor],
-    order: Order,
-    model: Model,
-    calls: Sequence[Sequence[tf.Tensor]] = (),
-    turns: Turns = ONE_TURN,
-) -> Towers:
+def build_towers(division: Division) -> Towers:
     """Changes a graph so that it runs on several devices, or in several turns, as planned.
 
     The ops that the user made stay: those that run once, and the sharded ones, too, for whoever
     fetches them. They are given full values, which are gathered or reduced from what towers have.
-
-    Args:
-      graph: the user's, which is changed.
-      plan: which ops are sharded, and how.
-      total: how many examples there are, an int32 scalar; None if the plan knows.
-      devices: those of towers.
-      full_value_devices: where full values are made, by the names of tensors.
-      replaced: what rewrites use in place of tensors, by their names.
-      order: in which the graph touched state, before identities were bypassed.
-      model: by which `tf.gradients` goes once the model_fn has returned.
-      calls: the gradients of each optimizer's call.
-      turns: those of each device.
     """
-    calls = [[_replacement(gradient, replaced) for gradient in call] for call in calls]
-    step_results = [replaced_result(result, replaced) for result in turns.step_results]
-    all_results = [*step_results, *turns.other_results]
-    collect = functools.partial(
-        _collect_nodes,
-        graph,
-        plan,
-        ops=graphs.topological_order(graph.get_operations()),
-        total=total,
-        full_value_devices=full_value_devices,
-        calls=calls,
-        result_ops={getattr(result, 'op', result) for result in all_results},
-        order=order,
-        scope=unused_word(graph.get_operations()),
-    )
-    towers = towers_of(devices, turns.count)
-    collected = collect(towers=towers)
+    graph = division.graph
+    plan = division.plan
+    step_results = [division.in_place_of(result) for result in division.step_results]
+    all_results = [*step_results, *division.results]
+    ops = graphs.topological_order(graph.get_operations())
+    result_ops = {getattr(result, 'op', result) for result in all_results}
+    collect = functools.partial(_collect_nodes, division, ops, result_ops, unused_word(ops))
+
+    towers = towers_of(division.devices, division.turns)
+    collected = collect(towers)
     schedule = None
-    if turns.count > 1:
-        step = _units_of_step(graph, plan, collected, turns.loops, len(towers), step_results)
+    if division.turns > 1:
+        step = _units_of_step(division, collected, len(towers), step_results)
         schedule = find_schedule(graph, plan, step, towers, all_results)
         if schedule.is_worth_it:
-            add_gates(collected.nodes, step, schedule, towers, order.liveness)
+            add_gates(collected.nodes, step, schedule, towers, division.order.liveness)
         else:
-            towers = towers_of(devices)
-            collected = collect(towers=towers)
+            towers = towers_of(division.devices)
+            collected = collect(towers)
 
     nodes, values, waits, control_inputs = collected
     nodes.build()
@@ -225,8 +165,8 @@ def build_towers(
         _use_full_values(op, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
-    op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in replaced})
-    return Towers(graph, plan, total, towers, nodes.names, model, schedule, replaced, values, waits)
+    op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in division.replaced})
+    return Towers(division, towers, nodes.names, schedule, values, waits)
 
 
 class _Collected(NamedTuple):
@@ -246,36 +186,27 @@ class _Collected(NamedTuple):
 
 
 def _collect_nodes(
-    graph: tf.Graph,
-    plan: Plan,
-    *,
+    division: Division,
     ops: Sequence[tf.Operation],
-    total: tf.Tensor | None,
-    full_value_devices: dict[str, str],
-    calls: Sequence[Sequence[tf.Tensor]],
     result_ops: Set[tf.Operation],
-    order: Order,
     scope: str,
     towers: Sequence[Tower],
 ) -> _Collected:
     """Collects the nodes of towers, without a change to the graph.
 
     Args:
-      graph: the user's.
-      plan: which ops are sharded, and how.
+      division: the graph, and its plan.
       ops: those of the graph, each after those that it depends on.
-      total: how many examples there are, an int32 scalar; None if the plan knows.
-      full_value_devices: where full values are made, by the names of tensors.
-      calls: the gradients of each optimizer's call, as they are used now.
       result_ops: those that give what steps are run for.
-      order: in which the graph touched state.
       scope: a word for the names of all nodes.
       towers: those of which nodes are collected.
     """
+    graph = division.graph
+    plan = division.plan
     first = next(iter(plan.order), None)
     nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
-    values = Values(ops, plan, total, towers, full_value_devices, calls, order, nodes)
-    waits = Waits(ops, plan, order, values)
+    values = Values(division, ops, towers, nodes)
+    waits = Waits(ops, plan, division.order, values)
     copies = Copies(plan, towers, values, waits, nodes)
 
     for name, op_plan in plan.ops.items():
@@ -296,51 +227,27 @@ def _collect_nodes(
 
 
 def _units_of_step(
-    graph: tf.Graph,
-    plan: Plan,
-    collected: _Collected,
-    loops: Sequence[V1Loop],
-    tower_count: int,
-    results: Sequence[Result],
+    division: Division, collected: _Collected, tower_count: int, results: Sequence[Result]
 ) -> StepUnits:
     """The units that a step runs, before the collected nodes are in the graph.
 
     Args:
-      graph: the user's.
-      plan: which ops are sharded.
+      division: the graph, and its plan.
       collected: the nodes of towers.
-      loops: the user's v1 loops.
       tower_count: how many towers there are.
       results: what the step is run for, as rewrites have left it.
     """
     full_values = collected.values.full_values
     edges = Edges(
-        graph, plan, collected.nodes, full_values, collected.control_inputs, loops, tower_count
+        division.graph,
+        division.plan,
+        collected.nodes,
+        full_values,
+        collected.control_inputs,
+        division.loops,
+        tower_count,
     )
     return StepUnits(edges, [edges.unit_of_result(result) for result in results])
-
-
-def _replacement(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> tf.Tensor:
-    """What rewrites use in place of a tensor, if anything."""
-    return list(_replacements(tensor, replaced))[-1]
-
-
-def _replacements(tensor: tf.Tensor, replaced: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
-    """A tensor, and what one rewrite after another uses in its place."""
-    yield tensor
-    while tensor.name in replaced:
-        tensor = replaced[tensor.name]
-        yield tensor
-
-
-def replaced_result(result: Result, replaced: dict[str, tf.Tensor]) -> Result:
-    """What rewrites use in place of what a step is run for, if anything."""
-    return _replacement(result, replaced) if isinstance(result, tf.Tensor) else result
-
-
-def replaced_op(result: tf.Operation, replaced: dict[str, tf.Tensor]) -> tf.Operation:
-    """The op that now gives what another one gave, if rewrites use something in its place."""
-    return _replacement(result.outputs[0], replaced).op if result.outputs else result
 
 
 def _control_inputs(

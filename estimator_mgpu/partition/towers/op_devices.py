@@ -12,6 +12,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import function_calls, graphs, private
 from estimator_mgpu.tf_internals.effects import draws_numbers
@@ -20,7 +21,7 @@ from estimator_mgpu.tf_internals.liveness import Liveness
 _NOT_ON_EVERY_DEVICE = (tf.string, tf.resource, tf.variant)  # types whose ops may lack a kernel
 
 
-def place_ops(graph: tf.Graph, plan: Plan, devices: Sequence[str]) -> dict[str, str]:
+def place_ops(division: Division) -> None:
     """Moves ops that run once, if they may be moved.
 
     For example, with the variable `w` on the second device, the ops of
@@ -29,15 +30,12 @@ def place_ops(graph: tf.Graph, plan: Plan, devices: Sequence[str]) -> dict[str, 
 
     are placed there, and the partial sums of `gradient` are reduced there.
 
-    Args:
-      graph: the user's, before towers are added.
-      plan: which ops are sharded.
-      devices: those of towers.
-
-    Returns:
-      The devices of ops, by the ops' names; and those on which full values of sharded tensors are
-      made, by the tensors' names. What isn't in it may be anywhere.
+    It leaves `division.full_value_devices`: the devices of ops, by the ops' names; and those on
+    which full values of sharded tensors are made, by the tensors' names. What isn't in it may be
+    anywhere.
     """
+    graph = division.graph
+    plan = division.plan
     liveness = Liveness(graph.get_operations())
     device_of_name: dict[str, str] = {}
     movable: list[tf.Operation] = []
@@ -62,7 +60,8 @@ def place_ops(graph: tf.Graph, plan: Plan, devices: Sequence[str]) -> dict[str, 
                 _follow_consumers(op.name, output, device_of_name)
     _place_full_values(graph, plan, device_of_name)
 
-    _spread_draws([op for op in movable if op.name not in device_of_name], devices, device_of_name)
+    unplaced = [op for op in movable if op.name not in device_of_name]
+    _spread_draws(unplaced, division.devices, device_of_name)
 
     # Forwards: what is left is placed where its largest input is.
     for op in movable:
@@ -83,7 +82,7 @@ def place_ops(graph: tf.Graph, plan: Plan, devices: Sequence[str]) -> dict[str, 
         if op.name in device_of_name:
             private.clear_colocation(op)
             private.set_device(op, device_of_name[op.name])
-    return device_of_name
+    division.full_value_devices = device_of_name
 
 
 def _place_full_values(graph: tf.Graph, plan: Plan, device_of_name: dict[str, str]) -> None:

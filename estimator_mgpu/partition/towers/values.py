@@ -15,12 +15,12 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.devices import relay
-from estimator_mgpu.partition.order.order import Order
+from estimator_mgpu.optimizer import gradients_by_call
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import MOMENTS, NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
-    Plan,
     Reduced,
     Slice,
     SparseRows,
@@ -49,39 +49,39 @@ class Values:
     """Local and full values, by the names of their tensors.
 
     Args:
+      division: the graph, its plan, and where full values are made.
       ops: the user's, each after those that it depends on.
-      plan: which tensors are sharded, and how.
-      total: how many examples there are, an int32 scalar; None if the plan knows.
       towers: those that have local values.
-      full_value_devices: where full values are made, by the names of tensors.
-      calls: the gradients of each optimizer's call, which may be packed.
-      order: in which the graph touches state.
       nodes: where nodes are added.
     """
 
     def __init__(
         self,
+        division: Division,
         ops: Sequence[tf.Operation],
-        plan: Plan,
-        total: tf.Tensor | None,
         towers: Sequence[Tower],
-        full_value_devices: dict[str, str],
-        calls: Sequence[Sequence[tf.Tensor]],
-        order: Order,
         nodes: NodeBuilder,
     ):
-        self._graph = nodes.graph
+        plan = division.plan
+        self._graph = division.graph
         self._plan = plan
         self._towers = towers
         self._devices = [tower.device for tower in towers]
-        self._full_value_devices = full_value_devices
+        self._full_value_devices = division.full_value_devices
         self._nodes = nodes
-        self._order = order
+        self._order = division.order
         self._source_names = {tensor.name for tensor in plan.sources}
+        # Features that one machine has read as a whole.
+        self._whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
 
-        self.batch_shards = Shards(plan.rows, total, towers, nodes, self._symbol_value)
+        self.batch_shards = Shards(plan.rows, division.total, towers, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
-        self._packs = find_packs(ops, plan, calls, order, self.device_of_full)
+
+        calls = [
+            [division.replacements(gradient)[-1] for gradient in call]
+            for call in gradients_by_call(division.graph)
+        ]
+        self._packs = find_packs(ops, plan, calls, division.order, self.device_of_full)
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
@@ -305,9 +305,8 @@ class Values:
         """
         if tensor.op.type not in op_types.SHAPE_QUERIES:
             return False
-        has_full_value = {t.name for t in self._plan.sources if len(parts_of(t)) == 1}
         is_local = any(
-            operand.name in self._plan.placements and operand.name not in has_full_value
+            operand.name in self._plan.placements and operand.name not in self._whole_sources
             for operand in tensor.op.inputs
         )
         return is_local and self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None

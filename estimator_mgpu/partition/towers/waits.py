@@ -241,9 +241,10 @@ class Waits:
           By the sharded op that gives a write its value, the sharded ops to wait for.
         """
         edges = []
-        for op in ops:
-            reads = self._sharded_bits & self._order.late_reads & self._order.must_come_before(op)
-            missing = [read for read in self._added.get(op, ()) if self._order.bits(read) & reads]
+        late_reads = self._sharded_bits & self._order.late_reads
+        for op in self.ops_with_added():
+            reads = late_reads & self._order.must_come_before(op)
+            missing = [read for read in self._added[op] if self._order.bits(read) & reads]
             gradient = self._nearest_made_from_all(op) if missing else None
             if gradient is not None and self._is_free(gradient):
                 edges += [(read, gradient) for read in missing if read is not gradient]
