@@ -800,7 +800,8 @@ def build(program, devices, **options):
 @contextlib.contextmanager
 def small_savings():
     """Micro-batches and recomputation are left out only if they would save next to nothing."""
-    with mock.patch.object(schedule, '_WORTH_IT', 0.05), mock.patch.object(cuts, '_WORTH_IT', 0.01):
+    fewer_chained = mock.patch.object(schedule, '_LEAST_SHARE_CHAINED', 0.05)
+    with fewer_chained, mock.patch.object(cuts, '_LEAST_SHARE_SAVED', 0.01):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Variables of one name are shared within a model_fn, as contrib's were, and nowhere else."""
+"""Variables of one name are shared within a model_fn, and nowhere else."""
 
 import numpy as np
 import pytest

@@ -31,7 +31,7 @@ from estimator_mgpu.reports.notebooks import Table, html_of
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
-_WORTH_IT = 0.05  # a share of all output: the log is silent on less
+_SHARE_TO_TELL = 0.05  # of all output, or of all activations: the log is silent on less
 _SHOWN = 10  # entries of a section of the table
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
@@ -388,7 +388,7 @@ def _micro_batches(schedule: Schedule) -> str:
             f' Each device runs {schedule.turns} micro-batches one after another, and keeps '
             f'{chained} for one of them at a time.'
         )
-        if schedule.chainable < 1 - _WORTH_IT:
+        if schedule.chainable < 1 - _SHARE_TO_TELL:
             text += f' The others are kept {schedule.why_others_are_kept}.'
         return text
 
@@ -422,7 +422,7 @@ def _costliest_once(plan: Plan) -> str:
     for op in once:
         shares[op.why] += op.share
     why = max(shares, key=lambda why: shares[why], default='')
-    if shares[why] <= _WORTH_IT:
+    if shares[why] <= _SHARE_TO_TELL:
         return ''
 
     costliest = [op.name for op in once if op.why == why][0]

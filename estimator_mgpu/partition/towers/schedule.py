@@ -40,7 +40,8 @@ from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
-_WORTH_IT = 0.5  # a share of the memory of activations: if turns save less, nothing is chained
+# Of the memory of activations, the least that turns have to save. If it's less, nothing is chained.
+_LEAST_SHARE_CHAINED = 0.5
 
 
 class Join(NamedTuple):
@@ -75,7 +76,7 @@ class Schedule(NamedTuple):
     @property
     def is_worth_it(self) -> bool:
         """Whether turns save enough memory. If not, there is only one."""
-        return self.chainable >= _WORTH_IT
+        return self.chainable >= _LEAST_SHARE_CHAINED
 
     @property
     def why_others_are_kept(self) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-_WORTH_IT = 0.25  # a share of all bytes: to save less isn't worth the time
+_LEAST_SHARE_SAVED = 0.25  # of all bytes: to save less isn't worth the time
 _BUDGETS = [0.9**power for power in range(1, 50)]  # shares of all bytes, to be tried
 
 
@@ -60,7 +60,7 @@ def choose_cuts(activations: Sequence[Activation], count: int, fixed: int) -> li
     profile = _Profile(activations, count)
     total = profile.needed_until[-1]
     best: list[int] = []
-    fewest_bytes = total - _WORTH_IT * (total + fixed)
+    fewest_bytes = total - _LEAST_SHARE_SAVED * (total + fixed)
     for share in _BUDGETS:
         cuts = _cuts_within(share * total, profile)
         most_bytes = _most_bytes_at_once(activations, cuts)
