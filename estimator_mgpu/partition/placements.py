@@ -6,6 +6,7 @@ most are of TensorLists and Optionals, in which loops and branches keep what the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
@@ -129,6 +130,15 @@ class Positions(NotGatherable):
 
 ListPlacement = Union[ShardList, SizeList, NestedList, ReplicateList]
 Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape, Flow, Positions]
+
+
+def joined(placements: Sequence[Placement]) -> Placement:
+    """The placement of a value of which branches give one each: the first that isn't replicated.
+
+    Other branches have to give it in the same placement, or in full.
+    """
+    on_towers = [placement for placement in placements if placement != REPLICATE]
+    return on_towers[0] if on_towers else REPLICATE
 
 
 def rows_of(placement: Placement) -> RowSpace | None:

@@ -86,6 +86,10 @@ class Sizes:
             self._dims[tensor.name] = self._infer_dims(tensor)
         return self._dims.get(tensor.name)
 
+    def rank(self, tensor: tf.Tensor) -> int:
+        """The number of dimensions; 0 if it's unknown."""
+        return len(self.dims(tensor) or [])
+
     def static_dims(self, tensor: tf.Tensor, rank: int = 0) -> list[Size]:
         """The dimensions as TensorFlow knows them, and a symbol for each that it doesn't know.
 

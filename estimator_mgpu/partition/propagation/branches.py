@@ -1,11 +1,21 @@
-"""How `tf.cond`, `tf.switch_case` and calls of functions are sharded.
+"""How branches and calls of functions are sharded.
 
-All towers take the same branch, as the op that chooses one runs once. Each tower calls its own copy
-of the branch, with its shards of the arguments. All branches have to return an output in the same
-placement.
+All towers take the same branch, as the op that chooses one runs once. All branches have to give a
+value in the same placement.
 
-An assertion in a function is a branch, too, which fails unless its condition holds. There each
-tower chooses by its own examples.
+`tf.cond`, `tf.switch_case` and calls are ops that call functions. Each tower calls its own copy of
+the function, with its shards of the arguments. An assertion in a function is a branch, too, which
+fails unless its condition holds. There each tower chooses by its own examples.
+
+Branches of TensorFlow 1 are made of ops. A `Switch` passes its input on to one of two branches, and
+a `Merge` passes on what comes out of the branch that was taken. The ops of the other branch don't
+run:
+
+    x, choice --> Switch --+--> ops of one branch ----+
+                           +--> ops of the other one --+--> Merge --> y
+
+So towers can have copies of a `Switch`, of a `Merge`, and of the ops between, each by its own rule.
+A branch may even sum over all towers: since all take the same branch, all parts are there, or none.
 """
 
 from __future__ import annotations
@@ -20,13 +30,15 @@ from estimator_mgpu.partition.placements import (
     Partial,
     Placement,
     Shard,
+    joined,
 )
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan
-from estimator_mgpu.partition.propagation.called_functions import CalledFunctions, variable_value
+from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan, Slice, VariableValue
+from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
+from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.tf_internals import function_calls, op_types
 
@@ -56,16 +68,22 @@ def decide_branches(
     functions = CalledFunctions(
         scope, branches, arguments, placements[chooses:], unchanged=every_argument
     )
-    _place_arguments(functions)
+    functions.find_placements()
+    bodies = [functions.visit(branch, assumes=False) for branch in branches]
 
-    bodies: list[FunctionBody] = []
-    returned: list[list[Placement]] = []  # by branch and output
-    for branch in branches:
-        body, placements_in_branch = functions.visit(branch, assumes=False)
-        bodies.append(body)
-        returned.append(placements_in_branch)
+    output_placements: list[Placement] = []
+    output_dims: list[list[Size] | None] = []
+    for index, output in enumerate(op.outputs):
+        placement = _returned(bodies, index, output)
+        dims = None
+        if isinstance(placement, Shard):
+            returned = [(body.scope.sizes, body.graph.outputs[index]) for body in bodies]
+            factor = _factor(returned, placement, output.name)
+            sizes, tensor = returned[0]
+            dims = scope.sizes.dims_of_shard(output, placement, factor, sizes.rank(tensor))
+        output_placements.append(placement)
+        output_dims.append(dims)
 
-    output_placements, output_dims = _outputs(functions, op, bodies, returned)
     # In the graph, a branch that returns no examples runs once. In a function nothing can run once,
     # and such a branch may check examples.
     returns_no_examples = all(placement == REPLICATE for placement in output_placements)
@@ -76,124 +94,121 @@ def decide_branches(
     choice = [FULL if placement == REPLICATE else LOCAL for placement in placements[:chooses]]
     needs = _needs_of_arguments(functions, op)
     plan = OpPlan((*choice, *needs), functions=[body.scope.ops for body in bodies])
-    decision = Decision(plan, output_placements, output_dims)
-    return decision if scope.make_lists(op, decision) else None
-
-
-def _outputs(
-    functions: CalledFunctions,
-    op: tf.Operation,
-    bodies: Sequence[FunctionBody],
-    returned: Sequence[Sequence[Placement]],
-) -> tuple[list[Placement], list[list[Size] | None]]:
-    """The placements and the dimensions of an op's outputs.
-
-    Args:
-      functions: the branches.
-      op: the op that calls them.
-      bodies: what was found of each branch.
-      returned: the placements in which each branch returns its outputs.
-    """
-    output_placements: list[Placement] = []
-    output_dims: list[list[Size] | None] = []
-    for index, output in enumerate(op.outputs):
-        placement = _joined(
-            [body.graph.outputs[index] for body in bodies],
-            [of_branch[index] for of_branch in returned],
-        )
-        output_placements.append(placement)
-        output_dims.append(_output_dims(functions, output, placement, bodies, index))
-    return output_placements, output_dims
+    return Decision(plan, output_placements, output_dims)
 
 
 def _needs_of_arguments(functions: CalledFunctions, op: tf.Operation) -> list[Need]:
-    """The forms in which a tower's copy of an op needs the arguments of the functions it calls."""
-    needs = functions.needs()
-    if op.type in op_types.PARTITIONED_CALLS:
-        needs = [_value_of_variable(functions, index) or need for index, need in enumerate(needs)]
+    """The forms in which a tower's copy of an op needs the arguments of the functions it calls.
+
+    XLA compiles a function for one device, which has to have all variables that the function uses.
+    So a tower's copy is given the values of variables, unless the function returns the variable.
+    """
+    if op.type not in op_types.PARTITIONED_CALLS:
+        return functions.needs(readers=[])
+    [function] = functions.bodies
+    needs = functions.needs(readers=[function])
+    for index, argument in enumerate(function.inputs):
+        is_returned = any(output is argument for output in function.outputs)
+        if is_returned and isinstance(needs[index], VariableValue):
+            needs[index] = FULL
     return needs
 
 
-def _value_of_variable(functions: CalledFunctions, index: int) -> Need | None:
-    """The value of a variable that a called function only reads; None if it needs the variable.
+def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> Placement:
+    """The one placement in which all functions return an output.
 
-    XLA compiles a function for one device, which has to have all variables that the function uses.
-    So a tower's copy is given values.
-    """
-    [function] = functions.bodies
-    is_returned = any(output is function.inputs[index] for output in function.outputs)
-    return None if is_returned else variable_value(functions.scope, [function], index)
-
-
-def _place_arguments(functions: CalledFunctions) -> None:
-    """Visits the branches until no further arguments have to be sharded for them."""
-    while True:
-        placements = list(functions.placements)
-        request_count = len(functions.requests)
-        for branch in functions.bodies:
-            functions.visit(branch, assumes=True)
-            functions.shard_requested()
-        if (placements, request_count) == (functions.placements, len(functions.requests)):
-            return
-
-
-def _joined(tensors: Sequence[tf.Tensor], placements: Sequence[Placement]) -> Placement:
-    """The one placement in which all branches return an output.
-
-    If one branch returns a partial sum or a list, another one may return something empty: zeros,
+    If one of them returns a partial sum or a list, another one may return something empty: zeros,
     which change no sum, or a list without elements.
 
     Args:
-      tensors: what each branch returns.
-      placements: of the tensors, inside of the branches.
+      bodies: what was found of each function.
+      index: the output's.
+      output: of the op that calls the functions.
+
+    Raises:
+      NotSharded: if they return it in several placements, or as sizes that differ.
     """
-    on_towers = [placement for placement in placements if placement != REPLICATE]
-    if not on_towers:
-        return REPLICATE
-
-    joined = on_towers[0]
-    for tensor, placement in zip(tensors, placements):
-        if placement == joined:
-            continue
-        is_empty_list = isinstance(joined, NotGatherable) and tensor.op.type in op_types.EMPTY_LISTS
-        adds_nothing = isinstance(joined, Partial) and joined.reduce == 'sum' and is_zero(tensor)
-        if placement != REPLICATE or not (is_empty_list or adds_nothing):
+    tensors = [body.graph.outputs[index] for body in bodies]
+    placements = [body.scope.placement_of(tensor) for body, tensor in zip(bodies, tensors)]
+    placement = joined(placements)
+    for tensor, in_branch in zip(tensors, placements):
+        is_empty = in_branch == REPLICATE and _is_empty(tensor, placement)
+        if in_branch != placement and not is_empty:
             raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
-    return joined
+    differs = any(body.differs(tensor) for body, tensor in zip(bodies, tensors))
+    if placement == REPLICATE and differs:
+        raise NotSharded(f'{output.name} is a size that depends on the tower')
+    return placement
 
 
-def _output_dims(
-    functions: CalledFunctions,
-    output: tf.Tensor,
-    placement: Placement,
-    bodies: Sequence[FunctionBody],
-    index: int,
-) -> list[Size] | None:
-    """The dimensions of an output, if it's sharded; None if it isn't.
+def _is_empty(tensor: tf.Tensor, placement: Placement) -> bool:
+    """Whether a replicated tensor adds nothing to what others are in a placement."""
+    if isinstance(placement, NotGatherable):
+        return tensor.op.type in op_types.EMPTY_LISTS
+    return isinstance(placement, Partial) and placement.reduce == 'sum' and is_zero(tensor)
+
+
+def decide_switch(
+    scope: Scope, op: tf.Operation, placements: Sequence[Placement]
+) -> Decision | None:
+    """Decides how a `Switch` runs: both outputs have the placement of the input.
 
     Args:
-      functions: the branches.
-      output: of the op that calls the branches.
-      placement: the output's.
-      bodies: what was found of the branches.
-      index: the output's.
+      scope: the graph, or the function, that the op is in.
+      op: a `Switch`.
+      placements: of the value, and of the bool that says whether output 1 has it.
     """
-    returned = [body.graph.outputs[index] for body in bodies]
-    sizes = [body.scope.sizes for body in bodies]
-    if placement == REPLICATE:
-        for body, tensor in zip(bodies, returned):
-            if body.differs(tensor):
-                raise NotSharded(f'{output.name} is a size that depends on the tower')
-    if not isinstance(placement, Shard):
+    value, choice = placements
+    if value == REPLICATE or (scope.in_function and choice != REPLICATE):
         return None
+    dims = scope.sizes.dims(op.inputs[0]) if isinstance(value, Shard) else None
+    return Decision(OpPlan((LOCAL, FULL)), [value, value], [dims, dims])
 
-    axis = placement.axis
-    factors = [
-        of_branch.per_row(tensor, axis, placement.rows)
-        for of_branch, tensor in zip(sizes, returned)
-    ]
-    factor = factors[0]
-    if factor is None or factor.static is None or any(other != factor for other in factors):
-        raise NotSharded(f'the size of {output.name} is unknown, or not the same in all branches')
-    rank = len(sizes[0].dims(returned[0]) or [])
-    return functions.scope.sizes.dims_of_shard(output, placement, factor, rank)
+
+def decide_merge(
+    scope: Scope, op: tf.Operation, placements: Sequence[Placement]
+) -> Decision | None:
+    """Decides how a `Merge` runs.
+
+    Args:
+      scope: the graph, or the function, that the op is in.
+      op: a `Merge`, which gives a value, and which of its inputs it was.
+      placements: of its inputs. No placement is partial.
+
+    Raises:
+      NotSharded: if it has to run once, with the reason.
+    """
+    placement = joined(placements)
+    if placement == REPLICATE:
+        return None
+    if any(other not in (placement, REPLICATE) for other in placements):
+        raise NotSharded(f'the branches before {op.name} give it in several placements')
+
+    replicated: Need = LOCAL  # An empty list, of which each tower makes its own.
+    dims: list[Size] | None = None
+    if isinstance(placement, Shard):
+        given = [(scope.sizes, tensor) for tensor in op.inputs]
+        factor = _factor(given, placement, op.name)
+        replicated = Slice(placement.axis, placement.rows, factor, placement.in_blocks)
+        rank = scope.sizes.rank(op.inputs[0])
+        dims = scope.sizes.dims_of_shard(op.outputs[0], placement, factor, rank)
+    needs = [LOCAL if other == placement else replicated for other in placements]
+    return Decision(OpPlan(tuple(needs)), [placement, REPLICATE], [dims, None])
+
+
+def _factor(values: Sequence[tuple[Sizes, tf.Tensor]], shard: Shard, name: str) -> Size:
+    """How many entries an example has along the axis of a shard that branches give.
+
+    Args:
+      values: what each branch gives, with the sizes in its function, or in the graph.
+      shard: the placement of all of them.
+      name: of what they are for, by which an error names it.
+
+    Raises:
+      NotSharded: if that isn't known, or not the same in all branches.
+    """
+    factors = {sizes.per_row(tensor, shard.axis, shard.rows) for sizes, tensor in values}
+    factor = factors.pop()
+    if factors or factor is None or factor.static is None:
+        raise NotSharded(f'the size of {name} is unknown, or not the same in all branches')
+    return factor

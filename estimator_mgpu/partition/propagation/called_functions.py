@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -60,8 +60,8 @@ class CalledFunctions:
         self._placements_outside = placements
         self._unchanged = unchanged
 
-    def visit(self, graph: Any, assumes: bool) -> tuple[FunctionBody, list[Placement]]:
-        """Visits the ops of a function; returns what was found, and its outputs' placements.
+    def visit(self, graph: Any, assumes: bool) -> FunctionBody:
+        """Visits the ops of a function, and returns what was found.
 
         Args:
           graph: one of the bodies, or another function that takes the same arguments.
@@ -70,7 +70,8 @@ class CalledFunctions:
         body = FunctionBody(self.scope, graph, assumes, self.requests, self.reduced, self.is_joint)
         for index, argument in enumerate(graph.inputs):
             self._place_argument(body, index, argument)
-        return body, body.visit_all()
+        body.visit_all()
+        return body
 
     def _place_argument(self, body: FunctionBody, index: int, argument: tf.Tensor) -> None:
         """Tells a function's body the placement and the sizes of an argument."""
@@ -89,7 +90,28 @@ class CalledFunctions:
         """Forgets what was found of the placements inside, but not what is reduced there."""
         self.placements = list(self._placements_outside)
 
-    def shard_requested(self) -> None:
+    def find_placements(
+        self, place_returned: Callable[[CalledFunctions, FunctionBody], None] | None = None
+    ) -> None:
+        """Visits the bodies, on assumptions, until no argument has to be placed otherwise.
+
+        Args:
+          place_returned: places the arguments as a body that was visited returns them, if it's a
+            loop's.
+        """
+        while True:
+            placements = list(self.placements)
+            counts = len(self.requests), len(self.reduced)
+            for graph in self.bodies:
+                body = self.visit(graph, assumes=True)
+                if place_returned is not None:
+                    place_returned(self, body)
+                self._shard_requested()
+            is_complete = counts == (len(self.requests), len(self.reduced))
+            if is_complete and placements == self.placements:
+                return
+
+    def _shard_requested(self) -> None:
         """Shards the replicated arguments of which ops in the functions need a shard."""
         for body in self.bodies:
             for index, argument in enumerate(body.inputs):
@@ -109,14 +131,14 @@ class CalledFunctions:
         # A loop's condition doesn't have the shapes of its arguments; its body does.
         rank = self.bodies[-1].inputs[index].shape.rank
         if rank is None:
-            rank = len(self.scope.sizes.dims(self.arguments[index]) or [])
+            rank = self.scope.sizes.rank(self.arguments[index])
         return rank
 
     def factor(self, index: int, axis: int) -> Size:
         """How many entries an example has along an axis of an argument.
 
         The axis is that of the argument's shard. If an op in a function requested the shard, it's
-        the axis that was requested (see `shard_requested`).
+        the axis that was requested (see `_shard_requested`).
         """
         argument = self.arguments[index]
         factor = self.scope.sizes.per_row(argument, axis, self.scope.batch)
@@ -128,9 +150,30 @@ class CalledFunctions:
                 return request.factor
         raise NotSharded(f'the size of {argument.name} is unknown')
 
-    def needs(self) -> list[Need]:
-        """The forms in which each tower's copy of the op needs the arguments."""
-        return [self._need(index) for index in range(len(self.arguments))]
+    def needs(self, readers: Sequence[Any]) -> list[Need]:
+        """The forms in which each tower's copy of the op needs the arguments.
+
+        Args:
+          readers: functions that can do with the value of a variable if they only read it: all of
+            those that are given the arguments; or none.
+        """
+        return [
+            self._variable_value(readers, index) or self._need(index)
+            for index in range(len(self.arguments))
+        ]
+
+    def _variable_value(self, readers: Sequence[Any], index: int) -> Need | None:
+        """The value of a variable, if reading it is all that functions do with an argument.
+
+        Then the variable is read once before the call, and sent to each tower. A call in a function
+        can't do so: it's the outermost one that would have to.
+        """
+        if self.scope.in_function:
+            return None
+        users = [user for graph in readers for user in graph.inputs[index].consumers()]
+        if not users or any(user.type != op_types.READ_VARIABLE for user in users):
+            return None
+        return VariableValue(users[0].get_attr('dtype'))
 
     def _need(self, index: int) -> Need:
         inside = self.placements[index]
@@ -161,17 +204,3 @@ class CalledFunctions:
         if local_shape is None or len(positions) > 1:
             raise NotSharded(f'the sizes in {argument.name} are unknown')
         return local_shape
-
-
-def variable_value(scope: Scope, graphs: Sequence[Any], index: int) -> Need | None:
-    """The value of a variable, if reading it is all that functions do with an argument.
-
-    Then the variable is read once before the call, and sent to each tower. A call in a function
-    can't do so: it's the outermost one that would have to.
-    """
-    if scope.in_function:
-        return None
-    users = [user for graph in graphs for user in graph.inputs[index].consumers()]
-    if not users or any(user.type != op_types.READ_VARIABLE for user in users):
-        return None
-    return VariableValue(users[0].get_attr('dtype'))

@@ -7,7 +7,6 @@ loops or branches. Whatever no rule can shard runs once: `NotSharded` is raised,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import tensorflow.compat.v1 as tf
 
@@ -17,6 +16,7 @@ from estimator_mgpu.partition.placements import (
     Partial,
     Placement,
     Positions,
+    joined,
     rows_of,
 )
 from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Decision, OpPlan
@@ -66,27 +66,20 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
             REPLICATE if isinstance(placement, Positions) else placement for placement in placements
         ]
 
+    has_lists = any(isinstance(placement, NotGatherable) for placement in placements)
     if op.type in scope.rules.of_calls:
         rule = scope.rules.of_calls[op.type]
-        return rule(scope, op, _of_batch(placements, scope.batch))
-
-    if op.type.startswith(op_types.HANDLE_PREFIXES):
+        decision = rule(scope, op, _of_batch(placements, scope.batch))
+    elif op.type.startswith(op_types.HANDLE_PREFIXES):
         of_list = scope.placement_of_list(op.inputs[0])
         decision = handles.decide(
             op, [of_list, *placements[1:]], scope.batch, scope.sizes, scope.in_function
         )
-        return decision if decision and scope.make_lists(op, decision) else None
-
-    has_lists = any(isinstance(placement, NotGatherable) for placement in placements)
-    if op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
+    elif op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
         decision = lists.decide(op, _of_batch(placements, scope.batch), scope.batch, scope.sizes)
-        return decision if decision and scope.make_lists(op, decision) else None
-
-    if op.type == op_types.RESHAPE:
-        decision = groups.decide(op, placements, scope.sizes)
-        if decision is not None:
-            return decision
-    return _by_rule(scope, op, placements)
+    else:
+        return _by_rule(scope, op, placements)
+    return decision if decision and scope.make_lists(op, decision) else None
 
 
 def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placement]:
@@ -98,6 +91,11 @@ def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placemen
 
 def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
     """By the rule for the op's type; None if no input is sharded in a way that the rule allows."""
+    if op.type == op_types.RESHAPE:
+        decision = groups.decide(op, placements, scope.sizes)
+        if decision is not None:
+            return decision
+
     are_replicated = all(placement == REPLICATE for placement in placements)
     inputs_are_replicated = are_replicated and not scope.follows_gathered(op)
     if inputs_are_replicated and _rule_adds_nothing(op):
@@ -146,7 +144,11 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     quotient.
     """
     if op.type in op_types.MERGE:
-        return _passed_by_merge(placements)
+        # What another branch gives counts on the first tower, and as zeros on others.
+        partial = joined(placements)
+        if not isinstance(partial, Partial) or partial.reduce != 'sum':
+            return None
+        return partial if all(other in (partial, REPLICATE) for other in placements) else None
     if op.type not in op_types.PARTIAL_INPUTS:
         return None
     # Which inputs may be partial; the others are replicated.
@@ -161,19 +163,6 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     expected: list[Placement] = [REPLICATE] * len(placements)
     expected[summands] = [first] * len(partials)
     return first if list(placements) == expected else None
-
-
-def _passed_by_merge(placements: Sequence[Placement]) -> Partial | None:
-    """The partial sum that comes out of the branches of a `tf.cond`, if one of them makes one.
-
-    A value that another branch gives then counts on the first tower, and on the others as zeros.
-    """
-    partials = {placement for placement in placements if placement != REPLICATE}
-    if len(partials) != 1:
-        return None
-    [partial] = partials
-    is_sum = isinstance(partial, Partial) and partial.reduce == 'sum'
-    return cast(Partial, partial) if is_sum else None
 
 
 def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial) -> Decision:

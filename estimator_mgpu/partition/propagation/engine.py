@@ -23,7 +23,11 @@ from estimator_mgpu.partition.placements import (
     rows_of,
 )
 from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan
-from estimator_mgpu.partition.propagation.branches import decide_branches
+from estimator_mgpu.partition.propagation.branches import (
+    decide_branches,
+    decide_merge,
+    decide_switch,
+)
 from estimator_mgpu.partition.propagation.decisions import (
     decide,
     default_reason,
@@ -31,10 +35,8 @@ from estimator_mgpu.partition.propagation.decisions import (
     pass_on,
     passed_partial,
 )
-from estimator_mgpu.partition.propagation.loops import decide_loop
+from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
-from estimator_mgpu.partition.propagation.v1_branches import decide_merge, decide_switch
-from estimator_mgpu.partition.propagation.v1_loops import decide_v1_loop
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Groups, PartRows, RowSpace, Size, Splits

@@ -91,12 +91,15 @@ class FunctionBody:
         self._requests = requests
         self._in_v1_loop = isinstance(graph, LoopBody)
 
-    def visit_all(self) -> list[Placement]:
-        """Visits all ops but the arguments; returns the placements of the function's outputs."""
+    def visit_all(self) -> None:
+        """Visits all ops but the arguments."""
         arguments = {tensor.op for tensor in self.graph.inputs}
         for op in self.graph.get_operations():
             if op not in arguments:
                 self._visit(op)
+
+    def returned(self) -> list[Placement]:
+        """The placements of the function's outputs."""
         return [self.scope.placement_of(tensor) for tensor in self.graph.outputs]
 
     def differs(self, tensor: tf.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""How a `tf.while_loop` is sharded: each tower runs a loop of its own, over its own examples.
+"""How loops are sharded: each tower runs a loop of its own, over its own examples.
 
 A loop's variables are what its body is given and returns. The placement of each inside of the loop
 has to be one with which the body, given it, returns it: a fixed point. For example, in
@@ -12,7 +12,8 @@ the others.
 
 All towers make the same number of steps: the condition has to be replicated.
 
-This module is about loops that call functions; `v1_loops` is about those of TensorFlow 1.
+A `While` is an op that calls functions, of which towers have copies. A loop of TensorFlow 1 is made
+of ops, and towers have copies of all of them; if it can't be sharded otherwise, it's joint.
 """
 
 from __future__ import annotations
@@ -29,23 +30,20 @@ from estimator_mgpu.partition.placements import (
     Placement,
     Shard,
 )
-from estimator_mgpu.partition.plan import (
-    FULL,
-    Decision,
-    LocalShape,
-    OpPlan,
-    VariableValue,
-)
-from estimator_mgpu.partition.propagation.called_functions import CalledFunctions, variable_value
+from estimator_mgpu.partition.plan import Decision, LocalShape, OpPlan, VariableValue
+from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
-from estimator_mgpu.tf_internals import function_calls
+from estimator_mgpu.tf_internals import function_calls, op_types
+from estimator_mgpu.tf_internals.v1_loops import LoopBody, V1Loop
+
+_EXAMPLES_DECIDE = 'the examples decide how many steps it takes'
 
 
 def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
-    """Decides how a loop runs; None if it runs once.
+    """Decides how a loop that calls functions runs; None if it runs once.
 
     Args:
       scope: the graph, or the function, that the loop is in.
@@ -64,35 +62,107 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
         for index, output in enumerate(body_graph.outputs)
         if output is body_graph.inputs[index]
     }
-    functions = CalledFunctions(scope, [body_graph], list(op.inputs), placements, unchanged)
+    functions = CalledFunctions(scope, [body_graph], op.inputs, placements, unchanged)
 
-    body, returned = find_fixed_point(functions)
-    output_dims = [
-        _output_dims(functions, body, output, placement, index)
-        for index, (output, placement) in enumerate(zip(op.outputs, returned))
-    ]
-    condition_body = _check_condition(functions, condition)
-
-    needs = functions.needs()
-    for index, need in enumerate(needs):
-        if need == FULL:
-            needs[index] = variable_value(scope, graphs, index) or FULL
+    body = _find_fixed_point(functions)
+    output_dims = _output_dims(functions, body, op.outputs, body_graph.outputs, are_variables=True)
+    request_count = len(functions.requests)
+    condition_body = functions.visit(condition, assumes=False)
+    _check_condition(condition_body, condition.outputs[0])
+    if len(functions.requests) > request_count:
+        raise NotSharded(_EXAMPLES_DECIDE)
 
     # No op on a tower uses the output of a variable that is only read, or of a tower's own size.
+    needs = functions.needs(graphs)
     output_placements = [
         None if isinstance(need, (VariableValue, LocalShape)) else placement
-        for need, placement in zip(needs, returned)
+        for need, placement in zip(needs, functions.placements)
     ]
     plan = OpPlan(tuple(needs), functions=[condition_body.scope.ops, body.scope.ops])
-    decision = Decision(plan, output_placements, output_dims)
-    return decision if scope.make_lists(op, decision) else None
+    return Decision(plan, output_placements, output_dims)
 
 
-def find_fixed_point(functions: CalledFunctions) -> tuple[FunctionBody, list[Placement]]:
-    """Finds the placements of the loop's variables inside of the loop.
+def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) -> Decision | None:
+    """Decides how a loop of TensorFlow 1 runs; None if it runs once.
+
+    Args:
+      scope: the graph, or the loop around it, that the loop is in.
+      loop: the loop.
+      placements: of its inputs.
 
     Returns:
-      What was found of the loop's body, and the placements in which it returns the variables.
+      A decision whose only function has the plans of all of the loop's ops.
+
+    Raises:
+      NotSharded: if the loop has to run once, with the reason.
+    """
+    # A loop in a loop can't run once: towers have copies of it in any case, and lists change in it.
+    is_replicated = all(placement == REPLICATE for placement in placements)
+    if is_replicated and not scope.in_function:
+        return None
+    if loop.body is None:
+        raise NotSharded('the ops of this v1 loop are connected in an unusual way')
+
+    try:
+        return _decide_v1_loop(scope, loop, loop.body, placements, is_joint=False)
+    except NotSharded:
+        if scope.in_function and not scope.is_joint:
+            raise
+    return _decide_v1_loop(scope, loop, loop.body, placements, is_joint=True)
+
+
+def _decide_v1_loop(
+    scope: Scope,
+    loop: V1Loop,
+    loop_body: LoopBody,
+    placements: Sequence[Placement],
+    is_joint: bool,
+) -> Decision:
+    """Decides how a loop runs, either joint or not."""
+    functions = CalledFunctions(
+        scope, [loop_body], loop.inputs, placements, loop_body.unchanged, is_joint
+    )
+    body = _find_fixed_point(functions)
+    output_dims = _output_dims(
+        functions, body, loop.outputs, loop_body.results, are_variables=False
+    )
+    _check_condition(body, loop_body.condition)
+
+    lists = [
+        (tensor, placement)
+        for tensor, placement in zip(loop.inputs, functions.placements)
+        if tensor.dtype == tf.resource and isinstance(placement, NotGatherable)
+    ]
+    return Decision(
+        _plan_of_v1_loop(functions, body, loop),
+        [body.scope.placement_of(result) for result in loop_body.results],
+        output_dims,
+        lists,
+        in_loop={**body.scope.placements, **body.scope.in_loops},
+    )
+
+
+def _plan_of_v1_loop(functions: CalledFunctions, body: FunctionBody, loop: V1Loop) -> OpPlan:
+    """The plan of a loop: the forms of its inputs, and as its only function, plans of its ops."""
+    ops = {
+        op.name: OpPlan(
+            tuple(body.form_of_value(tensor) for tensor in op.inputs),
+            is_joint=functions.is_joint and op.type == op_types.LOOP_CONDITION,
+        )
+        for op in loop.all_ops
+    }
+    ops.update(body.scope.ops)
+
+    needs = functions.needs([body.graph])
+    for enter, need in zip(loop.enters, needs):
+        if isinstance(need, VariableValue):
+            for read in enter.outputs[0].consumers():
+                ops[read.name] = OpPlan((need,))
+    return OpPlan(tuple(needs), functions=[ops], is_joint=functions.is_joint)
+
+
+def _find_fixed_point(functions: CalledFunctions) -> FunctionBody:
+    """Finds the placements of the loop's variables inside of the loop, and visits its body.
 
     Raises:
       NotSharded: if the loop has to run once, with the reason.
@@ -100,28 +170,24 @@ def find_fixed_point(functions: CalledFunctions) -> tuple[FunctionBody, list[Pla
     while True:
         reduced_before = len(functions.reduced)
         functions.start_again()
-        _assume_fixed_point(functions)
-        body, returned = functions.visit(functions.bodies[0], assumes=False)
+        functions.find_placements(_place_returned)
+        body = functions.visit(functions.bodies[0], assumes=False)
+        if functions.is_joint:  # Towers agree on whether there is another step.
+            condition = body.graph.condition
+            if isinstance(body.scope.placement_of(condition), Partial):
+                functions.reduced.add(condition.name)
         if len(functions.reduced) == reduced_before:
-            _check_fixed_point(functions, body, returned)
-            return body, returned
+            _check_fixed_point(functions, body)
+            return body
 
 
-def _assume_fixed_point(functions: CalledFunctions) -> None:
-    """Visits the body, on assumptions, until the placements of the variables don't change."""
-    while True:
-        placements = list(functions.placements)
-        counts = len(functions.requests), len(functions.reduced)
-        body, returned = functions.visit(functions.bodies[0], assumes=True)
-        for index, placement in enumerate(returned):
-            if functions.is_joint and _is_other_partial(placement):
-                functions.reduced.add(body.graph.outputs[index].name)
-            else:
-                functions.placements[index] = _met(functions.placements[index], placement)
-        functions.shard_requested()
-        is_complete = counts == (len(functions.requests), len(functions.reduced))
-        if is_complete and placements == functions.placements:
-            return
+def _place_returned(functions: CalledFunctions, body: FunctionBody) -> None:
+    """Places a loop's variables before a step as after it, as far as that is possible."""
+    for index, placement in enumerate(body.returned()):
+        if functions.is_joint and _is_other_partial(placement):
+            functions.reduced.add(body.graph.outputs[index].name)
+        else:
+            functions.placements[index] = _met(functions.placements[index], placement)
 
 
 def _is_other_partial(placement: Placement) -> bool:
@@ -148,27 +214,20 @@ def _met(before: Placement, after: Placement) -> Placement:
     raise NotSharded(f'in it, a {before} becomes a {after}')
 
 
-def _check_fixed_point(
-    functions: CalledFunctions, body: FunctionBody, returned: Sequence[Placement]
-) -> None:
+def _check_fixed_point(functions: CalledFunctions, body: FunctionBody) -> None:
     """Checks that a loop's variables are after a step as they were before it.
-
-    Args:
-      functions: the loop's.
-      body: what was found of the loop's body.
-      returned: the placements in which the body returns the variables.
 
     Raises:
       NotSharded: if the placement or the size of a variable is another one, or isn't known.
     """
-    for index, (tensor, placement) in enumerate(zip(body.graph.outputs, returned)):
+    for index, (tensor, placement) in enumerate(zip(body.graph.outputs, body.returned())):
         name = functions.arguments[index].name
         if placement != functions.placements[index]:
             raise NotSharded(f'in it, {name} has another placement after a step than before')
         if placement == REPLICATE and body.differs(tensor) and not functions.sizes(index):
             raise NotSharded(f'in it, {name} is a size that depends on the tower')
         if isinstance(placement, Shard):
-            rank = len(body.scope.sizes.dims(tensor) or [])
+            rank = body.scope.sizes.rank(tensor)
             entries_per_row = body.scope.sizes.per_row(tensor, placement.axis, placement.rows)
             before = functions.rank(index), functions.factor(index, placement.axis)
             if (rank, entries_per_row) != before:
@@ -178,34 +237,45 @@ def _check_fixed_point(
 def _output_dims(
     functions: CalledFunctions,
     body: FunctionBody,
-    output: tf.Tensor,
-    placement: Placement,
-    index: int,
-) -> list[Size] | None:
-    """The dimensions of an output, if it's sharded; None if it isn't.
+    outputs: Sequence[tf.Tensor],
+    results: Sequence[tf.Tensor],
+    are_variables: bool,
+) -> list[list[Size] | None]:
+    """The dimensions of the outputs that are sharded; None for each of the others.
 
     Args:
       functions: the loop's.
       body: what was found of the loop's body.
-      output: of the loop.
-      placement: in which the body returns the output.
-      index: the output's.
+      outputs: of the loop.
+      results: the tensors in the body that become the outputs.
+      are_variables: whether these are the loop's variables, in order, of which as much is known
+        after the loop as before it. Others may have a size that only the loop knows.
+
+    Raises:
+      NotSharded: if the size of an output is unknown, or if the output itself is a size that is
+        another one on each tower, and unknown.
     """
-    returned = body.graph.outputs[index]
-    if placement == REPLICATE and body.differs(returned):
-        functions.scope.sizes.set_entries(output, functions.sizes(index))
-    if not isinstance(placement, Shard):
-        return None
-    factor = functions.factor(index, placement.axis)
-    rank = len(body.scope.sizes.dims(returned) or [])
-    return functions.scope.sizes.dims_of_shard(output, placement, factor, rank)
+    sizes = functions.scope.sizes
+    output_dims: list[list[Size] | None] = []
+    for index, (output, result) in enumerate(zip(outputs, results)):
+        placement = body.scope.placement_of(result)
+        if placement == REPLICATE and body.differs(result):
+            if are_variables:
+                sizes.set_entries(output, functions.sizes(index))
+            elif output.consumers():
+                raise NotSharded(f'{output.name} is a size that depends on the tower')
+
+        dims = None
+        if isinstance(placement, Shard):
+            factor = body.scope.sizes.per_row(result, placement.axis, placement.rows)
+            if factor is None or (factor.static is None and not are_variables):
+                raise NotSharded(f'the size of {output.name} is unknown')
+            dims = sizes.dims_of_shard(output, placement, factor, body.scope.sizes.rank(result))
+        output_dims.append(dims)
+    return output_dims
 
 
-def _check_condition(functions: CalledFunctions, condition: tf.Graph) -> FunctionBody:
-    """Visits the condition, and raises NotSharded unless it's the same on all towers."""
-    request_count = len(functions.requests)
-    body, [decision] = functions.visit(condition, assumes=False)
-    is_same = decision == REPLICATE and not body.differs(condition.outputs[0])
-    if not is_same or len(functions.requests) > request_count:
-        raise NotSharded('the examples decide how many steps it takes')
-    return body
+def _check_condition(body: FunctionBody, condition: tf.Tensor) -> None:
+    """Raises NotSharded unless the condition is the same on all towers."""
+    if body.scope.placement_of(condition) != REPLICATE or body.differs(condition):
+        raise NotSharded(_EXAMPLES_DECIDE)

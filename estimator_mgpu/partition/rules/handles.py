@@ -21,12 +21,10 @@ from estimator_mgpu.partition.placements import (
     REPLICATE,
     REPLICATE_LIST,
     ListPlacement,
-    NestedList,
     Placement,
     ReplicateList,
     Shard,
     ShardList,
-    SizeList,
 )
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, LocalShape, Need, OpPlan, Slice
 from estimator_mgpu.partition.rules import lists
@@ -185,26 +183,16 @@ class _ListOp:
     def _get(self) -> Decision | None:
         """An element, or all of them stacked."""
         stacked = _GETS[self.op.type]
-        placement = self.current
-        output = self.op.outputs[0]
-        plan = OpPlan(tuple(self._needs()))
-
-        if isinstance(placement, ShardList):
-            shard = Shard(placement.axis + stacked, placement.rows, placement.in_blocks)
-            rank = placement.rank + stacked
-            dims = self.sizes.dims_of_shard(output, shard, placement.factor, rank)
-            attrs = _local_attrs(self.op, placement)
-            return Decision(plan._replace(attrs=attrs), [shard], [dims])
-        if isinstance(placement, SizeList):
-            self.sizes.set_entries(output, placement.sizes)
-            return Decision(plan, [REPLICATE])
-        if isinstance(placement, NestedList):
-            return Decision(plan, [placement.element])
+        element = lists.element_of(self.current, self.op.outputs[0], self.sizes, stacked)
+        plan = OpPlan(tuple(self._needs()), _local_attrs(self.op, self.current))
+        if element is not None:
+            placement, dims = element
+            return Decision(plan, [placement], [dims])
 
         # What was pushed on a stack, and by whom, has to be known. A TensorArray of which nothing
         # is known has elements that were put into it before the loop.
-        if placement == REPLICATE_LIST or (
-            placement == REPLICATE and self.op.type not in _STACK_OPS
+        if self.current == REPLICATE_LIST or (
+            self.current == REPLICATE and self.op.type not in _STACK_OPS
         ):
             lists_now = [(self.op.inputs[0], REPLICATE_LIST)]
             return Decision(plan, [REPLICATE], lists=lists_now)

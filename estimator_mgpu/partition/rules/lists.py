@@ -34,7 +34,7 @@ from estimator_mgpu.partition.plan import (
     local_shape_of,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import RowSpace
+from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals.op_types import EMPTY_LISTS
 
 # Ops that give a list like those that they are given.
@@ -85,10 +85,15 @@ def decide(
     if op.type in EMPTY_LISTS:
         # One that is made like another one. Only ops on the same tower use it.
         return _on_first_input(op, [None])
+    if op.type in _GET:
+        return _get(op, first, sizes)
     if isinstance(first, ShardList):
-        return _with_shards(op, first, sizes)
-    if op.type in _POP and isinstance(first, (SizeList, NestedList)):
-        return _pop(op, first, sizes)
+        results: dict[str, Placement] = {
+            'TensorListLength': REPLICATE,
+            'TensorListElementShape': ElementShape(),
+            'TensorListResize': first,
+        }
+        return _on_first_input(op, [results[op.type]]) if op.type in results else None
     return None
 
 
@@ -117,52 +122,52 @@ def _unstack(op: tf.Operation, placement: Placement, sizes: Sizes) -> Decision |
     return Decision(OpPlan((LOCAL, _any_shape(op.inputs[1]))), [elements])
 
 
-def _with_shards(op: tf.Operation, placement: ShardList, sizes: Sizes) -> Decision | None:
-    """What an op makes of a list of shards, but for those that put an element into it."""
-    if op.type == 'TensorListLength':
-        return _on_first_input(op, [REPLICATE])
-    if op.type == 'TensorListElementShape':
-        return _on_first_input(op, [ElementShape()])
-    if op.type == 'TensorListResize':
-        return _on_first_input(op, [placement])
-    if op.type in _GET:
-        return _get(op, placement, sizes)
-    return None
-
-
-def _get(op: tf.Operation, placement: ShardList, sizes: Sizes) -> Decision:
-    """An element of a list of shards, or all of them stacked, is a shard."""
-    stacked = int(op.type == 'TensorListStack')  # A new dimension comes first.
-    shard = Shard(placement.axis + stacked, placement.rows, placement.in_blocks)
+def _get(op: tf.Operation, current: Placement, sizes: Sizes) -> Decision | None:
+    """An element of a list, or all of them stacked."""
+    if not isinstance(current, ShardList) and op.type not in _POP:
+        return None
     output = op.outputs[-1]
-    dims = sizes.dims_of_shard(output, shard, placement.factor, placement.rank + stacked)
+    element = element_of(current, output, sizes, stacked=int(op.type == 'TensorListStack'))
+    if element is None:
+        return None
 
     # The last of several inputs is the shape of an element. A tower is given that of its shard if
     # it's known; otherwise any shape, as its elements have one.
     needs: list[Need] = [FULL] * len(op.inputs)
     needs[0] = LOCAL
-    if len(op.inputs) > 1:
+    if len(op.inputs) > 1 and isinstance(current, ShardList):
         shape = op.inputs[-1]
-        local_shape = local_shape_of(sizes.entries(shape), placement.axis, placement.rows)
+        local_shape = local_shape_of(sizes.entries(shape), current.axis, current.rows)
         needs[-1] = local_shape or _any_shape(shape)
 
     plan = OpPlan(tuple(needs))
+    placement, dims = element
     if op.type == 'TensorListPopBack':
-        return Decision(plan, [placement, shard], [None, dims])  # The list that is left is first.
-    return Decision(plan, [shard], [dims])
+        return Decision(plan, [current, placement], [None, dims])  # The list that is left is first.
+    return Decision(plan, [placement], [dims])
 
 
-def _pop(op: tf.Operation, placement: SizeList | NestedList, sizes: Sizes) -> Decision:
-    """An element of a list of sizes or of lists."""
-    element: Placement
-    if isinstance(placement, SizeList):
-        sizes.set_entries(op.outputs[-1], placement.sizes)
-        element = REPLICATE
-    else:
-        element = placement.element
-    if op.type == 'TensorListPopBack':
-        return _on_first_input(op, [placement, element])  # The list that is left is first.
-    return _on_first_input(op, [element])
+def element_of(
+    current: Placement, output: tf.Tensor, sizes: Sizes, stacked: int
+) -> tuple[Placement, list[Size] | None] | None:
+    """The placement and the dimensions of what is taken out of a list; None if it isn't known.
+
+    Args:
+      current: the list's placement.
+      output: what is taken out: an element, or several.
+      sizes: where the sizes are recorded if it's a shape.
+      stacked: 1 if it's several elements, stacked along a new dimension 0.
+    """
+    if isinstance(current, ShardList):
+        shard = Shard(current.axis + stacked, current.rows, current.in_blocks)
+        rank = current.rank + stacked
+        return shard, sizes.dims_of_shard(output, shard, current.factor, rank)
+    if isinstance(current, SizeList):
+        sizes.set_entries(output, current.sizes)
+        return REPLICATE, None
+    if isinstance(current, NestedList):
+        return current.element, None
+    return None
 
 
 def _put(
@@ -219,7 +224,7 @@ def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes, stacked: int = 0) ->
     factor = sizes.per_row(tensor, shard.axis, shard.rows)
     if factor is None or factor.static is None or shard.axis < stacked:
         return None
-    rank = len(sizes.dims(tensor) or [])
+    rank = sizes.rank(tensor)
     return ShardList(shard.axis - stacked, shard.rows, factor, rank - stacked, shard.in_blocks)
 
 

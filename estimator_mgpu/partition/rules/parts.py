@@ -118,7 +118,7 @@ def _make_parts(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes)
     data, which = op.inputs
     shard = placements[1]
     data_dims = sizes.dims(data)
-    is_vector = len(sizes.dims(which) or []) == 1
+    is_vector = sizes.rank(which) == 1
     if not isinstance(shard, Shard) or shard.in_blocks or not is_vector or data_dims is None:
         return None
     factor = sizes.per_row(which, 0, shard.rows)
@@ -141,7 +141,7 @@ def _make_parts(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes)
 
 def _is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
     """Whether a tensor is a vector of the numbers from 0 on: its entries are their positions."""
-    if len(sizes.dims(tensor) or []) != 1:
+    if sizes.rank(tensor) != 1:
         return False
     while tensor.dtype in _INDEX_TYPES and tensor.op.type in _SAME_NUMBERS:
         tensor = tensor.op.inputs[0]
@@ -194,7 +194,7 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     if not _selects_vectors(mask):
         return None
     [part] = sizes.parts(mask, op.outputs, shard.rows)
-    columns = Size(len(sizes.dims(op.inputs[0]) or []))
+    columns = Size(sizes.rank(op.inputs[0]))
     positions = Positions(part, (), shard.rows, factor)
     return Decision(OpPlan((LOCAL,)), [positions], [[_full_size(part), columns]])
 
@@ -253,7 +253,7 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     """`GatherV2` of a vector of positions: it takes the rows of a part."""
     rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
-    if not is_along_rows or len(sizes.dims(indices) or []) != 1:
+    if not is_along_rows or sizes.rank(indices) != 1:
         return None
     return _taken(rows, placements[:2], 1, sizes, (FULL,))
 
@@ -301,7 +301,7 @@ def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes)
     positions, placement, _ = placements
     dims = sizes.entries(shape)
     is_part_of_part = isinstance(positions, Positions) and isinstance(positions.rows, PartRows)
-    if len(sizes.dims(indices) or []) != 2 or not dims or is_part_of_part:
+    if sizes.rank(indices) != 2 or not dims or is_part_of_part:
         # The kernel fails without rows, which a part may be. An empty tower of the batch computes
         # on the first example instead: see `towers/shards.py`.
         return None
@@ -318,7 +318,7 @@ def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
     placement, positions, _ = placements
     data_dims = sizes.dims(data)
     count_entries = sizes.entries(count)
-    if len(sizes.dims(indices) or []) != 1 or not data_dims or not count_entries:
+    if sizes.rank(indices) != 1 or not data_dims or not count_entries:
         return None
     put_back = _put_back(positions, placement, count_entries)
     if put_back is None:

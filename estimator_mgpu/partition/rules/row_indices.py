@@ -102,7 +102,7 @@ def _first_is_zero(indices: tf.Tensor, sizes: Sizes) -> bool:
 def _first_numbers(indices: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
     """The first numbers of all indices, if a `Pack` or `ConcatV2` makes the indices; or None."""
     op = indices.op
-    last = len(sizes.dims(indices) or []) - 1
+    last = sizes.rank(indices) - 1
     if op.type == 'Pack' and op.get_attr('axis') in (-1, last):
         return op.inputs[0]
     if op.type == 'ConcatV2' and sizes.numbers(op.inputs[-1]) in ([-1], [last]):
@@ -123,11 +123,11 @@ def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
 
 def _keeps_last_axis(tensor: tf.Tensor, sizes: Sizes) -> bool:
     """Whether an op only arranges entries, and moves none along the last axis."""
-    last = len(sizes.dims(tensor) or []) - 1
+    last = sizes.rank(tensor) - 1
     axis_before = _axis_before(tensor, last, sizes)
     if axis_before is None:
         return False
-    return axis_before == len(sizes.dims(tensor.op.inputs[0]) or []) - 1
+    return axis_before == sizes.rank(tensor.op.inputs[0]) - 1
 
 
 def _axis_before(tensor: tf.Tensor, axis: int, sizes: Sizes) -> int | None:
