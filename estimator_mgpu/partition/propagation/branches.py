@@ -127,7 +127,7 @@ def _value_of_variable(functions: CalledFunctions, index: int) -> Need | None:
 
 def _place_arguments(functions: CalledFunctions) -> None:
     """Visits the branches until no further arguments have to be sharded for them."""
-    while True:
+    while True:  # Requests only become more, and what is sharded stays so.
         placements = list(functions.placements)
         request_count = len(functions.requests)
         for branch in functions.bodies:

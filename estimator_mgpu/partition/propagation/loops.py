@@ -97,7 +97,7 @@ def find_fixed_point(functions: CalledFunctions) -> tuple[FunctionBody, list[Pla
     Raises:
       NotSharded: if the loop has to run once, with the reason.
     """
-    while True:
+    while True:  # What is reduced only becomes more.
         reduced_before = len(functions.reduced)
         functions.start_again()
         _assume_fixed_point(functions)
@@ -109,7 +109,7 @@ def find_fixed_point(functions: CalledFunctions) -> tuple[FunctionBody, list[Pla
 
 def _assume_fixed_point(functions: CalledFunctions) -> None:
     """Visits the body, on assumptions, until the placements of the variables don't change."""
-    while True:
+    while True:  # A placement changes once, as `_met` says; requests and what is reduced only grow.
         placements = list(functions.placements)
         counts = len(functions.requests), len(functions.reduced)
         body, returned = functions.visit(functions.bodies[0], assumes=True)
