@@ -38,6 +38,16 @@ def direct_inputs(op: tf.Operation) -> list[tf.Operation]:
     return [*(t.op for t in op.inputs), *op.control_inputs]
 
 
+def is_way_back(tensor: tf.Tensor) -> bool:
+    """Whether a tensor is what a step of a v1 loop leaves for the next one."""
+    return tensor.op.type in op_types.NEXT_ITERATION
+
+
+def begins_steps(op: tf.Operation) -> bool:
+    """Whether an op is the `Merge` of a v1 loop's variable, rather than that of a branch."""
+    return op.type in op_types.MERGE and any(map(is_way_back, op.inputs))
+
+
 def ancestors(ops: Sequence[tf.Operation], by_control: bool = True) -> set[tf.Operation]:
     """Returns these ops, and all that they wait for.
 
@@ -203,7 +213,7 @@ def without_cycles(
       edges: each from a node to one that is to wait for it.
     """
     remaining = list(edges)
-    while remaining:
+    while remaining:  # Each round takes one of them away, or is the last.
         extended = {node: [*befores] for node, befores in inputs.items()}
         for source, target in remaining:
             extended.setdefault(target, []).append(source)

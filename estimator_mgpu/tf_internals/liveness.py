@@ -170,7 +170,7 @@ class Liveness:
         """The condition of an op, given those of what it waits for."""
         if op.type in op_types.MERGE:
             # Of a loop's two inputs, the first iteration has what the loop begins with.
-            inputs = [t for t in op.inputs if t.op.type not in op_types.NEXT_ITERATION]
+            inputs = [tensor for tensor in op.inputs if not graphs.is_way_back(tensor)]
             conditions = [self.condition_of_output(tensor) for tensor in inputs]
             return _condition_of_merge(op, conditions, self.frame(op))
 

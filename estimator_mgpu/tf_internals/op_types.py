@@ -147,9 +147,10 @@ HANDLE_QUERIES = ('IsVariableInitialized', 'VarIsInitializedOp', 'VariableShape'
 
 PLACEHOLDER_WITH_DEFAULT = 'PlaceholderWithDefault'
 FED = ('Placeholder', 'PlaceholderV2')
-"""Ops that only have a value if they are fed."""
+"""Ops that only have a value if they are fed: a step never runs what they wait for."""
 PLACEHOLDERS = (*FED, PLACEHOLDER_WITH_DEFAULT)
-"""Ops whose values are fed: there, a batch doesn't end."""
+"""Ops whose values may be fed: there, a batch doesn't end. One with a default runs what it waits
+for unless it's fed. So that counts, but others can't rely on a wait that is added to it."""
 
 IDENTITY_N = 'IdentityN'
 """As many identities, of which none is there before all are: `tf.custom_gradient` makes it."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import private
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Tracebacks:
@@ -50,17 +53,25 @@ class Tracebacks:
 
 
 @contextlib.contextmanager
-def made_for(served: tf.Operation) -> Iterator[None]:
-    """A context in which ops are made that serve another one: they get its traceback."""
+def made_for(served: tf.Operation, functions: Mapping[str, Any] = _NONE) -> Iterator[None]:
+    """A context in which ops are made that serve another one: they get its traceback.
+
+    Args:
+      served: the op.
+      functions: the graphs of functions of which copies are made, by the scopes of these copies.
+        They get the tracebacks of the functions' ops.
+    """
     graph = served.graph
     count = len(graph.get_operations())
     yield
     traceback = Tracebacks().of(served)
     for op in graph.get_operations()[count:]:
         private.set_traceback(op, traceback)
+    for scope, function in functions.items():
+        _copy_those_of_function(function, graph, scope)
 
 
-def copy_those_of_function(function: Any, graph: tf.Graph, scope: str) -> None:
+def _copy_those_of_function(function: Any, graph: tf.Graph, scope: str) -> None:
     """Gives the copies of a function's ops the tracebacks that these have; loaded ones have none.
 
     Args:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.graphs import begins_steps
 from estimator_mgpu.tf_internals.liveness import Branch, Condition, Liveness
 
 
@@ -46,7 +47,8 @@ def upstream_bits(
             else:
                 waited_for = union_of([*of_inputs, *of_controls])
             found = union(waited_for, bits.get(op, 0))
-            # What a v1 loop computes is known only now for its way back, which comes first.
+            # What a v1 loop computes is known only now for its way back, which comes first. From
+            # round to round, an op has the same bits or more, so this ends.
             if op.type in op_types.NEXT_ITERATION and found != upstream.get(op):
                 is_complete = False
             upstream[op] = found
@@ -95,7 +97,7 @@ class CertainWaits:
         return union_of([*of_inputs, *of_controls])
 
     def _of_merge(self, merge: tf.Operation, of_inputs: Sequence[int]) -> int:
-        if any(operand.op.type in op_types.NEXT_ITERATION for operand in merge.inputs):
+        if begins_steps(merge):
             return union_of(of_inputs)
         common = -1  # all bits
         for operand, bits in zip(merge.inputs, of_inputs):

@@ -27,7 +27,7 @@ from typing import NamedTuple, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.graphs import direct_inputs
+from estimator_mgpu.tf_internals.graphs import begins_steps, direct_inputs, is_way_back
 from estimator_mgpu.tf_internals.liveness import Frame, Liveness
 
 
@@ -208,24 +208,14 @@ def _variables(ops: Sequence[tf.Operation]) -> list[_Variable] | None:
       ops: those in the loop's frame, but in no inner one.
     """
     conditions = {op for op in ops if op.type == op_types.LOOP_CONDITION}
-    merges = [op for op in ops if op.type in op_types.MERGE]
     try:
-        # A `Merge` without a way back is that of a branch.
-        variables = [
-            _variable(merge)
-            for merge in merges
-            if any(_is_way_back(tensor.op) for tensor in merge.inputs)
-        ]
+        variables = [_variable(op) for op in ops if begins_steps(op)]
     except ValueError:
         return None
     has_one_condition = len(conditions) == 1
     return (
         variables if has_one_condition and {v.condition for v in variables} == conditions else None
     )
-
-
-def _is_way_back(op: tf.Operation) -> bool:
-    return op.type in op_types.NEXT_ITERATION
 
 
 def _variable(merge: tf.Operation) -> _Variable:
@@ -235,7 +225,7 @@ def _variable(merge: tf.Operation) -> _Variable:
       ValueError: if its ops aren't connected as in the picture above.
     """
     [enter] = [tensor.op for tensor in merge.inputs if tensor.op.type in op_types.ENTER]
-    [next_iteration] = [tensor.op for tensor in merge.inputs if _is_way_back(tensor.op)]
+    [next_iteration] = [tensor.op for tensor in merge.inputs if is_way_back(tensor)]
     [switch] = [
         op
         for op in merge.outputs[0].consumers()

@@ -92,18 +92,30 @@ def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
     return read
 
 
+def asks_for_value(op: tf.Operation) -> bool:
+    """Whether an op needs more of state than its shape, or than what no step changes."""
+    return op.type not in op_types.SHAPE_QUERIES and op.type not in op_types.HANDLE_QUERIES
+
+
+def passes_on(op: tf.Operation, operand: tf.Tensor) -> bool:
+    """Whether an op gives an operand on as it is, so that its users read what is in it."""
+    if op.type in op_types.SWITCH:
+        return op.inputs[1].name != operand.name  # That decides which way is taken.
+    return op.type in op_types.FORWARD_VARIABLES
+
+
 def read_late(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> set[tf.Operation]:
     """The variables that an op reads late.
+
+    What an op passes on counts, too: it may be fetched, or sent to another device, and then it's
+    read when the op runs.
 
     Args:
       op: one that may read.
       behind: what `read_by_users` gives.
     """
-    if op.type in op_types.SHAPE_QUERIES or op.type in op_types.HANDLE_QUERIES:
-        return set()
-    # A `Merge` only passes on what it's given, and nothing of the branch that isn't taken. So its
-    # users read, rather than itself.
-    if op.type in op_types.MERGE:
+    # A `Merge` passes on nothing of the branch that isn't taken.
+    if not asks_for_value(op) or op.type in op_types.MERGE:
         return set()
     # What writes to a reference doesn't read it late, but its other operands.
     writes = has_side_effect(op)

@@ -89,7 +89,9 @@ class Facts:
         self.names = {op.name for op in ops}
         self.may_be_dead = {op.name for op in ops if liveness.may_be_dead(op)}
         self.in_loops = {op.name for op in ops if liveness.is_in_loop(op)}
-        self.waiting_placeholders = {op.name for op in ops if _is_fed(op) and op.control_inputs}
+        self.waiting_placeholders = {
+            op.name for op in ops if op.type in op_types.PLACEHOLDERS and op.control_inputs
+        }
         self.local_state = {op.name for op in ops if op.type in op_types.HANDLES}
 
         self.written: dict[str, set[str]] = {}
@@ -155,10 +157,6 @@ def _read_state(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> Itera
 
 def _names(ops: Iterable[tf.Operation]) -> set[str]:
     return {op.name for op in ops}
-
-
-def _is_fed(op: tf.Operation) -> bool:
-    return op.type in op_types.FED
 
 
 def check(
@@ -448,8 +446,10 @@ def _may_not_run(facts: Facts, changed: _Changed) -> Iterator[str]:
 def _fed(facts: Facts, changed: _Changed) -> Iterator[str]:
     """Placeholders that wait for something: TensorFlow drops what they wait for."""
     for op in changed.ops:
-        if _is_fed(op) and op.control_inputs and op.name not in facts.waiting_placeholders:
-            yield f'{op.name} is fed, so it cannot wait for {_listed(op.control_inputs)}.'
+        if op.type not in op_types.PLACEHOLDERS or op.name in facts.waiting_placeholders:
+            continue
+        if op.control_inputs:
+            yield f'{op.name} may be fed, so it cannot wait for {_listed(op.control_inputs)}.'
 
 
 def _other_towers(facts: Facts, changed: _Changed) -> Iterator[str]:

@@ -32,7 +32,12 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.order.accesses import sharing_memory, written_state
+from estimator_mgpu.partition.order.accesses import (
+    asks_for_value,
+    passes_on,
+    sharing_memory,
+    written_state,
+)
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 from estimator_mgpu.tf_internals.upstream import CertainWaits, upstream_bits
@@ -110,7 +115,8 @@ def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, li
                     if user not in step:
                         continue
                     writes = maker in written(user)
-                    if writes or _is_read_by(user, tensor):
+                    reads = asks_for_value(user) and not passes_on(user, tensor)
+                    if reads or writes:
                         touching[user] = writes
                     if user not in seen:
                         seen.add(user)
@@ -126,15 +132,6 @@ def _passed_on(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
         return [output for output in user.outputs if graphs.is_reference_variable(output)]
     in_memory = any(operand.name == tensor.name for operand in sharing_memory(user))
     return user.outputs if in_memory else []
-
-
-def _is_read_by(user: tf.Operation, tensor: tf.Tensor) -> bool:
-    """Whether an op that is given state, or what lies in its memory, reads it."""
-    if user.type in op_types.SHAPE_QUERIES or user.type in op_types.HANDLE_QUERIES:
-        return False
-    if user.type in op_types.SWITCH:
-        return user.inputs[1].name == tensor.name  # It decides which way is taken.
-    return user.type not in op_types.FORWARD_VARIABLES
 
 
 def _may_be_open(accesses: Sequence[_Access]) -> bool:

@@ -99,7 +99,7 @@ class CalledFunctions:
           place_returned: places the arguments as a body that was visited returns them, if it's a
             loop's.
         """
-        while True:
+        while True:  # A placement changes once; requests and what is reduced only grow.
             placements = list(self.placements)
             counts = len(self.requests), len(self.reduced)
             for graph in self.bodies:

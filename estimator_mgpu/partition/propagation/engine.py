@@ -86,7 +86,7 @@ def propagate(
     """
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
-    while True:
+    while True:  # Each pass but the last adds to one of these, and nothing is taken away.
         scope = Scope(
             batch,
             Rules(rules, CALL_RULES, products),

@@ -167,7 +167,7 @@ def _find_fixed_point(functions: CalledFunctions) -> FunctionBody:
     Raises:
       NotSharded: if the loop has to run once, with the reason.
     """
-    while True:
+    while True:  # What is reduced only becomes more.
         reduced_before = len(functions.reduced)
         functions.start_again()
         functions.find_placements(_place_returned)

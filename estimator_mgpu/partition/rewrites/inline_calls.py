@@ -7,12 +7,13 @@ Loops and branches call functions, too; these stay, and are sharded by `propagat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.rewrites.function_ops import add_ops, after, take_place_of
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
@@ -25,7 +26,7 @@ def inline_calls(division: Division) -> None:
     """
     graph = division.graph
     visited = set(division.existing_ops)
-    while True:
+    while True:  # Functions may call others, which come next; but none calls itself.
         calls = [
             op
             for op in graph.get_operations()
@@ -33,21 +34,12 @@ def inline_calls(division: Division) -> None:
         ]
         if not calls:
             return
+        visited.update(call.name for call in calls)
         liveness = Liveness(graph.get_operations())
-        for call in calls:  # The functions may call others, which are visited next.
-            visited.add(call.name)
+        for call in calls:
             function = _function_to_inline(call, liveness)
-            if function is None:
-                continue
-            with tracebacks.made_for(call):
-                outputs, last = _add_body(call, function)
-            tracebacks.copy_those_of_function(function, graph, f'{call.name}/inlined')
-            # The function may have got further outputs since it was called.
-            pairs = list(zip(call.outputs, outputs))
-            graphs.redirect_consumers(
-                call, {output.value_index: inlined for output, inlined in pairs}, last
-            )
-            division.replaced.update((output.name, inlined) for output, inlined in pairs)
+            if function is not None:
+                _inline(call, function, division)
 
 
 def _function_to_inline(call: tf.Operation, liveness: Liveness) -> Any:
@@ -63,83 +55,20 @@ def _function_to_inline(call: tf.Operation, liveness: Liveness) -> Any:
     return graph
 
 
-def _add_body(call: tf.Operation, function: Any) -> tuple[list[tf.Tensor], tf.Operation]:
-    """Adds a function's ops to the graph that calls it.
-
-    Args:
-      call: the op that calls the function.
-      function: the function's graph.
-
-    Returns:
-      The function's outputs, and an op that waits for all that the function does.
-    """
-    # By name, the tensors that take the place of the function's arguments, and as control inputs.
-    tensors: dict[str, tf.Tensor] = {}
-    controls: dict[str, tf.Tensor] = {}
-    for argument, operand in zip(function.inputs, call.inputs):
-        tensors[argument.name] = operand
-        controls[f'^{argument.op.name}'] = operand
-
-    definition = function.as_graph_def()
+def _inline(call: tf.Operation, function: Any, division: Division) -> None:
+    """Lets a function's ops take the place of a call."""
     scope = f'{call.name}/inlined'
-    nodes = _nodes_of_body(definition, set(controls), scope)
-    used = {name for node in nodes for name in node.input}
-    used |= {f'{name}:0' for name in used}
-    input_map = {name: tensor for name, tensor in {**tensors, **controls}.items() if name in used}
+    with tracebacks.made_for(call, {scope: function}):
+        with tf.control_dependencies(None), tf.device(call.device), tf.name_scope(None):
+            added = add_ops(function, call.inputs, scope)
+            before = [*added.effects, *call.control_inputs]
+            outputs = [after(before, output, f'{call.name}/output') for output in added.outputs]
+            ends = [*added.effects, *(output.op for output in outputs)]
+            take_place_of(call, outputs, ends, division)
 
-    computed = [tensor.name for tensor in function.outputs if tensor.name not in tensors]
-    effects = [effect.name for effect in function.control_outputs]
-    with tf.control_dependencies(None), tf.device(call.device), tf.name_scope(None):
-        elements = tf.import_graph_def(
-            tf.GraphDef(node=nodes, versions=definition.versions),  # The graph has its library.
-            input_map,
-            return_elements=computed + effects,
-            name=scope,
-        )
-        tensors.update(zip(computed, elements))
-        results = [tensors[tensor.name] for tensor in function.outputs]
-        outputs, last = _after_body(call, results, elements[len(computed) :])
-
-    inlined = [call.graph.get_operation_by_name(f'{scope}/{node.name}') for node in nodes]
-    liveness = Liveness(inlined)
-    _wait_as_the_call_did(call, inlined, liveness)
-    _wait_for_arguments(call, inlined, liveness)
-    return outputs, last
-
-
-def _nodes_of_body(definition: Any, arguments: Set[str], scope: str) -> list[Any]:
-    """The nodes of a function that are added to the graph.
-
-    Args:
-      definition: the function's GraphDef, whose nodes are changed.
-      arguments: the function's arguments, as control inputs.
-      scope: the name scope of the nodes.
-    """
-    nodes = [node for node in definition.node if f'^{node.name}' not in arguments]
-    for node in nodes:
-        node.attr.pop('_class', None)
-        if node.op in op_types.ENTER:
-            # If the function is called twice, its v1 loops are two.
-            frame = f'{scope}/{node.attr["frame_name"].s.decode()}'
-            node.attr['frame_name'].s = frame.encode()
-    return nodes
-
-
-def _after_body(
-    call: tf.Operation, results: Sequence[tf.Tensor], effects: Sequence[tf.Operation]
-) -> tuple[list[tf.Tensor], tf.Operation]:
-    """What is used in place of a call: its outputs, and an op that waits for all that it does.
-
-    Args:
-      call: the op that calls the function.
-      results: what the function's ops give, inlined.
-      effects: those of its ops that have to run in any case.
-    """
-    before = [*effects, *call.control_inputs]
-    outputs = [_after(before, result, f'{call.name}/output') for result in results]
-    with tf.control_dependencies([*before, *(output.op for output in outputs)]):
-        last = tf.no_op(f'{call.name}/done')
-    return outputs, last
+        liveness = Liveness(added.ops)
+        _wait_as_the_call_did(call, added.ops, liveness)
+        _wait_for_arguments(call, added.ops, liveness)
 
 
 def _wait_as_the_call_did(
@@ -195,18 +124,6 @@ def _let_wait(op: tf.Operation, before: Sequence[tf.Operation], liveness: Livene
         private.add_control_inputs(op, list(dict.fromkeys(before)))
     else:
         function_calls.let_wait(op, before)
-
-
-def _after(before: Sequence[tf.Operation], output: tf.Tensor, name: str) -> tf.Tensor:
-    """A function's output, which is there when the call has done all, whatever it's computed from.
-
-    So who waits for an output waits for the function's side effects, too. What only computes
-    doesn't: `identities` bypasses what this adds.
-    """
-    if not before or output.dtype in (tf.resource, tf.variant):
-        return output
-    with tf.control_dependencies(before):
-        return tf.identity(output, name)
 
 
 def _first_uses_of_variables(

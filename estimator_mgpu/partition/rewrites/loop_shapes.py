@@ -14,74 +14,66 @@ dimension, or the rank, stays unknown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Union
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.graphs import begins_steps, is_way_back
 
-Shapes = dict[str, tf.TensorShape]
-"""Shapes of variables of loops, by the names of their `Merge` ops."""
+Variable = Union[str, int]
+"""A loop's variable, by the name of its `Merge` or by its position."""
+Shapes = dict[Variable, tf.TensorShape]
+"""Shapes of those variables of loops that don't keep the shape that they start with."""
+
+
+def changed_shapes(
+    infer: Callable[[Shapes], Iterable[tuple[Variable, tf.TensorShape, tf.TensorShape]]],
+) -> Shapes:
+    """Finds the shapes of the variables that don't keep the shape that they start with.
+
+    Args:
+      infer: given such shapes, gives each variable, the shape that it's then assumed to have in
+        each step, and one that it has. There may be several of these.
+    """
+    changed: Shapes = {}
+    while True:  # Each round makes a dimension or a rank unknown that was known, or is the last.
+        found: Shapes = {}
+        for variable, assumed, shape in infer(changed):
+            common = found.get(variable, assumed).most_specific_compatible_shape(shape)
+            if _dims(common) != _dims(assumed):
+                found[variable] = common
+        if not found:
+            return changed
+        changed.update(found)
 
 
 def infer_loop_shapes(division: Division) -> None:
     """Sets the shapes of what is in v1 loops and follows from them, as far as they can be known."""
     graph = division.graph
-    merges = [op for op in graph.get_operations() if _begins_steps(op)]
+    merges = [op for op in graph.get_operations() if begins_steps(op)]
     if all(merge.outputs[0].shape.rank is not None for merge in merges):
         return
 
-    shapes: Shapes = {}
-    copy, shapes_of_steps = _try_shapes(graph, merges, shapes)
-    while shapes_of_steps:
-        shapes.update(shapes_of_steps)
-        copy, shapes_of_steps = _try_shapes(graph, merges, shapes)
+    copy = tf.Graph()
 
+    def infer(changed: Shapes) -> Iterable[tuple[Variable, tf.TensorShape, tf.TensorShape]]:
+        """Lets TensorFlow infer all shapes, in a copy in which loops have no way back."""
+        nonlocal copy
+        with tf.Graph().as_default() as copy:
+            tf.import_graph_def(_without_ways_back(graph, merges, changed), name='')
+        for merge in merges:
+            assumed = copy.get_tensor_by_name(f'{merge.name}:0').shape
+            for tensor in merge.inputs:
+                source = tensor.op.inputs[0] if is_way_back(tensor) else tensor
+                yield merge.name, assumed, copy.get_tensor_by_name(source.name).shape
+
+    changed_shapes(infer)
     for op in graph.get_operations():
         inferred = copy.get_operation_by_name(op.name)
         for tensor, copied in zip(op.outputs, inferred.outputs):
             tensor.set_shape(copied.shape)
-
-
-def _begins_steps(op: tf.Operation) -> bool:
-    """Whether an op is the `Merge` of a loop's variable, rather than that of a branch."""
-    return op.type == 'Merge' and any(map(_is_way_back, op.inputs))
-
-
-def _is_way_back(tensor: tf.Tensor) -> bool:
-    return tensor.op.type in op_types.NEXT_ITERATION
-
-
-def _try_shapes(
-    graph: tf.Graph, merges: Sequence[tf.Operation], shapes: Shapes
-) -> tuple[tf.Graph, Shapes]:
-    """Lets TensorFlow infer all shapes, given those of the loops' variables.
-
-    Args:
-      graph: the graph.
-      merges: the `Merge` ops of the loops' variables.
-      shapes: of the variables that don't keep the shape that they start with.
-
-    Returns:
-      A copy of the graph, in which loops have no way back, and the shapes of the variables for
-      which those that were assumed don't hold: with unknown dimensions instead.
-    """
-    with tf.Graph().as_default() as copy:
-        tf.import_graph_def(_without_ways_back(graph, merges, shapes), name='')
-
-    others: Shapes = {}
-    for merge in merges:
-        assumed = copy.get_tensor_by_name(f'{merge.name}:0').shape
-        common = assumed
-        for tensor in merge.inputs:
-            source = tensor.op.inputs[0] if _is_way_back(tensor) else tensor
-            shape = copy.get_tensor_by_name(source.name).shape
-            common = common.most_specific_compatible_shape(shape)
-        if _dims(common) != _dims(assumed):
-            others[merge.name] = common
-    return copy, others
 
 
 def _without_ways_back(
@@ -92,7 +84,7 @@ def _without_ways_back(
     nodes = {node.name: node for node in definition.node}
 
     for merge in merges:
-        [enter] = [tensor.op for tensor in merge.inputs if not _is_way_back(tensor)]
+        [enter] = [tensor.op for tensor in merge.inputs if not is_way_back(tensor)]
         nodes[enter.name].attr['is_constant'].b = True  # It passes the shape of a constant on.
         start = enter.name
         node = nodes[merge.name]

@@ -14,8 +14,8 @@ which the graph around the loop knows nothing. Then the graph is defined anew.
 A definition may call another function by an op of that name, as one made by `Defun` does. The
 function's ops take the place of such a call.
 
-Shapes in the graph follow from those of the arguments. A loop's variable is assumed to keep its
-first shape in all steps. If a step changes a dimension, or the rank, this is unknown.
+Shapes in the graph follow from those of the arguments. Those of a loop's variables are found as
+`loop_shapes` says.
 
 In: a graph that the model_fn has built. Out: the same graph, whose callers name other functions.
 """
@@ -23,13 +23,14 @@ In: a graph that the model_fn has built. Out: the same graph, whose callers name
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.rewrites.loop_shapes import Shapes, Variable, changed_shapes
 from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
@@ -153,28 +154,25 @@ def _read(op: tf.Operation, definition: Any, shapes: Sequence[tf.TensorShape]) -
 
 
 def _shapes_in_steps(
-    loop: tf.Operation, body: Any, shapes: Sequence[tf.TensorShape]
+    loop: tf.Operation, body: Any, first: Sequence[tf.TensorShape]
 ) -> Sequence[tf.TensorShape]:
     """The shapes that a loop's variables have in each step, as far as they can be known.
 
     Args:
       loop: the `While`.
       body: the definition of its body.
-      shapes: of the variables before the first step.
+      first: the shapes before the first step.
     """
-    while True:
-        graph = _read(loop, body, shapes)
-        in_steps = [
-            before.most_specific_compatible_shape(output.shape)
-            for before, output in zip(shapes, graph.outputs)
-        ]
-        if [_dims(shape) for shape in in_steps] == [_dims(shape) for shape in shapes]:
-            return shapes
-        shapes = in_steps
 
+    def in_steps(changed: Shapes) -> list[tf.TensorShape]:
+        return [changed.get(index, shape) for index, shape in enumerate(first)]
 
-def _dims(shape: tf.TensorShape) -> list[int | None] | None:
-    return None if shape.rank is None else shape.as_list()
+    def infer(changed: Shapes) -> Iterable[tuple[Variable, tf.TensorShape, tf.TensorShape]]:
+        before = in_steps(changed)
+        after = [output.shape for output in _read(loop, body, before).outputs]
+        return zip(range(len(before)), before, after)
+
+    return in_steps(changed_shapes(infer))
 
 
 # Calls of functions by ops of their names.

@@ -159,7 +159,8 @@ def _levels(step: StepUnits) -> dict[Unit, int]:
     """The number of joins on the longest path to each unit that a step runs.
 
     All copies of an op have the level of the highest copy. If another copy was visited before with
-    a lower level, so were the ops that follow from it: then all are visited again.
+    a lower level, so were the ops that follow from it: then all are visited again. That ends, as
+    levels only grow, and none exceeds the number of ops: no op depends on another copy of itself.
     """
     levels: dict[Unit, int] = {}
     levels_of_copies: dict[str, int] = {}

@@ -207,15 +207,15 @@ class Waits:
         self._waited_for_by_copy[op] = union(self._order.bits(op), bits)
 
     def _visit(self, op: tf.Operation) -> None:
-        # What a placeholder waits for doesn't run if it's fed.
-        is_fed = op.type in op_types.PLACEHOLDERS
-        runs_early = op in self._needed_by_copies and op in self._of_batch and not is_fed
+        # What it waits for doesn't run if it's fed.
+        may_be_fed = op.type in op_types.PLACEHOLDERS
+        runs_early = op in self._needed_by_copies and op in self._of_batch and not may_be_fed
         waits = [] if runs_early else op.control_inputs
         of_inputs = [self._bits_of_operand(tensor) for tensor in op.inputs]
         bits = self._order.certain.waited_for(op, of_inputs, self._bits_of_controls(waits))
 
         added: Sequence[tf.Operation] = []
-        if not (self._order.liveness.frame(op) or is_fed):
+        if not (self._order.liveness.frame(op) or may_be_fed):
             order = self._order
             needed = order.must_come_before(op) if runs_early else order.must_have_run(op)
             added = order.ops_for(needed & ~bits, op)
