@@ -186,6 +186,27 @@ def test_batches_of_a_static_size(name, behavior):
     check(name, (7, 7), static=True)
 
 
+def test_v1_loops_of_the_same_name():
+    """The condition has one and the body has one, of an imported graph."""
+    with towers.behavior_of('v1'), tf.Graph().as_default() as graph:
+        start = tf.placeholder(tf.float32, [None, WIDTH], 'start')
+        grow = lambda i, h: (i + 1, h * 1.5)  # noqa: E731
+        tf.identity(tf.while_loop(lambda i, _: i < 2, grow, (0, start))[1], 'end')
+
+    def grown(h):
+        definition = graph.as_graph_def()
+        [end] = tf.import_graph_def(definition, {'start': h}, ['end:0'], name='imported')
+        return tf.ensure_shape(end, [None, WIDTH])
+
+    def function(x, w):
+        goes_on = lambda h: tf.reduce_sum(tf.abs(grown(h))) < 500  # noqa: E731
+        h = tf.while_loop(goes_on, lambda h: grown(h) - x[:, 0], [x[:, 1] + 2])
+        return tf.matmul(tf.stop_gradient(h), w)
+
+    ours, _ = towers.compare(model_fn_of(function), batches(7, 2), 3, static=False, rtol=2e-5)
+    assert not steps.of_graph(ours.graph).plan.once
+
+
 def test_a_joint_loop_in_another_one(behavior):
     """How many steps the outer one makes, no example decides; in TensorFlow 2, it runs once."""
 

@@ -126,7 +126,8 @@ STEPS: tuple[Callable[[Division], None], ...] = (
     read_functions,  # The next two look into the graphs of functions.
     _inline_calls,  # What is inlined belongs to the model, and a loop in a call becomes visible.
     take_apart_loops,
-    # All ops of a step are there now, and all of the user's order.
+    # All ops of a step are there now, and all of the user's order. Each step has to leave that: in
+    # the graph, or as soon as `order` is there, in the graph with what `towers.waits` adds by it.
     _note_facts,
     # Ops that can't be sharded, or not as well, are replaced by such as can.
     infer_loop_shapes,

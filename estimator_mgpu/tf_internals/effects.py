@@ -59,18 +59,22 @@ def writes_state(op: tf.Operation) -> bool:
         if not bodies:  # It may write or not.
             return True
         return any(writes_state(inner) for body in bodies for inner in body.get_operations())
-    return any(map(_is_state, op.inputs))
+    makers = [maker_of_state(operand) for operand in op.inputs if graphs.is_handle(operand)]
+    arguments = op_types.PLACEHOLDERS  # of a function
+    return any(maker.type in (*op_types.STATE_HOLDERS, *arguments) for maker in makers)
 
 
-def _is_state(tensor: tf.Tensor) -> bool:
-    """Whether a tensor refers to a variable or a table, or to an argument of a function."""
-    if not graphs.is_handle(tensor):
-        return False
-
-    op = tensor.op
-    while op.type in op_types.FORWARD_VARIABLES and op.inputs:
-        op = op.inputs[0].op
-    return op.type in op_types.STATE_HOLDERS or op.type in op_types.PLACEHOLDERS
+def maker_of_state(handle: tf.Tensor) -> tf.Operation:
+    """The op that makes the state that a tensor refers to; in a function, an argument."""
+    # An op such as Assign gives on the reference that it's given, as do those of loops.
+    maker = handle.op
+    while maker.inputs:
+        is_forwarded = maker.type in op_types.FORWARD_VARIABLES
+        first = maker.inputs[0]
+        if not is_forwarded and not graphs.is_reference_variable(first):
+            break
+        maker = first.op
+    return maker
 
 
 def is_unordered(op: tf.Operation) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types
-from estimator_mgpu.tf_internals.effects import has_side_effect
+from estimator_mgpu.tf_internals.effects import has_side_effect, maker_of_state
 
 
 def makers_of_state(tensors: Iterable[tf.Tensor]) -> Iterator[tf.Operation]:
@@ -27,19 +27,6 @@ def makers_of_state(tensors: Iterable[tf.Tensor]) -> Iterator[tf.Operation]:
     for tensor in tensors:
         if graphs.is_handle(tensor):
             yield maker_of_state(tensor)
-
-
-def maker_of_state(handle: tf.Tensor) -> tf.Operation:
-    """The op that makes the state that a tensor refers to; in a function, an argument."""
-    # An op such as Assign gives on the reference that it's given, as do those of loops.
-    maker = handle.op
-    while maker.inputs:
-        is_forwarded = maker.type in op_types.FORWARD_VARIABLES
-        first = maker.inputs[0]
-        if not is_forwarded and not graphs.is_reference_variable(first):
-            break
-        maker = first.op
-    return maker
 
 
 def written_state(op: tf.Operation) -> set[tf.Operation]:

@@ -182,7 +182,8 @@ def _without_calls(graph: tf.Graph, definition: Any) -> Any:
     """A copy of a function's definition, in which called functions' ops take the place of calls.
 
     A call stays if it waits for ops by control, or if others wait for it: the function's ops would
-    all have to.
+    all have to. Once a definition is read, it's too late for `function_ops`: in the graph, what
+    follows from such a call has no shape.
 
     Args:
       graph: the graph that has the functions.

@@ -21,6 +21,7 @@ is done before that:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -114,24 +115,11 @@ def _add_loop(
     variables = [
         index for index, output in enumerate(body.outputs) if output is not body.inputs[index]
     ]
-    constants = [index for index in range(len(loop.inputs)) if index not in variables]
-
-    with tf.control_dependencies(loop.control_inputs):
-        enters = [
-            tf.raw_ops.Enter(
-                data=start,
-                frame_name=scope,
-                is_constant=index in constants,
-                parallel_iterations=loop.get_attr('parallel_iterations'),
-                name=f'{scope}/enter_{index}',
-            )
-            for index, start in enumerate(loop.inputs)
-        ]
+    enters = _add_enters(loop, variables, scope)
     at_begin = list(enters)
     for index in variables:
         # The second input will be the way back, which is still to be made.
-        enter = enters[index]
-        merge = tf.raw_ops.Merge(inputs=[enter, enter], name=f'{scope}/merge_{index}')
+        merge = tf.raw_ops.Merge(inputs=[enters[index]] * 2, name=f'{scope}/merge_{index}')
         merge.output.set_shape(body.inputs[index].shape)
         at_begin[index] = merge.output
 
@@ -139,33 +127,61 @@ def _add_loop(
     with tf.control_dependencies(in_condition.effects):
         goes_on = tf.raw_ops.LoopCond(input=in_condition.outputs[0], name=f'{scope}/goes_on')
 
-    results: dict[int, tf.Tensor] = {}
+    results = list(loop.inputs)
     in_step = list(enters)
-    for index in variables:
-        value = at_begin[index]
-        switch = tf.raw_ops.Switch(data=value, pred=goes_on, name=f'{scope}/switch_{index}')
-        results[index] = tf.raw_ops.Exit(data=switch.output_false, name=f'{scope}/exit_{index}')
-        in_step[index] = tf.identity(switch.output_true, name=f'{scope}/step_{index}')
-    for index in constants:
-        results[index] = after(loop.control_inputs, loop.inputs[index], f'{loop.name}/output')
+    for index, value in enumerate(at_begin):
+        if index in variables:
+            switch = tf.raw_ops.Switch(data=value, pred=goes_on, name=f'{scope}/switch_{index}')
+            last = switch.output_false
+            results[index] = tf.raw_ops.Exit(data=last, name=f'{scope}/exit_{index}')
+            in_step[index] = tf.identity(switch.output_true, name=f'{scope}/step_{index}')
+        else:
+            results[index] = after(loop.control_inputs, results[index], f'{loop.name}/output')
 
     in_body = add_ops(body, in_step, f'{scope}/body')
     ways_back = []
     with tf.control_dependencies(in_body.effects):
         for index in variables:
             output = in_body.outputs[index]
-            next_value = tf.raw_ops.NextIteration(data=output, name=f'{scope}/next_{index}')
-            private.set_input(at_begin[index].op, 1, next_value)
-            ways_back.append(next_value.op)
+            way_back = tf.raw_ops.NextIteration(data=output, name=f'{scope}/next_{index}')
+            private.set_input(at_begin[index].op, 1, way_back)
+            ways_back.append(way_back.op)
 
-    # So all ops are in the frame, run in each step on whatever device they are placed, and what the
-    # body makes is dead once the loop has ended. TensorFlow does so in the v1 loops that it makes.
-    unchanged = {enters[index].op for index in constants}
-    for ops, values in (
-        ([*in_condition.ops, goes_on.op], at_begin),
-        ([*in_body.ops, *ways_back], in_step),
-    ):
-        for op in ops:
-            if unchanged.issuperset(graphs.direct_inputs(op)):
-                private.add_control_inputs(op, [values[variables[0]].op])
-    return [results[index] for index in sorted(results)], [*in_condition.ops, *in_body.ops]
+    constants = {enter.op for index, enter in enumerate(enters) if index not in variables}
+    _let_wait([*in_condition.ops, goes_on.op], at_begin[variables[0]], constants)
+    _let_wait([*in_body.ops, *ways_back], in_step[variables[0]], constants)
+    return results, [*in_condition.ops, *in_body.ops]
+
+
+def _add_enters(loop: tf.Operation, variables: Sequence[int], scope: str) -> list[tf.Tensor]:
+    """Adds the entries of a loop, which wait for what the `While` waits for.
+
+    Args:
+      loop: the `While`.
+      variables: the indices of the inputs that a step may change.
+      scope: as of `_add_loop`.
+    """
+    with tf.control_dependencies(loop.control_inputs):
+        return [
+            tf.raw_ops.Enter(
+                data=start,
+                frame_name=scope,
+                is_constant=index not in variables,
+                parallel_iterations=loop.get_attr('parallel_iterations'),
+                name=f'{scope}/enter_{index}',
+            )
+            for index, start in enumerate(loop.inputs)
+        ]
+
+
+def _let_wait(
+    ops: Sequence[tf.Operation], variable: tf.Tensor, constants: set[tf.Operation]
+) -> None:
+    """Lets those ops of a loop wait for a variable that use nothing but constants.
+
+    So they are in the frame, they run in each step on whatever device they are placed, and what the
+    body makes is dead once the loop has ended. TensorFlow does so in the v1 loops that it makes.
+    """
+    for op in ops:
+        if constants.issuperset(graphs.direct_inputs(op)):
+            private.add_control_inputs(op, [variable.op])
