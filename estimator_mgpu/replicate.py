@@ -27,6 +27,7 @@ from estimator_mgpu.model_fns.calls import (
 )
 from estimator_mgpu.model_fns.model_function import ModelFunction
 from estimator_mgpu.partition.towers.variables import Variables
+from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import collect_earlier_graphs
 
 if TYPE_CHECKING:
@@ -240,15 +241,31 @@ def _check_recompute(recompute: Any) -> None:
         )
 
 
+def check_strategies(config: Any) -> None:
+    """Raises ValueError if a RunConfig puts the model_fn on several devices itself.
+
+    Args:
+      config: the RunConfig, whose strategies may be for training or for evaluation; or None.
+    """
+    strategies = tf_estimator.strategies_of(config)
+    if strategies:
+        name = next(iter(strategies))
+        strategy = _name_of_strategy(strategies[name])
+        raise ValueError(
+            f'The RunConfig has {name}={strategy}, which puts the model_fn on '
+            f'several devices itself. Leave out {name}: the devices of replicate() or '
+            'estimator_mgpu.Estimator are for training, evaluation and prediction.'
+        )
+
+
 def _check_config(config: Any, machines: Any) -> None:
     """Fails if something else would use several devices or machines."""
-    strategy = getattr(config, 'train_distribute', None)
-    if not strategy and tf.distribute.has_strategy():
-        strategy = tf.distribute.get_strategy()
-    if strategy:
+    check_strategies(config)
+    if tf.distribute.has_strategy():
+        name = _name_of_strategy(tf.distribute.get_strategy())
         raise ValueError(
-            f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
-            'model_fn on several devices itself. Leave out train_distribute, or replicate().'
+            f'A replicated model_fn is called in the scope of {name}, which puts it on several '
+            'devices itself. Leave out that scope, or replicate().'
         )
     if machines is None and getattr(config, 'master', None):
         tf_config.check_read(config)
@@ -256,3 +273,8 @@ def _check_config(config: Any, machines: Any) -> None:
             'TF_CONFIG has several machines, and a plain Estimator would train on each by '
             'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
         )
+
+
+def _name_of_strategy(strategy: Any) -> str:
+    """What a user calls a strategy: in graphs, each one has a class of its own."""
+    return type(strategy).__name__.removesuffix('V1')
