@@ -9,8 +9,18 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, overload
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    overload,
+)
 
 import tensorflow.compat.v1 as tf
 
@@ -35,13 +45,15 @@ if TYPE_CHECKING:
 
 BatchNorm = Literal['batch', 'device']
 Input = Literal['chief', 'machine']
+# Not Iterable[str]: one str is that, too.
+Names = Union[list[str], tuple[str, ...], AbstractSet[str], Iterator[str]]
 ModelFn = TypeVar('ModelFn', bound=Callable[..., Any])
 
 
 class CommonOptions(TypedDict, total=False):
     """Options of `replicate()`, which describes them, and of an `Estimator`."""
 
-    broadcast: Iterable[str] | None
+    broadcast: Names | None
     variables: Variables
     batch_norm: BatchNorm
     input: Input
@@ -86,7 +98,7 @@ def replicate(
     model_fn: Callable[..., Any] | None = None,
     *,
     devices: Devices = None,
-    broadcast: Iterable[str] | None = None,
+    broadcast: Names | None = None,
     variables: Variables = 'spread',
     batch_norm: BatchNorm = 'batch',
     input: Input = 'chief',
