@@ -22,10 +22,11 @@ from typing import (
     overload,
 )
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import tf_config
-from estimator_mgpu.devices import Devices, check_microbatches, checked, resolve, warn_of_missing
+from estimator_mgpu.devices import Devices, checked, checked_microbatches, resolve, warn_of_missing
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.model_fns.build import build
 from estimator_mgpu.model_fns.calls import (
@@ -148,8 +149,7 @@ def replicate(
     choices = dict(variables=variables, batch_norm=batch_norm, input=input)
     _check_choices(choices)
     if not isinstance(microbatches, AutoMicrobatches):
-        check_microbatches(microbatches)
-    _check_recompute(recompute)
+        microbatches = checked_microbatches(microbatches)
     names = _names_of_features(broadcast)
     if names and input != 'chief':
         raise ValueError(
@@ -161,7 +161,7 @@ def replicate(
         devices=devices,
         broadcast=names,
         microbatches=microbatches,
-        recompute=recompute,
+        recompute=_checked_recompute(recompute),
         **choices,
     )
     decorator = functools.partial(_replicated, options)
@@ -244,13 +244,14 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
     return ModelFunction(replicated, _replicated, options, model_fn)
 
 
-def _check_recompute(recompute: Any) -> None:
-    """Raises ValueError unless the argument `recompute` is True or False."""
-    if not isinstance(recompute, bool):
+def _checked_recompute(recompute: Any) -> bool:
+    """Returns the argument `recompute`; raises ValueError unless it's True or False."""
+    if not isinstance(recompute, (bool, np.bool_)):
         raise ValueError(
             f'recompute={recompute!r} is neither True nor False. Give True to compute activations '
             'again for the gradients, rather than keep them.'
         )
+    return bool(recompute)
 
 
 def check_strategies(config: Any) -> None:
