@@ -3,6 +3,8 @@
 Start with `replicate`, which decorates a model_fn, or with `Estimator`.
 """
 
+from typing import TYPE_CHECKING
+
 from estimator_mgpu import quiet_tensorflow  # noqa: F401  # before TensorFlow is imported
 from estimator_mgpu.contrib import replicate_model_fn
 from estimator_mgpu.custom_ops.check_rule import check_rule
@@ -32,8 +34,9 @@ __all__ = [
     'verify',
 ]
 
+if not TYPE_CHECKING:  # To type checkers, it would say that the module has any name.
 
-def __getattr__(name: str) -> object:
-    gone = ' any more: a model_fn is called once, with the global batch. Leave it out'
-    why = gone if name == 'current_tower' else ''
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}{why}')
+    def __getattr__(name: str) -> object:
+        gone = ' any more: a model_fn is called once, with the global batch. Leave it out'
+        why = gone if name == 'current_tower' else ''
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}{why}')

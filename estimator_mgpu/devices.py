@@ -31,6 +31,7 @@ _USELESS_PASSES = (
     'loop_optimization',
     'shape_optimization',
 )
+_MOST_MICROBATCHES = 1000  # Then the graph of two small layers has 84,000 ops.
 _LEGAL = (
     'devices is None (every GPU), a positive int (that many GPUs, or logical CPU devices where '
     "there is no GPU), or a list of device strings such as ['/device:GPU:0', '/device:GPU:1']"
@@ -206,7 +207,7 @@ def _canonical(device: str) -> str:
     )
 
 
-def check_microbatches(microbatches: Any) -> None:
+def checked_microbatches(microbatches: Any) -> int:
     """Checks the argument `microbatches` of `replicate()` and `session_config()`."""
     if isinstance(microbatches, str) and microbatches == 'auto':
         raise ValueError(
@@ -220,6 +221,13 @@ def check_microbatches(microbatches: Any) -> None:
             "many parts of each device's examples run one after another. Estimator and "
             "replicate_estimator() take 'auto', too."
         )
+    if microbatches > _MOST_MICROBATCHES:
+        raise ValueError(
+            f'microbatches={microbatches} is too many, as the graph has a copy of each sharded op '
+            f'for each of them. Give {_MOST_MICROBATCHES} at most, and no more than a device has '
+            'examples.'
+        )
+    return int(microbatches)
 
 
 def session_config(
@@ -242,7 +250,7 @@ def session_config(
         long to start and make no step shorter.
       microbatches: as for `replicate()`.
     """
-    check_microbatches(microbatches)
+    microbatches = checked_microbatches(microbatches)
     config = copy.deepcopy(get_default_session_config() if base is None else base)
     towers = resolve(devices)
     if not isinstance(config, tf.ConfigProto):

@@ -9,13 +9,24 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, overload
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    get_args,
+    overload,
+)
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import tf_config
-from estimator_mgpu.devices import Devices, check_microbatches, checked, resolve, warn_of_missing
+from estimator_mgpu.devices import Devices, checked, checked_microbatches, resolve, warn_of_missing
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.model_fns.build import build
 from estimator_mgpu.model_fns.calls import (
@@ -27,6 +38,7 @@ from estimator_mgpu.model_fns.calls import (
 )
 from estimator_mgpu.model_fns.model_function import ModelFunction
 from estimator_mgpu.partition.towers.variables import Variables
+from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import collect_earlier_graphs
 
 if TYPE_CHECKING:
@@ -34,13 +46,15 @@ if TYPE_CHECKING:
 
 BatchNorm = Literal['batch', 'device']
 Input = Literal['chief', 'machine']
+# Not Iterable[str]: one str is that, too.
+Names = Union[list[str], tuple[str, ...], AbstractSet[str], Iterator[str]]
 ModelFn = TypeVar('ModelFn', bound=Callable[..., Any])
 
 
 class CommonOptions(TypedDict, total=False):
     """Options of `replicate()`, which describes them, and of an `Estimator`."""
 
-    broadcast: Iterable[str] | None
+    broadcast: Names | None
     variables: Variables
     batch_norm: BatchNorm
     input: Input
@@ -85,7 +99,7 @@ def replicate(
     model_fn: Callable[..., Any] | None = None,
     *,
     devices: Devices = None,
-    broadcast: Iterable[str] | None = None,
+    broadcast: Names | None = None,
     variables: Variables = 'spread',
     batch_norm: BatchNorm = 'batch',
     input: Input = 'chief',
@@ -135,8 +149,7 @@ def replicate(
     choices = dict(variables=variables, batch_norm=batch_norm, input=input)
     _check_choices(choices)
     if not isinstance(microbatches, AutoMicrobatches):
-        check_microbatches(microbatches)
-    _check_recompute(recompute)
+        microbatches = checked_microbatches(microbatches)
     names = _names_of_features(broadcast)
     if names and input != 'chief':
         raise ValueError(
@@ -148,7 +161,7 @@ def replicate(
         devices=devices,
         broadcast=names,
         microbatches=microbatches,
-        recompute=recompute,
+        recompute=_checked_recompute(recompute),
         **choices,
     )
     decorator = functools.partial(_replicated, options)
@@ -231,24 +244,41 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
     return ModelFunction(replicated, _replicated, options, model_fn)
 
 
-def _check_recompute(recompute: Any) -> None:
-    """Raises ValueError unless the argument `recompute` is True or False."""
-    if not isinstance(recompute, bool):
+def _checked_recompute(recompute: Any) -> bool:
+    """Returns the argument `recompute`; raises ValueError unless it's True or False."""
+    if not isinstance(recompute, (bool, np.bool_)):
         raise ValueError(
             f'recompute={recompute!r} is neither True nor False. Give True to compute activations '
             'again for the gradients, rather than keep them.'
+        )
+    return bool(recompute)
+
+
+def check_strategies(config: Any) -> None:
+    """Raises ValueError if a RunConfig puts the model_fn on several devices itself.
+
+    Args:
+      config: the RunConfig, whose strategies may be for training or for evaluation; or None.
+    """
+    strategies = tf_estimator.strategies_of(config)
+    if strategies:
+        name = next(iter(strategies))
+        strategy = _name_of_strategy(strategies[name])
+        raise ValueError(
+            f'The RunConfig has {name}={strategy}, which puts the model_fn on '
+            f'several devices itself. Leave out {name}: the devices of replicate() or '
+            'estimator_mgpu.Estimator are for training, evaluation and prediction.'
         )
 
 
 def _check_config(config: Any, machines: Any) -> None:
     """Fails if something else would use several devices or machines."""
-    strategy = getattr(config, 'train_distribute', None)
-    if not strategy and tf.distribute.has_strategy():
-        strategy = tf.distribute.get_strategy()
-    if strategy:
+    check_strategies(config)
+    if tf.distribute.has_strategy():
+        name = _name_of_strategy(tf.distribute.get_strategy())
         raise ValueError(
-            f'The RunConfig has train_distribute={type(strategy).__name__}, which puts the '
-            'model_fn on several devices itself. Leave out train_distribute, or replicate().'
+            f'A replicated model_fn is called in the scope of {name}, which puts it on several '
+            'devices itself. Leave out that scope, or replicate().'
         )
     if machines is None and getattr(config, 'master', None):
         tf_config.check_read(config)
@@ -256,3 +286,8 @@ def _check_config(config: Any, machines: Any) -> None:
             'TF_CONFIG has several machines, and a plain Estimator would train on each by '
             'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
         )
+
+
+def _name_of_strategy(strategy: Any) -> str:
+    """What a user calls a strategy: in graphs, each one has a class of its own."""
+    return type(strategy).__name__.removesuffix('V1')

@@ -23,7 +23,7 @@ from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.errors import failures
 from estimator_mgpu.memory.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.predictor import Predictor
-from estimator_mgpu.replicate import CommonOptions, check_options, replicate
+from estimator_mgpu.replicate import CommonOptions, check_options, check_strategies, replicate
 from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
@@ -389,6 +389,7 @@ def _checked_config(config: Any) -> Any:
             f'config={config!r} is of {type(config).__name__}. Give a tf.estimator.RunConfig, or '
             'leave it out; hyperparameters go to params.'
         )
+    check_strategies(config)
     tf_config.check_read(config)
     return config
 

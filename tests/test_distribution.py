@@ -79,6 +79,7 @@ def test_the_source_distribution(built):
 USER = """
 from typing import Any
 
+import estimator_mgpu
 from estimator_mgpu import *
 
 def model_fn(features: Any, labels: Any, mode: str, params: dict[str, float]) -> Any:
@@ -89,6 +90,8 @@ def input_fn() -> Any: ...
 devices = ['/cpu:0', '/cpu:1']
 config = estimator.RunConfig(session_config=session_config(devices))
 several = Estimator(replicate(devices=2, broadcast=['x'])(model_fn), 'model', config, {'rate': 0.1})
+for names in (['x'], ('x',), {'x'}, frozenset('x'), {'x': 1}.keys(), (name for name in 'xy')):
+    replicate(model_fn, broadcast=names)
 several.train(input_fn, [ProgressHook(steps=3), ThroughputHook(50, batch_size=4)], steps=3)
 canned: Estimator = replicate_estimator(estimator.LinearRegressor([]), variables='first')
 found = several.explain(input_fn)
@@ -107,6 +110,10 @@ replicate(model_fn)(1)  # type: ignore[call-arg]
 replicate(input='machine')(model_fn)(1)  # type: ignore[call-arg]
 Estimator(model_fn, batch_norm='global')  # type: ignore[arg-type]
 replicate_estimator(canned, varibles='cpu')  # type: ignore[call-arg]
+replicate(broadcast='x')  # type: ignore[call-overload]
+Estimator(model_fn, broadcast='x')  # type: ignore[arg-type]
+estimator_mgpu.verfy(model_fn, input_fn)  # type: ignore[attr-defined]
+from estimator_mgpu import verfy  # type: ignore[attr-defined]
 """
 
 

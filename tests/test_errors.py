@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
+from tensorflow.python.distribute.distribute_config import DistributeConfig
 
 import estimator_mgpu
 from estimator_mgpu import devices
@@ -337,16 +338,44 @@ def test_a_replicated_model_fn_in_a_function_of_another_one():
         build(outer)
 
 
-def test_train_distribute():
-    config = tf.estimator.RunConfig(train_distribute=tf.distribute.MirroredStrategy(['/cpu:0']))
-    with pytest.raises(ValueError, match='train_distribute=MirroredStrategy.*Leave out'):
-        build(regression(adam), config=config)
+def arguments_with_strategies():
+    """Arguments of RunConfig that put a model_fn on several devices."""
+    strategy = tf.distribute.MirroredStrategy(['/cpu:0'])
+    yield {'train_distribute': strategy}
+    yield {'eval_distribute': strategy}
+    if tf.version.VERSION.startswith('2.15'):  # Later ones refuse it as a RunConfig is made.
+        yield {'experimental_distribute': DistributeConfig(eval_distribute=strategy)}
+        machines = dict(train_distribute=strategy, remote_cluster={'worker': ['a:1']})
+        yield {'experimental_distribute': DistributeConfig(**machines)}
+
+
+def test_strategies_of_a_run_config():
+    """They are refused at once, by the name under which they were given."""
+    canned = tf.estimator.LinearRegressor([])
+    for arguments in arguments_with_strategies():
+        [name] = arguments
+        config = tf.estimator.RunConfig(**arguments)
+        match = f'has {name}=(Mirrored|DistributeConfig).*Leave out {name}: '
+        with pytest.raises(ValueError, match=match):
+            build(regression(adam), config=config)
+        with pytest.raises(ValueError, match=match):
+            estimator_mgpu.Estimator(regression(adam), config=config)
+        canned._config = config
+        with pytest.raises(ValueError, match=match):
+            estimator_mgpu.replicate_estimator(canned, devices=2)
+
+
+@pytest.mark.skipif(tf.version.VERSION.startswith('2.15'), reason='It has what is needed.')
+def test_strategies_that_tensorflow_removed():
+    given = DistributeConfig(eval_distribute=tf.distribute.MirroredStrategy(['/cpu:0']))
+    with pytest.raises(NotImplementedError, match='What experimental_distribute needs was removed'):
+        tf.estimator.RunConfig(experimental_distribute=given)
 
 
 def test_the_scope_of_a_strategy():
     model_fn = estimator_mgpu.replicate(lambda features: None, devices=2)
     with tf.Graph().as_default(), tf.distribute.OneDeviceStrategy('/cpu:0').scope():
-        with pytest.raises(ValueError, match='train_distribute=OneDeviceStrategy.*Leave out'):
+        with pytest.raises(ValueError, match='called in the scope of OneDeviceStrategy, .*Leave'):
             model_fn(tf.zeros([4, 3]))
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
@@ -366,3 +367,40 @@ def test_verify_on_one_device():
 def test_what_is_no_number_of_micro_batches(called, microbatches):
     with pytest.raises(ValueError, match='is no number of micro-batches. Give 1 or more'):
         called(devices=2, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    'called', [estimator_mgpu.session_config, estimator_mgpu.replicate], ids=['config', 'replicate']
+)
+def test_too_many(called):
+    with pytest.raises(ValueError, match='microbatches=1000000 is too many.*Give 1000 at most'):
+        called(devices=2, microbatches=10**6)
+
+
+def test_numbers_and_booleans_of_numpy():
+    """They become Python's, as JSON knows no others."""
+    options = dict(devices=2, microbatches=np.int64(3), recompute=np.bool_(True))
+    replicated = estimator_mgpu.replicate(regression(adam), **options).replicate_options
+    assert replicated['microbatches'] == 3 and type(replicated['microbatches']) is int
+    assert replicated['recompute'] is True
+    ours, _ = compare(regression(adam), batches(12, steps=2), 2, microbatches=np.int32(3))
+    assert steps.of_graph(ours.graph).microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ('rows', 'static', 'level', 'text'),
+    [
+        (12, True, 'WARNING', ' microbatches=7 is more than a device has examples: 6. Each device'),
+        (12, False, 'INFO', 'at a time. With fewer than 14 examples, some of them are empty.'),
+        (14, True, 'INFO', ' 7 micro-batches one after another'),
+        (3, True, 'WARNING', ' microbatches=7 is more than a device has examples: 1.'),
+    ],
+    ids=['static', 'dynamic', 'as many', 'one each'],
+)
+def test_the_log_says_if_there_may_be_too_few_examples(rows, static, level, text, caplog):
+    compare(regression(adam), batches(rows, steps=1), 2, static=static, microbatches=7)
+    [record] = [r for r in caplog.records if 'The input_fn gives' in r.getMessage()]
+    assert text in record.getMessage() and record.levelname == level
+    mentioned = record.getMessage().count('more than a device has')
+    assert mentioned == (level == 'WARNING')
+    assert ('are empty' in record.getMessage()) == (not static)

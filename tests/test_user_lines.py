@@ -4,6 +4,7 @@ import functools
 import io
 import site
 import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -665,3 +666,92 @@ def test_an_error_of_an_op_that_was_added(monkeypatch):
     _, last = str(error_of(other_shards)).splitlines()
     assert 'ran on /device:CPU:0, for an op of all towers. It was made by' in last
     assert f'line {line}, in other_shards' in last
+
+
+def word_of(ids):
+    return {}[float(ids[0])]  # here
+
+
+WORD_OF = f'File "{__file__}", line {word_of.__code__.co_firstlineno + 1}, in word_of'
+
+
+def examples():
+    return tf.data.Dataset.from_tensor_slices((floats(12, 3), floats(12, 1)))
+
+
+def mapped(call):
+    return lambda: examples().map(lambda x, y: (tf.ensure_shape(call(x), [3]), y)).batch(12)
+
+
+def generated():
+    def generate():
+        yield floats(1, 3)[0], floats(1, 1)[0]
+        word_of(floats(1, 3)[0])
+
+    signature = tf.TensorSpec([3]), tf.TensorSpec([1])
+    return tf.data.Dataset.from_generator(generate, output_signature=signature).batch(12)
+
+
+def without_a_dataset():
+    ids = tf.numpy_function(word_of, [floats(12, 1)[:, 0]], tf.float32)
+    return tf.zeros([12, 3]) + tf.ensure_shape(ids, []), tf.zeros([12, 1])
+
+
+def of_words(features, labels, mode):
+    ids = tf.numpy_function(word_of, [features[0]], tf.float32)
+    return checked(features + tf.ensure_shape(ids, []), labels, mode)
+
+
+@pytest.mark.parametrize(
+    'input_fn, model_fn, where',
+    [
+        (mapped(lambda x: tf.numpy_function(word_of, [x], tf.float32)), checked, 'in the dataset'),
+        (mapped(lambda x: tf.py_function(word_of, [x], tf.float32)), checked, 'in the dataset'),
+        (generated, checked, 'in the dataset'),
+        (without_a_dataset, checked, ''),
+        (lambda: examples().batch(12), of_words, 'once, on the global batch'),
+    ],
+    ids=['numpy_function', 'py_function', 'generator', 'no dataset', 'model_fn'],
+)
+def test_an_error_of_python_is_told_once(input_fn, model_fn, where, tmp_path):
+    """Ops on all devices need its result, and TensorFlow tells it once for each."""
+    estimator = estimator_mgpu.Estimator(model_fn, str(tmp_path), devices=3)
+    with pytest.raises(tf.errors.OpError, match='KeyError') as info:
+        estimator.train(input_fn)
+    text = ''.join(traceback.format_exception(None, info.value, info.value.__traceback__))
+    assert text.count('return {}[float(ids[0])]') == 1
+    last = text.splitlines()[-1]
+    assert where in last and last.endswith(f'The error was raised by {WORD_OF}')
+    assert type(info.value.__context__) is tf.errors.UnknownError  # TensorFlow's
+
+
+def test_an_error_of_a_dataset_names_the_line(tmp_path):
+    """Also without a Python function, and wherever the model_fn has an op of the same name."""
+
+    def named(features, labels, mode):
+        return checked(in_branch(tf.identity(features, name='look_up')), labels, mode)
+
+    def bad(x, y):
+        return tf.gather(x, [0, 1, 9], name='look_up'), y  # here
+
+    estimator = estimator_mgpu.Estimator(named, str(tmp_path), devices=3)
+    with pytest.raises(tf.errors.InvalidArgumentError) as info:
+        estimator.train(lambda: examples().map(bad).batch(12))
+    reason, last = str(info.value).splitlines()
+    assert reason == 'indices[2] = 9 is not in [0, 3)'
+    line = bad.__code__.co_firstlineno + 1
+    made_by = f'It was made by File "{__file__}", line {line}, in bad'
+    assert last == f'look_up ran in the dataset that the input_fn gives. {made_by}'
+
+
+def test_an_error_of_a_dataset_without_functions(tmp_path):
+    estimator = estimator_mgpu.Estimator(checked, str(tmp_path / 'model'), devices=3)
+    with pytest.raises(tf.errors.NotFoundError, match='No such file') as info:
+        estimator.train(
+            lambda: tf.data.TFRecordDataset(str(tmp_path / 'none')).map(parsed).batch(9)
+        )
+    assert str(info.value).splitlines()[1:] == ["It's of the dataset that the input_fn gives."]
+
+
+def parsed(record):
+    return tf.io.decode_raw(record, tf.float32)[:3], tf.zeros([1])

@@ -7,6 +7,9 @@ user's op and its line. TensorFlow's error is its cause:
     loss/CheckNumerics ran in tower 2, on /device:GPU:2, with examples 6 to 8 of 0 to 11. It was
     made by File "model.py", line 5, in model_fn
 
+If a Python function has failed, which `tf.numpy_function` calls, say, Python's traceback is a part
+of the text, once. TensorFlow's error has it several times, and so isn't shown as the cause.
+
 An op in the function of a loop or a branch isn't in the graph. In a divided graph, TensorFlow's
 error gives its path, by which it's found: see `op_paths.OpPath`.
 """
@@ -27,7 +30,13 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
-from estimator_mgpu.tf_internals import error_messages, op_paths, session_runs, tf_estimator
+from estimator_mgpu.tf_internals import (
+    error_messages,
+    function_calls,
+    op_paths,
+    session_runs,
+    tf_estimator,
+)
 
 # Errors that say that a session was lost, or closed: the op that they name isn't the cause.
 _OF_SESSIONS = (
@@ -72,7 +81,8 @@ def op_errors_explained(graph: tf.Graph | None = None) -> Iterator[None]:
         explained = _explained(error, graph)
         if explained is None:
             raise
-        raise explained from error
+        cause = None if error_messages.python_traceback(error) else error
+        raise explained from cause
 
 
 def original(error: Any) -> Any:
@@ -85,7 +95,8 @@ def _explained(error: tf.errors.OpError, graph: tf.Graph | None) -> tf.errors.Op
     sentences = _explanation(error, graph)
     if not sentences:
         return None
-    text = '\n'.join([error_messages.reason(error), ' '.join(sentences)])
+    traceback = error_messages.python_traceback(error)
+    text = '\n'.join([error_messages.reason(error), *traceback, ' '.join(sentences)])
     error_class: Any = type(error)
     if error.op is not None:
         error_class = _without_traceback(error_class)
@@ -120,16 +131,42 @@ def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
     line = ''
     # If an unusual graph makes this fail, the user still gets TensorFlow's error, and what helps.
     with contextlib.suppress(Exception):
-        failed = _failed_op(error, graph, step)
-        if failed is not None:
-            where = _where(failed, step)
-            if where:
-                line = _line(failed)
+        if graph is not None and error_messages.is_of_input(error):
+            where, made_for = _where_in_input(error, graph)
+            line = _line(made_for)
+        else:
+            failed = _failed_op(error, graph, step)
+            if failed is not None:
+                where = _where(failed, step)
+                line = _line(failed.made_for) if where else ''
 
     what_helps = ''
     if error_messages.is_of_step_memory(error):
         what_helps = memory_advice.for_op(error.op, step)
-    return [sentence for sentence in (where, what_helps, line) if sentence]
+
+    # A line has no full stop, so that it can be clicked on where it's the end.
+    raised_by = user_lines.last_of(error_messages.python_traceback(error))
+    if raised_by:
+        line = f'{line}.' if line else ''
+        raised_by = f'The error was raised by {raised_by}'
+    return [sentence for sentence in (where, what_helps, line, raised_by) if sentence]
+
+
+def _where_in_input(error: tf.errors.OpError, graph: tf.Graph) -> tuple[str, tf.Operation | None]:
+    """Says which op of an input_fn's dataset failed; and the op, if its name is that of one only.
+
+    TensorFlow doesn't say which function of the dataset it is in.
+    """
+    name = error_messages.node_name(error)
+    ops = [] if name is None else function_calls.ops_of_functions(graph, name)
+    made_at = {}
+    for op in ops:
+        if not user_lines.is_of_model_fn(op):
+            made_at[str(user_lines.frame_of(op))] = op
+    if len(made_at) != 1:
+        return "It's of the dataset that the input_fn gives.", None
+    [op] = made_at.values()
+    return f'{name} ran in the dataset that the input_fn gives.', op
 
 
 class _FailedOp(NamedTuple):
@@ -150,7 +187,7 @@ def _failed_op(
     error: tf.errors.OpError, graph: tf.Graph | None, step: steps.Step
 ) -> _FailedOp | None:
     """The op of a divided graph that an error is about; None if it isn't known."""
-    if graph is None or step.plan is None or error_messages.is_of_input(error):
+    if graph is None or step.plan is None:
         return None
     if error.op is not None:
         return _FailedOp(error.op.name, error.op, error.op)
@@ -210,12 +247,13 @@ def _why_once(plan: Plan, op_name: str) -> str | None:
     return None
 
 
-def _line(failed: _FailedOp) -> str:
+def _line(op: tf.Operation | None) -> str:
     """Says which line of the user's program has made an op; '' if that isn't known."""
-    frame = user_lines.frame_of(failed.made_for)
+    frame = None if op is None else user_lines.frame_of(op)
     if frame is None:
         return ''
-    return f'It was made by File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+    name = frame.name or '<lambda>'  # In a dataset, TensorFlow knows no name of a lambda.
+    return f'It was made by File "{frame.filename}", line {frame.lineno}, in {name}'
 
 
 def _examples(step: steps.Step, copy: CopyName) -> str:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import site
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 _LIBRARY = os.path.dirname(os.__file__)  # Python's, whose functools calls packages, say
-_OWN = os.path.dirname(__file__)
+_OWN = os.path.dirname(os.path.dirname(__file__))
 _REPLICATE = os.path.join(_OWN, 'replicate.py')  # calls the model_fn
 # Packages that make ops for the user, wherever they are installed: `pip install --target` and
 # PYTHONPATH may put them anywhere, also beside the user's program.
@@ -38,6 +40,23 @@ def frame_of(op: tf.Operation) -> Any:
 def is_of_model_fn(op: tf.Operation) -> bool:
     """Whether the model_fn made an op, or made the one that an added op serves."""
     return any(frame.filename == _REPLICATE for frame in op.traceback or ())
+
+
+def last_of(traceback: Sequence[str]) -> str:
+    """The deepest place in a traceback that is in the user's program; '' if there is none.
+
+    Args:
+      traceback: the lines that Python prints.
+
+    Returns:
+      A text such as 'File "train.py", line 12, in parse'.
+    """
+    packages = _directories_of_packages()
+    for line in reversed(traceback):
+        match = re.fullmatch(r'\s*(File "(.+)", line \d+, in .+)', line)
+        if match is not None and not match[2].startswith(packages):
+            return match[1]
+    return ''
 
 
 def running() -> list[str]:

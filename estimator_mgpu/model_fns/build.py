@@ -88,7 +88,7 @@ def build(
     graph_defs.serialize_once(tf.get_default_graph())
     graph_defs.write_text_by_c()
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
-        explain.log_sharding(options['devices'], arguments.get('config'))
+        explain.log_sharding(options['devices'], options['microbatches'], arguments.get('config'))
     return spec
 
 

@@ -342,11 +342,12 @@ def _bytes_between(moved: Sequence[tuple[str, str, int]]) -> dict[str, dict[str,
     return {source: dict(sizes) for source, sizes in sorted(sent.items())}
 
 
-def log_sharding(devices: Devices, config: Any) -> None:
+def log_sharding(devices: Devices, microbatches: int, config: Any) -> None:
     """Logs how the default graph's batch is sharded, and what costs time without need.
 
     Args:
       devices: as for `replicate()`.
+      microbatches: how many were asked for.
       config: the RunConfig of the training; None if it isn't known.
     """
     step = steps.of_graph(tf.get_default_graph())
@@ -370,8 +371,15 @@ def log_sharding(devices: Devices, config: Any) -> None:
             ' That is one CPU device, as TensorFlow finds no GPU; devices=2 makes two logical CPU '
             'devices.'
         )
+    most = step.most_microbatches
+    if step.plan is not None and most is not None and microbatches > most:
+        level = tf.logging.WARN
+        text += f' microbatches={microbatches} is more than a device has examples: {most}.'
     if step.schedule is not None:
         text += _micro_batches(step.schedule)
+        if step.microbatches > 1 and most is None:
+            least = step.microbatches * len(step.devices)
+            text += f' With fewer than {least} examples, some of them are empty.'
     if step.recomputation is not None:
         text += _recomputed(step.recomputation)
     if step.unknown:

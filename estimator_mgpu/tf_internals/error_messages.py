@@ -42,6 +42,10 @@ _INPUT_OP = re.compile(r'\[\[(\{\{node )?\S*IteratorGetNext(_\d+)?(\}\})?\]\]')
 _ANY_OP = re.compile(r'\[\[(\{\{node )?[^\[\]{}\s]+(\}\})?\]\]')
 # An op of a graph or of a function that has failed.
 _NODE = re.compile(r'\[\[\{\{node ([^\s{}]+)\}\}')
+# What Python has to say of a function of the user's, before what TensorFlow says of its op.
+_PYTHON_TRACEBACK = re.compile(
+    r'^Traceback \(most recent call last\):$.*?(?=^\s*\[\[|\Z)', re.M | re.S
+)
 # What is too small, or too large, where it isn't memory: files, and the messages of gRPC.
 _NO_MEMORY = (
     os.strerror(errno.ENOSPC),
@@ -78,6 +82,16 @@ def node_name(error: Exception) -> str | None:
     """The name of the first node that an error is about; None if it names none."""
     match = _NODE.search(getattr(error, 'message', None) or str(error))
     return None if match is None else match[1]
+
+
+def python_traceback(error: Exception) -> list[str]:
+    """The lines of Python's traceback, if a Python function that an op calls has failed; else [].
+
+    If ops on several devices needed its result, TensorFlow repeats all of it for each of them.
+    """
+    match = _PYTHON_TRACEBACK.search(getattr(error, 'message', None) or str(error))
+    lines = [] if match is None else match[0].splitlines()
+    return [line for line in lines if line.strip()]
 
 
 def is_of_input(error: Exception) -> bool:

@@ -71,6 +71,17 @@ def has_function_with(graph: tf.Graph, op_type: str) -> bool:
     return any(node.op == op_type for function in functions for node in function.node_def)
 
 
+def ops_of_functions(graph: tf.Graph, name: str) -> list[tf.Operation]:
+    """Returns the ops of a name that functions of a graph have, those of input pipelines too."""
+    ops = []
+    for definition in graph.as_graph_def().library.function:
+        function = private.get_function(graph, definition.signature.name)
+        body = getattr(function, 'graph', None)
+        if body is not None:
+            ops += [op for op in body.get_operations() if op.name == name]
+    return ops
+
+
 def knows_functions_of(graph: tf.Graph, function: tf.Graph) -> bool:
     """Whether a graph has all functions that ops in the graph of one of its functions call."""
     return all(

@@ -49,6 +49,18 @@ def before_each_run_config(call: Callable[[], None]) -> None:
     _run_config_module.RunConfig.__init__ = init
 
 
+def strategies_of(config: Any) -> dict[str, Any]:
+    """Returns the strategies of tf.distribute that a RunConfig has, by its arguments' names.
+
+    Args:
+      config: a RunConfig, or None.
+    """
+    # The first one sets the others, too.
+    names = ('experimental_distribute', 'train_distribute', 'eval_distribute')
+    strategies = {name: getattr(config, f'_{name}', None) for name in names}
+    return {name: strategy for name, strategy in strategies.items() if strategy is not None}
+
+
 def check_input_fn(input_fn: Any) -> None:
     """Raises TypeError if it's no function: a Dataset, say."""
     if not callable(input_fn):
@@ -159,8 +171,15 @@ class _RemovedModule(types.ModuleType):
 
     def init_run_config(self, config: Any, tf_config: dict[str, Any]) -> None:
         """Prepares a RunConfig that has distribution strategies, for one machine."""
-        if config._experimental_distribute or tf_config.get('cluster'):
-            self.estimator_train()  # Says that it was removed.
+        given = 'experimental_distribute' if config._experimental_distribute else None
+        if tf_config.get('cluster') and given is None:
+            given = 'train_distribute' if config._train_distribute else 'eval_distribute'
+            given += ', on the machines of TF_CONFIG,'
+        if given is not None:
+            raise NotImplementedError(
+                f'What {given} needs was removed from TensorFlow 2.16. Leave it out, and '
+                'use estimator_mgpu.replicate or estimator_mgpu.Estimator.'
+            )
         config._init_distributed_setting_from_environment_var(tf_config)
 
     def __getattr__(self, name: str) -> type:
