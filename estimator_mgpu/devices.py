@@ -271,9 +271,11 @@ def session_config(
     if base is None and len(towers) * microbatches > 1:
         rewriting = config.graph_options.rewrite_options
         kinds = {device_spec(tower).device_type for tower in towers}
-        rewriting.disable_meta_optimizer = kinds == {'CPU'}
-        for name in _USELESS_PASSES:
-            setattr(rewriting, name, rewriting.OFF)
+        if kinds == {'CPU'}:
+            rewriting.disable_meta_optimizer = True  # all passes; Estimator logs the config
+        else:
+            for name in _USELESS_PASSES:
+                setattr(rewriting, name, rewriting.OFF)
     return config
 
 

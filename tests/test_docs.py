@@ -6,6 +6,7 @@ import doctest
 import functools
 import importlib
 import io
+import logging
 import os
 import pathlib
 import pkgutil
@@ -16,6 +17,7 @@ import sys
 
 import pytest
 import tensorflow.compat.v1 as tf
+import tf_slim
 import yaml
 
 import estimator_mgpu
@@ -50,6 +52,9 @@ def test_every_public_name_has_an_example_and_is_in_the_api_page():
 def test_page(name, tmp_path, monkeypatch, caplog):
     """Runs the blocks of a page one after another, those in Python in one namespace."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'argv', [name])  # `tf.app.run()` reads it,
+    root = logging.getLogger()
+    monkeypatch.setattr(root, 'handlers', [*root.handlers])  # and adds a handler.
     Page(ROOT / name, caplog).run()
 
 
@@ -78,7 +83,10 @@ class Page:
 
     def python(self, block):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile(block, str(self.path), 'exec'), self._namespace)
+            try:
+                exec(compile(block, str(self.path), 'exec'), self._namespace)
+            except SystemExit as end:  # as `tf.app.run()` ends
+                assert not end.code, end
         self._printed = printed.getvalue()
 
     def diff(self, block):
@@ -125,11 +133,15 @@ def run(command):
         return ''
     if command[0] in ('export', 'sudo') or command == ['python', 'train.py']:
         return ''  # of several machines: tests/test_machines_docs.py
+    if command[0] in ('git', 'cd'):
+        assert command in (['git', 'clone', 'ADDRESS', 'estimator_mgpu'], ['cd', 'estimator_mgpu'])
+        return ''
     if command[:2] == ['pip', 'install']:
         config = (ROOT / 'setup.cfg').read_text()
+        wheel = f'estimator_mgpu-{estimator_mgpu.__version__}-py3-none-any.whl'
         for each in command[2:]:
             package, _, extra = each.rstrip(']').partition('[')
-            assert package in ('.', 'tf-keras'), each
+            assert package in ('.', wheel, 'tf-keras'), each
             assert not extra or f'\n{extra} =\n' in config, each
     elif command[0] == 'python':
         sources = [(ROOT / path).read_text() for path in (command[1], 'samples/common.py')]
@@ -180,6 +192,49 @@ def test_own_errors_are_quoted_as_they_are():
     for quote in quotes:
         parts = [part.strip() for part in quote.split('...') if part.strip()]
         assert any(all(part in text for part in parts) for text in texts), quote
+
+
+def test_what_replaces_contrib_exists():
+    page = (ROOT / 'docs' / 'tensorflow-1.md').read_text()
+    rows = re.findall(r'^\| `tf.contrib.*?\|(.*)\|$', page, re.MULTILINE)
+    names = re.findall(r'`((?:tf|tf_slim|estimator_mgpu)\.[\w.]+)', ''.join(rows))
+    assert len(names) > 20
+    namespace = {'tf': tf, 'tf_slim': tf_slim, 'estimator_mgpu': estimator_mgpu}
+    for name in names:
+        assert eval(name, namespace), name
+
+
+def test_speed_is_quoted_as_it_was_measured():
+    """The README, the FAQ and docs/speed.md itself say the ranges of its tables."""
+    page = (ROOT / 'docs' / 'speed.md').read_text()
+    step, start_up = 'step on 2, 4, 8', 'start-up on 2, 8'
+    steps = columns(page, step, f'with: {step}', f'without: {step}')
+    start_ups = columns(page, f'{start_up} devices', f'with: {start_up}', f'without: {start_up}')
+    mirrored = columns(page, 'MirroredStrategy: start-up on 8')
+    quotes = {
+        range_of([cell[0] for cell in steps]): ['README.md', 'docs/speed.md'],
+        range_of([cell[-1] for cell in start_ups]): ['README.md', 'docs/faq.md', 'docs/speed.md'],
+        range_of([cell[0] for cell in mirrored]): ['docs/speed.md'],
+    }
+    for quote, pages in quotes.items():
+        for name in pages:
+            assert f'{quote} times' in ' '.join((ROOT / name).read_text().split()), (quote, name)
+
+
+def columns(page, *titles):
+    """The numbers in each cell of a page's columns, which have these titles."""
+    found = []
+    for table in re.findall(r'(?:^\|.*\n)+', page, re.MULTILINE):
+        header, _, *rows = (re.split(r' *\| *', line) for line in table.splitlines())
+        for title in set(titles).intersection(header):
+            found += [row[header.index(title)].split(', ') for row in rows]
+    assert len(found) >= 7 * len(titles)
+    return found
+
+
+def range_of(numbers):
+    low, high = min(numbers, key=float), max(numbers, key=float)
+    return f'{low} to {high}'
 
 
 def texts_of(path):
