@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import check_rule
-from estimator_mgpu.partition.rules import parts
+from estimator_mgpu.partition.rules import selections
 from models import LazyAdam, floats, sgd, spec_of, step, weights
 from test_rules import SAMPLES as SAMPLES_OF_RULES
 from test_rules import Batch
@@ -185,7 +185,7 @@ def test_parts_of_two_blocks():
 def test_ops_that_do_without_rows():
     """Each type of op by which parts are sharded takes a batch without rows."""
     samples = [
-        sample for name in parts.DO_WITHOUT_ROWS for sample in SAMPLES_OF_RULES.get(name, [])
+        sample for name in selections.DO_WITHOUT_ROWS for sample in SAMPLES_OF_RULES.get(name, [])
     ]
     with tf.Graph().as_default() as graph, session(1) as sess:
         results = []

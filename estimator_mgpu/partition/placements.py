@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
-from estimator_mgpu.partition.sizes import PartRows, RowSpace, Size
+from estimator_mgpu.partition.sizes import RowSpace, SelectedRows, Size
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,16 @@ FLOW = Flow()
 
 @dataclass(frozen=True)
 class Positions(NotGatherable):
-    """Where the rows of a part stood before `tf.dynamic_partition` or a mask picked them.
+    """Where the rows of a selection stood before `tf.dynamic_partition` or a mask picked them.
 
     Each tower counts from its own first row, so these are of use only to ops on the same tower.
     Other ops get full positions, from the user's own op.
     """
 
-    part: PartRows
-    # All parts of one partition; () for a mask, as rows that it leaves out are in none.
-    parts: tuple[PartRows, ...]
-    rows: RowSpace  # of what parts were made of
+    selection: SelectedRows
+    # All that were selected together; () for a mask, as rows that it leaves out are in none.
+    selections: tuple[SelectedRows, ...]
+    rows: RowSpace  # of what selections were made of
     factor: Size  # how many entries each of these rows had
 
 

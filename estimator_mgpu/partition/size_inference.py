@@ -21,8 +21,8 @@ from estimator_mgpu.partition.sizes import (
     Dim,
     Entry,
     Groups,
-    PartRows,
     RowSpace,
+    SelectedRows,
     Size,
     UnknownSize,
     per_row,
@@ -65,8 +65,8 @@ class Sizes:
         self._shard_count = shard_count
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
-        # By the tensor that says in which part each row is, the type of op and the number of parts.
-        self._parts: dict[tuple[str, str, int], tuple[PartRows, ...]] = {}
+        # By the tensor that says in which selection each row is, the type of op, and their number.
+        self._selections: dict[tuple[str, str, int], tuple[SelectedRows, ...]] = {}
         # By the row space and the number of groups.
         self._groups: dict[tuple[RowSpace, int], Groups] = {}
 
@@ -130,23 +130,25 @@ class Sizes:
             rows = RowSpace(tensor.name, None)
             self.set_dims(tensor, [Size(1, (rows,)), *dims[1:]])
 
-    def parts(
+    def selections(
         self, which: tf.Tensor, outputs: Sequence[tf.Tensor], rows: RowSpace
-    ) -> tuple[PartRows, ...]:
-        """The row spaces of the parts that an op makes of rows.
+    ) -> tuple[SelectedRows, ...]:
+        """The row spaces of the selections that an op makes of rows.
 
-        Ops that put rows into the same parts have the same.
+        Ops that put rows into the same selections have the same.
 
         Args:
-          which: says in which part each row is: a number, or by a mask whether it's in the part.
-          outputs: of the op, one for each part.
-          rows: what the parts are made of.
+          which: says in which selection each row is: a number, or by a mask whether it's in one.
+          outputs: of the op, one for each selection.
+          rows: what the selections are made of.
         """
         key = which.name, outputs[0].op.type, len(outputs)
-        if key not in self._parts:
-            origin = rows.origin if isinstance(rows, PartRows) else rows
-            self._parts[key] = tuple(PartRows(part.name, None, origin) for part in outputs)
-        return self._parts[key]
+        if key not in self._selections:
+            origin = rows.origin if isinstance(rows, SelectedRows) else rows
+            self._selections[key] = tuple(
+                SelectedRows(selection.name, None, origin) for selection in outputs
+            )
+        return self._selections[key]
 
     def groups(self, rows: RowSpace, count: int) -> Groups | None:
         """The row space of groups of rows; None if towers can't have equally many groups.
@@ -158,7 +160,7 @@ class Sizes:
         """
         if self._shard_count == 0 or count < 1 or count % self._shard_count > 0:
             return None
-        if isinstance(rows, PartRows):
+        if isinstance(rows, SelectedRows):
             return None  # A tower may have any number of these.
         key = rows, count
         if key not in self._groups:

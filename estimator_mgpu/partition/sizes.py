@@ -30,14 +30,14 @@ class RowSpace:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PartRows(RowSpace):
-    """The rows of a part that `tf.dynamic_partition` makes of others.
+class SelectedRows(RowSpace):
+    """The rows that `tf.dynamic_partition` or a mask selects from others.
 
     Each tower has those that it picks of its own rows, so only the step tells how many. Those of
-    all towers, in order, are the part of the global batch.
+    all towers, in order, are the selection from the global batch.
     """
 
-    origin: RowSpace  # the batch's, or whichever is shared out equally: whose rows are in parts
+    origin: RowSpace  # the batch's, or whichever is shared out equally: whose rows are selected
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from estimator_mgpu.partition.placements import (
 from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import groups, handles, lists, parts
+from estimator_mgpu.partition.rules import groups, handles, lists, selections
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals import op_types
@@ -56,10 +56,10 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
     has_positions = any(isinstance(placement, Positions) for placement in placements)
-    if op.type in parts.TYPES or has_positions:
-        # The sizes of parts differ from step to step, and functions have sizes of their own.
-        decision = None if scope.in_function else parts.decide(op, placements, scope.sizes)
-        if decision is not None or op.type in parts.TYPES:
+    if op.type in selections.TYPES or has_positions:
+        # The sizes of selections differ from step to step, and functions have sizes of their own.
+        decision = None if scope.in_function else selections.decide(op, placements, scope.sizes)
+        if decision is not None or op.type in selections.TYPES:
             return decision
         # Ops without a rule for positions are given them in full.
         placements = [
@@ -186,6 +186,10 @@ def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placemen
 
 def has_rule(scope: Scope, op: tf.Operation) -> bool:
     """Whether there is a rule for the op's type, of any kind."""
-    if op.type in scope.rules.of_ops or op.type in scope.rules.of_calls or op.type in parts.TYPES:
+    if (
+        op.type in scope.rules.of_ops
+        or op.type in scope.rules.of_calls
+        or op.type in selections.TYPES
+    ):
         return True
     return op.type.startswith((*op_types.LIST_PREFIXES, *op_types.HANDLE_PREFIXES))

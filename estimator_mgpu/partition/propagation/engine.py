@@ -39,7 +39,7 @@ from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_lo
 from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Groups, PartRows, RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import Groups, RowSpace, SelectedRows, Size, Splits
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
 
@@ -272,7 +272,7 @@ class _Pass:
         """
         if rows is None:
             return False
-        if isinstance(rows, (PartRows, Groups)) and self._begins_in_branch(rows.origin):
+        if isinstance(rows, (SelectedRows, Groups)) and self._begins_in_branch(rows.origin):
             return True
         is_of_tensor = ':' in rows.name  # unlike the batch's and groups
         return is_of_tensor and self._may_be_dead(

@@ -34,9 +34,9 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation.accepted_shapes import takes
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import parts
+from estimator_mgpu.partition.rules import selections
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
-from estimator_mgpu.partition.sizes import ONE, Groups, PartRows, RowSpace, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, Groups, RowSpace, SelectedRows, Size, per_row
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -108,8 +108,8 @@ class Match:
                     yield Way(label, rows, factor, in_blocks)
 
     def _may_have(self, rows: RowSpace) -> bool:
-        """Whether the op does with the rows that a tower may have: with none, of a part."""
-        return not isinstance(rows, PartRows) or self._op.type in parts.DO_WITHOUT_ROWS
+        """Whether the op does with the rows that a tower may have: with none, of a selection."""
+        return not isinstance(rows, SelectedRows) or self._op.type in selections.DO_WITHOUT_ROWS
 
     def _in_blocks(
         self, tensor: tf.Tensor, label: Label, factor: Size, placement: Placement

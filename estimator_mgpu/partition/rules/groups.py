@@ -14,7 +14,7 @@ each group, and are reduced over towers.
 
 The rows of the input are examples, and those of the output are groups: they are different row
 spaces. The notation of rules can't say that, so these rules are functions of the placements, as
-those for parts are.
+those for selections are.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from estimator_mgpu.partition.rules.notation import (
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
-    PartRows,
     RowSpace,
+    SelectedRows,
     Size,
     UnknownSize,
     per_row,
@@ -117,11 +117,11 @@ def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
 def _new_shape(after: Sequence[Size], labels: Sequence[Label]) -> SizesOf | Constant:
     """The shape that a `Reshape` on a tower is given, for these dimensions.
 
-    The rows of a part can only be sharded along the dimension that has them, so -1 stands for them:
-    how many a tower has needn't be computed.
+    The rows of a selection can only be sharded along the dimension that has them, so -1 stands for
+    them: how many a tower has needn't be computed.
     """
     unknown = [size for size in after if size.symbols]
-    if len(unknown) == 1 and isinstance(unknown[0].rows, PartRows) and Size(0) not in after:
+    if len(unknown) == 1 and isinstance(unknown[0].rows, SelectedRows) and Size(0) not in after:
         return Constant(tuple(-1 if size.symbols else size.number for size in after))
     return SizesOf(tuple(labels))
 

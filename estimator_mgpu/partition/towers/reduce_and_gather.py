@@ -21,7 +21,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.sizes import ONE, Size, per_row
-from estimator_mgpu.partition.towers.shards import PartShards, Shards, index_type
+from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
 from estimator_mgpu.partition.towers.turns import Chain
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
@@ -30,7 +30,7 @@ PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', 
 
 def gather(
     shards: Shards,
-    parts: Sequence[str],
+    values: Sequence[str],
     dtype: tf.DType,
     axis: int,
     dims: Sequence[Size],
@@ -43,14 +43,14 @@ def gather(
 
     Args:
       shards: which examples each tower has.
-      parts: the shards, one for each tower.
+      values: the shards, one for each tower.
       dtype: their type.
       axis: the dimension along which they are sharded.
       dims: of the concatenation.
       device: where the concatenation is made.
     """
     of_chains = [
-        _concat_chain(shards, chain, parts, dtype, axis, dims[axis]) for chain in shards.chains
+        _concat_chain(shards, chain, values, dtype, axis, dims[axis]) for chain in shards.chains
     ]
     gathered = shards.nodes.concat(of_chains, axis, dtype, device)
     if shards.active is None:
@@ -63,14 +63,14 @@ def gather(
 def _concat_chain(
     shards: Shards,
     chain: Chain,
-    parts: Sequence[str],
+    values: Sequence[str],
     dtype: tf.DType,
     axis: int,
     size: Size,
 ) -> str:
     """Concatenates the shards of a chain of towers; `size` is that of all shards together."""
     device = chain[0].device
-    joined = shards.nodes.concat([parts[tower.number] for tower in chain], axis, dtype, device)
+    joined = shards.nodes.concat([values[tower.number] for tower in chain], axis, dtype, device)
     if shards.active is None or len(chain) == 1:
         return joined
 
@@ -83,7 +83,7 @@ def _concat_chain(
 
 def gather_for_fetches(
     shards: Shards,
-    parts: Sequence[str],
+    values: Sequence[str],
     dtype: tf.DType,
     axis: int,
     dims: Sequence[Size],
@@ -97,31 +97,31 @@ def gather_for_fetches(
     The arguments are those of `gather`, and so is the result.
     """
     if shards.active is None:
-        return shards.nodes.concat(parts, axis, dtype, device)
+        return shards.nodes.concat(values, axis, dtype, device)
 
     # Each tower's entries are put where they belong. DynamicStitch takes int32 positions only.
     factor = per_row(dims[axis], shards.rows)
     if axis > 0 or factor is None or index_type(dims[axis]) != tf.int32:
-        return gather(shards, parts, dtype, axis, dims, device)
+        return gather(shards, values, dtype, axis, dims, device)
     positions = [shards.positions(factor, tower) for tower in shards.towers]
 
     # A tower without examples has computed one that an earlier tower has, maybe with other random
     # numbers. The last value that is given for a position counts, so the earlier tower comes later.
-    inputs = [*reversed(positions), *reversed(parts)]
-    return shards.nodes.add('DynamicStitch', inputs, device, T=dtype, N=len(parts))
+    inputs = [*reversed(positions), *reversed(values)]
+    return shards.nodes.add('DynamicStitch', inputs, device, T=dtype, N=len(values))
 
 
-def gather_part(
-    shards: Shards, parts: Sequence[str], dtype: tf.DType, axis: int, device: str
+def gather_selection(
+    shards: Shards, values: Sequence[str], dtype: tf.DType, axis: int, device: str
 ) -> str:
-    """Concatenates rows of a part that `tf.dynamic_partition` makes, which towers have picked.
+    """Concatenates the rows of a selection that towers have picked.
 
     What a tower without examples has picked is dropped on its own device: no other tower knows how
     many rows these are.
 
     Args:
       shards: those that rows were picked from.
-      parts: what each tower has picked.
+      values: what each tower has picked.
       dtype: their type.
       axis: the dimension along which the rows are.
       device: where the concatenation is made.
@@ -131,19 +131,19 @@ def gather_part(
     for chain in shards.chains:
         picked = []
         for tower in chain:
-            part = parts[tower.number]
+            value = values[tower.number]
             if shards.active is not None and tower.number > 0:
                 is_active = shards.active[tower.number]
                 limit = nodes.add('SelectV2', [is_active, tf.int32.max, 0], nodes.host, T=tf.int32)
-                part = shards.cut(part, dtype, axis, (0, limit), tower.device)
-            picked.append(part)
+                value = shards.cut(value, dtype, axis, (0, limit), tower.device)
+            picked.append(value)
         of_chains.append(nodes.concat(picked, axis, dtype, chain[0].device))
     return nodes.concat(of_chains, axis, dtype, device)
 
 
 def gather_blocks(
     shards: Shards,
-    parts: Sequence[str],
+    values: Sequence[str],
     dtype: tf.DType,
     axis: int,
     dims: Sequence[Size],
@@ -154,9 +154,11 @@ def gather_blocks(
     They are concatenated along a dimension of their own: [blocks, rows] instead of [blocks * rows].
     """
     apart = []
-    for tower, part in zip(shards.towers, parts):
+    for tower, value in zip(shards.towers, values):
         _, row_count = shards.extent(ONE, tower)
-        blocks = shards.reshape_blocks(part, dtype, axis, dims, row_count, tower.device, apart=True)
+        blocks = shards.reshape_blocks(
+            value, dtype, axis, dims, row_count, tower.device, apart=True
+        )
         apart.append(blocks)
     dims_apart = [*dims[:axis], ONE, Size(1, (shards.rows,)), *dims[axis + 1 :]]
     gathered = gather(shards, apart, dtype, axis + 1, dims_apart, device)
@@ -164,19 +166,19 @@ def gather_blocks(
 
 
 def reduce(
-    shards: Shards, parts: Sequence[str], dtype: tf.DType, reduction: str, device: str
+    shards: Shards, values: Sequence[str], dtype: tf.DType, reduction: str, device: str
 ) -> str:
     """Reduces the towers' partial results on a device; `reduction` is that of a `Partial`."""
     if reduction == 'mean':
-        return _reduce_mean(shards, parts, dtype, device)
+        return _reduce_mean(shards, values, dtype, device)
     if shards.active is not None:
-        parts = _without_empty_towers(shards, parts, dtype, reduction)
+        values = _without_empty_towers(shards, values, dtype, reduction)
 
     # The partial results of another machine are combined there first, and sent once.
     devices = [tower.device for tower in shards.towers]
     groups: dict[str | int, list[str]] = {}
     for number, chain in enumerate(shards.chains):
-        running = _combine_chain(shards, chain, parts, dtype, reduction)
+        running = _combine_chain(shards, chain, values, dtype, reduction)
         sender = relay(devices, chain[0].device, device)
         groups.setdefault(sender or number, []).append(running)
     combined = [
@@ -186,25 +188,25 @@ def reduce(
 
 
 def _combine_chain(
-    shards: Shards, chain: Chain, parts: Sequence[str], dtype: tf.DType, reduction: str
+    shards: Shards, chain: Chain, values: Sequence[str], dtype: tf.DType, reduction: str
 ) -> str:
     """Combines the partial results of a chain of towers, one after the other, on their device.
 
     For example, a running sum of a gradient: each turn adds its own, and leaves nothing else.
     """
-    running = parts[chain[0].number]
+    running = values[chain[0].number]
     for tower in chain[1:]:
-        running = _combine(shards, [running, parts[tower.number]], dtype, reduction, tower.device)
+        running = _combine(shards, [running, values[tower.number]], dtype, reduction, tower.device)
     return running
 
 
-def _reduce_mean(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: str) -> str:
+def _reduce_mean(shards: Shards, values: Sequence[str], dtype: tf.DType, device: str) -> str:
     """Averages the towers' means, weighted by how many examples each has; in float32 at least."""
     nodes = shards.nodes
     wide = dtype if dtype.size > 2 else tf.float32
     weighted = []
-    for part, count, tower in zip(parts, shards.counts, shards.towers):
-        mean = nodes.cast(part, dtype, wide, tower.device)
+    for value, count, tower in zip(values, shards.counts, shards.towers):
+        mean = nodes.cast(value, dtype, wide, tower.device)
         weight = nodes.tensor(count, wide)
         weighted.append(nodes.add('Mul', [mean, weight], tower.device, T=wide))
 
@@ -277,10 +279,10 @@ def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[
         return add('RealDiv', entries, all_entries), of_variance, add('RealDiv', entries, divisor)
 
 
-def _stack(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: str) -> str:
+def _stack(shards: Shards, values: Sequence[str], dtype: tf.DType, device: str) -> str:
     """Stacks vectors of the towers, as rows; 0 for towers without examples."""
     if shards.active is not None:
-        parts = _without_empty_towers(shards, parts, dtype, 'sum')
+        values = _without_empty_towers(shards, values, dtype, 'sum')
 
     # Each device sends one message, or each machine if it's another one.
     devices = [tower.device for tower in shards.towers]
@@ -290,7 +292,7 @@ def _stack(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: str) -
     ):
         of_chains = []
         for chain in chains:
-            vectors = [parts[tower.number] for tower in chain]
+            vectors = [values[tower.number] for tower in chain]
             types = {'T': dtype, 'N': len(chain)}
             of_chains.append(shards.nodes.add('Pack', vectors, chain[0].device, **types))
         if sender is not None:
@@ -300,20 +302,20 @@ def _stack(shards: Shards, parts: Sequence[str], dtype: tf.DType, device: str) -
 
 
 def _without_empty_towers(
-    shards: Shards, parts: Sequence[str], dtype: tf.DType, reduction: str
+    shards: Shards, values: Sequence[str], dtype: tf.DType, reduction: str
 ) -> list[str]:
     """Replaces the results of towers without examples by the neutral element.
 
     It's a `where`, as what such a tower has may be inf or nan, which a product with 0 would keep.
     The first tower is left as it is: if it has no example, or is the only one that has some, it has
-    computed on all there are. But it may have no rows of a part, of which others have some.
+    computed on all there are. But it may have no rows of a selection, of which others have some.
     """
     assert shards.active is not None
     neutral = _neutral_element(dtype, reduction)
-    kept = 0 if isinstance(shards, PartShards) else 1
-    replaced = list(parts[:kept])
-    for part, is_active, tower in zip(parts[kept:], shards.active[kept:], shards.towers[kept:]):
-        operands = [is_active, part, shards.nodes.const(neutral, dtype, tower.device)]
+    kept = 0 if isinstance(shards, SelectionShards) else 1
+    replaced = list(values[:kept])
+    for value, is_active, tower in zip(values[kept:], shards.active[kept:], shards.towers[kept:]):
+        operands = [is_active, value, shards.nodes.const(neutral, dtype, tower.device)]
         replaced.append(shards.nodes.add('SelectV2', operands, tower.device, T=dtype))
     return replaced
 
@@ -329,16 +331,16 @@ def _neutral_element(dtype: tf.DType, reduction: str) -> Any:
 
 
 def _combine(
-    shards: Shards, parts: Sequence[str], dtype: tf.DType, reduction: str, device: str
+    shards: Shards, values: Sequence[str], dtype: tf.DType, reduction: str, device: str
 ) -> str:
     """Combines partial results on a device; a single one stays where it is."""
-    if len(parts) == 1:
-        return parts[0]
+    if len(values) == 1:
+        return values[0]
     if reduction == 'sum':
-        return shards.nodes.add('AddN', parts, device, T=dtype, N=len(parts))
+        return shards.nodes.add('AddN', values, device, T=dtype, N=len(values))
 
     attrs = {} if dtype == tf.bool else {'T': dtype}
-    combined = parts[0]
-    for part in parts[1:]:
-        combined = shards.nodes.add(PAIRWISE_OPS[reduction], [combined, part], device, **attrs)
+    combined = values[0]
+    for value in values[1:]:
+        combined = shards.nodes.add(PAIRWISE_OPS[reduction], [combined, value], device, **attrs)
     return combined

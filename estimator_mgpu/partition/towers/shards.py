@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import rows_of
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
-from estimator_mgpu.partition.sizes import ONE, Entry, PartRows, RowSpace, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, SelectedRows, Size, per_row
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.turns import Chain, Tower, chains_of
 
@@ -319,11 +319,11 @@ class Shards:
             return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
 
 
-class PartShards(Shards):
-    """Shards of a part that `tf.dynamic_partition` makes: each tower has picked rows of its own.
+class SelectionShards(Shards):
+    """Shards of a selection: each tower has picked rows of its own.
 
     Args:
-      rows: the part's row space.
+      rows: the selection's row space.
       sizes: for each tower, how many rows it has picked of those on which it computes.
       origin: the shards that these were picked from.
       symbol_value: as in `Shards`.
@@ -331,7 +331,7 @@ class PartShards(Shards):
 
     def __init__(
         self,
-        rows: PartRows,
+        rows: SelectedRows,
         sizes: Sequence[Number],
         origin: Shards,
         symbol_value: Callable[[Any, Any, tf.DType], Number],
@@ -380,14 +380,14 @@ class _Extents(NamedTuple):
     sizes: tf.Tensor
     counts: tf.Tensor
 
-    def divided(self, parts: int) -> _Extents:
+    def divided(self, count: int) -> _Extents:
         """Divides an extent into a vector of so many, or a column of extents into their rows."""
-        is_larger = self.sizes % parts > list(range(parts))
-        shares = self.sizes // parts + tf.cast(is_larger, tf.int32)
+        is_larger = self.sizes % count > list(range(count))
+        shares = self.sizes // count + tf.cast(is_larger, tf.int32)
         rows_before = tf.cumsum(shares, -1, exclusive=True)
         starts = self.starts + rows_before * tf.minimum(shares, 1)
         sizes = tf.maximum(shares, tf.minimum(self.sizes, 1))
-        # In an extent without a row, the first part computes on a row that isn't its own.
+        # In an extent without a row, the first one computes on a row that isn't its own.
         counts = shares * tf.minimum(self.counts, 1)
         return _Extents(starts, sizes, counts)
 
@@ -405,19 +405,19 @@ def static_extents(total: int, devices: int, turns: int) -> list[tuple[int, int]
       turns: how many towers each device has, one after the other.
     """
     extents: list[tuple[int, int]] = []
-    for start, count in _divide(0, total, devices):
-        extents += _divide(start, count, turns)
+    for start, size in _divide(0, total, devices):
+        extents += _divide(start, size, turns)
     return extents
 
 
-def _divide(start: int, count: int, parts: int) -> list[tuple[int, int]]:
-    """Divides an extent whose size is known."""
-    each, larger = divmod(count, parts)
+def _divide(start: int, size: int, count: int) -> list[tuple[int, int]]:
+    """Divides an extent whose size is known into so many."""
+    each, larger = divmod(size, count)
     extents = []
-    for part in range(parts):
-        size = each + (part < larger)
-        extents.append((start, size))
-        start += size
+    for index in range(count):
+        size_of_one = each + (index < larger)
+        extents.append((start, size_of_one))
+        start += size_of_one
     return extents
 
 

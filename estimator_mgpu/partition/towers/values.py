@@ -29,8 +29,8 @@ from estimator_mgpu.partition.sizes import (
     ONE,
     Dim,
     GroupSize,
-    PartRows,
     RowSpace,
+    SelectedRows,
     Size,
     Splits,
     per_row,
@@ -40,7 +40,7 @@ from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
-from estimator_mgpu.partition.towers.shards import PartShards, Shards
+from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
 
@@ -199,10 +199,10 @@ class Values:
 
     def reduced(self, tensor: tf.Tensor, need: Reduced, loops: Sequence[LoopFrame]) -> str:
         """The reduced value of towers' partial results in joint loops, on the first device."""
-        parts = [self.local_in_loop(tensor, tower, loops) for tower in self._towers]
+        values = [self.local_in_loop(tensor, tower, loops) for tower in self._towers]
         dtype = tensor.dtype.base_dtype
         shards = self.shards_of(need.rows)
-        return reduce_and_gather.reduce(shards, parts, dtype, need.reduce, self._towers[0].device)
+        return reduce_and_gather.reduce(shards, values, dtype, need.reduce, self._towers[0].device)
 
     def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
         """The dimensions of a full value that has `factor` entries a row along an axis."""
@@ -263,8 +263,8 @@ class Values:
 
     def shards_of(self, rows: RowSpace) -> Shards:
         """The shards of a row space: the batch's, that of groups, or one of a tensor."""
-        if isinstance(rows, PartRows) and rows not in self._shards:
-            self._shards[rows] = self._shards_of_part(rows)
+        if isinstance(rows, SelectedRows) and rows not in self._shards:
+            self._shards[rows] = self._shards_of_selection(rows)
         if rows not in self._shards:
             total = self._count_rows(rows) if rows.static is None else None
             self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
@@ -276,12 +276,12 @@ class Values:
         with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
             return tf.shape(tensor)[0]
 
-    def _shards_of_part(self, rows: PartRows) -> Shards:
-        """The shards of a part, of which each tower has the rows that it has picked."""
-        part = self._graph.get_tensor_by_name(rows.name)
-        first_dim = Dim(part.name, 0)
+    def _shards_of_selection(self, rows: SelectedRows) -> Shards:
+        """The shards of a selection, of which each tower has the rows that it has picked."""
+        selection = self._graph.get_tensor_by_name(rows.name)
+        first_dim = Dim(selection.name, 0)
         sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
-        return PartShards(rows, sizes, self.shards_of(rows.origin), self._symbol_value)
+        return SelectionShards(rows, sizes, self.shards_of(rows.origin), self._symbol_value)
 
     def is_made_from_local(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is another tensor than the output of the user's op."""
@@ -332,14 +332,16 @@ class Values:
 
         if isinstance(placement, Partial) and placement.reduce == MOMENTS:
             return {name: self._reduce_moments(tensor, rows, device)}
-        parts = [self.local(tensor, tower) for tower in self._towers]
+        values = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(placement, Partial):
             shards = self.shards_of(rows)
-            return {name: reduce_and_gather.reduce(shards, parts, dtype, placement.reduce, device)}
-        if isinstance(rows, PartRows) and not placement.in_blocks:
+            return {name: reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)}
+        if isinstance(rows, SelectedRows) and not placement.in_blocks:
             # How many rows were picked by which tower needn't be known.
             origin = self.shards_of(rows.origin)
-            gathered = reduce_and_gather.gather_part(origin, parts, dtype, placement.axis, device)
+            gathered = reduce_and_gather.gather_selection(
+                origin, values, dtype, placement.axis, device
+            )
             return {name: gathered}
 
         dims = self._plan.sizes.dims(tensor) or []
@@ -348,7 +350,7 @@ class Values:
             gather = reduce_and_gather.gather_blocks
         elif is_only_fetched:
             gather = reduce_and_gather.gather_for_fetches
-        return {name: gather(self.shards_of(rows), parts, dtype, placement.axis, dims, device)}
+        return {name: gather(self.shards_of(rows), values, dtype, placement.axis, dims, device)}
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
         """The mean or the variance of the batch's channels, made from those of the shards.
@@ -398,8 +400,8 @@ class Values:
         """Sums the partial sums of all tensors of a pack, as vectors."""
         vectors = []
         for tower in self._towers:
-            parts = [self.local(tensor, tower) for tensor in pack.tensors]
-            vectors.append(pack.join(parts, self._nodes, tower.device))
+            values = [self.local(tensor, tower) for tensor in pack.tensors]
+            vectors.append(pack.join(values, self._nodes, tower.device))
         total = reduce_and_gather.reduce(shards, vectors, dtype, 'sum', device)
         return pack.split(total, self._nodes, device)
 

@@ -1,26 +1,27 @@
-"""Rules for parts of which towers pick their rows: `tf.dynamic_partition` and `tf.where`.
+"""Rules for selections, of which towers pick their rows: `tf.dynamic_partition` and `tf.where`.
 
-For example, `tf.nn.embedding_lookup` of a table in two parts looks each id up in the part that has
-its row, and puts the rows back in the order of the ids:
+For example, `tf.nn.embedding_lookup` of a table in two partitions looks each id up in the one that
+has its row, and puts the rows back in the order of the ids:
 
     which = ids % 2
-    ids_of_parts = tf.dynamic_partition(ids // 2, which, 2)
-    rows_of_parts = [tf.gather(table[0], ids_of_parts[0]), tf.gather(table[1], ids_of_parts[1])]
+    selected_ids = tf.dynamic_partition(ids // 2, which, 2)
+    selected_rows = [tf.gather(table[0], selected_ids[0]), tf.gather(table[1], selected_ids[1])]
     positions = tf.dynamic_partition(tf.range(tf.size(ids)), which, 2)
-    rows = tf.dynamic_stitch(positions, rows_of_parts)
+    rows = tf.dynamic_stitch(positions, selected_rows)
 
 Each tower does this with its own ids, and counts positions from its own first id. The rows of a
-part are a row space of their own (`PartRows`), and so whatever has rules can be done with them.
+selection are a row space of their own (`SelectedRows`), and so whatever has rules can be done with
+them.
 
-The entries that a mask selects are a part as well. Its positions are those of `tf.where`, as in
+What a mask selects is a selection as well. Its positions are those of `tf.where`, as in
 `tf.boolean_mask`, or where a layer is only given what isn't padding:
 
     positions = tf.where(mask)
     tokens = dense(tf.gather_nd(net, positions))
     net += tf.scatter_nd(positions, tokens, tf.shape(net, out_type=tf.int64))
 
-Parts are made of rows, and put together to rows: two row spaces meet in one op, which a text can't
-say. So these rules are functions of the placements, as those for lists are.
+Selections are made of rows, and put together to rows: two row spaces meet in one op, which a text
+can't say. So these rules are functions of the placements, as those for lists are.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from estimator_mgpu.partition.rules import (
     strings,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, PartRows, RowSpace, Size
+from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size
 
 _PARTITION = 'DynamicPartition'
 _STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
 _WHERE = 'Where'
 TYPES = (_PARTITION, *_STITCHES, _WHERE)
-"""Types of ops that make parts, or put them together."""
+"""Types of ops that make selections, or put them together."""
 
 _NEED_ROWS = {
     *('InplaceAdd', 'InplaceUpdate', 'MirrorPad', 'MirrorPadGrad', 'ScatterNd'),
@@ -74,7 +75,7 @@ DO_WITHOUT_ROWS = {
     *shapes.RULES,
     *strings.RULES,
 } - _NEED_ROWS
-"""Types of ops that may be sharded by the rows of a part, of which a tower may have none.
+"""Types of ops that may be sharded by the rows of a selection, of which a tower may have none.
 
 Kernels of others fail then, and those of pooling even end the process.
 """
@@ -86,7 +87,7 @@ _SAME_NUMBERS = ('Cast', *_SAME_ENTRIES)  # the same for entries of the types ab
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """How an op with parts is sharded; None if it has to run once.
+    """How an op with selections is sharded; None if it has to run once.
 
     Args:
       op: one of `TYPES`, or one that is given positions.
@@ -104,10 +105,10 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
 
 def _make_parts(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`DynamicPartition`: the data's rows, and for each the part to which it goes.
+    """`DynamicPartition`: the data's rows, and for each the selection to which it goes.
 
-    A part has its rows in their order, so those of all towers, one tower after the other, are those
-    of the full value.
+    A selection has its rows in their order, so those of all towers, one tower after the other, are
+    those of the full value.
 
     The placement of `which` decides: it's computed from the ids, whose rows are the examples. The
     data may be the same for all towers, such as the positions `tf.range(tf.size(ids))`.
@@ -125,17 +126,17 @@ def _make_parts(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes)
     if factor is None:
         return None
 
-    parts = sizes.parts(which, op.outputs, shard.rows)
+    selections = sizes.selections(which, op.outputs, shard.rows)
     need: Need
     outputs: list[Placement]
     if _is_range(data, sizes):
         need = LocalRange(shard.rows, factor)
-        outputs = [Positions(part, parts, shard.rows, factor) for part in parts]
+        outputs = [Positions(selection, selections, shard.rows, factor) for selection in selections]
     else:
         # The data has as many rows, or the op fails.
         need = LOCAL if placements[0] == shard else Slice(0, shard.rows, factor)
-        outputs = [Shard(0, part) for part in parts]
-    dims = [[_full_size(part), *data_dims[1:]] for part in parts]
+        outputs = [Shard(0, selection) for selection in selections]
+    dims = [[_full_size(selection), *data_dims[1:]] for selection in selections]
     return Decision(OpPlan((need, LOCAL)), outputs, dims)
 
 
@@ -154,7 +155,8 @@ def _is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
 def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`DynamicStitch`: positions, and for each of them the data that is put there.
 
-    With the positions of all parts that were made together, each tower has all of its rows again.
+    With the positions of all selections that were made together, each tower has all of its rows
+    again.
     """
     count = len(op.inputs) // 2
     positions = [placement for placement in placements[:count] if isinstance(placement, Positions)]
@@ -162,14 +164,14 @@ def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     if len(positions) < count or data_dims is None:
         return None
     first = positions[0]
-    given = [placement.part for placement in positions]
-    if len(given) != len(first.parts) or set(given) != set(first.parts):
+    given = [placement.selection for placement in positions]
+    if len(given) != len(first.selections) or set(given) != set(first.selections):
         return None
 
-    # What is put at a part's positions has as many rows as the part, or the op fails.
+    # What is put at a selection's positions has as many rows as the selection, or the op fails.
     needs = [
-        LOCAL if placement == Shard(0, part) else Slice(0, part, ONE)
-        for placement, part in zip(placements[count:], given)
+        LOCAL if placement == Shard(0, selection) else Slice(0, selection, ONE)
+        for placement, selection in zip(placements[count:], given)
     ]
     dims = [first.factor * _full_size(first.rows), *data_dims[1:]]
     return Decision(OpPlan((*[LOCAL] * count, *needs)), [Shard(0, first.rows)], [dims])
@@ -193,10 +195,10 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
         mask = mask.op.inputs[0]
     if not _selects_vectors(mask):
         return None
-    [part] = sizes.parts(mask, op.outputs, shard.rows)
+    [selection] = sizes.selections(mask, op.outputs, shard.rows)
     columns = Size(sizes.rank(op.inputs[0]))
-    positions = Positions(part, (), shard.rows, factor)
-    return Decision(OpPlan((LOCAL,)), [positions], [[_full_size(part), columns]])
+    positions = Positions(selection, (), shard.rows, factor)
+    return Decision(OpPlan((LOCAL,)), [positions], [[_full_size(selection), columns]])
 
 
 def _selects_vectors(mask: tf.Tensor) -> bool:
@@ -250,7 +252,7 @@ def _are_one(columns: list[Size]) -> bool:
 
 
 def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`GatherV2` of a vector of positions: it takes the rows of a part."""
+    """`GatherV2` of a vector of positions: it takes the rows of a selection."""
     rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
     if not is_along_rows or sizes.rank(indices) != 1:
@@ -259,7 +261,7 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
 
 
 def _gather_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`GatherNd` of a matrix of positions: it takes the entries of a part."""
+    """`GatherNd` of a matrix of positions: it takes the entries of a selection."""
     dims = sizes.dims(op.inputs[1]) or []
     if len(dims) != 2:
         return None
@@ -290,20 +292,20 @@ def _taken(
         return None
     is_sharded = placement == Shard(0, positions.rows)
     need = LOCAL if is_sharded else Slice(0, positions.rows, positions.factor)
-    part_dims = [_full_size(positions.part), *dims[named:]]
+    selection_dims = [_full_size(positions.selection), *dims[named:]]
     plan = OpPlan((need, LOCAL, *more_needs))
-    return Decision(plan, [Shard(0, positions.part)], [part_dims])
+    return Decision(plan, [Shard(0, positions.selection)], [selection_dims])
 
 
 def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`ScatterNd` at a matrix of positions: zeros, but for the entries of a part."""
+    """`ScatterNd` at a matrix of positions: zeros, but for the entries of a selection."""
     indices, _, shape = op.inputs
     positions, placement, _ = placements
     dims = sizes.entries(shape)
-    is_part_of_part = isinstance(positions, Positions) and isinstance(positions.rows, PartRows)
-    if sizes.rank(indices) != 2 or not dims or is_part_of_part:
-        # The kernel fails without rows, which a part may be. An empty tower of the batch computes
-        # on the first example instead: see `towers/shards.py`.
+    is_of_selection = isinstance(positions, Positions) and isinstance(positions.rows, SelectedRows)
+    if sizes.rank(indices) != 2 or not dims or is_of_selection:
+        # The kernel fails without rows, which a selection may be. An empty tower of the batch
+        # computes on the first example instead: see `towers/shards.py`.
         return None
     put_back = _put_back(positions, placement, dims)
     if put_back is None:
@@ -313,7 +315,7 @@ def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes)
 
 
 def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`UnsortedSegmentSum` and the like, by a vector of positions: the rows of a part, or zeros."""
+    """`UnsortedSegmentSum` and the like, by a vector of positions: selected rows, or zeros."""
     data, indices, count = op.inputs
     placement, positions, _ = placements
     data_dims = sizes.dims(data)
@@ -328,7 +330,7 @@ def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
 
 
 class _PutBack(NamedTuple):
-    """How the rows of a part are put at their positions in a tensor."""
+    """How the rows of a selection are put at their positions in a tensor."""
 
     rows: Need  # the form of the rows
     shape: LocalShape  # the tower's version of the tensor's dimensions
@@ -336,7 +338,7 @@ class _PutBack(NamedTuple):
 
 
 def _put_back(positions: Placement, placement: Placement, dims: Sequence[Size]) -> _PutBack | None:
-    """How the rows of a part are put at their positions; None if towers can't do that.
+    """How the rows of a selection are put at their positions; None if towers can't do that.
 
     Args:
       positions: their placement.
@@ -348,8 +350,8 @@ def _put_back(positions: Placement, placement: Placement, dims: Sequence[Size]) 
     if not dims[0].same_as(positions.factor * _full_size(positions.rows)):
         return None
     # There are as many rows as positions, or the op fails.
-    is_sharded = placement == Shard(0, positions.part)
-    need = LOCAL if is_sharded else Slice(0, positions.part, ONE)
+    is_sharded = placement == Shard(0, positions.selection)
+    need = LOCAL if is_sharded else Slice(0, positions.selection, ONE)
     local_shape = LocalShape(tuple(dims), 0, positions.rows)
     return _PutBack(need, local_shape, Shard(0, positions.rows))
 
