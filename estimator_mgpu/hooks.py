@@ -4,7 +4,7 @@ In: what `steps` knows of the graph's steps. Out: a progress bar, and lines in t
 TensorBoard.
 
 A user's own hooks need nothing from here: the ops that they fetch stay in the graph, and have the
-values of the global batch (`partition.towers.build`).
+values of the global batch (`partition.towers.build_towers`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import towers
 from estimator_mgpu import check_rule
 from estimator_mgpu.partition.placements import REPLICATE, SizeList
 from estimator_mgpu.partition.rules import lists
@@ -93,3 +94,64 @@ def test_a_list_of_sizes():
         shape = tf.shape(x)
         assert lists.list_with(shape[:1], REPLICATE, batch, sizes) == SizeList((dims[0],))
         assert lists.list_with(shape[1:], REPLICATE, batch, sizes) is None
+
+
+def size_of(x):
+    return ops.Shape(input=x)[0]
+
+
+def sizes_in_a_loop(x):
+    """The examples, and an array of how many there are, once for each of three steps."""
+    body = lambda i, net, sizes: (i + 1, tf.tanh(net), sizes.write(i, size_of(net)))  # noqa: E731
+    _, net, sizes = tf.while_loop(lambda i, *_: i < 3, body, [0, x, tf.TensorArray(tf.int32, 3)])
+    return net, sizes
+
+
+def times(x, size):
+    return x * tf.cast(size, tf.float32)
+
+
+def one_size(x):
+    net, sizes = sizes_in_a_loop(x)
+    return times(net, sizes.read(1))
+
+
+def sum_of_sizes(x):
+    net, sizes = sizes_in_a_loop(x)
+    return times(net, tf.reduce_sum(sizes.stack()))
+
+
+def sums_of_sizes_in_a_loop(x):
+    def body(i, net):
+        sizes = tf.TensorArray(tf.int32, 2).write(0, size_of(net)).write(1, size_of(net))
+        return i + 1, times(tf.tanh(net), tf.reduce_sum(sizes.stack()))
+
+    return tf.while_loop(lambda i, _: i < 3, body, [0, x])[1]
+
+
+def popped_size(x):
+    """Of a list that a loop makes."""
+    scalars = {'element_shape': tf.zeros([0], tf.int32), 'element_dtype': tf.int32}
+    empty = ops.EmptyTensorList(max_num_elements=-1, **scalars)
+
+    def body(i, sizes):
+        return i + 1, ops.TensorListPushBack(input_handle=sizes, tensor=size_of(tf.tanh(x)))
+
+    _, sizes = tf.while_loop(lambda i, _: i < 3, body, [0, empty])
+    size = ops.TensorListPopBack(input_handle=sizes, **scalars)[1]
+    return times(x, tf.ensure_shape(size, []))
+
+
+def optional_size(x):
+    """What a branch returns."""
+    choice = tf.placeholder_with_default(True, [])
+    with_size = lambda y: (y, ops.OptionalFromValue(components=[size_of(y)]))  # noqa: E731
+    net, optional = tf.cond(choice, lambda: with_size(tf.tanh(x)), lambda: with_size(tf.exp(x)))
+    [size] = ops.OptionalGetValue(optional=optional, output_types=[tf.int32], output_shapes=[[]])
+    return times(net, size)
+
+
+def test_sizes_that_are_taken_out_of_a_list(behavior):
+    """They are those of the global batch, though each device puts its own into its list."""
+    programs = [one_size, sum_of_sizes, sums_of_sizes_in_a_loop, popped_size, optional_size]
+    towers.compare_outputs(programs, [ROWS, ROWS[:2]], 3, static=False)

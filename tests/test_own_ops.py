@@ -11,8 +11,8 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import towers
 from estimator_mgpu import check_rule, register_rule
-from estimator_mgpu.custom_ops.calls import Call
 from estimator_mgpu.custom_ops.dimensions import Dimension
+from estimator_mgpu.custom_ops.op_calls import Call
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.sizes import ONE

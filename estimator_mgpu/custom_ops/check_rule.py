@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches import batch
-from estimator_mgpu.custom_ops import calls, runs, trials
+from estimator_mgpu.custom_ops import op_calls, runs, trials
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import OpPlan
@@ -204,7 +204,7 @@ def _check_repeatable(
     except AssertionError as error:
         with tf.Graph().as_default():
             _, outputs = _call(function, arrays)
-            ops = [op for op in calls.ops_of(outputs) if has_side_effect(op)]
+            ops = [op for op in op_calls.ops_of(outputs) if has_side_effect(op)]
         names = ', '.join(f'{op.name!r} (a {op.type})' for op in ops)
         cause = f'These ops draw random numbers, call Python or have a state: {names}.'
         if not ops:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from estimator_mgpu.custom_ops.calls import Call, may_be_sizes
+from estimator_mgpu.custom_ops.op_calls import Call, may_be_sizes
 from estimator_mgpu.custom_ops.register_rule import is_registered
 from estimator_mgpu.partition.plan import Label, SizesOf
 from estimator_mgpu.partition.rules import RULES

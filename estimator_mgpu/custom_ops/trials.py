@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.custom_ops.calls import calls_of, may_be_sizes
 from estimator_mgpu.custom_ops.dimensions import Dimension, dimensions_of
+from estimator_mgpu.custom_ops.op_calls import calls_of, may_be_sizes
 from estimator_mgpu.custom_ops.runs import assert_same, session_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.later_gradients import Model
@@ -24,7 +24,7 @@ from estimator_mgpu.partition.propagation.accepted_shapes import copy_of, takes
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.rules import PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.build import Towers, build_towers
+from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
 from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.tf_internals.error_messages import reason
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order

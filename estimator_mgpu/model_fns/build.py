@@ -28,7 +28,7 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
     recompute_activations,
 )
-from estimator_mgpu.partition.towers.build import Towers
+from estimator_mgpu.partition.towers.build_towers import Towers
 from estimator_mgpu.partition.towers.variables import place_variables
 from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator

@@ -76,7 +76,9 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
             op, [of_list, *placements[1:]], scope.batch, scope.sizes, scope.in_function
         )
     elif op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
-        decision = lists.decide(op, _of_batch(placements, scope.batch), scope.batch, scope.sizes)
+        decision = lists.decide(
+            op, _of_batch(placements, scope.batch), scope.batch, scope.sizes, scope.in_function
+        )
     else:
         return _by_rule(scope, op, placements)
     return decision if decision and scope.make_lists(op, decision) else None

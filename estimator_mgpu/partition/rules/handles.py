@@ -183,7 +183,8 @@ class _ListOp:
     def _get(self) -> Decision | None:
         """An element, or all of them stacked."""
         stacked = _GETS[self.op.type]
-        element = lists.element_of(self.current, self.op.outputs[0], self.sizes, stacked)
+        output = self.op.outputs[0]
+        element = lists.element_of(self.current, output, self.sizes, self.in_function, stacked)
         plan = OpPlan(tuple(self._needs()), _local_attrs(self.op, self.current))
         if element is not None:
             placement, dims = element

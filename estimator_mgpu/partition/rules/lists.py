@@ -58,7 +58,11 @@ def empty_list(op: tf.Operation) -> OpPlan:
 
 
 def decide(
-    op: tf.Operation, placements: Sequence[Placement], batch: RowSpace, sizes: Sizes
+    op: tf.Operation,
+    placements: Sequence[Placement],
+    batch: RowSpace,
+    sizes: Sizes,
+    in_function: bool,
 ) -> Decision | None:
     """How an op with lists is sharded; None if it has to run once.
 
@@ -67,6 +71,7 @@ def decide(
       placements: of the op's inputs.
       batch: the batch's row space.
       sizes: where the sizes of an element that is a shape are recorded.
+      in_function: whether the op is in a function, or in a loop, that towers have copies of.
     """
     if FLOW in placements:
         return _flow(op, placements)
@@ -86,7 +91,7 @@ def decide(
         # One that is made like another one. Only ops on the same tower use it.
         return _on_first_input(op, [None])
     if op.type in _GET:
-        return _get(op, first, sizes)
+        return _get(op, first, sizes, in_function)
     if isinstance(first, ShardList):
         results: dict[str, Placement] = {
             'TensorListLength': REPLICATE,
@@ -122,12 +127,13 @@ def _unstack(op: tf.Operation, placement: Placement, sizes: Sizes) -> Decision |
     return Decision(OpPlan((LOCAL, _any_shape(op.inputs[1]))), [elements])
 
 
-def _get(op: tf.Operation, current: Placement, sizes: Sizes) -> Decision | None:
+def _get(op: tf.Operation, current: Placement, sizes: Sizes, in_function: bool) -> Decision | None:
     """An element of a list, or all of them stacked."""
     if not isinstance(current, ShardList) and op.type not in _POP:
         return None
     output = op.outputs[-1]
-    element = element_of(current, output, sizes, stacked=int(op.type == 'TensorListStack'))
+    stacked = int(op.type == 'TensorListStack')
+    element = element_of(current, output, sizes, in_function, stacked)
     if element is None:
         return None
 
@@ -148,7 +154,7 @@ def _get(op: tf.Operation, current: Placement, sizes: Sizes) -> Decision | None:
 
 
 def element_of(
-    current: Placement, output: tf.Tensor, sizes: Sizes, stacked: int
+    current: Placement, output: tf.Tensor, sizes: Sizes, in_function: bool, stacked: int
 ) -> tuple[Placement, list[Size] | None] | None:
     """The placement and the dimensions of what is taken out of a list; None if it isn't known.
 
@@ -156,13 +162,14 @@ def element_of(
       current: the list's placement.
       output: what is taken out: an element, or several.
       sizes: where the sizes are recorded if it's a shape.
+      in_function: whether it's taken out in a function, where towers may have sizes of their own.
       stacked: 1 if it's several elements, stacked along a new dimension 0.
     """
     if isinstance(current, ShardList):
         shard = Shard(current.axis + stacked, current.rows, current.in_blocks)
         rank = current.rank + stacked
         return shard, sizes.dims_of_shard(output, shard, current.factor, rank)
-    if isinstance(current, SizeList):
+    if isinstance(current, SizeList) and in_function and not stacked:
         sizes.set_entries(output, current.sizes)
         return REPLICATE, None
     if isinstance(current, NestedList):

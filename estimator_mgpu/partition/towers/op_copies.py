@@ -28,7 +28,7 @@ from estimator_mgpu.partition.plan import (
     SparseRows,
     VariableValue,
 )
-from estimator_mgpu.partition.towers.functions import adapt_node
+from estimator_mgpu.partition.towers.function_copies import adapt_node
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
