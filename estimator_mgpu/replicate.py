@@ -97,7 +97,7 @@ def replicate(
 
 def replicate(
     model_fn: Callable[..., Any] | None = None,
-    *,
+    *unnamed: Any,
     devices: Devices = None,
     broadcast: Names | None = None,
     variables: Variables = 'spread',
@@ -144,6 +144,7 @@ def replicate(
     Returns:
       The replicated model_fn; or a decorator that returns it.
     """
+    check_named(unnamed, 'replicate(model_fn, devices=2)')
     check_options(gone)
     devices = checked(devices)
     choices = dict(variables=variables, batch_norm=batch_norm, input=input)
@@ -166,6 +167,15 @@ def replicate(
     )
     decorator = functools.partial(_replicated, options)
     return decorator if model_fn is None else decorator(model_fn)
+
+
+def check_named(unnamed: tuple[Any, ...], example: str) -> None:
+    """Raises TypeError if devices or options were given without their names."""
+    if unnamed:
+        values = ', '.join(map(repr, unnamed))
+        raise TypeError(
+            f'{values} was given without a name. Devices and options are given by name: {example}.'
+        )
 
 
 def check_options(names: Iterable[str], caller: str = 'replicate') -> None:

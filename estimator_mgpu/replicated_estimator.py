@@ -23,7 +23,13 @@ from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.errors import failures
 from estimator_mgpu.memory.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.predictor import Predictor
-from estimator_mgpu.replicate import CommonOptions, check_options, check_strategies, replicate
+from estimator_mgpu.replicate import (
+    CommonOptions,
+    check_named,
+    check_options,
+    check_strategies,
+    replicate,
+)
 from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
@@ -106,7 +112,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         saving_listeners: Any,
     ) -> Any:
         """An attempt at `train()`, whose arguments it takes, and the chief of several machines."""
-        by_machine = self._model_fn.replicate_options['input'] == 'machine'
+        by_machine = self._options['input'] == 'machine'
         if chief is None:
             if by_machine:
                 input_fn = machine_input.in_context(input_fn)
@@ -146,7 +152,13 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
 
     @property
     def _microbatches(self) -> int | AutoMicrobatches:
-        return self._model_fn.replicate_options['microbatches']
+        return self._options['microbatches']
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Those of `replicate()`; of a model_fn that isn't replicated, as `remade` may give one."""
+        plain = {'microbatches': 1, 'input': 'chief'}
+        return getattr(self._model_fn, 'replicate_options', plain)
 
     def _check_train_arguments(self, input_fn: Any, hooks: Any, steps: Any, max_steps: Any) -> None:
         if self.config.task_type == 'evaluator':
@@ -253,6 +265,11 @@ class Estimator(_OnMachines):
         **options: Unpack[EstimatorOptions],
     ):
         check_options(options, 'Estimator')
+        if isinstance(model_dir, (int, list, tuple)):
+            raise TypeError(
+                f'model_dir={model_dir!r} is of {type(model_dir).__name__}, which is no path. '
+                'Devices are given by name: Estimator(model_fn, devices=2).'
+            )
         if not hasattr(model_fn, 'replicate_options'):
             model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
         elif devices is not None or options:
@@ -266,7 +283,7 @@ class Estimator(_OnMachines):
 
         microbatches = model_fn.replicate_options['microbatches']  # type: ignore[attr-defined]
         may_have_several = isinstance(microbatches, AutoMicrobatches) or microbatches > 1
-        config = _with_devices(_checked_config(config), devices, 2 if may_have_several else 1)
+        config = with_devices(_checked_config(config), devices, 2 if may_have_several else 1)
         self._cluster_config = None
         if config.master:
             self._cluster_config = config
@@ -394,7 +411,7 @@ def _checked_config(config: Any) -> Any:
     return config
 
 
-def _with_devices(config: Any, devices: Any, microbatches: int) -> Any:
+def with_devices(config: Any, devices: Any, microbatches: int) -> Any:
     """A RunConfig whose session has the devices, and on several machines sees all of them."""
     session = copy.deepcopy(config.session_config)
     if config.master and session:
@@ -418,7 +435,7 @@ def _of_single_task(config: Any) -> Any:
 
 
 def replicate_estimator(
-    estimator: Any, *, devices: Devices = None, **options: Unpack[EstimatorOptions]
+    estimator: Any, *unnamed: Any, devices: Devices = None, **options: Unpack[EstimatorOptions]
 ) -> Estimator:
     """Returns an estimator that does on several devices what another does on one.
 
@@ -440,6 +457,7 @@ def replicate_estimator(
             f'replicate_estimator({estimator!r}) was given a {type(estimator).__name__}. It takes '
             'a tf.estimator.Estimator; a model_fn goes to replicate().'
         )
+    check_named(unnamed, 'replicate_estimator(estimator, devices=2)')
     check_options(options, 'replicate_estimator')
     several = _blank(type(estimator))
     several.__dict__.update(vars(estimator))
@@ -447,14 +465,41 @@ def replicate_estimator(
     model_fn = _with_estimator(several, estimator._model_fn, estimator)
     model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
 
-    # A model_fn that takes no params may be given none. Estimator keeps no warm_start_from, only
-    # the settings made of it, which it takes as well.
-    params = estimator._params or None
-    warm_start_from = estimator._warm_start_settings
     Estimator.__init__(
-        several, model_fn, estimator.model_dir, estimator.config, params, warm_start_from
+        several, model_fn, estimator.model_dir, estimator.config, *_params_and_warm_start(estimator)
     )
     return several
+
+
+def remade(estimator: Any, change: Callable[[Any], Any], model_dir: str, config: Any) -> Any:
+    """Returns an estimator of the same class and attributes, but with another model_fn.
+
+    Args:
+      estimator: the estimator.
+      change: (model_fn) -> the other model_fn. What is replicated is first taken apart.
+      model_dir: the other one's.
+      config: the other one's RunConfig.
+    """
+    other: Any = object.__new__(type(estimator))
+    other.__dict__.update(vars(estimator), _cluster_config=None, _follower=None)
+    model_fn = estimator._model_fn
+    if hasattr(model_fn, 'replicate_options'):
+        model_fn = model_fn.__wrapped__
+    model_fn = change(_with_estimator(other, model_fn, estimator))
+    config = config.replace(model_dir=model_dir)
+    tf_estimator.estimator.Estimator.__init__(
+        other, model_fn, None, config, *_params_and_warm_start(estimator)
+    )
+    return other
+
+
+def _params_and_warm_start(estimator: Any) -> tuple[Any, Any]:
+    """What to give to a constructor for the params and the warm start of an estimator.
+
+    A model_fn that takes no params may be given none. Estimator keeps no warm_start_from, only the
+    settings made of it, which it takes as well.
+    """
+    return estimator._params or None, estimator._warm_start_settings
 
 
 def _with_estimator(several: Any, model_fn: Any, estimator: Any) -> Any:

@@ -31,6 +31,7 @@ class Step(NamedTuple):
     recomputation: Any = None  # What is computed twice, a `Recomputation`; None if not asked for.
     names: Any = None  # Of the ops that were added, `Names`; None if it wasn't divided.
     unknown: Sequence[str] = ()  # Features and labels of unknown rank, which aren't sharded.
+    has_arrays: bool = False  # NumPy's, among features and labels; they aren't sharded.
     nothing_is_sharded: bool = False  # Although it was to be: there is no plan, then.
     facts: Any = None  # What has to stay true of its graph, `Facts`; None if it isn't checked.
     tower_devices: Sequence[str] = ()  # Of each tower; a device has one for each micro-batch.

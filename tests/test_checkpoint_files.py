@@ -375,3 +375,22 @@ def test_errors_of_hooks(tmp_path):
 def test_a_directory_in_the_place_of_a_checkpoint(model_dir):
     with pytest.raises(ValueError, match=f"{model_dir}' is a directory. Give a checkpoint in it"):
         estimator_in(model_dir).evaluate(input_fn, 1, checkpoint_path=str(model_dir))
+
+
+@pytest.mark.parametrize('call', ['train', 'evaluate', 'predict'])
+def test_a_checkpoint_of_other_shapes(model_dir, call, behavior):
+    """TensorFlow lets resource variables take them, and fails for others."""
+
+    def widen(features):
+        with tf.variable_scope('net'):
+            net = features @ tf.get_variable('w', [3, 5]) + tf.get_variable('b', [5])
+            return net @ tf.get_variable('v', [5, 1])
+
+    files = listed(model_dir)
+    match = (
+        rf'{LAST} is of a model with other shapes: there, net/.* has .*, and the model .* '
+        r'\(and \d more\)\. Use a new model_dir'
+    )
+    with pytest.raises(ValueError, match=match):
+        CALLS[call](estimator_in(model_dir, of_all_modes(widen)))
+    assert listed(model_dir).items() >= files.items()

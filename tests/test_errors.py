@@ -1,5 +1,7 @@
 """Bad input is a clear error at build time: what was given, what is legal, and the remedy."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -266,6 +268,51 @@ DATASET = 'Give a function that makes the batches: lambda: data'
 def test_arguments_of_another_type(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ('call', 'message'),
+    [
+        (
+            lambda: estimator_mgpu.replicate(regression(adam), 2),
+            r'2 was given without a name.*replicate\(model_fn, devices=2\)',
+        ),
+        (
+            lambda: estimator_mgpu.replicate_estimator(tf.estimator.LinearRegressor([]), 2, 'cpu'),
+            r"2, 'cpu' was given without.*replicate_estimator\(estimator, devices=2\)",
+        ),
+        (
+            lambda: estimator_mgpu.Estimator(regression(adam), 2),
+            r'model_dir=2 is of int, which is no path.*Estimator\(model_fn, devices=2\)',
+        ),
+        (
+            lambda: estimator_mgpu.Estimator(regression(adam), ['/cpu:0']),
+            r'model_dir=.* is of list, which is no path',
+        ),
+    ],
+    ids=['replicate', 'replicate_estimator', 'Estimator', 'Estimator of a list'],
+)
+def test_devices_without_a_name(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_a_partial_of_a_replicated_model_fn():
+    partial = functools.partial(estimator_mgpu.replicate(regression(adam), devices=2))
+    for make in (estimator_mgpu.replicate, estimator_mgpu.Estimator):
+        with pytest.raises(ValueError, match=r'partial of one .*replicate\(functools.partial\('):
+            make(partial, devices=2)
+
+
+def test_estimators_that_are_missing():
+    gone = "no attribute 'BoostedTreesClassifier': tensorflow-estimator 2.15 has no boosted trees"
+    for module in (tf.estimator, tf.compat.v2.estimator, estimator_mgpu.estimator.experimental):
+        with pytest.raises(AttributeError, match=gone):
+            module.BoostedTreesClassifier  # noqa: B018
+        assert not hasattr(module, 'nothing')
+    elsewhere = "no attribute 'RNNClassifier'; it is tf.compat.v2.estimator.experimental.RNN"
+    with pytest.raises(AttributeError, match=elsewhere):
+        tf.estimator.RNNClassifier  # noqa: B018
 
 
 def untrainable(features, labels, mode):

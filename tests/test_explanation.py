@@ -298,6 +298,8 @@ def test_nothing_is_sharded(rows, caplog):
     assert 'ops\n  none is sharded: all run once, on the global batch' in str(found)
     assert '0 run once' not in str(found)
     assert 'Nothing is sharded: fewer examples than devices, or none in a dense' in caplog.text
+    of_arrays = 'NumPy arrays become constants of the graph. Let the input_fn give tensors: tf.data'
+    assert (of_arrays in caplog.text) == isinstance(rows(), tuple)
 
 
 def test_rows_that_may_not_be_the_batchs():

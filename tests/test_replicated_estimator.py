@@ -182,9 +182,37 @@ def test_a_tpu_estimator(tmp_path):
         assert_close(predict_batch(floats(23, 3))['output'], found[0][-1], 1e-5)
 
 
-def test_a_spec_for_tpus_is_verified():
+def metrics(labels, output):
+    return {'error': tf.metrics.mean_absolute_error(labels, output)}
+
+
+def tpu_model_fn_with_calls(features, labels, mode, params):
+    """Its metrics, and what the host does, are functions of tensors that a TPU would send."""
+    spec = tpu_model_fn(features, labels, mode, params)
+    calls = {}
+    if mode == 'eval':
+        calls['eval_metrics'] = (metrics, [labels, spec.predictions['output']])
+    if mode == 'train':
+        calls['host_call'] = (lambda loss: [tf.print(loss)], [spec.loss[None]])
+    results = spec.predictions, spec.loss, spec.train_op
+    return tf.estimator.tpu.TPUEstimatorSpec(mode, *results, **calls)
+
+
+@pytest.mark.parametrize('model_fn', [tpu_model_fn, tpu_model_fn_with_calls])
+def test_what_is_for_tpus_is_verified(model_fn):
     params = {'batch_size': 9}
-    assert estimator_mgpu.verify(tpu_model_fn, tpu_input_fn, params, devices=3).exact
+    of_spec = estimator_mgpu.verify(model_fn, tpu_input_fn, params, devices=3)
+
+    tpu = estimator_mgpu.estimator.tpu
+    sizes = dict(train_batch_size=9, eval_batch_size=6, predict_batch_size=4)
+    estimator = tpu.TPUEstimator(model_fn, use_tpu=False, config=tpu.RunConfig(), **sizes)
+    of_estimator = estimator_mgpu.verify(estimator, tpu_input_fn, devices=3)
+    several = estimator_mgpu.replicate_estimator(estimator, devices=2)
+    for result in of_spec, of_estimator, estimator_mgpu.verify(several, tpu_input_fn):
+        assert result.exact and {d.mode for d in result.differences} == {'train', 'eval', 'infer'}
+        compared = {d.what for d in result.differences if d.mode == 'eval'}
+        assert ('error' in compared) == (model_fn is tpu_model_fn_with_calls)
+    assert several.explain(tpu_input_fn).sharded
 
 
 def test_a_model_fn_that_asks_its_estimator():

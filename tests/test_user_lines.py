@@ -634,6 +634,12 @@ def test_other_resources(message):
     assert raised(error) is error
 
 
+def test_what_helps_if_xla_refuses_several_cpus():
+    message = 'Multiple CPU devices [/device:CPU:1,/device:CPU:0]'
+    first, last = str(raised(tf.errors.InternalError(None, None, message))).splitlines()
+    assert first == message and 'Leave out global_jit_level and --tf_xla_cpu_global_jit' in last
+
+
 def test_other_errors_stay_as_they_are():
     error = tf.errors.UnavailableError(None, None, 'Socket closed')
     assert raised(error) is error

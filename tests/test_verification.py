@@ -1,6 +1,7 @@
 """`verify()` tells a user whether, and why, several devices differ from one."""
 
 import itertools
+import os
 import re
 import warnings
 
@@ -186,6 +187,83 @@ def test_values_that_are_no_numbers_are_compared():
 def test_numbers_of_numpy():
     options = {'devices': np.int64(2), 'steps': np.int32(1), 'tolerance': np.float32(1e-4)}
     assert estimator_mgpu.verify(of_all_modes(predict), input_fn, **options).exact
+
+
+class Scaled(estimator_mgpu.Estimator):
+    """A user's own, whose model_fn is a method that looks at its attributes, params and config."""
+
+    def __init__(self, scale, **options):
+        self.scale = scale
+        config = tf.estimator.RunConfig(keep_checkpoint_max=1, save_checkpoints_secs=None)
+        super().__init__(self._build, config=config, params={'shift': 1.0}, **options)
+
+    def output(self, features, params):
+        return self.scale * predict(features) + params['shift']
+
+    def _build(self, features, labels, mode, params, config):
+        self.scales.append((self.scale, config.keep_checkpoint_max))
+        return of_all_modes(lambda x: self.output(x, params))(features, labels, mode)
+
+
+def test_an_estimator_is_verified(capsys):
+    Scaled.scales = []
+    estimator = Scaled(2.0, devices=4, microbatches=2)
+    estimator.scale = 3.0
+    result = estimator_mgpu.verify(estimator, input_fn, devices=2)
+    assert result.exact and {d.mode for d in result.differences} == {'train', 'eval', 'infer'}
+    assert {scale for scale, _ in Scaled.scales} == {3.0}
+    assert os.listdir(estimator.model_dir) == []
+
+    devices = {op.device for op in graph_of(estimator).get_operations()}
+    assert '/device:CPU:3' in devices  # It's left as it was.
+
+
+def graph_of(estimator):
+    """The graph that an estimator trains."""
+    graphs = []
+
+    class Hook(tf.train.SessionRunHook):
+        def begin(self):
+            graphs.append(tf.get_default_graph())
+
+    estimator.train(input_fn, [Hook()], steps=1)
+    return graphs[0]
+
+
+def test_what_differs_of_an_estimator_is_told():
+    """Its option is used: statistics are those of a device."""
+
+    def fused(features):
+        x = tf.layers.batch_normalization(features[:, None, None], training=True)
+        return tf.layers.dense(x[:, 0, 0], 1)
+
+    options = dict(devices=3, batch_norm='device')
+    estimator = estimator_mgpu.Estimator(of_all_modes(fused), **options)
+    assert ('train', 'loss') in failed(estimator_mgpu.verify(estimator, input_fn))
+
+
+@pytest.mark.parametrize('replicated', [False, True])
+def test_a_canned_estimator_is_verified(replicated):
+    columns = [tf.feature_column.numeric_column('x', shape=[3])]
+    estimator = tf.estimator.DNNLinearCombinedRegressor(
+        None,
+        columns,
+        dnn_feature_columns=columns,
+        dnn_hidden_units=[4],
+        dnn_optimizer=tf.train.GradientDescentOptimizer(0.1),
+    )
+    if replicated:
+        estimator = estimator_mgpu.replicate_estimator(estimator, devices=4)
+    named = lambda: input_fn().map(lambda x, y: ({'x': x}, y))  # noqa: E731
+    result = estimator_mgpu.verify(estimator, named, devices=3)
+    assert result.exact and ('eval', 'average_loss') in {
+        (d.mode, d.what) for d in result.differences
+    }
+
+
+def test_an_estimator_has_its_own_params():
+    with pytest.raises(TypeError, match='given with an Estimator.*Leave out params'):
+        estimator_mgpu.verify(tf.estimator.LinearRegressor([]), input_fn, {'rate': 0.1})
 
 
 BAD = {

@@ -33,12 +33,14 @@ class Batch(NamedTuple):
       static: how many examples there are, if the graph knows.
       leaves: all that has examples: dense, sparse and ragged tensors.
       unknown: tensors of unknown rank. They may be scalars, so they aren't sharded.
+      has_arrays: whether there are NumPy arrays, which the model_fn turns into constants.
     """
 
     sources: list[tf.Tensor]
     static: int | None
     leaves: dict[Path, Any]
     unknown: dict[Path, Any]
+    has_arrays: bool = False
 
     @property
     def unsharded(self) -> list[Any]:
@@ -132,7 +134,7 @@ def look_at(features: Any, labels: Any, broadcast: Sequence[str] = ()) -> Batch:
             f'dimension 0. Given: {_with_shapes(leaves)}. Let the input_fn give batches, say by '
             'dataset.batch().'
         )
-    return batch_of(shardable)
+    return batch_of(shardable)._replace(has_arrays=has_arrays)
 
 
 def _with_shapes(leaves: dict[Path, Any]) -> str:

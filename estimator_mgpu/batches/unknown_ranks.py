@@ -32,7 +32,7 @@ def shapes_told_by_model(batch: Batch) -> Batch:
         shape = _shape_told(leaf)
         if shape is not None:
             leaf.set_shape([None, *shape[1:]] if shape else [])
-    return batch_of({**batch.leaves, **batch.unknown})
+    return batch_of({**batch.leaves, **batch.unknown})._replace(has_arrays=batch.has_arrays)
 
 
 def _shape_told(tensor: tf.Tensor) -> list[int | None] | None:

@@ -142,11 +142,33 @@ def explain_restore_errors(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
 
 def _restore(restore: Any, session: tf.Session, path: str) -> None:
     try:
+        _check_shapes(session.graph, path)
         restore(session, path)
     except _RESTORE_ERRORS as error:
         if _is_of_other_variables(error):
             raise
         raise _unreadable(error, path) from error
+
+
+def _check_shapes(graph: tf.Graph, path: str) -> None:
+    """Raises ValueError if variables of a graph have other shapes in a checkpoint.
+
+    TensorFlow lets a resource variable take any shape, whatever the model's other ops expect.
+    """
+    saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
+    others = []
+    for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
+        shape = saved.get(variable.op.name)
+        if shape is not None and not variable.shape.is_compatible_with(shape):
+            others.append(
+                f'{variable.op.name} has {shape}, and the model {variable.shape.as_list()}'
+            )
+    if others:
+        more = f' (and {len(others) - 1} more)' if len(others) > 1 else ''
+        raise ValueError(
+            f'The checkpoint {path} is of a model with other shapes: there, {others[0]}{more}. '
+            'Use a new model_dir for this model, or build the model as it was.'
+        )
 
 
 def _op_type(error: Exception) -> str | None:

@@ -47,6 +47,10 @@ _OF_SESSIONS = (
 )
 # An error of this very class ends training without a failure. Explained, it would be of a subclass.
 _END_OF_DATA = tf.errors.OutOfRangeError
+_XLA_ON_CPUS = (
+    'XLA compiles no ops of several logical CPU devices by itself. Leave out global_jit_level and '
+    '--tf_xla_cpu_global_jit, or give devices=1.'
+)
 _ORIGINAL = '_estimator_mgpu_original'  # An attribute of an error that was explained.
 
 
@@ -143,6 +147,8 @@ def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
     what_helps = ''
     if error_messages.is_of_step_memory(error):
         what_helps = memory_advice.for_op(error.op, step)
+    elif error_messages.is_of_xla_on_cpus(error):
+        what_helps = _XLA_ON_CPUS
 
     # A line has no full stop, so that it can be clicked on where it's the end.
     raised_by = user_lines.last_of(error_messages.python_traceback(error))

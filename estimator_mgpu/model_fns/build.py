@@ -202,7 +202,13 @@ def _divided(
         ) from error
 
     examples = total if static is None else static
-    step = steps.Step(examples, spec.loss, devices, unknown=global_batch.unknown_titles)
+    step = steps.Step(
+        examples,
+        spec.loss,
+        devices,
+        unknown=global_batch.unknown_titles,
+        has_arrays=global_batch.has_arrays,
+    )
     if towers is None:
         return spec, step._replace(nothing_is_sharded=True)
     spec = _with_full_values(spec, towers)

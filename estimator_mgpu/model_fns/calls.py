@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,6 +77,11 @@ def check_model_fn(model_fn: Any) -> None:
         )
     if hasattr(model_fn, 'replicate_options'):
         raise ValueError('This model_fn is replicated already. Apply replicate() once.')
+    if isinstance(model_fn, functools.partial) and hasattr(model_fn.func, 'replicate_options'):
+        raise ValueError(
+            'This model_fn is a functools.partial of one that is replicated already. Replicate it '
+            'once, last: replicate(functools.partial(model_fn, ...), devices=2).'
+        )
 
 
 def signature_of(model_fn: Callable[..., Any]) -> inspect.Signature:

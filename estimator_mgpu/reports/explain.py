@@ -365,6 +365,11 @@ def log_sharding(devices: Devices, microbatches: int, config: Any) -> None:
             'Nothing is sharded: fewer examples than devices, or none in a dense or sparse tensor '
             'of known rank.'
         )
+        if step.has_arrays:
+            text += (
+                ' NumPy arrays become constants of the graph. Let the input_fn give tensors: '
+                'tf.data.Dataset.from_tensor_slices((features, labels)).batch(100).'
+            )
     elif devices is None and device_spec(step.devices[0]).device_type == 'CPU':
         level = tf.logging.WARN  # The user may expect GPUs.
         text += (

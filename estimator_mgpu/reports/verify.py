@@ -1,7 +1,8 @@
 """`verify()`: a user's own model_fn on one device and on several, from the same checkpoint.
 
-In: a model_fn and an input_fn. Both runs get the same batches. Out: a `Verification`, which says
-how far each loss, gradient, variable, metric and prediction is from one device's.
+In: a model_fn or an Estimator, and an input_fn. Both runs get the same batches. Out: a
+`Verification`, which says how far each loss, gradient, variable, metric and prediction is from one
+device's.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
-from estimator_mgpu.devices import Devices, resolve, session_config
+from estimator_mgpu.devices import Devices, resolve
 from estimator_mgpu.model_fns.spec_results import decide_order
 from estimator_mgpu.partition.order.open_pairs import OpenPair
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.replicate import check_strategies, replicate
+from estimator_mgpu.replicated_estimator import Estimator, remade, with_devices
 from estimator_mgpu.reports.notebooks import Table, html_of
 from estimator_mgpu.steps import is_count, of_graph
 from estimator_mgpu.tf_internals import tf_estimator
@@ -98,7 +100,7 @@ class Verification(NamedTuple):
 
 
 def verify(
-    model_fn: Callable[..., Any],
+    model_fn: Callable[..., Any] | Estimator,
     input_fn: Callable[..., Any],
     params: dict[str, Any] | None = None,
     devices: Devices = 2,
@@ -126,9 +128,11 @@ def verify(
       True
 
     Args:
-      model_fn: as for `tf.estimator.Estimator`. If it's replicated, its options are used.
+      model_fn: as for `tf.estimator.Estimator`. If it's replicated, its options are used. It may
+        also be an Estimator, canned ones and `TPUEstimator` with `use_tpu=False` among them: then
+        it starts from initial values, and nothing is written to its model_dir.
       input_fn: as for `tf.estimator.Estimator`; it's called once a mode.
-      params: as for `tf.estimator.Estimator`.
+      params: as for `tf.estimator.Estimator`; an Estimator has its own.
       devices: the several devices, as for `replicate()`.
       steps: how many batches to take.
       tolerance: the largest relative difference that counts as rounding. Some units in the last
@@ -138,12 +142,13 @@ def verify(
       The differences, and what the model leaves open. One device has the same order there.
 
     Raises:
-      TypeError: if `params` isn't what an Estimator takes.
+      TypeError: if `params` isn't what an Estimator takes, or is given with an Estimator.
       ValueError: if `devices` is one device, with neither micro-batches nor `recompute=True`; if
         another argument is out of range, or if the input_fn gives no batch.
     """
     towers = resolve(devices)
-    options = dict(getattr(model_fn, 'replicate_options', {}))
+    estimator: Any = model_fn
+    options = dict(getattr(getattr(estimator, '_model_fn', estimator), 'replicate_options', {}))
     microbatches = options.get('microbatches', 1)
     has_turns = isinstance(microbatches, int) and microbatches > 1  # for 'auto', it's an object
     is_changed = has_turns or options.get('recompute', False)
@@ -152,23 +157,20 @@ def verify(
             f'devices={devices!r} is one device, so there is nothing to compare. Give several; '
             'without GPUs, devices=2 makes two logical CPU devices.'
         )
-    _check_arguments(params, steps, tolerance)
-
-    plain = model_fn
-    if options:
-        plain = model_fn.__wrapped__  # type: ignore[attr-defined]
-    options['devices'] = towers
-    config = tf_estimator.estimator.RunConfig(
-        tf_random_seed=1, session_config=session_config(towers)
-    )
+    _check_arguments(estimator, params, steps, tolerance)
 
     differences: list[Difference] = []
     open_pairs: dict[OpenPair, None] = {}  # used as a set that keeps its order
     with contextlib.ExitStack() as stack:
         stack.enter_context(_errors_only())
         model_dirs = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
-        one = EstimatorV2(_ordered(plain, open_pairs), model_dirs[0], config, params)
-        several = EstimatorV2(replicate(plain, **options), model_dirs[1], config, params)
+        if not isinstance(estimator, tf_estimator.estimator.Estimator):
+            estimator = EstimatorV2(estimator, model_dirs[0], params=params)
+        config = _config(estimator.config, towers)
+        ordered = functools.partial(_ordered, open_pairs=open_pairs)
+        one = remade(estimator, ordered, model_dirs[0], config)
+        options = {**options, 'devices': towers}
+        several = remade(estimator, replicate(**options), model_dirs[1], config)
 
         for mode in (MODES.TRAIN, MODES.EVAL, MODES.PREDICT):
             results = _run_both(one, several, input_fn, mode, steps)
@@ -182,6 +184,18 @@ def verify(
     result = Verification(differences, list(open_pairs))
     print(result)
     return result
+
+
+def _config(config: Any, towers: list[str]) -> Any:
+    """An Estimator's RunConfig, with devices, the seed of both runs, and the checkpoints needed."""
+    check_strategies(config)
+    seed = config.tf_random_seed
+    config = with_devices(config, towers, microbatches=1)
+    return config.replace(
+        tf_random_seed=1 if seed is None else seed,
+        save_checkpoints_secs=600,
+        keep_checkpoint_max=5,  # Others start from the first one.
+    )
 
 
 def _ordered(model_fn: Callable[..., Any], open_pairs: dict[OpenPair, None]) -> Callable[..., Any]:
@@ -203,7 +217,12 @@ def _ordered(model_fn: Callable[..., Any], open_pairs: dict[OpenPair, None]) -> 
     return ordered
 
 
-def _check_arguments(params: Any, steps: Any, tolerance: Any) -> None:
+def _check_arguments(estimator: Any, params: Any, steps: Any, tolerance: Any) -> None:
+    if isinstance(estimator, tf_estimator.estimator.Estimator) and params is not None:
+        raise TypeError(
+            f'params={params!r} was given with an Estimator, which has its own. Leave out params; '
+            'devices are given by name: verify(estimator, input_fn, devices=4).'
+        )
     if isinstance(params, (int, str)):
         raise TypeError(
             f'params={params!r} is of {type(params).__name__}, which holds no hyperparameters. '
@@ -305,7 +324,7 @@ def _replay(
     if not (batches and tensors) and mode == MODES.TRAIN:
         raise ValueError('The input_fn gives no batch to train on, so nothing can be compared.')
 
-    def replay() -> Any:
+    def replay(params: Any = None) -> Any:  # which a TPUEstimator insists on
         signature = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
         dataset = tf.data.Dataset.from_generator(lambda: batches, output_signature=signature)
         replayed = iter(tf.data.make_one_shot_iterator(dataset).get_next())

@@ -99,6 +99,11 @@ def is_of_input(error: Exception) -> bool:
     return bool(_INPUT_OP.search(getattr(error, 'message', None) or str(error)))
 
 
+def is_of_xla_on_cpus(error: Exception) -> bool:
+    """Whether XLA, which was to compile all ops that it can, refuses several CPU devices."""
+    return 'Multiple CPU devices [' in (getattr(error, 'message', None) or str(error))
+
+
 def is_of_step_memory(error: tf.errors.OpError) -> bool:
     """Whether memory was too small for an op that a session has run, but not for the input.
 

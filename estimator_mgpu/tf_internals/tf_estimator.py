@@ -210,6 +210,44 @@ def _publish_estimator() -> None:
             sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)  # to import
 
 
+def _explain_missing_estimators() -> None:
+    """Lets tf.estimator say where an estimator is that it doesn't have, or that it's gone."""
+    for module in _estimator_namespaces().values():
+        module.__getattr__ = functools.partial(_missing_estimator, module.__name__)
+
+
+def _estimator_namespaces() -> dict[str, Any]:
+    """The modules of tf.estimator's API, by their public names."""
+    modules = {}
+    for api in ('v1', 'v2'):
+        for name in ('estimator', 'estimator.experimental'):
+            module = importlib.import_module(
+                f'tensorflow_estimator.python.estimator.api._{api}.{name}'
+            )
+            modules[f'tf.compat.{api}.{name}'] = module
+    return modules
+
+
+def _missing_estimator(module: str, name: str) -> Any:
+    """Raises AttributeError, as a module without a name does.
+
+    Args:
+      module: the module's own name.
+      name: what it doesn't have.
+    """
+    text = f'module {module!r} has no attribute {name!r}'
+    for public, other in _estimator_namespaces().items():
+        if name in dir(other):  # Not hasattr(), which would come here.
+            text += f'; it is {public}.{name}'
+            break
+    if name.startswith('BoostedTrees'):
+        text += (
+            ': tensorflow-estimator 2.15 has no boosted trees any more. TensorFlow Decision '
+            'Forests trains such, without an Estimator'
+        )
+    raise AttributeError(text)
+
+
 def _is_no_advice(record: logging.LogRecord) -> bool:
     """False for TensorFlow's advice against tf.estimator, which the log then leaves out."""
     texts = [argument for argument in record.args or () if isinstance(argument, str)]
@@ -221,6 +259,7 @@ if _minor(tf.__version__) > (2, 15):
     _choose_keras()
     _restore_removed()
     _publish_estimator()
+_explain_missing_estimators()
 tf.get_logger().addFilter(_is_no_advice)
 # TensorFlow 2.20 writes graphs as text with an option of which newer versions of protobuf warn.
 warnings.filterwarnings('ignore', 'float_format is deprecated', UserWarning)
