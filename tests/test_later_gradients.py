@@ -299,7 +299,7 @@ def test_two_models():
 
 
 def test_a_gradient_of_a_gradient_that_uses_copies():
-    """Copies of forward ops begin at gates, and those of unknown rank stop gradients."""
+    """Copies of forward ops begin at barriers, and those of unknown rank stop gradients."""
 
     def model_fn(features, labels, mode):
         w = tf.get_variable('w', initializer=0.5)
@@ -316,8 +316,10 @@ def test_a_gradient_of_a_gradient_that_uses_copies():
         with built(model_fn, devices=1, recompute=recompute) as (spec, values_of):
             [w] = tf.trainable_variables()
             found += values_of(tf.gradients(spec.predictions['slope'], w)[0])
-            gates = [op for op in w.graph.get_operations() if op.name.startswith('recompute/gate')]
-            assert bool(gates) == recompute
+            barriers = [
+                op for op in w.graph.get_operations() if op.name.startswith('recompute/barrier')
+            ]
+            assert bool(barriers) == recompute
     assert_close(*found, 1e-5)
 
 

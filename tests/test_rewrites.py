@@ -340,8 +340,8 @@ def test_recompute_activations():
         of/grad_ys_0 = Identity(dy)
         of/c_grad/TanhGrad = TanhGrad(c, of/grad_ys_0)
         of/b_grad/TanhGrad = TanhGrad(b, of/c_grad/TanhGrad)
-        recompute/gate_0 = EnsureShape(x) after of/b_grad/TanhGrad
-        recompute/a = Tanh(recompute/gate_0)
+        recompute/barrier_0 = EnsureShape(x) after of/b_grad/TanhGrad
+        recompute/a = Tanh(recompute/barrier_0)
         of/a_grad/TanhGrad = TanhGrad(recompute/a, of/b_grad/TanhGrad)
     """
     assert_rewritten([divide._recompute], [net, of_x], before, after, x=x)

@@ -29,7 +29,7 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     recompute_activations,
 )
 from estimator_mgpu.partition.towers.build_towers import Towers
-from estimator_mgpu.partition.towers.variables import place_variables
+from estimator_mgpu.partition.towers.variable_devices import place_variables
 from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection

@@ -301,10 +301,10 @@ class Model:
             with tf.device(ends[0].device):
                 identities = [tf.identity(tensor, name) for tensor in ends]
                 with tf.control_dependencies(identities):
-                    gate = tf.no_op(name)
+                    end = tf.no_op(name)
         self.users_of_reruns.update(identity.op for identity in identities)
         for write in later:
-            function_calls.let_wait(write, [gate])
+            function_calls.let_wait(write, [end])
 
 
 class _ChangedInput(NamedTuple):

@@ -19,12 +19,12 @@ from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
-from estimator_mgpu.partition.towers.gates import add_gates
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_copies import Copies
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Schedule, find_schedule
+from estimator_mgpu.partition.towers.turn_gates import add_gates
 from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits

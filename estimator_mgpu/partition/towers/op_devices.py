@@ -1,7 +1,7 @@
 """On which device ops that run once run, and on which one sums and gathers are made.
 
 That is the device of the variable that they serve: a gradient is summed where its variable lives.
-`variables` decides where variables live.
+`variable_devices` decides where variables live.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Copies of forward ops, which wait for gradients at gates.
+"""Copies of forward ops, which wait for gradients at barriers.
 
-    kept ---> gate ---> copy ---> copy ---> gradient
+    kept ---> barrier ---> copy ---> copy ---> gradient
                 ^
                 |
       gradient of the next segment
@@ -51,7 +51,7 @@ def add_copies(
       The copy of each op.
     """
     scope = graph.unique_name('recompute')
-    operands = _gated_operands(originals, forward, gradients, scope)
+    operands = _operands_behind_barriers(originals, forward, gradients, scope)
     _import_copies(graph, operands, forward, scope)
 
     copies = {}
@@ -64,32 +64,34 @@ def add_copies(
     return copies
 
 
-def _gated_operands(
+def _operands_behind_barriers(
     originals: Sequence[tf.Operation],
     forward: Forward,
     gradients: dict[int, list[tf.Operation]],
     scope: str,
 ) -> dict[tf.Operation, list[tf.Tensor]]:
-    """The operands of each op; for a copy that uses no other copies, one of them is a gate.
+    """The operands of each op; for a copy that uses no other copies, one of them is a barrier.
 
-    The gate does nothing but wait. If the copies had control inputs, TensorFlow's graph optimizers
-    wouldn't fuse them as they fuse the originals, and results would be rounded in another way.
+    The barrier does nothing but wait. If the copies had control inputs, TensorFlow's graph
+    optimizers wouldn't fuse them as they fuse the originals, and results would be rounded in
+    another way.
     """
-    gated: dict[tf.Operation, list[tf.Tensor]] = {}
-    gates: dict[tuple[int, str], tf.Tensor] = {}  # by segment, and what they let through
+    operands_of: dict[tf.Operation, list[tf.Tensor]] = {}
+    barriers: dict[tuple[int, str], tf.Tensor] = {}  # by segment, and what they let through
     for op in originals:
         operands = list(op.inputs)
-        gated[op] = operands
+        operands_of[op] = operands
         if not all(map(forward.is_kept, operands)):
             continue  # It waits for another copy.
 
         position = _first_of_batch(operands, forward)
         segment = forward.segment(op)
         key = (segment, operands[position].name)
-        if key not in gates:
-            gates[key] = _gate(operands[position], gradients[segment], f'{scope}/gate_{segment}')
-        operands[position] = gates[key]
-    return gated
+        if key not in barriers:
+            name = f'{scope}/barrier_{segment}'
+            barriers[key] = _barrier(operands[position], gradients[segment], name)
+        operands[position] = barriers[key]
+    return operands_of
 
 
 def _first_of_batch(operands: Sequence[tf.Tensor], forward: Forward) -> int:
@@ -107,7 +109,7 @@ def _import_copies(
 
     Args:
       graph: to which they are added.
-      operands: those of each op, with gates.
+      operands: those of each op, with barriers.
       forward: tells what is kept.
       scope: the name scope of the copies.
     """
@@ -130,7 +132,7 @@ def _import_copies(
         tf.import_graph_def(graph_def, used, name='')
 
 
-def _gate(tensor: tf.Tensor, gradients: Sequence[tf.Operation], name: str) -> tf.Tensor:
+def _barrier(tensor: tf.Tensor, gradients: Sequence[tf.Operation], name: str) -> tf.Tensor:
     """A tensor that is there when gradients are.
 
     It isn't an Identity, as those that wait are bypassed.

@@ -3,17 +3,17 @@
 The copies run only when the gradients are due, so the originals' outputs can be freed.
 
 The forward ops are cut into segments (`cuts.py`). What crosses a cut is kept. The gradients of a
-segment get copies of its ops, which wait at a *gate* for the gradient that arrives from the next
+segment get copies of its ops, which wait at a *barrier* for the gradient that arrives from the next
 segment. Here `x` is kept, and `a` and `b` are freed as soon as `c` is there:
 
-    forward      x -----> a -----> b -----> c (kept) -----> ... -----> loss
-                 |
-    copies     gate ----> a' ----> b'
-                 ^        |        |
-                 |        v        v
-    gradients    |      of a <-- of b <-- of c <----- ... <----------- of loss
-                 |                         |
-                 +-------------------------+
+    forward       x -------> a -----> b -----> c (kept) -----> ... -----> loss
+                  |
+    copies     barrier ----> a' ----> b'
+                  ^          |        |
+                  |          v        v
+    gradients     |        of a <-- of b <-- of c <----- ... <----------- of loss
+                  |                            |
+                  +----------------------------+
 
 Copies compute what the ops have computed, so all numbers stay the same. The last segment has no
 copies, as its gradients come at once.
