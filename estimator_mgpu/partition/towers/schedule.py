@@ -21,8 +21,8 @@ for all turns until a join is there. If the norm is that of the gradients of bot
 nothing but these. But if the mean was at the end of the network, the activations of both layers
 would be kept for their gradients, and no chain would save them: see `kept`.
 
-In: the units of a step, before they are in the graph. Out: a `Schedule`, by which `turn_gates` lets ops
-wait for their turn.
+In: the units of a step, before they are in the graph. Out: a `Schedule`, by which `turn_gates` lets
+ops wait for their turn.
 """
 
 from __future__ import annotations
