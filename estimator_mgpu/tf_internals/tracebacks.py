@@ -52,11 +52,11 @@ class Tracebacks:
 @contextlib.contextmanager
 def made_for(served: tf.Operation) -> Iterator[None]:
     """A context in which ops are made that serve another one: they get its traceback."""
-    graph = served.graph
-    count = len(graph.get_operations())
+    ops = private.operations(served.graph)
+    count = len(ops)
     yield
     traceback = Tracebacks().of(served)
-    for op in graph.get_operations()[count:]:
+    for op in ops[count:]:
         private.set_traceback(op, traceback)
 
 
