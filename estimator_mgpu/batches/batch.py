@@ -10,6 +10,7 @@ sharded, and some towers have no example: see `partition.towers.shards`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def _is_used(leaf: Any) -> bool:
 
 def _total(leaves: dict[Path, Any]) -> tf.Tensor:
     """The number of examples of leaves, with an assertion that all have the same."""
-    counts = [rows_of(leaf) for leaf in leaves.values()]
+    counts = _rows_of_each(list(leaves.values()))
     total = counts[0]
     is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
     if len(counts) > 1 and not is_static:
@@ -97,8 +98,9 @@ def _total(leaves: dict[Path, Any]) -> tf.Tensor:
 
 def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:
     """Notes in the graph that a tensor is the concatenation of others, which machines have read."""
-    parts_by_name = getattr(tensor.graph, _PARTS, {})
-    setattr(tensor.graph, _PARTS, {**parts_by_name, tensor.name: parts})
+    if not hasattr(tensor.graph, _PARTS):
+        setattr(tensor.graph, _PARTS, {})
+    getattr(tensor.graph, _PARTS)[tensor.name] = parts
 
 
 def parts_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
@@ -209,6 +211,34 @@ def rows_of(leaf: Any) -> tf.Tensor:
     # Each part is measured on the machine that has read it.
     sizes = [_first_size(part, part.device) for part in parts_of(leaf)]
     return tf.add_n(sizes) if len(sizes) > 1 else sizes[0]
+
+
+def _rows_of_each(leaves: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the sizes of dimension 0 of leaves, as `rows_of` does of one.
+
+    A few ops give those of all dense tensors of one type on one device, as there may be thousands.
+    """
+    alike = defaultdict[tuple[tf.DType, str], list[tf.Tensor]](list)
+    for leaf in leaves:
+        if isinstance(leaf, tf.Tensor) and len(parts_of(leaf)) == 1:
+            alike[leaf.dtype, leaf.device].append(leaf)
+    sizes: dict[str, tf.Tensor] = {}  # by the names of dense tensors
+    for (_, device), tensors in alike.items():
+        if len(tensors) > 1:
+            sizes.update(zip((tensor.name for tensor in tensors), _first_sizes(tensors, device)))
+    return [
+        sizes[leaf.name] if isinstance(leaf, tf.Tensor) and leaf.name in sizes else rows_of(leaf)
+        for leaf in leaves
+    ]
+
+
+def _first_sizes(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
+    """The same as `_first_size` of each, of dense tensors of one type."""
+    ranks = [tensor.shape.rank for tensor in tensors]
+    positions = np.cumsum([0, *ranks[:-1]])  # of the first sizes among all of the shapes'
+    with tf.device(device):
+        shapes = tf.shape_n(tensors, tf.int64)
+        return tf.unstack(tf.gather(tf.concat(shapes, 0), positions))
 
 
 def _first_size(tensor: tf.Tensor | tf.SparseTensor, device: str) -> tf.Tensor:

@@ -18,8 +18,8 @@ def bytes_of(tensor: Any) -> int:
     Dimension 0 counts as 64 if the graph doesn't know it, as that is mostly the batch, and other
     dimensions as 1.
     """
-    rank = tensor.shape.rank
-    dims = [None] if rank is None else tensor.shape.as_list()
+    shape = tensor.shape
+    dims = [None] if shape.rank is None else shape.as_list()
     sizes = [1 if size is None else size for size in dims]
     if dims and dims[0] is None:
         sizes[0] = _UNKNOWN_BATCH_SIZE

@@ -33,7 +33,7 @@ from estimator_mgpu.partition.value_functions import (
     VALUE_FUNCTIONS,
     to_sizes,
 )
-from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals import op_types, private
 
 _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'TruncatedNormal')
 _STATELESS = ('StatelessRandomNormalV2', 'StatelessRandomUniformV2', 'StatelessTruncatedNormalV2')
@@ -205,7 +205,7 @@ class Sizes:
         """An array of the entries, in the tensor's shape; None if even the shape is unknown."""
         if tensor.name not in self._values:
             self._values[tensor.name] = None  # for a loop, which leads here again
-            if tensor.dtype.base_dtype in (tf.int32, tf.int64):
+            if tensor.dtype.base_dtype in _RANGES:
                 self._values[tensor.name] = self._infer_value(tensor)
         return self._values[tensor.name]
 
@@ -264,7 +264,7 @@ def _constant(tensor: tf.Tensor) -> ndarray:
     count = tensor.shape.num_elements()
     if count is None or count > LARGEST:
         raise UnknownSize(f'{tensor.name} is too large')
-    return to_sizes(tf.make_ndarray(tensor.op.get_attr('value')))
+    return to_sizes(private.constant_value(tensor))
 
 
 def _is_in(legal: range, size: Size) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import Union
 
@@ -104,7 +103,9 @@ class Size:
     symbols: tuple[Symbol, ...] = ()  # the other factors, in a fixed order
 
     def __mul__(self, other: Size) -> Size:
-        symbols = tuple(sorted(self.symbols + other.symbols, key=repr))
+        symbols = self.symbols or other.symbols
+        if self.symbols and other.symbols:
+            symbols = tuple(sorted(self.symbols + other.symbols, key=repr))
         return Size(self.number * other.number, symbols)
 
     def __add__(self, other: Size) -> Size:
@@ -169,11 +170,15 @@ class Size:
 
     def over(self, other: Size) -> Size | None:
         """The quotient, if it's known to be an integer: 6 * batch over 2 is 3 * batch."""
-        remaining = Counter(self.symbols)
-        remaining.subtract(other.symbols)
-        has_symbols = all(count >= 0 for count in remaining.values())
+        remaining = list(self.symbols)
+        has_symbols = True
+        for symbol in other.symbols:
+            if symbol in remaining:
+                remaining.remove(symbol)
+            else:
+                has_symbols = False
         if has_symbols and other.number and self.number % other.number == 0:
-            return Size(self.number // other.number, tuple(remaining.elements()))
+            return Size(self.number // other.number, tuple(remaining))
 
         dividend = self.static
         divisor = other.static

@@ -42,8 +42,7 @@ def _only_number(values: ndarray) -> int:
     """The entry of a vector of one; raises UnknownSize for another number of entries."""
     if values.shape != (1,):
         raise UnknownSize('several dimensions are sliced')
-    [number] = _numbers(values)
-    return number
+    return values[0].as_integer()
 
 
 def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -62,17 +61,17 @@ def _strided_slice(
     tensor: tf.Tensor, x: ndarray, begin: ndarray, end: ndarray, stride: ndarray
 ) -> Any:
     """`x[begin:end:stride]` along the first dimension, or `x[begin]`."""
-    op = tensor.op
-    if op.get_attr('new_axis_mask') or op.get_attr('ellipsis_mask'):
+    attrs = tensor.op.node_def.attr
+    if attrs['new_axis_mask'].i or attrs['ellipsis_mask'].i:
         raise UnknownSize('the slice adds dimensions')
     first: int | None = _only_number(begin)
     last: int | None = _only_number(end)
     step = _only_number(stride)
-    if op.get_attr('shrink_axis_mask'):
+    if attrs['shrink_axis_mask'].i:
         return _numpy(x.__getitem__, first)
-    if op.get_attr('begin_mask'):
+    if attrs['begin_mask'].i:
         first = None
-    if op.get_attr('end_mask'):
+    if attrs['end_mask'].i:
         last = None
     return _numpy(x.__getitem__, slice(first, last, step))
 

@@ -95,8 +95,9 @@ def is_unordered(op: tf.Operation) -> bool:
 
 def draws_numbers(op: tf.Operation) -> bool:
     """Whether an op draws random numbers by a state of its own, as `tf.random.uniform` does."""
-    has_state = any(map(graphs.is_handle, op.inputs))
-    return has_side_effect(op) and 'seed2' in op.node_def.attr and not has_state
+    if not has_side_effect(op) or 'seed2' not in op.node_def.attr:
+        return False
+    return not any(map(graphs.is_handle, op.inputs))
 
 
 def may_have_side_effect(definition: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tensorflow.compat.v1 as tf
 
@@ -120,6 +120,55 @@ def path_to(
     return set()
 
 
+class Redirections:
+    """Tensors that are used, and ops that are waited for, in place of others.
+
+    They are collected first, and then made at once, so that an op with thousands of inputs, such as
+    a concatenation of features, is looked at once rather than for each of these.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, tf.Tensor] = {}  # by the names of those that aren't used any more
+        self._outputs: list[tf.Tensor] = []  # these
+        self._ops: dict[tf.Operation, tf.Operation] = {}  # by those that aren't waited for any more
+
+    def add(self, output: tf.Tensor, replacement: tf.Tensor) -> None:
+        """Lets the ops that use an output use another tensor."""
+        self._tensors[output.name] = replacement
+        self._outputs.append(output)
+
+    def add_wait(self, op: tf.Operation, other: tf.Operation) -> None:
+        """Lets the ops that wait for an op by a control edge wait for another one."""
+        self._ops[op] = other
+
+    def in_place_of(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor that is going to be used in place of another one: mostly this one itself."""
+        while tensor.name in self._tensors:
+            tensor = self._tensors[tensor.name]
+        return tensor
+
+    def make(self) -> None:
+        """Changes the graph. The ops and outputs that aren't used any more stay in it."""
+        users = [user for output in self._outputs for user in output.consumers()]
+        for user in dict.fromkeys(users):
+            for position, operand in enumerate(user.inputs):
+                replacement = self.in_place_of(operand)
+                if replacement is not operand:
+                    set_input(user, position, replacement)
+
+        waiting = [user for op in self._ops for user in control_consumers(op)]
+        for user in dict.fromkeys(waiting):
+            before = map(self._op_in_place_of, user.control_inputs)
+            remove_control_inputs(user)
+            # A call among them did wait, so it needn't begin to wait for its arguments, too.
+            add_control_inputs(user, list(dict.fromkeys(before)))
+
+    def _op_in_place_of(self, op: tf.Operation) -> tf.Operation:
+        while op in self._ops:
+            op = self._ops[op]
+        return op
+
+
 def redirect_consumers(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf.Operation) -> None:
     """Lets the consumers of an op use other tensors, and those that wait for it another op.
 
@@ -128,26 +177,17 @@ def redirect_consumers(op: tf.Operation, outputs: dict[int, tf.Tensor], last: tf
       outputs: by the index of an output, the tensor that is used in its place.
       last: the op that is waited for in place of `op`.
     """
+    redirections = Redirections()
     for index, replacement in outputs.items():
-        replace_uses(op.outputs[index], replacement)
-    for consumer in control_consumers(op):
-        others = [before for before in consumer.control_inputs if before is not op]
-        remove_control_inputs(consumer)
-        # A call among them did wait, so it needn't begin to wait for its arguments, too.
-        add_control_inputs(consumer, list(dict.fromkeys([*others, last])))
-
-
-def replace_uses(tensor: tf.Tensor, replacement: tf.Tensor) -> None:
-    """Gives another tensor to all ops that have a tensor as an input."""
-    for consumer in tensor.consumers():
-        for position, operand in enumerate(consumer.inputs):
-            if operand is tensor:
-                set_input(consumer, position, replacement)
+        redirections.add(op.outputs[index], replacement)
+    redirections.add_wait(op, last)
+    redirections.make()
 
 
 def is_reference_variable(tensor: tf.Tensor) -> bool:
     """Whether a tensor is a variable of TensorFlow 1's kind, rather than a value."""
-    return tensor.dtype is not tensor.dtype.base_dtype
+    dtype = tensor.dtype
+    return dtype is not dtype.base_dtype
 
 
 def is_handle(tensor: tf.Tensor) -> bool:
@@ -195,11 +235,9 @@ def topological_order(
     ops: Sequence[tf.Operation], added: Mapping[tf.Operation, Sequence[tf.Operation]] = _NOTHING
 ) -> list[tf.Operation]:
     """The ops, each after those that it depends on, and after those that are `added` to these."""
-    inputs = _inputs_without_ways_back(ops)
-    for op, before in added.items():
-        inputs[op] = [*inputs[op], *before]
-    if _is_in_order(ops, inputs):  # as most are that come as they were made
+    if _is_in_order(ops, added):  # as most are that come as they were made
         return list(ops)
+    inputs = {op: [*_inputs_but_ways_back(op), *added.get(op, ())] for op in ops}
     return [op for op in TopologicalSorter(inputs).static_order() if op in inputs]
 
 
@@ -231,16 +269,20 @@ def without_cycles(
     return remaining
 
 
-def _is_in_order(ops: Sequence[tf.Operation], inputs: Mapping[tf.Operation, Sequence[Any]]) -> bool:
+def _is_in_order(
+    ops: Sequence[tf.Operation], added: Mapping[tf.Operation, Sequence[tf.Operation]]
+) -> bool:
     """Whether each op comes after those of its inputs that are among the ops."""
-    earlier: set[tf.Operation] = set()
+    not_seen = set(ops)
     for op in ops:
-        if not all(before in earlier or before not in inputs for before in inputs[op]):
+        if not not_seen.isdisjoint(_inputs_but_ways_back(op)):
             return False
-        earlier.add(op)
+        if op in added and not not_seen.isdisjoint(added[op]):
+            return False
+        not_seen.remove(op)
     return True
 
 
-def _inputs_without_ways_back(ops: Sequence[tf.Operation]) -> dict[tf.Operation, list[Any]]:
-    """What each op waits for; a v1 loop's way back, which would make a circle, for nothing."""
-    return {op: [] if op.type in op_types.NEXT_ITERATION else direct_inputs(op) for op in ops}
+def _inputs_but_ways_back(op: tf.Operation) -> list[tf.Operation]:
+    """What an op waits for; a v1 loop's way back, which would make a circle, for nothing."""
+    return [] if op.type in op_types.NEXT_ITERATION else direct_inputs(op)

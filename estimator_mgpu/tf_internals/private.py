@@ -67,6 +67,9 @@ _create_op = _find('framework.ops', 'Graph._create_op_from_tf_operation')
 # (): the traceback of whoever calls it.
 own_traceback = _find('util.tf_stack', 'extract_stack')
 
+# (graph): its ops in the order in which they were made: the list itself, which grows as they do.
+operations = _find('framework.ops', 'Graph.operations').fget
+
 # Facts about an op.
 creation_index = _find('framework.ops', 'Operation._id').fget  # the order in which ops were made
 control_consumers = _find('framework.ops', 'Operation._control_outputs').fget

@@ -62,10 +62,11 @@ def made_for(served: tf.Operation, functions: Mapping[str, Any] = _NONE) -> Iter
         They get the tracebacks of the functions' ops.
     """
     graph = served.graph
-    count = len(graph.get_operations())
+    ops = private.operations(graph)
+    count = len(ops)
     yield
     traceback = Tracebacks().of(served)
-    for op in graph.get_operations()[count:]:
+    for op in ops[count:]:
         private.set_traceback(op, traceback)
     for scope, function in functions.items():
         _copy_those_of_function(function, graph, scope)

@@ -121,7 +121,8 @@ def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, li
                     if user not in seen:
                         seen.add(user)
                         stack += _passed_on(tensor, user)
-            yield maker, [_Access(user, writes) for user, writes in touching.items()]
+            in_order = sorted(touching, key=private.creation_index)
+            yield maker, [_Access(user, touching[user]) for user in in_order]
 
 
 def _passed_on(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:

@@ -27,7 +27,7 @@ from estimator_mgpu.partition.rules.notation import NotSharded, failure, signatu
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals import op_types
 
-_SIZE_TYPES = (tf.int32, tf.int64)
+_SIZE_TYPES = frozenset((tf.int32, tf.int64))
 
 
 def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision:

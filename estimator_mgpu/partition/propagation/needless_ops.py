@@ -46,16 +46,19 @@ def bypass_needless_ops(division: Division) -> None:
         for need in op_plan.needs
         if isinstance(need, SparseRows)
     }
+    redirections = graphs.Redirections()
     replaced: dict[str, tf.Tensor] = {}
     bypassed: set[str] = set()
     for name in plan.ops:
         op = graph.get_operation_by_name(name)
-        if _gives_its_input(op, plan) and _may_be_bypassed(op, order, named_by_needs):
+        source = _what_is_given_on(op, plan, redirections)
+        if source is not None and _may_be_bypassed(op, order, named_by_needs):
             [output] = op.outputs
-            source = op.inputs[0]
-            graphs.redirect_consumers(op, {0: source}, source.op)
+            redirections.add(output, source)
+            redirections.add_wait(op, source.op)
             replaced[output.name] = source
             bypassed.add(name)
+    redirections.make()
 
     ops = {name: op_plan for name, op_plan in plan.ops.items() if name not in bypassed}
     placements = {
@@ -78,25 +81,33 @@ def _may_be_bypassed(op: tf.Operation, order: Order, named_by_needs: Set[str]) -
     return order.liveness.always_runs(op) and not order.bits(op)
 
 
-def _gives_its_input(op: tf.Operation, plan: Plan) -> bool:
-    """Whether each tower's copy of an op would give what the tower has of the op's first input."""
+def _what_is_given_on(
+    op: tf.Operation, plan: Plan, redirections: graphs.Redirections
+) -> tf.Tensor | None:
+    """The first input of an op if each tower's copy would give what the tower has of it, or None.
+
+    Args:
+      op: a sharded one.
+      plan: its plan.
+      redirections: what is going to be used in place of inputs of ops.
+    """
     needs = plan.ops[op.name].needs
     if op.type in op_types.REDUCTIONS:
         if needs[1] != Constant(()):
-            return False
+            return None
     elif op.type != op_types.RESHAPE:
-        return False
+        return None
     if needs[0] != LOCAL:
-        return False
+        return None
 
-    source = op.inputs[0]
+    source = redirections.in_place_of(op.inputs[0])
     output = op.outputs[0]
     placement = plan.placements.get(source.name)
     if not isinstance(placement, (Partial, Shard)) or placement != plan.placements.get(output.name):
-        return False
+        return None
     dims = plan.sizes.dims(source)
     has_same_shape = dims is not None and dims == plan.sizes.dims(output)
-    return has_same_shape and _is_as_well_known(source, output)
+    return source if has_same_shape and _is_as_well_known(source, output) else None
 
 
 def _is_as_well_known(source: tf.Tensor, output: tf.Tensor) -> bool:

@@ -25,6 +25,8 @@ long as the two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
@@ -48,15 +50,27 @@ def bypass_identities(division: Division) -> None:
     ]
     copy_for_idle_reads(division.graph, set(identities), order)
 
+    before_kernels = dict.fromkeys(filter(_is_before_gradient_of_kernel, identities))
+    _bypass(division, [op for op in identities if op not in before_kernels])
     # Those before gradients of kernels come last: then it's known which tensors others use.
-    for op in sorted(identities, key=_is_before_gradient_of_kernel):
+    for op in before_kernels:
         bias_gradients = _gradients_of_bias(op)
-        if bias_gradients and _is_before_gradient_of_kernel(op):
+        if bias_gradients:
             graphs.set_control_inputs(op, bias_gradients)
-            continue
-        for output, source in zip(op.outputs, list(op.inputs)):
-            graphs.redirect_consumers(op, {output.value_index: source}, source.op)
+        else:
+            _bypass(division, [op])
+
+
+def _bypass(division: Division, identities: Sequence[tf.Operation]) -> None:
+    """Lets the users of identities use what these are given, and wait for that."""
+    redirections = graphs.Redirections()
+    for op in identities:
+        sources = [redirections.in_place_of(operand) for operand in op.inputs]
+        redirections.add_wait(op, sources[0].op)
+        for output, source in zip(op.outputs, sources):
+            redirections.add(output, source)
             division.replaced[output.name] = source
+    redirections.make()
 
 
 def find_unused_groups(division: Division) -> None:

@@ -23,11 +23,13 @@ from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 def bypass_loops_of_handles(division: Division) -> None:
     """Lets the users of handles that loops pass on use those that the loops were given."""
+    redirections = graphs.Redirections()
     for op in division.model_ops():
         if op.type in op_types.LOOPS:
-            for index, output in enumerate(op.outputs):
-                if output.dtype == tf.resource and _passes_on(op, index):
-                    graphs.replace_uses(output, op.inputs[index])
+            for output, operand in zip(op.outputs, op.inputs):
+                if output.dtype == tf.resource and _passes_on(op, output.value_index):
+                    redirections.add(output, operand)
+    redirections.make()
 
 
 def _passes_on(loop: tf.Operation, index: int) -> bool:

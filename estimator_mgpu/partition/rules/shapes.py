@@ -221,8 +221,10 @@ def _slice_labels(
     end = require(sizes.entries(op.inputs[2]))
     stride = require(sizes.entries(op.inputs[3]))
 
+    attrs = op.node_def.attr
+
     def is_set(mask: str, position: int) -> bool:
-        return bool(op.get_attr(f'{mask}_mask') >> position & 1)
+        return bool(attrs[f'{mask}_mask'].i >> position & 1)
 
     positions = range(len(begin))
     ellipses = [i for i in positions if is_set('ellipsis', i)]

@@ -274,6 +274,8 @@ def _control_inputs(
     """
     before = waits.of_op(op)
     added = list(waits.added(op))
+    if not (before or added):  # as of most ops
+        return []
     is_group = op.type == op_types.NO_OP
     if values.runs_only_if_fetched(op):
         # No messages are saved by nodes that join others.

@@ -6,7 +6,7 @@ That is the device of the variable that they serve: a gradient is summed where i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -18,7 +18,9 @@ from estimator_mgpu.tf_internals import function_calls, graphs, private
 from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
 
-_NOT_ON_EVERY_DEVICE = (tf.string, tf.resource, tf.variant)  # types whose ops may lack a kernel
+_NOT_ON_EVERY_DEVICE = frozenset(
+    (tf.string, tf.resource, tf.variant)
+)  # types whose ops may lack a kernel
 
 
 def place_ops(division: Division) -> None:
@@ -54,10 +56,11 @@ def place_ops(division: Division) -> None:
 
     # Backwards, from a variable: what its update is computed from is placed where the update is.
     for op in reversed(movable):
-        largest_input = max(map(bytes_of, op.inputs), default=0)
         for output in op.outputs:
-            if bytes_of(output) >= largest_input:  # A small result is rather sent.
-                _follow_consumers(op.name, output, device_of_name)
+            device = _device_of_consumers(output, device_of_name)
+            # A small result is rather sent.
+            if device and bytes_of(output) >= max(map(bytes_of, op.inputs), default=0):
+                device_of_name.setdefault(op.name, device)
     _place_full_values(graph, plan, device_of_name)
 
     unplaced = [op for op in movable if op.name not in device_of_name]
@@ -123,12 +126,18 @@ def _is_like(device: str, other: str) -> bool:
 
 def _follow_consumers(name: str, tensor: tf.Tensor, device_of_name: dict[str, str]) -> None:
     """Gives a name, if it has no device yet, that of the tensor's first consumer that has one."""
-    if name in device_of_name:
-        return
+    if name not in device_of_name:
+        device = _device_of_consumers(tensor, device_of_name)
+        if device:
+            device_of_name[name] = device
+
+
+def _device_of_consumers(tensor: tf.Tensor, device_of_name: Mapping[str, str]) -> str | None:
+    """The device of a tensor's first consumer that has one."""
     placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op.name in device_of_name]
-    if placed:
-        first = min(placed, key=private.creation_index)
-        device_of_name[name] = device_of_name[first.name]
+    if not placed:
+        return None
+    return device_of_name[min(placed, key=private.creation_index).name]
 
 
 def device_of(op: tf.Operation) -> str | None:
@@ -140,7 +149,7 @@ def device_of(op: tf.Operation) -> str | None:
     if op.device:
         return op.device
     for operand in op.inputs:
-        if operand.dtype == tf.resource or graphs.is_reference_variable(operand):
+        if graphs.is_handle(operand):
             return operand.op.device
     return None
 
@@ -153,8 +162,7 @@ def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:
     if not op.outputs:
         return ''
     for tensor in [*op.inputs, *op.outputs]:
-        is_special = tensor.dtype.base_dtype in _NOT_ON_EVERY_DEVICE
-        if is_special or graphs.is_reference_variable(tensor):
+        if tensor.dtype in _NOT_ON_EVERY_DEVICE or graphs.is_reference_variable(tensor):
             return ''
     # It has to stay with the ops that it's colocated with, unless towers have copies of these.
     together = [

@@ -72,7 +72,14 @@ class Values:
         self._order = division.order
         self._source_names = {tensor.name for tensor in plan.sources}
         # Features that one machine has read as a whole.
-        self._whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
+        whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
+        # The ops that ask for the sizes of something that only towers have.
+        self._queries_of_local = {
+            op
+            for op in ops
+            if op.type in op_types.SHAPE_QUERIES
+            and any(t.name in plan.placements and t.name not in whole_sources for t in op.inputs)
+        }
 
         self.batch_shards = Shards(plan.rows, division.total, towers, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
@@ -296,20 +303,16 @@ class Values:
     def is_made_from_all(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is gathered or reduced from what all towers have."""
         placement = self._plan.placements.get(tensor.name)
-        return self.is_made_from_local(tensor) and isinstance(placement, (Shard, Partial))
+        return isinstance(placement, (Shard, Partial)) and self.is_made_from_local(tensor)
 
     def is_size_of_local(self, tensor: tf.Tensor) -> bool:
         """Whether an op asks for the size of something that only towers have.
 
         The plan knows the size by other means, so nothing is gathered for it.
         """
-        if tensor.op.type not in op_types.SHAPE_QUERIES:
+        if tensor.op not in self._queries_of_local:
             return False
-        is_local = any(
-            operand.name in self._plan.placements and operand.name not in self._whole_sources
-            for operand in tensor.op.inputs
-        )
-        return is_local and self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
+        return self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
 
     def _make_full(self, tensor: tf.Tensor, is_only_fetched: bool) -> dict[str, str]:
         """Makes a full value from local ones; returns it by name, with others of its pack."""
