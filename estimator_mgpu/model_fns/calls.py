@@ -55,9 +55,9 @@ def _explain_endless_super(error: RecursionError) -> None:
         if 'super(type(self), self)' in (frame.line or ''):
             raise RecursionError(
                 f'{frame.name}() calls itself without end in File "{frame.filename}", line '
-                f'{frame.lineno}: in a replicated model_fn, the type of an optimizer is a class that is '
-                'derived from its own, so super(type(self), self) finds the method itself. Write '
-                'super() instead.'
+                f'{frame.lineno}: in a replicated model_fn, the type of an optimizer is a class '
+                'that is derived from its own, so super(type(self), self) finds the method itself. '
+                'Write super() instead.'
             ) from None
 
 
