@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsInt
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsInt
 
 import tensorflow.compat.v1 as tf
 
@@ -112,7 +112,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         saving_listeners: Any,
     ) -> Any:
         """An attempt at `train()`, whose arguments it takes, and the chief of several machines."""
-        by_machine = self._options['input'] == 'machine'
+        by_machine = _options_of(self)['input'] == 'machine'
         if chief is None:
             if by_machine:
                 input_fn = machine_input.in_context(input_fn)
@@ -152,13 +152,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
 
     @property
     def _microbatches(self) -> int | AutoMicrobatches:
-        return self._options['microbatches']
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """Those of `replicate()`; of a model_fn that isn't replicated, as `remade` may give one."""
-        plain = {'microbatches': 1, 'input': 'chief'}
-        return getattr(self._model_fn, 'replicate_options', plain)
+        return _options_of(self)['microbatches']
 
     def _check_train_arguments(self, input_fn: Any, hooks: Any, steps: Any, max_steps: Any) -> None:
         if self.config.task_type == 'evaluator':
@@ -369,6 +363,12 @@ class Estimator(_OnMachines):
         )
 
 
+def _options_of(estimator: Any) -> dict[str, Any]:
+    """An estimator's options of `replicate()`; `remade` may give it a model_fn without any."""
+    plain = {'microbatches': 1, 'input': 'chief'}
+    return getattr(estimator._model_fn, 'replicate_options', plain)
+
+
 def _check_number(name: str, steps: Any) -> None:
     """Raises TypeError if a number of steps is a text, say. Estimator checks that it's above 0."""
     if steps is not None and not isinstance(steps, SupportsInt):
@@ -435,7 +435,7 @@ def _of_single_task(config: Any) -> Any:
 
 
 def replicate_estimator(
-    estimator: Any, *unnamed: Any, devices: Devices = None, **options: Unpack[EstimatorOptions]
+    estimator: Any, *unnamed: NoReturn, devices: Devices = None, **options: Unpack[EstimatorOptions]
 ) -> Estimator:
     """Returns an estimator that does on several devices what another does on one.
 
@@ -481,7 +481,8 @@ def remade(estimator: Any, change: Callable[[Any], Any], model_dir: str, config:
       config: the other one's RunConfig.
     """
     other: Any = object.__new__(type(estimator))
-    other.__dict__.update(vars(estimator), _cluster_config=None, _follower=None)
+    other.__dict__.update(vars(estimator))
+    other.__dict__.update(_cluster_config=None, _follower=None)  # It's a process by itself.
     model_fn = estimator._model_fn
     if hasattr(model_fn, 'replicate_options'):
         model_fn = model_fn.__wrapped__

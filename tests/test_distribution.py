@@ -99,6 +99,7 @@ with several.predictor({'x': [1.0]}, predict_keys=['y']) as predict:
     y: Any = predict({'x': [2.0]})['y']
 reasons: list[str] = [op.why for op in found.once] + [*found.as_dict()]
 worst: float = max(d.relative for d in verify(model_fn, input_fn, {}, devices, steps=2).differences)
+verify(canned, input_fn)
 contrib = replicate_model_fn(model_fn, 'mean', devices)
 register_rule('MyOp', lambda op, sizes: 'n... -> n...' if op.get_attr('axis') else None)
 types: set[str] = check_rule(abs, [1.0, 2.0, 3.0], towers=2)
@@ -110,6 +111,8 @@ replicate(model_fn)(1)  # type: ignore[call-arg]
 replicate(input='machine')(model_fn)(1)  # type: ignore[call-arg]
 Estimator(model_fn, batch_norm='global')  # type: ignore[arg-type]
 replicate_estimator(canned, varibles='cpu')  # type: ignore[call-arg]
+replicate_estimator(canned, 2)  # type: ignore[arg-type]
+replicate(model_fn, 2)  # type: ignore[call-overload]
 replicate(broadcast='x')  # type: ignore[call-overload]
 Estimator(model_fn, broadcast='x')  # type: ignore[arg-type]
 estimator_mgpu.verfy(model_fn, input_fn)  # type: ignore[attr-defined]

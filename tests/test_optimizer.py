@@ -70,6 +70,40 @@ def test_every_optimizer_of_a_replicated_model_fn_is_one(towers):
     assert 'TowerOptimizer' not in repr(tf.train.GradientDescentOptimizer.__mro__)
 
 
+class AppliesByType(tf.train.GradientDescentOptimizer):
+    """Finds the class before its own by the type of the instance, as no derived class can."""
+
+    def apply_gradients(self, *args, **kwargs):
+        return super(type(self), self).apply_gradients(*args, **kwargs)  # here
+
+
+class ComputesByType(tf.train.GradientDescentOptimizer):
+    def compute_gradients(self, *args, **kwargs):
+        return super(type(self), self).compute_gradients(*args, **kwargs)  # here
+
+
+@pytest.mark.parametrize('towers', [1, 2])
+@pytest.mark.parametrize('own', [AppliesByType, ComputesByType])
+def test_a_method_that_calls_itself(own, towers):
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(predict(features) - labels))
+        return spec_of(mode, loss, own(0.1).minimize(loss, step()))
+
+    match = (
+        rf'_gradients\(\) calls itself without end in File "{__file__}", line .* Write super\(\)'
+    )
+    with pytest.raises(RecursionError, match=match):
+        train(model_fn, batches(6, steps=1), towers)
+
+
+def test_another_recursion_stays_as_it_is():
+    def model_fn(features, labels, mode):
+        return model_fn(features, labels, mode)
+
+    with pytest.raises(RecursionError, match='^maximum recursion depth'):
+        train(model_fn, batches(6, steps=1), 2)
+
+
 def test_none_is_after_an_error():
     before = tf.train.Optimizer.__init__
 

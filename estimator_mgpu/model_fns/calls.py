@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.optimizer import tower_optimizers
 from estimator_mgpu.tf_internals import graphs, tf_estimator, variable_sharing
 
+_DEEPEST = 20  # frames of a traceback, among which is each of an endless recursion
 _building: set[tf.Graph] = set()  # graphs whose model_fn is being called, in any thread
 
 
@@ -26,6 +28,9 @@ def call_model_fn(
             pinned = tf.device(device) if device else contextlib.nullcontext()
             with pinned, variable_sharing.shared_variables(), tower_optimizers():
                 spec = model_fn(*bound.args, **bound.kwargs)
+        except RecursionError as error:
+            _explain_endless_super(error)
+            raise
         except Exception as error:
             remedy = tf_estimator.legacy_keras_remedy(error)
             if remedy:
@@ -39,6 +44,21 @@ def call_model_fn(
             'tf.estimator.EstimatorSpec; is a return statement missing?'
         )
     return spec
+
+
+def _explain_endless_super(error: RecursionError) -> None:
+    """Raises an error that says more, if a method of an optimizer's calls itself by its `super`.
+
+    The class of a tower optimizer is derived from the user's.
+    """
+    for frame in traceback.extract_tb(error.__traceback__)[-_DEEPEST:]:
+        if 'super(type(self), self)' in (frame.line or ''):
+            raise RecursionError(
+                f'{frame.name}() calls itself without end in File "{frame.filename}", line '
+                f'{frame.lineno}: in a replicated model_fn, the type of an optimizer is a class '
+                'that is derived from its own, so super(type(self), self) finds the method itself. '
+                'Write super() instead.'
+            ) from None
 
 
 @contextlib.contextmanager
