@@ -457,8 +457,7 @@ def test_replace_likes_by_fills():
     after = """
         a = Neg(x)
         zeros/shape = Shape(a)
-        Cast = Cast(Cast/x)
-        zeros/fill = Fill(zeros/shape, Cast)
+        zeros/fill = Fill(zeros/shape, zeros/value)
         y = Exp(zeros/fill)
     """
     steps = [divide._find_order, replace_likes_by_fills]
