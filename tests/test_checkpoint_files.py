@@ -394,3 +394,22 @@ def test_a_checkpoint_of_other_shapes(model_dir, call, behavior):
     with pytest.raises(ValueError, match=match):
         CALLS[call](estimator_in(model_dir, of_all_modes(widen)))
     assert listed(model_dir).items() >= files.items()
+
+
+def test_a_saver_that_restores_from_other_names(model_dir):
+    """The checkpoint has a variable of the same name and another shape, which isn't restored."""
+
+    def renamed(features):
+        with tf.variable_scope('net'):
+            return features @ tf.get_variable('b', [3, 4]) @ tf.get_variable('v', [4, 1])
+
+    def fn(features, labels, mode):
+        spec = of_all_modes(renamed)(features, labels, mode)
+        b, v = tf.global_variables('net/[bv]:')
+        names = {'net/w': b, 'net/v': v, 'global_step': tf.train.get_global_step()}
+        return spec._replace(scaffold=tf.train.Scaffold(saver=tf.train.Saver(names)))
+
+    predictions = estimator_in(model_dir, fn).predict(lambda: input_fn().take(1))
+    saved = saved_in(model_dir)
+    expected = batches(steps=1)[0][0] @ saved['net/w'] @ saved['net/v']
+    assert_close([row['output'] for row in predictions], list(expected), 1e-5)

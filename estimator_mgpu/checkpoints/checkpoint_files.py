@@ -159,9 +159,11 @@ def _check_shapes(graph: tf.Graph, path: str) -> None:
         saved = tf.train.load_checkpoint(path).get_variable_to_shape_map()
     except (tf.errors.OpError, RuntimeError, ValueError):
         return  # The saver says the same, by an error of the right class.
+    restored = _restored_names(graph)
     others = []
     for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES):
-        shape = saved.get(variable.op.name)
+        name = variable.op.name
+        shape = saved.get(name) if name in restored else None
         if shape is not None and not variable.shape.is_compatible_with(shape):
             others.append(
                 f'{variable.op.name} has {shape}, and the model {variable.shape.as_list()}'
@@ -172,6 +174,19 @@ def _check_shapes(graph: tf.Graph, path: str) -> None:
             f'The checkpoint {path} is of a model with other shapes: there, {others[0]}{more}. '
             'Use a new model_dir for this model, or build the model as it was.'
         )
+
+
+def _restored_names(graph: tf.Graph) -> set[str]:
+    """What a graph restores from a checkpoint whose path it's given, by the names in that.
+
+    A saver may restore a variable from another name than its own.
+    """
+    names: set[str] = set()
+    for op in graph.get_operations():
+        if op.type == op_types.CHECKPOINT_READ and private.constant_value(op.inputs[0]) is None:
+            in_checkpoint = private.constant_value(op.inputs[1])
+            names.update(map(tf.compat.as_text, () if in_checkpoint is None else in_checkpoint))
+    return names
 
 
 def _op_type(error: Exception) -> str | None:

@@ -93,7 +93,7 @@ def check_model_fn(model_fn: Any) -> None:
     if not callable(model_fn):
         raise TypeError(
             f'model_fn={model_fn!r} is of {type(model_fn).__name__}, not a function. Devices are '
-            "given by name: replicate(devices=2); an estimator's model_fn is estimator.model_fn."
+            'given by name: replicate(devices=2); an Estimator goes to replicate_estimator().'
         )
     if hasattr(model_fn, 'replicate_options'):
         raise ValueError('This model_fn is replicated already. Apply replicate() once.')
