@@ -129,6 +129,24 @@ def sums_of_sizes_in_a_loop(x):
     return tf.while_loop(lambda i, _: i < 3, body, [0, x])[1]
 
 
+def beside(x, value, other):
+    """In each step, an array has two elements, of which the first one is taken out."""
+
+    def body(i, net):
+        elements = tf.TensorArray(value.dtype, 2).write(0, value).write(1, other(net))
+        return i + 1, times(tf.tanh(net), elements.read(0))
+
+    return tf.while_loop(lambda i, _: i < 3, body, [0, x])[1]
+
+
+def number_beside_a_size(x):
+    return beside(x, tf.constant(3), size_of)
+
+
+def all_beside_examples(x):
+    return beside(x, tf.sort(x, axis=0), tf.exp)
+
+
 def popped_size(x):
     """Of a list that a loop makes."""
     scalars = {'element_shape': tf.zeros([0], tf.int32), 'element_dtype': tf.int32}
@@ -151,7 +169,8 @@ def optional_size(x):
     return times(net, size)
 
 
-def test_sizes_that_are_taken_out_of_a_list(behavior):
-    """They are those of the global batch, though each device puts its own into its list."""
+def test_what_is_taken_out_of_a_list(behavior):
+    """Sizes are those of the global batch, and what was put in full is taken out in full."""
     programs = [one_size, sum_of_sizes, sums_of_sizes_in_a_loop, popped_size, optional_size]
+    programs += [number_beside_a_size, all_beside_examples]
     towers.compare_outputs(programs, [ROWS, ROWS[:2]], 3, static=False)

@@ -73,7 +73,12 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
     elif op.type.startswith(op_types.HANDLE_PREFIXES):
         of_list = scope.placement_of_list(op.inputs[0])
         decision = handles.decide(
-            op, [of_list, *placements[1:]], scope.batch, scope.sizes, scope.in_function
+            op,
+            [of_list, *placements[1:]],
+            scope.batch,
+            scope.sizes,
+            scope.in_function,
+            scope.assumes,
         )
     elif op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
         decision = lists.decide(

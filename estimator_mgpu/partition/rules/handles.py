@@ -55,6 +55,7 @@ def decide(
     batch: RowSpace,
     sizes: Sizes,
     in_function: bool,
+    assumes: bool,
 ) -> Decision | None:
     """How an op on a TensorArray or a stack is sharded; None if it has to run once.
 
@@ -65,8 +66,9 @@ def decide(
       sizes: where the sizes of an element that is a shape are recorded.
       in_function: whether the op is in a loop, which towers have copies of: then all lists that
         are used there are towers' own.
+      assumes: whether the loop is visited again if the op changes the list's placement.
     """
-    decision = _ListOp(op, placements, batch, sizes, in_function).decision()
+    decision = _ListOp(op, placements, batch, sizes, in_function, assumes).decision()
     if decision is None or op.type in _STACK_OPS:
         return decision
     # The list is the tower's own, and so is the flow by which the op comes after those before it.
@@ -105,6 +107,7 @@ class _ListOp:
     batch: RowSpace
     sizes: Sizes
     in_function: bool
+    assumes: bool
 
     @property
     def current(self) -> Placement:
@@ -157,7 +160,10 @@ class _ListOp:
         else:
             result = self._list_with(value, placement, put.stacked)
             need = LOCAL if placement != REPLICATE or self.in_function else FULL
-        if result is None or self.current not in (REPLICATE, REPLICATE_LIST, result):
+        # If a list has elements in full, shards can't be put beside these. If it comes from outside
+        # of the loop, they will be sharded as well in the next visit.
+        may_become = self.current == REPLICATE or (self.current == REPLICATE_LIST and self.assumes)
+        if result is None or (result != self.current and not may_become):
             return None
 
         needs = self._needs()
