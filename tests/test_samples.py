@@ -254,8 +254,9 @@ def test_growth(tmp_path):
     """By a smaller model for several devices than the sample's own, which has 5,000 ops."""
     code = 'import growth; growth.MANY_OPS = 200; growth.app.run(growth.main)'
     output = f'--output={tmp_path / "growth.svg"}'
-    lines = run_python('-c', code, '--ops=100,200', '--devices=2,3', output)
-    assert [line.split()[1] for line in lines[-4:]] == ['8', '8', '2', '3']
+    lines = run_python('-c', code, '--ops=100,200', '--devices=2,3', '--columns=2,3', output)
+    devices = [line.split()[3] for line in lines[-8:]]
+    assert devices == ['8', '8', '2', '3', '2', '2', '2', '2']
     assert (tmp_path / 'growth.svg').stat().st_size > 1000
 
 

@@ -54,7 +54,7 @@ def replace_likes_by_fills(division: Division) -> None:
 
 
 def _is_replaced(op: tf.Operation, liveness: Liveness) -> bool:
-    """Whether an op is one of these, and somebody uses it."""
+    """Whether an op is such a one, and its output is used and can be a fill."""
     if op.type not in op_types.ZEROS_ONES_LIKE:
         return False
     output = op.outputs[0]

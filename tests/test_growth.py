@@ -1,0 +1,76 @@
+"""The time to divide a model grows with the model, and not with the square of its size.
+
+Times are too uncertain for a test. The calls of functions, Python's and TensorFlow's, are not: a
+walk over all inputs of a concatenation of n features, made for each of these, is n * n calls.
+"""
+
+import cProfile
+import pstats
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+
+column = tf.feature_column
+
+
+def numeric_columns(count):
+    """A feature, and a column, is one of many inputs of a concatenation."""
+    names = [f'x{i}' for i in range(count)]
+    features = {name: tf.placeholder(tf.float32, [None, 1]) for name in names}
+    return features, lambda: column.input_layer(features, map(column.numeric_column, names))
+
+
+def embedding_columns(count):
+    """A column has a table of its own."""
+    names = [f'x{i}' for i in range(count)]
+    features = {name: tf.placeholder(tf.string, [None, 1]) for name in names}
+    columns = [
+        column.embedding_column(column.categorical_column_with_hash_bucket(name, 10), 2)
+        for name in names
+    ]
+    return features, lambda: column.input_layer(features, columns)
+
+
+def variables_of_one_sum(count):
+    """A variable is one of many that have the same gradient."""
+    x = tf.placeholder(tf.float32, [None, 2])
+    return x, lambda: x + tf.add_n([tf.get_variable(f'v{i}', [2]) for i in range(count)])
+
+
+def calls_to_divide(model, count):
+    """How many functions are called to divide a model over two devices."""
+    profile = cProfile.Profile()
+
+    def model_fn(features):
+        net = tf.layers.dense(forward(), 1)
+        loss = tf.reduce_mean(tf.square(net))
+        optimizer = tf.train.AdagradOptimizer(0.1)
+        train_op = optimizer.minimize(loss, tf.train.get_or_create_global_step())
+        profile.enable()
+        return estimator_mgpu.estimator.EstimatorSpec('train', loss=loss, train_op=train_op)
+
+    with tf.Graph().as_default():
+        features, forward = model(count)
+        try:
+            estimator_mgpu.replicate(model_fn, devices=2)(features)
+        finally:
+            profile.disable()
+    return pstats.Stats(profile).total_calls
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(
+    ('model', 'count'),
+    [(numeric_columns, 100), (embedding_columns, 20), (variables_of_one_sum, 100)],
+)
+def test_calls_grow_with_the_model(model, count, behavior):
+    """A third part of a model takes as many calls as the second one, but for a hundredth.
+
+    What a model has once cancels out. The margin is for sets of ops, whose order is by chance: a
+    search may find what it looks for earlier or later.
+    """
+    calls_to_divide(model, 2)  # What is called only once in a process.
+    first, second, third = (calls_to_divide(model, parts * count) for parts in (1, 2, 3))
+    assert third - second <= 1.01 * (second - first)
