@@ -173,3 +173,23 @@ with log_if_it_fails():
 """
     done = subprocess.run([sys.executable, '-c', program], stderr=subprocess.PIPE)
     assert done.stderr == printed
+
+
+@pytest.mark.parametrize(
+    'flag',
+    [
+        '-O',
+        pytest.param(
+            '-OO',
+            marks=pytest.mark.skipif(
+                tf.__version__.startswith('2.15'), reason='TensorFlow 2.15 needs its docstrings'
+            ),
+        ),
+    ],
+)
+def test_without_asserts_and_docstrings(flag, monkeypatch):
+    """tf-keras needs docstrings, so it's left out."""
+    monkeypatch.setenv('TF_USE_LEGACY_KERAS', '0')
+    command = [sys.executable, flag, '-B', '-m', 'estimator_mgpu']
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert 'equals that of one device' in done.stdout, done.stderr
