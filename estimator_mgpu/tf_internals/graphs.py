@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
 from typing import TypeVar
@@ -242,17 +242,27 @@ def topological_order(
 
 
 def without_cycles(
-    inputs: Mapping[Node, Iterable[Node]], edges: Sequence[tuple[Node, Node]]
+    inputs_of: Callable[[Node], Iterable[Node]], edges: Sequence[tuple[Node, Node]]
 ) -> list[tuple[Node, Node]]:
     """The edges that can be added to a graph. Of those that close a cycle, the last is left out.
 
     Args:
-      inputs: what each node of the graph waits for. If that has a cycle, no edge can be added.
+      inputs_of: what a node of the graph waits for.
       edges: each from a node to one that is to wait for it.
     """
+    upstream: dict[Node, list[Node]] = {}  # of what edges begin with: a cycle would be in it
+    stack = [source for source, _ in edges]
+    while stack:
+        node = stack.pop()
+        if node not in upstream:
+            upstream[node] = list(inputs_of(node))
+            stack += upstream[node]
+
     remaining = list(edges)
+    if not any(target in upstream for _, target in edges):
+        return remaining
     while remaining:  # Each round takes one of them away, or is the last.
-        extended = {node: [*befores] for node, befores in inputs.items()}
+        extended = {node: [*befores] for node, befores in upstream.items()}
         for source, target in remaining:
             extended.setdefault(target, []).append(source)
         try:

@@ -226,7 +226,8 @@ def _without_cycles(
         before = [unit(other) for other in graphs.direct_inputs(op)]
         inputs[unit(op)].update(dict.fromkeys(other for other in before if other != unit(op)))
     between_units = {edge: (unit(edge[0]), unit(edge[1])) for edge in edges}
-    possible = set(graphs.without_cycles(inputs, list(dict.fromkeys(between_units.values()))))
+    distinct = list(dict.fromkeys(between_units.values()))
+    possible = set(graphs.without_cycles(lambda unit: inputs.get(unit, {}), distinct))
     return (edge for edge, between in between_units.items() if between in possible)
 
 

@@ -252,14 +252,22 @@ class Waits:
             return {}
 
         loop_of = self._order.liveness.outermost_loop
-        inputs: dict[Any, dict[Any, None]] = defaultdict(dict)
+        ops_of_loop = defaultdict[Any, list[tf.Operation]](list)
         for op in ops:
-            unit = loop_of(op) or op
-            waits = [*self._waits_of_copy.get(op, ()), *self._added[op]]
-            before = [loop_of(b) or b for b in [*waits, *graphs.direct_inputs(op)]]
-            inputs[unit].update(dict.fromkeys(b for b in before if b != unit))
+            if loop_of(op):
+                ops_of_loop[loop_of(op)].append(op)
+
+        def inputs_of(unit: Any) -> list[Any]:
+            """What an op, or a loop of TensorFlow 1 as a whole, waits for."""
+            before: list[tf.Operation] = []
+            for op in ops_of_loop.get(unit, [unit]):
+                waits = [*self._waits_of_copy.get(op, ()), *self._added.get(op, ())]
+                before += [*waits, *graphs.direct_inputs(op)]
+            units = dict.fromkeys(loop_of(op) or op for op in before)
+            return [other for other in units if other != unit]
+
         found = defaultdict[tf.Operation, list[tf.Operation]](list)
-        for read, gradient in graphs.without_cycles(inputs, edges):
+        for read, gradient in graphs.without_cycles(inputs_of, edges):
             found[gradient].append(read)
         return dict(found)
 
