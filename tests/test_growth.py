@@ -33,12 +33,6 @@ def embedding_columns(count):
     return features, lambda: column.input_layer(features, columns)
 
 
-def variables_of_one_sum(count):
-    """A variable is one of many that have the same gradient."""
-    x = tf.placeholder(tf.float32, [None, 2])
-    return x, lambda: x + tf.add_n([tf.get_variable(f'v{i}', [2]) for i in range(count)])
-
-
 def calls_to_divide(model, count):
     """How many functions are called to divide a model over two devices."""
     profile = cProfile.Profile()
@@ -61,10 +55,7 @@ def calls_to_divide(model, count):
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize(
-    ('model', 'count'),
-    [(numeric_columns, 100), (embedding_columns, 20), (variables_of_one_sum, 100)],
-)
+@pytest.mark.parametrize(('model', 'count'), [(numeric_columns, 100), (embedding_columns, 20)])
 def test_calls_grow_with_the_model(model, count, behavior):
     """A third part of a model takes as many calls as the second one, but for a hundredth.
 

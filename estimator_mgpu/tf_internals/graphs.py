@@ -222,7 +222,8 @@ def dependents(sources: Sequence[tf.Tensor], excluded: Set[str]) -> list[tf.Oper
       excluded: names of ops that are left out, with what depends on the tensors by these only.
     """
     reached: set[tf.Operation] = set()
-    stack = [op for t in sources for op in t.consumers()]
+    distinct = {tensor.name: tensor for tensor in sources}  # Many gradients may be one tensor.
+    stack = [op for tensor in distinct.values() for op in tensor.consumers()]
     while stack:
         op = stack.pop()
         if op not in reached and op.name not in excluded:
