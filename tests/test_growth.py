@@ -57,11 +57,10 @@ def calls_to_divide(model, count):
 @pytest.mark.no_cover
 @pytest.mark.parametrize(('model', 'count'), [(numeric_columns, 100), (embedding_columns, 20)])
 def test_calls_grow_with_the_model(model, count, behavior):
-    """A third part of a model takes as many calls as the second one, but for three hundredths.
+    """From n to 2n features, as many calls are added as from 2n to 3n, but for 3%.
 
-    What a model has once cancels out. The margin is for sets of ops, whose order is by chance: a
-    search may find what it looks for earlier or later. One walk over all features for each of them
-    makes 37 hundredths or more.
+    The margin is for sets of ops, whose order is by chance: a search may find what it looks for
+    earlier or later. With a walk over all features for each of them, it was 37% or more.
     """
     calls_to_divide(model, 2)  # What is called only once in a process.
     first, second, third = (calls_to_divide(model, parts * count) for parts in (1, 2, 3))

@@ -22,7 +22,7 @@ from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_op
 from estimator_mgpu.partition.propagation.unused_gradients import find_unused_gradients
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
-from estimator_mgpu.partition.rewrites.identities import bypass_identities, find_unused_groups
+from estimator_mgpu.partition.rewrites.identities import bypass_identities, find_unused_ops
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.later_reads import read_after_writes
 from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handles
@@ -292,6 +292,20 @@ def test_bypass_loops_of_handles():
     assert_rewritten([bypass_loops_of_handles], [shape], before, after)
 
 
+def test_what_reads_after_a_loop_that_writes(graph):
+    w = variable(3)
+
+    def add(i):
+        with tf.control_dependencies([w.assign_add(tf.ones([3]))]):
+            return i + 1
+
+    loop = tf.while_loop(lambda i: i < 3, add, [0], name='loop').op.inputs[0].op
+    [handle] = [output for output in loop.outputs if output.dtype == tf.resource]
+    read = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)
+    bypass_loops_of_handles(Division(graph))
+    assert read.op.inputs[0].op is loop
+
+
 def test_expand_batch_norm():
     """One op gives the moments, another one applies them. The variance is divided by n."""
     x, ones = batch_of(4, 2, 2, 3), tf.ones([3])
@@ -425,7 +439,7 @@ def test_bypass_identities():
     assert_rewritten(steps, [tf.add(checked, d, 'y')], before, after)
 
 
-def test_find_unused_groups(graph):
+def test_find_unused_ops(graph):
     x = batch_of(4, 3)
     a, b = tf.tuple([tf.negative(x, 'a'), tf.sin(x, 'b')], 'tied')
     before = """
@@ -442,7 +456,7 @@ def test_find_unused_groups(graph):
         y = AddV2(a, b)
         tied/group_deps = NoOp() after a, b (unused)
     """
-    steps = [divide._find_order, bypass_identities, find_unused_groups]
+    steps = [divide._find_order, bypass_identities, find_unused_ops]
     group = graph.get_operation_by_name('tied/group_deps')
     assert_rewritten(steps, [tf.add(a, b, 'y')], before, after, also=[group])
 
@@ -582,7 +596,7 @@ def check_steps(monkeypatch, steps=divide.STEPS):
 
 CHECKED = """
     infer_loop_shapes bypass_loops_of_handles expand_batch_norm _recompute _find_order
-    read_after_writes remove_loop_waits bypass_identities replace_likes_by_fills find_unused_groups
+    read_after_writes remove_loop_waits bypass_identities replace_likes_by_fills find_unused_ops
     find_unused_gradients
 """
 

@@ -20,7 +20,8 @@ import tensorflow.compat.v1 as tf
 
 _LIBRARY = os.path.dirname(os.__file__)  # Python's, whose functools calls packages, say
 _OWN = os.path.dirname(os.path.dirname(__file__))
-_REPLICATE = os.path.join(_OWN, 'replicate.py')  # calls the model_fn
+# In a traceback, what comes below its frames is of a replicated model_fn.
+_REPLICATE = os.path.join(_OWN, 'replicate.py')
 # Packages that make ops for the user, wherever they are installed: `pip install --target` and
 # PYTHONPATH may put them anywhere, also beside the user's program.
 _MAKE_OPS = ('tensorflow', 'tensorflow_estimator', 'keras', 'tf_keras', 'tf_slim')

@@ -41,7 +41,7 @@ def build(
     call: Callable[..., Any],
     arguments: dict[str, Any],
     options: dict[str, Any],
-    towers: list[str],
+    devices: list[str],
     machines: dict[str, list[str]] | None,
 ) -> Any:
     """Builds the default graph for all towers, and returns its EstimatorSpec.
@@ -50,7 +50,7 @@ def build(
       call: calls the model_fn; on a device, if it's given one.
       arguments: the arguments of the model_fn, by name.
       options: the checked arguments of `replicate()`, by name.
-      towers: a device for each tower.
+      devices: on which the graph is to run, one a chain of towers.
       machines: the devices of each machine; None on one machine.
     """
     features = arguments.get('features')
@@ -66,10 +66,10 @@ def build(
 
     # The tensors are listed before the model_fn is called: it may take some out of a dict.
     tensors = end_of_data.tensors_of(features, labels)
-    if len(towers) == 1 and options['microbatches'] == 1:
-        spec, step = _build_on_one(call, features, labels, options, towers[0])
+    if len(devices) == 1 and options['microbatches'] == 1:
+        spec, step = _build_on_one(call, features, labels, options, devices[0])
     else:
-        spec, step = _build_on_several(call, features, labels, options, towers, machines)
+        spec, step = _build_on_several(call, features, labels, options, devices, machines)
 
     end_of_data.hold_writes(tf.get_default_graph(), tensors, result_ops(spec))
     if step.facts is not None:
@@ -110,14 +110,14 @@ def _build_on_one(
     """Builds a graph for one device; returns its EstimatorSpec and a `Step`."""
     leaves = batch.leaves_of(features, labels, options['broadcast'])
     tensors = end_of_data.tensors_of(features, labels)
-    ops_before = {op.name for op in tf.get_default_graph().get_operations()}
+    existing_ops = {op.name for op in tf.get_default_graph().get_operations()}
     spec = call('' if options['devices'] is None else tower)
     with no_garbage_collection():
         open_pairs = decide_order(spec)
         facts = _facts(spec)
 
         examples = batch.examples_of(leaves)
-        recomputation = _recompute(spec, tensors, ops_before, options)
+        recomputation = _recompute(spec, tensors, existing_ops, options)
     return spec, steps.Step(
         examples,
         spec.loss,
@@ -133,25 +133,25 @@ def _build_on_several(
     features: Any,
     labels: Any,
     options: dict[str, Any],
-    towers: list[str],
+    devices: list[str],
     machines: dict[str, list[str]] | None,
 ) -> tuple[Any, steps.Step]:
     """Builds a graph for several devices; returns its EstimatorSpec and a `Step`."""
     global_batch = batch.look_at(features, labels, options['broadcast'])
     tensors = end_of_data.tensors_of(features, labels)
-    ops_before = {op.name for op in tf.get_default_graph().get_operations()}
+    existing_ops = {op.name for op in tf.get_default_graph().get_operations()}
 
     spec = call()
     with no_garbage_collection():
         open_pairs = decide_order(spec)
         servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
-        place_variables(options['variables'], servers or towers, ops_before)
+        place_variables(options['variables'], servers or devices, existing_ops)
 
         global_batch = unknown_ranks.shapes_told_by_model(global_batch)
-        spec, step = _divided(spec, global_batch, towers, ops_before, options)
+        spec, step = _divided(spec, global_batch, devices, existing_ops, options)
         if step.plan is None:
             facts = _facts(spec)
-            step = step._replace(recomputation=_recompute(spec, tensors, ops_before, options))
+            step = step._replace(recomputation=_recompute(spec, tensors, existing_ops, options))
             step = step._replace(facts=facts)
     return spec, step._replace(open_pairs=open_pairs)
 
@@ -160,7 +160,7 @@ def _divided(
     spec: Any,
     global_batch: batch.Batch,
     devices: list[str],
-    ops_before: set[str],
+    existing_ops: set[str],
     options: dict[str, Any],
 ) -> tuple[Any, steps.Step]:
     """Divides the default graph; returns its EstimatorSpec and a `Step`.
@@ -168,8 +168,8 @@ def _divided(
     Args:
       spec: the EstimatorSpec that the model_fn has returned.
       global_batch: the features and labels.
-      devices: one a tower.
-      ops_before: the names of ops that were there before the model_fn was called.
+      devices: on which the graph is to run, one a chain of towers.
+      existing_ops: the names of ops that were there before the model_fn was called.
       options: the checked arguments of `replicate()`, by name; and `noted`, which the number of
         examples goes through, if there is one.
     """
@@ -185,7 +185,7 @@ def _divided(
         global_batch,
         total,
         devices,
-        existing_ops=ops_before,
+        existing_ops=existing_ops,
         batch_norm=options['batch_norm'],
         turns=options['microbatches'],
         results=result_ops(spec),
@@ -232,7 +232,7 @@ def _facts(spec: Any) -> check.Facts | None:
 
 
 def _recompute(
-    spec: Any, tensors: Sequence[tf.Tensor], ops_before: set[str], options: dict[str, Any]
+    spec: Any, tensors: Sequence[tf.Tensor], existing_ops: set[str], options: dict[str, Any]
 ) -> Recomputation | None:
     """Lets gradients of a graph that isn't divided use copies of forward ops, if asked for."""
     if not _recomputes(spec, options):
@@ -240,7 +240,7 @@ def _recompute(
     graph = tf.get_default_graph()
     results = results_of_step(spec)
     model = later_gradients.note_model(graph)
-    recomputation = recompute_activations(graph, tensors, spec.loss, results, ops_before)
+    recomputation = recompute_activations(graph, tensors, spec.loss, results, existing_ops)
     model.end_changes({})  # Copies give gradients the same values: the model's own have them, too.
     return recomputation
 

@@ -1,9 +1,9 @@
 """Divides a finished graph over devices.
 
 In: the graph that a model_fn has built for the whole batch. Out: the same graph with a copy of most
-ops on each device, and the same results. `divide` has the steps in order, one folder each:
+ops on each device, and the same results. `divide` has the steps in order, in these folders:
 
     rewrites/ -> propagation/ (asks rules/) -> a Plan -> towers/
 
-`placements`, `plan` and `sizes` are the data that they hand on.
+They hand on a `division`. `placements`, `plan` and `sizes` are the data in it.
 """

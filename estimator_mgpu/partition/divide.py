@@ -16,7 +16,7 @@ from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_op
 from estimator_mgpu.partition.propagation.unused_gradients import find_unused_gradients
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
 from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
-from estimator_mgpu.partition.rewrites.identities import bypass_identities, find_unused_groups
+from estimator_mgpu.partition.rewrites.identities import bypass_identities, find_unused_ops
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.later_reads import read_after_writes
 from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handles
@@ -126,8 +126,8 @@ STEPS: tuple[Callable[[Division], None], ...] = (
     read_functions,  # The next two look into the graphs of functions.
     _inline_calls,  # What is inlined belongs to the model, and a loop in a call becomes visible.
     take_apart_loops,
-    # All ops of a step are there now, and all of the user's order. Each step has to leave that: in
-    # the graph, or as soon as `order` is there, in the graph with what `towers.waits` adds by it.
+    # From here on, no step may change the order in which state is touched. Until `_find_order`,
+    # control edges hold it. After that, `order` holds it, and `towers.waits` adds the edges.
     _note_facts,
     # Ops that can't be sharded, or not as well, are replaced by such as can.
     infer_loop_shapes,
@@ -141,8 +141,8 @@ STEPS: tuple[Callable[[Division], None], ...] = (
     remove_loop_waits,
     bypass_identities,
     replace_likes_by_fills,
-    find_unused_groups,  # After all that bypasses something.
-    find_unused_gradients,  # Their users may be unused groups.
+    find_unused_ops,  # After all that replaces something.
+    find_unused_gradients,  # Their users may be unused ops.
     # The plan, and where what it doesn't shard runs.
     _plan,
     bypass_needless_ops,  # The plan knows their sizes.

@@ -27,13 +27,14 @@ NO_BATCH = Batch([], None, {}, {})
 class Division:
     """A graph that is being divided over devices, and over turns of each device.
 
-    A step that asks for what no step has left so far fails with an AttributeError.
+    A step that asks for the model, the order or the plan before it's there fails with an
+    AttributeError.
 
     Attributes:
       graph: the graph that the model_fn has built, which is changed.
       batch: the features and labels that it was built for.
       total: how many examples there are, an int32 scalar; None if the graph knows.
-      devices: those of towers.
+      devices: one a chain of towers; each has as many towers as there are turns.
       existing_ops: names of ops that were there before the model_fn, such as the global step; they
         stay as they are.
       batch_norm: 'batch' to normalize by the statistics of the global batch, 'device' by those of
@@ -47,14 +48,16 @@ class Division:
         otherwise each op runs as its rule says.
 
       replaced: what steps use in place of tensors, by their names. It grows from step to step.
-      unused: names of ops that stay in the graph, but that no step of training runs. It grows, too.
+      unused: names of ops that stay in the graph, but that no step of training runs. It grows, too;
+        once there is a plan, `plan.unused` counts.
       model: the ops as the model_fn has made them.
       facts: what the check compares with; None if it isn't on.
       recomputation: what is computed twice; None if that wasn't asked for.
       order: in which the graph touches state.
       loops: the loops of TensorFlow 1.
       plan: which ops are sharded, and how.
-      full_value_devices: where full values are made, by the names of tensors.
+      full_value_devices: by the names of tensors, where their full values are made; by those of ops
+        that run once, where these run.
     """
 
     graph: tf.Graph

@@ -247,11 +247,14 @@ def without_cycles(
 ) -> list[tuple[Node, Node]]:
     """The edges that can be added to a graph. Of those that close a cycle, the last is left out.
 
+    None can be added if what they begin with waits for a cycle of its own, and an edge closes one.
+
     Args:
       inputs_of: what a node of the graph waits for.
       edges: each from a node to one that is to wait for it.
     """
-    upstream: dict[Node, list[Node]] = {}  # of what edges begin with: a cycle would be in it
+    upstream: dict[Node, list[Node]] = {}
+    """All that the sources of edges wait for. A cycle goes through a source, so it's in here."""
     stack = [source for source, _ in edges]
     while stack:
         node = stack.pop()

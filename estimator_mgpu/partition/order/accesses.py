@@ -80,7 +80,7 @@ def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
 
 
 def asks_for_value(op: tf.Operation) -> bool:
-    """Whether an op needs more of state than its shape, or than what no step changes."""
+    """Whether an op reads the value of state, rather than its shape or whether it's initialized."""
     return op.type not in op_types.SHAPE_QUERIES and op.type not in op_types.HANDLE_QUERIES
 
 

@@ -57,16 +57,16 @@ def decide_branches(
       NotSharded: if the op has to run once, with the reason.
     """
     # The first input of `If` and `Case` chooses a branch, and isn't an argument of the branches.
-    chooses = 1 if op.type in op_types.BRANCHES else 0
-    arguments = list(op.inputs)[chooses:]
+    first_argument = 1 if op.type in op_types.BRANCHES else 0
+    arguments = list(op.inputs)[first_argument:]
     branches = function_calls.function_graphs(op)
-    is_replicated = all(placement == REPLICATE for placement in placements[chooses:])
+    is_replicated = all(placement == REPLICATE for placement in placements[first_argument:])
     if is_replicated or not branches:
         return None
 
     every_argument = range(len(arguments))
     functions = CalledFunctions(
-        scope, branches, arguments, placements[chooses:], unchanged=every_argument
+        scope, branches, arguments, placements[first_argument:], unchanged=every_argument
     )
     functions.find_placements()
     bodies = [functions.visit(branch, assumes=False) for branch in branches]
@@ -91,7 +91,9 @@ def decide_branches(
         return None
 
     # What chooses is replicated, unless it's the condition of an assertion.
-    choice = [FULL if placement == REPLICATE else LOCAL for placement in placements[:chooses]]
+    choice = [
+        FULL if placement == REPLICATE else LOCAL for placement in placements[:first_argument]
+    ]
     needs = _needs_of_arguments(functions, op)
     plan = OpPlan((*choice, *needs), functions=[body.scope.ops for body in bodies])
     return Decision(plan, output_placements, output_dims)

@@ -128,7 +128,7 @@ class CalledFunctions:
 
     def rank(self, index: int) -> int:
         """How many dimensions an argument has that is sharded inside of the functions."""
-        # A loop's condition doesn't have the shapes of its arguments; its body does.
+        # From the body, also while a loop's condition is visited, whose arguments have no shapes.
         rank = self.bodies[-1].inputs[index].shape.rank
         if rank is None:
             rank = self.scope.sizes.rank(self.arguments[index])

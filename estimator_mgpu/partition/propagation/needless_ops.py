@@ -51,7 +51,7 @@ def bypass_needless_ops(division: Division) -> None:
     bypassed: set[str] = set()
     for name in plan.ops:
         op = graph.get_operation_by_name(name)
-        source = _what_is_given_on(op, plan, redirections)
+        source = _source_to_use_instead(op, plan, redirections)
         if source is not None and _may_be_bypassed(op, order, named_by_needs):
             [output] = op.outputs
             redirections.add(output, source)
@@ -81,10 +81,10 @@ def _may_be_bypassed(op: tf.Operation, order: Order, named_by_needs: Set[str]) -
     return order.liveness.always_runs(op) and not order.bits(op)
 
 
-def _what_is_given_on(
+def _source_to_use_instead(
     op: tf.Operation, plan: Plan, redirections: graphs.Redirections
 ) -> tf.Tensor | None:
-    """The first input of an op if each tower's copy would give what the tower has of it, or None.
+    """What users can use in place of a needless op; None if it's needed.
 
     Args:
       op: a sharded one.

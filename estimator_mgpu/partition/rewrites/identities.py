@@ -73,8 +73,8 @@ def _bypass(division: Division, identities: Sequence[tf.Operation]) -> None:
     redirections.make()
 
 
-def find_unused_groups(division: Division) -> None:
-    """Finds the groups for which only identities wait that are bypassed: both are unused."""
+def find_unused_ops(division: Division) -> None:
+    """Finds the ops in whose place others are used, and groups for which only such ops wait."""
     division.unused |= {name.partition(':')[0] for name in division.replaced}
     groups = set()
     for op in division.model_ops():

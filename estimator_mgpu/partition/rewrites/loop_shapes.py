@@ -34,8 +34,9 @@ def changed_shapes(
     """Finds the shapes of the variables that don't keep the shape that they start with.
 
     Args:
-      infer: given such shapes, gives each variable, the shape that it's then assumed to have in
-        each step, and one that it has. There may be several of these.
+      infer: given such shapes, gives for each variable the shape that it's then assumed to have in
+        each step, and the shape that the start or a step gives it. A variable may come several
+        times.
     """
     changed: Shapes = {}
     while True:  # Each round makes a dimension or a rank unknown that was known, or is the last.
@@ -89,7 +90,7 @@ def _without_ways_back(
         start = enter.name
         node = nodes[merge.name]
         for changed in (nodes[enter.name], node):
-            del changed.attr['_output_shapes']
+            changed.attr.pop('_output_shapes', None)
         if merge.name in shapes:
             start = _add_of_shape(definition, start, merge, shapes[merge.name])
         node.ClearField('input')

@@ -95,7 +95,7 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
       sizes: of tensors.
     """
     if op.type == _PARTITION:
-        return _make_parts(op, placements, sizes)
+        return _partition(op, placements, sizes)
     if op.type in _STITCHES:
         return _stitch(op, placements, sizes)
     if op.type == _WHERE:
@@ -104,7 +104,7 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     return None if use is None else use(op, placements, sizes)
 
 
-def _make_parts(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`DynamicPartition`: the data's rows, and for each the selection to which it goes.
 
     A selection has its rows in their order, so those of all towers, one tower after the other, are

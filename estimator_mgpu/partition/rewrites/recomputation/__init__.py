@@ -1,4 +1,4 @@
 """With `recompute=True`, gradients use copies of forward ops: `recompute` has the steps.
 
-step_ops -> forward (asks cuts) -> gradients -> copies
+step_ops -> forward (asks cuts) -> gradients -> forward_copies
 """
