@@ -33,7 +33,7 @@ from estimator_mgpu.model_fns.calls import (
     call_model_fn,
     check_builds_graph,
     check_model_fn,
-    signature_of,
+    model_fn_signature,
     with_mode_and_config,
 )
 from estimator_mgpu.model_fns.model_function import ModelFunction
@@ -228,7 +228,7 @@ def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callab
       model_fn: the model_fn to replicate.
     """
     check_model_fn(model_fn)
-    signature = signature_of(model_fn)
+    signature = model_fn_signature(model_fn)
     extended = with_mode_and_config(signature)
 
     @functools.wraps(model_fn, updated=())

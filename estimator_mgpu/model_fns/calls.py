@@ -104,7 +104,7 @@ def check_model_fn(model_fn: Any) -> None:
         )
 
 
-def signature_of(model_fn: Callable[..., Any]) -> inspect.Signature:
+def model_fn_signature(model_fn: Callable[..., Any]) -> inspect.Signature:
     """Returns the signature of a model_fn; fails if it takes no features."""
     try:
         signature = inspect.signature(model_fn)

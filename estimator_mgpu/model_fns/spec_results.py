@@ -39,6 +39,7 @@ def decide_order(spec: Any) -> list[OpenPair]:
     modes = tf_estimator.estimator.ModeKeys
     results: Any = [spec.loss, spec.train_op]
     if spec.mode == modes.EVAL:
+        # The values of metrics are read once, after all steps.
         updates = [update for _, update in (spec.eval_metric_ops or {}).values()]
         results = [spec.loss, updates]
     elif spec.mode == modes.PREDICT:
