@@ -26,6 +26,14 @@ MESSAGES = {
         MISSING,
         MISSING,
     ),
+    'after another error': (
+        f'{MADE_AT}{MISSING}\n\t [[{{{{node ReadFile}}}}]]\nRecent warning and error logs:\n'
+        '  OP_REQUIRES failed at py_func.cc:422 : UNKNOWN: KeyError: 3\n'
+        'Traceback (most recent call last):\n  File "train.py", line 9, in look_up\n'
+        "Node: 'PyFunc'\n",
+        MISSING,
+        MISSING,
+    ),
     'of a task': (
         f'{MADE_AT}From /job:worker/replica:0/task:0:\n{MISSING}\n\t [[{{{{node ReadFile}}}}]]',
         MISSING,
@@ -84,3 +92,8 @@ def test_errors_of_an_input_pipeline(text, is_of_input):
     """Not those of an op to which TensorFlow was sending a batch."""
     error = tf.errors.ResourceExhaustedError(None, None, text)
     assert error_messages.is_of_input(error) == is_of_input
+
+
+def test_the_traceback_of_another_error_is_none():
+    message, _, _ = MESSAGES['after another error']
+    assert error_messages.python_traceback(tf.errors.NotFoundError(None, None, message)) == []

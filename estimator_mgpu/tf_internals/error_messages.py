@@ -46,6 +46,9 @@ _NODE = re.compile(r'\[\[\{\{node ([^\s{}]+)\}\}')
 _PYTHON_TRACEBACK = re.compile(
     r'^Traceback \(most recent call last\):$.*?(?=^\s*\[\[|\Z)', re.M | re.S
 )
+# With this, TensorFlow appends what was logged lately in this process, also of other errors, once a
+# server of a cluster has run in it.
+_RECENT_LOGS = '\nRecent warning and error logs:'
 # What is too small, or too large, where it isn't memory: files, and the messages of gRPC.
 _NO_MEMORY = (
     os.strerror(errno.ENOSPC),
@@ -80,7 +83,7 @@ def reason(error: Exception) -> str:
 
 def node_name(error: Exception) -> str | None:
     """The name of the first node that an error is about; None if it names none."""
-    match = _NODE.search(getattr(error, 'message', None) or str(error))
+    match = _NODE.search(_message(error))
     return None if match is None else match[1]
 
 
@@ -89,19 +92,19 @@ def python_traceback(error: Exception) -> list[str]:
 
     If ops on several devices needed its result, TensorFlow repeats all of it for each of them.
     """
-    match = _PYTHON_TRACEBACK.search(getattr(error, 'message', None) or str(error))
+    match = _PYTHON_TRACEBACK.search(_message(error))
     lines = [] if match is None else match[0].splitlines()
     return [line for line in lines if line.strip()]
 
 
 def is_of_input(error: Exception) -> bool:
     """Whether an input pipeline has failed, rather than what is computed from its batches."""
-    return bool(_INPUT_OP.search(getattr(error, 'message', None) or str(error)))
+    return bool(_INPUT_OP.search(_message(error)))
 
 
 def is_of_xla_on_cpus(error: Exception) -> bool:
     """Whether XLA, which was to compile all ops that it can, refuses several CPU devices."""
-    return 'Multiple CPU devices [' in (getattr(error, 'message', None) or str(error))
+    return 'Multiple CPU devices [' in _message(error)
 
 
 def is_of_step_memory(error: tf.errors.OpError) -> bool:
@@ -136,10 +139,15 @@ def summary(error: Exception) -> str:
     return f'{type(error).__name__}: {text}'
 
 
+def _message(error: Exception) -> str:
+    """What an error says of itself."""
+    message = getattr(error, 'message', None) or str(error)
+    return message.partition(_RECENT_LOGS)[0]
+
+
 def _lines(error: Exception) -> list[str]:
     """The lines of an error's message that say what is wrong."""
-    message = getattr(error, 'message', None) or str(error)
-    lines = [line.strip(' \t=') for line in message.splitlines()]
+    lines = [line.strip(' \t=') for line in _message(error).splitlines()]
     start = 0
     for number, line in enumerate(lines):
         if line.startswith('Node: '):  # The last one ends what is said of where ops were made.
