@@ -97,3 +97,14 @@ def test_errors_of_an_input_pipeline(text, is_of_input):
 def test_the_traceback_of_another_error_is_none():
     message, _, _ = MESSAGES['after another error']
     assert error_messages.python_traceback(tf.errors.NotFoundError(None, None, message)) == []
+
+
+def test_the_memory_of_another_error_is_none():
+    """A hook's error is of no op, whatever was logged of ops before."""
+    logs = 'Recent warning and error logs:\n  OP_REQUIRES failed [[{{node MatMul}}]]'
+    of_hook = tf.errors.ResourceExhaustedError(None, None, f'too many files\n{logs}')
+    assert not error_messages.is_of_step_memory(of_hook)
+    of_op = tf.errors.ResourceExhaustedError(
+        None, None, f'OOM when allocating [[{{{{node MatMul}}}}]]\n{logs}; No space left on device'
+    )
+    assert error_messages.is_of_step_memory(of_op)

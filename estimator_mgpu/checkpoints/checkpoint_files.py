@@ -165,9 +165,7 @@ def _check_shapes(graph: tf.Graph, path: str) -> None:
         name = variable.op.name
         shape = saved.get(name) if name in restored else None
         if shape is not None and not variable.shape.is_compatible_with(shape):
-            others.append(
-                f'{variable.op.name} has {shape}, and the model {variable.shape.as_list()}'
-            )
+            others.append(f'{name} has {shape}, and the model {variable.shape.as_list()}')
     if others:
         more = f' (and {len(others) - 1} more)' if len(others) > 1 else ''
         raise ValueError(

@@ -115,17 +115,18 @@ def is_of_step_memory(error: tf.errors.OpError) -> bool:
     """
     if type(error) is not tf.errors.ResourceExhaustedError:
         return False
-    is_of_op = error.op is not None or bool(_ANY_OP.search(error.message))
+    message = _message(error)
+    is_of_op = error.op is not None or bool(_ANY_OP.search(message))
     if not is_of_op or is_of_input(error):
         return False
-    return not any(other in error.message for other in _NO_MEMORY)
+    return not any(other in message for other in _NO_MEMORY)
 
 
 def is_of_lost_task(error: tf.errors.OpError) -> bool:
     """Whether a step has failed because one task lost another, whatever the error's class is.
 
     The class is that of the first error that TensorFlow heard of: that of an op that was cancelled,
-    say. Those of other tasks are in the message.
+    say. Those of other tasks are in the message, also behind what one of them has logged lately.
     """
     was_replaced = _REPLACED in error.message and _CALL_OF_TASK in error.message
     return was_replaced or bool(_LOST_TASK.search(error.message))

@@ -26,21 +26,29 @@ from estimator_mgpu.tf_internals.v1_loops import passed_on
 def bypass_loops_of_handles(division: Division) -> None:
     """Lets the users of handles that loops pass on use those that the loops were given."""
     redirections = graphs.Redirections()
-    for op in division.model_ops():
-        if op.type in op_types.LOOPS:
-            for output, operand in zip(op.outputs, op.inputs):
-                if output.dtype == tf.resource and _only_passes_on(op, output.value_index):
-                    redirections.add(output, operand)
+    for loop in division.model_ops():
+        if loop.type in op_types.LOOPS:
+            for index in _handles_only_passed_on(loop):
+                redirections.add(loop.outputs[index], loop.inputs[index])
     redirections.make()
 
 
-def _only_passes_on(loop: tf.Operation, index: int) -> bool:
-    """Whether a loop gives a handle on after each step, and doesn't write to what it names.
+def _handles_only_passed_on(loop: tf.Operation) -> list[int]:
+    """The indices of the handles that a loop gives on after each step; none if nothing is known.
 
-    If it writes, who reads by its output reads after the loop. False if nothing is known.
+    If the loop writes to what a handle names, whoever uses it after the loop may read what was
+    written, so that handle isn't among them.
     """
     functions = function_calls.function_graphs(loop)
-    if not functions or maker_of_state(loop.inputs[index]) in written_state(loop):
-        return False
+    handles = [output.value_index for output in loop.outputs if output.dtype == tf.resource]
+    if not functions or not handles:
+        return []
+
     _, body = functions
-    return passed_on(body.outputs[index]) is body.inputs[index]
+    written = written_state(loop)
+    return [
+        index
+        for index in handles
+        if passed_on(body.outputs[index]) is body.inputs[index]
+        and maker_of_state(loop.inputs[index]) not in written
+    ]

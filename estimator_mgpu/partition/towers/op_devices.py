@@ -18,9 +18,8 @@ from estimator_mgpu.tf_internals import function_calls, graphs, private
 from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
 
-_NOT_ON_EVERY_DEVICE = frozenset(
-    (tf.string, tf.resource, tf.variant)
-)  # types whose ops may lack a kernel
+# Types whose ops may lack a kernel.
+_NOT_ON_EVERY_DEVICE = frozenset((tf.string, tf.resource, tf.variant))
 
 
 def place_ops(division: Division) -> None:

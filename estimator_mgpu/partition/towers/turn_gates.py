@@ -70,14 +70,7 @@ def _gates_of_turns(
     towers: Sequence[Tower],
     liveness: Liveness,
 ) -> dict[int, str]:
-    """Adds a gate for each turn but the first of a chain.
-
-    Args:
-      nodes: where the gates are added.
-      step: the units that a step runs.
-      schedule: which of them run one turn after another.
-      towers: a device and a turn each.
-      liveness: of the user's ops.
+    """Adds a gate for each turn but the first of a chain; the arguments are those of `add_gates`.
 
     Returns:
       The gates, as control inputs, by the numbers of the towers that wait for them.
