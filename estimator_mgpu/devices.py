@@ -20,6 +20,7 @@ from estimator_mgpu.tf_internals.tf_estimator import get_default_session_config
 
 Devices = Union[None, int, str, Iterable[str]]
 CHIEF = '/job:chief/task:0'  # the task that devices without one are of
+HOST = '/device:CPU:0'  # where a batch is that has no device: else TensorFlow would take a GPU
 
 # Passes of TensorFlow's graph optimizer that go over the ops of all towers, and make no step
 # shorter. The others are worth it on GPUs: layout and remapping.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.devices import HOST
 from estimator_mgpu.tf_internals import private, tracebacks
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have examples
@@ -197,7 +198,7 @@ def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:
         static = static_rows(leaf)
         if static is not None:
             return static
-        with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device('/device:CPU:0'):
+        with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device(HOST):
             return rows_of(leaf)
     return None
 
@@ -236,13 +237,13 @@ def _first_sizes(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
     """The same as `_first_size` of each, of dense tensors of one type."""
     ranks = [tensor.shape.rank for tensor in tensors]
     positions = np.cumsum([0, *ranks[:-1]])  # of the first sizes among all of the shapes'
-    with tf.device(device):
+    with tf.device(device or HOST):
         shapes = tf.shape_n(tensors, tf.int64)
         return tf.unstack(tf.gather(tf.concat(shapes, 0), positions))
 
 
 def _first_size(tensor: tf.Tensor | tf.SparseTensor, device: str) -> tf.Tensor:
-    with tf.device(device):
+    with tf.device(device or HOST):
         return tf.shape(tensor, out_type=tf.int64)[0]
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
+from estimator_mgpu.devices import HOST
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
@@ -181,13 +182,13 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
       writes: the ops that have to wait.
       batch: the tensors to wait for.
     """
-    input_device = batch[0].device
+    input_device = batch[0].device or HOST
     batch_is_there: dict[str, tf.Operation] = {}  # by device; made when a write first needs it
     made_for_batch = tracebacks.made_for(batch[0].op)
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'), made_for_batch:
         for write in writes:
             if not batch_is_there:
-                with tf.device(input_device or None):
+                with tf.device(input_device):
                     values = [tf.identity(tensor, 'is_there') for tensor in batch]
                     with tf.control_dependencies(values):
                         batch_is_there[input_device] = tf.no_op('is_there')
@@ -195,6 +196,6 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
             device = device_of(write) or input_device
             if device not in batch_is_there:
                 message = batch_is_there[input_device]
-                with tf.device(device or None), tf.control_dependencies([message]):
+                with tf.device(device), tf.control_dependencies([message]):
                     batch_is_there[device] = tf.no_op('is_there')
             function_calls.let_wait(write, [batch_is_there[device]])

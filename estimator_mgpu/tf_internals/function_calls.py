@@ -60,9 +60,13 @@ def function_graphs(op: tf.Operation) -> list[tf.Graph]:
 
 def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
     """Returns a function's FunctionDef, which isn't to be changed, and its graph."""
+    return definition_of(graph, name), private.get_function(graph, name).graph
+
+
+def definition_of(graph: tf.Graph, name: str) -> Any:
+    """Returns a function's FunctionDef, which isn't to be changed."""
     function = private.get_function(graph, name)
-    definition = getattr(function, 'cached_definition', None) or function.definition
-    return definition, function.graph
+    return getattr(function, 'cached_definition', None) or function.definition
 
 
 def has_function_with(graph: tf.Graph, op_type: str) -> bool:

@@ -47,6 +47,9 @@ clear_colocation = functools.partial(
 # (type of op): what TensorFlow declares of the type, an OpDef; None if it knows no such type.
 op_definition = _find('framework.op_def_registry', 'get')
 
+# (type of op): the kernels that are registered for it, a KernelList: also those for GPUs.
+registered_kernels = functools.cache(_find('framework.kernels', 'get_registered_kernels_for_op'))
+
 # (op in C, traceback): what `Operation.traceback` then gives.
 _set_traceback = _find('client.pywrap_tf_session', 'TF_SetOpStackTrace')
 # They remove a function of a graph by its name, make one of a serialized FunctionDef, and add it.

@@ -1,8 +1,9 @@
 """Each tower's copies of the functions that its ops call: loops, branches and `tf.function`.
 
 In: the copy of a node that calls functions, and the functions' plans. Out: new functions in the
-graph's library, with the tower's device on every node. TensorFlow takes loops apart when a session
-begins, and then places all nodes without a device on the session's first one.
+graph's library, with the tower's device on every node, or its host on nodes without a kernel there.
+TensorFlow takes loops apart when a session begins, and then places all nodes without a device on
+the session's first one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.partition.towers.turns import Tower
-from estimator_mgpu.tf_internals import function_calls, op_paths, op_types
+from estimator_mgpu.tf_internals import function_calls, kernels, op_paths, op_types
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def, set_attr
 
 # Attributes that say where the user's op is, and which shapes it has for the global batch.
@@ -137,6 +138,7 @@ def _copy_function(
         _set_parts(shards, definition, node, op, op_plan, tower)
         path = path_of(op.name)
         adapt_node(shards, node, op_plan, tower, path)
+        node.device = kernels.device_for(node, node.device)
         op_paths.set_path(node, path)  # It tells of which tower the node is.
 
     _rename_tensors(definition, renamed)
@@ -218,7 +220,7 @@ def _add_node(definition: Any, node: Any, inputs: Sequence[str], device: str) ->
     added = definition.node_def.add()
     added.CopyFrom(node)
     added.name = f'given_{len(definition.node_def)}'
-    added.device = device
+    added.device = kernels.device_for(added, device)
     added.input[:] = inputs
     return added.name
 

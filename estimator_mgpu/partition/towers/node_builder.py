@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.towers.names import Names
-from estimator_mgpu.tf_internals import function_calls, private, tracebacks
+from estimator_mgpu.tf_internals import function_calls, kernels, private, tracebacks
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def
 
 Number = Union[int, str]
@@ -223,7 +223,8 @@ class NodeBuilder:
         return self._names[key]
 
     def build(self) -> None:
-        """Adds all nodes to the graph."""
+        """Adds all nodes to the graph: those that a GPU has no kernel for, on the host beside it."""
+        kernels.place(self.graph_def.node)
         self._copy_constants()
 
         private.import_nodes(self.graph, self.graph_def, self._inputs_from_graph())

@@ -14,7 +14,7 @@ from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.tf_internals import function_calls, graphs, private
+from estimator_mgpu.tf_internals import function_calls, graphs, kernels, private
 from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -82,8 +82,10 @@ def place_ops(division: Division) -> None:
 
     for op in movable:
         if op.name in device_of_name:
+            device = kernels.device_for(op.node_def, device_of_name[op.name], graph)
+            device_of_name[op.name] = device
             private.clear_colocation(op)
-            private.set_device(op, device_of_name[op.name])
+            private.set_device(op, device)
     division.full_value_devices = device_of_name
 
 

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.devices import machine_of
+from estimator_mgpu.devices import HOST, host_of, machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, kernels, op_types, private
+from estimator_mgpu.tf_internals.effects import maker_of_state
 
 Variables = Literal['cpu', 'first', 'spread']  # where they are placed
 
@@ -23,7 +24,8 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
     function can use those of one device only. A reference variable that is read in a loop of
     TensorFlow 1 is on the first device: if the loop runs once, then all of it does so there. A loop
     that has ops on two devices never ends if one of them is given a reference. TensorFlow itself
-    places what else has to be where a variable is.
+    places what else has to be where a variable is. If a GPU has no kernel for one of these ops, the
+    variable is on the host beside it: an update of rows by RMSProp, say.
 
     Args:
       choice: as for `replicate()`.
@@ -41,6 +43,7 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
         groups.setdefault(_leader(variable, names), []).append(variable)
     together = _variables_used_together()
     in_loops = _reference_variables_of_loops()
+    not_on_gpus = _variables_without_gpu_kernels(devices)
     for used in together:
         _join_groups(groups, {op.name for op in used})
 
@@ -53,6 +56,8 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
         else:
             is_in_loop = any(variable.op in in_loops for variable in group)
             device = _device_for(group, choice, [devices[0]] if is_in_loop else devices, load)
+        if any(variable.op in not_on_gpus for variable in group):
+            device = host_of(device)
         load[device] += _bytes_of_group(group)
         load[machine_of(device)] += _bytes_of_group(group)
         for variable in group:
@@ -85,6 +90,25 @@ def _reference_variables_of_loops() -> set[tf.Operation]:
     return {tensor.op for tensor in operands if graphs.is_reference_variable(tensor)}
 
 
+def _variables_without_gpu_kernels(devices: Sequence[str]) -> set[tf.Operation]:
+    """The variables with which an op has to be that has no kernel on GPUs; none without GPUs."""
+    variables: set[tf.Operation] = set()
+    if not any(map(kernels.is_gpu, devices)):
+        return variables
+    graph = tf.get_default_graph()
+    for op in graph.get_operations():
+        if kernels.has_gpu_kernel(op.node_def, graph):
+            continue
+        variables.add(op)
+        variables.update(graph.get_operation_by_name(name) for name in graphs.colocated_with(op))
+        takes_references = any(arg.is_ref for arg in op.op_def.input_arg)
+        for tensor in op.inputs:
+            # A reference that is only read needn't be on the same device.
+            if graphs.is_handle(tensor) and (tensor.dtype == tf.resource or takes_references):
+                variables.add(maker_of_state(tensor))
+    return variables
+
+
 def _used_with(
     group: Sequence[Any], together: Sequence[Sequence[tf.Operation]]
 ) -> list[tf.Operation]:
@@ -113,7 +137,7 @@ def _device_for(
 ) -> str:
     """The device for some variables; spread, the one that has the fewest bytes so far."""
     if choice == 'cpu':
-        return '/device:CPU:0'
+        return HOST
     is_trained = any(variable.trainable for variable in group)
     if choice == 'first' or not is_trained:
         return devices[0]  # Towers don't need counters, metrics and moving averages.
