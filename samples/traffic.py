@@ -1,28 +1,44 @@
-"""Prints how many bytes machines send each other in a step.
+"""Prints how many bytes machines and devices send each other in a step.
 
     python traffic.py
+    python traffic.py --machines= --networks=cnn --gpus=4,64
 
 There is one line for each model and number of machines, with two devices each. It gives the
 largest number of bytes that a machine sends, and that a machine receives. The larger of both is
 also given relative to the bytes of all trained variables. For comparison, a ring all-reduce on M
-machines moves 2 (M - 1) / M of them each way. The bytes are counted in the graph; no step is run.
+machines moves 2 (M - 1) / M of them each way.
+
+The second table is of the devices of one machine: what the busiest one sends and receives relative
+to a ring, how many messages there are, and how many of them follow each other on the longest path.
+The batch, which comes from the host, isn't counted. All is counted in the graph; no step is run,
+and no GPU is needed.
 """
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
+from typing import NamedTuple
 
+import benchmark_models
 import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 import estimator_mgpu
 from estimator_mgpu.cluster import sessions
-from estimator_mgpu.devices import CHIEF, machine_of
+from estimator_mgpu.devices import CHIEF, device_spec, machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.reports import explain
+from estimator_mgpu.tf_internals import graphs
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('machines', ['2', '3', '4'], 'Numbers of machines.')
+flags.DEFINE_list('gpus', ['2', '4', '8', '16', '64'], 'Numbers of GPUs of one machine.')
+flags.DEFINE_list(
+    'networks',
+    ['mlp', 'softmax', 'cnn', 'transformer', 'deep'],
+    'Models on the GPUs of one machine.',
+)
 ROWS = 12
 
 
@@ -77,8 +93,104 @@ def count(model_fn, machines):
         return sent, received, sum(map(bytes_of, tf.trainable_variables()))
 
 
+def softmax(features):
+    """A layer of many classes, with 98% of all weights."""
+    return tf.layers.dense(tf.layers.dense(features, 64, tf.nn.relu), 4000)
+
+
+ON_DEVICES = {
+    **benchmark_models.MODELS,
+    'softmax': benchmark_models.Model(
+        softmax, benchmark_models._momentum, benchmark_models._images(64), 4000, 64
+    ),
+}
+
+
+class Traffic(NamedTuple):
+    """What the devices of a machine send each other in a step.
+
+    Attributes:
+      sent: bytes, by device.
+      received: the same.
+      messages: how many there are.
+      hops: how many follow each other on the longest path.
+      ring: the bytes that each device would send, and receive, in a ring.
+    """
+
+    sent: Mapping[str, int]
+    received: Mapping[str, int]
+    messages: int
+    hops: int
+    ring: float
+
+
+def count_on_devices(name, count, machines=1):
+    """Counts what the GPUs of a machine, or of several ones, send each other in a step."""
+    model = ON_DEVICES[name]
+    host = f'{CHIEF}/device:CPU:0'
+    tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
+    devices = [f'{task}/device:GPU:{i}' for task in tasks for i in range(count)]
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        with tf.device(host):
+            dataset = model.dataset(max(model.batch, len(devices)))
+            batch = tf.data.make_one_shot_iterator(dataset).get_next()
+        spec = estimator_mgpu.replicate(model.model_fn, devices=devices)(*batch, 'train')
+        variables = sum(map(bytes_of, tf.trainable_variables()))
+    results = [spec.train_op, spec.loss.op]
+
+    sent, received = collections.Counter(), collections.Counter()
+    messages = 0
+    for source, target, size in explain.messages(results, host):
+        if {device_spec(end).device_type for end in (source, target)} == {'GPU'}:
+            sent[source] += size
+            received[target] += size
+            messages += 1
+    ring = 2 * (len(devices) - 1) / len(devices) * variables
+    return Traffic(sent, received, messages, hops(results, host), ring)
+
+
+def hops(results, first):
+    """How many messages follow each other on the longest path to the ops that a step runs.
+
+    Ops without a device count as on the first one.
+    """
+    devices = {op: explain._device(op, first) for op in graphs.ancestors(results)}
+    counts = {}
+    for op in graphs.topological_order(list(devices)):
+        counts[op] = max(
+            (
+                counts[before] + (devices[before] != devices[op])
+                for before in graphs.direct_inputs(op)
+                if before in counts  # All but the way back of a loop.
+            ),
+            default=0,
+        )
+    return max(counts.values())
+
+
 def main(_):
     tf.logging.set_verbosity(tf.logging.ERROR)
+    if FLAGS.machines:
+        print_machines()
+    if FLAGS.gpus:
+        print_devices()
+
+
+def print_devices():
+    print('model        devices  sent, of a ring  received  messages  hops')
+    for name in FLAGS.networks:
+        for count in map(int, FLAGS.gpus):
+            traffic = count_on_devices(name, count)
+            sent, received = (max(moved.values()) / traffic.ring for moved in traffic[:2])
+            print(
+                f'{name:12} {count:7} {sent:16.2f} {received:9.2f} {traffic.messages:9} '
+                f'{traffic.hops:5}',
+                flush=True,
+            )
+
+
+def print_machines():
     print('model      machines  sent, kB  received, kB  of the variables  a ring')
     for name, model_fn in MODELS.items():
         for machines in map(int, FLAGS.machines):

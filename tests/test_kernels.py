@@ -32,10 +32,7 @@ def kernels_on_gpus(op_type):
     """What each kernel takes: the types, or the texts, by the attribute's name."""
     found = registered.get_registered_kernels_for_op(op_type).kernel
     return [
-        {
-            c.name: {*c.allowed_values.list.type, *c.allowed_values.list.s}
-            for c in kernel.constraint
-        }
+        {c.name: {*c.allowed_values.list.type, *c.allowed_values.list.s} for c in kernel.constraint}
         for kernel in found
         if kernel.device_type in ('GPU', 'DEFAULT') and not kernel.label
     ]
@@ -178,9 +175,7 @@ def test_variables_whose_updates_have_no_kernel(gpus, behavior):
         for name, optimizer in optimizers.items():
             table = tf.get_variable(name, [7, 3])
             losses.append(tf.reduce_sum(tf.nn.embedding_lookup(table, features)))
-        updates = [
-            optimizer.minimize(loss) for loss, optimizer in zip(losses, optimizers.values())
-        ]
+        updates = [optimizer.minimize(loss) for loss, optimizer in zip(losses, optimizers.values())]
         return spec_of(mode, sum(losses), *updates)
 
     optimizers = {'rms': tf.train.RMSPropOptimizer(0.1), 'ada': tf.train.AdagradOptimizer(0.1)}

@@ -19,6 +19,7 @@ from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
+from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_copies import Copies
@@ -207,7 +208,8 @@ def _collect_nodes(
     nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
     values = Values(division, ops, towers, nodes)
     waits = Waits(ops, plan, division.order, values)
-    copies = Copies(plan, towers, values, waits, nodes)
+    everywhere = Everywhere(plan, division.order, towers, values, waits, nodes)
+    copies = Copies(plan, towers, values, waits, everywhere, nodes)
 
     for name, op_plan in plan.ops.items():
         op = graph.get_operation_by_name(name)

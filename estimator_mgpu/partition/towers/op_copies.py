@@ -28,6 +28,7 @@ from estimator_mgpu.partition.plan import (
     SparseRows,
     VariableValue,
 )
+from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.function_copies import adapt_node
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.turns import Tower
@@ -47,6 +48,7 @@ class Copies:
       towers: those that have copies.
       values: what the copies are given.
       waits: what the copies wait for.
+      everywhere: what each device makes for itself of what the copies are given.
       nodes: where nodes are added.
     """
 
@@ -56,12 +58,14 @@ class Copies:
         towers: Sequence[Tower],
         values: Values,
         waits: Waits,
+        everywhere: Everywhere,
         nodes: NodeBuilder,
     ):
         self._plan = plan
         self._towers = towers
         self._values = values
         self._waits = waits
+        self._everywhere = everywhere
         self._nodes = nodes
 
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
@@ -238,6 +242,10 @@ class Copies:
             if self._values.is_packed(tensor) and device != source:
                 return self._values.receive_packed(tensor, device)
 
+        if not or_zeros:
+            value = self._everywhere.value(tensor, device)
+            if value is not None:
+                return value
         full = self._values.full(tensor)
         if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
             return full  # These can't be sent to another device.

@@ -244,8 +244,7 @@ def reduce_moments(
     """
     nodes = shards.nodes
     of_mean, of_variance, of_difference = _weights_of_moments(shards, dtype, factor)
-    means = _stack(shards, means, dtype, device)
-    variances = _stack(shards, variances, dtype, device)
+    means, variances = _stack(shards, means, variances, dtype, device)
 
     def add(op_type: str, *inputs: str) -> str:
         return nodes.add(op_type, inputs, device, T=dtype)
@@ -279,10 +278,14 @@ def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[
         return add('RealDiv', entries, all_entries), of_variance, add('RealDiv', entries, divisor)
 
 
-def _stack(shards: Shards, values: Sequence[str], dtype: tf.DType, device: str) -> str:
-    """Stacks vectors of the towers, as rows; 0 for towers without examples."""
+def _stack(
+    shards: Shards, means: Sequence[str], variances: Sequence[str], dtype: tf.DType, device: str
+) -> tuple[str, str]:
+    """Stacks vectors of the towers, two each, as rows; 0 for towers without examples."""
+    nodes = shards.nodes
     if shards.active is not None:
-        values = _without_empty_towers(shards, values, dtype, 'sum')
+        means = _without_empty_towers(shards, means, dtype, 'sum')
+        variances = _without_empty_towers(shards, variances, dtype, 'sum')
 
     # Each device sends one message, or each machine if it's another one.
     devices = [tower.device for tower in shards.towers]
@@ -292,13 +295,19 @@ def _stack(shards: Shards, values: Sequence[str], dtype: tf.DType, device: str) 
     ):
         of_chains = []
         for chain in chains:
-            vectors = [values[tower.number] for tower in chain]
-            types = {'T': dtype, 'N': len(chain)}
-            of_chains.append(shards.nodes.add('Pack', vectors, chain[0].device, **types))
+            vectors = []
+            for tower in chain:
+                vectors += [means[tower.number], variances[tower.number]]
+            types = {'T': dtype, 'N': len(vectors)}
+            of_chains.append(nodes.add('Pack', vectors, chain[0].device, **types))
         if sender is not None:
-            of_chains = [shards.nodes.concat(of_chains, 0, dtype, sender)]
+            of_chains = [nodes.concat(of_chains, 0, dtype, sender)]
         stacked += of_chains
-    return shards.nodes.concat(stacked, 0, dtype, device)
+
+    rows = nodes.concat(stacked, 0, dtype, device)  # mean, variance, mean, variance, and so on
+    pairs = nodes.add('Reshape', [rows, [len(shards.towers), 2, -1]], device, T=dtype)
+    first = nodes.add('Unpack', [pairs], device, T=dtype, num=2, axis=1)
+    return first, f'{first[:-1]}1'
 
 
 def _without_empty_towers(

@@ -333,12 +333,9 @@ class Values:
         if name in self._packs:
             return self._reduce_pack(self._packs[name], self.shards_of(rows), dtype, device)
 
-        if isinstance(placement, Partial) and placement.reduce == MOMENTS:
-            return {name: self._reduce_moments(tensor, rows, device)}
-        values = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(placement, Partial):
-            shards = self.shards_of(rows)
-            return {name: reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)}
+            return {name: self.reduced_on(tensor, device)}
+        values = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(rows, SelectedRows) and not placement.in_blocks:
             # How many rows were picked by which tower needn't be known.
             origin = self.shards_of(rows.origin)
@@ -354,6 +351,17 @@ class Values:
         elif is_only_fetched:
             gather = reduce_and_gather.gather_for_fetches
         return {name: gather(self.shards_of(rows), values, dtype, placement.axis, dims, device)}
+
+    def reduced_on(self, tensor: tf.Tensor, device: str) -> str:
+        """The value of which towers have partial results, reduced on a device."""
+        placement = self._plan.placements[tensor.name]
+        assert isinstance(placement, Partial)
+        if placement.reduce == MOMENTS:
+            return self._reduce_moments(tensor, placement.rows, device)
+        shards = self.shards_of(placement.rows)
+        values = [self.local(tensor, tower) for tower in self._towers]
+        dtype = tensor.dtype.base_dtype
+        return reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
         """The mean or the variance of the batch's channels, made from those of the shards.

@@ -1,0 +1,160 @@
+"""Small values of the batch that every device makes for itself, from what all towers have.
+
+A tower may need what the examples of all towers come to, as batch normalization needs a mean. If
+one device made it, it would arrive after two messages, one after the other. Small values are sent
+by each device to each other one instead, so there is one:
+
+    tower 0:  its mean --> mean of all          tower 0:  its mean --> mean of all
+                     ^   \\                                        \\ /
+                    /     v            =>                         / \\
+    tower 1:  its mean    mean of all           tower 1:  its mean --> mean of all
+
+Ops that run once lead from such values to others, as from a variance to a standard deviation. Each
+device has a copy of these, too. All devices compute the same, in the same order.
+
+In: a tensor that towers need in full, and a device. Out: its value, made there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.devices import machine_of, relay
+from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.order.order import Order
+from estimator_mgpu.partition.placements import Partial
+from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.op_devices import device_of
+from estimator_mgpu.partition.towers.turns import Tower
+from estimator_mgpu.partition.towers.values import Values
+from estimator_mgpu.partition.towers.waits import Waits
+from estimator_mgpu.tf_internals import op_types, private
+
+_LARGEST = 1 << 16  # bytes of a value: a larger one costs more than the time of its message
+_MOST_OPS = 32  # that lead to a value: each device has a copy of them
+_MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
+
+_ATTRS_OF_PLACE = ('_class', '_output_shapes')
+
+
+class Everywhere:
+    """Makes small values on every device that needs them.
+
+    Args:
+      plan: which ops are sharded.
+      order: in which the user's graph touched state.
+      towers: those that have local values.
+      values: these, and full values.
+      waits: what the user's ops wait for.
+      nodes: where nodes are added.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        order: Order,
+        towers: Sequence[Tower],
+        values: Values,
+        waits: Waits,
+        nodes: NodeBuilder,
+    ):
+        self._plan = plan
+        self._of_batch = set(plan.order)
+        self._order = order
+        self._values = values
+        self._waits = waits
+        self._nodes = nodes
+        self._devices = list(dict.fromkeys(tower.device for tower in towers))
+        self._machines = {machine_of(device) for device in self._devices}
+        # The ops on the way from partial results to a tensor, by its name; None: not so.
+        self._ops_behind: dict[str, frozenset[tf.Operation] | None] = {}
+        self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
+
+    def value(self, tensor: tf.Tensor, device: str) -> str | None:
+        """The value of a tensor that a device has made; None if it's made on one device only."""
+        if len(self._devices) > _MOST_DEVICES * len(self._machines):
+            return None
+        if self._behind(tensor) is None:
+            return None
+        return self._made_on(tensor, self._maker(tensor, device))
+
+    def _maker(self, tensor: tf.Tensor, device: str) -> str:
+        """The device that makes a value: of several machines, one for all devices of a machine."""
+        if len(self._machines) == 1:
+            return device
+        home = self._values.device_of_full(tensor) or self._devices[0]
+        return relay(self._devices, device, home) or home
+
+    def _behind(self, tensor: tf.Tensor) -> frozenset[tf.Operation] | None:
+        """The ops that lead from partial results to a tensor; None if there are none, or many."""
+        name = tensor.name
+        if name not in self._ops_behind:
+            self._ops_behind[name] = self._find_behind(tensor)
+        return self._ops_behind[name]
+
+    def _find_behind(self, tensor: tf.Tensor) -> frozenset[tf.Operation] | None:
+        if bytes_of(tensor) > _LARGEST or not tensor.shape.is_fully_defined():
+            return None
+        if isinstance(self._plan.placements.get(tensor.name), Partial):
+            is_reduced = self._values.is_made_from_all(tensor)
+            return frozenset() if is_reduced and not self._values.is_packed(tensor) else None
+        if not self._can_be_copied(tensor.op):
+            return None
+
+        ops = {tensor.op}
+        is_from_partial = False
+        for operand in tensor.op.inputs:
+            behind = self._behind(operand)
+            if behind is not None:
+                is_from_partial = True
+                ops |= behind
+        return frozenset(ops) if is_from_partial and len(ops) <= _MOST_OPS else None
+
+    def _can_be_copied(self, op: tf.Operation) -> bool:
+        """Whether an op that runs once only computes, whenever its operands are there."""
+        liveness = self._order.liveness
+        return (
+            op in self._of_batch
+            and op.name not in self._plan.ops
+            and not self._order.bits(op)
+            and not self._waits.of_op(op)
+            and not self._waits.added(op)
+            and op.type not in op_types.FUNCTION_CALLERS
+            and not liveness.is_in_loop(op)
+            and not liveness.may_be_dead(op)
+        )
+
+    def _made_on(self, tensor: tf.Tensor, device: str) -> str:
+        """What a tensor is, if partial results lead to it as made on a device."""
+        if self._behind(tensor) is None or self._is_made_there(tensor, device):
+            return self._values.full(tensor)
+        key = tensor.name, device
+        if key not in self._made:
+            with self._nodes.serving(tensor.op):
+                if isinstance(self._plan.placements.get(tensor.name), Partial):
+                    self._made[key] = self._values.reduced_on(tensor, device)
+                else:
+                    self._copy(tensor.op, device)
+        return self._made[key]
+
+    def _is_made_there(self, tensor: tf.Tensor, device: str) -> bool:
+        """Whether a tensor's one value is on a device, with all that leads to it."""
+        ops = self._behind(tensor) or ()
+        places = {device_of(op) for op in ops}
+        places.add(self._values.device_of_full(tensor))
+        return places == {device}
+
+    def _copy(self, op: tf.Operation, device: str) -> None:
+        """Adds a device's copy of an op that runs once."""
+        operands = [self._made_on(operand, device) for operand in op.inputs]
+        number = self._devices.index(device)
+        name = self._nodes.names.added(op.name, f'device_{number}/{op.name.rpartition("/")[2]}')
+        index = private.creation_index(op)  # as ops of other scopes may be called the same
+        node = self._nodes.copy(op.node_def, f'{name}_{index}', operands, device)
+        for attr in _ATTRS_OF_PLACE:
+            node.attr.pop(attr, None)
+        for output in op.outputs:
+            self._made[output.name, device] = f'{node.name}:{output.value_index}'

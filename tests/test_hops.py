@@ -1,0 +1,86 @@
+"""How many messages between devices follow each other: a step waits for each of them."""
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from models import floats, sgd, spec_of
+from test_samples import SAMPLES
+from towers import compare, compare_outputs
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(SAMPLES))
+    import traffic
+
+pytestmark = pytest.mark.core
+
+
+def normalized(layers, fused):
+    def model_fn(features, labels, mode):
+        net = features
+        for _ in range(layers):
+            net = tf.layers.dense(net, 4, use_bias=False)[:, None, None, :]
+            net = tf.layers.batch_normalization(net, training=True, fused=fused)[:, 0, 0]
+            net = tf.nn.relu(net)
+        loss = tf.reduce_mean(tf.square(tf.layers.dense(net, 1) - labels))
+        with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+            return spec_of(mode, loss, sgd(loss, 0.1))
+
+    return model_fn
+
+
+def hops(model_fn, devices):
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        batch = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None, 1])
+        spec = estimator_mgpu.replicate(model_fn, devices=devices)(*batch, 'train')
+        return traffic.hops([spec.train_op, spec.loss.op], '/device:CPU:0')
+
+
+@pytest.mark.parametrize('fused, each', [(True, 2), (False, 3)], ids=['fused', 'unfused'])
+def test_batch_normalization_waits_twice(fused, each):
+    """For the statistics, and in the gradient for sums; unfused, the mean comes before the rest."""
+    of_layers = [hops(normalized(layers, fused), 3) for layers in (1, 2, 3)]
+    assert [of_layers[1] - of_layers[0], of_layers[2] - of_layers[1]] == [each, each]
+
+
+@pytest.mark.parametrize('network', ['deep', 'cnn', 'transformer'])
+def test_as_many_with_any_number_of_devices(network):
+    counts = [traffic.count_on_devices(network, devices).hops for devices in (4, 5, 8)]
+    assert len(set(counts)) == 1
+    # Variables to towers, gradients to variables, and six batch normalizations.
+    assert counts[0] <= {'deep': 6, 'transformer': 6, 'cnn': 6 + 2 * 6}[network]
+
+
+@pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
+def test_numbers(fused, behavior):
+    """With towers that have no example, too."""
+    batches = [(floats(n, 3, seed=n), floats(n, 1, seed=10 + n)) for n in (9, 2, 7)]
+    compare(normalized(2, fused), batches, 3, static=False, rtol=1e-4)
+
+
+def test_what_follows_from_a_sum_is_made_on_each_device():
+    """By ops that run once; but a value that is large is made on one device only."""
+
+    def small(x):
+        return x - tf.reduce_mean(x, 0) / (1 + tf.reduce_max(tf.abs(x)))
+
+    def large(x):
+        products = tf.matmul(x, tf.tile(x, [1, 400]), transpose_a=True)  # 50 x 20,000: 4 MB
+        return tf.matmul(x, tf.tanh(products))
+
+    compare_outputs([small, large], [floats(n, 50) for n in (9, 2)], 3, static=False)
+
+    def hops_of(program):
+        def model_fn(features):
+            return tf.estimator.EstimatorSpec('infer', predictions=program(features))
+
+        with tf.Graph().as_default():
+            replicated = estimator_mgpu.replicate(model_fn, devices=3)
+            spec = replicated(tf.placeholder(tf.float32, [9, 50]))
+            return traffic.hops([spec.predictions.op], '/device:CPU:0')
+
+    # The batch arrives, the mean and the maximum are exchanged, and the result is gathered. A large
+    # sum is made on one device, and sent back.
+    assert hops_of(small) == 3
+    assert hops_of(large) == 4
