@@ -172,7 +172,7 @@ def test_variables_whose_updates_have_no_kernel(gpus, behavior):
 
     def model_fn(features, labels, mode):
         losses = []
-        for name, optimizer in optimizers.items():
+        for name in optimizers:
             table = tf.get_variable(name, [7, 3])
             losses.append(tf.reduce_sum(tf.nn.embedding_lookup(table, features)))
         updates = [optimizer.minimize(loss) for loss, optimizer in zip(losses, optimizers.values())]
@@ -199,7 +199,7 @@ def test_a_batch_without_a_device_stays_on_the_host(gpus):
         return spec_of(mode, loss, sgd(loss, 0.1), tf.assign_add(counter, 1.0))
 
     gpus(None, None)
-    with tf.Graph().as_default() as graph:
+    with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
         arrays = {'a': np.zeros([8, 3], 'f'), 'b': np.zeros([8, 2], 'f')}, np.zeros([8, 1], 'f')
         dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(4)

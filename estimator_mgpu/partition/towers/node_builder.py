@@ -223,7 +223,7 @@ class NodeBuilder:
         return self._names[key]
 
     def build(self) -> None:
-        """Adds all nodes to the graph: those that a GPU has no kernel for, on the host beside it."""
+        """Adds all nodes to the graph; those without a kernel on a GPU, on the host beside it."""
         kernels.place(self.graph_def.node)
         self._copy_constants()
 
