@@ -115,6 +115,7 @@ class Traffic(NamedTuple):
       messages: how many there are.
       hops: how many follow each other on the longest path.
       ring: the bytes that each device would send, and receive, in a ring.
+      machines: what the busiest machine sends or receives, relative to all variables.
     """
 
     sent: Mapping[str, int]
@@ -122,6 +123,7 @@ class Traffic(NamedTuple):
     messages: int
     hops: int
     ring: float
+    machines: float
 
 
 def count_on_devices(name, count, machines=1):
@@ -140,14 +142,19 @@ def count_on_devices(name, count, machines=1):
     results = [spec.train_op, spec.loss.op]
 
     sent, received = collections.Counter(), collections.Counter()
+    of_machines = collections.Counter()
     messages = 0
     for source, target, size in explain.messages(results, host):
         if {device_spec(end).device_type for end in (source, target)} == {'GPU'}:
             sent[source] += size
             received[target] += size
             messages += 1
+            if machine_of(source) != machine_of(target):
+                of_machines['sent', machine_of(source)] += size
+                of_machines['received', machine_of(target)] += size
+    busiest = max(of_machines.values(), default=0) / variables
     ring = 2 * (len(devices) - 1) / len(devices) * variables
-    return Traffic(sent, received, messages, hops(results, host), ring)
+    return Traffic(sent, received, messages, hops(results, host), ring, busiest)
 
 
 def hops(results, first):

@@ -249,7 +249,7 @@ class Copies:
         full = self._values.full(tensor)
         if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
             return full  # These can't be sent to another device.
-        return self._values.send(full, dtype, source, device)
+        return self._values.receive(tensor, device)
 
     def _copy_of_constant(self, op: tf.Operation, tower: Tower) -> str:
         value = op.get_attr('value').SerializeToString()

@@ -22,6 +22,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.sizes import ONE, Size, per_row
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
+from estimator_mgpu.partition.towers.slices import Slice
 from estimator_mgpu.partition.towers.turns import Chain
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
@@ -174,11 +175,56 @@ def reduce(
     if shards.active is not None:
         values = _without_empty_towers(shards, values, dtype, reduction)
 
-    # The partial results of another machine are combined there first, and sent once.
+    of_chains = [_combine_chain(shards, chain, values, dtype, reduction) for chain in shards.chains]
+    return _combine_chains(shards, of_chains, dtype, reduction, device)
+
+
+def sum_in_slices(
+    shards: Shards,
+    values: Sequence[str],
+    dtype: tf.DType,
+    slices: Sequence[Slice],
+    shape: Sequence[int],
+    device: str,
+) -> str:
+    """Sums the towers' partial results in slices, on several devices, put together on one.
+
+    Args:
+      shards: which examples each tower has.
+      values: the partial results, one for each tower.
+      dtype: their type.
+      slices: how many entries are summed where.
+      shape: of a partial result.
+      device: where the slices are put together.
+    """
+    nodes = shards.nodes
+    if shards.active is not None:
+        values = _without_empty_towers(shards, values, dtype, 'sum')
+    cut = []
+    for chain in shards.chains:
+        running = _combine_chain(shards, chain, values, dtype, 'sum')
+        vector = nodes.add('Reshape', [running, [-1]], chain[0].device, T=dtype)
+        sizes = [one.entries for one in slices]
+        cut.append(nodes.split(vector, sizes, dtype, chain[0].device))
+    sums = [
+        _combine_chains(shards, parts, dtype, 'sum', one.device)
+        for parts, one in zip(zip(*cut), slices)
+    ]
+    return nodes.add(
+        'Reshape', [nodes.concat(sums, 0, dtype, device), list(shape)], device, T=dtype
+    )
+
+
+def _combine_chains(
+    shards: Shards, of_chains: Sequence[str], dtype: tf.DType, reduction: str, device: str
+) -> str:
+    """Combines the partial results of chains of towers on a device.
+
+    Those of another machine are combined there first, and sent once.
+    """
     devices = [tower.device for tower in shards.towers]
     groups: dict[str | int, list[str]] = {}
-    for number, chain in enumerate(shards.chains):
-        running = _combine_chain(shards, chain, values, dtype, reduction)
+    for number, (chain, running) in enumerate(zip(shards.chains, of_chains)):
         sender = relay(devices, chain[0].device, device)
         groups.setdefault(sender or number, []).append(running)
     combined = [

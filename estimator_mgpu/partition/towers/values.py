@@ -14,8 +14,9 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
-from estimator_mgpu.devices import relay
+from estimator_mgpu.devices import machine_of, relay
 from estimator_mgpu.optimizer import gradients_by_call
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import MOMENTS, NotGatherable, Partial, Shard
 from estimator_mgpu.partition.plan import (
@@ -41,6 +42,7 @@ from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Nu
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
+from estimator_mgpu.partition.towers.slices import Slices, find_sent
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
 
@@ -89,6 +91,8 @@ class Values:
             for call in gradients_by_call(division.graph)
         ]
         self._packs = find_packs(ops, plan, calls, division.order, self.device_of_full)
+        sent = find_sent(plan, self._packs, self.device_of_full)
+        self._slices = Slices(sent, self._devices)
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
@@ -268,6 +272,31 @@ class Values:
                 unpacked.update(pack.split(vector, self._nodes, device))
         return unpacked[tensor.name]
 
+    def receive(self, tensor: tf.Tensor, device: str) -> str:
+        """A full value on another device: sent as a whole, or in slices that devices hand on."""
+        full = self.full(tensor)
+        dtype = tensor.dtype.base_dtype
+        source = self.device_of_full(tensor)
+        slices = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
+        if not slices or device == source:
+            return self.send(full, dtype, source, device)
+
+        with self._nodes.serving(tensor.op):
+            vector = self._nodes.add('Reshape', [full, [-1]], source, T=dtype)
+            sizes = [one.entries for one in slices]
+            cut = self._nodes.split(vector, sizes, dtype, source)
+            received = []
+            for value, one in zip(cut, slices):
+                # On the machine that has the value, a device there hands the slice on.
+                first = relay(self._devices, source, one.device) or one.device
+                if first != source:
+                    value = self._nodes.add('Identity', [value], first, T=dtype)
+                if machine_of(device) != machine_of(source) and first != one.device:
+                    value = self._nodes.add('Identity', [value], one.device, T=dtype)
+                received.append(self.send(value, dtype, one.device, device))
+            vector = self._nodes.concat(received, 0, dtype, device)
+            return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device, T=dtype)
+
     def shards_of(self, rows: RowSpace) -> Shards:
         """The shards of a row space: the batch's, that of groups, or one of a tensor."""
         if isinstance(rows, SelectedRows) and rows not in self._shards:
@@ -361,6 +390,11 @@ class Values:
         shards = self.shards_of(placement.rows)
         values = [self.local(tensor, tower) for tower in self._towers]
         dtype = tensor.dtype.base_dtype
+        if placement.reduce == 'sum' and tensor.shape.is_fully_defined():
+            slices = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
+            if slices:
+                shape = tensor.shape.as_list()
+                return reduce_and_gather.sum_in_slices(shards, values, dtype, slices, shape, device)
         return reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:

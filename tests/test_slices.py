@@ -1,0 +1,205 @@
+"""Large values are sent in slices, so that no device sends and receives much more than others."""
+
+import collections
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import estimator_mgpu
+from estimator_mgpu.devices import machine_of
+from estimator_mgpu.partition.towers import slices
+from estimator_mgpu.partition.towers.slices import Sent, Slice, Slices
+from models import floats, sgd, spec_of
+from test_samples import SAMPLES
+from towers import NAMES, compare, session, train
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(SAMPLES))
+    import traffic
+
+pytestmark = pytest.mark.core
+MB = 1 << 20
+GPUS = [f'/device:GPU:{i}' for i in range(4)]
+
+
+def test_one_large_value_by_hand():
+    """Of 9 MB on the first of four devices.
+
+    If the owner adds up a third of a gradient, it receives 3 MB from each of three devices, and
+    6 MB that others have added up: 15 MB. They receive 2 MB from each of three devices, and 9 MB of
+    the value: 15 MB as well. And of the value, the others hand on a third each, so that each sends
+    3 MB to two devices, and 9 MB of its gradient: 15 MB; the owner sends 9 MB of the value, and
+    6 MB of its gradient. In a ring, it would be 13.5 MB.
+    """
+    found = Slices({'w': Sent(9 * MB, GPUS[0], True)}, GPUS)
+    sums = found.of_sum(9 * MB, GPUS[0], 9 * MB)
+    assert [one.device for one in sums] == GPUS
+    np.testing.assert_allclose([one.entries / MB for one in sums], [3, 2, 2, 2], rtol=1e-5)
+    reads = found.of_value('w', 9 * MB)
+    assert [one.device for one in reads] == GPUS[1:]
+    np.testing.assert_allclose([one.entries / MB for one in reads], [3, 3, 3], rtol=1e-5)
+    assert sum(one.entries for one in sums) == sum(one.entries for one in reads) == 9 * MB
+
+
+def test_as_few_as_needed():
+    """Only what would make a device send more than others; nothing that is small, or a part."""
+    even = {f'w{i}': Sent(MB, device, True) for i, device in enumerate(GPUS)}
+    for sent in [
+        even,
+        {'w': Sent(1 << 14, GPUS[0], True)},
+        {'w': Sent(9 * MB, GPUS[0], False)},
+        {'w': Sent(9 * MB, '/device:CPU:0', True)},
+        {},
+    ]:
+        assert Slices(sent, GPUS).of_value('w', 100) == Slices(sent, GPUS).of_value('w0', 100) == []
+        assert Slices(sent, GPUS).of_sum(MB, GPUS[0], 100) == []
+    assert Slices({'w': Sent(9 * MB, GPUS[0], True)}, GPUS[:2]).of_value('w', 100) == []
+
+    larger = {**even, 'w0': Sent(2 * MB, GPUS[0], True), 'v': Sent(MB, GPUS[0], True)}
+    found = Slices(larger, GPUS)
+    assert found.of_value('w0', 2 * MB) and found.of_sum(2 * MB, GPUS[0], 2 * MB)
+    assert (
+        found.of_value('v', MB) == found.of_value('w1', MB) == found.of_sum(MB, GPUS[0], MB) == []
+    )
+
+
+def resnet():
+    """The variables of ResNet-50, in entries, but for the small ones of batch normalization."""
+    sizes = [7 * 7 * 3 * 64, 2048 * 1000]
+    before = 64
+    for width, blocks in [(64, 3), (128, 4), (256, 6), (512, 3)]:
+        sizes.append(before * 4 * width)
+        for _ in range(blocks):
+            sizes += [before * width, 9 * width * width, 4 * width * width]
+            before = 4 * width
+    return sizes
+
+
+def bert():
+    """Those of BERT-base, if the gradient of its table is dense."""
+    layer = [*[768 * 768] * 4, *[768 * 3072] * 2, 3072, *[768] * 9]
+    return [30522 * 768, 512 * 768, 2 * 768, *layer * 12, 768 * 768]
+
+
+def vgg():
+    channels = [3, 64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
+    convolutions = [9 * before * after for before, after in zip(channels, channels[1:])]
+    return [*convolutions, 25088 * 4096, 4096 * 4096, 4096 * 1000]
+
+
+@pytest.mark.parametrize('devices', [3, 4, 8, 16, 64])
+@pytest.mark.parametrize('sizes', [resnet, bert, vgg], ids=lambda f: f.__name__)
+def test_on_paper(sizes, devices):
+    """Bytes in and out of each device, relative to a ring; each variable is on the emptiest."""
+    load = dict.fromkeys([f'/device:GPU:{i}' for i in range(devices)], 0)
+    sent = {}
+    for number, size in enumerate(sorted(sizes(), reverse=True)):
+        owner = min(load, key=load.get)
+        sent[str(number)] = Sent(4 * size, owner, True)
+        load[owner] += 4 * size
+
+    found = Slices(sent, list(load))
+    moved_in, moved_out = collections.Counter(), collections.Counter()
+    for name, (size, owner, _) in sent.items():
+        parts = found.of_value(name, size)
+        sums = found.of_sum(size, owner, size) if parts else []
+        for device in load:
+            moved_in[device] += size * (device != owner)
+        for device, part in parts or [Slice(owner, size)]:
+            moved_out[owner] += part * (device != owner)
+            moved_out[device] += part * (devices - 1 - (device != owner))
+        for device, part in sums or [Slice(owner, size)]:
+            moved_in[device] += part * (devices - 1)
+            moved_in[owner] += part * (device != owner)
+            moved_out[device] += part * (device != owner)
+            for other in load:
+                moved_out[other] += part * (other != device)
+    ring = 2 * sum(4 * size for size in sizes()) * (devices - 1) / devices
+    assert max(*moved_in.values(), *moved_out.values()) <= 1.12 * ring
+    assert min(*moved_in.values()) > 0.8 * ring
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize('network', ['mlp', 'softmax', 'cnn', 'transformer'])
+@pytest.mark.parametrize('devices', [4, 8])
+def test_no_device_is_a_hot_spot(network, devices):
+    """In the graph of a step; `samples/traffic.py` counts more devices."""
+    counted = traffic.count_on_devices(network, devices)
+    assert len(counted.sent) == len(counted.received) == devices
+    assert max(*counted.sent.values(), *counted.received.values()) <= 1.15 * counted.ring
+
+
+@pytest.mark.parametrize('network', ['mlp', 'softmax'])
+def test_no_machine_is_a_hot_spot(network):
+    """Each of eight machines with four devices sends and receives a variable about once."""
+    counted = traffic.count_on_devices(network, 4, machines=8)
+    assert counted.machines <= 1.1 * 2 * 7 / 8
+
+
+def wide(features, labels, mode):
+    """Of 60,000 weights, 58,800 are in one layer."""
+    net = tf.nn.tanh(tf.layers.dense(features, 200))
+    net = tf.nn.tanh(tf.layers.dense(net, 294))
+    loss = tf.reduce_mean(tf.square(tf.layers.dense(net, 1) - labels))
+    return spec_of(mode, loss, sgd(loss, 0.1))
+
+
+BATCHES = [(floats(n, 3, seed=n), floats(n, 1, seed=10 + n)) for n in (9, 2, 7)]
+
+
+def slices_in(graph):
+    """The devices that add up slices of 58,800 entries, and how many each has."""
+    return {
+        op.device: op.outputs[0].shape.num_elements()
+        for op in graph.get_operations()
+        if op.type == 'AddN'
+        and NAMES.is_added(op.name)
+        and op.outputs[0].shape.rank == 1
+        and op.outputs[0].shape.num_elements() > 9000
+    }
+
+
+@pytest.mark.parametrize('microbatches', [1, 2])
+def test_the_same_sums(microbatches, behavior, monkeypatch):
+    """Bit by bit as without slices, also with towers that have no example; and as one device."""
+    options = dict(static=False, microbatches=microbatches)
+    one, sliced = compare(wide, BATCHES, 4, **options)[::-1]
+    entries = slices_in(sliced.graph)
+    assert len(entries) == 4 and sum(entries.values()) == 200 * 294
+    assert max(entries.values()) < 200 * 294 / 2
+
+    monkeypatch.setattr(slices, '_SMALLEST', 1 << 30)
+    whole = train(wide, BATCHES, 4, values=one.start, **options)
+    assert not slices_in(whole.graph)
+    for name, value in whole.values.items():
+        np.testing.assert_array_equal(sliced.values[name], value)
+    assert sliced.losses == whole.losses
+
+
+def test_on_three_machines(three_machines):
+    """With two devices each; a variable is trained as in one process."""
+    tasks = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
+    devices = [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
+    features, labels = floats(9, 3), floats(9, 1)
+
+    def steps_of(target, devices):
+        with tf.Graph().as_default() as graph:
+            tf.train.get_or_create_global_step()
+            batch = tf.placeholder(tf.float32, [9, 3]), tf.placeholder(tf.float32, [9, 1])
+            spec = estimator_mgpu.replicate(wide, devices=devices)(*batch, 'train')
+            variables = {v.op.name: v for v in tf.trainable_variables()}
+            opened = tf.Session(target) if target else session(0)
+            with opened as sess:
+                sess.run(tf.global_variables_initializer())
+                for name, variable in sorted(variables.items()):
+                    variable.load(0.1 * floats(*variable.shape, seed=len(name)), sess)
+                for _ in range(2):
+                    sess.run(spec.train_op, dict(zip(batch, [features, labels])))
+                return sess.run(variables), graph
+
+    expected, _ = steps_of(None, 1)
+    found, graph = steps_of(three_machines, devices)
+    assert {machine_of(device) for device in slices_in(graph)} == set(tasks)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7)
