@@ -10,7 +10,9 @@ by each device to each other one instead, so there is one:
     tower 1:  its mean    mean of all           tower 1:  its mean --> mean of all
 
 Ops that run once lead from such values to others, as from a variance to a standard deviation. Each
-device has a copy of these, too. All devices compute the same, in the same order.
+device has a copy of these, too. All devices compute the same, in the same order. But devices of
+different kinds may round differently, so only floats are made on each: what is counted or decided,
+such as which branch is taken, is made once.
 
 In: a tensor that towers need in full, and a device. Out: its value, made there.
 """
@@ -96,7 +98,8 @@ class Everywhere:
         return self._ops_behind[name]
 
     def _find_behind(self, tensor: tf.Tensor) -> frozenset[tf.Operation] | None:
-        if bytes_of(tensor) > _LARGEST or not tensor.shape.is_fully_defined():
+        is_known = tensor.shape.is_fully_defined() and tensor.dtype.is_floating
+        if not is_known or bytes_of(tensor) > _LARGEST:
             return None
         if isinstance(self._plan.placements.get(tensor.name), Partial):
             is_reduced = self._values.is_made_from_all(tensor)
