@@ -1,5 +1,7 @@
 """Entries of sparse tensors: each device has those of its examples, as if there was one device."""
 
+import inspect
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -129,6 +131,40 @@ def test_table_in_parts(strategy, weights):
     assert not types_run_once(ours.graph) & (forward_ops | LOOKUPS)
 
 
+@pytest.mark.skipif(
+    'sparse_gradient' not in inspect.signature(tf.raw_ops.SparseSegmentSum).parameters,
+    reason='this TensorFlow has no sparse gradients of sums of rows',
+)
+@pytest.mark.parametrize('reduction', ['Sum', 'Mean', 'SqrtN'])
+def test_sums_of_rows_of_a_table(reduction):
+    """Towers add up rows where the table is, and each id's gradients are added up there."""
+
+    def forward(features):
+        filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+        reduce = getattr(tf.raw_ops, f'SparseSegment{reduction}')
+        return reduce(
+            data=table(),
+            indices=filled.values,
+            segment_ids=filled.indices[:, 0],
+            sparse_gradient=True,
+        )
+
+    model_fn = regression(forward, 'adagrad')
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    types = {f'SparseSegment{reduction}', f'SparseSegment{reduction}GradV2'}
+    assert not types_run_once(ours.graph) & types
+
+    def model_of_gradients(features, labels, mode):
+        gradient = tf.gradients(tf.reduce_sum(forward(features) ** 2), tf.trainable_variables())[0]
+        found = {'values': gradient.values, 'indices': gradient.indices}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
+    options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    one, several = [evaluate(model_of_gradients, batches_of(*ALL), n, **options) for n in (0, 3)]
+    assert_close(several.predictions, one.predictions, 1e-5)
+
+
 @pytest.mark.parametrize('combiner', ['sum', 'mean'])
 def test_entries_in_any_order(combiner):
     batches = batches_of(*ALL, in_order=False)
@@ -145,6 +181,22 @@ def test_microbatches(microbatches):
         model_fn, batches_of(*ALL), 2, values=one.start, microbatches=microbatches, **options
     )
     assert_same(ours, one)
+
+
+@pytest.mark.parametrize('row', [-1, 12])
+def test_an_entry_in_no_row(row):
+    """It's an error on several devices, as on one."""
+    batches = batches_of(12)
+    batches[0][0]['indices'][-1 if row > 0 else 0, 0] = row
+    for towers in (0, 3):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            train(
+                regression(safe_lookup('sum')),
+                batches,
+                towers,
+                static=False,
+                preprocess=to_sparse,
+            )
 
 
 def gradients(features):
@@ -169,6 +221,10 @@ def parts(features):
     ids, places = tf.unique(filled.values)
     narrow = tf.sparse.reshape(sparse, [-1, 1])
     cumulative = tf.cumsum(doubled.values + 1)
+    numbers = tf.range(tf.size(sparse.values, out_type=tf.int64))
+    pairs = tf.stack([sparse.values, 2 * sparse.values], 1)
+    seconds = tf.gather_nd(pairs, tf.stack([numbers, tf.ones_like(numbers)], 1))
+    numbers_of_picked = tf.range(tf.size(doubled.values, out_type=tf.int64))
     found = [
         *(sparse.values + 1, sparse.indices, picked.values, picked.indices, doubled.values),
         *(doubled.indices, filled.values, filled.indices, is_empty, ids, places, ids * 2),
@@ -178,6 +234,8 @@ def parts(features):
             tf.sparse.to_dense(filled, validate_indices=False),
             cumulative,
         ),
+        *(sparse.values * numbers, doubled.values * numbers_of_picked, seconds),
+        tf.transpose(pairs) * numbers[None],
         *(tf.reduce_sum(doubled.values), tf.reduce_max(ids), tf.size(ids), tf.reduce_sum(ids)),
     ]
     return {f'part {i}': tensor for i, tensor in enumerate(found)}

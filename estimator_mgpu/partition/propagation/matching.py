@@ -280,6 +280,8 @@ class Match:
         """The form of indices that begin with their rows."""
         if self._scope.in_function or way.in_blocks or way.label != operand.labels[0]:
             return None  # In a function, a tower doesn't know its first row.
+        if isinstance(way.rows, SelectedRows) and not way.rows.is_ordered:
+            return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
         if need is None:
             return None

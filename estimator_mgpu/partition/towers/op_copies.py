@@ -107,7 +107,7 @@ class Copies:
 
         is_lookup = op.type in op_types.LOOKUPS and graphs.reads_reference(op.inputs[0])
         is_sum = op.type in op_types.SPARSE_SEGMENTS and op_plan.needs[0] == FULL
-        if is_lookup or is_sum:
+        if is_lookup or (is_sum and self._values.device_of_full(op.inputs[0])):
             # So that rows of a table are sent, rather than the table.
             return self._values.device_of_full(op.inputs[0])
 

@@ -152,7 +152,7 @@ class Values:
         dtype = tensor.dtype.base_dtype
         if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
             places = self._places(need.rows, tower)
-            return sparse_rows.take(self._nodes, full, dtype, places, device)
+            return sparse_rows.take(self._nodes, full, dtype, places, device, tf.int64, need.axis)
         if need.in_blocks:
             dims = self._dims(tensor, need.axis, need.factor, need.rows)
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
@@ -201,7 +201,8 @@ class Values:
         host = self._nodes.host
         order = self._order_of_entries(rows, host)
         ranks = self._nodes.add('InvertPermutation', [order], host, T=tf.int32)
-        return self.shards_of(rows).slice(ranks, tf.int32, 0, ONE, tower, host)
+        ranks = self._nodes.cast(ranks, tf.int32, tf.int64, host)
+        return self.shards_of(rows).slice(ranks, tf.int64, 0, ONE, tower, host)
 
     def _order_of_entries(self, rows: SelectedRows, device: str) -> str:
         """For each row of a selection, its place among those of all towers, one after the other."""
