@@ -608,9 +608,45 @@ def embedded_parts(x, c):
     return x + tf.nn.embedding_lookup(parts, c.ids[:, 1])
 
 
+@_shards('SparseFillEmptyRows')
 def embedded_sparse(x, c):
     ids = tf.sparse.from_dense(c.ids)
     return x + tf.nn.safe_embedding_lookup_sparse(c.table(), ids, None)
+
+
+@_shards('SparseFillEmptyRows')
+def embedded_by_weight(x, c):
+    """Each example has its largest ids only, of a table in two parts."""
+    ids = tf.sparse.from_dense(c.ids)
+    weights = tf.SparseTensor(ids.indices, tf.cast(ids.values, x.dtype) / 3, ids.dense_shape)
+    parts = [c.variable(3, WIDTH), c.variable(3, WIDTH)]
+    is_large = ids.values > 1
+    weights = tf.sparse.retain(weights, is_large)
+    ids = tf.sparse.retain(ids, is_large)
+    return x + tf.nn.safe_embedding_lookup_sparse(parts, ids, weights, 'sqrtn')
+
+
+@_shards('SparseCross')
+def embedded_pairs(x, c):
+    """Each pair of an id and of the number of a feature's bucket has an embedding."""
+    ids = tf.sparse.from_dense(c.ids)
+    buckets = tf.cast(x[:, :2] > 0, tf.int64)
+    pairs = tf.sparse.cross_hashed([ids, buckets], IDS)
+    return x + tf.nn.safe_embedding_lookup_sparse(c.table(), pairs, None, 'sum')
+
+
+def counted_ids(x, c):
+    """How often an example has each id, of those that it has; the rest of them is 0."""
+    ids = tf.sparse.to_dense(tf.sparse.from_dense(c.ids), default_value=-1)
+    return x + tf.reduce_sum(tf.one_hot(ids, WIDTH, dtype=x.dtype), 1)
+
+
+def different_ids(x, c):
+    """What all have looked up: each id of the batch counts once."""
+    ids, places = tf.unique(tf.sparse.from_dense(c.ids).values)
+    rows = tf.nn.embedding_lookup(c.table(), ids)
+    c.regularize(tf.nn.l2_loss(rows) / 10)
+    return x + tf.reduce_sum(tf.gather(rows, places), 0) / 10
 
 
 def scattered_column(x, c):

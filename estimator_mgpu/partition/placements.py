@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
-from estimator_mgpu.partition.sizes import RowSpace, SelectedRows, Size
+from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows
 
 
 @dataclass(frozen=True)
@@ -113,23 +113,64 @@ class Flow(NotGatherable):
 FLOW = Flow()
 
 
-@dataclass(frozen=True)
-class Positions(NotGatherable):
-    """Where the rows of a selection stood before `tf.dynamic_partition` or a mask picked them.
+class CountedByTower(NotGatherable):
+    """Numbers of rows, which each tower counts for itself.
 
-    Each tower counts from its own first row, so these are of use only to ops on the same tower.
-    Other ops get full positions, from the user's own op.
+    So these are of use only to ops on the same tower. Other ops get full ones, from the user's own
+    op.
     """
 
-    selection: SelectedRows
+
+@dataclass(frozen=True)
+class Positions(CountedByTower):
+    """Where the rows of a selection stood before `tf.dynamic_partition` or a mask picked them.
+
+    Such are the indices of a sparse tensor: each begins with the row in which its entry is. Each
+    tower counts from its own first row.
+    """
+
+    selection: RowSpace  # mostly `SelectedRows`
     # All that were selected together; () for a mask, as rows that it leaves out are in none.
     selections: tuple[SelectedRows, ...]
     rows: RowSpace  # of what selections were made of
     factor: Size  # how many entries each of these rows had
+    repeats: Size = ONE  # how many positions there are for each row of the selection
+    fill_rows: bool = False  # whether they are in ascending order, and each entry has some
+
+    @property
+    def shard(self) -> Shard:
+        """The placement of what has an entry for each position."""
+        return Shard(0, self.selection)
+
+    @property
+    def count(self) -> Size:
+        """How many positions all towers have together."""
+        return self.repeats * Size(1, (self.selection,))
+
+    @property
+    def total(self) -> Size:
+        """How many entries all towers have together of what selections were made of."""
+        return self.factor * Size(1, (self.rows,))
+
+    @property
+    def are_ordered(self) -> bool:
+        """Whether they are in the order of the rows."""
+        return not isinstance(self.selection, SelectedRows) or self.selection.is_ordered
+
+
+@dataclass(frozen=True)
+class Places(CountedByTower):
+    """For each row the place of its id among the different ones, as `tf.unique` gives it.
+
+    Each tower has different ids of its own.
+    """
+
+    ids: UniqueRows
+    rows: RowSpace  # those that have a place each
 
 
 ListPlacement = Union[ShardList, SizeList, NestedList, ReplicateList]
-Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape, Flow, Positions]
+Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape, Flow, Positions, Places]
 
 
 def joined(placements: Sequence[Placement]) -> Placement:

@@ -217,5 +217,7 @@ class Plan(NamedTuple):
     # By the names of the ops that are in v1 loops, the loops around them, the outermost first. They
     # can use only what is there.
     frames: Mapping[str, tuple[LoopFrame, ...]] = {}
+    # What towers have of the indices and values of the batch's sparse tensors, by name.
+    entries: Mapping[str, SparseRows] = {}
     # Of the tensors that towers make in v1 loops, by name. None of them is gathered.
     in_loops: Mapping[str, Placement] = {}

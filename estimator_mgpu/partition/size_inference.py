@@ -8,8 +8,8 @@ made from these. What cannot be worked out becomes a symbol of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -21,19 +21,25 @@ from estimator_mgpu.partition.sizes import (
     Dim,
     Entry,
     Groups,
+    PickedIds,
     RowSpace,
     SelectedRows,
     Size,
+    UniqueRows,
     UnknownSize,
+    origin_of,
     per_row,
 )
 from estimator_mgpu.partition.value_functions import (
     LARGEST,
+    LARGEST_COMPUTED,
     SPLITS_OF_STRINGS,
     VALUE_FUNCTIONS,
     to_sizes,
 )
 from estimator_mgpu.tf_internals import op_types, private
+
+T = TypeVar('T')
 
 _RANDOM = ('RandomStandardNormal', 'RandomUniform', 'RandomUniformInt', 'TruncatedNormal')
 _STATELESS = ('StatelessRandomNormalV2', 'StatelessRandomUniformV2', 'StatelessTruncatedNormalV2')
@@ -65,8 +71,7 @@ class Sizes:
         self._shard_count = shard_count
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
-        # By the tensor that says in which selection each row is, the type of op, and their number.
-        self._selections: dict[tuple[str, str, int], tuple[SelectedRows, ...]] = {}
+        self._row_spaces: dict[Hashable, Any] = {}  # of selections, by what is the same for them
         # By the row space and the number of groups.
         self._groups: dict[tuple[RowSpace, int], Groups] = {}
 
@@ -143,12 +148,19 @@ class Sizes:
           rows: what the selections are made of.
         """
         key = which.name, outputs[0].op.type, len(outputs)
-        if key not in self._selections:
-            origin = rows.origin if isinstance(rows, SelectedRows) else rows
-            self._selections[key] = tuple(
-                SelectedRows(selection.name, None, origin) for selection in outputs
-            )
-        return self._selections[key]
+        picked_from = None
+        if isinstance(rows, SelectedRows) and not rows.is_ordered:
+            picked_from = rows
+        kind = PickedIds if isinstance(rows, UniqueRows) else SelectedRows
+        made = [
+            kind(selection.name, None, origin_of(rows), picked_from=picked_from)
+            for selection in outputs
+        ]
+        return self.same_for(key, tuple(made))
+
+    def same_for(self, key: Hashable, rows: T) -> T:
+        """Row spaces that are the same wherever the key is: those that were given first."""
+        return self._row_spaces.setdefault(key, rows)
 
     def groups(self, rows: RowSpace, count: int) -> Groups | None:
         """The row space of groups of rows; None if towers can't have equally many groups.
@@ -237,7 +249,7 @@ class Sizes:
             raise UnknownSize(f'an input of {op.name} is unknown')
 
         value = np.array(VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
-        if value.size > LARGEST:
+        if value.size > LARGEST_COMPUTED:
             raise UnknownSize(f'{tensor.name} is too large')
         for position, entry in enumerate(value.flat):
             if entry is None:

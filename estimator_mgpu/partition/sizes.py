@@ -30,13 +30,54 @@ class RowSpace:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SelectedRows(RowSpace):
-    """The rows that `tf.dynamic_partition` or a mask selects from others.
+    """The rows that `tf.dynamic_partition` or a mask selects from others; entries of examples.
 
     Each tower has those that it picks of its own rows, so only the step tells how many. Those of
     all towers, in order, are the selection from the global batch.
     """
 
     origin: RowSpace  # the batch's, or whichever is shared out equally: whose rows are selected
+    # The rows that these are some of, if nobody knows in which order those are.
+    picked_from: SelectedRows | None = None
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether they are in the order of the rows that they are of."""
+        return self.picked_from is None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entries(SelectedRows):
+    """The entries of a sparse tensor of the batch, in any order.
+
+    Each tower has those of its examples, in the same order.
+    """
+
+    indices: str = ''  # the name of the tensor that says in which row each entry is
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether they are in the order of the rows that they are of."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UniqueRows(SelectedRows):
+    """Different ids, such as those that are looked up in a table.
+
+    Each tower has a set of its own ids, and several towers may have the same id. The union of their
+    sets is that of the global batch: its ids are in the order in which they come first.
+    """
+
+    is_sorted: bool = False  # whether they are in ascending order instead
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PickedIds(UniqueRows):
+    """Some of different ids, such as those whose rows are in one part of a table.
+
+    Other ops than those of towers are given what the user's own op picks of all of them.
+    """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +95,11 @@ class Groups(RowSpace):
         """How many groups there are."""
         assert self.static is not None
         return self.static
+
+
+def origin_of(rows: RowSpace) -> RowSpace:
+    """Of selected rows, those that they were selected from, in the end; of others, themselves."""
+    return rows.origin if isinstance(rows, SelectedRows) else rows
 
 
 # The symbols are data classes, as tuples of different kinds could be equal.
@@ -87,6 +133,11 @@ class Entry:
 
     tensor: str
     position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Largest(Entry):
+    """The largest one of the entries that towers have there, each of its own."""
 
 
 Symbol = Union[RowSpace, GroupSize, Splits, Dim, Entry]

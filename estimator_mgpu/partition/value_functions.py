@@ -21,6 +21,7 @@ from estimator_mgpu.tf_internals import op_types
 
 SPLITS_OF_STRINGS = ('StringSplit', 'StringSplitV2')
 LARGEST = 64  # entries of a tensor: larger ones aren't sizes
+LARGEST_COMPUTED = 4096  # entries computed of sizes, such as those of all features' dimensions
 
 
 def to_sizes(numbers: Any) -> ndarray:

@@ -71,6 +71,11 @@ PARTIAL_INPUTS = {
 
 SHAPE_QUERIES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 """Ops that ask only for dimensions: nothing has to be gathered for them."""
+SHAPE_OUTPUTS = {
+    'SparseReshape': 1,
+    **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], 2),
+}
+"""Ops that give a sparse tensor, and which of their outputs is its shape."""
 BROADCAST_GRADIENT_ARGS = 'BroadcastGradientArgs'
 """Gives the dimensions over which a gradient is summed, computed from two shapes."""
 
@@ -114,6 +119,12 @@ REFERENCE_READS = frozenset(
 """Ops that take a reference, such as a v1 variable, without a write to it: no side effect."""
 LOOKUPS = ('Gather', 'GatherNd', 'GatherV2')
 """Ops that take some rows of their first input, such as a reference variable."""
+SPARSE_SEGMENTS = tuple(
+    f'SparseSegment{reduction}{ending}'
+    for reduction in ('Mean', 'SqrtN', 'Sum')
+    for ending in ('', 'WithNumSegments')
+)
+"""Ops that take some rows of their first input, such as a variable's value, and add them up."""
 FORWARD_VARIABLES = (*ENTER, *MERGE, 'Identity', 'RefIdentity', 'RefSwitch', 'Switch')
 """Ops that pass a variable on, for example into a v1 loop: what uses them uses the variable."""
 

@@ -12,21 +12,22 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import (
     REPLICATE,
+    CountedByTower,
     NotGatherable,
     Partial,
     Placement,
-    Positions,
     joined,
     rows_of,
 )
 from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import groups, handles, lists, selections
+from estimator_mgpu.partition.rules import entries, groups, handles, lists, selections
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
-from estimator_mgpu.partition.sizes import RowSpace, Size
+from estimator_mgpu.partition.sizes import RowSpace, Size, UniqueRows
 from estimator_mgpu.tf_internals import op_types
 
+_SELECTIONS = (*selections.TYPES, *entries.TYPES)
 _SIZE_TYPES = frozenset((tf.int32, tf.int64))
 
 
@@ -55,16 +56,21 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
 
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
-    has_positions = any(isinstance(placement, Positions) for placement in placements)
-    if op.type in selections.TYPES or has_positions:
-        # The sizes of selections differ from step to step, and functions have sizes of their own.
-        decision = None if scope.in_function else selections.decide(op, placements, scope.sizes)
-        if decision is not None or op.type in selections.TYPES:
+    has_counted = any(isinstance(placement, CountedByTower) for placement in placements)
+    if op.type in _SELECTIONS or has_counted:
+        decision = None
+        if not scope.in_function:  # Functions have sizes of their own, the same for each call.
+            decision = selections.decide(op, placements, scope.sizes) or entries.decide(
+                op, placements, scope.sizes
+            )
+        if decision is not None or op.type in _SELECTIONS:
             return decision
-        # Ops without a rule for positions are given them in full.
-        placements = [
-            REPLICATE if isinstance(placement, Positions) else placement for placement in placements
-        ]
+    counted = placements
+    # Ops without a rule for positions are given them in full.
+    placements = [
+        REPLICATE if isinstance(placement, CountedByTower) else placement
+        for placement in placements
+    ]
 
     has_lists = any(isinstance(placement, NotGatherable) for placement in placements)
     if op.type in scope.rules.of_calls:
@@ -85,7 +91,7 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
             op, _of_batch(placements, scope.batch), scope.batch, scope.sizes, scope.in_function
         )
     else:
-        return _by_rule(scope, op, placements)
+        return _by_rule(scope, op, placements, counted)
     return decision if decision and scope.make_lists(op, decision) else None
 
 
@@ -96,8 +102,20 @@ def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placemen
     ]
 
 
-def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
-    """By the rule for the op's type; None if no input is sharded in a way that the rule allows."""
+def _by_rule(
+    scope: Scope,
+    op: tf.Operation,
+    placements: Sequence[Placement],
+    counted: Sequence[Placement],
+) -> Decision | None:
+    """By the rule for the op's type; None if no input is sharded in a way that the rule allows.
+
+    Args:
+      scope: the graph or function that the op is in.
+      op: the op.
+      placements: of its inputs, without those that towers count for themselves.
+      counted: the same with them, for operands that have the entries of a sparse tensor.
+    """
     if op.type == op_types.RESHAPE:
         decision = groups.decide(op, placements, scope.sizes)
         if decision is not None:
@@ -109,7 +127,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
         return None
 
     signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
-    match = Match(op, signature, placements, scope)
+    match = Match(op, signature, counted, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
     dims = [_if_complete(by_rule) for by_rule in signature.dims or ()]
@@ -120,7 +138,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
 
     decision = match.decision()
     if decision is None and signature.otherwise is not None:
-        return Match(op, signature.otherwise, placements, scope).decision()
+        return Match(op, signature.otherwise, counted, scope).decision()
     return decision
 
 
@@ -155,6 +173,8 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
         partial = joined(placements)
         if not isinstance(partial, Partial) or partial.reduce != 'sum':
             return None
+        if isinstance(partial.rows, UniqueRows):
+            return None
         return partial if all(other in (partial, REPLICATE) for other in placements) else None
     if op.type not in op_types.PARTIAL_INPUTS:
         return None
@@ -164,6 +184,8 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     if not partials or not isinstance(partials[0], Partial):
         return None
     first = partials[0]
+    if isinstance(first.rows, UniqueRows):
+        return None  # Towers have other ids: sums of them are made where they are needed.
     if first.reduce != 'sum' and op.type in op_types.PARTIAL_SUM_INPUTS:
         return None
 
@@ -193,10 +215,6 @@ def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placemen
 
 def has_rule(scope: Scope, op: tf.Operation) -> bool:
     """Whether there is a rule for the op's type, of any kind."""
-    if (
-        op.type in scope.rules.of_ops
-        or op.type in scope.rules.of_calls
-        or op.type in selections.TYPES
-    ):
+    if op.type in scope.rules.of_ops or op.type in scope.rules.of_calls or op.type in _SELECTIONS:
         return True
     return op.type.startswith((*op_types.LIST_PREFIXES, *op_types.HANDLE_PREFIXES))

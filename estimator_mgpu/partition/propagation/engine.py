@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import (
     REPLICATE,
+    CountedByTower,
     NotGatherable,
     Partial,
     Placement,
@@ -22,7 +23,7 @@ from estimator_mgpu.partition.placements import (
     Shard,
     rows_of,
 )
-from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan
+from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan, SparseRows
 from estimator_mgpu.partition.propagation.branches import (
     decide_branches,
     decide_merge,
@@ -39,7 +40,15 @@ from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_lo
 from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Groups, RowSpace, SelectedRows, Size, Splits
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    Entries,
+    Groups,
+    RowSpace,
+    SelectedRows,
+    Size,
+    Splits,
+)
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
 
@@ -96,8 +105,11 @@ def propagate(
         )
         for tensor in sources:
             _begin_sharded(scope, tensor)
+        entries: dict[str, SparseRows] = {}
         for tensor in unsharded:
             _begin_unsharded(scope, tensor)
+            if isinstance(tensor, tf.SparseTensor):
+                entries.update(_begin_entries(scope, tensor))
 
         graph_pass = _Pass(scope, reasons, may_be_dead)
         for op in order:
@@ -108,6 +120,7 @@ def propagate(
             return Plan(
                 rows=batch,
                 sources=sources,
+                entries=entries,
                 order=[op for unit in order for op in _boundary(unit)],
                 ops=scope.ops,
                 placements=scope.placements,
@@ -174,6 +187,29 @@ def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor | tf.Ragg
             scope.sizes.set_entries(tensor.dense_shape, [Size(1, (scope.batch,)), *entries[1:]])
     if isinstance(tensor, tf.RaggedTensor):
         scope.sizes.set_dims(tensor.row_splits, [Size(1, (Splits(scope.batch),))])
+
+
+def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRows]:
+    """Begins with a sparse tensor: each tower has the entries of its examples.
+
+    Returns:
+      By name, what towers take of its indices and values: nothing if the graph doesn't know how
+      many dimensions it has.
+    """
+    indices, values = tensor.indices, tensor.values
+    shape = scope.sizes.entries(tensor.dense_shape)
+    columns = indices.shape.as_list()[1] if indices.shape.rank == 2 else None
+    is_given = any(part.name in scope.placements for part in (indices, values))
+    if not shape or columns != len(shape) or values.shape.rank != 1 or is_given:
+        return {}
+    rows = Entries(values.name, None, scope.batch, indices=indices.name)
+    scope.placements[indices.name] = Positions(rows, (), scope.batch, ONE)
+    scope.placements[values.name] = Shard(0, rows)
+    count = Size(1, (rows,))
+    scope.sizes.set_dims(indices, [count, Size(columns)])
+    scope.sizes.set_dims(values, [count])
+    need = SparseRows(indices.name, scope.batch, ONE)
+    return {indices.name: need, values.name: need}
 
 
 class _Pass:
@@ -300,8 +336,8 @@ class _Pass:
     ) -> None:
         """Notes that what makes the lists that an op uses runs once, from the next pass on."""
         for tensor, placement in zip(op.inputs, placements):
-            # Positions are computed once more, in full, which is cheap.
-            if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
+            # Numbers of rows are computed once more, in full, which is cheap.
+            if isinstance(placement, NotGatherable) and not isinstance(placement, CountedByTower):
                 maker = passed_on(tensor).op
                 users = self.scope.run_once.setdefault(maker.name, {})
                 if not users:

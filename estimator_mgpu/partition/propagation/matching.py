@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Shard
+from estimator_mgpu.partition.placements import REPLICATE, Partial, Placement, Positions, Shard
 from estimator_mgpu.partition.plan import (
     FULL,
     LOCAL,
@@ -36,7 +36,15 @@ from estimator_mgpu.partition.propagation.accepted_shapes import takes
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import selections
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
-from estimator_mgpu.partition.sizes import ONE, Groups, RowSpace, SelectedRows, Size, per_row
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    Groups,
+    RowSpace,
+    SelectedRows,
+    Size,
+    UniqueRows,
+    per_row,
+)
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -88,9 +96,14 @@ class Match:
         They are along the dimensions along which inputs are sharded. If no input is, the op may
         still make its shard by itself, as `tf.zeros([batch, 3])`; or take one of what was gathered.
         """
-        any_sharded = any(isinstance(placement, Shard) for _, _, placement in self._inputs)
+        any_sharded = any(
+            isinstance(placement, Shard) and not isinstance(operand, EntriesOf)
+            for _, operand, placement in self._inputs
+        )
         for tensor, operand, placement in self._inputs:
-            if isinstance(placement, Shard):
+            if isinstance(operand, EntriesOf):
+                candidates = self._along_entries(operand, placement)
+            elif isinstance(placement, Shard):
                 candidates = self._along_shard(tensor, operand, placement)
             elif any_sharded:
                 candidates = []
@@ -153,6 +166,15 @@ class Match:
             return []
         return [(labels[placement.axis], dims[placement.axis], placement.rows)]
 
+    def _along_entries(
+        self, operand: EntriesOf, placement: Placement
+    ) -> list[tuple[Label, Size, RowSpace]]:
+        """The same for the rows of a sparse tensor of which each tower has its entries."""
+        if not isinstance(placement, Positions):
+            return []
+        rows = placement.rows
+        return [(operand.label, placement.factor * Size(1, (rows,)), rows)]
+
     def _along_sizes(
         self, tensor: tf.Tensor, operand: SizesOf
     ) -> list[tuple[Label, Size, RowSpace]]:
@@ -210,6 +232,8 @@ class Match:
                 factor = per_row(dims[axis], way.rows) or way.factor
                 placements.append(way.shard(axis, factor))
             elif self._signature.reduce:
+                if isinstance(way.rows, UniqueRows):
+                    return None  # Several towers may have the same id.
                 placements.append(Partial(self._signature.reduce, way.rows))
             else:
                 placements.append(REPLICATE)
@@ -223,7 +247,7 @@ class Match:
             has_local = tensor.name in self._scope.placements
             return operand if operand != LOCAL or has_local else None
         if isinstance(operand, EntriesOf):
-            return self._need_of_entries(operand, way)
+            return self._need_of_entries(operand, placement, way)
         if isinstance(operand, IndicesOfRows):
             return self._need_of_indices(tensor, operand, placement, way)
         labels = operand.labels if isinstance(operand, SizesOf) else operand
@@ -237,12 +261,17 @@ class Match:
             return LOCAL
         return self._need_of_full(tensor, axis, way)
 
-    def _need_of_entries(self, operand: EntriesOf, way: Way) -> Need | None:
+    def _need_of_entries(self, operand: EntriesOf, placement: Placement, way: Way) -> Need | None:
         """The form of a sparse tensor's indices or values."""
         if operand.label != way.label:
             return FULL
         if way.in_blocks:
             return None  # A tower's rows don't follow each other.
+        _, _, positions = self._inputs[operand.indices]
+        expected = way.factor * Size(1, (way.rows,))
+        if isinstance(positions, Positions) and positions.total == expected:
+            is_indices = placement is positions
+            return LOCAL if is_indices else selections.of_positions(positions, placement)
         return SparseRows(self._op.inputs[operand.indices].name, way.rows, way.factor)
 
     def _need_of_indices(
@@ -251,6 +280,8 @@ class Match:
         """The form of indices that begin with their rows."""
         if self._scope.in_function or way.in_blocks or way.label != operand.labels[0]:
             return None  # In a function, a tower doesn't know its first row.
+        if isinstance(way.rows, SelectedRows) and not way.rows.is_ordered:
+            return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
         if need is None:
             return None
@@ -274,6 +305,8 @@ class Match:
             return None
         if dims[axis] == ONE:
             return FULL  # It's broadcast to all examples.
+        if isinstance(way.rows, UniqueRows):
+            return None  # A tower's ids don't follow each other.
         factor = per_row(dims[axis], way.rows)
         if factor is None:
             if not self._must_be_equal(tensor, way.label):

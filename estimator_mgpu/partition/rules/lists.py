@@ -13,12 +13,12 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.placements import (
     FLOW,
     REPLICATE,
+    CountedByTower,
     ElementShape,
     ListPlacement,
     NestedList,
     NotGatherable,
     Placement,
-    Positions,
     Shard,
     ShardList,
     SizeList,
@@ -215,7 +215,7 @@ def list_with(
     """
     if isinstance(placement, Shard):
         return _list_of(value, placement, sizes, stacked)
-    if isinstance(placement, NotGatherable) and not isinstance(placement, Positions):
+    if isinstance(placement, NotGatherable) and not isinstance(placement, CountedByTower):
         return NestedList(placement)
     entries = sizes.entries(value) or []
     if placement == REPLICATE and not stacked and any(batch in size.symbols for size in entries):

@@ -20,7 +20,7 @@ from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
 from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, Size
+from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
 from estimator_mgpu.tf_internals import private
 
 # Ops whose output has entries of the input, as they are.
@@ -43,6 +43,26 @@ def begin_with_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
     if not dims or len(dims) < 2 or dims[-1].static is None or not dims[0].same_as(rows):
         return False
     return _first_is_row(indices, sizes)
+
+
+def begin_with_repeated_rows(indices: tf.Tensor, rows: RowSpace, sizes: Sizes) -> bool:
+    """Whether a matrix of indices has as many for each row, that begin with it, one after another.
+
+    Such as [[0, 0], [0, 1], [1, 0], [1, 1]], those of a sparse tensor without gaps. `rows` are
+    those of which there are all.
+    """
+    while indices.op.type in ('Cast', 'Identity'):
+        indices = indices.op.inputs[0]
+    first = _first_numbers(indices, sizes)
+    if first is None and indices.op.type == 'Transpose':
+        columns = indices.op.inputs[0].op
+        is_matrix = sizes.numbers(indices.op.inputs[1]) == [1, 0] and columns.type == 'Pack'
+        first = columns.inputs[0] if is_matrix and columns.get_attr('axis') == 0 else None
+    if first is None or first.op.type != 'Reshape':
+        return False
+    matrix = first.op.inputs[0]
+    dims = sizes.dims(matrix) or []
+    return dims[:1] == [Size(1, (rows,))] and len(dims) == 2 and _is_position(matrix, 0, sizes)
 
 
 def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:

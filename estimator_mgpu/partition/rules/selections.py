@@ -26,12 +26,13 @@ can't say. So these rules are functions of the placements, as those for lists ar
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import Placement, Positions, Shard
+from estimator_mgpu.partition.placements import CountedByTower, Placement, Positions, Shard
 from estimator_mgpu.partition.plan import (
     FULL,
     LOCAL,
@@ -53,7 +54,7 @@ from estimator_mgpu.partition.rules import (
     strings,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size
+from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows
 
 _PARTITION = 'DynamicPartition'
 _STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
@@ -81,7 +82,6 @@ Kernels of others fail then, and those of pooling even end the process.
 """
 
 _INDEX_TYPES = (tf.int32, tf.int64)  # others are too small for positions
-_TAKE = ('GatherNd', 'GatherV2')  # ops that take what is at positions from their first input
 _SAME_ENTRIES = ('ExpandDims', 'Identity', 'Reshape', 'Squeeze')  # ops that keep them, in order
 _SAME_NUMBERS = ('Cast', *_SAME_ENTRIES)  # the same for entries of the types above
 
@@ -117,27 +117,35 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     entries, 5 for each example. That's the factor.
     """
     data, which = op.inputs
-    shard = placements[1]
+    rows = _rows_to_select(placements[1])
     data_dims = sizes.dims(data)
-    is_vector = sizes.rank(which) == 1
-    if not isinstance(shard, Shard) or shard.in_blocks or not is_vector or data_dims is None:
+    if rows is None or sizes.rank(which) != 1 or data_dims is None:
         return None
-    factor = sizes.per_row(which, 0, shard.rows)
+    factor = sizes.per_row(which, 0, rows)
     if factor is None:
         return None
 
-    selections = sizes.selections(which, op.outputs, shard.rows)
+    selections = sizes.selections(which, op.outputs, rows)
     need: Need
     outputs: list[Placement]
     if _is_range(data, sizes):
-        need = LocalRange(shard.rows, factor)
-        outputs = [Positions(selection, selections, shard.rows, factor) for selection in selections]
+        need = LocalRange(rows, factor)
+        outputs = [Positions(selection, selections, rows, factor) for selection in selections]
     else:
         # The data has as many rows, or the op fails.
-        need = LOCAL if placements[0] == shard else Slice(0, shard.rows, factor)
+        if placements[0] != placements[1] and isinstance(rows, UniqueRows):
+            return None  # A tower's ids don't follow each other.
+        need = LOCAL if placements[0] == placements[1] else Slice(0, rows, factor)
         outputs = [Shard(0, selection) for selection in selections]
     dims = [[_full_size(selection), *data_dims[1:]] for selection in selections]
     return Decision(OpPlan((need, LOCAL)), outputs, dims)
+
+
+def _rows_to_select(placement: Placement) -> RowSpace | None:
+    """The rows of which each tower may pick some: its own ones, in their order; None if none."""
+    if not isinstance(placement, Shard) or placement.axis > 0 or placement.in_blocks:
+        return None
+    return placement.rows
 
 
 def _is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
@@ -169,10 +177,11 @@ def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
         return None
 
     # What is put at a selection's positions has as many rows as the selection, or the op fails.
-    needs = [
-        LOCAL if placement == Shard(0, selection) else Slice(0, selection, ONE)
-        for placement, selection in zip(placements[count:], given)
-    ]
+    needs: list[Need] = []
+    for placement, selection in zip(placements[count:], given):
+        if placement != Shard(0, selection) and isinstance(selection, UniqueRows):
+            return None
+        needs.append(LOCAL if placement == Shard(0, selection) else Slice(0, selection, ONE))
     dims = [first.factor * _full_size(first.rows), *data_dims[1:]]
     return Decision(OpPlan((*[LOCAL] * count, *needs)), [Shard(0, first.rows)], [dims])
 
@@ -183,40 +192,18 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     They are in the order of the rows, so those of all towers are those of the global batch.
     """
     [mask] = op.inputs
-    [shard] = placements
-    if not isinstance(shard, Shard) or shard.axis > 0 or shard.in_blocks:
-        return None
-    factor = sizes.per_row(mask, 0, shard.rows)
-    if factor is None:
+    rows = _rows_to_select(placements[0])
+    factor = None if rows is None else sizes.per_row(mask, 0, rows)
+    if rows is None or factor is None:
         return None
 
     # A mask that is reshaped has the same true entries.
     while mask.op.type in _SAME_ENTRIES:
         mask = mask.op.inputs[0]
-    if not _selects_vectors(mask):
-        return None
-    [selection] = sizes.selections(mask, op.outputs, shard.rows)
+    [selection] = sizes.selections(mask, op.outputs, rows)
     columns = Size(sizes.rank(op.inputs[0]))
-    positions = Positions(selection, (), shard.rows, factor)
+    positions = Positions(selection, (), rows, factor)
     return Decision(OpPlan((LOCAL,)), [positions], [[_full_size(selection), columns]])
-
-
-def _selects_vectors(mask: tf.Tensor) -> bool:
-    """Whether a mask selects vectors of floats, such as those of tokens, of any tensor.
-
-    Others aren't worth it: the values and ids of which sparse tensors are made are needed in full.
-    """
-    stack = [mask]
-    while stack:
-        tensor = stack.pop()
-        for user in tensor.consumers():
-            if user.type in (_WHERE, *_SAME_NUMBERS):
-                stack += user.outputs
-            elif user.type in _TAKE and user.inputs[0] is not tensor:
-                taken = user.outputs[0]
-                if taken.dtype.is_floating and taken.shape.rank not in (0, 1):
-                    return True
-    return False
 
 
 # Ops that are given positions.
@@ -228,7 +215,8 @@ def _keep_positions(
     """Positions of another type; or a vector in place of a matrix of one column, or the reverse."""
     [output] = op.outputs
     dims = sizes.dims(op.inputs[0])
-    if not dims or output.dtype not in _INDEX_TYPES:
+    is_counted = isinstance(placements[0], CountedByTower)
+    if not is_counted or not dims or output.dtype not in _INDEX_TYPES:
         return None
     if op.type in ('Cast', 'Identity'):
         return Decision(OpPlan((LOCAL,)), [placements[0]], [dims])
@@ -288,13 +276,20 @@ def _taken(
     dims = sizes.dims(rows)
     if not isinstance(positions, Positions) or not dims:
         return None
-    if not dims[0].same_as(positions.factor * _full_size(positions.rows)):
+    if not dims[0].same_as(positions.total):
         return None
-    is_sharded = placement == Shard(0, positions.rows)
-    need = LOCAL if is_sharded else Slice(0, positions.rows, positions.factor)
-    selection_dims = [_full_size(positions.selection), *dims[named:]]
-    plan = OpPlan((need, LOCAL, *more_needs))
-    return Decision(plan, [Shard(0, positions.selection)], [selection_dims])
+    need: Need = LOCAL
+    taken: Placement = positions.shard
+    if isinstance(placement, Positions) and placement.shard == Shard(0, positions.rows):
+        taken = dataclasses.replace(
+            positions, selections=(), rows=placement.rows, factor=placement.factor
+        )
+    elif placement != Shard(0, positions.rows):
+        if isinstance(positions.rows, UniqueRows):
+            return None
+        need = Slice(0, positions.rows, positions.factor)
+    selection_dims = [positions.count, *dims[named:]]
+    return Decision(OpPlan((need, LOCAL, *more_needs)), [taken], [selection_dims])
 
 
 def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -345,15 +340,20 @@ def _put_back(positions: Placement, placement: Placement, dims: Sequence[Size]) 
       placement: that of the rows.
       dims: those of the tensor, or only the first one.
     """
-    if not isinstance(positions, Positions):
+    if not isinstance(positions, Positions) or isinstance(positions.rows, UniqueRows):
         return None
-    if not dims[0].same_as(positions.factor * _full_size(positions.rows)):
+    if not dims[0].same_as(positions.total):
         return None
     # There are as many rows as positions, or the op fails.
-    is_sharded = placement == Shard(0, positions.selection)
-    need = LOCAL if is_sharded else Slice(0, positions.selection, ONE)
     local_shape = LocalShape(tuple(dims), 0, positions.rows)
-    return _PutBack(need, local_shape, Shard(0, positions.rows))
+    return _PutBack(of_positions(positions, placement), local_shape, Shard(0, positions.rows))
+
+
+def of_positions(positions: Positions, placement: Placement) -> Need:
+    """The form of what has an entry for each position, or the op fails."""
+    if placement == positions.shard:
+        return LOCAL
+    return Slice(0, positions.selection, positions.repeats)
 
 
 _USES = {

@@ -1,7 +1,7 @@
-"""Ops on sparse tensors: each tower is given the entries of its rows.
+"""Ops that make something dense of sparse tensors: each tower is given the entries of its rows.
 
-Sparse tensors themselves aren't sharded: their indices and values are full values, of which towers
-take theirs (`EntriesOf`). This is worth it for products and losses, rather than for cheap ops.
+Towers have these already, or take them of full values (`EntriesOf`). For what gives sparse tensors,
+see `entries`.
 """
 
 from __future__ import annotations

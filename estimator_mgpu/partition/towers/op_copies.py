@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
-from estimator_mgpu.partition.placements import Partial, Positions, Shard
+from estimator_mgpu.partition.placements import CountedByTower, Partial, Shard
 from estimator_mgpu.partition.plan import (
+    FULL,
     FULL_ON_FIRST,
     LOCAL,
     Constant,
@@ -108,7 +109,9 @@ class Copies:
                     # An op that uses a variable or a table runs where that is.
                     return self._values.device_of_full(source)
 
-        if op.type in op_types.LOOKUPS and graphs.reads_reference(op.inputs[0]):
+        is_lookup = op.type in op_types.LOOKUPS and graphs.reads_reference(op.inputs[0])
+        is_sum = op.type in op_types.SPARSE_SEGMENTS and op_plan.needs[0] == FULL
+        if is_lookup or (is_sum and self._values.device_of_full(op.inputs[0])):
             # So that rows of a table are sent, rather than the table.
             return self._values.device_of_full(op.inputs[0])
 
@@ -185,7 +188,7 @@ class Copies:
         if need == FULL_ON_FIRST:
             full = self._full_operand(tensor, tower, device, or_zeros=tower.number > 0)
             return self._zeros_like(full, tensor, device) if tower.number > 0 else full
-        if placement is not None and not isinstance(placement, (Shard, Partial, Positions)):
+        if placement is not None and not isinstance(placement, (Shard, Partial, CountedByTower)):
             return self._values.local(tensor, tower)  # It's the same on all towers.
         return self._full_operand(tensor, tower, device)
 

@@ -32,7 +32,7 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
-from estimator_mgpu.partition.sizes import RowSpace
+from estimator_mgpu.partition.sizes import RowSpace, UniqueRows
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect, upstream_side_effects
@@ -182,5 +182,7 @@ def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
             continue
         for tensor in op.outputs:
             placement = plan.placements.get(tensor.name)
-            if isinstance(placement, Partial) and placement.reduce == 'sum':
+            if not isinstance(placement, Partial) or isinstance(placement.rows, UniqueRows):
+                continue
+            if placement.reduce == 'sum':
                 yield tensor, placement.rows

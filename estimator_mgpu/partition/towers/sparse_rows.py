@@ -24,6 +24,8 @@ def positions(
 ) -> str:
     """Which entries are in a tower's rows: their positions, a vector.
 
+    What is in no row, and lets ops fail, counts as of the first or the last row: they fail still.
+
     Args:
       shards: which examples each tower has.
       indices: those of all entries, a matrix.
@@ -49,6 +51,11 @@ def positions(
         end_mask=1,
         shrink_axis_mask=2,
     )
+    total = shards.size_value(factor * Size(1, (shards.rows,)), None, dtype)
+    one = nodes.scalar(1, dtype)
+    last = nodes.add('Sub', [nodes.scalar(total, dtype), one], nodes.host, T=dtype)
+    rows = nodes.add('Maximum', [rows, nodes.scalar(0, dtype)], device, T=dtype)
+    rows = nodes.add('Minimum', [rows, last], device, T=dtype)
     is_after_start = nodes.add('GreaterEqual', [rows, first], device, T=dtype)
     is_before_end = nodes.add('Less', [rows, end], device, T=dtype)
     is_own = nodes.add('LogicalAnd', [is_after_start, is_before_end], device)
@@ -56,10 +63,26 @@ def positions(
     return nodes.add('Reshape', [found, [-1]], device, T=tf.int64)
 
 
-def take(nodes: NodeBuilder, full: str, dtype: tf.DType, entries: str, device: str) -> str:
+def take(
+    nodes: NodeBuilder,
+    full: str,
+    dtype: tf.DType,
+    entries: str,
+    device: str,
+    position_dtype: tf.DType = tf.int64,
+    axis: int = 0,
+) -> str:
     """The indices, or the values, of the entries at these positions."""
-    types = {'Tparams': dtype, 'Tindices': tf.int64, 'Taxis': tf.int32}
-    return nodes.add('GatherV2', [full, entries, 0], device, **types)
+    types = {'Tparams': dtype, 'Tindices': position_dtype, 'Taxis': tf.int32}
+    return nodes.add('GatherV2', [full, entries, axis], device, **types)
+
+
+def order(nodes: NodeBuilder, numbers: str, dtype: tf.DType, device: str) -> str:
+    """Where each of different numbers is, the smallest one first: an int32 vector."""
+    negative = nodes.add('Neg', [numbers], device, T=dtype)
+    count = nodes.add('Size', [numbers], device, T=dtype, out_type=tf.int32)
+    largest = nodes.add('TopKV2', [negative, count], device, T=dtype)
+    return f'{largest.removesuffix(":0")}:1'
 
 
 def count_from_first(

@@ -18,7 +18,7 @@ from estimator_mgpu.devices import machine_of, relay
 from estimator_mgpu.optimizer import gradients_by_call
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.placements import MOMENTS, NotGatherable, Partial, Shard
+from estimator_mgpu.partition.placements import MOMENTS, NotGatherable, Partial, Shard, rows_of
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
@@ -29,15 +29,19 @@ from estimator_mgpu.partition.plan import (
 from estimator_mgpu.partition.sizes import (
     ONE,
     Dim,
+    Entries,
     GroupSize,
+    Largest,
+    PickedIds,
     RowSpace,
     SelectedRows,
     Size,
     Splits,
+    UniqueRows,
     per_row,
     product,
 )
-from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows
+from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows, unique_ids
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
@@ -72,9 +76,10 @@ class Values:
         self._full_value_devices = division.full_value_devices
         self._nodes = nodes
         self._order = division.order
-        self._source_names = {tensor.name for tensor in plan.sources}
+        self._source_names = {*(tensor.name for tensor in plan.sources), *plan.entries}
         # Features that one machine has read as a whole.
         whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
+        whole_sources.update(plan.entries)
         # The ops that ask for the sizes of something that only towers have.
         self._queries_of_local = {
             op
@@ -137,6 +142,8 @@ class Values:
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
+        if tensor.name in self._plan.entries:
+            return self.sparse_rows(tensor, self._plan.entries[tensor.name], tower)
         if tensor.name in self._source_names:
             return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
         return f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
@@ -147,6 +154,9 @@ class Values:
         full = self.full(tensor)
         device = self.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
+        if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
+            places = self._places(need.rows, tower)
+            return sparse_rows.take(self._nodes, full, dtype, places, device, tf.int64, need.axis)
         if need.in_blocks:
             dims = self._dims(tensor, need.axis, need.factor, need.rows)
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
@@ -165,14 +175,7 @@ class Values:
         """A tower's rows of a sparse tensor: the indices of its entries, or their values."""
         shards = self.shards_of(need.rows)
         indices = self._graph.get_tensor_by_name(need.indices)
-        positions = sparse_rows.positions(
-            shards,
-            self.full(indices),
-            indices.dtype,
-            need.factor,
-            tower,
-            self.device_of_full(indices),
-        )
+        positions = self._positions_of_entries(need, tower)
         device = self.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
         taken = sparse_rows.take(self._nodes, self.full(tensor), dtype, positions, device)
@@ -182,6 +185,46 @@ class Values:
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
+
+    def _positions_of_entries(self, need: SparseRows, tower: Tower) -> str:
+        """Which entries of a sparse tensor are a tower's: their positions among all, a vector."""
+        indices = self._graph.get_tensor_by_name(need.indices)
+        return sparse_rows.positions(
+            self.shards_of(need.rows),
+            self.full(indices),
+            indices.dtype,
+            need.factor,
+            tower,
+            self.device_of_full(indices),
+        )
+
+    def _places(self, rows: SelectedRows, tower: Tower) -> str:
+        """Where a tower's rows are among all of a selection, if these may be in any order."""
+        if isinstance(rows, Entries):
+            return self._positions_of_entries(self._plan.entries[rows.indices], tower)
+        host = self._nodes.host
+        order = self._order_of_entries(rows, host)
+        ranks = self._nodes.add('InvertPermutation', [order], host, T=tf.int32)
+        ranks = self._nodes.cast(ranks, tf.int32, tf.int64, host)
+        return self.shards_of(rows).slice(ranks, tf.int64, 0, ONE, tower, host)
+
+    def _order_of_entries(self, rows: SelectedRows, device: str) -> str:
+        """For each row of a selection, its place among those of all towers, one after the other."""
+        numbers = [self._numbers(rows, tower) for tower in self._towers]
+        origin = self.shards_of(rows.origin)
+        joined = reduce_and_gather.gather_selection(origin, numbers, tf.int64, 0, device)
+        return sparse_rows.order(self._nodes, joined, tf.int64, device)
+
+    def _numbers(self, rows: SelectedRows, tower: Tower) -> str:
+        """The number of each of a tower's rows: in the batch, a row comes after smaller ones."""
+        if isinstance(rows, Entries):
+            return self._positions_of_entries(self._plan.entries[rows.indices], tower)
+        assert rows.picked_from is not None
+        numbers = self._numbers(rows.picked_from, tower)
+        picked = self._graph.get_tensor_by_name(rows.name)
+        local = self.local(picked, tower)
+        vector = self._nodes.add('Reshape', [local, [-1]], tower.device, T=picked.dtype)
+        return sparse_rows.take(self._nodes, numbers, tf.int64, vector, tower.device, picked.dtype)
 
     def counted_from_first(
         self,
@@ -317,7 +360,19 @@ class Values:
         selection = self._graph.get_tensor_by_name(rows.name)
         first_dim = Dim(selection.name, 0)
         sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
-        return SelectionShards(rows, sizes, self.shards_of(rows.origin), self._symbol_value)
+        origin = self.shards_of(rows.origin)
+        shards = SelectionShards(rows, sizes, origin, self._symbol_value)
+        if isinstance(rows, UniqueRows):
+            shards.total = self._count_ids(selection)
+        return shards
+
+    def _count_ids(self, ids: tf.Tensor) -> str:
+        """How many different ids all towers have together."""
+        full = self.full(ids)
+        device = self.device_of_full(ids)
+        shape = self._nodes.add('Shape', [full], device, T=ids.dtype, out_type=tf.int32)
+        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
+        return self._nodes.add('Gather', [shape, 0], self._nodes.host, **types)
 
     def is_made_from_local(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is another tensor than the output of the user's op."""
@@ -325,7 +380,7 @@ class Values:
             return False
         placement = self._plan.placements.get(tensor.name)
         # A list can't be gathered. The user's op makes the full one, from full values.
-        if isinstance(placement, NotGatherable):
+        if isinstance(placement, NotGatherable) or isinstance(rows_of(placement), PickedIds):
             return False
         return placement is not None or self.is_size_of_local(tensor)
 
@@ -339,6 +394,9 @@ class Values:
 
         The plan knows the size by other means, so nothing is gathered for it.
         """
+        shape_output = op_types.SHAPE_OUTPUTS.get(tensor.op.type)
+        if shape_output == tensor.value_index and tensor.op.name in self._plan.ops:
+            return True
         if tensor.op not in self._queries_of_local:
             return False
         return self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
@@ -362,15 +420,22 @@ class Values:
         if name in self._packs:
             return self._reduce_pack(self._packs[name], self.shards_of(rows), dtype, device)
 
+        values = [self.local(tensor, tower) for tower in self._towers]
+        if isinstance(rows, UniqueRows):
+            return self._make_full_of_ids(tensor, placement, values, device)
         if isinstance(placement, Partial):
             return {name: self.reduced_on(tensor, device)}
-        values = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(rows, SelectedRows) and not placement.in_blocks:
             # How many rows were picked by which tower needn't be known.
             origin = self.shards_of(rows.origin)
             gathered = reduce_and_gather.gather_selection(
                 origin, values, dtype, placement.axis, device
             )
+            if not rows.is_ordered:
+                order = self._order_of_entries(rows, device)
+                gathered = sparse_rows.take(
+                    self._nodes, gathered, dtype, order, device, tf.int32, placement.axis
+                )
             return {name: gathered}
 
         dims = self._plan.sizes.dims(tensor) or []
@@ -396,6 +461,22 @@ class Values:
                 shape = tensor.shape.as_list()
                 return reduce_and_gather.sum_in_slices(shards, values, dtype, slices, shape, device)
         return reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)
+
+    def _make_full_of_ids(
+        self, tensor: tf.Tensor, placement: Shard | Partial, values: Sequence[str], device: str
+    ) -> dict[str, str]:
+        """The full value of what belongs to different ids: sums by id, or one value of each id."""
+        rows = placement.rows
+        assert isinstance(rows, UniqueRows)
+        origin = self.shards_of(rows.origin)
+        ids = self._graph.get_tensor_by_name(rows.name)
+        ids_of_towers = [self.local(ids, tower) for tower in self._towers]
+        merged = unique_ids.merge(origin, ids_of_towers, ids.dtype, rows.is_sorted, device)
+        if tensor.name == rows.name:
+            return {tensor.name: merged.ids}
+        dtype = tensor.dtype.base_dtype
+        combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_first
+        return {tensor.name: combine(origin, merged, values, dtype, device)}
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
         """The mean or the variance of the batch's channels, made from those of the shards.
@@ -461,6 +542,8 @@ class Values:
             return self.shards_of(symbol.rows).total_as(dtype, more=1)
 
         tensor = self._graph.get_tensor_by_name(symbol.tensor)
+        if isinstance(symbol, Largest):
+            return self._largest_entry(tensor, symbol.position, dtype)
         with self._nodes.for_many():
             if isinstance(symbol, Dim):
                 vector = self._shape(tensor, tower, dtype)
@@ -471,6 +554,20 @@ class Values:
             types = {'Tparams': dtype, 'Tindices': tf.int32}
             return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
 
+    def _largest_entry(self, tensor: tf.Tensor, position: int, dtype: tf.DType) -> str:
+        """The largest of the entries that towers have at a position of a vector."""
+        types = {'Tparams': tensor.dtype, 'Tindices': tf.int32}
+        entries = []
+        with self._nodes.for_many():
+            for tower in self._towers:
+                local = self.local(tensor, tower)
+                entries.append(self._nodes.add('Gather', [local, position], tower.device, **types))
+            host = self._nodes.host
+            vector = self._nodes.add('Pack', entries, host, T=tensor.dtype, N=len(entries))
+            types = {'T': tensor.dtype, 'Tidx': tf.int32}
+            largest = self._nodes.add('Max', [vector, 0], host, **types)
+            return self._nodes.cast(largest, tensor.dtype, dtype, host)
+
     def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""
         tensor_dtype = tensor.dtype.base_dtype
@@ -480,8 +577,8 @@ class Values:
 
     def _shape(self, tensor: tf.Tensor, tower: Tower | None, dtype: tf.DType) -> str:
         """The shape of what a tower has of a tensor, or of the full value if towers have none."""
-        is_local = tensor.name in self._plan.placements and tensor.name not in self._source_names
-        if is_local:
+        is_source = tensor.name in self._source_names and tensor.name not in self._plan.entries
+        if tensor.name in self._plan.placements and not is_source:
             tower = tower or self._towers[0]
             value = self.local(tensor, tower)
             device = tower.device

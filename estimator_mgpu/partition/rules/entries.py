@@ -1,0 +1,428 @@
+"""Rules for the entries of sparse tensors, of which each tower has those of its examples.
+
+An entry is a row of a selection (`SelectedRows`), and the indices of a sparse tensor are
+`Positions`: each begins with the row in which its entry is. `tf.nn.safe_embedding_lookup_sparse`,
+say, of two examples on two towers, the second of which has no id:
+
+    indices [[0, 0], [0, 1]]  ids [7, 7]    =>    [[0, 0], [0, 1]]  [7, 7]    and    []  []
+
+    SparseFillEmptyRows                           [[0, 0], [0, 1]]  [7, 7]    and    [[0, 0]]  [0]
+    Unique                                        [7]  places [0, 0]          and    [0]  places [0]
+    SparseSegmentMean of table[ids]               [table[7]]                  and    [table[0]]
+
+What a tower looks up are its own different ids (`UniqueRows`). The gradients of the rows that it
+looked up are partial sums over ids: towers that have an id in common add up theirs.
+
+Selections are made of rows, and summed to rows, so these rules are functions of the placements, as
+those in `selections` are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.placements import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Places,
+    Positions,
+    Shard,
+    rows_of,
+)
+from estimator_mgpu.partition.plan import (
+    FULL,
+    LOCAL,
+    CountedFromFirst,
+    Decision,
+    LocalShape,
+    Need,
+    OpPlan,
+    Slice,
+    local_shape_of,
+)
+from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows
+from estimator_mgpu.partition.rules.selections import of_positions
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    Largest,
+    RowSpace,
+    SelectedRows,
+    Size,
+    UniqueRows,
+    origin_of,
+    per_row,
+)
+from estimator_mgpu.tf_internals import op_types
+
+_SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 'Prod', 'Sum'))
+_SPARSE = tuple(f'SparseSegment{reduction}' for reduction in ('Mean', 'SqrtN', 'Sum'))
+_GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
+_SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
+
+
+def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """How an op on entries is sharded; None if it has to run once.
+
+    Args:
+      op: one of `TYPES`, or one that is given positions or places.
+      placements: of the op's inputs.
+      sizes: of tensors.
+    """
+    rule = _RULES.get(op.type)
+    return None if rule is None else rule(op, placements, sizes)
+
+
+# Entries.
+
+
+def _indices_of(
+    tensor: tf.Tensor, placement: Placement, sizes: Sizes
+) -> tuple[Positions, Need] | None:
+    """The indices of a sparse tensor: which ones towers have, and in which form; None if none.
+
+    They may be computed of the number of rows alone: then towers take those of their rows.
+    """
+    if isinstance(placement, Positions):
+        return placement, LOCAL
+    dims = sizes.dims(tensor)
+    rows = dims[0].rows if dims and len(dims) == 2 else None
+    repeats = per_row(dims[0], rows) if dims and rows else None
+    if rows is None or repeats is None or isinstance(rows, SelectedRows):
+        return None
+    if not begin_with_repeated_rows(tensor, rows, sizes):
+        return None
+    positions = Positions(rows, (), rows, ONE, repeats, fill_rows=True)
+    return positions, CountedFromFirst(Slice(0, rows, repeats), rows, ONE)
+
+
+def _reshape(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`SparseReshape`: indices, the shape, and the new shape.
+
+    Entries are numbered in row-major order. So an example has the same entries in [batch, 6] as in
+    [2 * batch, 3], or in any shape that has a multiple of the batch first.
+    """
+    indices = _indices_of(op.inputs[0], placements[0], sizes)
+    before = sizes.entries(op.inputs[1])
+    asked = sizes.entries(op.inputs[2])
+    after = sizes.entries(op.outputs[1])
+    if indices is None or not before or not asked or not after:
+        return None
+    positions, need = indices
+    rows = positions.rows
+    factor = per_row(after[0], rows)
+    shape = _local_shape(before, rows)
+    new_shape: Need | None = FULL if asked[0] == Size(-1) else _local_shape(asked, rows)
+    has_other_rows = any(rows in size.symbols for size in asked[1:])
+    if factor is None or shape is None or new_shape is None or has_other_rows:
+        return None
+    return Decision(
+        OpPlan((need, shape, new_shape)),
+        [_with_factor(positions, factor), None],
+        [[positions.count, Size(len(after))], [Size(len(after))]],
+    )
+
+
+def _with_factor(positions: Positions, factor: Size) -> Positions:
+    """The positions of the same entries, of which a row has another number."""
+    fill_rows = positions.fill_rows and factor == positions.factor
+    return dataclasses.replace(positions, selections=(), factor=factor, fill_rows=fill_rows)
+
+
+def _fill_empty_rows(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`SparseFillEmptyRows`: indices, values, the shape, and what is put into rows without entries.
+
+    It brings the entries into the order of the rows. Whatever else is filled up with the same
+    indices gets the same ones: the weights of ids, say.
+    """
+    indices = _indices_of(op.inputs[0], placements[0], sizes)
+    dims = sizes.dims(op.inputs[0])
+    shape = sizes.entries(op.inputs[2])
+    if indices is None or not shape or not dims:
+        return None
+    positions, need = indices
+    rows = positions.rows
+    local_shape = _local_shape(shape, rows)
+    if local_shape is None or per_row(shape[0], rows) != positions.factor:
+        return None
+
+    filled = SelectedRows(op.outputs[0].name, None, origin_of(rows))
+    filled = sizes.same_for((op.type, positions), filled)
+    filled_positions = Positions(filled, (), rows, positions.factor, fill_rows=True)
+    count = filled_positions.count
+    return Decision(
+        OpPlan((need, of_positions(positions, placements[1]), local_shape, FULL)),
+        [
+            filled_positions,
+            filled_positions.shard,
+            Shard(0, rows),
+            None,  # A place among the filled entries for each entry.
+        ],
+        [[count, dims[1]], [count], [shape[0]], [dims[0]]],
+    )
+
+
+def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`SparseCross`: indices, values and shapes of sparse tensors, and dense ones, of rows.
+
+    It gives the entries of each row, in the order of the rows.
+    """
+    count = op.get_attr('N')
+    dense_count = len(op.get_attr('dense_types'))
+    tensors = list(zip(op.inputs, placements))
+    indices = [_indices_of(*pair, sizes) for pair in tensors[:count]]
+    dense = tensors[3 * count : 3 * count + dense_count]
+    shapes = [sizes.entries(shape) or [] for shape, _ in tensors[2 * count : 3 * count]]
+    shapes += [sizes.dims(tensor) or [] for tensor, _ in dense]
+    own_rows = [entries[0].rows for entries in indices if entries]
+    own_rows += [placement.rows for _, placement in dense if isinstance(placement, Shard)]
+    if not own_rows or isinstance(own_rows[0], SelectedRows):
+        return None
+    rows = own_rows[0]
+    height = _full_size(rows)
+    if not all(shape and shape[0].same_as(height) for shape in shapes):
+        return None
+
+    needs_of_indices: list[Need] = []
+    needs_of_values: list[Need] = []
+    for entries, (_, placement) in zip(indices, tensors[count : 2 * count]):
+        if entries is None:
+            return None
+        positions, need = entries
+        if not positions.are_ordered or positions.total != height:
+            return None  # It takes them to be in the order of the rows.
+        needs_of_indices.append(need)
+        needs_of_values.append(of_positions(positions, placement))
+    needs_of_shapes = [LocalShape(tuple(shape), 0, rows) for shape in shapes[:count]]
+    needs_of_dense = [
+        LOCAL if placement == Shard(0, rows) else Slice(0, rows, ONE) for _, placement in dense
+    ]
+    others = len(op.inputs) - 3 * count - dense_count
+
+    crossed = SelectedRows(op.outputs[0].name, None, origin_of(rows))
+    positions = Positions(crossed, (), rows, ONE)
+    shape = op.outputs[2]
+    sizes.set_entries(shape, [height, Size(1, (Largest(shape.name, 1),))])
+    return Decision(
+        OpPlan(
+            (
+                *needs_of_indices,
+                *needs_of_values,
+                *needs_of_shapes,
+                *needs_of_dense,
+                *[FULL] * others,
+            )
+        ),
+        [positions, positions.shard, None],
+        [[positions.count, Size(2)], [positions.count], [Size(2)]],
+    )
+
+
+def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """A `StridedSlice` such as `indices[:, 0]`, the rows of entries, or what another column has."""
+    positions = placements[0]
+    begin = sizes.numbers(op.inputs[1])
+    if not isinstance(positions, Positions) or sizes.rank(op.inputs[0]) != 2:
+        return None
+    masks = {
+        name: op.get_attr(f'{name}_mask')
+        for name in ('begin', 'end', 'shrink_axis', 'ellipsis', 'new_axis')
+    }
+    takes_all_rows = masks['begin'] & masks['end'] & 1 and sizes.numbers(op.inputs[3]) == [1, 1]
+    is_column = masks['shrink_axis'] == 2 and not masks['ellipsis'] and not masks['new_axis']
+    if not takes_all_rows or not is_column or not begin:
+        return None
+    column = 0 if masks['begin'] & 2 else begin[1]
+    if column < 0:
+        return None
+    placement: Placement = positions.shard
+    if column == 0:
+        placement = dataclasses.replace(positions, selections=())
+    elif positions.repeats != ONE:
+        return None
+    return Decision(OpPlan((LOCAL, FULL, FULL, FULL)), [placement], [[positions.count]])
+
+
+def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`SegmentSum` and the like: entries, and the row of each of them."""
+    placement, positions = placements
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(positions, Positions) or not positions.fill_rows or not dims:
+        return None
+    return _summed(positions, (of_positions(positions, placement), LOCAL), dims)
+
+
+def _sparse_segments(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`SparseSegmentSum` and the like: a table, an id for each entry, and the row of each of them.
+
+    How many rows there are, it's told as another input, or it's the last entry's row that says it.
+    """
+    dims = sizes.dims(op.inputs[0])
+    positions = placements[2]
+    if not isinstance(positions, Positions) or not dims:
+        return None
+    data_and_ids = _data_and_ids(placements[0], placements[1], positions)
+    if data_and_ids is None:
+        return None
+    needs = (*data_and_ids, LOCAL)
+    if len(op.inputs) == 3:
+        return _summed(positions, needs, dims) if positions.fill_rows else None
+
+    count = sizes.entries(op.inputs[3])
+    if not count or not count[0].same_as(positions.total):
+        return None
+    return _summed(positions, (*needs, LocalShape(tuple(count), 0, positions.rows)), dims)
+
+
+def _data_and_ids(
+    data: Placement, ids: Placement, positions: Positions
+) -> tuple[Need, Need] | None:
+    """The forms of a table, or of what was looked up of it, and of each entry's place in that."""
+    if isinstance(ids, Places):
+        is_own = data == Shard(0, ids.ids) and Shard(0, ids.rows) == positions.shard
+        return (LOCAL, LOCAL) if is_own else None
+    return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
+
+
+def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
+    """A decision for sums of entries by their rows."""
+    dims = [positions.total, *data_dims[1:]]
+    return Decision(OpPlan(needs), [Shard(0, positions.rows)], [dims])
+
+
+# Different ids.
+
+
+def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Unique`: of the ids of entries, those that are different, and the place of each."""
+    rows = rows_of(placements[0])
+    is_of_entries = isinstance(rows, SelectedRows) and not isinstance(rows, UniqueRows)
+    if not isinstance(rows, SelectedRows) or not is_of_entries or not rows.is_ordered:
+        return None
+    ids = UniqueRows(op.outputs[0].name, None, rows.origin)
+    dims = [[_full_size(ids)], [_full_size(rows)]]
+    return Decision(OpPlan((LOCAL,)), [Shard(0, ids), Places(ids, rows)], dims)
+
+
+def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`GatherV2` of what belongs to different ids: for each entry, what belongs to its id."""
+    looked_up, places, _ = placements
+    dims = sizes.dims(op.inputs[0])
+    is_along_rows = sizes.numbers(op.inputs[2]) == [0] and op.get_attr('batch_dims') == 0
+    is_vector = sizes.rank(op.inputs[1]) == 1
+    if not isinstance(places, Places) or not is_along_rows or not is_vector or not dims:
+        return None
+    if looked_up != Shard(0, places.ids):
+        return None
+    entry_dims = [_full_size(places.rows), *dims[1:]]
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
+
+
+def _gradient_of_gather(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`UnsortedSegmentSum`: for each id, the sum of what its entries have."""
+    placement, places, _ = placements
+    data_dims = sizes.dims(op.inputs[0])
+    if not isinstance(places, Places) or not data_dims or sizes.rank(op.inputs[1]) != 1:
+        return None
+    count = _count_of_ids(places.ids, op.inputs[2], sizes)
+    if count is None:
+        return None
+    # There are as many rows as places, or the op fails.
+    data = LOCAL if placement == Shard(0, places.rows) else Slice(0, places.rows, ONE)
+    needs = (data, LOCAL, count)
+    return _summed_by_id(places.ids, needs, data_dims)
+
+
+def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`SparseSegmentSumGrad` and the like: gradients, each entry's place, its row, and a size."""
+    _, places, positions, _ = placements
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(places, Places) or not isinstance(positions, Positions) or not dims:
+        return None
+    gradient = _of_rows(positions, placements[0], dims)
+    count = _count_of_ids(places.ids, op.inputs[3], sizes)
+    if gradient is None or count is None or Shard(0, places.rows) != positions.shard:
+        return None
+    return _summed_by_id(places.ids, (gradient, LOCAL, LOCAL, count), dims)
+
+
+def _sparse_gradient(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`SparseSegmentSumGradV2` and the like: as above, with ids, which it gives sorted as well."""
+    _, ids, positions, _ = placements
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(positions, Positions) or ids != positions.shard or not dims:
+        return None
+    gradient = _of_rows(positions, placements[0], dims)
+    if gradient is None:
+        return None
+    origin = origin_of(positions.rows)
+    rows = UniqueRows(op.outputs[1].name, None, origin, is_sorted=True)
+    summed = _summed_by_id(rows, (gradient, LOCAL, LOCAL, FULL), dims)
+    return summed._replace(
+        placements=[*summed.placements, Shard(0, rows)],
+        dims=[*summed.dims, [_full_size(rows)]],
+    )
+
+
+def _count_of_ids(ids: UniqueRows, count: tf.Tensor, sizes: Sizes) -> LocalShape | None:
+    """The form of a scalar that says how many different ids there are; None if it doesn't."""
+    entries = sizes.entries(count)
+    return local_shape_of(entries, 0, ids) if entries == [_full_size(ids)] else None
+
+
+def _summed_by_id(ids: UniqueRows, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
+    """A decision for sums by ids, of which towers have a part each."""
+    return Decision(OpPlan(needs), [Partial('sum', ids)], [[_full_size(ids), *data_dims[1:]]])
+
+
+# Forms.
+
+
+def _of_rows(positions: Positions, placement: Placement, dims: Sequence[Size]) -> Need | None:
+    """The form of what has a row for each at which entries may be; None if it hasn't."""
+    if not dims[0].same_as(positions.total):
+        return None
+    if placement == Shard(0, positions.rows):
+        return LOCAL
+    return Slice(0, positions.rows, positions.factor)
+
+
+def _local_shape(entries: Sequence[Size], rows: RowSpace) -> LocalShape | None:
+    """The form of a sparse tensor's shape; None if its first entry has no rows, or others have."""
+    if any(rows in size.symbols for size in entries[1:]):
+        return None
+    return local_shape_of(entries, 0, rows)
+
+
+def _full_size(rows: RowSpace) -> Size:
+    """The number of rows that all towers have together."""
+    return Size(1, (rows,))
+
+
+_RULES = {
+    'SparseReshape': _reshape,
+    'SparseFillEmptyRows': _fill_empty_rows,
+    **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], _cross),
+    'StridedSlice': _column,
+    **dict.fromkeys(_SEGMENTS, _segments),
+    **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
+    'Unique': _unique,
+    'GatherV2': _gather,
+    'UnsortedSegmentSum': _gradient_of_gather,
+    **dict.fromkeys(_GRADIENTS, _gradient),
+    **dict.fromkeys(_SPARSE_GRADIENTS, _sparse_gradient),
+}
+TYPES = tuple(set(_RULES) - {'StridedSlice', 'GatherV2', 'UnsortedSegmentSum'})
+"""Types of ops that are sharded by these rules, or run once."""

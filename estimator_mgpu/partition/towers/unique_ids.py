@@ -1,0 +1,93 @@
+"""The different ids of all towers, made from those that each tower has.
+
+In: for each tower, the name of its different ids, and of what belongs to them. Out: the name of the
+same for the global batch. For example, on two towers:
+
+    ids    [7, 3]  and  [3, 9]    =>    [7, 3, 9]    in the order in which they come first
+    sums   [a, b]  and  [c, d]    =>    [a, b + c, d]
+    rows   [A, B]  and  [B, D]    =>    [A, B, D]    what towers have of an id is the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.towers import sparse_rows
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.reduce_and_gather import gather_selection
+from estimator_mgpu.partition.towers.shards import Shards
+
+
+class MergedIds(NamedTuple):
+    """The different ids of all towers, a vector.
+
+    Attributes:
+      ids: the name of the ids.
+      places: for each id of each tower, one tower after the other, its place among these.
+      size: how many they are, an int32 scalar.
+    """
+
+    ids: str
+    places: str
+    size: str
+
+
+def merge(
+    shards: Shards, ids: Sequence[str], dtype: tf.DType, is_sorted: bool, device: str
+) -> MergedIds:
+    """Merges the towers' ids.
+
+    Args:
+      shards: those of the examples that the ids are of.
+      ids: for each tower, its different ids.
+      dtype: their type.
+      is_sorted: whether they are in ascending order, rather than that in which they come first.
+      device: where they are merged.
+    """
+    nodes = shards.nodes
+    joined = gather_selection(shards, ids, dtype, 0, device)
+    unique = nodes.add('Unique', [joined], device, T=dtype, out_idx=tf.int32)
+    places = f'{unique.removesuffix(":0")}:1'
+    count = nodes.add('Size', [unique], device, T=dtype, out_type=tf.int32)
+    if not is_sorted:
+        return MergedIds(unique, places, count)
+
+    order = sparse_rows.order(nodes, unique, dtype, device)
+    ranks = nodes.add('InvertPermutation', [order], device, T=tf.int32)
+    sorted_ids = _take(nodes, unique, dtype, order, device)
+    return MergedIds(sorted_ids, _take(nodes, ranks, tf.int32, places, device), count)
+
+
+def add_up(
+    shards: Shards, merged: MergedIds, sums: Sequence[str], dtype: tf.DType, device: str
+) -> str:
+    """Adds up what towers have of the same ids."""
+    joined = gather_selection(shards, sums, dtype, 0, device)
+    inputs = [joined, merged.places, merged.size]
+    return shards.nodes.add('UnsortedSegmentSum', inputs, device, **_types(dtype))
+
+
+def take_first(
+    shards: Shards, merged: MergedIds, rows: Sequence[str], dtype: tf.DType, device: str
+) -> str:
+    """Takes of each id what the first tower has that has it."""
+    nodes = shards.nodes
+    joined = gather_selection(shards, rows, dtype, 0, device)
+    size = nodes.add('Size', [merged.places], device, T=tf.int32, out_type=tf.int32)
+    numbers = nodes.add('Range', [0, size, 1], device, Tidx=tf.int32)
+    inputs = [numbers, merged.places, merged.size]
+    firsts = nodes.add('UnsortedSegmentMin', inputs, device, **_types(tf.int32))
+    return _take(nodes, joined, dtype, firsts, device)
+
+
+def _types(dtype: tf.DType) -> dict[str, tf.DType]:
+    """The attributes of a reduction of the rows of each id."""
+    return {'T': dtype, 'Tindices': tf.int32, 'Tnumsegments': tf.int32}
+
+
+def _take(nodes: NodeBuilder, rows: str, dtype: tf.DType, places: str, device: str) -> str:
+    types = {'Tparams': dtype, 'Tindices': tf.int32, 'Taxis': tf.int32}
+    return nodes.add('GatherV2', [rows, places, 0], device, **types)
