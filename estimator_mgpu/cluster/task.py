@@ -12,7 +12,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow.compat.v1 as tf
 
@@ -48,6 +48,7 @@ class Task:
       busy: whether it trains or serves. SIGTERM then only sets `sigterm_at`, so that a step can be
         finished; at other times it ends the process.
       sigterm_at: when SIGTERM came, by time.monotonic(); None if it didn't.
+      ends: whether SIGTERM ends the main thread already.
     """
 
     def __init__(self, config: Any):
@@ -61,11 +62,13 @@ class Task:
         self.waits = False
         self.busy = False
         self.sigterm_at: float | None = None
+        self.ends = False
 
         self.server = self._start_server(config)
         with contextlib.suppress(ValueError):  # Only the main thread may do this.
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._handle_sigterm)
+        os.register_at_fork(after_in_child=self._leave_in_child)
 
     def _start_server(self, config: Any) -> tf.train.Server:
         # Otherwise, closing a session would wait in silence for a task that has gone.
@@ -124,15 +127,18 @@ class Task:
     def wait(
         self,
         tasks: Iterable[str] = (),
-        ended: Callable[[], Any] = lambda: False,
+        ended: Callable[[], Any] = lambda: None,
         answering: bool = False,
-    ) -> None:
+    ) -> Any:
         """Waits until tasks can be reached, and logs which can't.
 
         Args:
           tasks: their names; all tasks if there are none.
-          ended: returns whether there is nothing to wait for any more.
+          ended: returns why there is nothing to wait for any more; None if there is.
           answering: whether to wait until they answer, too. A stopped process only listens.
+
+        Returns:
+          What `ended` has returned; None if all tasks can be reached.
         """
         names = list(tasks) or list(self.addresses)
         start = time.monotonic()
@@ -141,12 +147,15 @@ class Task:
         try:
             while True:
                 missing = self._missing(names, answering)
-                if not missing or ended():
-                    return
+                if not missing:
+                    return None
+                reason = ended()
+                if reason is not None:
+                    return reason
 
                 now = time.monotonic()
                 if self.sigterm_at is not None:
-                    raise SystemExit(SIGTERM_STATUS)
+                    self.end_by_sigterm()
                 if now - start > self.limit:
                     raise TimeoutError(
                         f'{", ".join(missing)}: not reached in {self.limit} seconds '
@@ -215,10 +224,20 @@ class Task:
         """Whether this task handles SIGTERM, rather than a handler of the user's."""
         return signal.getsignal(signal.SIGTERM) == self._handle_sigterm
 
+    def _leave_in_child(self) -> None:
+        """Lets SIGTERM end a process that this one has forked, as multiprocessing does."""
+        if self.handles_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def _handle_sigterm(self, number: int, frame: Any) -> None:
         self.sigterm_at = time.monotonic()
         if not self.busy:
-            raise SystemExit(SIGTERM_STATUS)
+            self.end_by_sigterm()
+
+    def end_by_sigterm(self) -> NoReturn:
+        """Ends this process, in its main thread."""
+        self.ends = True
+        raise SystemExit(SIGTERM_STATUS)
 
 
 def addresses(config: Any) -> dict[str, str]:
