@@ -116,7 +116,7 @@ class Scarce(tf.train.SessionRunHook):
 
 
 class Forks(tf.train.SessionRunHook):
-    """After step 3, it forks two processes: one that gets SIGTERM, and one that ends by itself."""
+    """After step 3, it forks a process, which gets SIGTERM."""
 
     def after_run(self, context, values):
         if context.session.run(tf.train.get_global_step()) != 3:
@@ -127,10 +127,14 @@ class Forks(tf.train.SessionRunHook):
         child.join(60)
         tell('FORKED', child.exitcode)
         child.kill()
-        pid = os.fork()
-        if not pid:
-            sys.exit(3)
-        tell('FORKED', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def fork_one_that_exits():
+    """Forks a process, and waits for its end."""
+    child = os.fork()
+    if not child:
+        sys.exit(3)
+    os.waitpid(child, 0)
 
 
 class WaitsToSave(tf.train.CheckpointSaverListener):
@@ -239,7 +243,7 @@ def main(
       waits_to_save: whether the last save waits for the test.
       hangs: where the input hangs: in `input_fn`, or in a `generator`; or after training, in
         `evaluate` or `predict`.
-      forks: whether the chief forks other processes in a step.
+      forks: whether the chief forks other processes: in a step, and after each training.
       scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
     if elsewhere:
@@ -282,6 +286,8 @@ def main(
         eval_input_fn = hanging_input_fn if hangs == 'evaluate' else input_fn
         result = estimator.evaluate(eval_input_fn, steps=4)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
+        if forks:
+            fork_one_that_exits()
     predict_input_fn = hanging_input_fn if hangs == 'predict' else lambda: input_fn().take(2)
     found = estimator.predict(predict_input_fn)
     tell('PREDICTED', np.stack([one['output'] for one in found]).tolist())

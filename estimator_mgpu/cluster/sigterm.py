@@ -37,12 +37,35 @@ class Sigterm:
         self._task = task
         self._leadership = leadership
         self._watch = watch
+        self._masks = threading.local()  # of the signals that a thread which forks has blocked
 
     def listen(self) -> None:
-        """Starts a thread that hears of SIGTERM for as long as this process lives."""
+        """Starts a thread that hears of SIGTERM for as long as this process lives.
+
+        SIGTERM ends a process that this one forks, as multiprocessing does, and only that.
+        """
+        os.register_at_fork(
+            before=self._block,
+            after_in_parent=self._unblock,
+            after_in_child=self._leave_to_system,
+        )
         reading_end = _open_signal_pipe()
         if reading_end is not None:
             threading.Thread(target=self._listen, args=[reading_end], daemon=True).start()
+
+    def _block(self) -> None:
+        """Has SIGTERM wait, as a process that was just forked may get it at once."""
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def _leave_to_system(self) -> None:
+        """Lets SIGTERM end this process, which was forked, as it does by default."""
+        signal.set_wakeup_fd(-1)
+        if self._task.handles_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._unblock()
 
     def _listen(self, reading_end: int) -> None:
         numbers = os.read(reading_end, 4096)
@@ -95,8 +118,6 @@ def _open_signal_pipe() -> int | None:
     os.set_blocking(writing_end, False)
     before = signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
     if before == -1:
-        # Signals of a process that this one forks aren't this one's.
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         return reading_end
 
     signal.set_wakeup_fd(before)

@@ -68,7 +68,6 @@ class Task:
         with contextlib.suppress(ValueError):  # Only the main thread may do this.
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._handle_sigterm)
-        os.register_at_fork(after_in_child=self._leave_in_child)
 
     def _start_server(self, config: Any) -> tf.train.Server:
         # Otherwise, closing a session would wait in silence for a task that has gone.
@@ -223,11 +222,6 @@ class Task:
     def handles_sigterm(self) -> bool:
         """Whether this task handles SIGTERM, rather than a handler of the user's."""
         return signal.getsignal(signal.SIGTERM) == self._handle_sigterm
-
-    def _leave_in_child(self) -> None:
-        """Lets SIGTERM end a process that this one has forked, as multiprocessing does."""
-        if self.handles_sigterm():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _handle_sigterm(self, number: int, frame: Any) -> None:
         self.sigterm_at = time.monotonic()
