@@ -12,7 +12,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import tensorflow.compat.v1 as tf
 
@@ -21,6 +21,7 @@ from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.tf_config import JOBS
 
+T = TypeVar('T')
 _LOG_EVERY = 30  # seconds from one message to the next on what is waited for
 # Seconds after which a process that answers at this task's address is another one. Until then its
 # host name may still lead to where the task was before.
@@ -126,9 +127,9 @@ class Task:
     def wait(
         self,
         tasks: Iterable[str] = (),
-        ended: Callable[[], Any] = lambda: None,
+        ended: Callable[[], T | None] = lambda: None,
         answering: bool = False,
-    ) -> Any:
+    ) -> T | None:
         """Waits until tasks can be reached, and logs which can't.
 
         Args:
