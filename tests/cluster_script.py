@@ -58,7 +58,8 @@ def hanging(where):
         hang()
 
     specs = tuple(tf.TensorSpec([None, size], tf.float32) for size in (4, 1))
-    return tf.data.Dataset.from_generator(batches, output_signature=specs)
+    data = tf.data.Dataset.from_generator(batches, output_signature=specs)
+    return data.prefetch(2) if where == 'close' else data
 
 
 def own_parts(input_context):
@@ -113,6 +114,13 @@ class Scarce(tf.train.SessionRunHook):
             self.step = 0
             message = 'OOM when allocating a tensor [[{{node MatMul}}]]'  # as of an op
             raise tf.errors.ResourceExhaustedError(None, None, message)
+
+
+class Sleeps(tf.train.SessionRunHook):
+    """Sleeps after a step, in Python."""
+
+    def after_run(self, context, values):
+        time.sleep(1000)
 
 
 class Forks(tf.train.SessionRunHook):
@@ -242,7 +250,7 @@ def main(
       closely: whether the chief notices earlier that a task doesn't answer.
       waits_to_save: whether the last save waits for the test.
       hangs: where the input hangs: in `input_fn`, or in a `generator`; or after training, in
-        `evaluate` or `predict`.
+        `evaluate` or `predict`, or as evaluation is interrupted in a hook, to `close` the session.
       forks: whether the chief forks other processes: in a step, and after each training.
       scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
@@ -283,8 +291,9 @@ def main(
     for stop in stops:
         listeners = [WaitsToSave(stop, os.path.join(folder, 'save'))] if waits_to_save else []
         estimator.train(train_input_fn, hooks, None, stop, listeners)
-        eval_input_fn = hanging_input_fn if hangs == 'evaluate' else input_fn
-        result = estimator.evaluate(eval_input_fn, steps=4)
+        eval_input_fn = hanging_input_fn if hangs in ('evaluate', 'close') else input_fn
+        eval_hooks = [Sleeps()] if hangs == 'close' else []
+        result = estimator.evaluate(eval_input_fn, 4, eval_hooks)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
         if forks:
             fork_one_that_exits()

@@ -276,7 +276,7 @@ def test_sigterm(make):
     assert len([*parts]) == 5  # of each device, and of the global step
 
 
-@pytest.mark.parametrize('where', ['input_fn', 'generator', 'evaluate', 'predict'])
+@pytest.mark.parametrize('where', ['input_fn', 'generator', 'evaluate', 'predict', 'close'])
 def test_sigterm_while_the_input_hangs(where, make):
     """The chief is still in the user's function, or a step waits for its batch."""
     two = make(chief=1, worker=1)

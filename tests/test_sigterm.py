@@ -18,8 +18,6 @@ WORKER = '/job:worker/task:0'
 class Task:
     """The process of the chief."""
 
-    ends = False
-
     def handle(self, number, frame):
         """What SIGTERM does in the main thread."""
 
@@ -87,8 +85,9 @@ def test_whatever_the_main_thread_does(task, leadership, each_second):
 
 
 def test_the_main_thread_ends(task, leadership, each_second):
-    each_second.append(lambda seconds: setattr(task, 'ends', seconds == 3))
-    sigterm.Sigterm(task, leadership, lambda: None).end_process_soon()
+    ending = sigterm.Sigterm(task, leadership, lambda: None)
+    each_second.append(lambda seconds: setattr(ending, 'main_thread_ends', seconds == 3))
+    ending.end_process_soon()
     assert leadership.ending is None
 
 

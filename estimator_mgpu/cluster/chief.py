@@ -57,16 +57,18 @@ class Chief:
         self.leadership = Leadership(task)
         self.watch: Watch | None = None
         self._noted_exit = NotedExit()
+        self._sigterm = Sigterm(task, self.leadership, lambda: self.watch)
 
     def tell_ending_at_exit(self) -> None:
         """Makes this process tell the other tasks how it ends, as it ends, be it by SIGTERM."""
         self._noted_exit.install()
         atexit.register(self._tell_ending)
         os.register_at_fork(after_in_child=lambda: atexit.unregister(self._tell_ending))
-        Sigterm(self.task, self.leadership, lambda: self.watch).listen()
+        self._sigterm.listen()
 
     def _tell_ending(self) -> None:
         """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
+        self._sigterm.main_thread_ends = True
         uncaught = getattr(sys, 'last_value', None)
         if uncaught is not None:
             error, status = f'{type(uncaught).__name__}: {uncaught}', 1
@@ -122,7 +124,8 @@ class Chief:
                 vars(config).update(machines=None, _master='')
 
         if self.task.sigterm_at is not None:
-            self.task.end_by_sigterm()
+            self._sigterm.main_thread_ends = True
+            raise SystemExit(SIGTERM_STATUS)
 
     @contextlib.contextmanager
     def _watches(self) -> Iterator[Watch]:

@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import ending as ending_file
 from estimator_mgpu.cluster.ending import Ending
+from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes, version
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.devices import CHIEF
@@ -64,7 +65,7 @@ def serve(task: Task, model_dir: str) -> NoReturn:
                 next_check_alone_at = time.monotonic() + _CHECK_EVERY
 
             if task.sigterm_at is not None and time.monotonic() > task.sigterm_at + _GRACE:
-                task.end_by_sigterm()
+                raise SystemExit(SIGTERM_STATUS)
             time.sleep(1)
             ending = look()
     ending.end_process(task.name)

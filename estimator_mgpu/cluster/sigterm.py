@@ -29,11 +29,15 @@ class Sigterm:
       task: this process.
       leadership: that of this process, which is the chief.
       watch: returns the watch of a training, or None at other times.
+
+    Attributes:
+      main_thread_ends: whether the main thread, without TensorFlow, is about to end the process.
     """
 
     def __init__(
         self, task: Task, leadership: Leadership, watch: Callable[[], Watch | None]
     ) -> None:
+        self.main_thread_ends = False
         self._task = task
         self._leadership = leadership
         self._watch = watch
@@ -75,7 +79,7 @@ class Sigterm:
             numbers = os.read(reading_end, 4096)
 
     def end_process_soon(self) -> None:
-        """Ends the process, unless the main thread begins to do so within `GRACE` seconds.
+        """Ends the process, unless the main thread is about to do so within `GRACE` seconds.
 
         Time in which a checkpoint is saved doesn't count, unless a task that saves doesn't answer.
         """
@@ -86,7 +90,7 @@ class Sigterm:
             waited += 1
             if not self._is_saving():
                 patience -= 1
-            if self._task.ends:
+            if self.main_thread_ends:
                 return
 
         watch = self._watch()

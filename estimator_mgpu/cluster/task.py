@@ -12,7 +12,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow.compat.v1 as tf
 
@@ -49,7 +49,6 @@ class Task:
       busy: whether it trains or serves. SIGTERM then only sets `sigterm_at`, so that a step can be
         finished; at other times it ends the process.
       sigterm_at: when SIGTERM came, by time.monotonic(); None if it didn't.
-      ends: whether SIGTERM ends the main thread already.
     """
 
     def __init__(self, config: Any):
@@ -63,7 +62,6 @@ class Task:
         self.waits = False
         self.busy = False
         self.sigterm_at: float | None = None
-        self.ends = False
 
         self.server = self._start_server(config)
         with contextlib.suppress(ValueError):  # Only the main thread may do this.
@@ -155,7 +153,7 @@ class Task:
 
                 now = time.monotonic()
                 if self.sigterm_at is not None:
-                    self.end_by_sigterm()
+                    raise SystemExit(SIGTERM_STATUS)
                 if now - start > self.limit:
                     raise TimeoutError(
                         f'{", ".join(missing)}: not reached in {self.limit} seconds '
@@ -227,12 +225,7 @@ class Task:
     def _handle_sigterm(self, number: int, frame: Any) -> None:
         self.sigterm_at = time.monotonic()
         if not self.busy:
-            self.end_by_sigterm()
-
-    def end_by_sigterm(self) -> NoReturn:
-        """Ends this process, in its main thread."""
-        self.ends = True
-        raise SystemExit(SIGTERM_STATUS)
+            raise SystemExit(SIGTERM_STATUS)
 
 
 def addresses(config: Any) -> dict[str, str]:
