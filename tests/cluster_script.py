@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import chief, reach, sigterm, task, watch
+from estimator_mgpu.cluster import chief, reach, serve, sigterm, task, watch
 from models import floats, of_all_modes, weights
 
 STEPS = 20
@@ -197,7 +197,8 @@ def cut_off(addresses):
 def watch_closely():
     """Lets the chief notice within 8 seconds, rather than 20, that a task doesn't answer.
 
-    At its end, it waits 3 seconds, rather than 30, for tasks that are away.
+    At its end, it waits 3 seconds, rather than 30, for tasks that are away. Other tasks look every
+    3 seconds, rather than 30, whether the chief answers.
     """
     reach._TIMEOUT = 1
     watch.ASK_EVERY = 2
@@ -207,6 +208,7 @@ def watch_closely():
     watch._GRACE = 8
     sigterm.GRACE = 4
     chief._WAIT_FOR_LOST = 3
+    serve._CHECK_EVERY = 3
 
 
 def leave(status, error):

@@ -344,7 +344,10 @@ def test_two_processes_that_are_one_task(make, one_device):
 
 
 def test_nobody_ends_the_training_of_others(make, tmp_path, one_device):
-    """Not another cluster whose TF_CONFIG lists one of its tasks, nor a second chief."""
+    """Not another cluster whose TF_CONFIG lists one of its tasks, nor a second chief.
+
+    A task that nobody leads, as only its own TF_CONFIG lists it, says so.
+    """
     two = make(chief=1, worker=1)
     chief, worker = two.start('chief', sleep=1.5), two.start('worker')
     chief.says('STEP 1\n')
@@ -358,6 +361,11 @@ def test_nobody_ends_the_training_of_others(make, tmp_path, one_device):
     waits.ends(143)
     twin.send_signal(signal.SIGINT)
     twin.ends(-signal.SIGINT)
+    stray = make(chief=1, worker=1)
+    stray.jobs['chief'] = two.jobs['chief']
+    stray.start('worker', closely=True).says(
+        f'{two.at("chief")} (there, but its TF_CONFIG has another cluster: {{"{CHIEF}": '
+    )
     two.hurry()
     for machine in (chief, worker):
         machine.ends()

@@ -198,6 +198,11 @@ def test_a_task_that_listens_and_does_not_answer(task, caplog, monkeypatch):
         task.wait(answering=True)
     assert caplog.text.count('is its process stopped, or') == 4 and CHIEF not in caplog.text
     assert not task.waits
+    for addresses_there in (task.addresses, {CHIEF: 'c0:1'}):
+        leads = json.dumps(addresses_there)
+        monkeypatch.setattr(task, 'notes_on', lambda name: Pad(leads=leads))  # noqa: B023
+        found = task.wait([CHIEF], lambda: 'over', answering=True)
+        assert found == (None if addresses_there == task.addresses else 'over')
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ what other tasks do in `serve`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from estimator_mgpu.cluster import connections, reach
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.tf_config import JOBS
+from estimator_mgpu.devices import CHIEF
 
 T = TypeVar('T')
 _LOG_EVERY = 30  # seconds from one message to the next on what is waited for
@@ -176,29 +178,33 @@ class Task:
             address = self.addresses[task]
             if not self.listens(task):
                 missing.append(reach.described(task, address))
-            elif answering and task != self.name and not self._answers(task):
-                missing.append(
-                    f'{task} at {address} (there, but without an answer: is its process stopped, '
-                    'or does another program use that port?)'
-                )
+            elif answering and task != self.name:
+                problem = self._problem_of_answer(task)
+                if problem:
+                    missing.append(f'{task} at {address} (there, but {problem})')
         return missing
 
-    def _answers(self, task: str) -> bool:
-        """Whether a task's process isn't stopped."""
+    def _problem_of_answer(self, task: str) -> str:
+        """Why what listens at a task's address doesn't answer as the task; '' if it does."""
         with contextlib.suppress(tf.errors.OpError), self.notes_on(task) as notes:
-            notes.read('chief')
-            return True
-        return False
+            leads = notes.read('leads')
+            if leads and json.loads(leads) != self.addresses:
+                return f'its TF_CONFIG has another cluster: {leads}'
+            return ''
+        return 'without an answer: is its process stopped, or does another program use that port?'
 
     def check_alone(self) -> None:
         """Raises RuntimeError if another process is the same task, on another machine.
 
         This process leaves its incarnation in its own server, and then reads it at the address that
-        TF_CONFIG has for it: another process answers there with another one.
+        TF_CONFIG has for it: another process answers there with another one. A chief also leaves
+        which tasks it leads, for tasks that have another cluster.
         """
         start = time.monotonic()
         with Notes(self.name, self.server.target, seconds=0) as notes:
             notes.write('process', self.incarnation)
+            if self.name == CHIEF:
+                notes.write('leads', json.dumps(self.addresses))
         while self._process_at_address() not in ('', self.incarnation):
             if time.monotonic() > start + _TWIN_PATIENCE:
                 raise RuntimeError(
