@@ -85,7 +85,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         if self._cluster_config is not None:
             process = join.join(self._cluster_config)
             if not isinstance(process, Chief):
-                serve(process)
+                serve(process, self.model_dir)
             chief = process
 
         is_auto = isinstance(self._microbatches, AutoMicrobatches)

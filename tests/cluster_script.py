@@ -5,6 +5,7 @@ at are lines `NAME JSON`.
 """
 
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import reach, task, watch
+from estimator_mgpu.cluster import chief, reach, serve, sigterm, task, watch
 from models import floats, of_all_modes, weights
 
 STEPS = 20
@@ -57,7 +58,8 @@ def hanging(where):
         hang()
 
     specs = tuple(tf.TensorSpec([None, size], tf.float32) for size in (4, 1))
-    return tf.data.Dataset.from_generator(batches, output_signature=specs)
+    data = tf.data.Dataset.from_generator(batches, output_signature=specs)
+    return data.prefetch(2) if where == 'close' else data
 
 
 def own_parts(input_context):
@@ -114,6 +116,35 @@ class Scarce(tf.train.SessionRunHook):
             raise tf.errors.ResourceExhaustedError(None, None, message)
 
 
+class Sleeps(tf.train.SessionRunHook):
+    """Sleeps after a step, in Python."""
+
+    def after_run(self, context, values):
+        time.sleep(1000)
+
+
+class Forks(tf.train.SessionRunHook):
+    """After step 3, it forks a process, which gets SIGTERM."""
+
+    def after_run(self, context, values):
+        if context.session.run(tf.train.get_global_step()) != 3:
+            return
+        child = multiprocessing.get_context('fork').Process(target=time.sleep, args=[1000])
+        child.start()
+        child.terminate()
+        child.join(60)
+        tell('FORKED', child.exitcode)
+        child.kill()
+
+
+def fork_one_that_exits():
+    """Forks a process, and waits for its end."""
+    child = os.fork()
+    if not child:
+        sys.exit(3)
+    os.waitpid(child, 0)
+
+
 class WaitsToSave(tf.train.CheckpointSaverListener):
     """Has the last save wait until the test has made the file `save`."""
 
@@ -164,14 +195,20 @@ def cut_off(addresses):
 
 
 def watch_closely():
-    """Lets the chief notice within 8 seconds, rather than 20, that a task doesn't answer."""
+    """Lets the chief notice within 8 seconds, rather than 20, that a task doesn't answer.
+
+    At its end, it waits 3 seconds, rather than 30, for tasks that are away. Other tasks look every
+    3 seconds, rather than 30, whether the chief answers.
+    """
     reach._TIMEOUT = 1
     watch.ASK_EVERY = 2
     watch._ANSWER_WITHIN = 5
     watch._LOG_AFTER = 8
     watch._LOG_EVERY = 12
     watch._GRACE = 8
-    watch._SIGTERM_GRACE = 4
+    sigterm.GRACE = 4
+    chief._WAIT_FOR_LOST = 3
+    serve._CHECK_EVERY = 3
 
 
 def leave(status, error):
@@ -199,6 +236,7 @@ def main(
     scarce_at=0,
     hangs='',
     waits_to_save=False,
+    forks=False,
 ):
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
@@ -213,7 +251,9 @@ def main(
       v1: whether variables are as below tf.disable_v2_behavior().
       closely: whether the chief notices earlier that a task doesn't answer.
       waits_to_save: whether the last save waits for the test.
-      hangs: where the input hangs: in `input_fn`, or in a `generator`.
+      hangs: where the input hangs: in `input_fn`, or in a `generator`; or after training, in
+        `evaluate` or `predict`, or as evaluation is interrupted in a hook, to `close` the session.
+      forks: whether the chief forks other processes: in a step, and after each training.
       scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
     if elsewhere:
@@ -240,19 +280,27 @@ def main(
     estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, **options)
     folder = os.path.dirname(model_dir)
     hooks = [Watch(sleep, os.path.join(folder, 'hurry')), Scarce(scarce_at)]
+    if forks:
+        hooks.append(Forks())
     if parts:
         train = tf.estimator.TrainSpec(own_parts, stops[-1], hooks)
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
         tf.estimator.train_and_evaluate(estimator, train, evaluation)
         leave(status, error)
         return
+    hanging_input_fn = lambda: hanging(hangs)  # noqa: E731
+    train_input_fn = hanging_input_fn if hangs in ('input_fn', 'generator') else remaining
     for stop in stops:
-        train_input_fn = (lambda: hanging(hangs)) if hangs else remaining
         listeners = [WaitsToSave(stop, os.path.join(folder, 'save'))] if waits_to_save else []
         estimator.train(train_input_fn, hooks, None, stop, listeners)
-        result = estimator.evaluate(input_fn, steps=4)
+        eval_input_fn = hanging_input_fn if hangs in ('evaluate', 'close') else input_fn
+        eval_hooks = [Sleeps()] if hangs == 'close' else []
+        result = estimator.evaluate(eval_input_fn, 4, eval_hooks)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
-    found = estimator.predict(lambda: input_fn().take(2))
+        if forks:
+            fork_one_that_exits()
+    predict_input_fn = hanging_input_fn if hangs == 'predict' else lambda: input_fn().take(2)
+    found = estimator.predict(predict_input_fn)
     tell('PREDICTED', np.stack([one['output'] for one in found]).tolist())
     leave(status, error)
 

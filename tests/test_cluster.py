@@ -13,6 +13,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -275,11 +276,11 @@ def test_sigterm(make):
     assert len([*parts]) == 5  # of each device, and of the global step
 
 
-@pytest.mark.parametrize('where', ['input_fn', 'generator'])
+@pytest.mark.parametrize('where', ['input_fn', 'generator', 'evaluate', 'predict', 'close'])
 def test_sigterm_while_the_input_hangs(where, make):
     """The chief is still in the user's function, or a step waits for its batch."""
     two = make(chief=1, worker=1)
-    chief, worker = two.start('chief', hangs=where, closely=True), two.start('worker')
+    chief, worker = two.start('chief', hangs=where, closely=True, stops=[3]), two.start('worker')
     chief.says('HANGS')
     chief.terminate()
     for machine in (chief, worker):
@@ -287,6 +288,17 @@ def test_sigterm_while_the_input_hangs(where, make):
     assert re.search(
         'SIGTERM came .* the program is at .*cluster_script.py:.* in hang', chief.text()
     )
+
+
+def test_processes_that_the_chief_forks(make, one_device):
+    """SIGTERM ends them, and not the chief, whose end isn't theirs."""
+    two = make(chief=1, worker=1)
+    options = {'stops': [15, STEPS], 'sleep': 0.4, 'closely': True}
+    chief, worker = two.start('chief', forks=True, **options), two.start('worker')
+    for machine in (chief, worker):
+        machine.ends()
+    assert chief.told('FORKED') == [-signal.SIGTERM]
+    two.comes_to(one_device[0])
 
 
 def test_ports_of_others(make):
@@ -332,7 +344,10 @@ def test_two_processes_that_are_one_task(make, one_device):
 
 
 def test_nobody_ends_the_training_of_others(make, tmp_path, one_device):
-    """Not another cluster whose TF_CONFIG lists one of its tasks, nor a second chief."""
+    """Not another cluster whose TF_CONFIG lists one of its tasks, nor a second chief.
+
+    A task that nobody leads, as only its own TF_CONFIG lists it, says so.
+    """
     two = make(chief=1, worker=1)
     chief, worker = two.start('chief', sleep=1.5), two.start('worker')
     chief.says('STEP 1\n')
@@ -346,6 +361,11 @@ def test_nobody_ends_the_training_of_others(make, tmp_path, one_device):
     waits.ends(143)
     twin.send_signal(signal.SIGINT)
     twin.ends(-signal.SIGINT)
+    stray = make(chief=1, worker=1)
+    stray.jobs['chief'] = two.jobs['chief']
+    stray.start('worker', closely=True).says(
+        f'{two.at("chief")} (there, but its TF_CONFIG has another cluster: {{"{CHIEF}": '
+    )
     two.hurry()
     for machine in (chief, worker):
         machine.ends()
@@ -412,6 +432,20 @@ def test_a_worker_that_is_away_as_the_chief_ends(make):
         machine.ends()
 
 
+def test_a_worker_that_comes_back_after_the_chief_has_ended(make):
+    """Nobody is there to tell it, but for the chief's file."""
+    two = make(chief=1, worker=1)
+    chief, worker = [two.start(job, stops=[2], closely=True) for job in ('chief', 'worker')]
+    chief.says('EVALUATED')
+    chief.send_signal(signal.SIGSTOP)
+    worker.kill()
+    chief.send_signal(signal.SIGCONT)
+    chief.ends()
+    worker = two.start('worker')
+    worker.ends()
+    assert f'The chief has ended with 0 while {WORKER} was away, which ends, too.' in worker.text()
+
+
 def test_the_evaluator_ends_by_the_error_of_the_chief(make):
     two = make(chief=1, worker=1)
     chief, worker = [two.start(job, parts=True, error='Boo') for job in ('chief', 'worker')]
@@ -476,6 +510,71 @@ def test_a_step_that_takes_too_long(make):
     assert error.startswith('TimeoutError: A call of the session took more than 10.0 seconds')
     assert f'{three.at("worker")} has not answered for' in error
     assert other.ends(1) == f'RuntimeError: The chief has failed: {error}'
+
+
+class Proxy:
+    """Forwards connections to an address that may change.
+
+    If what is at the address ends, connections to it stay open, and nothing comes of them.
+    """
+
+    def __init__(self, to):
+        self.to = to
+        self.server = socket.create_server(('127.0.0.1', 0))
+        self.address = '{}:{}'.format(*self.server.getsockname())
+        self.held = []
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        with contextlib.suppress(OSError):  # The server has been closed.
+            while True:
+                self.forward(self.server.accept()[0])
+
+    def forward(self, near):
+        host, port = self.to.split(':')
+        try:
+            far = socket.create_connection((host, int(port)))
+        except OSError:
+            near.close()
+            return
+        self.held.append(near)
+        threading.Thread(target=self.send, args=[near, far], daemon=True).start()
+        threading.Thread(target=self.send, args=[far, near], daemon=True).start()
+
+    def send(self, source, to):
+        with contextlib.suppress(OSError):
+            data = source.recv(65536)
+            while data:
+                to.sendall(data)
+                data = source.recv(65536)
+
+    def close(self):
+        self.server.close()
+        for connection in self.held:
+            connection.close()
+
+
+@pytest.mark.parametrize('moves', ['worker', 'chief'])
+def test_a_task_that_moves_behind_a_proxy(moves, make, one_device):
+    """The proxy, at the task's address, holds the connections to where the task was before."""
+    two = make(chief=1, worker=1)
+    before, after = free_addresses(2)
+    proxy = Proxy(before)
+    two.jobs[moves] = [proxy.address]
+    options = {'sleep': 0.3, 'closely': True}
+    tasks = {job: two.start(job, **options) for job in two.jobs if job != moves}
+    tasks[moves] = two.start(moves, elsewhere=before, **options)
+    try:
+        tasks['chief'].says('STEP 7\n')
+        tasks[moves].kill()
+        proxy.to = after
+        two.hurry()
+        tasks[moves] = two.start(moves, elsewhere=after, **options)
+        for machine in tasks.values():
+            machine.ends()
+        two.comes_to(one_device[0])
+    finally:
+        proxy.close()
 
 
 class Network:

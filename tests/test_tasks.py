@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import types
 from unittest import mock
 
@@ -22,6 +23,7 @@ from models import adam, regression
 from towers import free_addresses
 
 CHIEF, WORKER, PS = '/job:chief/task:0', '/job:worker/task:0', '/job:ps/task:0'
+NOWHERE = '/no/such/directory'
 TASKS = {'worker': ['w0:1', 'w1:1'], 'ps': ['p0:1'], 'chief': ['c0:1']}
 
 
@@ -147,7 +149,7 @@ def test_waiting(task, clock, caplog, monkeypatch):
             task.wait([PS])
     monkeypatch.setattr(reach, 'listens', lambda address: address != 'w1:1')
     caplog.clear()
-    task.wait(ended=lambda: clock.now > 1210)
+    assert task.wait(ended=lambda: 'over' if clock.now > 1210 else None) == 'over'
     assert '/job:worker/task:1 at w1:1: ' in caplog.text and 'p0:1' not in caplog.text
     with pytest.raises(SystemExit, match='143'):  # It neither trains nor serves.
         task._handle_sigterm(signal.SIGTERM, None)
@@ -196,6 +198,11 @@ def test_a_task_that_listens_and_does_not_answer(task, caplog, monkeypatch):
         task.wait(answering=True)
     assert caplog.text.count('is its process stopped, or') == 4 and CHIEF not in caplog.text
     assert not task.waits
+    for addresses_there in (task.addresses, {CHIEF: 'c0:1'}):
+        leads = json.dumps(addresses_there)
+        monkeypatch.setattr(task, 'notes_on', lambda name: Pad(leads=leads))  # noqa: B023
+        found = task.wait([CHIEF], lambda: 'over', answering=True)
+        assert found == (None if addresses_there == task.addresses else 'over')
 
 
 @pytest.fixture
@@ -224,21 +231,21 @@ def test_a_task_that_got_sigterm_serves_on_for_a_while(task, serves, clock, monk
 
     clock.sleep = sleep_and_terminate
     with pytest.raises(SystemExit, match='143'):
-        serve.serve(task)
+        serve.serve(task, NOWHERE)
     assert clock.now == 1071
     assert json.loads(pad.read('cluster')) == task.addresses
     assert pad.read('version') == version()
     monkeypatch.setattr(reach, 'listens', lambda address: address != 'c0:1')
     task.sigterm_at = None
     with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1: not reached'):
-        serve.serve(task)
+        serve.serve(task, NOWHERE)
 
 
 @pytest.mark.core
 def test_a_chief_that_is_stopped_is_not_waited_for_for_ever(task, serves, clock):
     serves(Pad(), Silent())
     with pytest.raises(TimeoutError, match=f'^{CHIEF} at c0:1 .there, but without an answer'):
-        serve.serve(task)
+        serve.serve(task, NOWHERE)
     assert 1000 + 30 + 100 < clock.now < 1000 + 30 + 110
 
 
@@ -256,8 +263,37 @@ def test_whose_end_it_is(task, serves, clock):
 
     clock.sleep = sleep_and_end
     with pytest.raises(SystemExit, match='7'):
-        serve.serve(task)
+        serve.serve(task, NOWHERE)
     assert clock.now == 1050
+
+
+@pytest.mark.core
+def test_a_task_that_was_away_as_the_chief_ended(
+    task, serves, clock, caplog, monkeypatch, tmp_path
+):
+    """A chief that is there may be another one. A damaged file is told of each half minute."""
+    folder = str(tmp_path)
+    (tmp_path / ending.FILE).write_text('garbage')
+    missed = ending.Ending('old', None, 0, time.time(), (task.addresses[task.name],))
+    there = ['w0:1']
+    serves(Pad())
+    monkeypatch.setattr(reach, 'listens', lambda address: address in there)
+    sleep = clock.sleep
+
+    def sleep_and_end(seconds):
+        sleep(seconds)
+        if clock.now == 1050:
+            there.append('c0:1')
+            (tmp_path / ending.FILE).write_text(missed.text())
+        if clock.now == 1080:
+            there.remove('c0:1')
+
+    clock.sleep = sleep_and_end
+    with pytest.raises(SystemExit, match='0'):
+        serve.serve(task, folder)
+    assert clock.now == 1080
+    assert caplog.text.count('is damaged') == 2
+    assert f'The chief has ended with 0 while {task.name} was away' in caplog.text
 
 
 @pytest.mark.core
@@ -276,7 +312,7 @@ def test_a_task_that_serves_looks_around_every_half_minute(task, serves, clock, 
     monkeypatch.setattr(task, 'wait', wait)
     monkeypatch.setattr(task, 'check_alone', lambda: checked.append(clock.now - 1000))
     with pytest.raises(SystemExit):
-        serve.serve(task)
+        serve.serve(task, NOWHERE)
     assert asked == [31, 62, 93] and checked == [0, 30, 60, 90]
 
 
@@ -305,14 +341,15 @@ def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
     told = {'chief': task.incarnation, 'end': ending_of(task.incarnation, status=3)}
     for name in (CHIEF, '/job:worker/task:1'):
         assert pads[name].notes.items() >= told.items()
-    assert ending.read(str(tmp_path)) == (task.incarnation, None, 3)
+    found = ending.read(str(tmp_path))
+    assert found[:3] == (task.incarnation, None, 3) and found.untold == ('p0:1',)
     assert chief.leadership.untold == [PS]
     task.sigterm_at = 1
     chief._tell_ending()
     assert ending.read(str(tmp_path)).status == 143
     monkeypatch.setattr(sys, 'last_value', ValueError('Boo'), raising=False)
     chief._tell_ending()
-    assert ending.read(str(tmp_path)) == (task.incarnation, 'ValueError: Boo', 1)
+    assert ending.read(str(tmp_path))[:3] == (task.incarnation, 'ValueError: Boo', 1)
     pads[PS] = Pad(cluster=cluster, version=version())
     chief.leadership.tell_ending(None, 5, silent=[PS])
     monkeypatch.setattr(reach, 'listens', lambda address: address != 'p0:1')
@@ -336,7 +373,7 @@ def test_a_task_that_comes_back_as_the_chief_ends_is_told(chief, pads, clock, ca
 
     clock.sleep = sleep_and_start
     chief._tell_ending()
-    assert clock.now == 1007 and json.loads(pads[PS].read('end'))[1:] == [None, 0]
+    assert clock.now == 1007 and json.loads(pads[PS].read('end'))[1:3] == [None, 0]
     assert f'Waiting up to 30 seconds for {PS} to come back' in caplog.text
     chief._tell_ending()
     assert clock.now == 1007
@@ -367,7 +404,7 @@ def test_a_chief_that_fails_before_it_leads_tells_nobody(task, pads, tmp_path):
     second.leadership.begin_training(folder)
     second.leadership.tell_ending('Boo', 1)
     assert not any(pad.read('end') for pad in pads.values())
-    assert ending.read(folder) == ('another', None, None)
+    assert ending.read(folder) == ending.Ending('another')
 
 
 @pytest.mark.core
@@ -526,7 +563,7 @@ def test_a_limit_of_calls_holds_for_closing_sessions(config_of):
 @pytest.mark.core
 def test_a_task_that_is_lost_in_the_last_save(chief):
     """Training goes on; an error of anything else is raised."""
-    chief._watch = types.SimpleNamespace(saving=True)
+    chief.watch = types.SimpleNamespace(saving=True)
     chief._restarts = mock.Mock()
     lost = tf.errors.UnavailableError(None, None, 'Socket closed')
     assert chief.until_saved(mock.Mock(side_effect=[lost, 'trained'])) == 'trained'

@@ -1,11 +1,8 @@
 """A chief's questions to the other tasks, while it trains."""
 
-import contextlib
 import json
 import os
-import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -58,7 +55,6 @@ class Task:
         self.processes_there = dict(self.processes)
         self.drops = 0
         self.clusters = {}  # those of tasks of other clusters
-        self.terminate = lambda number, frame: None
 
     def listens(self, name):
         return name not in self.gone
@@ -68,9 +64,6 @@ class Task:
 
     def notes_on(self, name):
         return Notes(self, name)
-
-    def handles_sigterm(self):
-        return signal.getsignal(signal.SIGTERM) == self.terminate
 
 
 @pytest.fixture
@@ -166,43 +159,6 @@ def test_a_task_that_never_answers_again(task, leadership, watching, caplog):
     assert f'{error}. This process ends.' in caplog.messages
 
 
-@pytest.mark.core
-def test_sigterm_while_a_step_waits(task, leadership, watching, caplog):
-    watching._got_sigterm = True
-    for seconds in (5, 9, 13):
-        watching.after(seconds, [PS])
-    with pytest.raises(SystemExit, match='143'):
-        watching.after(14, [PS])
-    assert leadership.told == [(None, 143, [WORKER])]
-    (said,) = [message for message in caplog.messages if 'SIGTERM' in message]
-    assert said.startswith('SIGTERM came 9 seconds ago, and a step, or what comes before it, has')
-    assert f'{WORKER} at w0:1 has not answered for 14 seconds' in said
-
-
-@pytest.mark.core
-def test_sigterm_while_all_tasks_answer(leadership, watching, caplog):
-    """A step waits for its input, say: the log has the user's line."""
-    watching._got_sigterm = True
-    for seconds in (5, 13):
-        watching.after(seconds, [WORKER, PS])
-    with pytest.raises(SystemExit, match='143'):
-        watching.after(14, [WORKER, PS])
-    assert leadership.told == [(None, 143, [])]
-    (said,) = [message for message in caplog.messages if 'SIGTERM' in message]
-    assert f'the program is at {__file__}:' in said and ' in look' in said
-
-
-@pytest.mark.core
-def test_sigterm_while_a_checkpoint_is_saved(watching, caplog):
-    """It's finished, unless a task that saves doesn't answer."""
-    watching._got_sigterm = watching.saving = True
-    for seconds in (5, 20, 60):
-        watching.after(seconds, [WORKER, PS])
-    watching.after(70, [PS])
-    with pytest.raises(SystemExit, match='143'):
-        watching.after(71, [PS])
-
-
 REPLACED = f'Another chief leads {WORKER} at w0:1'
 
 
@@ -274,15 +230,6 @@ def test_a_checkpoint_does_not_wait_for_tasks_that_have_gone(task, watching, clo
     watching.check()
 
 
-@contextlib.contextmanager
-def handler(function):
-    before = signal.signal(signal.SIGTERM, function)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(watch, 'ASK_EVERY', 0.01)
@@ -301,38 +248,14 @@ def has_answered(looks, name):
 
 @pytest.mark.core
 def test_threads(task, leadership, quick):
-    """They ask until the end, whatever a task answers, and hear SIGTERM."""
+    """They ask until the end, whatever a task answers."""
     task.says[PS] = SILENT
-    with handler(task.terminate), watch.Watch(task, leadership) as looks:
+    with watch.Watch(task, leadership) as looks:
         wait_for(lambda: has_answered(looks, WORKER))
         task.gone = (PS,)
-        task.says[WORKER] = SILENT
-        assert not looks._got_sigterm
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(lambda: looks._got_sigterm)
         task.says[WORKER] = 'other'
         wait_for(lambda: looks.replaced_on)
-        reads = os.dup(looks._signals._reading_end)
     assert not any(thread.is_alive() for thread in looks._threads)
-    assert signal.set_wakeup_fd(-1) == -1
-    # The pipe is closed: a read would raise an error if the end that is written to were open.
-    os.set_blocking(reads, False)
-    assert os.read(reads, 1) == b''
-    os.close(reads)
-
-
-@pytest.mark.core
-def test_signals_of_somebody_else(task, leadership, quick):
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    signal.set_wakeup_fd(writes)
-    with handler(task.terminate), watch.Watch(task, leadership) as looks:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert os.read(reads, 1)[0] == signal.SIGTERM
-    assert not looks._got_sigterm
-    assert signal.set_wakeup_fd(-1) == writes
-    for end in (reads, writes):
-        os.close(end)
 
 
 @pytest.mark.core
@@ -350,20 +273,7 @@ def test_a_chief_that_was_stopped_blames_nobody(task, leadership, clock, monkeyp
         if len(seen) == 3:
             looks._over.set()
 
-    monkeypatch.setattr(looks, '_wait_for_sigterm', wait)
+    monkeypatch.setattr(looks._over, 'wait', wait)
     monkeypatch.setattr(looks, 'judge', judge)
     looks._judge_until_over()
     assert seen == [0, 1, 2]
-
-
-@pytest.mark.core
-def test_beside_the_main_thread(task, leadership, quick):
-    """Only the main thread may listen to signals."""
-
-    def watch_for_a_while():
-        with watch.Watch(task, leadership) as looks:
-            wait_for(lambda: has_answered(looks, WORKER))
-            return looks._signals
-
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(watch_for_a_while).result() is None

@@ -23,7 +23,7 @@ How tasks know of each other:
 - `notes`: what tasks leave for each other.
 - `leadership`: which chief leads the others, as another one may have replaced it.
 - `connections`: those to a machine that has gone are dropped.
-- `watch`, `signals`: tasks that don't answer, and SIGTERM, while a step waits in TensorFlow.
+- `watch`, `sigterm`: tasks that don't answer, and SIGTERM, while a step waits in TensorFlow.
 - `restarts`: sessions that are lost, as when a worker dies.
 - `ending`, `exits`: how the chief ends, and with it all others.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import sys
 import time
 import uuid
@@ -23,6 +24,7 @@ from estimator_mgpu.cluster.exits import SIGTERM_STATUS, NotedExit, error_and_st
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import version
 from estimator_mgpu.cluster.restarts import Restarts
+from estimator_mgpu.cluster.sigterm import Sigterm
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.tf_config import JOBS
 from estimator_mgpu.cluster.watch import Watch
@@ -47,20 +49,26 @@ class Chief:
     Attributes:
       task: this process.
       leadership: whether it leads the other tasks.
+      watch: of the other tasks, while it trains; None at other times.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.leadership = Leadership(task)
+        self.watch: Watch | None = None
         self._noted_exit = NotedExit()
+        self._sigterm = Sigterm(task, self.leadership, lambda: self.watch)
 
     def tell_ending_at_exit(self) -> None:
-        """Makes this process tell the other tasks how it ends, as it ends."""
+        """Makes this process tell the other tasks how it ends, as it ends, be it by SIGTERM."""
         self._noted_exit.install()
         atexit.register(self._tell_ending)
+        os.register_at_fork(after_in_child=lambda: atexit.unregister(self._tell_ending))
+        self._sigterm.listen()
 
     def _tell_ending(self) -> None:
         """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
+        self._sigterm.main_thread_ends = True
         uncaught = getattr(sys, 'last_value', None)
         if uncaught is not None:
             error, status = f'{type(uncaught).__name__}: {uncaught}', 1
@@ -103,9 +111,8 @@ class Chief:
             self.task.check_alone()
         self.leadership.begin_training(self._model_dir)
 
-        with Watch(self.task, self.leadership) as watch, lost_sessions(self._restarts.lost):
+        with self._watches() as watch, lost_sessions(self._restarts.lost):
             machines = self.devices()
-            self._watch = watch
             vars(config).update(machines=machines, _master=self.task.server.target)
             self.task.busy = True
             try:
@@ -117,7 +124,17 @@ class Chief:
                 vars(config).update(machines=None, _master='')
 
         if self.task.sigterm_at is not None:
+            self._sigterm.main_thread_ends = True
             raise SystemExit(SIGTERM_STATUS)
+
+    @contextlib.contextmanager
+    def _watches(self) -> Iterator[Watch]:
+        """A context in which the other tasks are watched."""
+        with Watch(self.task, self.leadership) as self.watch:
+            try:
+                yield self.watch
+            finally:
+                self.watch = None
 
     def until_saved(self, train: Callable[[], T]) -> T:
         """Trains, again from the last checkpoint if a task is lost in the save after the last step.
@@ -134,9 +151,9 @@ class Chief:
             try:
                 return train()
             except LOST as error:
-                if not self._watch.saving:
+                if self.watch is None or not self.watch.saving:
                     raise
-                self._watch.saving = False
+                self.watch.saving = False
                 self._restarts.lost(error)
 
     def begin_session(self) -> None:

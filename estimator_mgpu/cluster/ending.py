@@ -1,13 +1,15 @@
 """How a chief has ended: what it leaves for other tasks, which end as it did.
 
-Workers and ps tasks read it in a note on themselves. An evaluator, which may evaluate for hours
-after all others have gone, reads it in a file in model_dir.
+Workers and ps tasks read it in a note on themselves. A file in model_dir is for those that the
+chief doesn't reach: an evaluator, which may evaluate for hours after all others have gone, and a
+task that comes back later.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from typing import NamedTuple, NoReturn
 
 import tensorflow.compat.v1 as tf
@@ -22,11 +24,15 @@ class Ending(NamedTuple):
       chief: the incarnation of the chief, which tells its process from earlier and later chiefs.
       error: the error that it ended by, as text; None if it ended without one.
       status: its exit status; None while it runs.
+      at: when it ended, by time.time(). Only the file has this and the next one.
+      untold: the addresses of the tasks that it couldn't tell.
     """
 
     chief: str
     error: str | None = None
     status: int | None = None
+    at: float = 0.0
+    untold: tuple[str, ...] = ()
 
     @classmethod
     def from_text(cls, text: str) -> Ending:
@@ -36,14 +42,21 @@ class Ending(NamedTuple):
           ValueError: if the text is something else.
         """
         try:
-            chief, error, status = json.loads(text)
+            chief, error, status, *more = json.loads(text)  # no more in version 0.2
+            ending = cls(chief, error, status, *more)
         except (RecursionError, TypeError, ValueError) as cause:
             raise ValueError(f'{text[:40]!r} is no ending of a chief.') from cause
 
-        has_types = isinstance(chief, str) and isinstance(error, (str, type(None)))
-        if not has_types or not isinstance(status, (int, type(None))):
+        has_types = (
+            isinstance(ending.chief, str)
+            and isinstance(ending.error, (str, type(None)))
+            and isinstance(ending.status, (int, type(None)))
+            and isinstance(ending.at, (int, float))
+            and isinstance(ending.untold, (list, tuple))
+        )
+        if not has_types:
             raise ValueError(f'{text[:40]!r} is no ending of a chief.')
-        return cls(chief, error, status)
+        return ending._replace(untold=tuple(ending.untold))
 
     def text(self) -> str:
         """The ending as JSON, for a note or a file."""
@@ -60,6 +73,16 @@ class Ending(NamedTuple):
         if self.status:
             tf.logging.warning(f'The chief has ended with {self.status}, and so does {name}.')
         raise SystemExit(self.status)
+
+    def was_missed(self, address: str, limit: float) -> bool:
+        """Whether a task was away as the chief, lately, ended with 0: then it has nothing to do.
+
+        Args:
+          address: the task's.
+          limit: how many seconds later it doesn't count any more.
+        """
+        is_recent = abs(time.time() - self.at) < limit
+        return self.status == 0 and address in self.untold and is_recent
 
 
 def write(model_dir: str, ending: Ending) -> None:

@@ -13,11 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
+import time
 from collections.abc import Collection
+from typing import NoReturn
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import ending
+from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.task import Task
 
@@ -126,6 +131,8 @@ class Leadership:
             return
         end = ending.Ending(self._task.incarnation, error, status)
         was_replaced = self.tell_tasks(end, silent)
+        untold = tuple(self._task.addresses[task] for task in self.untold)
+        end = end._replace(at=time.time(), untold=untold)
         for model_dir in [] if was_replaced else self.model_dirs:
             with contextlib.suppress(tf.errors.OpError):
                 ending.write(model_dir, end)
@@ -160,3 +167,19 @@ class Leadership:
                     notes.write('chief', self._task.incarnation)
                     self.untold.remove(task)
         return False
+
+    def end_process(self, error: str, status: int, silent: Collection[str] = ()) -> NoReturn:
+        """Ends this process from another thread than the main one, which may be in TensorFlow.
+
+        The other tasks are told before, as nothing of `atexit` runs.
+
+        Args:
+          error: why, for the log, and for the other tasks unless it's by SIGTERM.
+          status: the exit status.
+          silent: as for `tell_ending`.
+        """
+        tf.logging.error(f'{error}. This process ends.')
+        self.tell_ending(None if status == SIGTERM_STATUS else error, status, silent)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

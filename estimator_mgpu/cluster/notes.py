@@ -12,6 +12,7 @@ NAMES = (
     'process',  # the incarnation of the task's process
     'version',  # of this package
     'cluster',  # the addresses of all tasks in its TF_CONFIG, in JSON
+    'leads',  # on a chief: the addresses of the tasks that it leads, in JSON
     'chief',  # the incarnation of the chief that leads the task
     'session',  # tells the chief's session from earlier ones
     'renewed',  # the session for which the task has renewed its connections

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import NoReturn
 
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.cluster import ending as ending_file
 from estimator_mgpu.cluster.ending import Ending
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes, version
@@ -16,11 +20,15 @@ _CHECK_EVERY = 30  # seconds from one check to the next
 _GRACE = 20  # seconds after SIGTERM in which a task still serves the chief's last checkpoint
 
 
-def serve(task: Task) -> NoReturn:
+def serve(task: Task, model_dir: str) -> NoReturn:
     """Serves the chief until its process ends, and ends this process in the same way.
 
     TensorFlow's server does all the work, in threads of its own. Here the main thread waits, and
     looks whether the chief is there, and whether this process is the only one of its task.
+
+    Args:
+      task: this process.
+      model_dir: where the chief leaves how it has ended. Not every task sees it.
     """
     task.busy = True
     with Notes(task.name, task.server.target, seconds=0) as notes:
@@ -29,16 +37,26 @@ def serve(task: Task) -> NoReturn:
         notes.write('cluster', json.dumps(task.addresses))
         next_answer_at = time.monotonic() + _CHECK_EVERY
         next_check_alone_at = time.monotonic()
+        next_read_at = time.monotonic()
 
         def look() -> Ending | None:
             _renew_connections(task, notes)
             return _ending_of_chief(notes)
 
+        def look_without_chief() -> Ending | None:
+            nonlocal next_read_at
+            if time.monotonic() < next_read_at:
+                return look()
+            next_read_at = time.monotonic() + _CHECK_EVERY
+            return look() or _missed_ending(task, model_dir)
+
         ending = look()
         while ending is None:
             now = time.monotonic()
             has_to_answer = now > next_answer_at
-            task.wait([CHIEF], look, answering=has_to_answer)
+            ending = task.wait([CHIEF], look_without_chief, answering=has_to_answer)
+            if ending is not None:
+                break
             if has_to_answer:
                 next_answer_at = now + _CHECK_EVERY
 
@@ -71,3 +89,19 @@ def _ending_of_chief(notes: Notes) -> Ending | None:
         return None
     ending = Ending.from_text(text)
     return ending if ending.chief == notes.read('chief') else None
+
+
+def _missed_ending(task: Task, model_dir: str) -> Ending | None:
+    """How the chief has ended while this task was away; None if that isn't known."""
+    ending = None
+    with contextlib.suppress(tf.errors.OpError):
+        ending = ending_file.read(model_dir)
+    if ending is None or task.listens(CHIEF):
+        return None
+    if not ending.was_missed(task.addresses[task.name], task.limit):
+        return None
+    tf.logging.warning(
+        f'The chief has ended with 0 while {task.name} was away, which ends, too. To train again, '
+        'start the chief first.'
+    )
+    return ending

@@ -7,12 +7,13 @@ what other tasks do in `serve`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow.compat.v1 as tf
 
@@ -20,7 +21,9 @@ from estimator_mgpu.cluster import connections, reach
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.tf_config import JOBS
+from estimator_mgpu.devices import CHIEF
 
+T = TypeVar('T')
 _LOG_EVERY = 30  # seconds from one message to the next on what is waited for
 # Seconds after which a process that answers at this task's address is another one. Until then its
 # host name may still lead to where the task was before.
@@ -124,15 +127,18 @@ class Task:
     def wait(
         self,
         tasks: Iterable[str] = (),
-        ended: Callable[[], Any] = lambda: False,
+        ended: Callable[[], T | None] = lambda: None,
         answering: bool = False,
-    ) -> None:
+    ) -> T | None:
         """Waits until tasks can be reached, and logs which can't.
 
         Args:
           tasks: their names; all tasks if there are none.
-          ended: returns whether there is nothing to wait for any more.
+          ended: returns why there is nothing to wait for any more; None if there is.
           answering: whether to wait until they answer, too. A stopped process only listens.
+
+        Returns:
+          What `ended` has returned; None if all tasks can be reached.
         """
         names = list(tasks) or list(self.addresses)
         start = time.monotonic()
@@ -141,8 +147,11 @@ class Task:
         try:
             while True:
                 missing = self._missing(names, answering)
-                if not missing or ended():
-                    return
+                if not missing:
+                    return None
+                reason = ended()
+                if reason is not None:
+                    return reason
 
                 now = time.monotonic()
                 if self.sigterm_at is not None:
@@ -169,29 +178,33 @@ class Task:
             address = self.addresses[task]
             if not self.listens(task):
                 missing.append(reach.described(task, address))
-            elif answering and task != self.name and not self._answers(task):
-                missing.append(
-                    f'{task} at {address} (there, but without an answer: is its process stopped, '
-                    'or does another program use that port?)'
-                )
+            elif answering and task != self.name:
+                problem = self._problem_of_answer(task)
+                if problem:
+                    missing.append(f'{task} at {address} (there, but {problem})')
         return missing
 
-    def _answers(self, task: str) -> bool:
-        """Whether a task's process isn't stopped."""
+    def _problem_of_answer(self, task: str) -> str:
+        """Why what listens at a task's address doesn't answer as the task; '' if it does."""
         with contextlib.suppress(tf.errors.OpError), self.notes_on(task) as notes:
-            notes.read('chief')
-            return True
-        return False
+            leads = notes.read('leads')
+            if leads and json.loads(leads) != self.addresses:
+                return f'its TF_CONFIG has another cluster: {leads}'
+            return ''
+        return 'without an answer: is its process stopped, or does another program use that port?'
 
     def check_alone(self) -> None:
         """Raises RuntimeError if another process is the same task, on another machine.
 
         This process leaves its incarnation in its own server, and then reads it at the address that
-        TF_CONFIG has for it: another process answers there with another one.
+        TF_CONFIG has for it: another process answers there with another one. A chief also leaves
+        which tasks it leads, for tasks that have another cluster.
         """
         start = time.monotonic()
         with Notes(self.name, self.server.target, seconds=0) as notes:
             notes.write('process', self.incarnation)
+            if self.name == CHIEF:
+                notes.write('leads', json.dumps(self.addresses))
         while self._process_at_address() not in ('', self.incarnation):
             if time.monotonic() > start + _TWIN_PATIENCE:
                 raise RuntimeError(

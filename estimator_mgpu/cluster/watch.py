@@ -1,34 +1,26 @@
 """While it trains, a chief asks all other tasks every few seconds whether they are there.
 
 If a task is stopped or cut off, a step waits for it within TensorFlow, as long as that lasts.
-Meanwhile Python runs no signal handler and no hook in the main thread. So other threads watch.
+Meanwhile Python runs no hook in the main thread. So other threads watch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import sys
 import threading
 import time
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import Notes
-from estimator_mgpu.cluster.signals import open_signal_pipe
 from estimator_mgpu.cluster.task import Task
-from estimator_mgpu.errors import user_lines
 
 ASK_EVERY = 5  # seconds from one question to the next
 _ANSWER_WITHIN = 10  # seconds in which a task that is well has answered
 _LOG_AFTER = 20  # seconds without an answer, after which the log names a task
 _LOG_EVERY = 30  # seconds from one such message to the next
 _GRACE = 15  # seconds that others have to end the process before this module does
-# Seconds that a step has to end after SIGTERM. With what follows, the process ends within 10.
-_SIGTERM_GRACE = 8
 
 
 class Watch:
@@ -61,11 +53,9 @@ class Watch:
         # When each task answered last. Until its first answer, its silence counts from now on.
         self._answered_at = dict.fromkeys(task.others, self._awake_since)
         self._logged_at: dict[str, float] = {}  # when the log last named a task as silent
-        self._has_to_end_since: float | None = None  # None if the process needn't end
-        self._got_sigterm = False
+        self._replaced_since: float | None = None  # None if no other chief has replaced this one
 
     def __enter__(self) -> Watch:
-        self._signals = open_signal_pipe()
         self._threads = [
             threading.Thread(target=self._ask_until_over, args=[name]) for name in self._task.others
         ]
@@ -78,8 +68,6 @@ class Watch:
         self._over.set()
         for thread in self._threads:  # They end soon: reading a note has a time limit.
             thread.join()
-        if self._signals is not None:
-            self._signals.close()
 
     def check(self) -> None:
         """Raises RuntimeError if another chief has replaced this one.
@@ -100,9 +88,19 @@ class Watch:
         if self.replaced_on:
             raise RuntimeError(self._leadership.replacement_error(self.replaced_on))
 
-    def silent_tasks(self) -> str:
-        """Says which tasks haven't answered lately, and for how long; '' if all have."""
-        return self._described(self._silences(time.monotonic()), _ANSWER_WITHIN)
+    def silent_tasks(self, seconds: float | None = None) -> str:
+        """Says which tasks haven't answered lately, and for how long; '' if all have.
+
+        Args:
+          seconds: the silence that counts; by default what is too long for a task that is well.
+        """
+        limit = _ANSWER_WITHIN if seconds is None else seconds
+        return self._described(self._silences(time.monotonic()), limit)
+
+    def names_of_silent(self) -> list[str]:
+        """The names of the tasks that haven't answered lately."""
+        silences = self._silences(time.monotonic())
+        return [name for name, seconds in silences.items() if seconds > _ANSWER_WITHIN]
 
     def ask(self, name: str, notes: Notes) -> None:
         """Asks a task which chief leads it, and notes that it has answered.
@@ -149,21 +147,14 @@ class Watch:
                     self._over.wait(ASK_EVERY)
 
     def _judge_until_over(self) -> None:
-        """Judges every second, and at once if SIGTERM comes."""
+        """Judges every second."""
         while not self._over.is_set():
             before = time.monotonic()
-            self._wait_for_sigterm(1)
+            self._over.wait(1)
             now = time.monotonic()
             if now - before > ASK_EVERY:  # This process itself was stopped.
                 self._awake_since = now
             self.judge(now)
-
-    def _wait_for_sigterm(self, seconds: float) -> None:
-        """Waits for some seconds at most, and notes whether SIGTERM has come."""
-        if self._signals is None:
-            self._over.wait(seconds)
-        elif signal.SIGTERM in self._signals.wait(seconds) and self._task.handles_sigterm():
-            self._got_sigterm = True
 
     def judge(self, now: float) -> None:
         """Logs which tasks don't answer, and ends the process if it has waited too long for them.
@@ -176,7 +167,7 @@ class Watch:
         silences = self._silences(now, self._awake_since)
         self._log_changes(silences, now)
         self._end_after_limit(silences)
-        self._end_if_step_hangs(silences, now)
+        self._end_if_replaced(now)
 
     def _silences(self, now: float, counted_from: float = 0) -> dict[str, float]:
         """For how many seconds each task hasn't answered.
@@ -218,45 +209,16 @@ class Watch:
         silent = self._described(silences, limit)
         if silent:
             error = f'{silent} (session_creation_timeout_secs: {self._task.limit})'
-            self._end_process(error, status=1)
+            self._end_process(error)
 
-    def _end_if_step_hangs(self, silences: dict[str, float], now: float) -> None:
-        """Ends the process if it should end after the present step, but the step doesn't end.
-
-        It should end after SIGTERM, or once another chief has replaced this one. A step may wait
-        for a task, or for its input; or the user's program may be in a hook, or still in its
-        input_fn.
-        """
-        if not self._got_sigterm and not self.replaced_on:
+    def _end_if_replaced(self, now: float) -> None:
+        """Ends the process if another chief has replaced it, and the present step doesn't end."""
+        if not self.replaced_on:
             return
-        if self._has_to_end_since is None:
-            self._has_to_end_since = now
-        waited = now - self._has_to_end_since
-        if self.replaced_on:
-            if waited > _GRACE:
-                self._end_process(self._leadership.replacement_error(self.replaced_on), status=1)
-            return
+        if self._replaced_since is None:
+            self._replaced_since = now
+        if now - self._replaced_since > _GRACE:
+            self._end_process(self._leadership.replacement_error(self.replaced_on))
 
-        silent = self._described(silences, min(waited, _ANSWER_WITHIN))
-        if waited <= _SIGTERM_GRACE or (self.saving and not silent):
-            return
-        where = silent or f'the program is at {", ".join(user_lines.running())}'
-        self._end_process(
-            f'SIGTERM came {waited:.0f} seconds ago, and a step, or what comes before it, has not '
-            f'ended: {where}. Nothing is saved after the last checkpoint',
-            SIGTERM_STATUS,
-        )
-
-    def _end_process(self, error: str, status: int) -> None:
-        """Ends the process from this thread, as the main thread is in TensorFlow.
-
-        The other tasks are told before, as nothing of `atexit` runs.
-        """
-        tf.logging.error(f'{error}. This process ends.')
-        silences = self._silences(time.monotonic())
-        silent = [name for name, seconds in silences.items() if seconds > _SIGTERM_GRACE]
-        told_error = None if status == SIGTERM_STATUS else error
-        self._leadership.tell_ending(told_error, status, silent)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    def _end_process(self, error: str) -> None:
+        self._leadership.end_process(error, 1, self.names_of_silent())

@@ -1,0 +1,130 @@
+"""SIGTERM ends a chief within 10 seconds, whatever its main thread does.
+
+Python runs a signal's handler in the main thread, once TensorFlow returns to it: never, if a step
+waits for an input that hangs. But Python writes a signal's number to a pipe at once, if it's given
+one (`signal.set_wakeup_fd`). Here a thread reads from it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from estimator_mgpu.cluster.exits import SIGTERM_STATUS
+from estimator_mgpu.cluster.leadership import Leadership
+from estimator_mgpu.cluster.task import Task
+from estimator_mgpu.cluster.watch import Watch
+from estimator_mgpu.errors import user_lines
+
+GRACE = 8  # seconds for the main thread; with what follows, the process ends within 10
+
+
+class Sigterm:
+    """Ends this process some seconds after SIGTERM, if the main thread doesn't.
+
+    Args:
+      task: this process.
+      leadership: that of this process, which is the chief.
+      watch: returns the watch of a training, or None at other times.
+
+    Attributes:
+      main_thread_ends: whether the main thread, without TensorFlow, is about to end the process.
+    """
+
+    def __init__(
+        self, task: Task, leadership: Leadership, watch: Callable[[], Watch | None]
+    ) -> None:
+        self.main_thread_ends = False
+        self._task = task
+        self._leadership = leadership
+        self._watch = watch
+        self._masks = threading.local()  # of the signals that a thread which forks has blocked
+
+    def listen(self) -> None:
+        """Starts a thread that hears of SIGTERM for as long as this process lives.
+
+        SIGTERM ends a process that this one forks, as multiprocessing does, and only that.
+        """
+        os.register_at_fork(
+            before=self._block,
+            after_in_parent=self._unblock,
+            after_in_child=self._leave_to_system,
+        )
+        reading_end = _open_signal_pipe()
+        if reading_end is not None:
+            threading.Thread(target=self._listen, args=[reading_end], daemon=True).start()
+
+    def _block(self) -> None:
+        """Has SIGTERM wait, as a process that was just forked may get it at once."""
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def _leave_to_system(self) -> None:
+        """Lets SIGTERM end this process, which was forked, as it does by default."""
+        signal.set_wakeup_fd(-1)
+        if self._task.handles_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._unblock()
+
+    def _listen(self, reading_end: int) -> None:
+        numbers = os.read(reading_end, 4096)
+        while numbers:
+            if signal.SIGTERM in numbers and self._task.handles_sigterm():
+                self.end_process_soon()
+            numbers = os.read(reading_end, 4096)
+
+    def end_process_soon(self) -> None:
+        """Ends the process, unless the main thread is about to do so within `GRACE` seconds.
+
+        Time in which a checkpoint is saved doesn't count, unless a task that saves doesn't answer.
+        """
+        waited = 0
+        patience = GRACE
+        while patience > 0:
+            time.sleep(1)
+            waited += 1
+            if not self._is_saving():
+                patience -= 1
+            if self.main_thread_ends:
+                return
+
+        watch = self._watch()
+        silent = watch.silent_tasks(GRACE) if watch else ''
+        where = silent or f'the program is at {", ".join(user_lines.running())}'
+        self._leadership.end_process(
+            f'SIGTERM came {waited} seconds ago, and this process has not ended: {where}. Nothing '
+            'is saved after the last checkpoint',
+            SIGTERM_STATUS,
+            watch.names_of_silent() if watch else (),
+        )
+
+    def _is_saving(self) -> bool:
+        watch = self._watch()
+        return watch is not None and watch.saving and not watch.silent_tasks()
+
+
+def _open_signal_pipe() -> int | None:
+    """Opens a pipe to which the numbers of signals are written.
+
+    Returns:
+      Its end to read from; None outside the main thread, where Python forbids this, and if another
+      library already has a pipe for signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    reading_end, writing_end = os.pipe()
+    os.set_blocking(writing_end, False)
+    before = signal.set_wakeup_fd(writing_end, warn_on_full_buffer=False)
+    if before == -1:
+        return reading_end
+
+    signal.set_wakeup_fd(before)
+    os.close(reading_end)
+    os.close(writing_end)
+    return None

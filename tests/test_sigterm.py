@@ -1,0 +1,189 @@
+"""SIGTERM of a chief, beside its main thread."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from estimator_mgpu.cluster import sigterm
+
+pytestmark = pytest.mark.core
+
+WORKER = '/job:worker/task:0'
+
+
+class Task:
+    """The process of the chief."""
+
+    def handle(self, number, frame):
+        """What SIGTERM does in the main thread."""
+
+    def handles_sigterm(self):
+        return signal.getsignal(signal.SIGTERM) == self.handle
+
+
+class Leadership:
+    """How the process has ended."""
+
+    ending = None
+
+    def end_process(self, error, status, silent):
+        self.ending = error, status, silent
+
+
+class Watch:
+    """Knows for how many seconds the worker hasn't answered."""
+
+    saving = False
+    silence = 0
+
+    def silent_tasks(self, seconds=10):
+        return f'{WORKER} is silent' if self.silence > seconds else ''
+
+    def names_of_silent(self):
+        return [WORKER] if self.silence else []
+
+
+@pytest.fixture
+def task():
+    task = Task()
+    before = signal.signal(signal.SIGTERM, task.handle)
+    yield task
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def leadership():
+    return Leadership()
+
+
+@pytest.fixture
+def each_second(monkeypatch):
+    """What is called each second: a list of functions of the number of seconds so far."""
+    functions = []
+    seconds = []
+
+    def sleep(_):
+        seconds.append(1)
+        for function in functions:
+            function(len(seconds))
+
+    monkeypatch.setattr(sigterm.time, 'sleep', sleep)
+    return functions
+
+
+def test_whatever_the_main_thread_does(task, leadership, each_second):
+    """The log has the user's line."""
+    sigterm.Sigterm(task, leadership, lambda: None).end_process_soon()
+    error, status, silent = leadership.ending
+    assert error.startswith('SIGTERM came 8 seconds ago, and this process has not ended: ')
+    assert f'the program is at {__file__}:' in error and ' in test_whatever' in error
+    assert (status, silent) == (143, ())
+
+
+def test_the_main_thread_ends(task, leadership, each_second):
+    ending = sigterm.Sigterm(task, leadership, lambda: None)
+    each_second.append(lambda seconds: setattr(ending, 'main_thread_ends', seconds == 3))
+    ending.end_process_soon()
+    assert leadership.ending is None
+
+
+def test_a_step_waits_for_a_task(task, leadership, each_second):
+    watch = Watch()
+    watch.silence = 9
+    sigterm.Sigterm(task, leadership, lambda: watch).end_process_soon()
+    error, _, silent = leadership.ending
+    assert f'has not ended: {WORKER} is silent. Nothing is saved' in error
+    assert silent == [WORKER]
+
+
+@pytest.mark.parametrize('ends', ['the save', 'the worker'])
+def test_a_checkpoint_is_saved(ends, task, leadership, each_second):
+    """It's finished, unless a task that saves doesn't answer."""
+    watch = Watch()
+    watch.saving = True
+
+    def end(seconds):
+        if seconds == 60:
+            watch.saving, watch.silence = (False, 0) if ends == 'the save' else (True, 11)
+
+    each_second.append(end)
+    sigterm.Sigterm(task, leadership, lambda: watch).end_process_soon()
+    assert 'SIGTERM came 67 seconds ago' in leadership.ending[0]
+
+
+@pytest.fixture
+def no_pipe():
+    """A process without a pipe for signals, also at the end."""
+    before = signal.set_wakeup_fd(-1)
+    yield
+    signal.set_wakeup_fd(before)
+
+
+@pytest.fixture
+def came(task, leadership, no_pipe, monkeypatch):
+    """A list that has an entry for each SIGTERM that a thread has heard of."""
+    came = []
+    monkeypatch.setattr(sigterm.Sigterm, 'end_process_soon', lambda self: came.append(self))
+    return came
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_thread_hears_of_it(task, leadership, came):
+    """Not of other signals, nor if the user handles SIGTERM, nor of those of forked processes."""
+    sigterm.Sigterm(task, leadership, lambda: None).listen()
+    thread = threading.enumerate()[-1]
+    assert thread.daemon
+    before = signal.signal(signal.SIGUSR1, task.handle)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    assert not came
+    signal.signal(signal.SIGTERM, task.handle)
+    for count in (1, 2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: len(came) == count)  # noqa: B023
+    os.close(signal.set_wakeup_fd(-1))
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_the_pipe_of_another_library(task, leadership, came):
+    reading_end, writing_end = os.pipe()
+    os.set_blocking(writing_end, False)
+    signal.set_wakeup_fd(writing_end)
+    sigterm.Sigterm(task, leadership, lambda: None).listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert os.read(reading_end, 1)[0] == signal.SIGTERM
+    assert not came
+    assert signal.set_wakeup_fd(-1) == writing_end
+    for end in (reading_end, writing_end):
+        os.close(end)
+
+
+def test_beside_the_main_thread(task, leadership, came):
+    """Only the main thread may listen to signals."""
+    listens = sigterm.Sigterm(task, leadership, lambda: None).listen
+    count = threading.active_count()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(listens).result()
+    assert threading.active_count() == count
+    assert signal.set_wakeup_fd(-1) == -1
