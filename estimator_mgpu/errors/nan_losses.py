@@ -21,59 +21,72 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.errors import failures, user_lines
 from estimator_mgpu.partition.placements import Partial, Shard
-from estimator_mgpu.partition.plan import LOCAL, Plan
 from estimator_mgpu.partition.sizes import Size, product
 from estimator_mgpu.partition.towers.shards import static_extents
 from estimator_mgpu.tf_internals import tf_estimator
 
 
-def explain_nan_losses(spec: Any, step: steps.Step, loss: tf.Tensor) -> Any:
+def explain_nan_losses(spec: Any, step: steps.Step) -> Any:
     """An EstimatorSpec with a hook that says which examples' loss isn't finite, in training.
 
     Args:
       spec: the EstimatorSpec.
-      step: its graph's step.
-      loss: the loss as the model_fn has returned it.
+      step: that of its graph, which was divided.
     """
     if spec.mode != tf_estimator.estimator.ModeKeys.TRAIN:
         return spec
-    source = _source(loss, step.plan)
+    source = _source(step.loss, step)
     if source is None:
         return spec
-    # The hooks of the chief are called before the one of TensorFlow that ends training.
+    # The hooks of the chief are called before the one of TensorFlow's that ends training.
     hooks = [*(spec.training_chief_hooks or []), _NanLossHook(step, source)]
     return spec._replace(training_chief_hooks=hooks)
 
 
-def _source(loss: tf.Tensor, plan: Plan) -> tf.Tensor | None:
-    """What towers have of a loss: a number for each example, or else what is summed over towers.
+def _source(loss: tf.Tensor, step: steps.Step) -> tf.Tensor | None:
+    """What the loss is reduced from: a number for each example, or else one for each tower.
 
-    It's looked for from the loss upwards, as far as a tower computes it from one tensor of its own.
+    It's looked for upwards of the loss, among scalars: of other tensors, the loss needs more than
+    their sum or mean. If the loss has several parts, the first one that towers have counts.
 
     Returns:
-      The tensor of the user's; None if towers have nothing of the loss.
+      The tensor of the user's that towers have copies of; None if there is none.
     """
     partial = None
-    tensor = loss
-    while tensor.name in plan.placements:
-        placement = plan.placements[tensor.name]
-        if isinstance(placement, Partial):
-            partial = tensor
-        elif isinstance(placement, Shard) and _has_one_entry_an_example(tensor, plan):
-            return tensor
+    seen = set()
+    pending = [loss]
+    while pending:
+        tensor = pending.pop()
+        if tensor.name in seen:
+            continue
+        seen.add(tensor.name)
 
-        needs = plan.ops[tensor.op.name].needs
-        local = [operand for operand, need in zip(tensor.op.inputs, needs) if need is LOCAL]
-        if len(local) != 1:
-            break
-        [tensor] = local
+        original = _original(tensor, step)
+        placement = None if original is None else step.plan.placements.get(original.name)
+        if partial is not None and isinstance(placement, Shard):
+            return original if _has_one_entry_an_example(original, step) else partial
+        if tensor.shape.rank != 0:
+            continue
+        if isinstance(placement, Partial):
+            partial = original
+            pending = list(reversed(tensor.op.inputs))
+        elif partial is None:
+            pending += reversed(tensor.op.inputs)
     return partial
 
 
-def _has_one_entry_an_example(tensor: tf.Tensor, plan: Plan) -> bool:
+def _original(tensor: tf.Tensor, step: steps.Step) -> tf.Tensor | None:
+    """The tensor of the user's that another one is a tower's copy of; None if it isn't a copy."""
+    copy = step.names.copy_of(tensor.op.name)
+    if copy is None:
+        return None
+    return tensor.graph.get_tensor_by_name(f'{copy.op_name}:{tensor.value_index}')
+
+
+def _has_one_entry_an_example(tensor: tf.Tensor, step: steps.Step) -> bool:
     """Whether a tensor is of the shape [batch], or of one such as [batch, 1]."""
-    dims = plan.sizes.dims(tensor)
-    return dims is not None and product(dims) == Size(1, (plan.rows,))
+    dims = step.plan.sizes.dims(tensor)
+    return dims is not None and product(dims) == Size(1, (step.plan.rows,))
 
 
 class _NanLossHook(tf.train.SessionRunHook):
@@ -81,14 +94,15 @@ class _NanLossHook(tf.train.SessionRunHook):
 
     Args:
       step: that of the graph.
-      source: what towers have of the loss, as `_source` finds it.
+      source: what the loss is reduced from, as `_source` finds it.
     """
 
     def __init__(self, step: steps.Step, source: tf.Tensor):
         self._step = step
         self._source = source
-        copies = [step.names.copy(source.name, tower) for tower in range(len(step.tower_devices))]
-        of_towers = [source.graph.get_tensor_by_name(name) for name in copies]
+        towers = range(len(step.tower_devices))
+        copies = [step.names.copy(source.op.name, tower) for tower in towers]
+        of_towers = [f'{copy}:{source.value_index}' for copy in copies]
         self._fetches = {'loss': step.loss, 'of_towers': of_towers}
         if tf.is_tensor(step.examples):
             self._fetches['examples'] = step.examples
@@ -109,7 +123,7 @@ class _NanLossHook(tf.train.SessionRunHook):
         """Says for which examples the loss isn't finite.
 
         Args:
-          of_towers: what each tower has of the loss.
+          of_towers: what each tower has of it.
           examples: how many examples the batch has.
         """
         step = self._step
@@ -129,7 +143,7 @@ class _NanLossHook(tf.train.SessionRunHook):
         name = self._source.op.name
         unit = 'examples' if is_of_examples else 'towers'
         if not wrong:
-            return f'{name} is finite for all {total} {unit}, so look at what is made of it.'
+            return f'{name} is finite for all {total} {unit}, so look for other parts of the loss.'
         if len(wrong) == total:
             return f"{name} isn't finite for any of {total} {unit}, so perhaps a variable isn't."
         tower, (start, count) = wrong[0]

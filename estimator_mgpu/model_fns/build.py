@@ -211,7 +211,6 @@ def _divided(
     )
     if towers is None:
         return spec, step._replace(nothing_is_sharded=True)
-    users_loss = spec.loss
     spec = _with_full_values(spec, towers)
     fetches.give_values(graph, towers.make_values_of_stateful_ops())
     step = step._replace(
@@ -223,7 +222,7 @@ def _divided(
         facts=division.facts,
         tower_devices=[tower.device for tower in towers.towers],
     )
-    return nan_losses.explain_nan_losses(spec, step, users_loss), step
+    return nan_losses.explain_nan_losses(spec, step), step
 
 
 def _facts(spec: Any) -> check.Facts | None:
