@@ -153,10 +153,20 @@ def test_micro_batches(caplog):
     )
 
 
-def test_a_loss_that_runs_once(caplog):
-    """Towers have nothing of it, and nothing is said."""
-    train(
-        lambda features, weight: tf.sort(features[:, 1])[0] * weight[1], [batch(4, wrong=range(4))]
-    )
+def lowest(features, weight):
+    """Needs all examples, so it runs once."""
+    return tf.sort(features[:, 1])[0] * weight[1]
+
+
+def mean_of_selection(features, weight):
+    """The first device has no rows of the selection, and a mean of nothing is NaN."""
+    return tf.reduce_mean(tf.boolean_mask(features * weight, [False, False, True, True]))
+
+
+@pytest.mark.parametrize(
+    'loss_of', [lowest, mean_of_selection], ids=lambda loss_of: loss_of.__name__
+)
+def test_nothing_is_said(loss_of, caplog):
+    train(loss_of, [batch(4), batch(4, wrong=range(4))])
     errors = [record.getMessage() for record in caplog.records if record.levelname == 'ERROR']
     assert errors == ['Model diverged with loss = NaN.']

@@ -47,7 +47,7 @@ def _source(loss: tf.Tensor, step: steps.Step) -> tf.Tensor | None:
     """What the loss is reduced from: a number for each example, or else one for each tower.
 
     It's looked for upwards of the loss, among scalars: of other tensors, the loss needs more than
-    their sum or mean. If the loss has several parts, the first one that towers have counts.
+    their sum or mean. If the loss has several parts, it's that of the first one.
 
     Returns:
       The tensor of the user's that towers have copies of; None if there is none.
@@ -68,6 +68,9 @@ def _source(loss: tf.Tensor, step: steps.Step) -> tf.Tensor | None:
         if tensor.shape.rank != 0:
             continue
         if isinstance(placement, Partial):
+            # A tower may have no rows of a selection, whose mean is NaN then, and isn't used.
+            if placement.rows != step.plan.rows or placement.reduce not in ('sum', 'mean'):
+                return partial
             partial = original
             pending = list(reversed(tensor.op.inputs))
         elif partial is None:
