@@ -17,7 +17,7 @@ from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
 from estimator_mgpu.reports.verify import verify
 from estimator_mgpu.tf_internals.tf_estimator import estimator
 
-__version__ = '0.2.0'
+__version__ = '0.3.0'
 
 __all__ = [
     'Estimator',

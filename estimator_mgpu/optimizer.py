@@ -22,6 +22,10 @@ import tensorflow.compat.v1 as tf
 # An attribute of the graph: for each call, the pairs of gradient and variable. It isn't a
 # collection, as no MetaGraph could hold these.
 _RECORD = '_estimator_mgpu_applied'
+_WAITS_FOR_REPLICAS = (
+    'SyncReplicasOptimizer waits for the gradients of other processes. There are none here, so a '
+    'step may never end. Leave it out: the gradients are those of the global batch anyway.'
+)
 
 
 class TowerOptimizer:
@@ -58,6 +62,8 @@ class TowerOptimizer:
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's own method, and records the gradients."""
+        if isinstance(self, tf.train.SyncReplicasOptimizer):
+            tf.logging.warning('%s', _WAITS_FOR_REPLICAS)
         pairs = list(grads_and_vars)
         applied = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         graph = tf.get_default_graph()

@@ -70,6 +70,22 @@ def test_every_optimizer_of_a_replicated_model_fn_is_one(towers):
     assert 'TowerOptimizer' not in repr(tf.train.GradientDescentOptimizer.__mro__)
 
 
+def test_an_optimizer_that_waits_for_other_processes(caplog):
+    """It's warned of before its first step, which may never end."""
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_mean(tf.square(predict(features) - labels))
+        optimizer = tf.train.SyncReplicasOptimizer(sgd(), 1)
+        return spec_of(mode, loss, optimizer.minimize(loss, step()))
+
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        batch = [tf.zeros([6, size]) for size in (3, 1)]
+        estimator_mgpu.replicate(model_fn, devices=2)(*batch, 'train')
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+    assert sum('SyncReplicasOptimizer waits' in warning for warning in warnings) == 1
+
+
 class AppliesByType(tf.train.GradientDescentOptimizer):
     """Finds the class before its own by the type of the instance, as no derived class can."""
 
