@@ -163,6 +163,23 @@ def mean_of_selection(features, weight):
     return tf.reduce_mean(tf.boolean_mask(features * weight, tf.not_equal(features[:, 1], 1.0)))
 
 
+def of_branches(features, weight):
+    """A step takes one of two branches, so no tower has what is in the other one."""
+    return tf.cond(
+        tf.reduce_any(features > 1.0),
+        lambda: tf.reduce_mean(squares(features, weight)),
+        lambda: tf.reduce_mean(tf.abs(features * weight)),
+    )
+
+
+def test_a_loss_of_branches(behavior, caplog):
+    """The first two steps end, though each takes another branch."""
+    large = batch(4, wrong=[2], value=2.0)
+    train(of_branches, [large, batch(4), batch(4, wrong=[2])])
+    errors = [record.getMessage() for record in caplog.records if record.levelname == 'ERROR']
+    assert errors[-1] == 'Model diverged with loss = NaN.'
+
+
 @pytest.mark.parametrize('loss_of', [of_sorted, mean_of_selection], ids=lambda made: made.__name__)
 def test_nothing_is_said(loss_of, caplog):
     train(loss_of, [batch(4, wrong=[2, 3])])

@@ -24,18 +24,20 @@ from estimator_mgpu.partition.placements import Partial, Shard
 from estimator_mgpu.partition.sizes import Size, product
 from estimator_mgpu.partition.towers.shards import static_extents
 from estimator_mgpu.tf_internals import tf_estimator
+from estimator_mgpu.tf_internals.liveness import Liveness
 
 
-def explain_nan_losses(spec: Any, step: steps.Step) -> Any:
+def explain_nan_losses(spec: Any, step: steps.Step, liveness: Liveness) -> Any:
     """An EstimatorSpec with a hook that says which examples' loss isn't finite, in training.
 
     Args:
       spec: the EstimatorSpec.
       step: that of its graph, which was divided.
+      liveness: of the graph before that.
     """
     if spec.mode != tf_estimator.estimator.ModeKeys.TRAIN:
         return spec
-    source = _source(step.loss, step)
+    source = _source(step.loss, step, liveness)
     if source is None:
         return spec
     # The hooks of the chief are called before the one of TensorFlow's that ends training.
@@ -43,11 +45,12 @@ def explain_nan_losses(spec: Any, step: steps.Step) -> Any:
     return spec._replace(training_chief_hooks=hooks)
 
 
-def _source(loss: tf.Tensor, step: steps.Step) -> tf.Tensor | None:
+def _source(loss: tf.Tensor, step: steps.Step, liveness: Liveness) -> tf.Tensor | None:
     """What the loss is reduced from: a number for each example, or else one for each tower.
 
     It's looked for upwards of the loss, among scalars: of other tensors, the loss needs more than
-    their sum or mean. If the loss has several parts, it's that of the first one.
+    their sum or mean. If the loss has several parts, it's that of the first one. What is in a branch
+    of TensorFlow 1 can't be fetched in a step that doesn't take it.
 
     Returns:
       The tensor of the user's that towers have copies of; None if there is none.
@@ -62,6 +65,8 @@ def _source(loss: tf.Tensor, step: steps.Step) -> tf.Tensor | None:
         seen.add(tensor.name)
 
         original = _original(tensor, step)
+        if original is not None and not liveness.always_runs(original.op):
+            continue
         placement = None if original is None else step.plan.placements.get(original.name)
         if partial is not None and isinstance(placement, Shard):
             return original if _has_one_entry_an_example(original, step) else partial

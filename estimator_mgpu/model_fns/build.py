@@ -222,7 +222,7 @@ def _divided(
         facts=division.facts,
         tower_devices=[tower.device for tower in towers.towers],
     )
-    return nan_losses.explain_nan_losses(spec, step), step
+    return nan_losses.explain_nan_losses(spec, step, division.order.liveness), step
 
 
 def _facts(spec: Any) -> check.Facts | None:
