@@ -379,10 +379,12 @@ class Values:
         if tensor.name in self._source_names:
             return False
         placement = self._plan.placements.get(tensor.name)
+        if placement is None:
+            return self.is_size_of_local(tensor)
         # A list can't be gathered. The user's op makes the full one, from full values.
-        if isinstance(placement, NotGatherable) or isinstance(rows_of(placement), PickedIds):
-            return False
-        return placement is not None or self.is_size_of_local(tensor)
+        return not isinstance(placement, NotGatherable) and not isinstance(
+            rows_of(placement), PickedIds
+        )
 
     def is_made_from_all(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is gathered or reduced from what all towers have."""
