@@ -156,7 +156,7 @@ class Slices:
             if value.is_sliceable and value.size >= _SMALLEST and value.owner in self._place_of:
                 candidates[memory_of(value.owner)].append(name)
 
-        large = []
+        large: list[str] = []
         while self._bytes_whole:
             busiest, size = self._bytes_whole.most_common(1)[0]
             if size <= limit or not candidates[busiest]:
