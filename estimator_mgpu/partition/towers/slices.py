@@ -15,7 +15,8 @@ device, which hands it on:
 
 A slice is a further message from each device, so only as many values are sliced as are needed: with
 n devices, of V bytes in all, the busiest device is to send and receive 2 V (n - 1) / n, as in a
-ring, or a tenth more. Whatever the slices, all entries are added up in the order of the towers.
+ring, or a tenth more. Logical CPU devices share their memory, so nothing is sliced for them.
+Whatever the slices, all entries are added up in the order of the towers.
 
 In: the values that towers need in full, with their sizes and devices. Out: for such a value, or for
 a sum of the same size on the same device, how many entries are on which device.
