@@ -164,6 +164,15 @@ def machine_of(device: str) -> str:
     return f'/job:{spec.job}/task:{spec.task or 0}' if spec.job else CHIEF
 
 
+@functools.cache
+def memory_of(device: str) -> str:
+    """What has a device's memory: itself, or its machine, as logical CPU devices share theirs.
+
+    What one of these has, all have: nothing is sent from one to another.
+    """
+    return machine_of(device) if device_spec(device).device_type == 'CPU' else device
+
+
 def relay(devices: Sequence[str], device: str, home: str) -> str | None:
     """Returns the device that exchanges a value with another machine, for all of its machine.
 

@@ -61,6 +61,7 @@ def test_spread(capsys):
     assert list(found.traffic) == TOWERS and found.traffic[TOWERS[1]].messages == 2 + 2 + 1 + 1
     assert found.gradients == [('a', 360, TOWERS[0]), ('b', 240, TOWERS[1]), ('c', 120, TOWERS[2])]
     assert '  b: 240B, summed on /device:CPU:1\n' in str(found)
+    assert 'much more' not in str(found)
     assert found.once == [] and found.sharded > 5
     assert '  0 run once, unsharded, on the global batch' in str(found)
     assert capsys.readouterr().out == f'{found}\n'
@@ -82,6 +83,24 @@ def test_the_readme_gives_these_bytes(variables):
     busiest = {'spread': 4 * (n - 1) * v / n, 'first': 2 * (n - 1) * v, 'cpu': 2 * n * v}
     most = max(moved.sent + moved.received for moved in found.traffic.values())
     assert busiest[variables] <= most <= busiest[variables] + 12 * (3 + 1 + 1) * 4 + 40
+
+
+def test_a_device_with_much_more_than_others(gpus):
+    """Examples of 600 kB are gathered on one of four devices, sorted, and sent back.
+
+    It receives 9 of them and sends 9, the others 3 each: the mean of what is moved is half of 18.
+    """
+
+    def large(features, labels, mode):
+        net = features @ tf.get_variable('w', [3, 10])
+        net = tf.tanh(tf.tile(net, [1, 15_000]))
+        net = tf.tanh(tf.sort(net, axis=0))
+        return by_sgd(mode, tf.reduce_mean(tf.reduce_sum(tf.square(net - labels), 1)))
+
+    gpus(None, None, None, None)
+    told = str(explain(large, devices=4))
+    text = '/device:GPU:0 sends and receives 2.0 times the mean of all devices'
+    assert text in told and told.count('the mean of all devices') == 1
 
 
 def test_examples_per_tower():

@@ -4,6 +4,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.partition.towers import everywhere
 from models import floats, sgd, spec_of
 from test_samples import SAMPLES
 from towers import compare, compare_outputs
@@ -29,6 +30,12 @@ def normalized(layers, fused):
     return model_fn
 
 
+@pytest.fixture
+def own_memory(monkeypatch):
+    """Lets logical CPU devices send each other what GPUs would."""
+    monkeypatch.setattr(everywhere, 'memory_of', lambda device: device)
+
+
 def hops(model_fn, devices):
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
@@ -38,7 +45,7 @@ def hops(model_fn, devices):
 
 
 @pytest.mark.parametrize('fused, each', [(True, 2), (False, 3)], ids=['fused', 'unfused'])
-def test_batch_normalization_waits_twice(fused, each):
+def test_batch_normalization_waits_twice(fused, each, own_memory):
     """For the statistics, and in the gradient for sums; unfused, the mean comes before the rest."""
     of_two, of_five = (hops(normalized(layers, fused), 3) for layers in (2, 5))
     assert of_five - of_two == 3 * each
@@ -53,13 +60,13 @@ def test_as_many_with_any_number_of_devices(network):
 
 
 @pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
-def test_numbers(fused, behavior):
+def test_numbers(fused, behavior, own_memory):
     """With towers that have no example, too."""
     batches = [(floats(n, 3, seed=n), floats(n, 1, seed=10 + n)) for n in (9, 2, 7)]
     compare(normalized(2, fused), batches, 3, static=False, rtol=1e-4)
 
 
-def test_what_follows_from_a_sum_is_made_on_each_device():
+def test_what_follows_from_a_sum_is_made_on_each_device(own_memory):
     """By ops that run once; but a value that is large is made on one device only."""
 
     def small(x):

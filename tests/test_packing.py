@@ -71,10 +71,9 @@ def test_messages_of_a_step(towers):
         sent = sum(node.op == '_Send' for node in nodes_of_a_step(run, spec.train_op))
     others = towers - 1
     # Of the packs, each from each device to each other one and back; of the variables in none, as
-    # one is a scalar and two are float64; of the large one, in slices on all devices; features,
-    # labels, two numbers of the optimizer and the end of train_op.
-    slices = towers if towers > 2 else 1
-    assert sent <= (2 * towers + 2 * (3 + slices) + 5) * others
+    # one is large, one a scalar and two are float64; features, labels, two numbers of the optimizer
+    # and the end of train_op.
+    assert sent <= (2 * towers + 2 * 4 + 5) * others
     # But for a constant that is on no device, and the optimizer's two, which newer versions of
     # TensorFlow copy to where they're used.
     assert 10 * others < sent <= len(ends) <= sent + 1 + 2 * others

@@ -164,6 +164,9 @@ def slices_in(graph):
 def test_the_same_sums(microbatches, behavior, monkeypatch):
     """Bit by bit as without slices, also with towers that have no example; and as one device."""
     options = dict(static=False, microbatches=microbatches)
+    shared = train(wide, BATCHES, 4, **options)
+    assert not slices_in(shared.graph)  # CPU devices share their memory.
+    monkeypatch.setattr(slices, 'memory_of', lambda device: device)
     one, sliced = compare(wide, BATCHES, 4, **options)[::-1]
     entries = slices_in(sliced.graph)
     assert len(entries) == 4 and sum(entries.values()) == 200 * 294

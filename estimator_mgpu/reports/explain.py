@@ -33,6 +33,8 @@ from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
 _SHARE_TO_TELL = 0.05  # of all output, or of all activations: the log is silent on less
 _SHOWN = 10  # entries of a section of the table
+_MUCH_MORE = 1.5  # times as much as the mean of all devices
+_MUCH = 1 << 20  # bytes: who sends and receives less has little to do in any case
 _size = functools.partial(tqdm.format_sizeof, suffix='B')  # of 1536: '1.54kB'
 
 
@@ -119,6 +121,7 @@ class Explanation(NamedTuple):
             [f'{op.share:.1%}', op.name, _size(op.gathered), op.line, op.why] for op in self.once
         ]
         notes = [[entry] for entry in self._counts_of_ops()]
+        notes += [[entry] for entry in self._hot_spots()]
         notes += [[f'micro-batches: {entry}'] for entry in self._micro_batches()]
         notes += [[f'of unknown rank, so it runs once: {name}'] for name in self.unknown]
 
@@ -176,12 +179,29 @@ class Explanation(NamedTuple):
             'variables': [f'{device}: {_size(n)}' for device, n in self.variables.items()],
             'gradients': gradients,
             'between devices, each step': traffic,
+            'much more than others': self._hot_spots(),
             f'of unknown rank, so it runs once: {RANK_REMEDY}': self.unknown,
             'micro-batches': self._micro_batches(),
             'computed twice': self._computed_twice(),
             'ops': self._counts_of_ops(),
             'run once: share of all output, name, bytes gathered, line, why': once,
         }
+
+    def _hot_spots(self) -> list[str]:
+        """The towers' devices that send and receive much more than the mean of them."""
+        devices = list(dict.fromkeys(self.towers))
+        moved = {
+            device: self.traffic[device].sent + self.traffic[device].received
+            for device in devices
+            if device in self.traffic
+        }
+        mean = sum(moved.values()) / len(devices)
+        return [
+            f'{device} sends and receives {size / mean:.1f} times the mean of all devices: others '
+            'wait for it. The cause is where variables are, the batch, or an op that runs once'
+            for device, size in moved.items()
+            if size > max(_MUCH_MORE * mean, _MUCH)
+        ]
 
     def _micro_batches(self) -> list[str]:
         """How many micro-batches each device has, and what needs the examples of all."""

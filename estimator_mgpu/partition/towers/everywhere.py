@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.devices import machine_of, relay
+from estimator_mgpu.devices import machine_of, memory_of, relay
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
@@ -71,15 +71,16 @@ class Everywhere:
         self._nodes = nodes
         self._devices = list(dict.fromkeys(tower.device for tower in towers))
         self._machines = {machine_of(device) for device in self._devices}
+        # What logical CPU devices share is made once.
+        is_shared = len({memory_of(device) for device in self._devices}) == 1
+        self._is_off = is_shared or len(self._devices) > _MOST_DEVICES * len(self._machines)
         # The ops on the way from partial results to a tensor, by its name; None: not so.
         self._ops_behind: dict[str, frozenset[tf.Operation] | None] = {}
         self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
 
     def value(self, tensor: tf.Tensor, device: str) -> str | None:
         """The value of a tensor that a device has made; None if it's made on one device only."""
-        if len(self._devices) > _MOST_DEVICES * len(self._machines):
-            return None
-        if self._behind(tensor) is None:
+        if self._is_off or self._behind(tensor) is None:
             return None
         return self._made_on(tensor, self._maker(tensor, device))
 

@@ -15,7 +15,8 @@ device, which hands it on:
 
 A slice is a further message from each device, so only as many values are sliced as are needed: with
 n devices, of V bytes in all, the busiest device is to send and receive 2 V (n - 1) / n, as in a
-ring, or a tenth more. Whatever the slices, all entries are added up in the order of the towers.
+ring, or a tenth more. Logical CPU devices share their memory, so nothing is sliced for them.
+Whatever the slices, all entries are added up in the order of the towers.
 
 In: the values that towers need in full, with their sizes and devices. Out: for such a value, or for
 a sum of the same size on the same device, how many entries are on which device.
@@ -29,7 +30,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.devices import machine_of
+from estimator_mgpu.devices import machine_of, memory_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.tf_internals import op_types
@@ -97,19 +98,20 @@ class Slices:
 
     def __init__(self, sent: Mapping[str, Sent], devices: Sequence[str]):
         self._sent = sent
-        self._devices = list(dict.fromkeys(devices))
-        self._bytes_whole: Counter[str] = Counter()  # of what isn't sliced, by its owner
+        self._bytes_whole: Counter[str] = Counter()  # of what isn't sliced, by its owner's memory
         for value in sent.values():
-            self._bytes_whole[value.owner] += value.size
+            self._bytes_whole[memory_of(value.owner)] += value.size
 
-        # Several machines share a value among each other, and then each among its devices.
+        # Several machines share a value among each other, and then each among its devices: among
+        # one of those that share their memory.
+        self._memories = {memory_of(device): device for device in reversed(devices)}
+        machines = {machine_of(device) for device in devices}
+        self._place_of: dict[str, str] = {}
         self._places: dict[str, list[str]] = {}
-        machines = {machine_of(device) for device in self._devices}
-        self._place_of = {
-            device: machine_of(device) if len(machines) > 1 else device for device in self._devices
-        }
-        for device, place in self._place_of.items():
-            self._places.setdefault(place, []).append(device)
+        for device in devices:
+            self._place_of[device] = machine_of(device) if len(machines) > 1 else memory_of(device)
+        for device in reversed(self._memories.values()):
+            self._places.setdefault(self._place_of[device], []).append(device)
 
         large = self._find_large()
         # For each byte of a slice, how many are received: from all others, but if another place
@@ -142,7 +144,7 @@ class Slices:
 
     def _find_large(self) -> list[str]:
         """The names of the values that are sliced: as few as possible, always the largest ones."""
-        count = len(self._devices)
+        count = len(self._memories)
         if count < 3:  # Two devices send and receive the same, whichever owns what.
             return []
         total = self._bytes_whole.total()
@@ -152,10 +154,10 @@ class Slices:
         candidates = defaultdict[str, list[str]](list)  # by owner, the smallest first
         for name in sorted(self._sent, key=lambda name: self._sent[name].size):
             value = self._sent[name]
-            if value.is_sliceable and value.size >= _SMALLEST and value.owner in self._devices:
-                candidates[value.owner].append(name)
+            if value.is_sliceable and value.size >= _SMALLEST and value.owner in self._place_of:
+                candidates[memory_of(value.owner)].append(name)
 
-        large = []
+        large: list[str] = []
         while self._bytes_whole:
             busiest, size = self._bytes_whole.most_common(1)[0]
             if size <= limit or not candidates[busiest]:
@@ -168,7 +170,7 @@ class Slices:
         """What each place receives anyhow, relative to others: gradients of what isn't sliced."""
         others = len(self._places) - 2
         return {
-            place: others * sum(self._bytes_whole[device] for device in devices)
+            place: others * sum(self._bytes_whole[memory_of(device)] for device in devices)
             for place, devices in self._places.items()
         }
 
