@@ -154,10 +154,10 @@ def test_training_equals_that_of_one_device(make, one_device):
     """
     three = make(chief=1, worker=2)
     worker = three.start('worker', 0)
-    worker.says(f'Waiting for {three.at("chief")}: the script has to run there, too.')
+    worker.says(f'Waiting for {three.at("chief")}: the script has to run there, too')
     stops = [10, STEPS]
     killed = three.start('chief', stops=stops, sleep=0.3)
-    killed.says(f'Waiting for {three.at("worker", 1)}: the script has to run there, too.')
+    killed.says(f'Waiting for {three.at("worker", 1)}: the script has to run there, too')
     late = three.start('worker', 1)
     killed.says('STEP 12\n')
     killed.kill()

@@ -140,7 +140,10 @@ def test_waiting(task, clock, caplog, monkeypatch):
     """What is waited for is said each half a minute, up to the limit."""
     with pytest.raises(TimeoutError, match='^/job:ps/task:0 at p0:1: not reached in 100 seconds'):
         task.wait([PS])
-    line = 'Waiting for /job:ps/task:0 at p0:1: the script has to run there, too.'
+    line = (
+        'Waiting for /job:ps/task:0 at p0:1: the script has to run there, too, with the same cluster '
+        'in TF_CONFIG.'
+    )
     assert [m for m in caplog.messages if 'Waiting' in m] == [line] * 4
     assert clock.now == 1101
     with monkeypatch.context() as context:

@@ -165,7 +165,8 @@ class Leadership:
                 with contextlib.suppress(tf.errors.OpError):
                     notes.write('end', end.text())
                     notes.write('chief', self._task.incarnation)
-                    self.untold.remove(task)
+                    # Another thread that ends this process may have told it meanwhile.
+                    self.untold = [other for other in self.untold if other != task]
         return False
 
     def end_process(self, error: str, status: int, silent: Collection[str] = ()) -> NoReturn:
@@ -178,8 +179,10 @@ class Leadership:
           status: the exit status.
           silent: as for `tell_ending`.
         """
-        tf.logging.error(f'{error}. This process ends.')
-        self.tell_ending(None if status == SIGTERM_STATUS else error, status, silent)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            tf.logging.error(f'{error}. This process ends.')
+            self.tell_ending(None if status == SIGTERM_STATUS else error, status, silent)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # It ends also if its output is a pipe that is closed.
+            os._exit(status)

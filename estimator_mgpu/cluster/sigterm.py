@@ -41,6 +41,7 @@ class Sigterm:
         self._task = task
         self._leadership = leadership
         self._watch = watch
+        self._has_pipe = False
         self._masks = threading.local()  # of the signals that a thread which forks has blocked
 
     def listen(self) -> None:
@@ -55,6 +56,7 @@ class Sigterm:
         )
         reading_end = _open_signal_pipe()
         if reading_end is not None:
+            self._has_pipe = True
             threading.Thread(target=self._listen, args=[reading_end], daemon=True).start()
 
     def _block(self) -> None:
@@ -66,7 +68,8 @@ class Sigterm:
 
     def _leave_to_system(self) -> None:
         """Lets SIGTERM end this process, which was forked, as it does by default."""
-        signal.set_wakeup_fd(-1)
+        if self._has_pipe:
+            signal.set_wakeup_fd(-1)
         if self._task.handles_sigterm():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._unblock()
@@ -100,7 +103,7 @@ class Sigterm:
             f'SIGTERM came {waited} seconds ago, and this process has not ended: {where}. Nothing '
             'is saved after the last checkpoint',
             SIGTERM_STATUS,
-            watch.names_of_silent() if watch else (),
+            watch.names_of_silent(GRACE) if watch else (),
         )
 
     def _is_saving(self) -> bool:

@@ -159,12 +159,13 @@ class Task:
                 if now - start > self.limit:
                     raise TimeoutError(
                         f'{", ".join(missing)}: not reached in {self.limit} seconds '
-                        '(session_creation_timeout_secs of RunConfig). Start the script there, and '
-                        'let its port through.'
+                        '(session_creation_timeout_secs of RunConfig). Start the script there, with '
+                        'the same cluster in TF_CONFIG, and let its port through.'
                     )
                 if now >= next_message_at:
                     tf.logging.warning(
-                        f'Waiting for {", ".join(missing)}: the script has to run there, too.'
+                        f'Waiting for {", ".join(missing)}: the script has to run there, too, with '
+                        'the same cluster in TF_CONFIG.'
                     )
                     next_message_at = now + _LOG_EVERY
                 time.sleep(1)

@@ -97,10 +97,10 @@ class Watch:
         limit = _ANSWER_WITHIN if seconds is None else seconds
         return self._described(self._silences(time.monotonic()), limit)
 
-    def names_of_silent(self) -> list[str]:
-        """The names of the tasks that haven't answered lately."""
+    def names_of_silent(self, seconds: float) -> list[str]:
+        """The names of the tasks that haven't answered for so many seconds."""
         silences = self._silences(time.monotonic())
-        return [name for name, seconds in silences.items() if seconds > _ANSWER_WITHIN]
+        return [name for name, silence in silences.items() if silence > seconds]
 
     def ask(self, name: str, notes: Notes) -> None:
         """Asks a task which chief leads it, and notes that it has answered.
@@ -221,4 +221,4 @@ class Watch:
             self._end_process(self._leadership.replacement_error(self.replaced_on))
 
     def _end_process(self, error: str) -> None:
-        self._leadership.end_process(error, 1, self.names_of_silent())
+        self._leadership.end_process(error, 1, self.names_of_silent(_ANSWER_WITHIN))
