@@ -141,8 +141,8 @@ def test_waiting(task, clock, caplog, monkeypatch):
     with pytest.raises(TimeoutError, match='^/job:ps/task:0 at p0:1: not reached in 100 seconds'):
         task.wait([PS])
     line = (
-        'Waiting for /job:ps/task:0 at p0:1: the script has to run there, too, with the same cluster '
-        'in TF_CONFIG.'
+        'Waiting for /job:ps/task:0 at p0:1: the script has to run there, too, with the same '
+        'cluster in TF_CONFIG.'
     )
     assert [m for m in caplog.messages if 'Waiting' in m] == [line] * 4
     assert clock.now == 1101

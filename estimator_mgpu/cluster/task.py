@@ -159,8 +159,8 @@ class Task:
                 if now - start > self.limit:
                     raise TimeoutError(
                         f'{", ".join(missing)}: not reached in {self.limit} seconds '
-                        '(session_creation_timeout_secs of RunConfig). Start the script there, with '
-                        'the same cluster in TF_CONFIG, and let its port through.'
+                        '(session_creation_timeout_secs of RunConfig). Start the script there, '
+                        'with the same cluster in TF_CONFIG, and let its port through.'
                     )
                 if now >= next_message_at:
                     tf.logging.warning(

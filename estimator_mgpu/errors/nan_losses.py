@@ -48,9 +48,9 @@ def explain_nan_losses(spec: Any, step: steps.Step, liveness: Liveness) -> Any:
 def _source(loss: tf.Tensor, step: steps.Step, liveness: Liveness) -> tf.Tensor | None:
     """What the loss is reduced from: a number for each example, or else one for each tower.
 
-    It's looked for upwards of the loss, among scalars: of other tensors, the loss needs more than
-    their sum or mean. If the loss has several parts, it's that of the first one. What is in a branch
-    of TensorFlow 1 can't be fetched in a step that doesn't take it.
+    From the loss, this goes from scalars to their operands. The first sum or mean of towers is the
+    answer, unless what it's made of has one number for each example. What is in a branch of
+    TensorFlow 1 can't be fetched in a step that doesn't take it.
 
     Returns:
       The tensor of the user's that towers have copies of; None if there is none.
