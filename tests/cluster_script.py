@@ -209,6 +209,7 @@ def watch_closely():
     sigterm.GRACE = 4
     chief._WAIT_FOR_LOST = 3
     serve._CHECK_EVERY = 3
+    task._TWIN_PATIENCE = 5
 
 
 def leave(status, error):

@@ -694,6 +694,29 @@ def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
     three.comes_to(one_device[0])
 
 
+def test_a_chief_that_is_cut_off_while_it_waits_and_replaced(make, network, one_device):
+    """As it's back, another process, with the same TF_CONFIG, answers at its address."""
+    first, second = network.host(), network.host()
+    here, there = network.address(254), network.address(1)
+    network.move(there, None, 0)
+    two = make(chief=1, worker=1)
+    ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
+    two.jobs = {'chief': [f'{there}:{ports[0]}'], 'worker': [f'{here}:{ports[1]}']}
+    cut_off = two.start('chief', within=first, closely=True)
+    cut_off.says(f'Waiting for {two.at("worker")}')
+    network.cable(0, 'down')
+    network.move(there, 0, 1)
+    chief, worker = two.start('chief', within=second, sleep=1.5), two.start('worker')
+    chief.says('STEP 1\n')
+    network.cable(0, 'up')
+    assert cut_off.ends(1).startswith(f'RuntimeError: Two processes are {CHIEF}: this one, and')
+    two.hurry()
+    for machine in (chief, worker):
+        machine.ends()
+    assert chief.told('STEP') == list(range(1, STEPS + 1))
+    two.comes_to(one_device[0])
+
+
 @pytest.mark.parametrize('moves', ['worker', 'chief'])
 def test_a_task_that_moves(moves, make, network, one_device):
     """Its machine is lost in a step, and closes no connection; it has another address elsewhere."""

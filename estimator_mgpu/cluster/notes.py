@@ -47,6 +47,9 @@ class Notes:
         config = tf.ConfigProto(device_filters=[task], operation_timeout_in_ms=int(1000 * seconds))
         # A connection that others have may be of a network that the task has left since.
         config.rpc_options.disable_session_connection_sharing = True
+        # TensorFlow takes a target that is this process's own address for this process, although
+        # another one may be there. With a time limit, calls go to the address.
+        config.rpc_options.use_rpc_for_inprocess_master = seconds > 0
 
         self._writes = {}  # these and the next ones by the names of notes
         self._exist = {}
