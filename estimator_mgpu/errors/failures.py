@@ -137,12 +137,12 @@ def _explanation(error: tf.errors.OpError, graph: tf.Graph | None) -> list[str]:
     with contextlib.suppress(Exception):
         if graph is not None and error_messages.is_of_input(error):
             where, made_for = _where_in_input(error, graph)
-            line = user_lines.made_by(made_for)
+            line = _line(made_for)
         else:
             failed = _failed_op(error, graph, step)
             if failed is not None:
                 where = _where(failed, step)
-                line = user_lines.made_by(failed.made_for) if where else ''
+                line = _line(failed.made_for) if where else ''
 
     what_helps = ''
     if error_messages.is_of_step_memory(error):
@@ -253,6 +253,15 @@ def _why_once(plan: Plan, op_name: str) -> str | None:
     return None
 
 
+def _line(op: tf.Operation | None) -> str:
+    """Says which line of the user's program has made an op; '' if that isn't known."""
+    frame = None if op is None else user_lines.frame_of(op)
+    if frame is None:
+        return ''
+    name = frame.name or '<lambda>'  # In a dataset, TensorFlow knows no name of a lambda.
+    return f'It was made by File "{frame.filename}", line {frame.lineno}, in {name}'
+
+
 def _examples(step: steps.Step, copy: CopyName) -> str:
     """Says which examples a tower's copy of an op has."""
     if _row_spaces(step.plan, copy.op_name) - {step.plan.rows}:
@@ -261,14 +270,9 @@ def _examples(step: steps.Step, copy: CopyName) -> str:
         return 'its share of the examples'
     extents = static_extents(step.examples, len(step.devices), step.microbatches)
     start, count = extents[copy.tower]
-    return which_examples(start, count, step.examples)
-
-
-def which_examples(start: int, count: int, total: int) -> str:
-    """Names some examples of a batch, such as 'examples 6 to 8 of 0 to 11'."""
     if count == 1:
-        return f'example {start} of 0 to {total - 1}'
-    return f'examples {start} to {start + count - 1} of 0 to {total - 1}'
+        return f'example {start} of 0 to {step.examples - 1}'
+    return f'examples {start} to {start + count - 1} of 0 to {step.examples - 1}'
 
 
 def _row_spaces(plan: Plan, op_name: str) -> set[RowSpace]:

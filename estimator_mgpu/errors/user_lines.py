@@ -38,15 +38,6 @@ def frame_of(op: tf.Operation) -> Any:
     return None
 
 
-def made_by(op: tf.Operation | None) -> str:
-    """Says which line of the user's program has made an op; '' if that isn't known."""
-    frame = None if op is None else frame_of(op)
-    if frame is None:
-        return ''
-    name = frame.name or '<lambda>'  # In a dataset, TensorFlow knows no name of a lambda.
-    return f'It was made by File "{frame.filename}", line {frame.lineno}, in {name}'
-
-
 def is_of_model_fn(op: tf.Operation) -> bool:
     """Whether the model_fn made an op, or made the one that an added op serves."""
     return any(frame.filename == _REPLICATE for frame in op.traceback or ())

@@ -17,7 +17,7 @@ from estimator_mgpu.batches import batch, end_of_data, unknown_ranks
 from estimator_mgpu.checkpoints import checkpoint_files, large_checkpoints
 from estimator_mgpu.cluster import sessions
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.errors import failures, nan_losses
+from estimator_mgpu.errors import failures
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.model_fns.spec_results import decide_order, result_ops, results_of_step
 from estimator_mgpu.partition import fetches, later_gradients
@@ -213,7 +213,7 @@ def _divided(
         return spec, step._replace(nothing_is_sharded=True)
     spec = _with_full_values(spec, towers)
     fetches.give_values(graph, towers.make_values_of_stateful_ops())
-    step = step._replace(
+    return spec, step._replace(
         loss=spec.loss,
         plan=division.plan,
         schedule=towers.schedule,
@@ -222,7 +222,6 @@ def _divided(
         facts=division.facts,
         tower_devices=[tower.device for tower in towers.towers],
     )
-    return nan_losses.explain_nan_losses(spec, step, division.order.liveness), step
 
 
 def _facts(spec: Any) -> check.Facts | None:
