@@ -10,6 +10,7 @@ import estimator_mgpu
 from estimator_mgpu.devices import machine_of
 from estimator_mgpu.partition.towers import slices, values
 from estimator_mgpu.partition.towers.slices import Part, Sent, Slices
+from estimator_mgpu.tf_internals import op_types
 from models import floats, sgd, spec_of
 from test_samples import SAMPLES
 from towers import NAMES, compare, session, train
@@ -72,34 +73,33 @@ def test_every_value_has_slices(monkeypatch):
     assert sum(one.entries for one in found.of_value('w', 90)) == 90
 
 
-def test_a_table_of_which_rows_are_sent(monkeypatch):
+@pytest.mark.parametrize('use_resource', [True, False], ids=['resource', 'reference'])
+def test_a_table_of_which_rows_are_sent(use_resource, monkeypatch):
     """It isn't sent, unless what is looked up in is computed from it."""
 
-    def model_fn(features, labels, mode):
+    def model_fn(features):
         tables = {name: tf.get_variable(name, [20, 3]) for name in ('rows', 'sums', 'scaled')}
-        ids = tf.reshape(features, [-1])
-        segments = tf.range(tf.size(ids))
+        filled, _ = tf.sparse.fill_empty_rows(features, 0)
         rows = [
-            tf.nn.embedding_lookup(tables['rows'], ids),
-            tf.sparse_segment_sum(tables['sums'], ids, segments),
-            tf.gather(tf.tanh(tables['scaled'], name='tanh'), ids),
+            tf.nn.embedding_lookup(tables['rows'], filled.values),
+            tf.gather(tf.tanh(tables['scaled'], name='tanh'), filled.values),
         ]
-        loss = tf.reduce_mean(tf.square(tf.add_n(rows) - labels))
-        return spec_of(mode, loss, sgd(loss, 0.1))
+        sums = tf.sparse_segment_sum(tables['sums'], filled.values, filled.indices[:, 0])
+        return tf.estimator.EstimatorSpec('infer', predictions={'rows': tf.add_n(rows), 's': sums})
 
-    def find_sent(*args):
-        found.append(slices.find_sent(*args))
-        return found[-1]
+    def find_sent(plan, *args):
+        sharded.update(plan.ops)
+        sent.update(slices.find_sent(plan, *args))
+        return sent
 
-    found = []
+    sharded, sent = {}, {}
     monkeypatch.setattr(values, 'find_sent', find_sent)
-    for use_resource in (False, True):
-        with tf.Graph().as_default(), tf.variable_scope('', use_resource=use_resource):
-            batch = tf.placeholder(tf.int32, [6]), tf.placeholder(tf.float32, [6, 3])
-            estimator_mgpu.replicate(model_fn, devices=3)(*batch, 'train')
-    assert len(found) == 2
-    for sent in found:
-        assert [name for name in sent if sent[name].size == 4 * 20 * 3] == ['tanh:0']
+    with tf.Graph().as_default() as graph, tf.variable_scope('', use_resource=use_resource):
+        ids = tf.sparse_placeholder(tf.int32, [None, 4])
+        estimator_mgpu.replicate(model_fn, devices=3)(ids)
+        types = {graph.get_operation_by_name(name).type for name in sharded}
+    assert types & set(op_types.SPARSE_SEGMENTS) and types & set(op_types.LOOKUPS)
+    assert list(sent) == ['tanh:0']
 
 
 def resnet():
