@@ -37,7 +37,9 @@ from estimator_mgpu.partition.towers.op_devices import runs_at_its_table
 from estimator_mgpu.tf_internals import op_types
 
 _MORE_THAN_A_RING = 1.1  # what the busiest device may send or receive
-SMALL = 1 << 16  # bytes: a value isn't sliced that isn't larger, as it's messages that take time
+# Bytes: a value that isn't larger isn't sliced, as a message costs about as much. `everywhere` lets
+# each device make such a value.
+SMALL = 1 << 16
 _SMALLEST_SLICE = 1 << 12
 
 
@@ -101,9 +103,7 @@ class Slices:
 
     def __init__(self, sent: Mapping[str, Sent], devices: Sequence[str]):
         self._sent = sent
-        self._unsliced_bytes: Counter[str] = (
-            Counter()
-        )  # of what isn't sliced, by its owner's memory
+        self._unsliced_bytes: Counter[str] = Counter()  # by their owner's memory
         for value in sent.values():
             self._unsliced_bytes[memory_of(value.owner)] += value.size
 
@@ -153,10 +153,9 @@ class Slices:
         if count < 3:  # Two devices send and receive the same, whichever owns what.
             return []
         total = sum(self._unsliced_bytes.values())
-        # A device that owns `size` bytes of all receives a gradient of these from each other one,
-        # and the values of the rest; it sends as much:
-        #     size * (count - 1) + (total - size) = total + size * (count - 2)
-        # That is to be at most `_MORE_THAN_A_RING * ring`.
+        # A device that owns `size` of all bytes receives their gradients from each other device, and
+        # the values of the rest; and it sends as much. That is at most what is allowed if
+        #     size * (count - 1) + (total - size) <= _MORE_THAN_A_RING * ring
         ring = 2 * total * (count - 1) / count
         limit = (_MORE_THAN_A_RING * ring - total) / (count - 2)
 
@@ -176,19 +175,18 @@ class Slices:
         return large
 
     def _unsliced_base(self) -> dict[str, float]:
-        """What each place sends or receives anyhow, beyond the least: for what isn't sliced.
+        """What each place receives for what isn't sliced, and sends; less what all places do.
 
-        For each byte that it owns, there's one to or from each other place, and to or from others
-        one for each byte that they own.
+        As for a device in `_find_large`, that is total + size * (count - 2), less the total.
         """
-        more = len(self._places) - 2
+        count = len(self._places)
         return {
-            place: more * sum(self._unsliced_bytes[memory_of(device)] for device in devices)
+            place: (count - 2) * sum(self._unsliced_bytes[memory_of(device)] for device in devices)
             for place, devices in self._places.items()
         }
 
     def _base_of_reads(self, large: Sequence[str], sums: Sequence[Shares]) -> dict[str, float]:
-        """The same of what it sends, with the slices of gradients that others add up."""
+        """What each place sends: that, and the slices of gradients that others add up."""
         base = self._unsliced_base()
         for name, shares in zip(large, sums):
             size = self._sent[name].size
