@@ -153,8 +153,8 @@ class Slices:
         if count < 3:  # Two devices send and receive the same, whichever owns what.
             return []
         total = sum(self._unsliced_bytes.values())
-        # A device that owns `size` of all bytes receives their gradients from each other device, and
-        # the values of the rest; and it sends as much. That is at most what is allowed if
+        # A device that owns `size` of all bytes receives their gradients from each other device,
+        # and the values of the rest; and it sends as much. So it's within the limit if
         #     size * (count - 1) + (total - size) <= _MORE_THAN_A_RING * ring
         ring = 2 * total * (count - 1) / count
         limit = (_MORE_THAN_A_RING * ring - total) / (count - 2)
