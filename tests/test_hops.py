@@ -4,10 +4,10 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.partition.towers import everywhere
+from estimator_mgpu.partition.towers import everywhere, slices
 from models import floats, sgd, spec_of
 from test_samples import SAMPLES
-from towers import compare, compare_outputs
+from towers import compare, compare_outputs, session
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
@@ -91,3 +91,34 @@ def test_what_follows_from_a_sum_is_made_on_each_device(own_memory):
     # sum is made on one device, and sent back.
     assert hops_of(small) == 3
     assert hops_of(large) == 4
+
+
+def test_small_sums_are_not_made_in_slices(own_memory, monkeypatch):
+    """Not even if a variable has as many bytes, and most of all: here 40 kB, and 40 bytes."""
+    monkeypatch.setattr(slices, 'memory_of', lambda device: device)
+
+    def with_columns(columns):
+        def model_fn(features, labels, mode):
+            net = tf.tile(features, [1, columns]) * tf.get_variable('w', [3 * columns])
+            loss = tf.reduce_mean(tf.square(tf.tanh(net - tf.reduce_mean(net, 0)) - labels))
+            return spec_of(mode, loss, sgd(loss, 0.1))
+
+        return model_fn
+
+    assert hops(with_columns(3333), 4) == hops(with_columns(3), 4)
+
+
+def test_many_ops_that_run_once(own_memory):
+    """More than Python's functions may call each other."""
+
+    def model_fn(features):
+        net = tf.reduce_mean(features, 0)
+        for _ in range(1500):
+            net = net + 1
+        return tf.estimator.EstimatorSpec('infer', predictions=features - net)
+
+    with tf.Graph().as_default(), session(3) as sess:
+        batch = tf.placeholder(tf.float32, [None, 2])
+        spec = estimator_mgpu.replicate(model_fn, devices=3)(batch)
+        found = sess.run(spec.predictions, {batch: [[1, 2], [3, 4], [5, 9]]})
+    assert found.tolist() == [[-1502, -1503], [-1500, -1501], [-1498, -1496]]

@@ -189,6 +189,65 @@ def test_variables_whose_updates_have_no_kernel(gpus, behavior):
     assert is_on_gpu(found['ada']) and found['ada'] == found['ada/Adagrad']
 
 
+def test_variables_that_functions_use(gpus, behavior):
+    """They are on the host only if the op that uses them there has no kernel on GPUs."""
+
+    def model_fn(features, labels, mode):
+        table = tf.get_variable('table', [7, 3], use_resource=True)
+        moment = tf.get_variable('moment', [7, 3], use_resource=True)
+        weight = tf.get_variable('weight', [3], use_resource=True)
+
+        @tf.function(autograph=False)
+        def with_text(x):
+            text = tf.strings.as_string(tf.reduce_sum(x), name='text')
+            return x * weight + tf.strings.to_number(text)
+
+        @tf.function(autograph=False)
+        def update(ids):
+            tf.raw_ops.ResourceSparseApplyRMSProp(
+                var=table.handle,
+                ms=moment.handle,
+                mom=moment.handle,
+                lr=0.1,
+                rho=0.9,
+                momentum=0.0,
+                epsilon=1e-6,
+                grad=tf.ones([4, 3]),
+                indices=ids,
+            )
+            return ids
+
+        loss = tf.reduce_mean(with_text(tf.nn.embedding_lookup(table, features)))
+        return spec_of(mode, loss, tf.group(update(features)))
+
+    gpus(None, None)
+    with tf.Graph().as_default():
+        ids = tf.placeholder(tf.int32, [4])
+        estimator_mgpu.replicate(model_fn, devices=2)(features=ids, labels=None, mode='train')
+        found = {v.op.name: v.device for v in tf.global_variables()}
+    assert found['table'] == found['moment'] == '/device:CPU:0'
+    assert is_on_gpu(found['weight'])
+
+
+def test_what_uses_a_handle_moves_along():
+    """With an op that has no kernel on GPUs; otherwise, NodeDefs stay as they are."""
+    with tf.Graph().as_default() as graph, graph.device('/device:GPU:0'):
+        table = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[2, 1], name='table')
+        read = tf.raw_ops.ReadVariableOp(resource=table, dtype=tf.float32, name='read')
+        pair = tf.identity_n([read, read], name='pair')
+        tf.tanh(pair[0], name='tanh')
+        rates = dict(lr=0.1, rho=0.9, momentum=0.0, epsilon=1e-6)
+        slots = dict(ms=table, mom=table)
+        rows = dict(grad=[[1.0]], indices=[0])
+        tf.raw_ops.ResourceSparseApplyRMSProp(var=table, **slots, **rates, **rows, name='update')
+    nodes = {node.name: node for node in graph.as_graph_def().node}
+    attributes = {name: set(node.attr) for name, node in nodes.items()}
+    kernels.place(list(nodes.values()))
+    on_host = {name for name, node in nodes.items() if not is_on_gpu(node.device)}
+    assert on_host == {'table', 'read', 'update'}
+    assert {name: set(node.attr) for name, node in nodes.items()} == attributes
+
+
 def test_a_batch_without_a_device_stays_on_the_host(gpus):
     """Its sizes are asked for there, and so is whether it's there: else all of it would be sent."""
 

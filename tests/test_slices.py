@@ -8,8 +8,9 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.devices import machine_of
-from estimator_mgpu.partition.towers import slices
-from estimator_mgpu.partition.towers.slices import Sent, Slice, Slices
+from estimator_mgpu.partition.towers import slices, values
+from estimator_mgpu.partition.towers.slices import Part, Sent, Slices
+from estimator_mgpu.tf_internals import op_types
 from models import floats, sgd, spec_of
 from test_samples import SAMPLES
 from towers import NAMES, compare, session, train
@@ -47,7 +48,7 @@ def test_as_few_as_needed():
     even = {f'w{i}': Sent(MB, device, True) for i, device in enumerate(GPUS)}
     for sent in [
         even,
-        {'w': Sent(1 << 14, GPUS[0], True)},
+        {'w': Sent(slices.SMALL, GPUS[0], True)},
         {'w': Sent(9 * MB, GPUS[0], False)},
         {'w': Sent(9 * MB, '/device:CPU:0', True)},
         {},
@@ -62,6 +63,43 @@ def test_as_few_as_needed():
     assert (
         found.of_value('v', MB) == found.of_value('w1', MB) == found.of_sum(MB, GPUS[0], MB) == []
     )
+
+
+def test_every_value_has_slices(monkeypatch):
+    """Also if no level but the highest one leaves a place room for a slice that is large enough."""
+    monkeypatch.setattr(slices, '_SMALLEST_SLICE', 1 << 30)
+    found = Slices({'w': Sent(9 * MB, GPUS[0], True)}, GPUS)
+    assert sum(one.entries for one in found.of_sum(9 * MB, GPUS[0], 90)) == 90
+    assert sum(one.entries for one in found.of_value('w', 90)) == 90
+
+
+@pytest.mark.parametrize('use_resource', [True, False], ids=['resource', 'reference'])
+def test_a_table_of_which_rows_are_sent(use_resource, monkeypatch):
+    """It isn't sent, unless what is looked up in is computed from it."""
+
+    def model_fn(features):
+        tables = {name: tf.get_variable(name, [20, 3]) for name in ('rows', 'sums', 'scaled')}
+        filled, _ = tf.sparse.fill_empty_rows(features, 0)
+        rows = [
+            tf.nn.embedding_lookup(tables['rows'], filled.values),
+            tf.gather(tf.tanh(tables['scaled'], name='tanh'), filled.values),
+        ]
+        sums = tf.sparse_segment_sum(tables['sums'], filled.values, filled.indices[:, 0])
+        return tf.estimator.EstimatorSpec('infer', predictions={'rows': tf.add_n(rows), 's': sums})
+
+    def find_sent(plan, *args):
+        sharded.update(plan.ops)
+        sent.update(slices.find_sent(plan, *args))
+        return sent
+
+    sharded, sent = {}, {}
+    monkeypatch.setattr(values, 'find_sent', find_sent)
+    with tf.Graph().as_default() as graph, tf.variable_scope('', use_resource=use_resource):
+        ids = tf.sparse_placeholder(tf.int32, [None, 4])
+        estimator_mgpu.replicate(model_fn, devices=3)(ids)
+        types = {graph.get_operation_by_name(name).type for name in sharded}
+    assert types & set(op_types.SPARSE_SEGMENTS) and types & set(op_types.LOOKUPS)
+    assert list(sent) == ['tanh:0']
 
 
 def resnet():
@@ -106,10 +144,10 @@ def test_on_paper(sizes, devices):
         sums = found.of_sum(size, owner, size) if parts else []
         for device in load:
             moved_in[device] += size * (device != owner)
-        for device, part in parts or [Slice(owner, size)]:
+        for device, part in parts or [Part(owner, size)]:
             moved_out[owner] += part * (device != owner)
             moved_out[device] += part * (devices - 1 - (device != owner))
-        for device, part in sums or [Slice(owner, size)]:
+        for device, part in sums or [Part(owner, size)]:
             moved_in[device] += part * (devices - 1)
             moved_in[owner] += part * (device != owner)
             moved_out[device] += part * (device != owner)
@@ -172,7 +210,7 @@ def test_the_same_sums(microbatches, behavior, monkeypatch):
     assert len(entries) == 4 and sum(entries.values()) == 200 * 294
     assert max(entries.values()) < 200 * 294 / 2
 
-    monkeypatch.setattr(slices, '_SMALLEST', 1 << 30)
+    monkeypatch.setattr(slices, 'SMALL', 1 << 30)
     whole = train(wide, BATCHES, 4, values=one.start, **options)
     assert not slices_in(whole.graph)
     for name, value in whole.values.items():

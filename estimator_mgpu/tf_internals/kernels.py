@@ -63,9 +63,11 @@ def place(nodes: Sequence[Any]) -> None:
 
     What uses a handle, of a TensorArray say, moves with all others that use it.
     """
+    without_kernel = [node for node in nodes if is_gpu(node.device) and not has_gpu_kernel(node)]
+    if not without_kernel:
+        return
     users = _users_of_handles(nodes)
     moved: set[str] = set()
-    without_kernel = [node for node in nodes if is_gpu(node.device) and not has_gpu_kernel(node)]
     while without_kernel:
         node = without_kernel.pop()
         if node.name not in moved:
@@ -93,7 +95,9 @@ def _is_handle(node: Any, index: int) -> bool:
     outputs = private.op_definition(node.op).output_arg
     if index >= len(outputs):  # It's one of a list.
         return False
-    type_of_output = outputs[index].type or node.attr[outputs[index].type_attr].type
+    output = outputs[index]
+    # Asking for an attribute that isn't there would add it to the NodeDef.
+    type_of_output = node.attr[output.type_attr].type if output.type_attr else output.type
     return type_of_output == tf.resource.as_datatype_enum
 
 

@@ -1,12 +1,12 @@
-"""Small values of the batch that every device makes for itself, from what all towers have.
+r"""Small values of the batch that every device makes for itself, from what all towers have.
 
 A tower may need what the examples of all towers come to, as batch normalization needs a mean. If
 one device made it, it would arrive after two messages, one after the other. Small values are sent
 by each device to each other one instead, so there is one:
 
     tower 0:  its mean --> mean of all          tower 0:  its mean --> mean of all
-                     ^   \\                                        \\ /
-                    /     v            =>                         / \\
+                     ^   \                                        \ /
+                    /     v            =>                         / \
     tower 1:  its mean    mean of all           tower 1:  its mean --> mean of all
 
 Ops that run once lead from such values to others, as from a variance to a standard deviation. Each
@@ -30,12 +30,12 @@ from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
+from estimator_mgpu.partition.towers.slices import SMALL
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import op_types, private
 
-_LARGEST = 1 << 16  # bytes of a value: a larger one costs more than the time of its message
 _MOST_OPS = 32  # that lead to a value: each device has a copy of them
 _MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
 
@@ -64,7 +64,6 @@ class Everywhere:
         nodes: NodeBuilder,
     ):
         self._plan = plan
-        self._of_batch = set(plan.order)
         self._order = order
         self._values = values
         self._waits = waits
@@ -73,14 +72,13 @@ class Everywhere:
         self._machines = {machine_of(device) for device in self._devices}
         # What logical CPU devices share is made once.
         is_shared = len({memory_of(device) for device in self._devices}) == 1
-        self._is_off = is_shared or len(self._devices) > _MOST_DEVICES * len(self._machines)
-        # The ops on the way from partial results to a tensor, by its name; None: not so.
-        self._ops_behind: dict[str, frozenset[tf.Operation] | None] = {}
+        is_off = is_shared or len(self._devices) > _MOST_DEVICES * len(self._machines)
+        self._behind = {} if is_off else self._find_behind()
         self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
 
     def value(self, tensor: tf.Tensor, device: str) -> str | None:
         """The value of a tensor that a device has made; None if it's made on one device only."""
-        if self._is_off or self._behind(tensor) is None:
+        if tensor.name not in self._behind:
             return None
         return self._made_on(tensor, self._maker(tensor, device))
 
@@ -91,38 +89,27 @@ class Everywhere:
         home = self._values.device_of_full(tensor) or self._devices[0]
         return relay(self._devices, device, home) or home
 
-    def _behind(self, tensor: tf.Tensor) -> frozenset[tf.Operation] | None:
-        """The ops that lead from partial results to a tensor; None if there are none, or many."""
-        name = tensor.name
-        if name not in self._ops_behind:
-            self._ops_behind[name] = self._find_behind(tensor)
-        return self._ops_behind[name]
-
-    def _find_behind(self, tensor: tf.Tensor) -> frozenset[tf.Operation] | None:
-        is_known = tensor.shape.is_fully_defined() and tensor.dtype.is_floating
-        if not is_known or bytes_of(tensor) > _LARGEST:
-            return None
-        if isinstance(self._plan.placements.get(tensor.name), Partial):
-            is_reduced = self._values.is_made_from_all(tensor)
-            return frozenset() if is_reduced and not self._values.is_packed(tensor) else None
-        if not self._can_be_copied(tensor.op):
-            return None
-
-        ops = {tensor.op}
-        is_from_partial = False
-        for operand in tensor.op.inputs:
-            behind = self._behind(operand)
-            if behind is not None:
-                is_from_partial = True
-                ops |= behind
-        return frozenset(ops) if is_from_partial and len(ops) <= _MOST_OPS else None
+    def _find_behind(self) -> dict[str, frozenset[tf.Operation]]:
+        """The ops that lead from partial results to each tensor that devices may make, by name."""
+        behind: dict[str, frozenset[tf.Operation]] = {}
+        for op in self._plan.order:
+            before = [behind[operand.name] for operand in op.inputs if operand.name in behind]
+            ops = frozenset([op]).union(*before)
+            is_copied = before and len(ops) <= _MOST_OPS and self._can_be_copied(op)
+            for tensor in filter(_is_small, op.outputs):
+                if isinstance(self._plan.placements.get(tensor.name), Partial):
+                    is_reduced = self._values.is_made_from_all(tensor)
+                    if is_reduced and not self._values.is_packed(tensor):
+                        behind[tensor.name] = frozenset()
+                elif is_copied:
+                    behind[tensor.name] = ops
+        return behind
 
     def _can_be_copied(self, op: tf.Operation) -> bool:
         """Whether an op that runs once only computes, whenever its operands are there."""
         liveness = self._order.liveness
         return (
-            op in self._of_batch
-            and op.name not in self._plan.ops
+            op.name not in self._plan.ops
             and not self._order.bits(op)
             and not self._waits.of_op(op)
             and not self._waits.added(op)
@@ -133,7 +120,7 @@ class Everywhere:
 
     def _made_on(self, tensor: tf.Tensor, device: str) -> str:
         """What a tensor is, if partial results lead to it as made on a device."""
-        if self._behind(tensor) is None or self._is_made_there(tensor, device):
+        if tensor.name not in self._behind or self._is_made_there(tensor, device):
             return self._values.full(tensor)
         key = tensor.name, device
         if key not in self._made:
@@ -146,8 +133,7 @@ class Everywhere:
 
     def _is_made_there(self, tensor: tf.Tensor, device: str) -> bool:
         """Whether a tensor's one value is on a device, with all that leads to it."""
-        ops = self._behind(tensor) or ()
-        places = {device_of(op) for op in ops}
+        places = {device_of(op) for op in self._behind[tensor.name]}
         places.add(self._values.device_of_full(tensor))
         return places == {device}
 
@@ -162,3 +148,9 @@ class Everywhere:
             node.attr.pop(attr, None)
         for output in op.outputs:
             self._made[output.name, device] = f'{node.name}:{output.value_index}'
+
+
+def _is_small(tensor: tf.Tensor) -> bool:
+    """Whether a tensor has few floats: sending more costs more than the time of a message."""
+    is_known = tensor.shape.is_fully_defined() and tensor.dtype.is_floating
+    return is_known and bytes_of(tensor) <= SMALL

@@ -13,7 +13,6 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import device_spec, host_of
 from estimator_mgpu.partition.placements import CountedByTower, Partial, Shard
 from estimator_mgpu.partition.plan import (
-    FULL,
     FULL_ON_FIRST,
     LOCAL,
     Constant,
@@ -32,6 +31,7 @@ from estimator_mgpu.partition.plan import (
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.function_copies import adapt_node
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.op_devices import runs_at_its_table
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
@@ -109,10 +109,7 @@ class Copies:
                     # An op that uses a variable or a table runs where that is.
                     return self._values.device_of_full(source)
 
-        is_lookup = op.type in op_types.LOOKUPS and graphs.reads_reference(op.inputs[0])
-        is_sum = op.type in op_types.SPARSE_SEGMENTS and op_plan.needs[0] == FULL
-        if is_lookup or (is_sum and self._values.device_of_full(op.inputs[0])):
-            # So that rows of a table are sent, rather than the table.
+        if runs_at_its_table(op, op_plan, self._values.device_of_full):
             return self._values.device_of_full(op.inputs[0])
 
         device = tower.device

@@ -6,15 +6,15 @@ That is the device of the variable that they serve: a gradient is summed where i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.tf_internals import function_calls, graphs, kernels, private
+from estimator_mgpu.partition.plan import FULL, OpPlan, Plan
+from estimator_mgpu.tf_internals import function_calls, graphs, kernels, op_types, private
 from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -82,7 +82,9 @@ def place_ops(division: Division) -> None:
 
     for op in movable:
         if op.name in device_of_name:
-            device = kernels.device_for(op.node_def, device_of_name[op.name], graph)
+            device = device_of_name[op.name]
+            if kernels.is_gpu(device):  # Only then is it worth the time that a NodeDef takes.
+                device = kernels.device_for(op.node_def, device, graph)
             device_of_name[op.name] = device
             private.clear_colocation(op)
             private.set_device(op, device)
@@ -153,6 +155,22 @@ def device_of(op: tf.Operation) -> str | None:
         if graphs.is_handle(operand):
             return operand.op.device
     return None
+
+
+def runs_at_its_table(
+    op: tf.Operation, op_plan: OpPlan, device_of_full: Callable[[tf.Tensor], str]
+) -> bool:
+    """Whether the copies of a sharded op run where its table is: then rows are sent, no table.
+
+    Args:
+      op: the op.
+      op_plan: what its copies are given.
+      device_of_full: gives the device of a tensor's full value.
+    """
+    if op.type in op_types.LOOKUPS:
+        return graphs.reads_reference(op.inputs[0])
+    is_sum_of_rows = op.type in op_types.SPARSE_SEGMENTS and op_plan.needs[0] == FULL
+    return is_sum_of_rows and bool(device_of_full(op.inputs[0]))
 
 
 def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:

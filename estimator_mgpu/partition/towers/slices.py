@@ -33,10 +33,13 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import machine_of, memory_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.plan import FULL, Plan
+from estimator_mgpu.partition.towers.op_devices import runs_at_its_table
 from estimator_mgpu.tf_internals import op_types
 
 _MORE_THAN_A_RING = 1.1  # what the busiest device may send or receive
-_SMALLEST = 1 << 15  # bytes: a smaller value isn't sliced, as a message costs about as much
+# Bytes: a value that isn't larger isn't sliced, as a message costs about as much. `everywhere` lets
+# each device make such a value.
+SMALL = 1 << 16
 _SMALLEST_SLICE = 1 << 12
 
 
@@ -67,9 +70,10 @@ def find_sent(
     of_batch = set(plan.order)
     sent = {}
     for op in plan.order:
-        if op.name not in plan.ops or op.type in op_types.LOOKUPS:
-            continue  # A table isn't sent, but its rows.
-        for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
+        op_plan = plan.ops.get(op.name)
+        if op_plan is None or runs_at_its_table(op, op_plan, device_of_full):
+            continue  # Rows are sent, rather than the table.
+        for tensor, need in zip(op.inputs, op_plan.needs):
             dtype = tensor.dtype.base_dtype
             is_made_before = tensor.op not in of_batch and tensor.op.type != op_types.CONST
             if need == FULL and is_made_before and dtype.is_floating:
@@ -78,13 +82,14 @@ def find_sent(
     return sent
 
 
-class Slice(NamedTuple):
-    """Some entries of a value, and the device that adds them up or hands them on."""
+class Part(NamedTuple):
+    """A slice: some entries of a value, and the device that adds them up or hands them on."""
 
     device: str
     entries: int
 
 
+Slice = Part  # for `reduce_and_gather`
 Shares = dict[str, float]  # by place, a device or a machine, how many bytes of a value it has
 
 
@@ -98,9 +103,9 @@ class Slices:
 
     def __init__(self, sent: Mapping[str, Sent], devices: Sequence[str]):
         self._sent = sent
-        self._bytes_whole: Counter[str] = Counter()  # of what isn't sliced, by its owner's memory
+        self._unsliced_bytes: Counter[str] = Counter()  # by their owner's memory
         for value in sent.values():
-            self._bytes_whole[memory_of(value.owner)] += value.size
+            self._unsliced_bytes[memory_of(value.owner)] += value.size
 
         # Several machines share a value among each other, and then each among its devices: among
         # one of those that share their memory.
@@ -117,7 +122,7 @@ class Slices:
         # For each byte of a slice, how many are received: from all others, but if another place
         # than the owner adds it up, the owner receives one, too.
         others = len(self._places) - 1
-        sums = self._share(large, self._base_of_sums(), others, others - 1)
+        sums = self._share(large, self._unsliced_base(), others, others - 1)
         # And how many are sent: a place doesn't hand its slice on to the owner, nor to itself.
         base = self._base_of_reads(large, sums)
         reads = self._share(large, base, others - 1, others - 1)
@@ -126,11 +131,11 @@ class Slices:
         for name, shares in zip(large, sums):
             self._sums[sent[name].size, sent[name].owner].append(shares)
 
-    def of_value(self, name: str, entries: int) -> list[Slice]:
+    def of_value(self, name: str, entries: int) -> list[Part]:
         """The slices of a value that is sent to all devices; [] if it's sent as a whole."""
         return self._in_entries(self._reads.get(name, {}), entries)
 
-    def of_sum(self, size: int, owner: str, entries: int) -> list[Slice]:
+    def of_sum(self, size: int, owner: str, entries: int) -> list[Part]:
         """The slices of a sum of so many bytes for an owner; [] if it's made there as a whole.
 
         Such are gradients, which are as large as their variables.
@@ -147,36 +152,42 @@ class Slices:
         count = len(self._memories)
         if count < 3:  # Two devices send and receive the same, whichever owns what.
             return []
-        total = self._bytes_whole.total()
+        total = sum(self._unsliced_bytes.values())
+        # A device that owns `size` of all bytes receives their gradients from each other device,
+        # and the values of the rest; and it sends as much. So it's within the limit if
+        #     size * (count - 1) + (total - size) <= _MORE_THAN_A_RING * ring
         ring = 2 * total * (count - 1) / count
         limit = (_MORE_THAN_A_RING * ring - total) / (count - 2)
 
         candidates = defaultdict[str, list[str]](list)  # by owner, the smallest first
         for name in sorted(self._sent, key=lambda name: self._sent[name].size):
             value = self._sent[name]
-            if value.is_sliceable and value.size >= _SMALLEST and value.owner in self._place_of:
+            if value.is_sliceable and value.size > SMALL and value.owner in self._place_of:
                 candidates[memory_of(value.owner)].append(name)
 
         large: list[str] = []
-        while self._bytes_whole:
-            busiest, size = self._bytes_whole.most_common(1)[0]
+        while self._unsliced_bytes:
+            busiest, size = self._unsliced_bytes.most_common(1)[0]
             if size <= limit or not candidates[busiest]:
                 return large
             large.append(candidates[busiest].pop())
-            self._bytes_whole[busiest] -= self._sent[large[-1]].size
+            self._unsliced_bytes[busiest] -= self._sent[large[-1]].size
         return large
 
-    def _base_of_sums(self) -> dict[str, float]:
-        """What each place receives anyhow, relative to others: gradients of what isn't sliced."""
-        others = len(self._places) - 2
+    def _unsliced_base(self) -> dict[str, float]:
+        """What each place receives for what isn't sliced, and sends; less what all places do.
+
+        As for a device in `_find_large`, that is total + size * (count - 2), less the total.
+        """
+        count = len(self._places)
         return {
-            place: others * sum(self._bytes_whole[memory_of(device)] for device in devices)
+            place: (count - 2) * sum(self._unsliced_bytes[memory_of(device)] for device in devices)
             for place, devices in self._places.items()
         }
 
     def _base_of_reads(self, large: Sequence[str], sums: Sequence[Shares]) -> dict[str, float]:
-        """What each place sends anyhow, relative to others."""
-        base = self._base_of_sums()
+        """What each place sends: that, and the slices of gradients that others add up."""
+        base = self._unsliced_base()
         for name, shares in zip(large, sums):
             size = self._sent[name].size
             owner = self._place_of[self._sent[name].owner]
@@ -204,7 +215,8 @@ class Slices:
 
         low = 0.0
         high = max(base.values()) + cost * sum(self._sent[name].size for name in large)
-        shares: list[Shares] = []
+        shares = self._fill(large, base, high, cost, cost_at_owner)
+        assert shares is not None, 'up to this level, any place could take all values'
         for _ in range(40):
             level = (low + high) / 2
             attempt = self._fill(large, base, level, cost, cost_at_owner)
@@ -255,7 +267,7 @@ class Slices:
                 return None
         return shares
 
-    def _in_entries(self, shares: Shares, entries: int) -> list[Slice]:
+    def _in_entries(self, shares: Shares, entries: int) -> list[Part]:
         """Shares in whole entries of the devices of each place, but for those without one."""
         total = sum(shares.values())
         slices = []
@@ -267,6 +279,6 @@ class Slices:
                 done += share / len(devices)
                 end = min(round(entries * done / total), entries)
                 if end > before:
-                    slices.append(Slice(device, end - before))
+                    slices.append(Part(device, end - before))
                     before = end
         return slices

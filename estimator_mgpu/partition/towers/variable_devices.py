@@ -97,16 +97,40 @@ def _variables_without_gpu_kernels(devices: Sequence[str]) -> set[tf.Operation]:
         return variables
     graph = tf.get_default_graph()
     for op in graph.get_operations():
-        if kernels.has_gpu_kernel(op.node_def, graph):
-            continue
-        variables.add(op)
-        variables.update(graph.get_operation_by_name(name) for name in graphs.colocated_with(op))
+        node = op.node_def
+        if not kernels.has_gpu_kernel(node):
+            variables.add(op)
+            variables.update(map(graph.get_operation_by_name, graphs.colocated_with(op)))
         takes_references = any(arg.is_ref for arg in op.op_def.input_arg)
-        for tensor in op.inputs:
+        for index in _operands_without_gpu_kernels(node, graph):
+            tensor = op.inputs[index]
             # A reference that is only read needn't be on the same device.
             if graphs.is_handle(tensor) and (tensor.dtype == tf.resource or takes_references):
                 variables.add(maker_of_state(tensor))
     return variables
+
+
+def _operands_without_gpu_kernels(node: Any, graph: tf.Graph) -> set[int]:
+    """Which operands of a NodeDef are given to an op that has no kernel on GPUs.
+
+    That is the NodeDef's, or one of the functions that it calls: other ops of these may run on
+    another device than the one that uses a variable.
+    """
+    operands = [name for name in node.input if not name.startswith('^')]
+    if not kernels.has_gpu_kernel(node):
+        return set(range(len(operands)))
+    found = set()
+    for called in function_calls.called_functions(node):
+        definition = function_calls.definition_of(graph, called.name)
+        # The last operands are the arguments: before them, there may be a condition.
+        arguments = definition.signature.input_arg
+        first = len(operands) - len(arguments)
+        index_of = {argument.name: first + i for i, argument in enumerate(arguments)}
+        for inner in definition.node_def:
+            for index in _operands_without_gpu_kernels(inner, graph):
+                if inner.input[index] in index_of:
+                    found.add(index_of[inner.input[index]])
+    return found
 
 
 def _used_with(
