@@ -241,6 +241,290 @@ def parts(features):
     return {f'part {i}': tensor for i, tensor in enumerate(found)}
 
 
+def size64(tensor):
+    return tf.size(tensor, out_type=tf.int64)
+
+
+def sparse_of(mask, values):
+    """What a mask leaves of a matrix, as a sparse tensor of as many rows."""
+    found = tf.where(mask)
+    return tf.SparseTensor(found, tf.gather_nd(values, found), tf.shape(mask, out_type=tf.int64))
+
+
+def taller(sparse, times=2):
+    """The same entries in a sparse tensor of more rows, the last ones of which are empty."""
+    rows, columns = tf.unstack(sparse.dense_shape)
+    return tf.SparseTensor(sparse.indices, sparse.values, [times * rows, columns])
+
+
+def several_ids_of_an_entry(features):
+    """Three ids for each entry that a mask leaves."""
+    ids = features['dense']
+    chosen = tf.boolean_mask(ids, ids[:, 0] > 0) % 4
+    flat = tf.reshape(chosen, [-1])
+    unique, places = tf.unique(flat)
+    scale = tf.cast(flat, tf.float32) + 1
+    looked_up = tf.gather(tf.gather(table(), unique), places) * scale[:, None]
+    gradient = tf.gradients(tf.reduce_sum(looked_up**2), looked_up)[0]
+    sums = tf.math.unsorted_segment_sum(gradient, places, tf.size(unique))
+    return unique, looked_up, sums
+
+
+def ids_in_blocks(features):
+    """The ids of two columns, one column after the other."""
+    ids = features['dense']
+    chosen = tf.boolean_mask(ids, ids[:, 0] > 0) % 4
+    flat = tf.reshape(tf.transpose(chosen[:, :2]), [-1])
+    unique, places = tf.unique(flat)
+    looked_up = tf.gather(tf.gather(table(), unique), places)
+    return unique, looked_up, tf.math.unsorted_segment_sum(looked_up, places, tf.size(unique))
+
+
+def masks_in_blocks(features):
+    """What a mask leaves, of a matrix with the columns one after the other."""
+    ids = tf.reshape(tf.transpose(features['dense']), [-1, 1])
+    filled, is_empty = tf.sparse.fill_empty_rows(sparse_of(ids > 0, ids), 0)
+    unique, places = tf.unique(filled.values)
+    rows = tf.gather(tf.gather(table(), unique), places)
+    return filled.values, is_empty, rows, tf.math.segment_sum(rows, filled.indices[:, 0])
+
+
+def several_entries_of_an_id(features):
+    """What belongs to ids, flat: an entry's place is that of another id's."""
+    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    unique, places = tf.unique(filled.values)
+    flat = tf.reshape(tf.gather(table(), unique), [-1])
+    flat_rows = tf.reshape(flat, [-1, 1])
+    sums = tf.sparse.segment_sum(flat_rows, places, tf.cast(filled.indices[:, 0], tf.int32))
+    return tf.gather(flat, places), sums
+
+
+def ids_along_another_axis(features):
+    """What belongs to ids, transposed, and what is picked of that."""
+    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    unique, places = tf.unique(filled.values)
+    columns = tf.transpose(tf.gather(table(), unique))
+    return columns, tf.cumsum(columns, axis=1), tf.gather(columns, places, axis=1)
+
+
+def reshaped_from_taller(features):
+    """Pairs of rows become one, and what is in a row goes to another tower's."""
+    double = taller(features['sparse'])
+    rows = double.dense_shape[0] // 2
+    wide = tf.sparse.reshape(double, tf.stack([rows, 2 * double.dense_shape[1]]))
+    narrow = tf.sparse.reshape(double, [-1, 1])
+    filled, is_empty = tf.sparse.fill_empty_rows(wide, 0)
+    return wide.indices, narrow.indices, filled.values, filled.indices, is_empty
+
+
+def reshaped_to_shorter(features):
+    """Four rows of half the batch's columns each, of which the last ones are empty."""
+    double = taller(features['sparse'], 4)
+    halved = tf.sparse.reshape(double, tf.stack([2 * size64(features['dense'][:, 0]), -1]))
+    return halved.indices, tf.sparse.fill_empty_rows(halved, 0)[0].values
+
+
+def filled_taller(features):
+    filled, is_empty = tf.sparse.fill_empty_rows(taller(features['sparse']), 0)
+    unique, places = tf.unique(filled.values)
+    rows = tf.gather(tf.gather(table(), unique), places)
+    return filled.values, is_empty, tf.math.segment_sum(rows, filled.indices[:, 0])
+
+
+def crossed_taller(features):
+    double = taller(features['sparse'])
+    crossed = tf.sparse.cross_hashed([double, double], 5)
+    filled, _ = tf.sparse.fill_empty_rows(crossed, 0)
+    return crossed.indices, crossed.values, crossed.dense_shape, filled.values
+
+
+def summed_taller(features):
+    """Into more rows than the batch has, and into as many."""
+    weights = table()
+    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    count = tf.size(features['dense'][:, 0])
+    rows = tf.cast(filled.indices[:, 0], tf.int32)
+    sums = [
+        tf.sparse.segment_mean(weights, filled.values, rows, num_segments=times * count)
+        for times in (1, 2)
+    ]
+    return sums + [tf.gradients(tf.reduce_sum(one**2), tf.trainable_variables()) for one in sums]
+
+
+def masked_columns(features):
+    """A mask of `begin` that TensorFlow ignores, as the same dimension is shrunk."""
+    sparse = features['sparse']
+    found = []
+    for mask in (1, 3):
+        for number in (0, 1):
+            column = tf.raw_ops.StridedSlice(
+                input=sparse.indices,
+                begin=[0, number],
+                end=[0, number + 1],
+                strides=[1, 1],
+                begin_mask=mask,
+                end_mask=mask,
+                shrink_axis_mask=2,
+            )
+            count = tf.size(features['dense'][:, 0])
+            found += [column, tf.math.unsorted_segment_sum(sparse.values, column, count)]
+    return found
+
+
+def columns_of_all(features):
+    """Of indices of which each row has equally many."""
+    ids = features['dense']
+    rows = tf.tile(tf.range(size64(ids[:, 0]))[:, None], [1, COLUMNS])
+    columns = tf.tile(tf.range(COLUMNS, dtype=tf.int64)[None], [size64(ids[:, 0]), 1])
+    indices = tf.stack([tf.reshape(rows, [-1]), tf.reshape(columns, [-1])], 1)
+    sparse = tf.SparseTensor(indices, tf.reshape(ids, [-1]), tf.shape(ids, out_type=tf.int64))
+    same = tf.sparse.reshape(sparse, [-1, COLUMNS])
+    column = same.indices[:, 1]
+    return column, column + same.values, tf.math.segment_sum(column, same.indices[:, 0])
+
+
+def entries_of_ids(features):
+    """A sparse tensor whose rows are different ids, of which towers may have the same."""
+    weights = table()
+    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    unique, _ = tf.unique(filled.values)
+    digits = tf.stack([unique % 4, unique // 4], 1)
+    sparse = sparse_of(digits > 1, digits)
+    of_ids, is_empty = tf.sparse.fill_empty_rows(sparse, 0)
+    rows = tf.cast(of_ids.indices[:, 0], tf.int32)
+    sums = tf.sparse.segment_sum(weights, of_ids.values, rows)
+    direct = tf.sparse.segment_sum(
+        weights,
+        sparse.values,
+        tf.cast(sparse.indices[:, 0], tf.int32),
+        num_segments=tf.size(unique),
+    )
+    gradient = tf.gradients(tf.reduce_sum(direct**2), tf.trainable_variables())
+    return of_ids.values, is_empty, sums, direct, gradient
+
+
+def rows_of_some_rows(features):
+    """Rows of what a mask leaves, filled up: of the examples, some still have no entry."""
+    ids = features['dense']
+    left = tf.where(ids[:, 0] > 2)
+    digits = tf.gather_nd(ids, left)
+    filled, _ = tf.sparse.fill_empty_rows(sparse_of(digits > 3, digits), 0)
+    examples = tf.gather(tf.reshape(left, [-1]), filled.indices[:, 0])
+    return examples, tf.math.segment_sum(filled.values, examples)
+
+
+def rows_of_two_widths(features):
+    """Three rows an example: of one of its columns each, or of two."""
+    sparse = features['sparse']
+    rows = tf.unstack(sparse.dense_shape)[0]
+    wider = tf.SparseTensor(sparse.indices, sparse.values, [rows, 2 * COLUMNS])
+    found = []
+    for one, width in ((sparse, 1), (wider, 2)):
+        reshaped = tf.sparse.reshape(one, tf.stack([COLUMNS * rows, width]))
+        filled, is_empty = tf.sparse.fill_empty_rows(reshaped, 0)
+        numbers = tf.range(size64(filled.values))
+        sums = tf.math.segment_sum(numbers, filled.indices[:, 0])
+        found += [filled.values, is_empty, filled.values * numbers, sums]
+    return found
+
+
+def two_ids_of_an_entry(features):
+    """Ids of which an entry has two: there are places for each, and half as many rows."""
+    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    pairs = tf.stack([filled.values, filled.values // 2], 1)
+    unique, places = tf.unique(tf.reshape(pairs, [-1]))
+    rows = tf.reshape(tf.gather(tf.gather(table(), unique), places), [-1, 2 * WIDTH])
+    numbers = tf.cast(tf.repeat(filled.indices[:, 0], 2), tf.int32)
+    both = tf.sparse.segment_mean(tf.gather(tf.global_variables()[-1], unique), places, numbers)
+    gradient = tf.gradients(tf.reduce_sum(both**2), tf.global_variables()[-1])[0]
+    return unique, rows, tf.math.segment_sum(rows, filled.indices[:, 0]), both, gradient.values
+
+
+def summed_by_id_of_other_rows(features):
+    """What isn't of the entries themselves, by their places, and by all ids."""
+    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    unique, places = tf.unique(filled.values)
+    count = tf.size(unique)
+    numbers = tf.range(tf.size(filled.values))
+    return [
+        tf.math.unsorted_segment_sum(numbers, places, count),
+        tf.math.unsorted_segment_sum(numbers, places, 2 * count),
+        tf.math.unsorted_segment_max(numbers, places, count),
+        tf.cumsum(unique),
+        tf.range(tf.size(unique, out_type=tf.int64)) * unique,
+        tf.reduce_max(unique),
+        unique[::-1],
+        tf.concat([unique, unique], 0),
+        tf.reshape(tf.stack([unique, unique + 1], 1), [-1]),
+        tf.gather(unique, tf.range(count)),
+        tf.boolean_mask(unique, unique > 4),
+    ]
+
+
+def dense_taller(features):
+    """Made dense, with more rows than the batch has."""
+    double = taller(features['sparse'])
+    values = tf.cast(double.values, tf.float32)
+    double = tf.SparseTensor(double.indices, values, double.dense_shape)
+    return (
+        tf.sparse.to_dense(double),
+        tf.sparse.sparse_dense_matmul(double, floats(COLUMNS, 2)),
+        tf.sparse.reduce_sum(double, 1),
+        tf.math.segment_sum(double.values, double.indices[:, 0]),
+    )
+
+
+def masked_taller(features):
+    """What a mask finds, in a sparse tensor with more rows than the mask."""
+    ids = features['dense']
+    double = taller(sparse_of(ids > 2, ids), 3)
+    filled, is_empty = tf.sparse.fill_empty_rows(double, 0)
+    narrow = tf.sparse.reshape(double, [-1, 1])
+    return narrow.indices, narrow.dense_shape, filled.values, filled.indices, is_empty
+
+
+HOSTILE = [
+    rows_of_two_widths,
+    two_ids_of_an_entry,
+    summed_by_id_of_other_rows,
+    dense_taller,
+    masked_taller,
+    several_ids_of_an_entry,
+    ids_in_blocks,
+    masks_in_blocks,
+    several_entries_of_an_id,
+    ids_along_another_axis,
+    reshaped_from_taller,
+    reshaped_to_shorter,
+    filled_taller,
+    crossed_taller,
+    summed_taller,
+    masked_columns,
+    columns_of_all,
+    entries_of_ids,
+    rows_of_some_rows,
+]
+
+
+@pytest.mark.parametrize('function', HOSTILE, ids=lambda f: f.__name__)
+def test_other_shapes(function, behavior):
+    """Sizes other than those of which towers have shares, or entries of what isn't an example."""
+
+    def model_fn(features, labels, mode):
+        found = tf.nest.flatten(function(features))
+        found = {f'part {i}': tf.convert_to_tensor(one) for i, one in enumerate(found)}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    batches = batches_of(12, 7, 3)
+    for features, _ in batches:
+        features['dense'][-1] = 4  # so that each selection has something
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
+    values = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    one = evaluate(model_fn, batches, 0, values=values, **options)
+    ours = evaluate(model_fn, batches, 3, values=values, **options)
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
 @pytest.mark.parametrize('in_order', [True, False], ids=['in order', 'in any order'])
 @pytest.mark.parametrize('towers', [2, 4])
 def test_values_of_one_device(towers, in_order):

@@ -182,6 +182,6 @@ def joined(placements: Sequence[Placement]) -> Placement:
     return on_towers[0] if on_towers else REPLICATE
 
 
-def rows_of(placement: Placement) -> RowSpace | None:
+def rows_of(placement: Placement | None) -> RowSpace | None:
     """The row space of which a tensor is a shard or a partial result; None if it's neither."""
     return placement.rows if isinstance(placement, (Shard, Partial)) else None

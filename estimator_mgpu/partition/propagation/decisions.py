@@ -16,13 +16,25 @@ from estimator_mgpu.partition.placements import (
     NotGatherable,
     Partial,
     Placement,
+    Positions,
+    Shard,
     joined,
     rows_of,
 )
-from estimator_mgpu.partition.plan import FULL, FULL_ON_FIRST, LOCAL, Decision, OpPlan
+from estimator_mgpu.partition.plan import (
+    FULL,
+    FULL_ON_FIRST,
+    LOCAL,
+    CountedFromFirst,
+    Decision,
+    LocalShape,
+    OpPlan,
+    Slice,
+    SparseRows,
+)
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import entries, groups, handles, lists, selections
+from estimator_mgpu.partition.rules import entries, groups, handles, lists, selections, sparse
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import RowSpace, Size, UniqueRows
 from estimator_mgpu.tf_internals import op_types
@@ -50,9 +62,46 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
         raise
     except Exception as error:
         raise failure(op, error) from error
-    if decision is None:
+    if decision is None or not _keeps_ids(op, decision):
+        raise NotSharded
+    if op.type in sparse.RULES and not _keeps_height(decision, placements):
         raise NotSharded
     return decision
+
+
+def _keeps_height(decision: Decision, placements: Sequence[Placement]) -> bool:
+    """Whether a sparse tensor has as many rows as towers count those of its entries.
+
+    It may have more, of which the last ones are empty: then another tower's are the entries'.
+    """
+    needs = decision.plan.needs
+    shapes = [need for need in needs if isinstance(need, LocalShape)]
+    counted = [placement for placement, need in zip(placements, needs) if need == LOCAL]
+    totals = [placement.total for placement in counted if isinstance(placement, Positions)]
+    return all(shape.entries[shape.position].same_as(total) for shape in shapes for total in totals)
+
+
+def _keeps_ids(op: tf.Operation, decision: Decision) -> bool:
+    """Whether towers have one row for each of their different ids, which several may have.
+
+    So they can't slice what belongs to ids, and what they reduce has to be a sum by id.
+    """
+    slices = (Slice, CountedFromFirst, SparseRows)
+    needs = [need for need in decision.plan.needs if isinstance(need, slices)]
+    if any(isinstance(need.rows, UniqueRows) for need in needs):
+        return False
+    for index, placement in enumerate(decision.placements):
+        rows = rows_of(placement)
+        if not isinstance(rows, UniqueRows):
+            continue
+        if isinstance(placement, Partial):
+            if op.type not in entries.SUMS_BY_ID:
+                return False
+            continue
+        dims = decision.dims[index] if decision.dims else None
+        if placement != Shard(0, rows) or not dims or dims[0] != Size(1, (rows,)):
+            return False
+    return True
 
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:

@@ -63,6 +63,8 @@ _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 
 _SPARSE = tuple(f'SparseSegment{reduction}' for reduction in ('Mean', 'SqrtN', 'Sum'))
 _GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
 _SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
+SUMS_BY_ID = ('UnsortedSegmentSum', *_GRADIENTS, *_SPARSE_GRADIENTS)
+"""Types of ops of which towers may have partial sums by id."""
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -74,7 +76,10 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
       sizes: of tensors.
     """
     rule = _RULES.get(op.type)
-    return None if rule is None else rule(op, placements, sizes)
+    positions = [placement for placement in placements if isinstance(placement, Positions)]
+    if rule is None or any(isinstance(one.rows, UniqueRows) for one in positions):
+        return None  # What is in rows of different ids, several towers may have.
+    return rule(op, placements, sizes)
 
 
 # Entries.
@@ -114,6 +119,8 @@ def _reshape(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) ->
         return None
     positions, need = indices
     rows = positions.rows
+    if not before[0].same_as(positions.total):
+        return None  # Of [2 * batch, 3], all entries may be in the first half of the rows.
     factor = per_row(after[0], rows)
     shape = _local_shape(before, rows)
     new_shape: Need | None = FULL if asked[0] == Size(-1) else _local_shape(asked, rows)
@@ -139,7 +146,7 @@ def _fill_empty_rows(
     """`SparseFillEmptyRows`: indices, values, the shape, and what is put into rows without entries.
 
     It brings the entries into the order of the rows. Whatever else is filled up with the same
-    indices gets the same ones: the weights of ids, say.
+    indices gets the same ones: the weights of ids, say, if an example is a row.
     """
     indices = _indices_of(op.inputs[0], placements[0], sizes)
     dims = sizes.dims(op.inputs[0])
@@ -153,7 +160,9 @@ def _fill_empty_rows(
         return None
 
     filled = SelectedRows(op.outputs[0].name, None, origin_of(rows))
-    filled = sizes.same_for((op.type, positions), filled)
+    # An example's entries may be shared out to several rows in more than one way.
+    key = positions if positions.factor == ONE else op.inputs[0].name
+    filled = sizes.same_for((op.type, key), filled)
     filled_positions = Positions(filled, (), rows, positions.factor, fill_rows=True)
     count = filled_positions.count
     return Decision(
@@ -238,14 +247,12 @@ def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     is_column = masks['shrink_axis'] == 2 and not masks['ellipsis'] and not masks['new_axis']
     if not takes_all_rows or not is_column or not begin:
         return None
-    column = 0 if masks['begin'] & 2 else begin[1]
+    column = begin[1]  # Of a dimension that is in `shrink_axis_mask`, TensorFlow ignores others.
     if column < 0:
         return None
     placement: Placement = positions.shard
     if column == 0:
         placement = dataclasses.replace(positions, selections=())
-    elif positions.repeats != ONE:
-        return None
     return Decision(OpPlan((LOCAL, FULL, FULL, FULL)), [placement], [[positions.count]])
 
 
@@ -269,7 +276,7 @@ def _sparse_segments(
     positions = placements[2]
     if not isinstance(positions, Positions) or not dims:
         return None
-    data_and_ids = _data_and_ids(placements[0], placements[1], positions)
+    data_and_ids = _data_and_ids(placements[0], dims, placements[1], positions)
     if data_and_ids is None:
         return None
     needs = (*data_and_ids, LOCAL)
@@ -283,12 +290,13 @@ def _sparse_segments(
 
 
 def _data_and_ids(
-    data: Placement, ids: Placement, positions: Positions
+    data: Placement, data_dims: Sequence[Size], ids: Placement, positions: Positions
 ) -> tuple[Need, Need] | None:
     """The forms of a table, or of what was looked up of it, and of each entry's place in that."""
     if isinstance(ids, Places):
-        is_own = data == Shard(0, ids.ids) and Shard(0, ids.rows) == positions.shard
-        return (LOCAL, LOCAL) if is_own else None
+        is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == _full_size(ids.ids)
+        is_of_entries = Shard(0, ids.rows) == positions.shard
+        return (LOCAL, LOCAL) if is_of_ids and is_of_entries else None
     return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
 
 
@@ -304,9 +312,10 @@ def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[S
 def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`Unique`: of the ids of entries, those that are different, and the place of each."""
     rows = rows_of(placements[0])
-    is_of_entries = isinstance(rows, SelectedRows) and not isinstance(rows, UniqueRows)
-    if not isinstance(rows, SelectedRows) or not is_of_entries or not rows.is_ordered:
+    if not isinstance(rows, SelectedRows) or isinstance(rows, UniqueRows) or not rows.is_ordered:
         return None
+    if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [_full_size(rows)]:
+        return None  # Each entry has one id.
     ids = UniqueRows(op.outputs[0].name, None, rows.origin)
     dims = [[_full_size(ids)], [_full_size(rows)]]
     return Decision(OpPlan((LOCAL,)), [Shard(0, ids), Places(ids, rows)], dims)
@@ -320,7 +329,7 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     is_vector = sizes.rank(op.inputs[1]) == 1
     if not isinstance(places, Places) or not is_along_rows or not is_vector or not dims:
         return None
-    if looked_up != Shard(0, places.ids):
+    if looked_up != Shard(0, places.ids) or dims[0] != _full_size(places.ids):
         return None
     entry_dims = [_full_size(places.rows), *dims[1:]]
     return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])

@@ -133,8 +133,6 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
         outputs = [Positions(selection, selections, rows, factor) for selection in selections]
     else:
         # The data has as many rows, or the op fails.
-        if placements[0] != placements[1] and isinstance(rows, UniqueRows):
-            return None  # A tower's ids don't follow each other.
         need = LOCAL if placements[0] == placements[1] else Slice(0, rows, factor)
         outputs = [Shard(0, selection) for selection in selections]
     dims = [[_full_size(selection), *data_dims[1:]] for selection in selections]
@@ -179,8 +177,6 @@ def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     # What is put at a selection's positions has as many rows as the selection, or the op fails.
     needs: list[Need] = []
     for placement, selection in zip(placements[count:], given):
-        if placement != Shard(0, selection) and isinstance(selection, UniqueRows):
-            return None
         needs.append(LOCAL if placement == Shard(0, selection) else Slice(0, selection, ONE))
     dims = [first.factor * _full_size(first.rows), *data_dims[1:]]
     return Decision(OpPlan((*[LOCAL] * count, *needs)), [Shard(0, first.rows)], [dims])
@@ -282,7 +278,11 @@ def _taken(
     taken: Placement = positions.shard
     if isinstance(placement, Positions) and placement.shard == Shard(0, positions.rows):
         taken = dataclasses.replace(
-            positions, selections=(), rows=placement.rows, factor=placement.factor
+            positions,
+            selections=(),
+            rows=placement.rows,
+            factor=placement.factor,
+            fill_rows=positions.fill_rows and placement.fill_rows,
         )
     elif placement != Shard(0, positions.rows):
         if isinstance(positions.rows, UniqueRows):

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.towers import sparse_rows
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather_selection
 from estimator_mgpu.partition.towers.shards import Shards
 
@@ -57,8 +56,9 @@ def merge(
 
     order = sparse_rows.order(nodes, unique, dtype, device)
     ranks = nodes.add('InvertPermutation', [order], device, T=tf.int32)
-    sorted_ids = _take(nodes, unique, dtype, order, device)
-    return MergedIds(sorted_ids, _take(nodes, ranks, tf.int32, places, device), count)
+    sorted_ids = sparse_rows.take(nodes, unique, dtype, order, device, tf.int32)
+    sorted_places = sparse_rows.take(nodes, ranks, tf.int32, places, device, tf.int32)
+    return MergedIds(sorted_ids, sorted_places, count)
 
 
 def add_up(
@@ -80,14 +80,9 @@ def take_first(
     numbers = nodes.add('Range', [0, size, 1], device, Tidx=tf.int32)
     inputs = [numbers, merged.places, merged.size]
     firsts = nodes.add('UnsortedSegmentMin', inputs, device, **_types(tf.int32))
-    return _take(nodes, joined, dtype, firsts, device)
+    return sparse_rows.take(nodes, joined, dtype, firsts, device, tf.int32)
 
 
 def _types(dtype: tf.DType) -> dict[str, tf.DType]:
     """The attributes of a reduction of the rows of each id."""
     return {'T': dtype, 'Tindices': tf.int32, 'Tnumsegments': tf.int32}
-
-
-def _take(nodes: NodeBuilder, rows: str, dtype: tf.DType, places: str, device: str) -> str:
-    types = {'Tparams': dtype, 'Tindices': tf.int32, 'Taxis': tf.int32}
-    return nodes.add('GatherV2', [rows, places, 0], device, **types)
