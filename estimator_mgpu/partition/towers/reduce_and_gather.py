@@ -22,7 +22,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.sizes import ONE, Size, per_row
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
-from estimator_mgpu.partition.towers.slices import Slice
+from estimator_mgpu.partition.towers.slices import Part
 from estimator_mgpu.partition.towers.turns import Chain
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
@@ -183,7 +183,7 @@ def sum_in_slices(
     shards: Shards,
     values: Sequence[str],
     dtype: tf.DType,
-    slices: Sequence[Slice],
+    slices: Sequence[Part],
     shape: Sequence[int],
     device: str,
 ) -> str:

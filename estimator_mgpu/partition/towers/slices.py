@@ -89,7 +89,6 @@ class Part(NamedTuple):
     entries: int
 
 
-Slice = Part  # for `reduce_and_gather`
 Shares = dict[str, float]  # by place, a device or a machine, how many bytes of a value it has
 
 
