@@ -17,7 +17,7 @@ from estimator_mgpu.partition.order import check
 from estimator_mgpu.tf_internals import graphs, private
 from models import floats, sgd, spec_of, step
 from test_order import counts_by_hand, usual
-from towers import NAMES, TRAIN, behavior_of, built
+from towers import NAMES, TRAIN, behavior_of, built, compare
 
 pytestmark = pytest.mark.core
 BATCHES = [(floats(8, 3), floats(8, 1))]
@@ -369,6 +369,24 @@ def test_an_order_that_only_one_branch_keeps_is_no_order():
                     stack.enter_context(waiting_for(op, merges))
             assert read in graphs.ancestors([write])
             assert f'{write.name} no longer waits for {read.name}' in made.complaint()
+
+
+def by_turns(features, labels, mode):
+    """One of two optimizers writes to a variable; with the other one, it's read for a gradient."""
+    matrix = tf.get_variable('matrix', [3, 4])
+    net = features @ matrix
+    penalty = tf.reduce_mean(tf.square(net))
+    loss = tf.reduce_mean(tf.square(tf.layers.dense(tf.tanh(net), 1, name='b') - labels))
+    train_op = tf.cond(
+        tf.equal(step() % 2, 0),
+        lambda: tf.train.RMSPropOptimizer(0.01).minimize(loss, step(), [matrix]),
+        lambda: tf.train.AdagradOptimizer(0.1).minimize(loss + penalty, step()),
+    )
+    return spec_of(mode, loss, train_op)
+
+
+def test_what_never_runs_in_the_same_step_has_no_order(behavior):
+    compare(by_turns, BATCHES * 4, 2)
 
 
 def test_a_value_that_is_sent_before_a_write_is_found(monkeypatch):

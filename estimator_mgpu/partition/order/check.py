@@ -78,7 +78,7 @@ class Facts:
       writers: the ops that a result runs and that write what all towers share.
       of_results: the side effects that each result runs.
       before: of an op, those before it that touch the same state, where one of the two writes;
-        each with that state.
+        each with that state. What is in the opposite branch never runs with it, and isn't there.
     """
 
     def __init__(self, graph: tf.Graph, results: Sequence[tf.Operation]):
@@ -129,7 +129,11 @@ class Facts:
             for state in self.read.get(op.name, ()):
                 for write in self._names_of(waited_for[op] & writes[state]):
                     before[write].add(state)
-            self.before[op.name] = dict(before)
+            self.before[op.name] = {
+                other: states
+                for other, states in before.items()
+                if not liveness.exclude_each_other(op, graph.get_operation_by_name(other))
+            }
 
     def _bits_by_state(self, states: dict[str, set[str]]) -> dict[str, int]:
         """The bits of the ops that touch each piece of state."""
