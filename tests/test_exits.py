@@ -18,6 +18,15 @@ def test_exits(argument, error, status):
     assert exits.error_and_status(argument) == (error, status)
 
 
+def test_an_error_without_a_message():
+    class Silent(Exception):
+        def __str__(self):
+            raise ValueError
+
+    assert exits.error_text(Silent()) == 'Silent: it has no message, as its str() fails'
+    assert exits.error_text(KeyError('a')) == "KeyError: 'a'"
+
+
 def test_exits_are_noted(monkeypatch):
     monkeypatch.setattr(sys, 'exit', sys.exit)
     noted = exits.NotedExit()

@@ -43,8 +43,8 @@ class Watch:
     def silent_tasks(self, seconds=10):
         return f'{WORKER} is silent' if self.silence > seconds else ''
 
-    def names_of_silent(self):
-        return [WORKER] if self.silence else []
+    def names_of_silent(self, seconds):
+        return [WORKER] if self.silence > seconds else []
 
 
 @pytest.fixture

@@ -387,6 +387,25 @@ def test_a_task_that_comes_back_as_the_chief_ends_is_told(chief, pads, clock, ca
 
 
 @pytest.mark.core
+@pytest.mark.parametrize('status', [0, 143])
+def test_sigterm_while_it_tells(status, task, chief, pads, clock, monkeypatch):
+    """All are told, of the end that had begun; it waits for nobody any more."""
+    pads[PS] = Silent()
+    task.sigterm_at = None if status == 0 else 1
+    write = Pad.write
+
+    def write_and_get_sigterm(pad, name, text):
+        task._handle_sigterm(15, None)
+        write(pad, name, text)
+
+    monkeypatch.setattr(Pad, 'write', write_and_get_sigterm)
+    chief._tell_ending()
+    told = [pads[name].read('end') for name in task.others if name != PS]
+    assert told == [ending_of(task.incarnation, status=status)] * 2
+    assert clock.now == 1000
+
+
+@pytest.mark.core
 def test_a_chief_that_was_replaced_tells_nobody(chief, pads, tmp_path):
     before = ending.Ending('new')
     ending.write(str(tmp_path), before)

@@ -20,7 +20,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import reach, saving
 from estimator_mgpu.cluster.ending import Ending
-from estimator_mgpu.cluster.exits import SIGTERM_STATUS, NotedExit, error_and_status
+from estimator_mgpu.cluster.exits import SIGTERM_STATUS, NotedExit, error_and_status, error_text
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import version
 from estimator_mgpu.cluster.restarts import Restarts
@@ -69,9 +69,10 @@ class Chief:
     def _tell_ending(self) -> None:
         """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
         self._sigterm.main_thread_ends = True
+        self.task.busy = True  # SIGTERM, or another one, doesn't keep it from telling all.
         uncaught = getattr(sys, 'last_value', None)
         if uncaught is not None:
-            error, status = f'{type(uncaught).__name__}: {uncaught}', 1
+            error, status = error_text(uncaught), 1
         elif self.task.sigterm_at is not None:
             error, status = None, SIGTERM_STATUS
         else:
@@ -90,7 +91,7 @@ class Chief:
                 f'Training has ended. Waiting up to {_WAIT_FOR_LOST} seconds for '
                 f'{", ".join(untold)} to come back, which would wait for this chief otherwise.'
             )
-        while self.leadership.untold and time.monotonic() < end:
+        while self.leadership.untold and time.monotonic() < end and self.task.sigterm_at is None:
             time.sleep(1)
             self.leadership.tell_tasks(Ending(self.task.incarnation, None, 0))
 

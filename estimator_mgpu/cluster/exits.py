@@ -38,6 +38,15 @@ class NotedExit:
         sys.exit = noting_exit
 
 
+def error_text(error: BaseException) -> str:
+    """Returns an error's class and message, in a line."""
+    try:
+        message = str(error)
+    except Exception:
+        message = 'it has no message, as its str() fails'
+    return f'{type(error).__name__}: {message}'
+
+
 def error_and_status(argument: Any) -> tuple[str | None, int]:
     """Returns the error, as text, and the status of a process that calls `sys.exit(argument)`."""
     if argument is None:
