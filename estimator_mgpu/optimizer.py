@@ -63,7 +63,7 @@ class TowerOptimizer:
     def apply_gradients(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         """As the optimizer's own method, and records the gradients."""
         if isinstance(self, tf.train.SyncReplicasOptimizer):
-            tf.logging.warning('%s', _WAITS_FOR_REPLICAS)
+            tf.logging.warning(_WAITS_FOR_REPLICAS)
         pairs = list(grads_and_vars)
         applied = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
         graph = tf.get_default_graph()

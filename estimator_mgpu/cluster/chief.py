@@ -69,7 +69,7 @@ class Chief:
     def _tell_ending(self) -> None:
         """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
         self._sigterm.main_thread_ends = True
-        self.task.busy = True  # SIGTERM, or another one, doesn't keep it from telling all.
+        self.task.busy = True  # SIGTERM only sets `sigterm_at` now: all tasks are told first.
         uncaught = getattr(sys, 'last_value', None)
         if uncaught is not None:
             error, status = error_text(uncaught), 1

@@ -39,7 +39,7 @@ class NotedExit:
 
 
 def error_text(error: BaseException) -> str:
-    """Returns an error's class and message, in a line."""
+    """Returns an error's class and message."""
     try:
         message = str(error)
     except Exception:

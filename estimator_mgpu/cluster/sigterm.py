@@ -2,7 +2,8 @@
 
 Python runs a signal's handler in the main thread, once TensorFlow returns to it: never, if a step
 waits for an input that hangs. But Python writes a signal's number to a pipe at once, if it's given
-one (`signal.set_wakeup_fd`). Here a thread reads from it.
+one (`signal.set_wakeup_fd`). Here a thread reads from it. Only a checkpoint that is being saved is
+finished first.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class Task:
       incarnation: tells this process from others that are, or were, the same task.
       server: TensorFlow's server.
       waits: whether this task is waiting for others, and logs which.
-      busy: whether it trains or serves. SIGTERM then only sets `sigterm_at`, so that a step can be
-        finished; at other times it ends the process.
+      busy: whether it trains, serves, or tells others how it ends. SIGTERM then only sets
+        `sigterm_at`, so that a step can be finished; at other times it ends the process.
       sigterm_at: when SIGTERM came, by time.monotonic(); None if it didn't.
     """
 

@@ -28,6 +28,7 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.slices import SMALL
@@ -38,8 +39,6 @@ from estimator_mgpu.tf_internals import op_types, private
 
 _MOST_OPS = 32  # that lead to a value: each device has a copy of them
 _MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
-
-_ATTRS_OF_PLACE = ('_class', '_output_shapes')
 
 
 class Everywhere:
@@ -119,7 +118,7 @@ class Everywhere:
         )
 
     def _made_on(self, tensor: tf.Tensor, device: str) -> str:
-        """What a tensor is, if partial results lead to it as made on a device."""
+        """The value of a tensor: made on this device, if partial results lead to it."""
         if tensor.name not in self._behind or self._is_made_there(tensor, device):
             return self._values.full(tensor)
         key = tensor.name, device
@@ -144,7 +143,7 @@ class Everywhere:
         name = self._nodes.names.added(op.name, f'device_{number}/{op.name.rpartition("/")[2]}')
         index = private.creation_index(op)  # as ops of other scopes may be called the same
         node = self._nodes.copy(op.node_def, f'{name}_{index}', operands, device)
-        for attr in _ATTRS_OF_PLACE:
+        for attr in ATTRS_OF_GLOBAL_BATCH:
             node.attr.pop(attr, None)
         for output in op.outputs:
             self._made[output.name, device] = f'{node.name}:{output.value_index}'

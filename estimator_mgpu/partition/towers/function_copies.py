@@ -30,7 +30,7 @@ from estimator_mgpu.tf_internals import function_calls, kernels, op_paths, op_ty
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def, set_attr
 
 # Attributes that say where the user's op is, and which shapes it has for the global batch.
-_ATTRS_OF_GLOBAL_BATCH = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
+ATTRS_OF_GLOBAL_BATCH = {'_class', '_output_shapes', '_handle_dtypes', '_handle_shapes'}
 
 
 def adapt_node(
@@ -48,7 +48,7 @@ def adapt_node(
     if node.op in op_types.FORWARDS:
         # No reference leads to a variable of another device, so copies give on its value.
         node.op = node.op.removeprefix('Ref')
-    for attr in _ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
+    for attr in ATTRS_OF_GLOBAL_BATCH.intersection(node.attr):
         del node.attr[attr]
     for key, value in op_plan.attrs.items():
         if isinstance(value, LocalShape):

@@ -260,3 +260,8 @@ class NodeBuilder:
             for name in used
             if name.partition(':')[0] not in names_of_nodes
         }
+
+
+def other_output(first: str, index: int) -> str:
+    """The name of another output of a node, of which `NodeBuilder.add` has returned the first."""
+    return f'{first.removesuffix(":0")}:{index}'

@@ -21,6 +21,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.sizes import ONE, Size, per_row
+from estimator_mgpu.partition.towers.node_builder import other_output
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
 from estimator_mgpu.partition.towers.slices import Part
 from estimator_mgpu.partition.towers.turns import Chain
@@ -353,7 +354,7 @@ def _stack(
     rows = nodes.concat(stacked, 0, dtype, device)  # mean, variance, mean, variance, and so on
     pairs = nodes.add('Reshape', [rows, [len(shards.towers), 2, -1]], device, T=dtype)
     first = nodes.add('Unpack', [pairs], device, T=dtype, num=2, axis=1)
-    return first, f'{first[:-1]}1'
+    return first, other_output(first, 1)
 
 
 def _without_empty_towers(

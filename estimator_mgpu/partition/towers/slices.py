@@ -108,14 +108,16 @@ class Slices:
 
         # Several machines share a value among each other, and then each among its devices: among
         # one of those that share their memory.
-        self._memories = {memory_of(device): device for device in reversed(devices)}
-        machines = {machine_of(device) for device in devices}
+        self._memories: set[str] = set()
         self._place_of: dict[str, str] = {}
         self._places: dict[str, list[str]] = {}
+        machines = {machine_of(device) for device in devices}
         for device in devices:
-            self._place_of[device] = machine_of(device) if len(machines) > 1 else memory_of(device)
-        for device in reversed(self._memories.values()):
-            self._places.setdefault(self._place_of[device], []).append(device)
+            memory = memory_of(device)
+            self._place_of[device] = machine_of(device) if len(machines) > 1 else memory
+            if memory not in self._memories:
+                self._memories.add(memory)
+                self._places.setdefault(self._place_of[device], []).append(device)
 
         large = self._find_large()
         # For each byte of a slice, how many are received: from all others, but if another place

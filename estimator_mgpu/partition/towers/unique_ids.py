@@ -16,6 +16,7 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.towers import sparse_rows
+from estimator_mgpu.partition.towers.node_builder import other_output
 from estimator_mgpu.partition.towers.reduce_and_gather import gather_selection
 from estimator_mgpu.partition.towers.shards import Shards
 
@@ -49,7 +50,7 @@ def merge(
     nodes = shards.nodes
     joined = gather_selection(shards, ids, dtype, 0, device)
     unique = nodes.add('Unique', [joined], device, T=dtype, out_idx=tf.int32)
-    places = f'{unique.removesuffix(":0")}:1'
+    places = other_output(unique, 1)
     count = nodes.add('Size', [unique], device, T=dtype, out_type=tf.int32)
     if not is_sorted:
         return MergedIds(unique, places, count)
