@@ -59,8 +59,11 @@ def test_what_tf_config_lacks(needs, changed):
 
 @pytest.mark.parametrize(
     'text',
-    ['{"cluster": ', '[]', '', '7', '{"cluster": 1}', '{"task": [1]}', 100_000 * '['],
-    ids=range(7),
+    [
+        *['{"cluster": ', '[]', '', '7', '{"cluster": 1}', '{"task": [1]}', 100_000 * '['],
+        *['{"cluster": [["chief", ["c0:1"]]]}', '{"task": [["type", "chief"], ["index", 0]]}'],
+    ],
+    ids=range(9),
 )
 def test_no_json_of_objects(text, monkeypatch):
     """At import, and of a RunConfig that reads it later."""

@@ -50,8 +50,10 @@ def with_chief(text: str) -> str:
     """
     try:
         tf_config = json.loads(text)
-        cluster = dict(tf_config.get('cluster', {}))
-        task = dict(tf_config.get('task', {}))
+        cluster = tf_config.get('cluster', {})
+        task = tf_config.get('task', {})
+        if not isinstance(cluster, dict) or not isinstance(task, dict):
+            raise TypeError('"cluster" or "task" is none')
         need = _need(cluster, task) if cluster else ''
     except RecursionError:
         need = 'to be a JSON object of objects (it has too many brackets)'
@@ -62,6 +64,7 @@ def with_chief(text: str) -> str:
 
     if not cluster or 'chief' in cluster:
         return text
+    cluster, task = dict(cluster), dict(task)
     if 'master' in cluster:
         cluster['chief'] = cluster.pop('master')
         if task['type'] == 'master':
