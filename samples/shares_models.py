@@ -203,17 +203,6 @@ def convolutions(features):
     return _loss(tf.layers.flatten(net), features['y'])
 
 
-@model(x=_floats(UNITS), **LABELS)
-def ghost_batch_norm(features):
-    """Each four examples are normalized by themselves."""
-    net = features['x']
-    for _ in range(2):
-        net = tf.layers.dense(net, 4 * UNITS, use_bias=False)
-        net = tf.layers.batch_normalization(net, training=True, virtual_batch_size=4, fused=False)
-        net = tf.nn.relu(net)
-    return _loss(net, features['y'])
-
-
 @model(image=_floats(16, 16, 3), labels=_ids(4, 16, 16))
 def dilated_convolutions(features):
     """Segmentation, with a pyramid of dilations."""

@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import check_rule, replicate, steps
 from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Dim, Entry, Groups, GroupSize, RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import Dim, Entry, RowSpace, Size, Splits
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
@@ -16,7 +16,6 @@ from models import batches, floats, of_all_modes, spec_of, weights
 from towers import compare
 
 ROWS = RowSpace('batch', None)
-GROUPS = Groups('groups', 4, ROWS)
 B = Size(1, (ROWS,))
 
 
@@ -203,7 +202,7 @@ def test_dims(make, expected):
 
 def test_symbols_of_different_kinds_differ():
     assert Dim('x:0', 0) != Entry('x:0', 0)
-    assert Size(2, (Splits(ROWS),)) != Size(2, (GroupSize(GROUPS),))
+    assert Size(2, (Splits(ROWS),)) != Size(2, (ROWS,))
 
 
 def test_what_has_no_entries_has_no_rows():

@@ -107,7 +107,6 @@ def _plan(division: Division) -> None:
         PRODUCTS,
         unused=division.unused,
         reasons=_reasons_of_unknown_ranks(batch),
-        shard_count=len(division.devices) * division.turns,
         may_be_dead=division.order.liveness.output_may_be_dead,
     )
 

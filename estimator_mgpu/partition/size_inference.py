@@ -20,7 +20,6 @@ from estimator_mgpu.partition.sizes import (
     ONE,
     Dim,
     Entry,
-    Groups,
     PickedIds,
     RowSpace,
     SelectedRows,
@@ -63,17 +62,13 @@ class Sizes:
 
     Args:
       scope: tells the tensors of a function from those of the same name elsewhere.
-      shard_count: into how many shards rows are divided; 0 if that isn't known, as in a function.
     """
 
-    def __init__(self, scope: str = '', shard_count: int = 0) -> None:
+    def __init__(self, scope: str = '') -> None:
         self._scope = scope
-        self._shard_count = shard_count
         self._dims: dict[str, list[Size]] = {}
         self._values: dict[str, ndarray | None] = {}  # arrays of `Size`
         self._row_spaces: dict[Hashable, Any] = {}  # of selections, by what is the same for them
-        # By the row space and the number of groups.
-        self._groups: dict[tuple[RowSpace, int], Groups] = {}
 
     def set_dims(self, tensor: tf.Tensor, dims: Sequence[Size] | None) -> None:
         """Sets the dimensions of a tensor; None leaves them as they are."""
@@ -161,23 +156,6 @@ class Sizes:
     def same_for(self, key: Hashable, rows: T) -> T:
         """Row spaces that are the same wherever the key is: those that were given first."""
         return self._row_spaces.setdefault(key, rows)
-
-    def groups(self, rows: RowSpace, count: int) -> Groups | None:
-        """The row space of groups of rows; None if towers can't have equally many groups.
-
-        Args:
-          rows: the rows that are put into groups. If groups of one size are possible, the number of
-            rows is a multiple of the number of towers, so towers have equally many rows.
-          count: how many groups there are.
-        """
-        if self._shard_count == 0 or count < 1 or count % self._shard_count > 0:
-            return None
-        if isinstance(rows, SelectedRows):
-            return None  # A tower may have any number of these.
-        key = rows, count
-        if key not in self._groups:
-            self._groups[key] = Groups('groups', count, rows)
-        return self._groups[key]
 
     def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
         """The symbol for a dimension that is known only when the step runs."""

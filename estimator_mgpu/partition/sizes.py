@@ -18,12 +18,12 @@ class UnknownSize(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSpace:
-    """What the rows of a tensor are: examples of the batch, groups of them, or what a mask left.
+    """What the rows of a tensor are: examples of the batch, or what a mask left.
 
     Tensors of different row spaces are never combined as if their rows were the same.
     """
 
-    # `batch`, `groups`, or the tensor with which the row space starts: rows are its dimension 0.
+    # `batch`, or the tensor with which the row space starts: rows are its dimension 0.
     name: str
     static: int | None  # how many rows there are, if the graph knows
 
@@ -80,36 +80,12 @@ class PickedIds(UniqueRows):
     """
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Groups(RowSpace):
-    """Groups of rows that follow each other, such as 8 groups of the examples of a batch.
-
-    The number of groups is static, and all have equally many rows. Each tower has equally many of
-    the groups: those that hold its own rows.
-    """
-
-    origin: RowSpace  # whose rows are in groups: usually the batch's
-
-    @property
-    def count(self) -> int:
-        """How many groups there are."""
-        assert self.static is not None
-        return self.static
-
-
 def origin_of(rows: RowSpace) -> RowSpace:
     """Of selected rows, those that they were selected from, in the end; of others, themselves."""
     return rows.origin if isinstance(rows, SelectedRows) else rows
 
 
 # The symbols are data classes, as tuples of different kinds could be equal.
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupSize:
-    """How many rows each of the groups has."""
-
-    groups: Groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +116,7 @@ class Largest(Entry):
     """The largest one of the entries that towers have there, each of its own."""
 
 
-Symbol = Union[RowSpace, GroupSize, Splits, Dim, Entry]
+Symbol = Union[RowSpace, Splits, Dim, Entry]
 
 
 @dataclasses.dataclass(frozen=True)

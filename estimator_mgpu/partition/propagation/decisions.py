@@ -34,7 +34,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import entries, groups, handles, lists, selections, sparse
+from estimator_mgpu.partition.rules import entries, handles, lists, selections, sparse
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import RowSpace, Size, UniqueRows
 from estimator_mgpu.tf_internals import op_types
@@ -165,11 +165,6 @@ def _by_rule(
       placements: of its inputs, without those that towers count for themselves.
       counted: the same with them, for operands that have the entries of a sparse tensor.
     """
-    if op.type == op_types.RESHAPE:
-        decision = groups.decide(op, placements, scope.sizes)
-        if decision is not None:
-            return decision
-
     are_replicated = all(placement == REPLICATE for placement in placements)
     inputs_are_replicated = are_replicated and not scope.follows_gathered(op)
     if inputs_are_replicated and _rule_adds_nothing(op):

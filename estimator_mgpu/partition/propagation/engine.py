@@ -43,7 +43,6 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
     Entries,
-    Groups,
     RowSpace,
     SelectedRows,
     Size,
@@ -71,7 +70,6 @@ def propagate(
     products: Container[str],
     unused: Set[str],
     reasons: Mapping[str, str],
-    shard_count: int = 0,
     may_be_dead: Callable[[tf.Tensor], bool] = lambda _: False,
 ) -> Plan:
     """Decides which ops run on every tower.
@@ -87,7 +85,6 @@ def propagate(
       products: types of ops that are worth sharding along other row spaces than the batch's.
       unused: names of ops in `order` that are left as they are.
       reasons: by the name of an unsharded tensor, why ops that use it run once.
-      shard_count: into how many shards rows are divided; 0 leaves groups of rows unsharded.
       may_be_dead: tells which tensors are in branches of TensorFlow 1, which may not be taken.
 
     Raises:
@@ -99,7 +96,7 @@ def propagate(
         scope = Scope(
             batch,
             Rules(rules, CALL_RULES, products),
-            Sizes(shard_count=shard_count),
+            Sizes(),
             reduced=reduced,
             run_once=run_once,
         )
@@ -308,9 +305,9 @@ class _Pass:
         """
         if rows is None:
             return False
-        if isinstance(rows, (SelectedRows, Groups)) and self._begins_in_branch(rows.origin):
+        if isinstance(rows, SelectedRows) and self._begins_in_branch(rows.origin):
             return True
-        is_of_tensor = ':' in rows.name  # unlike the batch's and groups
+        is_of_tensor = ':' in rows.name  # unlike the batch's
         return is_of_tensor and self._may_be_dead(
             tf.get_default_graph().get_tensor_by_name(rows.name)
         )

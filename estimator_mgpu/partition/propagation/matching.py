@@ -38,7 +38,6 @@ from estimator_mgpu.partition.rules import selections
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
 from estimator_mgpu.partition.sizes import (
     ONE,
-    Groups,
     RowSpace,
     SelectedRows,
     Size,
@@ -178,17 +177,12 @@ class Match:
     def _along_sizes(
         self, tensor: tf.Tensor, operand: SizesOf
     ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for the entries of a shape that depend on the number of examples, or of groups.
-
-        In a function, only examples of the batch are sharded.
-        """
+        """The same for the entries of a shape that depend on the number of examples."""
         batch = self._scope.batch
         candidates: list[tuple[Label, Size, RowSpace]] = []
         for label, size in zip(operand.labels, self._sizes.entries(tensor) or []):
             if batch in size.symbols:
                 candidates.append((label, size, batch))
-            elif isinstance(size.rows, Groups) and not self._scope.in_function:
-                candidates.append((label, size, size.rows))
         return candidates
 
     def _along_gathered(

@@ -140,10 +140,6 @@ class Shards:
         """How many rows there are, and some more, in an integer type."""
         return self._add(more, self._cast(self.total, dtype), dtype)
 
-    def group_size(self, count: int, dtype: tf.DType) -> Number:
-        """How many rows each group has if there are `count` of them, in an integer type."""
-        return self._binary('FloorDiv', self.total_as(dtype), count, dtype)
-
     def local_sizes(
         self, need: Constant | LocalShape | FullSizes, tower: Tower, scalar: bool, dtype: tf.DType
     ) -> Number | list[Number]:

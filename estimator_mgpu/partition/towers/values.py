@@ -30,7 +30,6 @@ from estimator_mgpu.partition.sizes import (
     ONE,
     Dim,
     Entries,
-    GroupSize,
     Largest,
     PickedIds,
     RowSpace,
@@ -341,7 +340,7 @@ class Values:
             return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device, T=dtype)
 
     def shards_of(self, rows: RowSpace) -> Shards:
-        """The shards of a row space: the batch's, that of groups, or one of a tensor."""
+        """The shards of a row space: the batch's, or one of a tensor."""
         if isinstance(rows, SelectedRows) and rows not in self._shards:
             self._shards[rows] = self._shards_of_selection(rows)
         if rows not in self._shards:
@@ -537,9 +536,6 @@ class Values:
         """The value of a symbol: a number of rows or splits, a dimension, or a tensor's entry."""
         if isinstance(symbol, RowSpace):
             return self.shards_of(symbol).total_as(dtype)
-        if isinstance(symbol, GroupSize):
-            groups = symbol.groups
-            return self.shards_of(groups.origin).group_size(groups.count, dtype)
         if isinstance(symbol, Splits):
             return self.shards_of(symbol.rows).total_as(dtype, more=1)
 
