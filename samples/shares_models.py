@@ -250,22 +250,6 @@ def speech(features):
     return tf.reduce_mean(tf.nn.ctc_loss(features['labels'], logits, length))
 
 
-@model(sound=_floats(60), labels=_ids(4, 3) + 1, label_length=_ids(3) + 1)
-def speech_with_dense_labels(features):
-    """The same with labels that are padded, whose loss consists of loops."""
-    spectra = tf.abs(tf.signal.stft(features['sound'], 8, 4, 8))
-    length = tf.fill(tf.shape(spectra)[:1], spectra.shape[1])
-    net, _ = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(UNITS), spectra, length, dtype=tf.float32)
-    losses = tf.nn.ctc_loss_v2(
-        features['labels'],
-        tf.layers.dense(net, 6),
-        features['label_length'],
-        length,
-        logits_time_major=False,
-    )
-    return tf.reduce_mean(losses)
-
-
 @model(first=_floats(STEPS, UNITS), second=_floats(STEPS, UNITS), **LABELS)
 def two_sequences(features):
     """One recurrent layer for two sequences of each example, in one batch of twice the size."""

@@ -302,21 +302,5 @@ def test_functions_that_are_not_read():
     call.attr['f'].func.name = body.signature.name  # It calls itself.
     assert not read(definition)
 
-
-@pytest.mark.parametrize('waits', [False, True], ids=['', 'waits'])
-def test_a_call_by_an_op_of_the_name_of_a_function(waits):
-    """TensorFlow 1's calls: the function's ops take its place, unless it has control edges."""
-    definition, body, call = definition_and_call()
-    name = call.attr['f'].func.name
-    [layer] = [each for each in definition.library.function if each.signature.name == name]
-    [output] = layer.signature.output_arg
-    for node in body.node_def:
-        renamed = f'{call.name}:{output.name}:0'
-        node.input[:] = [renamed if i == f'{call.name}:output:0' else i for i in node.input]
-    call.op = name
-    call.attr.clear()
-    if waits:
-        call.input.append(f'^{body.signature.input_arg[0].name}')
-    types = read(definition)
-    assert (name in types, 'MatMul' in types) == (waits, not waits)
-    assert not read(definition, WIDTH + 1)  # It isn't legal for these shapes.
+    assert 'MatMul' in read(with_functions(loop))
+    assert not read(with_functions(loop), WIDTH + 1)  # It isn't legal for these shapes.

@@ -133,8 +133,6 @@ def indices_of_rows(x):
     rows = tf.range(tf.shape(x)[0])
     columns = tf.argmax(x, 1, output_type=tf.int32)
     pairs = tf.tile(rows[:, None], [1, 3])
-    columns_of_each = tf.stack([tf.zeros([2], tf.int32), tf.range(2)], 1)[None]
-    columns_of_all = tf.tile(columns_of_each, [tf.size(rows), 1, 1])
     return {
         'stacked': tf.stack([rows, columns], 1),
         'stacked_along_last': tf.stack([rows, columns], -1),
@@ -144,9 +142,6 @@ def indices_of_rows(x):
         'reshaped': tf.stack([tf.reshape(rows, [-1, 1]), columns[:, None]], 2),
         'transposed': tf.stack([tf.transpose(tf.transpose(pairs)), pairs], 2),
         'broadcast': tf.stack([tf.broadcast_to(rows[:, None], tf.shape(x)), pairs[:, :2]], 2),
-        'added': tf.stack([tf.zeros_like(rows), columns], 1) + rows[:, None] * [1, 0],
-        'added_to_constant': [[0, 1]] + [1, 2] * rows[:, None],
-        'added_to_several': (rows[:, None] * [1, 0])[:, None] + columns_of_all,
     }
 
 
@@ -169,14 +164,7 @@ def other_indices(x):
         'maybe_one_for_all': tf.stack([tf.broadcast_to(some, tf.shape(x)[:1]), rows], 1),
         'one': tf.stack([rows, rows], 0)[:, :2],
         'rows_alone': tf.stack([rows, rows], 1)[:, ::-1],
-        'added_to_1': tf.stack([tf.ones_like(rows), rows], 1) + rows[:, None] * [1, 0],
-        'added_to_rows': pairs + rows[:, None] * [1, 0],
-        'added_twice': tf.zeros_like(pairs) + rows[:, None] * [2, 0],
-        'added_to_second': tf.zeros_like(pairs) + rows[:, None] * [0, 1],
-        'added_to_constant_1': [[1, 0]] + [1, 0] * rows[:, None],
-        'added_for_one': tf.zeros_like(pairs) + tf.range(1)[:, None] * [1, 0],
-        'added_across': tf.zeros([2, 2], tf.int32) + tf.range(2) * [1, 0],
-        'times_rows': rows[:, None] * tf.stack([rows, rows], 1),
+        'added': tf.stack([tf.ones_like(rows), rows], 1) + rows[:, None] * [1, 0],
     }
 
 

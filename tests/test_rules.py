@@ -278,12 +278,6 @@ def _scatter_nd(op, b):
     return [scattered, *_slopes(scattered, x)]
 
 
-def _in_place(op, b):
-    x = b.floats(3)
-    empty = tf.raw_ops.Empty(shape=tf.stack([4, tf.shape(x)[0], 3]), dtype=tf.float32, init=True)
-    return op(x=empty, i=[2], v=x[None])
-
-
 def _empty(op, b):
     return op(shape=tf.shape(b.floats(3)), dtype=tf.float32, init=True)
 
@@ -311,7 +305,6 @@ sample('Empty', _empty)
 sample('TensorScatterAdd TensorScatterMax TensorScatterMin', _scatter)
 sample('TensorScatterSub TensorScatterUpdate', _scatter)
 sample('ScatterNd', _scatter_nd)
-sample('InplaceAdd InplaceUpdate', _in_place)
 sample('Gather', 'w43 i2')
 sample('GatherV2', _gather)
 sample('GatherNd', 'w442 i32')
@@ -659,12 +652,6 @@ def test_a_split_of_examples_that_are_not_in_blocks():
     rows = np.random.RandomState(0).randn(7, 3).astype(np.float32)
     sharded = check_rule(lambda x: tf.split(tf.repeat(x, 2, 0), 2)[0], rows, types=[])
     assert sharded and 'Split' not in sharded
-
-
-def test_what_is_added_in_place():
-    """Only to what a device has made: others may use the same memory."""
-    add = lambda x: tf.raw_ops.InplaceAdd(x=tf.tanh(x)[None], i=[0], v=x[None])  # noqa: E731
-    assert 'InplaceAdd' not in check_rule(add, np.ones([7, 3], np.float32))
 
 
 def with_letters(rule):

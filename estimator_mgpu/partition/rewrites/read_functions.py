@@ -2,17 +2,14 @@
 
 A loop, a branch or a call names functions. Propagation visits the ops of a function's graph, which
 `tf.while_loop` and `tf.function` keep. But the functions of an imported graph only have
-definitions, and so have those of the loops in `tf.nn.ctc_loss`, which TensorFlow 1's `Defun` makes.
-Here such a definition is read to a graph with the same ops, and its caller names that instead:
+definitions. Here such a definition is read to a graph with the same ops, and its caller names that
+instead:
 
     While(body=f)        =>        While(body=f_of_while)
 
 A graph may also have changed since its definition was made. If `tf.gradients` goes through a call
 of a `tf.function` in a loop for a second time, it lets the body's graph call another function, of
 which the graph around the loop knows nothing. Then the graph is defined anew.
-
-A definition may call another function by an op of that name, as one made by `Defun` does. The
-function's ops take the place of such a call.
 
 Shapes in the graph follow from those of the arguments. Those of a loop's variables are found as
 `loop_shapes` says.
@@ -81,7 +78,7 @@ def _read_all(op: tf.Operation) -> list[Any]:
     names = [function.name for function in function_calls.called_functions(op.node_def)]
     if not all(_is_readable(op.graph, name) for name in names):
         return []
-    definitions = [_without_calls(op.graph, _definition(op.graph, name)) for name in names]
+    definitions = [_definition(op.graph, name) for name in names]
 
     arguments = list(op.inputs)
     if op.type in op_types.BRANCHES:
@@ -173,93 +170,3 @@ def _shapes_in_steps(
         return zip(range(len(before)), before, after)
 
     return in_steps(changed_shapes(infer))
-
-
-# Calls of functions by ops of their names.
-
-
-def _without_calls(graph: tf.Graph, definition: Any) -> Any:
-    """A copy of a function's definition, in which called functions' ops take the place of calls.
-
-    A call stays if it waits for ops by control, or if others wait for it: the function's ops would
-    all have to. Once a definition is read, it's too late for `function_ops`: in the graph, what
-    follows from such a call has no shape.
-
-    Args:
-      graph: the graph that has the functions.
-      definition: a FunctionDef.
-    """
-    result = copy.deepcopy(definition)
-    del result.node_def[:]
-    awaited = {name for node in definition.node_def for name in _controls(node)}
-    awaited.update(f'^{name}' for name in definition.control_ret.values())
-
-    replaced: dict[str, str] = {}  # by the name of a call's output, what is used in its place
-    for node in definition.node_def:
-        called = _definition(graph, node.op)  # None for most, whose ops aren't calls
-        is_ordered = f'^{node.name}' in awaited or bool(_controls(node))
-        if called is None or is_ordered or not _can_replace_call(called):
-            result.node_def.append(node)
-        else:
-            replaced.update(_add_called(result, node, _without_calls(graph, called)))
-
-    for node in result.node_def:
-        node.input[:] = [_replacement(name, replaced) for name in node.input]
-    for output, name in dict(result.ret).items():
-        result.ret[output] = _replacement(name, replaced)
-    return result
-
-
-def _controls(node: Any) -> list[str]:
-    """The control inputs of a node, such as '^x'."""
-    return [name for name in node.input if name.startswith('^')]
-
-
-def _can_replace_call(called: Any) -> bool:
-    """Whether a function's ops can take the place of a call that no op waits for.
-
-    Its types don't depend on the call, and it runs no ops only for their effects. No op in it waits
-    for an argument by control: outside, an argument isn't an op, but may be any output of one.
-    """
-    arguments = {f'^{argument.name}' for argument in called.signature.input_arg}
-    if any(not arguments.isdisjoint(_controls(node)) for node in called.node_def):
-        return False
-    return not called.signature.attr and not called.control_ret
-
-
-def _add_called(definition: Any, call: Any, called: Any) -> dict[str, str]:
-    """Adds the nodes of a called function; returns by name what replaces the call's outputs.
-
-    Args:
-      definition: the FunctionDef that the nodes are added to.
-      call: the node that calls the function.
-      called: the function's FunctionDef.
-    """
-    operands: dict[str, str] = {}  # by the name of an argument
-    for argument, operand in zip(called.signature.input_arg, call.input):
-        operands[argument.name] = operand
-
-    def name_outside(name: str) -> str:
-        """The name outside of the function of 'node:output:0', '^node' or an argument in it."""
-        if name in operands:
-            return operands[name]
-        if name.startswith('^'):
-            return f'^{call.name}/{name[1:]}'
-        return f'{call.name}/{name}'
-
-    for node in called.node_def:
-        added = definition.node_def.add()
-        added.CopyFrom(node)
-        added.name = f'{call.name}/{node.name}'
-        added.input[:] = [name_outside(name) for name in node.input]
-    return {
-        f'{call.name}:{output.name}:0': name_outside(called.ret[output.name])
-        for output in called.signature.output_arg
-    }
-
-
-def _replacement(name: str, replaced: dict[str, str]) -> str:
-    """The name of what takes the place of a tensor; its own name if nothing does."""
-    while name in replaced:  # A function may return an argument, which another call gives.
-        name = replaced[name]
-    return name

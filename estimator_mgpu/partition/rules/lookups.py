@@ -15,7 +15,6 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.plan import FULL, IndicesOfRows, Label, SizesOf
 from estimator_mgpu.partition.rules.axes import axes_of
 from estimator_mgpu.partition.rules.notation import (
-    NotSharded,
     Operand,
     Rule,
     Signature,
@@ -26,7 +25,7 @@ from estimator_mgpu.partition.rules.notation import (
 )
 from estimator_mgpu.partition.rules.row_indices import begin_with_rows
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, Size
+from estimator_mgpu.partition.sizes import Size
 
 
 def _gather(op: tf.Operation, sizes: Sizes) -> str:
@@ -129,22 +128,6 @@ def _scatter_nd(op: tf.Operation, sizes: Sizes) -> Signature:
     return _scattered(signature_with, indices, dims, sizes)
 
 
-def _in_place(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`InplaceUpdate` and `InplaceAdd`: at places along dimension 0, in the memory of the input.
-
-    What a tower is given in full, it shares with others. They may update it alike, but they would
-    add to it several times. So each adds only to what it has made, or to a slice of that.
-    """
-    if op.type != 'InplaceUpdate' and op.inputs[0].op.type != 'Empty':
-        raise NotSharded(f'this {op.type} may change what other devices use')
-    dims = require(sizes.dims(op.inputs[0]))
-    labels = tuple(
-        None if axis == 0 or size == ONE else axis  # Along 0, a place may be in any shard.
-        for axis, size in enumerate(dims)
-    )
-    return Signature([labels, FULL, labels], [labels])
-
-
 def _scattered(
     signature_with: Callable[[_ScatterLabels], Signature],
     indices: tf.Tensor,
@@ -186,7 +169,6 @@ _RULES: dict[str, Rule] = {
     'GatherV2': _gather,
     'GatherNd': _gather_nd,
     'ResourceGatherNd': '* I_ -> I...',
-    'InplaceAdd InplaceUpdate': _in_place,
     'LookupTableFind LookupTableFindV2': '* S * -> S...',
     'OneHot': _one_hot,
     'ScatterNd': _scatter_nd,

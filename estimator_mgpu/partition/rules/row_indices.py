@@ -8,8 +8,6 @@ So do these, which say which step of each example is its last one:
 If `tf.gather_nd(steps, indices)` looks them up in a tensor with as many rows, the index in row i
 only reaches row i of `steps`, whatever its other numbers are. So a tower needs no rows but its own.
 The same holds if an op such as `tf.scatter_nd` puts something there.
-
-The rows may also be added to indices that begin with zeros: `rows[:, None] * [1, 0] + [[0, 3]]`.
 """
 
 from __future__ import annotations
@@ -18,10 +16,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
-from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
-from estimator_mgpu.tf_internals import private
 
 # Ops whose output has entries of the input, as they are.
 _ARRANGEMENTS = (
@@ -71,52 +67,9 @@ def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
     if first is not None:
         return _is_position(first, 0, sizes)
 
-    op = indices.op
-    if op.type in ('Add', 'AddV2', 'Mul'):
-        is_row = _is_row_kept if op.type == 'Mul' else _is_row_added
-        left, right = op.inputs
-        return is_row(indices, left, right, sizes) or is_row(indices, right, left, sizes)
-
     if _axis_before(indices, 0, sizes) != 0 or not _keeps_last_axis(indices, sizes):
         return False
-    return _first_is_row(op.inputs[0], sizes)
-
-
-def _is_row_added(total: tf.Tensor, rows: tf.Tensor, others: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether a sum adds indices that begin with their rows, and others that begin with 0."""
-    if not _has_rows_of(total, rows, sizes):
-        return False
-    return _first_is_row(rows, sizes) and _first_is_zero(others, sizes)
-
-
-def _is_row_kept(product: tf.Tensor, rows: tf.Tensor, factors: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether a product is that of rows and a vector that begins with 1, such as [1, 0]."""
-    if factors.shape.rank != 1 or not _has_rows_of(product, rows, sizes):
-        return False
-    numbers = sizes.numbers(factors) or []
-    return numbers[:1] == [1] and _is_position(rows, 0, sizes)
-
-
-def _has_rows_of(result: tf.Tensor, operand: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether a sum or product has as many rows as an operand: that isn't broadcast along them."""
-    dims = sizes.dims(result) or []
-    operand_dims = sizes.dims(operand) or []
-    if len(dims) < 2 or len(dims) != len(operand_dims):
-        return False
-    return bool(dims[0].same_as(operand_dims[0]))
-
-
-def _first_is_zero(indices: tf.Tensor, sizes: Sizes) -> bool:
-    """Whether the first number of each index is 0."""
-    value = private.constant_value(indices)
-    if value is not None:
-        return value.ndim > 0 and not value[..., 0].any()
-    if is_zero(indices):
-        return True
-    first = _first_numbers(indices, sizes)
-    if first is not None:
-        return is_zero(first)
-    return _keeps_last_axis(indices, sizes) and _first_is_zero(indices.op.inputs[0], sizes)
+    return _first_is_row(indices.op.inputs[0], sizes)
 
 
 def _first_numbers(indices: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:

@@ -63,7 +63,7 @@ TYPES = (_PARTITION, *_STITCHES, _WHERE)
 """Types of ops that make selections, or put them together."""
 
 _NEED_ROWS = {
-    *('InplaceAdd', 'InplaceUpdate', 'MirrorPad', 'MirrorPadGrad', 'ScatterNd'),
+    *('MirrorPad', 'MirrorPadGrad', 'ScatterNd'),
     *('TensorScatterAdd', 'TensorScatterMax', 'TensorScatterMin', 'TensorScatterSub'),
     'TensorScatterUpdate',
 }
