@@ -51,8 +51,7 @@ def needed(features, labels, mode):
 def run(model_fn, names, devices, microbatches=1):
     """Returns the graph, and numbers of the model.
 
-    These are values of some ops, the loss, its gradients as a hook takes them, and the variables
-    after a step.
+    These are values of some ops, the loss, and the variables after a step.
     """
     with tf.Graph().as_default() as graph:
         tf.train.get_or_create_global_step()
@@ -65,11 +64,10 @@ def run(model_fn, names, devices, microbatches=1):
         )
         spec = replicated(*batch, mode='train')
         variables = tf.trainable_variables()
-        gradients = tf.gradients(spec.loss, variables)
         with session(devices, microbatches=microbatches) as sess:
             sess.run(tf.global_variables_initializer())
             fetched = [f'{name}:0' for name in names]
-            before = sess.run([*fetched, spec.loss, *gradients])
+            before = sess.run([*fetched, spec.loss])
             sess.run(spec.train_op)
             found = [*before, *sess.run(variables)]
     return graph, found

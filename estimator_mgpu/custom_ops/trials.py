@@ -17,7 +17,6 @@ from estimator_mgpu.custom_ops.dimensions import Dimension, dimensions_of
 from estimator_mgpu.custom_ops.op_calls import calls_of, may_be_sizes
 from estimator_mgpu.custom_ops.runs import assert_same, session_of
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.later_gradients import Model
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import REPLICATE
 from estimator_mgpu.partition.propagation.accepted_shapes import copy_of, takes
@@ -359,6 +358,5 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     division = Division(graph, total=total, devices=devices)
     division.plan = propagate(sources, [], ops, rows, RULES, PRODUCTS, frozenset(), {})
     place_ops(division)
-    division.model = Model(graph)
     division.order = Order(graph.get_operations())
     return build_towers(division)

@@ -3,5 +3,6 @@
 - `calls`: what a model_fn may be, how it's called, and what it has to return.
 - `build`: the graph that it builds is divided over the devices.
 - `spec_results`: what of an EstimatorSpec a step is run for.
+- `later_gradients`: after that, `tf.gradients` doesn't go through it any more.
 - `model_function`: a replicated model_fn can be pickled.
 """

@@ -19,8 +19,9 @@ from estimator_mgpu.cluster import sessions
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.errors import failures
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
+from estimator_mgpu.model_fns import later_gradients
 from estimator_mgpu.model_fns.spec_results import decide_order, result_ops, results_of_step
-from estimator_mgpu.partition import fetches, later_gradients
+from estimator_mgpu.partition import fetches
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order import check
@@ -64,6 +65,7 @@ def build(
         noted = functools.partial(auto.noted, mode)
         options = {**options, 'microbatches': auto.count(mode), 'noted': noted}
 
+    ops_before = len(tf.get_default_graph().get_operations())
     # The tensors are listed before the model_fn is called: it may take some out of a dict.
     tensors = end_of_data.tensors_of(features, labels)
     if len(devices) == 1 and options['microbatches'] == 1:
@@ -84,6 +86,8 @@ def build(
         )
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     spec = failures.explain_errors(spec)
+    if step.plan is not None or step.recomputation is not None:
+        later_gradients.refuse(tf.get_default_graph(), ops_before)
     steps.record(step)
     graph_defs.serialize_once(tf.get_default_graph())
     graph_defs.write_text_by_c()
@@ -239,10 +243,7 @@ def _recompute(
         return None
     graph = tf.get_default_graph()
     results = results_of_step(spec)
-    model = later_gradients.note_model(graph)
-    recomputation = recompute_activations(graph, tensors, spec.loss, results, existing_ops)
-    model.end_changes({})  # Copies give gradients the same values: the model's own have them, too.
-    return recomputation
+    return recompute_activations(graph, tensors, spec.loss, results, existing_ops)
 
 
 def _recomputes(spec: Any, options: dict[str, Any]) -> bool:
@@ -255,9 +256,7 @@ def _with_full_values(spec: Any, towers: Towers) -> Any:
     """An EstimatorSpec whose results are full values: of the global batch, not of one tower."""
 
     def full_value(leaf: Any) -> Any:
-        if not isinstance(leaf, tf.Tensor):
-            return leaf
-        return towers.division.model.note_result(leaf, towers.full_value(leaf))
+        return towers.full_value(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
     results = {name: getattr(spec, name) for name in _RESULTS}
     full = tf.nest.map_structure(full_value, results, expand_composites=True)

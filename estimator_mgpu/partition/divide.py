@@ -7,7 +7,6 @@ from collections.abc import Callable
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import RANK_REMEDY, Batch
-from estimator_mgpu.partition import later_gradients
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order import check
 from estimator_mgpu.partition.order.order import Order
@@ -48,12 +47,7 @@ def divide(division: Division) -> Towers | None:
         division.turns = min(division.turns, division.batch.static // len(division.devices))
     for step in STEPS:
         step(division)
-    towers = build_towers(division)
-
-    if division.batch_norm == 'device':
-        later_gradients.refuse_batch_norm(division.graph, division.existing_ops)
-    division.model.end_changes(towers.tensors_in_use())
-    return towers
+    return build_towers(division)
 
 
 def _is_shardable(division: Division) -> bool:
@@ -66,9 +60,8 @@ def _is_shardable(division: Division) -> bool:
 
 
 def _inline_calls(division: Division) -> None:
-    division.model = later_gradients.note_model(division.graph)
     inline_calls(division)
-    division.model.note_inlined(division.replaced)
+    division.user_ops = set(division.graph.get_operations())
 
 
 def _note_facts(division: Division) -> None:

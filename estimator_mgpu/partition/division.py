@@ -12,7 +12,6 @@ from typing import Any, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import Batch
-from estimator_mgpu.partition.later_gradients import Model
 from estimator_mgpu.partition.order.check import Facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import Plan
@@ -27,7 +26,7 @@ NO_BATCH = Batch([], None, {}, {})
 class Division:
     """A graph that is being divided over devices, and over turns of each device.
 
-    A step that asks for the model, the order or the plan before it's there fails with an
+    A step that asks for the order or the plan before it's there fails with an
     AttributeError.
 
     Attributes:
@@ -50,7 +49,7 @@ class Division:
       replaced: what steps use in place of tensors, by their names. It grows from step to step.
       unused: names of ops that stay in the graph, but that no step of training runs. It grows, too;
         once there is a plan, `plan.unused` counts.
-      model: the ops as the model_fn has made them.
+      user_ops: those that the model_fn has made, or that its functions have.
       facts: what the check compares with; None if it isn't on.
       recomputation: what is computed twice; None if that wasn't asked for.
       order: in which the graph touches state.
@@ -74,10 +73,10 @@ class Division:
 
     replaced: dict[str, tf.Tensor] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
+    user_ops: Set[tf.Operation] = frozenset()
     facts: Facts | None = None
     recomputation: Any = None
     loops: Sequence[V1Loop] = ()
-    model: Model = field(init=False)
     order: Order = field(init=False)
     plan: Plan = field(init=False)
     full_value_devices: dict[str, str] = field(init=False)

@@ -22,7 +22,6 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition import later_gradients
 from estimator_mgpu.tf_internals import graphs, private
 
 
@@ -79,10 +78,7 @@ class _FetchedTensors:
         """Gives values to the ops that were added since the last call."""
         if self._graph.version == self._version:
             return
-        reruns = later_gradients.users_of_reruns(self._graph)
         for op in self._graph.get_operations()[self._ops_seen :]:
-            if op in reruns:
-                continue
             for index, tensor in enumerate(op.inputs):
                 if tensor.name in self._values:
                     private.set_input(op, index, self._values[tensor.name])

@@ -157,16 +157,6 @@ def replace_gradients(make: Callable[[Any], Any]) -> None:
     setattr(module, present.__name__, make(present))
 
 
-def set_gradient_function(op: tf.Operation, function: Callable[..., Any]) -> None:
-    """Sets the function that makes an op's gradient, in place of the one registered for its type.
-
-    Args:
-      op: the op.
-      function: is called with the op, and the gradients of its outputs.
-    """
-    op._gradient_function = function
-
-
 def is_made_by_gradients(op: tf.Operation) -> bool:
     """Whether `tf.gradients` made an op; False also for all ops of an imported graph."""
     return getattr(op, '_original_op', None) is not None

@@ -116,7 +116,7 @@ class Towers:
         for name in self.tensors_in_use():
             tensor = self.graph.get_tensor_by_name(name)
             replacements = self.division.replacements(tensor)
-            is_of_user = self.division.model.has(tensor.op) and self.graph.is_fetchable(tensor.op)
+            is_of_user = tensor.op in self.division.user_ops and self.graph.is_fetchable(tensor.op)
             if not (is_of_user and self._waits.touches_state(replacements)):
                 continue
             values[name] = self._value_in_use(replacements)
