@@ -2,9 +2,9 @@
 
     python samples/large_table.py --megabytes=4000 --parts=8 --devices=4
 
-For each phase, it prints the most bytes that a device has at a time, variables included: what was
-there before, and what TensorFlow's trace (`RunMetadata`) says of the outputs and the scratch space
-of all ops. With four devices, 25% is a perfect split.
+For each phase but the restoring, it prints the most bytes that a device has at a time, variables
+included: what was there before, and what TensorFlow's trace (`RunMetadata`) says of the outputs and
+the scratch space of all ops. With four devices, 25% is a perfect split.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def measure(rows, parts, devices, directory):
     with tf.Graph().as_default(), tf.Session(config=config) as session:
         spec = build(params, devices)
         saver = spec.scaffold.saver.saver_def
-        peaks.run('restore', session, saver.restore_op_name, {saver.filename_tensor_name: path})
+        session.run(saver.restore_op_name, {saver.filename_tensor_name: path})
         peaks.hold_variables()
         loss, _ = peaks.run('train', session, [spec.loss, spec.train_op])
 

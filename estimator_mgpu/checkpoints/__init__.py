@@ -1,5 +1,5 @@
 """Checkpoints are those of one device. Here is what goes wrong with their files, or takes too much.
 
 - `checkpoint_files`: what is wrong with the files of a model_dir, in a sentence.
-- `large_checkpoints`: no device has more of a checkpoint than its own variables.
+- `large_checkpoints`: no device copies its variables to save them.
 """

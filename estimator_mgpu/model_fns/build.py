@@ -264,12 +264,12 @@ def _with_full_values(spec: Any, towers: Towers) -> Any:
 
 
 def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:
-    """An EstimatorSpec with a scaffold that knows of checkpoints, devices and other tasks.
+    """An EstimatorSpec with a scaffold that knows of checkpoints and other tasks.
 
-    Errors of checkpoints are explained, and no device has more of a checkpoint than its own part.
+    Errors of checkpoints are explained, and no device copies its variables to save them.
     """
     scaffold = checkpoint_files.explain_restore_errors(spec.scaffold or tf.train.Scaffold())
-    scaffold = large_checkpoints.save_and_restore_in_place(scaffold)
+    scaffold = large_checkpoints.save_without_copies(scaffold)
     if waits_for_tasks:
         scaffold = sessions.wait_for_tasks(scaffold)
     return spec._replace(scaffold=scaffold)

@@ -134,8 +134,6 @@ CHECKS = (ASSERT, 'CheckNumerics', 'CheckNumericsV2')
 
 CHECKPOINT_WRITES = ('MergeV2Checkpoints', 'Save', 'SaveSlices', 'SaveV2')
 CHECKPOINT_READ = 'RestoreV2'
-ASSIGNS = ('Assign', 'AssignVariableOp')
-"""Ops that give a variable a value, as a restored one."""
 
 REFERENCE_VARIABLES = ('Variable', 'VariableV2')
 STATE_HOLDERS = (
