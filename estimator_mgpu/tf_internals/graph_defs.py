@@ -8,7 +8,6 @@ Python some time for every op, and a graph for several devices has several times
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
-from estimator_mgpu.tf_internals.private import graph_text_format
+from estimator_mgpu.tf_internals.private import graph_io, graph_text_format
 
 # The largest GraphDef that is kept, in bytes: it stays in memory for as long as the graph does. The
 # time goes by ops, of which 100,000 take about 30 MB. What is larger has large constants.
@@ -80,8 +79,7 @@ def write_text_by_c() -> None:
     That is all graphs of this process. The text means the same, but the attributes of an op have
     another order.
     """
-    module: Any = importlib.import_module('tensorflow.python.framework.graph_io')
-    module.text_format = _TextFormat()
+    graph_io.text_format = _TextFormat()
 
 
 class _TextFormat:

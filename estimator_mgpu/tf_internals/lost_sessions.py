@@ -19,14 +19,13 @@ whose sessions always raise an UnavailableError.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import error_messages
-from estimator_mgpu.tf_internals.private import ChiefSessionCreator, session_log
+from estimator_mgpu.tf_internals.private import ChiefSessionCreator, monitored_session, session_log
 from estimator_mgpu.tf_internals.session_runs import run_within
 
 # The errors for which a `MonitoredSession` makes a new session.
@@ -39,7 +38,6 @@ def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
 
     In its sessions, any error that a lost task has caused is one of these.
     """
-    module: Any = importlib.import_module('tensorflow.python.training.monitored_session')
 
     class Log:
         """TensorFlow's log, but for `info`, by which the error is logged."""
@@ -53,13 +51,13 @@ def lost_sessions(tell: Callable[[Exception], None]) -> Iterator[None]:
                 if isinstance(error, LOST):
                     tell(error)
 
-    module.logging = Log()
-    module.ChiefSessionCreator = _Creator
+    monitored_session.logging = Log()
+    monitored_session.ChiefSessionCreator = _Creator
     try:
         yield
     finally:
-        module.logging = session_log
-        module.ChiefSessionCreator = ChiefSessionCreator
+        monitored_session.logging = session_log
+        monitored_session.ChiefSessionCreator = ChiefSessionCreator
 
 
 class _Creator(ChiefSessionCreator):

@@ -14,10 +14,14 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 
-def _find(module: str, name: str) -> Any:
-    """Returns what a module of `tensorflow.python` has under a name: `Operation._id`, say."""
+def _find(module: str, name: str = '') -> Any:
+    """Returns what a module of `tensorflow.python` has under a name: `Operation._id`, say.
+
+    Without a name, it's the module.
+    """
     try:
-        return operator.attrgetter(name)(importlib.import_module(f'tensorflow.python.{module}'))
+        found = importlib.import_module(f'tensorflow.python.{module}')
+        return operator.attrgetter(name)(found) if name else found
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f'TensorFlow {tf.__version__} has no tensorflow.python.{module} with {name}, which '
@@ -100,9 +104,11 @@ set_attribute = _find('framework.ops', 'Operation._set_attr')  # (op, name, Attr
 session_log = _find('training.monitored_session', 'logging')
 # tf.train.ChiefSessionCreator, by the name under which MonitoredTrainingSession looks it up.
 ChiefSessionCreator: Any = _find('training.monitored_session', 'ChiefSessionCreator')
+monitored_session: Any = _find('training.monitored_session')  # the module that has both
 
 # Protobuf's module, by which graphs are written as text.
 graph_text_format = _find('framework.graph_io', 'text_format')
+graph_io: Any = _find('framework.graph_io')  # the module that writes them
 
 
 def set_traceback(op: tf.Operation, traceback: Any) -> None:
