@@ -24,7 +24,7 @@ from estimator_mgpu.partition.rules.notation import (
     signature_of,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import RowSpace, Size
+from estimator_mgpu.partition.sizes import RowSpace, Size, full_size
 
 
 class Dimension(NamedTuple):
@@ -169,7 +169,7 @@ def _sizes(call: Call, place: _Place, hides_ones: bool, towers: int) -> Sizes:
             count = entries[place.at].number if place.is_entry else value.shape[place.at]
             rows = RowSpace('batch', count if count > 1 else towers)
             sharded = entries if place.is_entry else dims
-            sharded[place.at] = Size(1, (rows,))
+            sharded[place.at] = full_size(rows)
 
         sizes.set_dims(tensor, dims)
         if entries:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
-from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows
+from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows, full_size
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ class Positions(CountedByTower):
     @property
     def count(self) -> Size:
         """How many positions all towers have together."""
-        return self.repeats * Size(1, (self.selection,))
+        return self.repeats * full_size(self.selection)
 
     @property
     def total(self) -> Size:
         """How many entries all towers have together of what selections were made of."""
-        return self.factor * Size(1, (self.rows,))
+        return self.factor * full_size(self.rows)
 
     @property
     def are_ordered(self) -> bool:

@@ -26,6 +26,7 @@ from estimator_mgpu.partition.sizes import (
     Size,
     UniqueRows,
     UnknownSize,
+    full_size,
     origin_of,
     per_row,
 )
@@ -114,7 +115,7 @@ class Sizes:
           rank: the number of dimensions, if TensorFlow doesn't know it.
         """
         dims = self.static_dims(tensor, rank)
-        dims[shard.axis] = factor * Size(1, (shard.rows,))
+        dims[shard.axis] = factor * full_size(shard.rows)
         return dims
 
     def start_row_space(self, tensor: tf.Tensor) -> None:
@@ -128,7 +129,7 @@ class Sizes:
         dims = self.dims(tensor)
         if dims and dims[0] == self.unknown_dim(tensor, 0):
             rows = RowSpace(tensor.name, None)
-            self.set_dims(tensor, [Size(1, (rows,)), *dims[1:]])
+            self.set_dims(tensor, [full_size(rows), *dims[1:]])
 
     def selections(
         self, which: tf.Tensor, outputs: Sequence[tf.Tensor], rows: RowSpace

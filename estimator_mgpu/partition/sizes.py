@@ -145,7 +145,7 @@ class Size:
         if self.number == 1 and len(self.symbols) == 1 and other == Size(-1):
             [symbol] = self.symbols
             if isinstance(symbol, Splits):
-                return Size(1, (symbol.rows,))
+                return full_size(symbol.rows)
         raise UnknownSize(f'{self} + {other} is not a product')
 
     def __floordiv__(self, other: Size) -> Size:
@@ -225,6 +225,11 @@ class Size:
 ONE = Size(1)
 
 
+def full_size(rows: RowSpace) -> Size:
+    """The number of rows that all towers have together."""
+    return Size(1, (rows,))
+
+
 def product(sizes: Sequence[Size]) -> Size:
     """The product of sizes."""
     return math.prod(sizes, start=ONE)
@@ -232,7 +237,7 @@ def product(sizes: Sequence[Size]) -> Size:
 
 def per_row(size: Size, rows: RowSpace) -> Size | None:
     """How many entries each row has in a dimension: 4 of 4 * batch; None if they aren't as many."""
-    quotient = size.over(Size(1, (rows,)))
+    quotient = size.over(full_size(rows))
     if quotient is None or rows in quotient.symbols:
         return None
     return quotient

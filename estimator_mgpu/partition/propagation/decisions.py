@@ -36,7 +36,7 @@ from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import entries, handles, lists, selections, sparse
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
-from estimator_mgpu.partition.sizes import RowSpace, Size, UniqueRows
+from estimator_mgpu.partition.sizes import RowSpace, Size, UniqueRows, full_size
 from estimator_mgpu.tf_internals import op_types
 
 _SELECTIONS = (*selections.TYPES, *entries.TYPES)
@@ -99,7 +99,7 @@ def _keeps_ids(op: tf.Operation, decision: Decision) -> bool:
                 return False
             continue
         dims = decision.dims[index] if decision.dims else None
-        if placement != Shard(0, rows) or not dims or dims[0] != Size(1, (rows,)):
+        if placement != Shard(0, rows) or not dims or dims[0] != full_size(rows):
             return False
     return True
 

@@ -47,6 +47,7 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     Splits,
+    full_size,
 )
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
@@ -171,7 +172,7 @@ def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:
     """Begins with a dense tensor of the batch: it's sharded along dimension 0."""
     scope.placements[tensor.name] = Shard(0, scope.batch)
     dims = scope.sizes.dims(tensor) or []
-    scope.sizes.set_dims(tensor, [Size(1, (scope.batch,)), *dims[1:]])
+    scope.sizes.set_dims(tensor, [full_size(scope.batch), *dims[1:]])
 
 
 def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor | tf.RaggedTensor) -> None:
@@ -181,7 +182,7 @@ def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor | tf.Ragg
     if isinstance(tensor, tf.SparseTensor):
         entries = scope.sizes.entries(tensor.dense_shape)
         if entries:
-            scope.sizes.set_entries(tensor.dense_shape, [Size(1, (scope.batch,)), *entries[1:]])
+            scope.sizes.set_entries(tensor.dense_shape, [full_size(scope.batch), *entries[1:]])
     if isinstance(tensor, tf.RaggedTensor):
         scope.sizes.set_dims(tensor.row_splits, [Size(1, (Splits(scope.batch),))])
 
@@ -202,7 +203,7 @@ def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRow
     rows = Entries(values.name, None, scope.batch, indices=indices.name)
     scope.placements[indices.name] = Positions(rows, (), scope.batch, ONE)
     scope.placements[values.name] = Shard(0, rows)
-    count = Size(1, (rows,))
+    count = full_size(rows)
     scope.sizes.set_dims(indices, [count, Size(columns)])
     scope.sizes.set_dims(values, [count])
     need = SparseRows(indices.name, scope.batch, ONE)

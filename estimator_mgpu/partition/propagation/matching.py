@@ -42,6 +42,7 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
+    full_size,
     per_row,
 )
 from estimator_mgpu.tf_internals import op_types
@@ -172,7 +173,7 @@ class Match:
         if not isinstance(placement, Positions):
             return []
         rows = placement.rows
-        return [(operand.label, placement.factor * Size(1, (rows,)), rows)]
+        return [(operand.label, placement.factor * full_size(rows), rows)]
 
     def _along_sizes(
         self, tensor: tf.Tensor, operand: SizesOf
@@ -262,7 +263,7 @@ class Match:
         if way.in_blocks:
             return None  # A tower's rows don't follow each other.
         _, _, positions = self._inputs[operand.indices]
-        expected = way.factor * Size(1, (way.rows,))
+        expected = way.factor * full_size(way.rows)
         if isinstance(positions, Positions) and positions.total == expected:
             is_indices = placement is positions
             return LOCAL if is_indices else selections.of_positions(positions, placement)
@@ -377,7 +378,7 @@ class Match:
                 factor = per_row(rule_size, way.rows) if rule_size else way.factor
                 if factor is None:
                     return None
-                dims.append(factor * Size(1, (way.rows,)))
+                dims.append(factor * full_size(way.rows))
             elif graph_size.symbols:
                 dims.append(rule_size or self._size_of(label) or graph_size)
             else:

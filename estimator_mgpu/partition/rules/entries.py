@@ -54,6 +54,7 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
+    full_size,
     origin_of,
     per_row,
 )
@@ -194,7 +195,7 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     if not own_rows or isinstance(own_rows[0], SelectedRows):
         return None
     rows = own_rows[0]
-    height = _full_size(rows)
+    height = full_size(rows)
     if not all(shape and shape[0].same_as(height) for shape in shapes):
         return None
 
@@ -294,7 +295,7 @@ def _data_and_ids(
 ) -> tuple[Need, Need] | None:
     """The forms of a table, or of what was looked up of it, and of each entry's place in that."""
     if isinstance(ids, Places):
-        is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == _full_size(ids.ids)
+        is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == full_size(ids.ids)
         is_of_entries = Shard(0, ids.rows) == positions.shard
         return (LOCAL, LOCAL) if is_of_ids and is_of_entries else None
     return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
@@ -314,10 +315,10 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     rows = rows_of(placements[0])
     if not isinstance(rows, SelectedRows) or isinstance(rows, UniqueRows) or not rows.is_ordered:
         return None
-    if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [_full_size(rows)]:
+    if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [full_size(rows)]:
         return None  # Each entry has one id.
     ids = UniqueRows(op.outputs[0].name, None, rows.origin)
-    dims = [[_full_size(ids)], [_full_size(rows)]]
+    dims = [[full_size(ids)], [full_size(rows)]]
     return Decision(OpPlan((LOCAL,)), [Shard(0, ids), Places(ids, rows)], dims)
 
 
@@ -329,9 +330,9 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     is_vector = sizes.rank(op.inputs[1]) == 1
     if not isinstance(places, Places) or not is_along_rows or not is_vector or not dims:
         return None
-    if looked_up != Shard(0, places.ids) or dims[0] != _full_size(places.ids):
+    if looked_up != Shard(0, places.ids) or dims[0] != full_size(places.ids):
         return None
-    entry_dims = [_full_size(places.rows), *dims[1:]]
+    entry_dims = [full_size(places.rows), *dims[1:]]
     return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
 
 
@@ -381,19 +382,19 @@ def _sparse_gradient(
     summed = _summed_by_id(rows, (gradient, LOCAL, LOCAL, FULL), dims)
     return summed._replace(
         placements=[*summed.placements, Shard(0, rows)],
-        dims=[*summed.dims, [_full_size(rows)]],
+        dims=[*summed.dims, [full_size(rows)]],
     )
 
 
 def _count_of_ids(ids: UniqueRows, count: tf.Tensor, sizes: Sizes) -> LocalShape | None:
     """The form of a scalar that says how many different ids there are; None if it doesn't."""
     entries = sizes.entries(count)
-    return local_shape_of(entries, 0, ids) if entries == [_full_size(ids)] else None
+    return local_shape_of(entries, 0, ids) if entries == [full_size(ids)] else None
 
 
 def _summed_by_id(ids: UniqueRows, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
     """A decision for sums by ids, of which towers have a part each."""
-    return Decision(OpPlan(needs), [Partial('sum', ids)], [[_full_size(ids), *data_dims[1:]]])
+    return Decision(OpPlan(needs), [Partial('sum', ids)], [[full_size(ids), *data_dims[1:]]])
 
 
 # Forms.
@@ -413,11 +414,6 @@ def _local_shape(entries: Sequence[Size], rows: RowSpace) -> LocalShape | None:
     if any(rows in size.symbols for size in entries[1:]):
         return None
     return local_shape_of(entries, 0, rows)
-
-
-def _full_size(rows: RowSpace) -> Size:
-    """The number of rows that all towers have together."""
-    return Size(1, (rows,))
 
 
 _RULES = {

@@ -29,7 +29,7 @@ from estimator_mgpu.partition.placements import (
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, LocalShape, Need, OpPlan, Slice
 from estimator_mgpu.partition.rules import lists
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import RowSpace, Size
+from estimator_mgpu.partition.sizes import RowSpace, Size, full_size
 
 
 class _Put(NamedTuple):
@@ -94,7 +94,7 @@ def _local_attrs(op: tf.Operation, placement: Placement) -> dict[str, LocalShape
     if shape.rank is None:
         return {}
     entries = [Size(-1 if length is None else length) for length in shape.as_list()]
-    entries[placement.axis] = placement.factor * Size(1, (placement.rows,))
+    entries[placement.axis] = placement.factor * full_size(placement.rows)
     return {'element_shape': LocalShape(tuple(entries), placement.axis, placement.rows)}
 
 

@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
+from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, full_size
 
 # Ops whose output has entries of the input, as they are.
 _ARRANGEMENTS = (
@@ -58,7 +58,7 @@ def begin_with_repeated_rows(indices: tf.Tensor, rows: RowSpace, sizes: Sizes) -
         return False
     matrix = first.op.inputs[0]
     dims = sizes.dims(matrix) or []
-    return dims[:1] == [Size(1, (rows,))] and len(dims) == 2 and _is_position(matrix, 0, sizes)
+    return dims[:1] == [full_size(rows)] and len(dims) == 2 and _is_position(matrix, 0, sizes)
 
 
 def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:

@@ -54,7 +54,7 @@ from estimator_mgpu.partition.rules import (
     strings,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows
+from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows, full_size
 
 _PARTITION = 'DynamicPartition'
 _STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
@@ -135,7 +135,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
         # The data has as many rows, or the op fails.
         need = LOCAL if placements[0] == placements[1] else Slice(0, rows, factor)
         outputs = [Shard(0, selection) for selection in selections]
-    dims = [[_full_size(selection), *data_dims[1:]] for selection in selections]
+    dims = [[full_size(selection), *data_dims[1:]] for selection in selections]
     return Decision(OpPlan((need, LOCAL)), outputs, dims)
 
 
@@ -178,7 +178,7 @@ def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     needs: list[Need] = []
     for placement, selection in zip(placements[count:], given):
         needs.append(LOCAL if placement == Shard(0, selection) else Slice(0, selection, ONE))
-    dims = [first.factor * _full_size(first.rows), *data_dims[1:]]
+    dims = [first.factor * full_size(first.rows), *data_dims[1:]]
     return Decision(OpPlan((*[LOCAL] * count, *needs)), [Shard(0, first.rows)], [dims])
 
 
@@ -199,7 +199,7 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     [selection] = sizes.selections(mask, op.outputs, rows)
     columns = Size(sizes.rank(op.inputs[0]))
     positions = Positions(selection, (), rows, factor)
-    return Decision(OpPlan((LOCAL,)), [positions], [[_full_size(selection), columns]])
+    return Decision(OpPlan((LOCAL,)), [positions], [[full_size(selection), columns]])
 
 
 # Ops that are given positions.
@@ -366,8 +366,3 @@ _USES = {
     ),
 }
 """By type of op that is given positions: how it's sharded."""
-
-
-def _full_size(rows: RowSpace) -> Size:
-    """The number of rows that all towers have together."""
-    return Size(1, (rows,))

@@ -32,6 +32,7 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UnknownSize,
+    full_size,
     per_row,
     product,
 )
@@ -416,7 +417,7 @@ def _sum(summands: Sequence[Size]) -> Size | None:
         total = sum([require(count) for count in counts], Size(0))
     except (NotSharded, UnknownSize):
         return None
-    return total if rows is None else total * Size(1, (rows,))
+    return total if rows is None else total * full_size(rows)
 
 
 def _split(op: tf.Operation, sizes: Sizes) -> Signature:

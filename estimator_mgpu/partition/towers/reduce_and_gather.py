@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
-from estimator_mgpu.partition.sizes import ONE, Size, per_row
+from estimator_mgpu.partition.sizes import ONE, Size, full_size, per_row
 from estimator_mgpu.partition.towers.node_builder import other_output
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
 from estimator_mgpu.partition.towers.slices import Part
@@ -162,7 +162,7 @@ def gather_blocks(
             value, dtype, axis, dims, row_count, tower.device, apart=True
         )
         apart.append(blocks)
-    dims_apart = [*dims[:axis], ONE, Size(1, (shards.rows,)), *dims[axis + 1 :]]
+    dims_apart = [*dims[:axis], ONE, full_size(shards.rows), *dims[axis + 1 :]]
     gathered = gather(shards, apart, dtype, axis + 1, dims_apart, device)
     return shards.reshape_blocks(gathered, dtype, axis, dims, shards.total, device, apart=False)
 

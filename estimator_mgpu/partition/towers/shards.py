@@ -17,7 +17,15 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import rows_of
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
-from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, SelectedRows, Size, per_row
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    Entry,
+    RowSpace,
+    SelectedRows,
+    Size,
+    full_size,
+    per_row,
+)
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.towers.turns import Chain, Tower, chains_of
 
@@ -168,7 +176,7 @@ class Shards:
         self, full: str, dtype: tf.DType, axis: int, factor: Size, tower: Tower, device: str
     ) -> str:
         """A tower's shard of a full value, with `factor` entries a row along an axis."""
-        index = index_type(factor * Size(1, (self.rows,)))
+        index = index_type(factor * full_size(self.rows))
         return self.cut(full, dtype, axis, self.extent(factor, tower, index), device, index)
 
     def slice_of_blocks(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.partition.sizes import Size, full_size
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, other_output
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.partition.towers.turns import Tower
@@ -51,7 +51,7 @@ def positions(
         end_mask=1,
         shrink_axis_mask=2,
     )
-    total = shards.size_value(factor * Size(1, (shards.rows,)), None, dtype)
+    total = shards.size_value(factor * full_size(shards.rows), None, dtype)
     one = nodes.scalar(1, dtype)
     last = nodes.add('Sub', [nodes.scalar(total, dtype), one], nodes.host, T=dtype)
     rows = nodes.add('Maximum', [rows, nodes.scalar(0, dtype)], device, T=dtype)
