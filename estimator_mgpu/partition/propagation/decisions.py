@@ -140,7 +140,7 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
             op, _of_batch(placements, scope.batch), scope.batch, scope.sizes, scope.in_function
         )
     else:
-        return _by_rule(scope, op, placements, counted)
+        return _by_rule(scope, op, counted)
     return decision if decision and scope.make_lists(op, decision) else None
 
 
@@ -151,27 +151,24 @@ def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placemen
     ]
 
 
-def _by_rule(
-    scope: Scope,
-    op: tf.Operation,
-    placements: Sequence[Placement],
-    counted: Sequence[Placement],
-) -> Decision | None:
+def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
     """By the rule for the op's type; None if no input is sharded in a way that the rule allows.
 
     Args:
       scope: the graph or function that the op is in.
       op: the op.
-      placements: of its inputs, without those that towers count for themselves.
-      counted: the same with them, for operands that have the entries of a sparse tensor.
+      placements: of its inputs. Only operands that have the entries of a sparse tensor may be
+        counted by towers; others are replicated.
     """
-    are_replicated = all(placement == REPLICATE for placement in placements)
+    are_replicated = all(
+        placement == REPLICATE or isinstance(placement, CountedByTower) for placement in placements
+    )
     inputs_are_replicated = are_replicated and not scope.follows_gathered(op)
     if inputs_are_replicated and _rule_adds_nothing(op):
         return None
 
     signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
-    match = Match(op, signature, counted, scope)
+    match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
     dims = [_if_complete(by_rule) for by_rule in signature.dims or ()]
@@ -182,7 +179,7 @@ def _by_rule(
 
     decision = match.decision()
     if decision is None and signature.otherwise is not None:
-        return Match(op, signature.otherwise, counted, scope).decision()
+        return Match(op, signature.otherwise, placements, scope).decision()
     return decision
 
 
