@@ -26,7 +26,6 @@ from estimator_mgpu.partition.rewrites.identities import bypass_identities, find
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.later_reads import read_after_writes
 from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handles
-from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
 from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
@@ -66,7 +65,7 @@ def in_reading_order(ops):
     return found
 
 
-def lines_of(ops, unused=(), shapes=False):
+def lines_of(ops, unused=()):
     for op in in_reading_order(ops):
         if op.type in QUIET:
             continue
@@ -75,25 +74,22 @@ def lines_of(ops, unused=(), shapes=False):
             line += f' after {", ".join(sorted(before.name for before in op.control_inputs))}'
         if op.device:
             line += f' on {op.device}'
-        if shapes:
-            line += f' of {" ".join(str(output.shape) for output in op.outputs)}'
         yield line + (' (unused)' if op.name in unused else '')
         for function in function_calls.function_graphs(op):
             outputs = [output.op for output in function.outputs]
             yield from ('  ' + inner for inner in lines_of([*function.control_outputs, *outputs]))
 
 
-def text_of(division, scope='', also=(), **options):
+def text_of(division, scope='', also=()):
     """The ops that the results of a division run, as text.
 
     Args:
       division: one that goes on.
       scope: what isn't shown of names.
       also: further ops to show.
-      **options: of `lines_of`.
     """
     ops = [*map(division.op_in_place_of, division.results), *also]
-    return '\n'.join(lines_of(ops, division.unused, **options)).replace(scope, '')
+    return '\n'.join(lines_of(ops, division.unused)).replace(scope, '')
 
 
 def assert_rewritten(steps, results, before, after, x=None, **options):
@@ -235,39 +231,6 @@ def v1_loop(x, **options):
         twice = lambda a: tf.concat([a, a], 0, 'twice')  # noqa: E731
         shapes = [tf.TensorShape([None, 3])]
         return tf.while_loop(is_less, twice, [x], shapes, name='loop', **options)
-
-
-def test_infer_loop_shapes():
-    with tf.Graph().as_default() as other:
-        tf.exp(v1_loop(batch_of(4, 3)), 'y')
-    before = """
-        Enter = Enter(x) of <unknown>
-        Merge = Merge(Enter, NextIteration) of <unknown> ()
-        sum = Sum(Merge, Const) of <unknown>
-        is_less = Less(sum, is_less/y) of <unknown>
-        LoopCond = LoopCond(is_less) of ()
-        Switch = Switch(Merge, LoopCond) of <unknown> <unknown>
-        Exit = Exit(Switch) of <unknown>
-        y = Exp(Exit) of <unknown>
-        Identity = Identity(Switch:1) of <unknown>
-        twice = ConcatV2(Identity, Identity, twice/axis) of <unknown>
-        NextIteration = NextIteration(twice) of <unknown>
-    """
-    after = """
-        Enter = Enter(x) of (4, 3)
-        Merge = Merge(Enter, NextIteration) of (None, 3) ()
-        sum = Sum(Merge, Const) of ()
-        is_less = Less(sum, is_less/y) of ()
-        LoopCond = LoopCond(is_less) of ()
-        Switch = Switch(Merge, LoopCond) of (None, 3) (None, 3)
-        Exit = Exit(Switch) of (None, 3)
-        y = Exp(Exit) of (None, 3)
-        Identity = Identity(Switch:1) of (None, 3)
-        twice = ConcatV2(Identity, Identity, twice/axis) of (None, 3)
-        NextIteration = NextIteration(twice) of (None, 3)
-    """
-    options = {'shapes': True, 'scope': 'loop/'}
-    assert_rewritten([infer_loop_shapes], [loaded(other, 'y:0')], before, after, **options)
 
 
 def test_bypass_loops_of_handles():
@@ -595,9 +558,8 @@ def check_steps(monkeypatch, steps=divide.STEPS):
 
 
 CHECKED = """
-    infer_loop_shapes bypass_loops_of_handles expand_batch_norm _recompute _find_order
-    read_after_writes remove_loop_waits bypass_identities replace_likes_by_fills find_unused_ops
-    find_unused_gradients
+    bypass_loops_of_handles expand_batch_norm _recompute _find_order read_after_writes
+    remove_loop_waits bypass_identities replace_likes_by_fills find_unused_ops find_unused_gradients
 """
 
 

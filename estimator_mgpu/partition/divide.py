@@ -19,7 +19,6 @@ from estimator_mgpu.partition.rewrites.identities import bypass_identities, find
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.later_reads import read_after_writes
 from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handles
-from estimator_mgpu.partition.rewrites.loop_shapes import infer_loop_shapes
 from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
@@ -122,7 +121,6 @@ STEPS: tuple[Callable[[Division], None], ...] = (
     # control edges hold it. After that, `order` holds it, and `towers.waits` adds the edges.
     _note_facts,
     # Ops that can't be sharded, or not as well, are replaced by such as can.
-    infer_loop_shapes,
     bypass_loops_of_handles,
     expand_batch_norm,
     _recompute,  # After these, so that what is copied can be sharded.

@@ -11,8 +11,8 @@ A graph may also have changed since its definition was made. If `tf.gradients` g
 of a `tf.function` in a loop for a second time, it lets the body's graph call another function, of
 which the graph around the loop knows nothing. Then the graph is defined anew.
 
-Shapes in the graph follow from those of the arguments. Those of a loop's variables are found as
-`loop_shapes` says.
+Shapes in the graph follow from those of the arguments. A loop's variable is assumed to have its
+first shape in each step. Where a step changes that, the dimension, or the rank, stays unknown.
 
 In: a graph that the model_fn has built. Out: the same graph, whose callers name other functions.
 """
@@ -20,14 +20,13 @@ In: a graph that the model_fn has built. Out: the same graph, whose callers name
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.rewrites.loop_shapes import Shapes, Variable, changed_shapes
 from estimator_mgpu.tf_internals import function_calls, op_types, private
 
 
@@ -160,13 +159,17 @@ def _shapes_in_steps(
       body: the definition of its body.
       first: the shapes before the first step.
     """
+    shapes = first
+    while True:  # Each round makes a dimension or a rank unknown that was known, or is the last.
+        after = [output.shape for output in _read(loop, body, shapes).outputs]
+        common = [
+            before.most_specific_compatible_shape(shape) for before, shape in zip(shapes, after)
+        ]
+        if [_dims(shape) for shape in common] == [_dims(shape) for shape in shapes]:
+            return shapes
+        shapes = common
 
-    def in_steps(changed: Shapes) -> list[tf.TensorShape]:
-        return [changed.get(index, shape) for index, shape in enumerate(first)]
 
-    def infer(changed: Shapes) -> Iterable[tuple[Variable, tf.TensorShape, tf.TensorShape]]:
-        before = in_steps(changed)
-        after = [output.shape for output in _read(loop, body, before).outputs]
-        return zip(range(len(before)), before, after)
-
-    return in_steps(changed_shapes(infer))
+def _dims(shape: tf.TensorShape) -> Any:
+    """The dimensions as a list; None if the rank is unknown."""
+    return None if shape.rank is None else shape.as_list()
