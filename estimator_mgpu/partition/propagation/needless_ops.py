@@ -10,8 +10,9 @@ the number of examples may not be known when they are made, they do so also if n
     gradient --> user
 
 Of a transformer with dropout, these are 6% of the ops that can be sharded, and 24% if the size of
-the batch is dynamic. Each tower would run copies of them in each step. Identities stay: they are
-few, and somebody may look for a tower's copy by its name.
+the batch is dynamic. Each tower would run copies of them in each step: then the graph for two
+devices would have 10% more nodes, and a step would take 3 to 6% more CPU time. Identities stay:
+they are few, and somebody may look for a tower's copy by its name.
 
 In: a plan, whose sizes tell which shapes are the same. Out: the plan without these ops. They stay
 in the graph and have full values, for whoever fetches them.

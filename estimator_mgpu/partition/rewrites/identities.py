@@ -19,8 +19,9 @@ before writes, keep their order by `towers.waits`.
 
 One kind of identity stays: that between the gradient of a convolution's output and the gradient of
 its kernel. It waits for the gradient of the bias only. If the gradients of kernel and bias used the
-same tensor, TensorFlow would let oneDNN compute both by one op, which takes 1.05 to 1.9 times as
-long as the two.
+same tensor, TensorFlow would let oneDNN compute both by one op on CPUs, which takes 1.05 to 1.9
+times as long as the two. Of a model of six convolutions with biases on two CPU devices, a step
+would take 1.03 to 1.05 times the CPU time, and 1.7 times the memory.
 """
 
 from __future__ import annotations
