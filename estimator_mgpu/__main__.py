@@ -117,9 +117,7 @@ def explain(options: argparse.Namespace) -> int:
     estimator = estimator_mgpu.Estimator(
         options.model_fn, params=options.params, devices=options.devices
     )
-    explanation = estimator.explain(options.input_fn)
-    if options.draw:
-        explanation.draw(options.draw)
+    estimator.explain(options.input_fn)
     return 0
 
 
@@ -135,7 +133,6 @@ def _options() -> argparse.Namespace:
     command.add_argument(
         '--devices', type=_devices, help='how many, or names with commas; default: all GPUs'
     )
-    command.add_argument('--draw', metavar='plan.svg', help='also draws it, with Matplotlib')
     return parser.parse_args()
 
 
