@@ -268,16 +268,6 @@ def test_a_loop_that_would_end_otherwise_than_it_starts(behavior):
     assert (reason in str(explain(model_fn))) == (behavior == 'v2')
 
 
-def test_ones_that_are_filled_in_are_where_they_were():
-    def model_fn(features, labels, mode):
-        with tf.variable_scope('net'):
-            net = tf.matmul(features, tf.get_variable('w', [3, 1]))
-            ones = tf.raw_ops.OnesLike(x=net)
-        return by_sgd(mode, tf.reduce_sum(tf.square(net)) / tf.reduce_sum(ones))
-
-    assert 'Fill' not in explain(model_fn).scopes
-
-
 def test_fused_ops_that_nobody_runs():
     """Sums take the place of the batch normalization that a layer made, and of its gradient."""
 

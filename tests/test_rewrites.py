@@ -21,7 +21,6 @@ from estimator_mgpu.partition.order import check
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
 from estimator_mgpu.partition.propagation.unused_gradients import find_unused_gradients
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
-from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, find_unused_ops
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.later_reads import read_after_writes
@@ -424,23 +423,6 @@ def test_find_unused_ops(graph):
     assert_rewritten(steps, [tf.add(a, b, 'y')], before, after, also=[group])
 
 
-def test_replace_likes_by_fills():
-    zeros = tf.raw_ops.ZerosLike(x=tf.negative(batch_of(4, 3), 'a'), name='zeros')
-    before = """
-        a = Neg(x)
-        zeros = ZerosLike(a)
-        y = Exp(zeros)
-    """
-    after = """
-        a = Neg(x)
-        zeros/shape = Shape(a)
-        zeros/fill = Fill(zeros/shape, zeros/value)
-        y = Exp(zeros/fill)
-    """
-    steps = [divide._find_order, replace_likes_by_fills]
-    assert_rewritten(steps, [tf.exp(zeros, 'y')], before, after)
-
-
 def test_find_unused_gradients(graph):
     """Of a product with a number, only the gradient of the other factor is asked for."""
     x = batch_of(4, 3)
@@ -559,7 +541,7 @@ def check_steps(monkeypatch, steps=divide.STEPS):
 
 CHECKED = """
     bypass_loops_of_handles expand_batch_norm _recompute _find_order read_after_writes
-    remove_loop_waits bypass_identities replace_likes_by_fills find_unused_ops find_unused_gradients
+    remove_loop_waits bypass_identities find_unused_ops find_unused_gradients
 """
 
 

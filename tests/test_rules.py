@@ -166,11 +166,6 @@ def _identity_n(op, b):
     return [*both, activated, *tf.gradients(activated, x)]
 
 
-def _alike(op, b):
-    """In a loop, as fills take their place elsewhere."""
-    return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x + op(x=x)), [0, b.floats(2)])
-
-
 def _quantized(op, b, channels, forward=None):
     x, low, high = b.floats(3), b.whole(*channels) * 0.4, 0.5 + b.whole(*channels) * 0.4
     y = (forward or op)(inputs=x, min=low, max=high)
@@ -200,7 +195,7 @@ for _name, _shape in (('FakeQuantWithMinMaxVars', ()), ('FakeQuantWithMinMaxVars
     sample(f'{_name}Gradient', _quantized, channels=_shape, forward=getattr(ops, _name))
 # Here it's replaced by what it's given; its rule is for loops and branches.
 sample('IdentityN', _identity_n, whole=True)
-sample('OnesLike ZerosLike', _alike)
+sample('OnesLike ZerosLike', 'n3')
 sample('Fill', lambda op, b: op(dims=tf.shape(b.floats(2)), value=3.0))
 sample('Fill', lambda op, b: op(dims=[tf.size(b.floats(2))], value=1.0))
 sample('BroadcastTo', _broadcast_to)

@@ -14,7 +14,6 @@ from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
 from estimator_mgpu.partition.propagation.unused_gradients import find_unused_gradients
 from estimator_mgpu.partition.rewrites.batch_norm import expand_batch_norm
-from estimator_mgpu.partition.rewrites.fills import replace_likes_by_fills
 from estimator_mgpu.partition.rewrites.identities import bypass_identities, find_unused_ops
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.partition.rewrites.later_reads import read_after_writes
@@ -130,7 +129,6 @@ STEPS: tuple[Callable[[Division], None], ...] = (
     # What only waits is bypassed: from here on, who waits for what is asked of the order.
     remove_loop_waits,
     bypass_identities,
-    replace_likes_by_fills,
     find_unused_ops,  # After all that replaces something.
     find_unused_gradients,  # Their users may be unused ops.
     # The plan, and where what it doesn't shard runs.
