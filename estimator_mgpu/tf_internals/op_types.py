@@ -79,6 +79,8 @@ SHAPE_OUTPUTS = {
 BROADCAST_GRADIENT_ARGS = 'BroadcastGradientArgs'
 """Gives the dimensions over which a gradient is summed, computed from two shapes."""
 
+OPTIONAL = 'OptionalFromValue'
+OPTIONAL_VALUE = 'OptionalGetValue'
 LIST_PREFIXES = ('TensorList', 'Optional')
 """How the types of ops on lists and optionals begin: these can't be gathered."""
 EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
