@@ -179,7 +179,7 @@ class _Rewrite:
         """
         operands = []
         for argument, tensor in zip(function.inputs, op.inputs[1:]):
-            returned = self._returned.get(tensor.name)
+            returned = self._returned.get(_source(tensor).name)
             if returned is not None and _is_same(returned.choice, op.inputs[0]):
                 operands.append(returned.values[branch])
             elif _is_used(argument, function):
@@ -215,21 +215,27 @@ class _Rewrite:
         """
         redirections = graphs.Redirections()
         for op in added.ops:
-            if op.type == op_types.OPTIONAL:
+            if op.type in (op_types.OPTIONAL, op_types.NO_OPTIONAL):
                 self._optionals.append(op)
             elif op.type == op_types.OPTIONAL_VALUE and op.inputs[0].op.type == op_types.OPTIONAL:
                 for output, value in zip(op.outputs, op.inputs[0].op.inputs):
-                    redirections.add(output, redirections.in_place_of(value))
-                self._division.unused.add(op.name)
+                    value = redirections.in_place_of(value)
+                    redirections.add(output, value)
+                    self._division.replaced[output.name] = value
         redirections.make()
         return [redirections.in_place_of(output) for output in added.outputs]
 
     def note_unused(self) -> None:
         """Notes that no step makes the Optionals that nobody needs any more."""
-        unused = self._division.unused
         for op in self._optionals:
-            if unused.issuperset(user.name for user in op.outputs[0].consumers()):
-                unused.add(op.name)
+            if all(map(self._is_unused, op.outputs[0].consumers())):
+                self._division.unused.add(op.name)
+
+    def _is_unused(self, op: tf.Operation) -> bool:
+        """Whether others are used in the place of an op."""
+        replaced = self._division.replaced
+        is_replaced = any(output.name in replaced for output in op.outputs)
+        return is_replaced or op.name in self._division.unused
 
     def _result(
         self, output: tf.Tensor, values: Sequence[tf.Tensor], op: tf.Operation
@@ -243,21 +249,23 @@ class _Rewrite:
         """
         returned = _Returned(op.inputs[0], values)
         self._returned[output.name] = returned
-        if output.dtype == tf.variant and self._is_for_gradients(output):
+        if output.dtype == tf.variant and self._is_for_gradients(output, op.inputs[0]):
             return None
         merged = _merged(values, f'{op.name}/merge')
         merged.set_shape(output.shape)
-        result = after(op.control_inputs, merged, f'{op.name}/output')
-        self._returned[result.name] = returned
-        return result
+        self._returned[merged.name] = returned
+        return after(op.control_inputs, merged, f'{op.name}/output')
 
-    def _is_for_gradients(self, output: tf.Tensor) -> bool:
-        """Whether only branches that are chosen by the same tensor use an output."""
-        users = [user for user in output.consumers() if user.name not in self._division.unused]
-        return all(
-            self.can_take_apart(user) and _is_same(user.inputs[0], output.op.inputs[0])
-            for user in users
-        )
+    def _is_for_gradients(self, tensor: tf.Tensor, choice: tf.Tensor) -> bool:
+        """Whether only branches that the same tensor chooses use a tensor."""
+        for user in tensor.consumers():
+            if user.type == op_types.IDENTITY:
+                is_for_gradients = self._is_for_gradients(user.outputs[0], choice)
+            else:
+                is_for_gradients = self.can_take_apart(user) and _is_same(user.inputs[0], choice)
+            if not (is_for_gradients or self._is_unused(user)):
+                return False
+        return True
 
 
 def _merged(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
@@ -271,6 +279,13 @@ def _merged(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
 def _is_same(choice: tf.Tensor, other: tf.Tensor) -> bool:
     """Whether two tensors choose the same branch."""
     return passed_on(choice) is passed_on(other)
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that identities have passed on."""
+    while tensor.op.type == op_types.IDENTITY:
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _is_used(argument: tf.Tensor, function: Any) -> bool:
