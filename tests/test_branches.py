@@ -1,13 +1,14 @@
 """Branches of TensorFlow 2 train on several devices as on one, and are sharded as TensorFlow 1's."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-import estimator_mgpu
 import towers
 from estimator_mgpu import steps
-from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.reports.explain import ops_run_once
 
 WIDTH, STEPS = 3, 5
 MODELS = {}
@@ -130,6 +131,47 @@ def loop_until_the_largest(x, w):
 
 
 @model()
+def in_a_loop(x, w):
+    """Each branch keeps something else for its gradient, one of them examples."""
+    branch = lambda i, h: tf.cond(i > 2, lambda: tf.tanh(h @ w), lambda: h * 0.5 + x[:, i])  # noqa: E731
+    step = lambda i, h: (i + 1, branch(i, h))  # noqa: E731
+    return tf.while_loop(lambda i, _: i < STEPS, step, (0, x[:, 0]))[1]
+
+
+@model()
+def one_of_three_in_a_loop(x, w):
+    def step(i, h):
+        branches = [lambda: tf.tanh(h @ w), lambda: h * w[0], lambda: tf.sin(h) * x[:, i]]
+        return i + 1, tf.switch_case(i % 3, branches)
+
+    return tf.while_loop(lambda i, _: i < STEPS, step, (0, x[:, 0]))[1]
+
+
+@model()
+def chosen_outside_of_a_loop(x, w):
+    """A choice that stays, and one of the step before."""
+    is_even = every_second()
+
+    def step(i, h, is_small):
+        h = tf.cond(is_even, lambda: tf.tanh(h @ w), lambda: tf.sin(h * w[0]))
+        h = tf.cond(is_small, lambda: tf.sin(h @ w), lambda: tf.tanh(h) * tf.tanh(x[:, i]))
+        return i + 1, h, i < 2
+
+    return tf.while_loop(lambda i, *_: i < STEPS, step, (0, x[:, 0], is_even))[1]
+
+
+@model('While', 'StatelessWhile', 'Identity', 'Shape')
+def branches_in_branches_in_a_loop(x, w):
+    """It may run once."""
+
+    def step(i, h):
+        inner = lambda: tf.cond(i > 3, lambda: tf.tanh(h @ w), lambda: h * w[0])  # noqa: E731
+        return i + 1, tf.cond(i > 1, inner, lambda: tf.sin(h @ w))
+
+    return tf.while_loop(lambda i, _: i < STEPS, step, (0, x[:, 0]))[1]
+
+
+@model()
 def calls(x, w):
     layer = tf.function(lambda h: tf.tanh(h @ w))
     return tf.cond(
@@ -207,10 +249,9 @@ def sizes(x, w):
 
     def reshaped():
         h = tf.reshape(tf.reshape(x, [count * STEPS, WIDTH]) @ w, [count, STEPS, WIDTH])
-        numbers = tf.random.stateless_normal([count, WIDTH], [1, 2])
-        return h[:, 0] / tf.cast(count, tf.float32) + numbers
+        return h[:, 0] / tf.cast(count, tf.float32)
 
-    return tf.cond(every_second(), reshaped, lambda: tf.zeros([count, WIDTH]))
+    return tf.cond(every_second(), reshaped, lambda: tf.zeros_like(x[:, 0]) + 1)
 
 
 @model()
@@ -228,7 +269,7 @@ def masked(x, w):
     return x[:, 1] @ w + tf.cond(every_second(), selected, lambda: tf.zeros([WIDTH]))
 
 
-@model('Merge', 'Identity', 'Unique', 'Shape', 'StridedSlice', 'UnsortedSegmentSum')
+@model(*'Merge Identity Unique UnsortedSegmentSum ResourceSparseApplyMomentum'.split())
 def looked_up(x, w):
     """One branch has a sparse gradient, and the other one none."""
     ids = tf.cast(tf.abs(x[:, 0, 0]), tf.int32) % WIDTH
@@ -240,7 +281,8 @@ def looked_up(x, w):
 def handle_of_a_variable(x, w):
     """The branch that gives it stays a call; it depends on the batch only by what chooses."""
     chosen = tf.cond(always(x), lambda: w.handle, lambda: w.handle)
-    return x[:, 0] @ tf.stop_gradient(tf.raw_ops.ReadVariableOp(resource=chosen, dtype=tf.float32))
+    read = tf.raw_ops.ReadVariableOp(resource=chosen, dtype=tf.float32)
+    return x[:, 0] @ w + x[:, 1] @ tf.stop_gradient(tf.reshape(read, [WIDTH, WIDTH]))
 
 
 @model()
@@ -297,3 +339,34 @@ def test_micro_batches_and_recomputation(name):
     """Of four examples a tower."""
     options = {"microbatches": 2, "recompute": True}
     check(name, (12, 12, 7, 12), static=False, **options)
+
+
+def network_in_a_branch(features, labels, mode, sliced=False):
+    """All layers, and their mean, in a branch; if `sliced`, something in it needs all examples."""
+    weights = [tf.get_variable(f'w{k}', [8, 8], use_resource=True) for k in range(4)]
+
+    def network():
+        h = features
+        for w in weights:
+            h = tf.tanh(h @ w)
+        return tf.reduce_mean(h * h) + (features[0, 0] if sliced else 0.0)
+
+    step = tf.train.get_global_step()
+    loss = tf.cond(step >= 0, network, lambda: 0.0)
+    train_op = tf.train.GradientDescentOptimizer(0.1).minimize(loss, step)
+    return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+@pytest.mark.parametrize('sliced', [False, True], ids=['a mean', 'also the first example'])
+def test_a_network_in_a_branch_is_sharded(sliced):
+    model_fn = functools.partial(network_in_a_branch, sliced=sliced)
+    rows = np.random.default_rng(2).normal(size=(12, 8)).astype('f')
+    ours, _ = towers.compare(model_fn, [(rows, rows)] * 2, 3)
+    plan = steps.of_graph(ours.graph).plan
+    products = {
+        op.name for op in plan.order if op.type == 'MatMul' and 'recompute' not in op.name
+    }
+    assert len(products) == 12 and products <= plan.ops.keys()
+    share = sum(op.share for op in ops_run_once(plan))
+    assert share == 0 if not sliced else 0 < share < 0.15
+

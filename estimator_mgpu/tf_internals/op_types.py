@@ -88,6 +88,8 @@ BROADCAST_GRADIENT_ARGS = 'BroadcastGradientArgs'
 OPTIONAL = 'OptionalFromValue'
 NO_OPTIONAL = 'OptionalNone'
 OPTIONAL_VALUE = 'OptionalGetValue'
+LIST_PUSH = 'TensorListPushBack'
+LIST_POP = 'TensorListPopBack'
 LIST_PREFIXES = ('TensorList', 'Optional')
 """How the types of ops on lists and optionals begin: these can't be gathered."""
 EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', NO_OPTIONAL)
