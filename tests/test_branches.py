@@ -1,4 +1,4 @@
-"""Branches of TensorFlow 2 train on several devices as on one, and are sharded as TensorFlow 1's."""
+"""Branches of TensorFlow 2 train on several devices as on one, sharded as TensorFlow 1's."""
 
 import functools
 
@@ -269,7 +269,7 @@ def masked(x, w):
     return x[:, 1] @ w + tf.cond(every_second(), selected, lambda: tf.zeros([WIDTH]))
 
 
-@model(*'Merge Identity Unique UnsortedSegmentSum ResourceSparseApplyMomentum'.split())
+@model(*['Merge', 'Identity', 'Unique', 'UnsortedSegmentSum', 'ResourceSparseApplyMomentum'])
 def looked_up(x, w):
     """One branch has a sparse gradient, and the other one none."""
     ids = tf.cast(tf.abs(x[:, 0, 0]), tf.int32) % WIDTH
@@ -311,9 +311,7 @@ def batches(*sizes):
 
 
 def check(name, sizes, **options):
-    ours, _ = towers.compare(
-        model_fn_of(MODELS[name]), batches(*sizes), 3, rtol=2e-5, **options
-    )
+    ours, _ = towers.compare(model_fn_of(MODELS[name]), batches(*sizes), 3, rtol=2e-5, **options)
     plan = steps.of_graph(ours.graph).plan
     types = {ours.graph.get_operation_by_name(op).type: why for op, (why, _) in plan.once.items()}
     assert types.keys() <= ONCE[name], types
@@ -337,7 +335,7 @@ def test_batches_of_a_static_size(name):
 @pytest.mark.parametrize('name', MODELS)
 def test_micro_batches_and_recomputation(name):
     """Of four examples a tower."""
-    options = {"microbatches": 2, "recompute": True}
+    options = {'microbatches': 2, 'recompute': True}
     check(name, (12, 12, 7, 12), static=False, **options)
 
 
@@ -363,10 +361,7 @@ def test_a_network_in_a_branch_is_sharded(sliced):
     rows = np.random.default_rng(2).normal(size=(12, 8)).astype('f')
     ours, _ = towers.compare(model_fn, [(rows, rows)] * 2, 3)
     plan = steps.of_graph(ours.graph).plan
-    products = {
-        op.name for op in plan.order if op.type == 'MatMul' and 'recompute' not in op.name
-    }
+    products = {op.name for op in plan.order if op.type == 'MatMul' and 'recompute' not in op.name}
     assert len(products) == 12 and products <= plan.ops.keys()
     share = sum(op.share for op in ops_run_once(plan))
     assert share == 0 if not sliced else 0 < share < 0.15
-

@@ -30,9 +30,7 @@ def works_of(plan: Plan) -> dict[tf.Operation, Work]:
 
     The work of a v1 loop is that of one of the ops that give its results.
     """
-    works = {
-        op: _work_of(op) for op in plan.order if op.name in plan.ops or op.name in plan.once
-    }
+    works = {op: _work_of(op) for op in plan.order if op.name in plan.ops or op.name in plan.once}
     inside: dict[str, list[tf.Operation]] = defaultdict(list)  # by the names of outermost loops
     for name, frames in plan.frames.items():
         op = plan.order[0].graph.get_operation_by_name(name)

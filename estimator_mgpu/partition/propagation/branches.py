@@ -21,6 +21,7 @@ A branch may even sum over all towers: since all take the same branch, all parts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -70,8 +71,8 @@ def decide_branches(
     functions = CalledFunctions(
         scope, branches, arguments, placements[first_argument:], unchanged=every_argument
     )
-    choice = _kept_from(op.inputs[0])
-    if any(isinstance(given, ByBranch) and given.choice != choice for given in placements):
+    choices = {given.choice for given in placements if isinstance(given, ByBranch)}
+    if choices and choices != {_kept_from(op.inputs[0])}:
         raise NotSharded('it is given what other branches have computed')
     while True:  # Shards that are requested only become more.
         functions.find_placements()
@@ -82,7 +83,7 @@ def decide_branches(
     output_placements: list[Placement] = []
     output_dims: list[list[Size] | None] = []
     for index, output in enumerate(op.outputs):
-        placement = _returned(bodies, index, output, choice)
+        placement = _returned(bodies, index, output)
         dims = None
         if isinstance(placement, Shard):
             returned = [(body.scope.sizes, body.graph.outputs[index]) for body in bodies]
@@ -149,9 +150,7 @@ def _request_shards(functions: CalledFunctions, bodies: Sequence[FunctionBody]) 
     return len(functions.requests) > before
 
 
-def _returned(
-    bodies: Sequence[FunctionBody], index: int, output: tf.Tensor, choice: tuple[tf.Operation, int]
-) -> Placement:
+def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> Placement:
     """The one placement in which all functions return an output.
 
     If one of them returns a partial sum or a list, another one may return something empty: zeros,
@@ -161,7 +160,6 @@ def _returned(
       bodies: what was found of each function.
       index: the output's.
       output: of the op that calls the functions.
-      choice: what chooses one of them.
 
     Raises:
       NotSharded: if they return it in several placements, or as sizes that differ.
@@ -173,7 +171,7 @@ def _returned(
         is_empty = in_branch == REPLICATE and _is_empty(tensor, placement)
         if in_branch != placement and not is_empty:
             if all(_is_optional(tensor) for tensor in tensors):
-                return ByBranch(choice, tuple(placements))
+                return ByBranch(_kept_from(output.op.inputs[0]), tuple(placements))
             raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
     differs = any(body.differs(tensor) for body, tensor in zip(bodies, tensors))
     if placement == REPLICATE and differs:
@@ -195,6 +193,8 @@ def _kept_from(tensor: tf.Tensor) -> tuple[tf.Operation, int]:
     tensor = passed_on(tensor)
     if tensor.op.type == op_types.LIST_POP:
         source = _put_into(_outside(passed_on(tensor.op.inputs[0]), changes=True))
+    elif tensor.op.type in op_types.LOOPS:
+        source = tensor.op.inputs[tensor.value_index] if _stays(tensor) else None
     else:
         source = _outside(tensor, changes=False)
     return (tensor.op, tensor.value_index) if source is None else _kept_from(source)
@@ -202,9 +202,9 @@ def _kept_from(tensor: tf.Tensor) -> tuple[tf.Operation, int]:
 
 def _put_into(variable: tf.Tensor | None) -> tf.Tensor | None:
     """What each step of a loop puts into a list, given the list after the loop; None of others."""
-    if variable is None or variable.op.type not in op_types.LOOPS:
+    body = None if variable is None else _body(variable.op)
+    if variable is None or body is None:
         return None
-    _, body = function_calls.function_graphs(variable.op)
     put = body.outputs[variable.value_index].op
     return put.inputs[1] if put.type == op_types.LIST_PUSH else None
 
@@ -221,11 +221,23 @@ def _outside(tensor: tf.Tensor, changes: bool) -> tf.Tensor | None:
     if not positions:
         return None
     for op in body.outer_graph.get_operations():
-        if op.type in op_types.LOOPS and function_calls.function_graphs(op)[1:] == [body]:
+        if _body(op) is body:
             [index] = positions
-            stays = changes or passed_on(body.outputs[index]) is tensor
-            return op.inputs[index] if stays else None
+            return op.inputs[index] if changes or _stays(op.outputs[index]) else None
     return None
+
+
+def _stays(variable: tf.Tensor) -> bool:
+    """Whether no step changes the variable of a loop, given as it's after the loop."""
+    body = _body(variable.op)
+    index = variable.value_index
+    return body is not None and passed_on(body.outputs[index]) is body.inputs[index]
+
+
+def _body(op: tf.Operation) -> Any:
+    """The graph of a loop's body; None of other ops, and if it isn't known."""
+    graphs = function_calls.function_graphs(op) if op.type in op_types.LOOPS else []
+    return graphs[1] if graphs else None
 
 
 def _is_empty(tensor: tf.Tensor, placement: Placement) -> bool:

@@ -214,12 +214,16 @@ class _Rewrite:
           The branch's outputs.
         """
         redirections = graphs.Redirections()
+        has_effects = any(map(has_side_effect, added.ops))
         for op in added.ops:
             if op.type in (op_types.OPTIONAL, op_types.NO_OPTIONAL):
                 self._optionals.append(op)
             elif op.type == op_types.OPTIONAL_VALUE and op.inputs[0].op.type == op_types.OPTIONAL:
                 for output, value in zip(op.outputs, op.inputs[0].op.inputs):
                     value = redirections.in_place_of(value)
+                    if has_effects and op.control_inputs:  # It may be waited for in their place.
+                        with tf.control_dependencies(op.control_inputs):
+                            value = tf.identity(value, f'{op.name}/value')
                     redirections.add(output, value)
                     self._division.replaced[output.name] = value
         redirections.make()
