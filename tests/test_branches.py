@@ -115,6 +115,20 @@ def one_of_four(x, w):
 
 
 @model()
+def outer_number(x, w):
+    """It's used in both branches, one of which has the gradient of a gradient."""
+    number = tf.cast(tf.train.get_global_step() % 3, tf.int32)
+
+    def one_of(k):
+        h = tf.tanh(x[:, k] @ w)
+        branches = [lambda: h @ w - tf.reduce_mean(h, 0), lambda: h, lambda: tf.sin(h @ w)]
+        h = tf.switch_case(number, branches)
+        return h + (tf.gradients(h, x)[0][:, 1] if k else 0)
+
+    return tf.cond(every_second(), lambda: one_of(0), lambda: one_of(1))
+
+
+@model()
 def loop(x, w):
     step = lambda i, h: (i + 1, tf.tanh(h @ w) + x[:, i])  # noqa: E731
     steps = lambda: tf.while_loop(lambda i, _: i < STEPS, step, (0, x[:, 0]))[1]  # noqa: E731

@@ -253,7 +253,7 @@ def test_take_apart_branches():
           gradients/c_grad/Mul_1 = Mul(gradients/grad_ys_0, gradients/c_grad/Mul_1/OptionalGetValue)
           Identity_1 = Identity(gradients/c_grad/Mul_1)
         g/cond_grad/Identity_1 = Identity(g/cond_grad/StatelessIf:1)
-    """  # noqa: E501
+    """
     after = """
         cond/switch = Switch(p, p)
         cond/in_branch_3 = Identity(cond/switch)

@@ -161,7 +161,7 @@ class _Rewrite:
     def _decision(self, case: tf.Operation, number: int) -> tf.Tensor:
         """Whether a `Case` takes the branch of a number; the same tensor as for its gradient."""
         choice = case.inputs[0]
-        key = passed_on(choice).name, number
+        key = choice.name, number
         if key not in self._decisions:
             self._decisions[key] = tf.equal(choice, number, f'{case.name}/is_{number}')
         return self._decisions[key]
