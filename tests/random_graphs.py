@@ -1297,7 +1297,7 @@ def cond_by_rows_in_a_loop_in_a_cond(x, c):
     return tf.cond(_odd(), lambda: _loop(2, body, x), lambda: x)
 
 
-@_shards('If', always=False)
+@_sharded
 def cond_of_several(x, c):
     """Lists and dicts, an output that does not depend on the shard, and an unused one."""
     w = c.variable(WIDTH, WIDTH)
