@@ -8,8 +8,8 @@ The first figure is the busiest device's share of a step's heavy kernels: matrix
 convolutions, softmax, tanh, sigmoid and lookups, with their gradients. They are counted in
 TensorFlow's trace (`RunMetadata`); a kernel inside of a function or a loop counts each time that it
 runs. With four devices, 25% is a perfect split. The second one is the share of ops that run once,
-by the bytes of their output, with the type of the largest of them. A loop or branch counts as one
-op. With --legacy, models run below tf.disable_v2_behavior(), so with the loops and branches of
+by the bytes of their output, with the type of the largest of them. Of a loop, one step counts.
+With --legacy, models run below tf.disable_v2_behavior(), so with the loops and branches of
 TensorFlow 1.
 """
 

@@ -121,6 +121,21 @@ def branches(features):
 
 
 @model(x=_floats(UNITS), **LABELS)
+def network_in_a_branch(features):
+    """Layers, seeded dropout and the loss, which is a mean over the batch."""
+    weights = [tf.get_variable(f'w{k}', [UNITS, UNITS]) for k in range(4)]
+
+    def loss():
+        net = features['x']
+        for w in weights:
+            net = tf.nn.dropout(tf.tanh(tf.matmul(net, w)), rate=0.2, seed=7)
+        return _loss(net - tf.reduce_mean(net, 0), features['y'])
+
+    step = tf.train.get_or_create_global_step()
+    return tf.cond(step >= 0, loss, lambda: 0.0)
+
+
+@model(x=_floats(UNITS), **LABELS)
 def functions(features):
     """One calls another, in a loop."""
     w = tf.get_variable('w', [UNITS, UNITS])

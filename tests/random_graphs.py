@@ -1272,6 +1272,7 @@ def embedded_in_a_loop(x, c):
     return x + tf.cond(_odd(), lambda: looked_up(0), lambda: 2.0 * x)
 
 
+@_sharded
 def cond_in_a_loop(x, c):
     w = c.variable(WIDTH, WIDTH)
     v = c.variable(WIDTH, WIDTH)
@@ -1296,7 +1297,7 @@ def cond_by_rows_in_a_loop_in_a_cond(x, c):
     return tf.cond(_odd(), lambda: _loop(2, body, x), lambda: x)
 
 
-@_shards('If', always=False)
+@_sharded
 def cond_of_several(x, c):
     """Lists and dicts, an output that does not depend on the shard, and an unused one."""
     w = c.variable(WIDTH, WIDTH)
@@ -1317,6 +1318,52 @@ def mean_in_a_branch(x, c):
     """Of all rows, which towers have unevenly."""
     mean = tf.cond(_odd(), lambda: tf.reduce_mean(x, 0), lambda: tf.reduce_mean(2 * x, 0))
     return x - mean
+
+
+@_sharded
+def across_in_a_branch(x, c):
+    return tf.cond(_odd(), lambda: attention(standardized(x)), lambda: whitened(x))
+
+
+@_sharded
+def drawn_in_branches(x, c):
+    """Of an inner cond, the examples decide together."""
+    w = c.variable(WIDTH, WIDTH)
+
+    def inner():
+        h = tf.tanh(tf.matmul(x, w))
+        dropped = lambda: tf.nn.dropout(h, rate=0.4, seed=11)  # noqa: E731
+        return tf.cond(tf.reduce_sum(h) > 0, dropped, lambda: h - tf.reduce_max(h, 0))
+
+    return tf.cond(_odd(), inner, lambda: x + tf.random.normal([WIDTH], 0, 0.1, tf.float64, seed=3))
+
+
+@_sharded
+def loops_in_branches(x, c):
+    """The second one's end is decided by all examples."""
+    w = c.variable(WIDTH, WIDTH)
+    fixed = lambda: _loop(3, lambda i, h: tf.tanh(tf.matmul(h, w)) + x, x)  # noqa: E731
+
+    def until_small():
+        goes_on = lambda i, h: (i < 4) & (tf.reduce_max(h) > 0.1)  # noqa: E731
+        _, h = tf.while_loop(goes_on, lambda i, h: (i + 1, 0.5 * h), (0, x))
+        return tf.matmul(x, w) + tf.stop_gradient(h)
+
+    return tf.cond(_odd(), fixed, until_small)
+
+
+@_sharded
+def switch_case_across(x, c):
+    w = c.variable(WIDTH, WIDTH)
+    number = tf.cast(tf.train.get_or_create_global_step() % 4, tf.int32)
+    branches = [
+        lambda: standardized(tf.matmul(x, w)),
+        lambda: gram(x),
+        lambda: tf.cond(
+            tf.reduce_mean(x) > 0, lambda: OPS['seeded_noise'](x), lambda: tf.matmul(x, w)
+        ),
+    ]
+    return tf.switch_case(number, branches)
 
 
 @_sharded

@@ -338,6 +338,33 @@ def test_more_than_ten(caplog):
     assert line.endswith(f'{found.once[0].name} and more that run once: {found.once[0].why}.')
 
 
+def sums_of_products(features):
+    """A loop that needs all examples, and gives a number."""
+    w = tf.get_variable('w', [3, 300])
+
+    def body(i, total):
+        return i + 1, total + tf.reduce_max(tf.cumsum(tf.matmul(features, w)))
+
+    return tf.while_loop(lambda i, _: i < 4, body, (0, 0.0), name='loop')[1]
+
+
+def test_a_loop_counts_as_what_runs_in_it(behavior, caplog):
+    """Of its products, each [12, 300], of one step; the log says how many run once."""
+
+    def model_fn(features, labels, mode):
+        net = tf.layers.dense(features, 10)
+        loss = tf.reduce_mean(net) + tf.stop_gradient(sums_of_products(features))
+        return by_sgd(mode, loss)
+
+    found = explain(model_fn)
+    top = found.once[0]
+    assert 'loop' in top.name and top.share > 0.8
+    all_bytes = sum(sum(sizes.values()) for sizes in found.scopes.values())
+    assert top.share * all_bytes >= 2 * 12 * 300 * 4  # `Cumsum` gives as much.
+    [line] = lines_of(caplog)
+    assert ' 1 of 3 matrix products and convolutions run once, most of them in ' in line
+
+
 def test_the_log_is_silent_on_what_costs_little(caplog):
     def model_fn(features, labels, mode):
         net = tf.layers.dense(features, 1000)

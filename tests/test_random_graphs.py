@@ -17,13 +17,14 @@ FLOOR = 1e-3  # What is smaller may be rounding of what isn't.
 # Models with sizes inside loops, branches and functions: their numbers are compared as well where
 # the graph knows how many examples a batch has.
 LOOPS = """
-    blocks_in_a_loop clipped_by_row_in_a_loop cond cond_by_rows_in_a_loop_in_a_cond
-    cond_in_a_loop cond_of_blocks cond_of_several cond_on_placeholders dynamic_rnn
-    embedded_in_a_loop function_in_a_loop function_of_autograph function_of_sizes hessian imported
-    large_zeros loop_with_effects loop_with_rows_summed map_fn nested_loops pairs_first
-    read_then_written recurrent recurrent_arrays recurrent_lengths scan shape_in_a_loop
-    size_in_a_loop sizes_in_a_loop switch_case two_sequences while_any while_counted while_loop
-    while_whole written_rows
+    across_in_a_branch blocks_in_a_loop clipped_by_row_in_a_loop cond
+    cond_by_rows_in_a_loop_in_a_cond cond_in_a_loop cond_of_blocks cond_of_several
+    cond_on_placeholders drawn_in_branches dynamic_rnn embedded_in_a_loop function_in_a_loop
+    function_of_autograph function_of_sizes hessian imported large_zeros loop_with_effects
+    loop_with_rows_summed loops_in_branches map_fn nested_loops pairs_first read_then_written
+    recurrent recurrent_arrays recurrent_lengths scan shape_in_a_loop size_in_a_loop sizes_in_a_loop
+    switch_case switch_case_across two_sequences while_any while_counted while_loop while_whole
+    written_rows
 """
 
 # An op of these types is worth sharding in any model.

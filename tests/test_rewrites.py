@@ -27,6 +27,7 @@ from estimator_mgpu.partition.rewrites.later_reads import read_after_writes
 from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handles
 from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
+from estimator_mgpu.partition.rewrites.take_apart_branches import take_apart_branches
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.towers.op_devices import place_ops
 from estimator_mgpu.partition.towers.waits import Waits
@@ -221,6 +222,55 @@ def test_take_apart_loops():
         next_0 = NextIteration(body/add)
     """
     assert_rewritten([take_apart_loops], [y], before, after, x=x, scope='loop/apart/')
+
+
+def test_take_apart_branches():
+    """A gradient uses what the branch has computed, rather than an Optional of it."""
+    x, k = batch_of(4, 3), batch_of(4, 3)
+    p = tf.placeholder(tf.bool, [], 'p')
+    product = lambda: tf.multiply(tf.negative(x, 'b'), k, 'c')  # noqa: E731
+    y = tf.cond(p, product, lambda: tf.constant(1.0, shape=[4, 3]), name='cond')
+    [gradient] = tf.gradients(y, k, x, name='g')
+    before = """
+        cond = StatelessIf(p, x, x_1)
+          b = Neg(b/x)
+          c = Mul(b, c/x_1)
+          OptionalFromValue = OptionalFromValue(b)
+          OptionalNone = OptionalNone()
+        cond/Identity = Identity(cond)
+        g/grad_ys_0 = Identity(x)
+        g/cond_grad/StatelessIf = StatelessIf(p, g/grad_ys_0, x_1, cond:1)
+          gradients/grad_ys_0 = Identity(gradients/grad_ys_0/g/grad_ys_0)
+          gradients/c_grad/Mul = Mul(gradients/grad_ys_0, gradients/c_grad/Mul/c/x_1)
+          gradients/b_grad/Neg = Neg(gradients/c_grad/Mul)
+          Identity = Identity(gradients/b_grad/Neg)
+          gradients/c_grad/Mul_1/OptionalGetValue = OptionalGetValue(gradients/c_grad/Mul_1/b)
+          gradients/c_grad/Mul_1 = Mul(gradients/grad_ys_0, gradients/c_grad/Mul_1/OptionalGetValue)
+          Identity_1 = Identity(gradients/c_grad/Mul_1)
+        g/cond_grad/Identity_1 = Identity(g/cond_grad/StatelessIf:1)
+    """
+    after = """
+        cond/switch = Switch(p, p)
+        cond/in_branch_3 = Identity(cond/switch)
+        cond/switch_1 = Switch(x, p)
+        cond/in_branch_1 = Identity(cond/switch_1:1)
+        cond/then_branch/b = Neg(cond/in_branch_1)
+        cond/switch_2 = Switch(x_1, p)
+        cond/in_branch_2 = Identity(cond/switch_2:1)
+        cond/then_branch/c = Mul(cond/then_branch/b, cond/in_branch_2)
+        cond/merge = Merge(cond/else_branch/Const, cond/then_branch/c)
+        cond/Identity = Identity(cond/merge)
+        g/grad_ys_0 = Identity(x)
+        switch = Switch(g/grad_ys_0, p)
+        in_branch = Identity(switch:1)
+        then_branch/gradients/grad_ys_0 = Identity(in_branch)
+        then_branch/gradients/c_grad/Mul_1 = Mul(then_branch/gradients/grad_ys_0, cond/then_branch/b)
+        then_branch/Identity_1 = Identity(then_branch/gradients/c_grad/Mul_1)
+        merge_1 = Merge(else_branch/zeros_like_1, then_branch/Identity_1)
+        g/cond_grad/Identity_1 = Identity(merge_1)
+    """  # noqa: E501
+    of_gradient = 'g/cond_grad/StatelessIf/'
+    assert_rewritten([take_apart_branches], [y, gradient], before, after, x, scope=of_gradient)
 
 
 def v1_loop(x, **options):

@@ -21,6 +21,7 @@ from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handl
 from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
+from estimator_mgpu.partition.rewrites.take_apart_branches import take_apart_branches
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
 from estimator_mgpu.partition.sizes import RowSpace
@@ -57,8 +58,9 @@ def _is_shardable(division: Division) -> bool:
     return bool(batch.sources or sparse)
 
 
-def _inline_calls(division: Division) -> None:
+def _inline_functions(division: Division) -> None:
     inline_calls(division)
+    take_apart_branches(division)
     division.user_ops = set(division.graph.get_operations())
 
 
@@ -114,7 +116,7 @@ def _reasons_of_unknown_ranks(batch: Batch) -> dict[str, str]:
 STEPS: tuple[Callable[[Division], None], ...] = (
     # Ops take the place of what only names them, so that all other steps see ops.
     read_functions,  # The next two look into the graphs of functions.
-    _inline_calls,  # What is inlined belongs to the model, and a loop in a call becomes visible.
+    _inline_functions,  # What is inlined belongs to the model, and a loop in it becomes visible.
     take_apart_loops,
     # From here on, no step may change the order in which state is touched. Until `_find_order`,
     # control edges hold it. After that, `order` holds it, and `towers.waits` adds the edges.

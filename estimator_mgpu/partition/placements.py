@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Union
 
+import tensorflow.compat.v1 as tf
+
 from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows, full_size
 
 
@@ -89,7 +91,18 @@ class SizeList(NotGatherable):
 class NestedList(NotGatherable):
     """A TensorList or an Optional of what cannot be gathered, such as an inner loop's lists."""
 
-    element: ListPlacement | ElementShape | Flow
+    element: ListPlacement | ByBranch | ElementShape | Flow
+
+
+@dataclass(frozen=True)
+class ByBranch(NotGatherable):
+    """An Optional that branches give their gradients: each branch puts something else into it.
+
+    What the branch that was taken has put into it, only the same branch of the gradient takes out.
+    """
+
+    choice: tuple[tf.Operation, int]  # what chooses the branch: an output of an op
+    branches: tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
@@ -170,7 +183,9 @@ class Places(CountedByTower):
 
 
 ListPlacement = Union[ShardList, SizeList, NestedList, ReplicateList]
-Placement = Union[Replicate, Shard, Partial, ListPlacement, ElementShape, Flow, Positions, Places]
+Placement = Union[
+    Replicate, Shard, Partial, ListPlacement, ByBranch, ElementShape, Flow, Positions, Places
+]
 
 
 def joined(placements: Sequence[Placement]) -> Placement:

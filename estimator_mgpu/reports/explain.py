@@ -27,6 +27,7 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputat
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
 from estimator_mgpu.reports.notebooks import Table, html_of
+from estimator_mgpu.reports.work import works_of
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
 
 _NOWHERE = '(no device)'  # TensorFlow will choose one.
@@ -444,12 +445,28 @@ def _costliest_once(plan: Plan) -> str:
     for op in once:
         shares[op.why] += op.share
     why = max(shares, key=lambda why: shares[why], default='')
-    if shares[why] <= _SHARE_TO_TELL:
-        return ''
+    text = ''
+    if shares[why] > _SHARE_TO_TELL:
+        costliest = [op.name for op in once if op.why == why][0]
+        share = f'{shares[why]:.0%}'
+        text = f' {share} of all output is of {costliest} and more that run once: {why}.'
+    return text + _products_once(plan)
 
-    costliest = [op.name for op in once if op.why == why][0]
-    share = f'{shares[why]:.0%}'
-    return f' {share} of all output is of {costliest} and more that run once: {why}.'
+
+def _products_once(plan: Plan) -> str:
+    """Says how many matrix products and convolutions run once; '' if few do."""
+    works = works_of(plan) if plan.once else {}
+    once = {op.name: work.products for op, work in works.items() if op.name in plan.once}
+    count = sum(once.values())
+    total = sum(work.products for work in works.values())
+    if count <= _SHARE_TO_TELL * total:
+        return ''
+    most = max(once, key=lambda name: once[name])
+    why, _ = plan.once[most]
+    return (
+        f' {count} of {total} matrix products and convolutions run once, most of them in {most}: '
+        f'{why}.'
+    )
 
 
 def _useless_passes(devices: Devices, config: Any) -> str:
@@ -466,19 +483,14 @@ def _useless_passes(devices: Devices, config: Any) -> str:
 
 def ops_run_once(plan: Plan, line: Callable[[tf.Operation], str] = lambda op: '') -> list[Once]:
     """The ops that run once, the costliest first; `line` tells an op's line in the program."""
-    total = sum(bytes_of(t) for op in _counted(plan) for t in op.outputs) or 1
+    works = works_of(plan)
+    total = sum(work.bytes for work in works.values()) or 1
     ops = []
-    for op in plan.order:
+    for op, work in works.items():
         if op.name in plan.once:
             why, gathered = plan.once[op.name]
-            share = sum(map(bytes_of, op.outputs)) / total
-            ops.append(Once(op.name, why, gathered, share, line(op)))
+            ops.append(Once(op.name, why, gathered, work.bytes / total, line(op)))
     return sorted(ops, key=lambda once: (-once.share, -once.gathered))
-
-
-def _counted(plan: Plan) -> list[tf.Operation]:
-    """The ops that depend on the batch: the sharded ones, and those that run once."""
-    return [op for op in plan.order if op.name in plan.ops or op.name in plan.once]
 
 
 def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
@@ -487,18 +499,19 @@ def _scopes(plan: Plan) -> dict[str, dict[str, int]]:
     Gradients count in the scope of the op whose gradients they are, and copies in that of the op.
     """
     scopes: dict[str, Counter[str]] = {}
-    for op in sorted(_counted(plan), key=private.creation_index):
+    works = works_of(plan)
+    for op in sorted(works, key=private.creation_index):
         name = re.sub(r'^((gradients|recompute)(_\d+)?/)+', '', op.name)
         scope = name.partition('/')[0].removesuffix('_grad')
-        for tensor in op.outputs:
-            if op.name in plan.once:
-                kind = 'once'
-            elif isinstance(plan.placements.get(tensor.name), Partial):
-                kind = 'partial'
-            else:
-                kind = 'shard'
-            scopes.setdefault(scope, Counter())[kind] += bytes_of(tensor)
-    return {scope: dict(sizes) for scope, sizes in scopes.items()}
+        sizes = scopes.setdefault(scope, Counter())
+        if op.name in plan.once:
+            sizes['once'] += works[op].bytes
+            continue
+        partial = [t for t in op.outputs if isinstance(plan.placements.get(t.name), Partial)]
+        size = sum(map(bytes_of, partial))
+        sizes['partial'] += size
+        sizes['shard'] += max(works[op].bytes - size, 0)
+    return {scope: dict(+sizes) for scope, sizes in scopes.items() if +sizes}
 
 
 def _line(op: tf.Operation) -> str:

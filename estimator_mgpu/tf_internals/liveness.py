@@ -40,12 +40,12 @@ class Branch(NamedTuple):
     If the condition of a `Merge` can't be told from switches, it's whether the `Merge` is alive.
 
     Attributes:
-      decision: the predicate of the switch, or the `Merge`.
+      decision: the predicate of the switch, or its value if it's a constant, or the `Merge`.
       way: the output of the switch that has to have the value: 0 or 1; -1 for a `Merge`.
       frame: in which it's decided.
     """
 
-    decision: tf.Tensor | tf.Operation
+    decision: tf.Tensor | tf.Operation | bool
     way: int
     frame: Frame
 
@@ -220,8 +220,8 @@ def _complementary_pair(conditions: Iterable[Condition]) -> tuple[Condition, Con
     return None
 
 
-def _source(predicate: tf.Tensor) -> tf.Tensor:
-    """What a predicate is a copy of.
+def _source(predicate: tf.Tensor) -> tf.Tensor | bool:
+    """What a predicate is a copy of; or its value, as towers have their own copies of constants.
 
     `tf.cond` gives its switches several copies of one predicate. If that is a variable, each switch
     has a read of its own.
@@ -229,4 +229,5 @@ def _source(predicate: tf.Tensor) -> tf.Tensor:
     copies = (op_types.IDENTITY, op_types.READ_VARIABLE, *op_types.SWITCH)
     while predicate.op.type in copies:
         predicate = predicate.op.inputs[0]
-    return predicate
+    is_constant = predicate.op.type == op_types.CONST
+    return bool(tf.get_static_value(predicate)) if is_constant else predicate

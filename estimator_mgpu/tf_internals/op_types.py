@@ -69,6 +69,12 @@ PARTIAL_INPUTS = {
 }
 """The same, with ops for which the partial results may be of any reduction, such as a maximum."""
 
+PRODUCT_PREFIXES = (
+    *('MatMul', 'BatchMatMul', 'SparseMatMul', 'Einsum', 'Conv2D', 'Conv3D', 'DepthwiseConv2d'),
+    *('CudnnRNN', 'BlockLSTM', 'GRUBlockCell', 'LSTMBlockCell'),
+)
+"""How the types of matrix products and convolutions begin, which take most of a step's time."""
+
 SHAPE_QUERIES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 """Ops that ask only for dimensions: nothing has to be gathered for them."""
 SHAPE_OUTPUTS = {
@@ -79,9 +85,14 @@ SHAPE_OUTPUTS = {
 BROADCAST_GRADIENT_ARGS = 'BroadcastGradientArgs'
 """Gives the dimensions over which a gradient is summed, computed from two shapes."""
 
+OPTIONAL = 'OptionalFromValue'
+NO_OPTIONAL = 'OptionalNone'
+OPTIONAL_VALUE = 'OptionalGetValue'
+LIST_PUSH = 'TensorListPushBack'
+LIST_POP = 'TensorListPopBack'
 LIST_PREFIXES = ('TensorList', 'Optional')
 """How the types of ops on lists and optionals begin: these can't be gathered."""
-EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', 'OptionalNone')
+EMPTY_LISTS = ('EmptyTensorList', 'TensorListReserve', NO_OPTIONAL)
 """Lists without elements, so that each tower can make its own."""
 
 PARTITIONED_CALLS = ('PartitionedCall', 'StatefulPartitionedCall')

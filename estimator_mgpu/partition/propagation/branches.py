@@ -21,11 +21,13 @@ A branch may even sum over all towers: since all take the same branch, all parts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import (
     REPLICATE,
+    ByBranch,
     NotGatherable,
     Partial,
     Placement,
@@ -41,6 +43,7 @@ from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.tf_internals import function_calls, op_types
+from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 
 def decide_branches(
@@ -68,8 +71,14 @@ def decide_branches(
     functions = CalledFunctions(
         scope, branches, arguments, placements[first_argument:], unchanged=every_argument
     )
-    functions.find_placements()
-    bodies = [functions.visit(branch, assumes=False) for branch in branches]
+    choices = {given.choice for given in placements if isinstance(given, ByBranch)}
+    if choices and choices != {_kept_from(op.inputs[0])}:
+        raise NotSharded('it is given what other branches have computed')
+    while True:  # Shards that are requested only become more.
+        functions.find_placements()
+        bodies = [functions.visit(branch, assumes=False) for branch in branches]
+        if not _request_shards(functions, bodies):
+            break
 
     output_placements: list[Placement] = []
     output_dims: list[list[Size] | None] = []
@@ -91,11 +100,11 @@ def decide_branches(
         return None
 
     # What chooses is replicated, unless it's the condition of an assertion.
-    choice = [
+    of_choice = [
         FULL if placement == REPLICATE else LOCAL for placement in placements[:first_argument]
     ]
     needs = _needs_of_arguments(functions, op)
-    plan = OpPlan((*choice, *needs), functions=[body.scope.ops for body in bodies])
+    plan = OpPlan((*of_choice, *needs), functions=[body.scope.ops for body in bodies])
     return Decision(plan, output_placements, output_dims)
 
 
@@ -116,11 +125,36 @@ def _needs_of_arguments(functions: CalledFunctions, op: tf.Operation) -> list[Ne
     return needs
 
 
+def _request_shards(functions: CalledFunctions, bodies: Sequence[FunctionBody]) -> bool:
+    """Lets towers make shards of what a branch returns replicated, and another one as a shard.
+
+    Such as zeros, the gradient of what the branch doesn't use.
+
+    Returns:
+      Whether a shard is requested that wasn't before.
+    """
+    before = len(functions.requests)
+    for outputs in zip(*(body.graph.outputs for body in bodies)):
+        placements = [body.scope.placement_of(output) for body, output in zip(bodies, outputs)]
+        shard = joined(placements)
+        if not isinstance(shard, Shard):
+            continue
+        first = placements.index(shard)
+        factor = bodies[first].scope.sizes.per_row(outputs[first], shard.axis, shard.rows)
+        for body, output, placement in zip(bodies, outputs, placements):
+            source = passed_on(output)
+            is_made = placement == REPLICATE and body.can_make_shard(source, shard.in_blocks)
+            if is_made and factor is not None:
+                request = Slice(shard.axis, shard.rows, factor, shard.in_blocks)
+                functions.requests.setdefault(source.op, request)
+    return len(functions.requests) > before
+
+
 def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> Placement:
     """The one placement in which all functions return an output.
 
     If one of them returns a partial sum or a list, another one may return something empty: zeros,
-    which change no sum, or a list without elements.
+    which change no sum, or a list without elements. In an Optional each may return something else.
 
     Args:
       bodies: what was found of each function.
@@ -136,11 +170,74 @@ def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> 
     for tensor, in_branch in zip(tensors, placements):
         is_empty = in_branch == REPLICATE and _is_empty(tensor, placement)
         if in_branch != placement and not is_empty:
+            if all(_is_optional(tensor) for tensor in tensors):
+                return ByBranch(_kept_from(output.op.inputs[0]), tuple(placements))
             raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
     differs = any(body.differs(tensor) for body, tensor in zip(bodies, tensors))
     if placement == REPLICATE and differs:
         raise NotSharded(f'{output.name} is a size that depends on the tower')
     return placement
+
+
+def _is_optional(tensor: tf.Tensor) -> bool:
+    """Whether a branch has made an Optional, for its gradient."""
+    return tensor.op.type in (op_types.OPTIONAL, op_types.NO_OPTIONAL)
+
+
+def _kept_from(tensor: tf.Tensor) -> tuple[tf.Operation, int]:
+    """The output of an op that has made a tensor, before a loop has kept it for its gradient.
+
+    What a step of a loop computes, it puts into a list, which is a variable of the loop. A step of
+    the gradient, which is another loop, takes it out of that list.
+    """
+    tensor = passed_on(tensor)
+    if tensor.op.type == op_types.LIST_POP:
+        source = _put_into(_outside(passed_on(tensor.op.inputs[0]), changes=True))
+    elif tensor.op.type in op_types.LOOPS:
+        source = tensor.op.inputs[tensor.value_index] if _stays(tensor) else None
+    else:
+        source = _outside(tensor, changes=False)
+    return (tensor.op, tensor.value_index) if source is None else _kept_from(source)
+
+
+def _put_into(variable: tf.Tensor | None) -> tf.Tensor | None:
+    """What each step of a loop puts into a list, given the list after the loop; None of others."""
+    body = None if variable is None else _body(variable.op)
+    if variable is None or body is None:
+        return None
+    put = body.outputs[variable.value_index].op
+    return put.inputs[1] if put.type == op_types.LIST_PUSH else None
+
+
+def _outside(tensor: tf.Tensor, changes: bool) -> tf.Tensor | None:
+    """What a loop is given for an argument of its body; None for other tensors.
+
+    Args:
+      tensor: mostly an argument of a loop's body.
+      changes: whether steps may change it, as a list.
+    """
+    body = tensor.graph
+    positions = [i for i, argument in enumerate(getattr(body, 'inputs', ())) if argument is tensor]
+    if not positions:
+        return None
+    for op in body.outer_graph.get_operations():
+        if _body(op) is body:
+            [index] = positions
+            return op.inputs[index] if changes or _stays(op.outputs[index]) else None
+    return None
+
+
+def _stays(variable: tf.Tensor) -> bool:
+    """Whether no step changes the variable of a loop, given as it's after the loop."""
+    body = _body(variable.op)
+    index = variable.value_index
+    return body is not None and passed_on(body.outputs[index]) is body.inputs[index]
+
+
+def _body(op: tf.Operation) -> Any:
+    """The graph of a loop's body; None of other ops, and if it isn't known."""
+    graphs = function_calls.function_graphs(op) if op.type in op_types.LOOPS else []
+    return graphs[1] if graphs else None
 
 
 def _is_empty(tensor: tf.Tensor, placement: Placement) -> bool:

@@ -7,7 +7,13 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, Shard
+from estimator_mgpu.partition.placements import (
+    REPLICATE,
+    ByBranch,
+    NotGatherable,
+    Placement,
+    Shard,
+)
 from estimator_mgpu.partition.plan import (
     FULL,
     FULL_ON_FIRST,
@@ -76,6 +82,8 @@ class CalledFunctions:
     def _place_argument(self, body: FunctionBody, index: int, argument: tf.Tensor) -> None:
         """Tells a function's body the placement and the sizes of an argument."""
         placement = self.placements[index]
+        if isinstance(placement, ByBranch) and len(self.bodies) > 1:
+            placement = placement.branches[self.bodies.index(body.graph)]
         if placement != REPLICATE:
             body.scope.placements[argument.name] = placement
         if isinstance(placement, Shard):

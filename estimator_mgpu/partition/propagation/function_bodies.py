@@ -269,7 +269,7 @@ class FunctionBody:
             return self._full_sizes(op, tensor) if differs else LOCAL
 
         source = passed_on(tensor)
-        if isinstance(need, Slice) and self._can_be_made(source, need.in_blocks):
+        if isinstance(need, Slice) and self.can_make_shard(source, need.in_blocks):
             self._requests[source.op] = need
             return LOCAL
         if need == FULL_ON_FIRST and is_zero(tensor):
@@ -323,7 +323,7 @@ class FunctionBody:
         if len(unknown) > allowed:
             raise NotSharded(f'in it, {op.type} needs other sizes')
 
-    def _can_be_made(self, tensor: tf.Tensor, in_blocks: bool) -> bool:
+    def can_make_shard(self, tensor: tf.Tensor, in_blocks: bool) -> bool:
         """Whether each tower can have its shard of a tensor: see `Requests`."""
         if any(tensor is argument for argument in self.graph.inputs):
             return self.scope.placement_of(tensor) == REPLICATE

@@ -89,7 +89,7 @@ def after(before: Sequence[tf.Operation], output: tf.Tensor, name: str) -> tf.Te
 
 def take_place_of(
     op: tf.Operation,
-    outputs: Sequence[tf.Tensor],
+    outputs: Sequence[tf.Tensor | None],
     before: Sequence[tf.Operation],
     division: Division,
 ) -> None:
@@ -97,13 +97,13 @@ def take_place_of(
 
     Args:
       op: one that calls functions.
-      outputs: what is used in place of its outputs. There may be more of them: a function may have
-        got further outputs since it was called.
+      outputs: what is used in place of its outputs, or None of one that nobody uses. There may be
+        more of them: a function may have got further outputs since it was called.
       before: the ops that are waited for in its place, besides those for which it waits.
       division: notes what is used in place of what.
     """
     with tf.control_dependencies([*op.control_inputs, *before]):
         last = tf.no_op(f'{op.name}/done')
-    pairs = list(zip(op.outputs, outputs))
+    pairs = [(output, new) for output, new in zip(op.outputs, outputs) if new is not None]
     graphs.redirect_consumers(op, {output.value_index: new for output, new in pairs}, last)
     division.replaced.update((output.name, new) for output, new in pairs)

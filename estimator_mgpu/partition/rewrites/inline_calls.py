@@ -7,15 +7,14 @@ Loops and branches call functions, too; these stay, and are sharded by `propagat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.rewrites.function_ops import add_ops, after, take_place_of
-from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
-from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
+from estimator_mgpu.partition.rewrites.function_waits import Waits
+from estimator_mgpu.tf_internals import function_calls, op_types, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
@@ -67,111 +66,9 @@ def _inline(call: tf.Operation, function: Any, division: Division) -> None:
             take_place_of(call, outputs, ends, division)
 
         liveness = Liveness(added.ops)
-        _wait_as_the_call_did(call, added.ops, liveness)
-        _wait_for_arguments(call, added.ops, liveness)
 
+        def is_inlined(op: tf.Operation) -> bool:
+            is_call = op.type in op_types.PARTITIONED_CALLS
+            return is_call and _function_to_inline(op, liveness) is not None
 
-def _wait_as_the_call_did(
-    call: tf.Operation, inlined: Sequence[tf.Operation], liveness: Liveness
-) -> None:
-    """Lets the stateful ops of a function wait for what its call waited for by control edges.
-
-    Args:
-      call: the op that calls the function.
-      inlined: the function's ops.
-      liveness: of these.
-    """
-    if call.control_inputs:
-        for op in _first_of_stateful(inlined, liveness):
-            _let_wait(op, call.control_inputs, liveness)
-
-
-def _wait_for_arguments(
-    call: tf.Operation, inlined: Sequence[tf.Operation], liveness: Liveness
-) -> None:
-    """Lets a function's writes wait for all of its arguments, as a call begins with these.
-
-    Its reads needn't wait, unless the arguments come from an op that writes to a variable that the
-    call is given.
-
-    Args:
-      call: the op that calls the function.
-      inlined: the function's ops.
-      liveness: of these.
-    """
-    arguments = [operand.op for operand in call.inputs if not graphs.is_handle(operand)]
-    if not arguments:
-        return
-    first_uses = _first_uses_of_variables(call, inlined, liveness)
-    if not _follows_from_write(call):
-        first_uses = [op for op in first_uses if has_side_effect(op)]
-    for op in first_uses:
-        _let_wait(op, arguments, liveness)
-
-
-def _let_wait(op: tf.Operation, before: Sequence[tf.Operation], liveness: Liveness) -> None:
-    """Lets an op of a function wait for others; if it stays a call, for its arguments, too.
-
-    The ops of a call that is inlined next wait themselves for the arguments that they need.
-
-    Args:
-      op: the op, inlined.
-      before: the ops to wait for.
-      liveness: of the function's ops, inlined.
-    """
-    is_call = op.type in op_types.PARTITIONED_CALLS
-    if is_call and _function_to_inline(op, liveness) is not None:
-        private.add_control_inputs(op, list(dict.fromkeys(before)))
-    else:
-        function_calls.let_wait(op, before)
-
-
-def _first_uses_of_variables(
-    call: tf.Operation, ops: Sequence[tf.Operation], liveness: Liveness
-) -> list[tf.Operation]:
-    """The ops of a function that are given a variable as the call is, but in v1 loops.
-
-    Args:
-      call: the op that calls the function.
-      ops: those of the function, inlined.
-      liveness: of these.
-    """
-    handles = {operand.name for operand in call.inputs if graphs.is_handle(operand)}
-    return [
-        op
-        for op in ops
-        if any(operand.name in handles for operand in op.inputs) and not liveness.frame(op)
-    ]
-
-
-def _follows_from_write(call: tf.Operation) -> bool:
-    """Whether an op that a call depends on writes to a variable that the call is given."""
-    handles = [operand for operand in call.inputs if graphs.is_handle(operand)]
-    writes = [op for handle in handles for op in _users_of_variable(handle) if writes_state(op)]
-    return call in graphs.descendants([op for op in writes if op is not call])
-
-
-def _users_of_variable(handle: tf.Tensor) -> Iterator[tf.Operation]:
-    """The ops that are given a variable, or what passes it on, such as the `Enter` of a loop."""
-    for op in handle.consumers():
-        if op.type in op_types.FORWARD_VARIABLES:
-            for output in op.outputs:
-                yield from _users_of_variable(output)
-        else:
-            yield op
-
-
-def _first_of_stateful(ops: Sequence[tf.Operation], liveness: Liveness) -> list[tf.Operation]:
-    """Ops that can wait for what is outside of a function, so that all of its stateful ops do.
-
-    A stateful op in a v1 loop can't. Its loop waits instead, where it begins.
-
-    Args:
-      ops: those of the function, inlined.
-      liveness: of these.
-    """
-    stateful = [op for op in ops if op.op_def.is_stateful]
-    outside = [op for op in stateful if not liveness.frame(op)]
-    loops = {liveness.frame(op)[:1] for op in stateful if liveness.frame(op)}
-    begins = [op for op in ops if op.type in op_types.ENTER and liveness.output_frame(op) in loops]
-    return outside + begins
+        Waits(call, call.inputs, added.ops, liveness, is_inlined).add()

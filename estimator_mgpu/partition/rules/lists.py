@@ -84,6 +84,8 @@ def decide(
     if op.type in _PUT:
         return _put(op, placements, batch, sizes)
 
+    if not placements:
+        return None  # An `OptionalNone`, in a branch.
     first = placements[0]
     if not isinstance(first, NotGatherable):
         return None
