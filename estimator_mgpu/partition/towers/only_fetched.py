@@ -26,7 +26,7 @@ from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import LOCAL, Constant, FullSizes, LocalShape, Plan
 from estimator_mgpu.partition.towers.values import Values
-from estimator_mgpu.tf_internals import graphs
+from estimator_mgpu.tf_internals.private import control_consumers
 
 _SIZES = (LocalShape, Constant, FullSizes)  # Copies have these from elsewhere.
 
@@ -61,7 +61,7 @@ def _used_in_steps(
         """Whether no step runs one of the user's ops if nobody uses what it gives."""
         if op.name in plan.ops:
             return True
-        if op in result_ops or graphs.control_consumers(op):
+        if op in result_ops or control_consumers(op):
             return False
         # What nobody uses is there to be fetched, such as a summary.
         is_used = any(tensor.consumers() for tensor in op.outputs)
