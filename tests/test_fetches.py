@@ -163,6 +163,18 @@ def test_products_are_gathered_for_fetches_and_activations_computed_again(rows, 
     assert gathered == {'MatMul'} and copies > {'MatMul', 'Tanh'}
 
 
+@pytest.mark.parametrize('rows', [24, None], ids=['static', 'dynamic'])
+def test_turns_add_no_ops_for_fetches(rows):
+    """What is gathered only for fetches is gathered by one op, however many towers there are."""
+    counts = []
+    for turns in (1, 2, 3):
+        graph, _, spec = built(random_ops, 2, rows, microbatches=turns)
+        of_step = graphs.ancestors([spec.train_op])
+        gathers = [op for op in graph.get_operations() if op.type in ('ConcatV2', 'DynamicStitch')]
+        counts.append(len({*gathers} - of_step))
+    assert counts[0] > 0 and counts == counts[:1] * 3
+
+
 def stateful(features, labels, mode):
     """Variables are read by a product, by a lookup, in a loop and by a function, which writes."""
     ids = tf.cast(tf.abs(features[:, 0]) * 10, tf.int32) % 7

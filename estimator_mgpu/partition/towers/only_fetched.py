@@ -18,7 +18,7 @@ In: a plan, and the values that towers have. Out: tensors.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -33,8 +33,10 @@ _SIZES = (LocalShape, Constant, FullSizes)  # Copies have these from elsewhere.
 
 def worth_making(
     division: Division, values: Values, result_ops: Set[tf.Operation]
-) -> list[tf.Tensor]:
-    """The tensors whose full values are made: a step uses them, or they cost much to compute again.
+) -> Iterator[tuple[tf.Tensor, bool]]:
+    """The tensors whose full values are made, and for each whether it's only made to be fetched.
+
+    Either a step uses it, or it would cost much to compute it again.
 
     Args:
       division: the graph, and its plan.
@@ -42,12 +44,12 @@ def worth_making(
       result_ops: those that give what steps are run for.
     """
     used = _used_in_steps(division, values, result_ops)
-
-    def is_worth_it(tensor: tf.Tensor) -> bool:
-        is_reduced = isinstance(division.plan.placements.get(tensor.name), Partial)
-        return tensor in used or is_reduced or not division.is_light(tensor.op)
-
-    return [t for op in division.plan.order for t in op.outputs if is_worth_it(t)]
+    for op in division.plan.order:
+        is_light = division.is_light(op)
+        for tensor in op.outputs:
+            is_reduced = isinstance(division.plan.placements.get(tensor.name), Partial)
+            if tensor in used or is_reduced or not is_light:
+                yield tensor, tensor not in used
 
 
 def _used_in_steps(
