@@ -15,6 +15,8 @@ from estimator_mgpu.batches.batch import Batch
 from estimator_mgpu.partition.order.check import Facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.rules import PRODUCTS
+from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 Result = Union[tf.Tensor, tf.Operation]
@@ -102,6 +104,18 @@ class Division:
     def in_place_of(self, result: Result) -> Result:
         """What is used in place of a tensor, if anything; an op stays what it is."""
         return self.replacements(result)[-1] if isinstance(result, tf.Tensor) else result
+
+    def is_light(self, op: tf.Operation) -> bool:
+        """Whether it costs little to run one of the user's ops, and nobody can tell that it runs.
+
+        It's no matrix product, say, touches no state, and is in no loop or branch. Whoever fetches
+        what it gives may run it on one device.
+        """
+        if op.type in PRODUCTS or op.type in op_types.FUNCTION_CALLERS:
+            return False
+        if self.order.bits(op) or any(map(self.order.variables_behind, op.outputs)):
+            return False
+        return self.order.liveness.always_runs(op)
 
     def op_in_place_of(self, op: tf.Operation) -> tf.Operation:
         """The op that now gives what another one gave, if something is used in its place."""

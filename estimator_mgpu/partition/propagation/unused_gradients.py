@@ -15,7 +15,6 @@ start-up longer. Who fetches one runs the user's op, on the global batch.
 from __future__ import annotations
 
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.rules import PRODUCTS
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.private import is_made_by_gradients
 
@@ -26,10 +25,8 @@ def find_unused_gradients(division: Division) -> None:
     Copies of heavy ops, such as matrix products, are kept although nothing uses them: a hook may
     fetch their gradients, and the user's op would compute these on one device.
     """
-    order = division.order
     for op in reversed(division.graph.get_operations()):
-        is_light = op.type not in PRODUCTS and not order.bits(op)
-        if not is_light or op in division.results or not order.liveness.always_runs(op):
+        if op in division.results or not division.is_light(op):
             continue
         users = graphs.consumers_of(op)
         if is_made_by_gradients(op) and all(user.name in division.unused for user in users):

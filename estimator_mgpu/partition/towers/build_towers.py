@@ -22,6 +22,7 @@ from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Schedule, find_schedule
@@ -146,6 +147,7 @@ def build_towers(division: Division) -> Towers:
     all_results = [*step_results, *division.results]
     ops = graphs.topological_order(graph.get_operations())
     result_ops = {getattr(result, 'op', result) for result in all_results}
+    result_ops |= {division.op_in_place_of(op) for op in division.results}
     collect = functools.partial(_collect_nodes, division, ops, result_ops, unused_word(ops))
 
     towers = towers_of(division.devices, division.turns)
@@ -215,12 +217,8 @@ def _collect_nodes(
         op = graph.get_operation_by_name(name)
         with nodes.serving(op):
             copies.add(op, op_plan)
-    for op in plan.order:
-        for tensor in op.outputs:
-            # Without users, it may still be what the model_fn has returned.
-            is_result = op in result_ops or not tensor.consumers()
-            is_used = any(not values.runs_only_if_fetched(user) for user in tensor.consumers())
-            values.full(tensor, is_only_fetched=not (is_result or is_used))
+    for tensor, is_only_fetched in worth_making(division, values, result_ops):
+        values.full(tensor, is_only_fetched)
     control_inputs: dict[tf.Operation, list[str]] = {}
     for op in dict.fromkeys([*plan.order, *waits.ops_with_added()]):
         with nodes.serving(op):

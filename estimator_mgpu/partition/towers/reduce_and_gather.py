@@ -93,7 +93,7 @@ def gather_for_fetches(
 ) -> str:
     """Gathers shards by as few nodes as possible, for a tensor that no step gathers.
 
-    Somebody may fetch any tensor of a graph, so most of its gathers wait for a fetch that never
+    Somebody may fetch any tensor of a graph, so many of its gathers wait for a fetch that never
     comes. They needn't run fast, but each makes the graph larger, which then takes longer to start.
 
     The arguments are those of `gather`, and so is the result.

@@ -1,0 +1,96 @@
+"""Tells which full values are made, and which ones the user's own op gives if somebody fetches it.
+
+The user's ops stay in the graph. Those that are sharded don't run in a step, but somebody may fetch
+what they give, in a hook, say:
+
+    towers' copies:   x' ---> MatMul' ---> Relu' ---> Square' ---> Mean' ---> loss
+                                 |                                   |
+                              gathered                            reduced
+                                 v                                   v
+    user's ops:               Relu ------> Square                  fetched
+
+Whoever fetches the squares runs `Relu` and `Square` on one device, but no product. If all were
+gathered, half of what is added to a graph would be gathers that nobody ever runs, and training
+would take longer to start.
+
+In: a plan, and the values that towers have. Out: tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.placements import Partial
+from estimator_mgpu.partition.plan import LOCAL, Constant, FullSizes, LocalShape, Plan
+from estimator_mgpu.partition.towers.values import Values
+from estimator_mgpu.tf_internals.private import control_consumers
+
+_SIZES = (LocalShape, Constant, FullSizes)  # Copies have these from elsewhere.
+
+
+def worth_making(
+    division: Division, values: Values, result_ops: Set[tf.Operation]
+) -> Iterator[tuple[tf.Tensor, bool]]:
+    """The tensors whose full values are made, and for each whether it's only made to be fetched.
+
+    Either a step uses it, or it would cost much to compute it again.
+
+    Args:
+      division: the graph, and its plan.
+      values: tells which full values are made from what towers have.
+      result_ops: those that give what steps are run for.
+    """
+    used = _used_in_steps(division, values, result_ops)
+    for op in division.plan.order:
+        is_light = division.is_light(op)
+        for tensor in op.outputs:
+            is_reduced = isinstance(division.plan.placements.get(tensor.name), Partial)
+            if tensor in used or is_reduced or not is_light:
+                yield tensor, tensor not in used
+
+
+def _used_in_steps(
+    division: Division, values: Values, result_ops: Set[tf.Operation]
+) -> set[tf.Tensor]:
+    """The tensors that depend on the batch, and that the user's ops use which run in a step."""
+    plan = division.plan
+    order = division.order
+
+    def may_be_skipped(op: tf.Operation) -> bool:
+        """Whether no step runs one of the user's ops if nobody uses what it gives."""
+        if op.name in plan.ops:
+            return True
+        if op in result_ops or control_consumers(op):
+            return False
+        # What nobody uses is there to be fetched, such as a summary.
+        is_used = any(tensor.consumers() for tensor in op.outputs)
+        return is_used and order.is_quiet(op) and order.liveness.always_runs(op)
+
+    used: set[tf.Tensor] = set()
+    skipped: set[tf.Operation] = set()
+    for op in reversed(plan.order):
+        if op.name in plan.unused:
+            skipped.add(op)
+            continue
+        runs = False
+        for tensor in op.outputs:
+            if op in result_ops or not skipped.issuperset(tensor.consumers()):
+                used.add(tensor)
+            if not values.is_made_from_local(tensor):
+                runs |= tensor in used or _is_taken_by_copies(tensor, plan)
+        if not runs and may_be_skipped(op):
+            skipped.add(op)
+    return used
+
+
+def _is_taken_by_copies(tensor: tf.Tensor, plan: Plan) -> bool:
+    """Whether towers' copies use what one of the user's ops gives."""
+    return any(
+        tensor is operand and need != LOCAL and not isinstance(need, _SIZES)
+        for user in tensor.consumers()
+        if user.name in plan.ops
+        for operand, need in zip(user.inputs, plan.ops[user.name].needs)
+    )
