@@ -6,7 +6,7 @@
     python samples/benchmark.py --setups=replicate,optimized --models=deep
     python samples/benchmark.py --setups=replicate,other --other=../estimator_mgpu-0.1
     python samples/benchmark.py --setups=replicate --models=transformer --towers=2 --microbatches=8
-    python samples/benchmark.py --setups=replicate,machines --models=deepfm --towers=2,4
+    python samples/benchmark.py --setups=plain,replicate,machines --models=deepfm --towers=2,4
     python samples/benchmark.py --legacy
 
 Each set-up runs in a process of its own, and each round runs every set-up once. As machines are
@@ -17,7 +17,8 @@ the first step. It includes the checkpoint that Estimator writes before this ste
 One device and MirroredStrategy use Estimator's default session config. The set-up `optimized` is
 replicate() with this config, too; otherwise replicate() uses session_config(), which turns off some
 of TensorFlow's graph optimizers. The set-up `other` is replicate() of another version of the
-package. It gets those of the options that it supports. The set-up `machines` is Estimator on as
+package. It gets those of the options that it supports. The set-up `plain` is one device with the
+config of several ones, so on CPUs without TensorFlow's graph optimizers. The set-up `machines` is Estimator on as
 many processes of this machine as there are towers, with one CPU device each, which send each other
 messages as several machines do. Each draws its own part of the batch, by `input='machine'`; its
 memory is that of the chief.
@@ -55,8 +56,8 @@ FLAGS = flags.FLAGS
 
 LIMIT = 900  # Seconds for one run: MirroredStrategy on 16 CPU devices was seen to hang.
 ONE, REPLICATE, MIRRORED = 'one device', 'replicate', 'MirroredStrategy'
-OPTIMIZED, OTHER, MACHINES = 'optimized', 'other', 'machines'
-SETUPS = REPLICATE, MIRRORED, OPTIMIZED, OTHER, MACHINES
+OPTIMIZED, OTHER, PLAIN, MACHINES = 'optimized', 'other', 'plain', 'machines'
+SETUPS = REPLICATE, MIRRORED, OPTIMIZED, OTHER, PLAIN, MACHINES
 MEASURES = {  # What a run gives, and the unit it's printed in.
     'build': 's',
     'session': 's',
@@ -193,7 +194,7 @@ def run_once(model, setup, towers):
     chosen = MODELS[model]
     model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
     devices = tower_devices(FLAGS.devices, towers)
-    own = setup in (REPLICATE, OTHER)
+    own = setup in (REPLICATE, OTHER, PLAIN)
     base = None if own else estimator.Estimator(model_fn).config.session_config
     session_config = estimator_mgpu.session_config(devices, base)
     if setup in (REPLICATE, OPTIMIZED, OTHER, MACHINES):
@@ -356,7 +357,7 @@ def plot(results, path):
     for column, model in zip(axes.T, models):
         for axis, measure in zip(column, measures):
             one = {'model': model, 'setup': ONE, 'towers': 1}
-            for setup, color in zip(SETUPS, ('C0', 'C1', 'C2', 'C3')):
+            for color, setup in enumerate(SETUPS):
                 counts = sorted({r['towers'] for r in results if matches(r, {'setup': setup})})
                 found = {
                     n: ratios(results, measure, {**one, 'setup': setup, 'towers': n}, one)
@@ -367,7 +368,7 @@ def plot(results, path):
                     found = {1: [1.0], **found}
                 if found:
                     middle = [statistics.median(values) for values in found.values()]
-                    axis.plot(list(found), middle, 'o-', color=color, label=setup)
+                    axis.plot(list(found), middle, 'o-', color=f'C{color}', label=setup)
             axis.axhline(1, color='gray', linewidth=0.8)
             axis.margins(y=0.15)
             axis.set_ylim(bottom=0)
