@@ -16,12 +16,13 @@ the first step. It includes the checkpoint that Estimator writes before this ste
 
 One device and MirroredStrategy use Estimator's default session config. The set-up `optimized` is
 replicate() with this config, too; otherwise replicate() uses session_config(), which turns off some
-of TensorFlow's graph optimizers. The set-up `other` is replicate() of another version of the
-package. It gets those of the options that it supports. The set-up `plain` is one device with the
-config of several ones, so on CPUs without TensorFlow's graph optimizers. The set-up `machines` is Estimator on as
-many processes of this machine as there are towers, with one CPU device each, which send each other
-messages as several machines do. Each draws its own part of the batch, by `input='machine'`; its
-memory is that of the chief.
+of TensorFlow's graph optimizers. The set-up `plain` is one device with the config of several ones.
+The set-up `other` is replicate() of another version of the package. It gets those of the options
+that it supports.
+
+The set-up `machines` is Estimator on as many processes of this machine as there are towers, with
+one CPU device each, which send each other messages as several machines do. Each draws its own part
+of the batch, by `input='machine'`. Its memory is that of the chief.
 
 With --legacy all set-ups run below tf.disable_v2_behavior(), so with reference variables and the
 loops of TensorFlow 1.

@@ -223,8 +223,8 @@ def _rows_of_each(leaves: Sequence[Any]) -> list[tf.Tensor]:
     alike = defaultdict[tuple[Any, ...], list[tf.Tensor]](list)
     for leaf in leaves:
         if isinstance(leaf, tf.Tensor):
-            devices = [part.device for part in parts_of(leaf)]
-            alike[leaf.dtype, leaf.device, *devices].append(leaf)
+            devices = tuple(part.device for part in parts_of(leaf))
+            alike[leaf.dtype, leaf.device, devices].append(leaf)
     sizes: dict[str, tf.Tensor] = {}  # by the names of dense tensors
     for tensors in alike.values():
         if len(tensors) > 1:
