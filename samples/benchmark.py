@@ -6,6 +6,7 @@
     python samples/benchmark.py --setups=replicate,optimized --models=deep
     python samples/benchmark.py --setups=replicate,other --other=../estimator_mgpu-0.1
     python samples/benchmark.py --setups=replicate --models=transformer --towers=2 --microbatches=8
+    python samples/benchmark.py --setups=plain,replicate,machines --models=deepfm --towers=2,4
     python samples/benchmark.py --legacy
 
 Each set-up runs in a process of its own, and each round runs every set-up once. As machines are
@@ -15,8 +16,13 @@ the first step. It includes the checkpoint that Estimator writes before this ste
 
 One device and MirroredStrategy use Estimator's default session config. The set-up `optimized` is
 replicate() with this config, too; otherwise replicate() uses session_config(), which turns off some
-of TensorFlow's graph optimizers. The set-up `other` is replicate() of another version of the
-package. It gets those of the options that it supports.
+of TensorFlow's graph optimizers. The set-up `plain` is one device with the config of several ones.
+The set-up `other` is replicate() of another version of the package. It gets those of the options
+that it supports.
+
+The set-up `machines` is Estimator on as many processes of this machine as there are towers, with
+one CPU device each, which send each other messages as several machines do. Each draws its own part
+of the batch, by `input='machine'`. Its memory is that of the chief.
 
 With --legacy all set-ups run below tf.disable_v2_behavior(), so with reference variables and the
 loops of TensorFlow 1.
@@ -39,6 +45,7 @@ import tempfile
 import time
 
 import benchmark_models
+import loopback
 import tensorflow.compat.v1 as tf
 from absl import app, flags
 
@@ -50,8 +57,8 @@ FLAGS = flags.FLAGS
 
 LIMIT = 900  # Seconds for one run: MirroredStrategy on 16 CPU devices was seen to hang.
 ONE, REPLICATE, MIRRORED = 'one device', 'replicate', 'MirroredStrategy'
-OPTIMIZED, OTHER = 'optimized', 'other'
-SETUPS = REPLICATE, MIRRORED, OPTIMIZED, OTHER
+OPTIMIZED, OTHER, PLAIN, MACHINES = 'optimized', 'other', 'plain', 'machines'
+SETUPS = REPLICATE, MIRRORED, OPTIMIZED, OTHER, PLAIN, MACHINES
 MEASURES = {  # What a run gives, and the unit it's printed in.
     'build': 's',
     'session': 's',
@@ -90,6 +97,7 @@ flags.DEFINE_float(
 )
 flags.DEFINE_string('output', 'benchmark', 'Output files: this name with .md, .json and .png.')
 flags.DEFINE_string('run', None, 'Internal: the run of this process, as JSON.')
+flags.DEFINE_string('model_dir', None, 'Internal: the directory for checkpoints of this run.')
 
 for flag, legal in (('models', MODELS), ('setups', SETUPS)):
     flags.register_validator(
@@ -187,14 +195,16 @@ def run_once(model, setup, towers):
     chosen = MODELS[model]
     model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
     devices = tower_devices(FLAGS.devices, towers)
-    own = setup in (REPLICATE, OTHER)
+    own = setup in (REPLICATE, OTHER, PLAIN)
     base = None if own else estimator.Estimator(model_fn).config.session_config
     session_config = estimator_mgpu.session_config(devices, base)
-    if setup in (REPLICATE, OPTIMIZED, OTHER):
+    if setup in (REPLICATE, OPTIMIZED, OTHER, MACHINES):
         options = {**chosen_variables(FLAGS.variables), 'batch_norm': FLAGS.batch_norm}
         options['microbatches'] = FLAGS.microbatches
         known = inspect.signature(estimator_mgpu.replicate).parameters
         options = {name: value for name, value in options.items() if name in known}
+        if setup == MACHINES:
+            options['input'], devices = 'machine', 1
         model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
     elif setup == MIRRORED:
         if FLAGS.devices == 'CPU':
@@ -204,15 +214,20 @@ def run_once(model, setup, towers):
             )
         strategy = tf.distribute.MirroredStrategy(devices)
         rows //= towers  # Its batch is that of one replica.
-    with tempfile.TemporaryDirectory() as model_dir:
-        config = estimator.RunConfig(
-            session_config=session_config,
-            train_distribute=strategy,
-            tf_random_seed=1,
-        )
-        trained = estimator.Estimator(model_fn, model_dir, config)
-        clock = Clock(FLAGS.seconds)
-        trained.train(lambda: chosen.dataset(rows), hooks=[clock])
+
+    def input_fn(input_context=None):
+        if setup != MACHINES:
+            return chosen.dataset(rows)
+        return chosen.dataset(rows // towers, seed=input_context.input_pipeline_id)
+
+    config = estimator.RunConfig(
+        session_config=None if setup == MACHINES else session_config,
+        train_distribute=strategy,
+        tf_random_seed=1,
+    )
+    kind = estimator_mgpu.Estimator if setup == MACHINES else estimator.Estimator
+    clock = Clock(FLAGS.seconds)
+    kind(model_fn, FLAGS.model_dir, config).train(input_fn, hooks=[clock])
     legacy = not tf.resource_variables_enabled()
     return {
         'version': estimator_mgpu.__version__,
@@ -225,31 +240,56 @@ def run_all(runs):
     """Runs each set-up in its own process, round by round; yields what each measured."""
     for number in range(FLAGS.rounds):
         for run in runs:
-            command = [sys.executable, __file__, f'--run={json.dumps(run)}']
-            command += [f'--devices={FLAGS.devices}', f'--towers={",".join(FLAGS.towers)}']
-            command += [f'--seconds={FLAGS.seconds}', f'--batch_norm={FLAGS.batch_norm}']
-            command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
-            command += [f'--microbatches={FLAGS.microbatches}']
-            command += ['--legacy'] if FLAGS.legacy else []
-            environment = None
-            if run['setup'] == OTHER:
-                command.append(f'--other={FLAGS.other}')
-                paths = filter(None, (os.path.abspath(FLAGS.other), os.environ.get('PYTHONPATH')))
-                environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
-            try:
-                process = subprocess.run(
-                    command, capture_output=True, text=True, timeout=LIMIT, env=environment
-                )
-            except subprocess.TimeoutExpired:
-                print(f'{run} failed: it did not end in {LIMIT} seconds', file=sys.stderr)
-                continue
-            if process.returncode:
-                last = process.stderr.strip().splitlines()[-1]
-                print(f'{run} failed: {last}', file=sys.stderr)
-                continue
-            measured = json.loads(process.stdout.splitlines()[-1])
-            print(run, f'start-up {measured["start_up"]:.1f} s, step {measured["step"]:.1f} ms')
-            yield {**run, 'round': number, **measured}
+            with tempfile.TemporaryDirectory() as model_dir:
+                measured = run_apart(run, model_dir)
+            if measured:
+                print(run, f'start-up {measured["start_up"]:.1f} s, step {measured["step"]:.1f} ms')
+                yield {**run, 'round': number, **measured}
+
+
+def run_apart(run, model_dir):
+    """Returns what a run measures in a process of its own, or None if it fails.
+
+    A run on several machines has further processes, which are workers.
+    """
+    command = [sys.executable, __file__, f'--run={json.dumps(run)}', f'--model_dir={model_dir}']
+    command += [f'--devices={FLAGS.devices}', f'--towers={",".join(FLAGS.towers)}']
+    command += [f'--seconds={FLAGS.seconds}', f'--batch_norm={FLAGS.batch_norm}']
+    command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
+    command += [f'--microbatches={FLAGS.microbatches}']
+    command += ['--legacy'] if FLAGS.legacy else []
+    environment = dict(os.environ)
+    if run['setup'] == OTHER:
+        command.append(f'--other={FLAGS.other}')
+        paths = filter(None, (os.path.abspath(FLAGS.other), os.environ.get('PYTHONPATH')))
+        environment['PYTHONPATH'] = os.pathsep.join(paths)
+
+    workers = []
+    if run['setup'] == MACHINES:
+        chief, *others = map(json.dumps, loopback.tf_configs(run['towers']))
+        environment['TF_CONFIG'] = chief
+        quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}
+        workers = [
+            subprocess.Popen(command, env={**environment, 'TF_CONFIG': other}, **quiet)
+            for other in others
+        ]
+    try:
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT, env=environment
+        )
+        for worker in workers:
+            worker.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        print(f'{run} failed: it did not end in {LIMIT} seconds', file=sys.stderr)
+        return None
+    finally:
+        for worker in workers:
+            worker.kill()
+    if process.returncode:
+        last = process.stderr.strip().splitlines()[-1]
+        print(f'{run} failed: {last}', file=sys.stderr)
+        return None
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def ratios(results, measure, of, to):
@@ -318,7 +358,7 @@ def plot(results, path):
     for column, model in zip(axes.T, models):
         for axis, measure in zip(column, measures):
             one = {'model': model, 'setup': ONE, 'towers': 1}
-            for setup, color in zip(SETUPS, ('C0', 'C1', 'C2', 'C3')):
+            for color, setup in enumerate(SETUPS):
                 counts = sorted({r['towers'] for r in results if matches(r, {'setup': setup})})
                 found = {
                     n: ratios(results, measure, {**one, 'setup': setup, 'towers': n}, one)
@@ -329,7 +369,7 @@ def plot(results, path):
                     found = {1: [1.0], **found}
                 if found:
                     middle = [statistics.median(values) for values in found.values()]
-                    axis.plot(list(found), middle, 'o-', color=color, label=setup)
+                    axis.plot(list(found), middle, 'o-', color=f'C{color}', label=setup)
             axis.axhline(1, color='gray', linewidth=0.8)
             axis.margins(y=0.15)
             axis.set_ylim(bottom=0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Callable, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 
+column = tf.feature_column
 Spec = estimator_mgpu.estimator.EstimatorSpec
 
 
@@ -17,7 +19,7 @@ class Model(NamedTuple):
     Attributes:
       logits: a function of the features that builds the forward pass.
       optimizer: a function that makes the optimizer.
-      features: a function of a number of examples that draws features.
+      features: a function of a number of examples and a seed that draws features.
       classes: labels are in [0, classes).
       batch: the number of examples in the global batch.
     """
@@ -37,14 +39,14 @@ class Model(NamedTuple):
             train_op = self.optimizer().minimize(loss, global_step=step)
         return Spec(mode, loss=loss, train_op=train_op)
 
-    def dataset(self, rows):
+    def dataset(self, rows, seed=0):
         """Returns the same batch over and over, so that steps don't wait for input."""
 
         def draw(seed):
             labels = tf.random.stateless_uniform([rows], [seed, 1], 0, self.classes, tf.int32)
-            return self.features(rows), labels
+            return self.features(rows, seed), labels
 
-        return tf.data.Dataset.range(1).map(draw).cache().repeat()
+        return tf.data.Dataset.range(seed, seed + 1).map(draw).cache().repeat()
 
 
 def _momentum():
@@ -52,7 +54,7 @@ def _momentum():
 
 
 def _images(*shape):
-    return lambda rows: tf.random.stateless_normal([rows, *shape], [0, 0])
+    return lambda rows, seed: tf.random.stateless_normal([rows, *shape], [seed, 0])
 
 
 def _dense(layers, units, classes):
@@ -87,10 +89,10 @@ def _lstm(features):
     return tf.layers.dense(state.h, 10)
 
 
-def _sequences(rows):
+def _sequences(rows, seed):
     return {
-        'sequence': tf.random.stateless_normal([rows, 32, 64], [0, 0]),
-        'length': tf.random.stateless_uniform([rows], [0, 1], 1, 33, tf.int32),
+        'sequence': tf.random.stateless_normal([rows, 32, 64], [seed, 0]),
+        'length': tf.random.stateless_uniform([rows], [seed, 1], 1, 33, tf.int32),
     }
 
 
@@ -122,12 +124,74 @@ def _transformer(ids):
     return tf.layers.dense(tf.reduce_mean(_layer_norm('end', net), 1), 10)
 
 
+WORDS, NUMBERS = 26, 13  # The columns of a log of clicks, as in the data of Criteo.
+
+
+def click_features(words):
+    """Draws features of clicks: how often words are found has a Zipf distribution.
+
+    Args:
+      words: how many different ones each column has.
+    """
+
+    def draw(rows, seed):
+        uniform = tf.random.stateless_uniform([rows, WORDS], [seed, 0])
+        # The k-th word of n is as frequent as log(1 + 1/k) / log(1 + n).
+        numbers = tf.cast(tf.exp(uniform * math.log(1 + words)), tf.int32)
+        found = tf.strings.as_string(numbers, width=8, fill='0')
+        counts = tf.exp(tf.random.stateless_normal([rows, NUMBERS], [seed, 2]))
+        return {
+            **{f'word{i}': found[:, i : i + 1] for i in range(WORDS)},
+            **{f'number{i}': counts[:, i : i + 1] for i in range(NUMBERS)},
+        }
+
+    return draw
+
+
+def deepfm(buckets, width=16, layers=(400, 400, 400)):
+    """DeepFM: a linear model, the products of all pairs of embeddings, and a network of them.
+
+    Args:
+      buckets: each word is hashed to one of so many, which are the rows of its column's tables.
+      width: of an embedding.
+      layers: their units.
+    """
+
+    def logits(features):
+        words = [
+            column.categorical_column_with_hash_bucket(f'word{i}', buckets) for i in range(WORDS)
+        ]
+        numbers = [
+            column.numeric_column(f'number{i}', normalizer_fn=tf.math.log1p) for i in range(NUMBERS)
+        ]
+        linear = column.linear_model(features, [*words, *numbers])
+
+        embedded = [column.embedding_column(word, width) for word in words]
+        net = column.input_layer(features, embedded)
+        vectors = tf.reshape(net, [-1, WORDS, width])
+        # All pairs: the square of the sum has them twice, and each with itself.
+        square_of_sum = tf.square(tf.reduce_sum(vectors, 1))
+        sum_of_squares = tf.reduce_sum(tf.square(vectors), 1)
+        pairs = tf.reduce_sum(square_of_sum - sum_of_squares, 1, keepdims=True) / 2
+
+        net = tf.concat([net, column.input_layer(features, numbers)], 1)
+        for units in layers:
+            net = tf.layers.dense(net, units, tf.nn.relu)
+        clicked = linear + pairs + tf.layers.dense(net, 1)
+        return tf.concat([tf.zeros_like(clicked), clicked], 1)
+
+    return logits
+
+
 def _adagrad():
     return tf.train.AdagradOptimizer(0.05)
 
 
 def _ids(length, tokens):
-    return lambda rows: tf.random.stateless_uniform([rows, length], [0, 0], 0, tokens, tf.int32)
+    def draw(rows, seed):
+        return tf.random.stateless_uniform([rows, length], [seed, 0], 0, tokens, tf.int32)
+
+    return draw
 
 
 MODELS = {
@@ -137,6 +201,7 @@ MODELS = {
     'embed': Model(_embed(200_000), _adagrad, _ids(20, 200_000), 10, 512),
     'wide': Model(_dense(4, 2048, 10), _momentum, _images(2048), 10, 64),
     'lstm': Model(_lstm, _momentum, _sequences, 10, 64),
+    'deepfm': Model(deepfm(100_000), _adagrad, click_features(1_000_000), 2, 2048),
     'transformer': Model(_transformer, tf.train.AdamOptimizer, _ids(32, 1000), 10, 32),
 }
 

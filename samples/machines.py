@@ -10,16 +10,15 @@ runs as one task of that cluster; all tasks need the same --model_dir.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
 
 import common
+import loopback
 import numpy as np
 import tensorflow.compat.v1 as tf
 from absl import app, flags
@@ -100,15 +99,9 @@ def lines_of(process, name):
         sys.exit(f'{name} has failed ({process.returncode}): see its log.')
 
 
-def free_addresses(count):
-    with contextlib.ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(count)]
-        return ['{}:{}'.format(*one.getsockname()) for one in free]
-
-
 def train_on_machines(root, running):
     """Starts a chief and two workers, kills one of these, and returns when all have ended."""
-    chief, *workers = free_addresses(3)
+    chief, *workers = loopback.free_addresses(3)
 
     def start_task(job, index):
         task = {'type': job, 'index': index}

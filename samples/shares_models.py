@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import re
 
+import benchmark_models
 import numpy as np
 import tensorflow.compat.v1 as tf
 
@@ -453,6 +454,17 @@ def wide_and_deep(features):
     net = tf.layers.dense(tf.layers.dense(net, 2 * UNITS, tf.nn.relu), 1)
     wide = column.linear_model(features, [kind, word, buckets, crossed])
     return tf.losses.mean_squared_error(labels, net + wide)
+
+
+_COUNTS = {f'number{i}': np.exp(_floats(1)) for i in range(benchmark_models.NUMBERS)}
+_WORDS = {f'word{i}': _ids(50, 1).astype(bytes) for i in range(benchmark_models.WORDS)}
+
+
+@model(**_COUNTS, **_WORDS, clicked=_ids(2))
+def deepfm(features):
+    clicked = features.pop('clicked')
+    logits = benchmark_models.deepfm(20, UNITS, [4 * UNITS, 2 * UNITS])(features)
+    return tf.losses.sparse_softmax_cross_entropy(clicked, logits)
 
 
 @model(ids=_ids(100, 5), **LABELS)

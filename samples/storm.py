@@ -26,6 +26,7 @@ import threading
 import time
 
 import common
+import loopback
 import machines
 import tensorflow.compat.v1 as tf
 from absl import app, flags
@@ -84,7 +85,7 @@ class Cluster:
 
     def __init__(self, root):
         self.root = root
-        self.addresses = dict(zip(TASKS, machines.free_addresses(len(TASKS))))
+        self.addresses = dict(zip(TASKS, loopback.free_addresses(len(TASKS))))
         self.running = {}
         self.hosts = {}  # by task, the last part of its address, such as 3 of 10.77.0.3
         if INSIDE in os.environ:

@@ -1,31 +1,40 @@
 """Prints how many bytes machines and devices send each other in a step.
 
     python traffic.py
-    python traffic.py --machines= --networks=cnn --gpus=4,64
+    python traffic.py --machines= --clicks= --networks=cnn --gpus=4,64
 
 There is one line for each model and number of machines, with two devices each. It gives the
 largest number of bytes that a machine sends, and that a machine receives. The larger of both is
 also given relative to the bytes of all trained variables. For comparison, a ring all-reduce on M
 machines moves 2 (M - 1) / M of them each way.
 
-The second table is of the devices of one machine: what the busiest one sends and receives relative
+The second table is of DeepFM, which hashes and looks up 26 columns of words, with
+`input='machine'`: machines with one device each, which are servers in this process. A step runs,
+and each tensor counts that one machine sends to another. What they need are dense variables, with
+their gradients, and of tables on other machines each tower's different ids, their rows, and the
+gradients of these. The last number is what is sent, relative to that.
+
+The third table is of the devices of one machine: what the busiest one sends and receives relative
 to a ring, how many messages there are, and how many of them follow each other on the longest path.
-The batch, which comes from the host, isn't counted. All is counted in the graph; no step is run,
-and no GPU is needed.
+The batch, which comes from the host, isn't counted. The first and the third table are counted in
+the graph: no step is run, and no GPU is needed.
 """
 
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import benchmark_models
+import loopback
+import numpy as np
 import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 import estimator_mgpu
-from estimator_mgpu.cluster import sessions
+from estimator_mgpu.cluster import machine_input, sessions
 from estimator_mgpu.devices import CHIEF, device_spec, machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.reports import explain
@@ -33,6 +42,7 @@ from estimator_mgpu.tf_internals import graphs
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('machines', ['2', '3', '4'], 'Numbers of machines.')
+flags.DEFINE_list('clicks', ['2', '4'], 'Numbers of machines that look up ids.')
 flags.DEFINE_list('gpus', ['2', '4', '8', '16', '64'], 'Numbers of GPUs of one machine.')
 flags.DEFINE_list(
     'networks',
@@ -91,6 +101,87 @@ def count(model_fn, machines):
                 sent[source] += size
                 received[target] += size
         return sent, received, sum(map(bytes_of, tf.trainable_variables()))
+
+
+class Moved(NamedTuple):
+    """What machines send each other in a step of a model that looks up ids.
+
+    Attributes:
+      sent: bytes, by machine.
+      received: the same.
+      messages: how many tensors are sent.
+      needed: the bytes that have to be sent, if nothing is sent twice.
+    """
+
+    sent: Mapping[str, int]
+    received: Mapping[str, int]
+    messages: int
+    needed: int
+
+
+def count_clicks(model, target, devices):
+    """Runs a step of DeepFM with `input='machine'`, and counts what machines send each other.
+
+    Args:
+      model: a `benchmark_models.Model`.
+      target: of a session on all machines.
+      devices: those of towers, equally many of each machine. They have equal shares of the batch.
+    """
+    machines = list(dict.fromkeys(map(machine_of, devices)))
+
+    def input_fn(input_context=None):
+        return model.dataset(model.batch // len(machines), input_context.input_pipeline_id)
+
+    with tf.Graph().as_default() as graph:
+        tf.train.get_or_create_global_step()
+        features, labels = machine_input.read(lambda fn: fn(), input_fn, devices)()
+        words = {name: words for name, words in features.items() if name.startswith('word')}
+        replicated = estimator_mgpu.replicate(model.model_fn, devices=devices, input='machine')
+        spec = replicated(features, labels, tf.estimator.ModeKeys.TRAIN)
+        variables = tf.trainable_variables()
+        initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
+        sessions.place_on_chief(graph)
+        crossing = [
+            (machine_of(source), machine_of(to), tensor)
+            for source, to, tensor in explain.tensors_sent([spec.train_op, spec.loss.op], CHIEF)
+            if machine_of(source) != machine_of(to)
+        ]
+        config = tf.ConfigProto()
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        with tf.Session(target, config=config) as session:
+            session.run(initializers)
+            fetches = [tensor for *_, tensor in crossing], words, spec.train_op
+            values, words, _ = session.run(fetches)
+
+    sent, received = collections.Counter(), collections.Counter()
+    for (source, to, _), value in zip(crossing, values):
+        size = sum(map(len, value.flat)) if value.dtype == object else value.nbytes
+        sent[source] += size
+        received[to] += size
+    needed = sum(bytes_needed(variable, words, devices) for variable in variables)
+    return Moved(sent, received, len(crossing), needed)
+
+
+def bytes_needed(variable, words, devices):
+    """The bytes that machines need of a variable that one of them has, with its gradients.
+
+    Args:
+      variable: a table of the words of a column, or another variable.
+      words: by column, those of the global batch.
+      devices: those of towers.
+    """
+    home = machine_of(variable.device)
+    column = re.search(r'word\d+', variable.op.name)
+    if column is None:
+        return 2 * (len(set(map(machine_of, devices))) - 1) * bytes_of(variable)
+
+    rows, width = variable.shape.as_list()
+    with tf.Graph().as_default():
+        ids = tf.strings.to_hash_bucket_fast(words[column[0]], rows)
+        with tf.Session() as session:
+            shards = np.split(session.run(ids), len(devices))
+    count = sum(len(set(s.flat)) for s, d in zip(shards, devices) if machine_of(d) != home)
+    return count * (ids.dtype.size + 2 * 4 * width)
 
 
 def softmax(features):
@@ -180,6 +271,8 @@ def main(_):
     tf.logging.set_verbosity(tf.logging.ERROR)
     if FLAGS.machines:
         print_machines()
+    if FLAGS.clicks:
+        print_clicks()
     if FLAGS.gpus:
         print_devices()
 
@@ -195,6 +288,24 @@ def print_devices():
                 f'{traffic.hops:5}',
                 flush=True,
             )
+
+
+def print_clicks():
+    print('model      machines  sent, kB  received, kB  messages  of what is needed')
+    for count in map(int, FLAGS.clicks):
+        servers = [
+            tf.train.Server(config['cluster'], config['task']['type'], config['task']['index'])
+            for config in loopback.tf_configs(count)
+        ]
+        tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(count - 1))]
+        devices = [f'{task}/device:CPU:0' for task in tasks]
+        moved = count_clicks(benchmark_models.MODELS['deepfm'], servers[0].target, devices)
+        out, into = max(moved.sent.values()), max(moved.received.values())
+        print(
+            f'{"deepfm":10} {count:8} {out / 1e3:9.1f} {into / 1e3:13.1f} {moved.messages:9} '
+            f'{sum(moved.sent.values()) / moved.needed:18.4f}',
+            flush=True,
+        )
 
 
 def print_machines():

@@ -136,6 +136,27 @@ def test_no_machine_reads_for_others():
         assert [on for on in sorted(read) if 'CPU:0' in on] == [f'{t}/device:CPU:0' for t in TASKS]
 
 
+def test_writes_wait_for_all_parts_where_these_are():
+    """A counter waits for the parts of all machines, which send no more than a message for that."""
+
+    def model_fn(features, labels, mode):
+        spec = regression(sgd)(features, labels, mode)
+        counter = tf.get_variable('counter', [], initializer=tf.zeros_initializer())
+        return spec._replace(train_op=tf.group(spec.train_op, tf.assign_add(counter, 1.0)))
+
+    with tf.Graph().as_default() as graph:
+        tf.train.get_or_create_global_step()
+        features, labels = read_parts(PARTS['even'])()
+        replicated = estimator_mgpu.replicate(model_fn, devices=DEVICES)
+        spec = replicated(features['x'], labels, TRAIN)
+        counted = graph.get_operation_by_name('AssignAddVariableOp')
+        waiting = [op for op in graphs.ancestors([counted]) if op.name.startswith('batch/is_there')]
+        values = [op for op in waiting if op.type == 'Identity']
+        assert sorted(op.device for op in values) == sorted(2 * [f'{t}/device:CPU:0' for t in TASKS])
+        assert all(op.inputs[0].device == op.device for op in values)
+        assert spec.train_op
+
+
 def test_sparse_and_ragged(three_machines):
     """They are joined on the chief, and one of the machines ends before the others."""
     rows = [[[1, 2], [], [3]], [[4]], []]

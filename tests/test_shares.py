@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.core, pytest.mark.no_cover]
 ON_GPUS = bool(tf.config.list_physical_devices('GPU'))  # Ops without a kernel are on the CPU.
 LEGACY = [
     *('lstm', 'gru', 'fused_block_cell', 'scan', 'while_loop', 'branches', 'functions'),
-    *('bidirectional_crf', 'viterbi', 'greedy_decoder'),
+    *('bidirectional_crf', 'viterbi', 'greedy_decoder', 'deepfm'),
 ]
 
 

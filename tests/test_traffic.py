@@ -16,6 +16,7 @@ from towers import NAMES, nodes_of_a_step
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
+    import benchmark_models
     import traffic
 
 RING = {2: 1.0, 3: 4 / 3}  # 2 (M - 1) / M of the variables' bytes, each way
@@ -71,6 +72,26 @@ def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
     for task, size in received.items():
         # The loss isn't asked for here, nor are constants sent that are made anew.
         assert size == pytest.approx(expected[task], rel=0.01)
+
+
+def test_ids_and_their_rows_once(three_machines):
+    """Each machine prepares the ids of its own examples, so it sends no features of them."""
+    model = benchmark_models.Model(
+        logits=benchmark_models.deepfm(buckets=1000, width=4, layers=[8]),
+        optimizer=lambda: tf.train.AdagradOptimizer(0.1),
+        features=benchmark_models.click_features(words=5000),
+        classes=2,
+        batch=600,
+    )
+    tasks = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
+    devices = [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
+    moved = traffic.count_clicks(model, three_machines, devices)
+    assert len(moved.sent) == len(moved.received) == 3
+    sent = sum(moved.sent.values())
+    assert sent == sum(moved.received.values())
+    # The rest is scalars, sizes say.
+    assert moved.needed < sent < moved.needed + 8 * moved.messages
+    assert 8 * moved.messages < 0.05 * moved.needed
 
 
 def test_small_constants_are_not_sent():

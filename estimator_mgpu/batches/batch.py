@@ -218,28 +218,34 @@ def _rows_of_each(leaves: Sequence[Any]) -> list[tf.Tensor]:
     """Returns the sizes of dimension 0 of leaves, as `rows_of` does of one.
 
     A few ops give those of all dense tensors of one type on one device, as there may be thousands.
+    If machines have read parts, each of them sends those of all its parts as one vector.
     """
-    alike = defaultdict[tuple[tf.DType, str], list[tf.Tensor]](list)
+    alike = defaultdict[tuple[Any, ...], list[tf.Tensor]](list)
     for leaf in leaves:
-        if isinstance(leaf, tf.Tensor) and len(parts_of(leaf)) == 1:
-            alike[leaf.dtype, leaf.device].append(leaf)
+        if isinstance(leaf, tf.Tensor):
+            devices = tuple(part.device for part in parts_of(leaf))
+            alike[leaf.dtype, leaf.device, devices].append(leaf)
     sizes: dict[str, tf.Tensor] = {}  # by the names of dense tensors
-    for (_, device), tensors in alike.items():
+    for tensors in alike.values():
         if len(tensors) > 1:
-            sizes.update(zip((tensor.name for tensor in tensors), _first_sizes(tensors, device)))
+            sizes.update(zip((tensor.name for tensor in tensors), _first_sizes(tensors)))
     return [
         sizes[leaf.name] if isinstance(leaf, tf.Tensor) and leaf.name in sizes else rows_of(leaf)
         for leaf in leaves
     ]
 
 
-def _first_sizes(tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
-    """The same as `_first_size` of each, of dense tensors of one type."""
+def _first_sizes(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The same as `rows_of` of each, of dense tensors of one type that are on the same devices."""
     ranks = [tensor.shape.rank for tensor in tensors]
     positions = np.cumsum([0, *ranks[:-1]])  # of the first sizes among all of the shapes'
-    with tf.device(device or HOST):
-        shapes = tf.shape_n(tensors, tf.int64)
-        return tf.unstack(tf.gather(tf.concat(shapes, 0), positions))
+    vectors = []
+    for parts in zip(*map(parts_of, tensors)):
+        with tf.device(parts[0].device or HOST):
+            shapes = tf.shape_n(parts, tf.int64)
+            vectors.append(tf.gather(tf.concat(shapes, 0), positions))
+    with tf.device(tensors[0].device or HOST):
+        return tf.unstack(tf.add_n(vectors) if len(vectors) > 1 else vectors[0])
 
 
 def _first_size(tensor: tf.Tensor | tf.SparseTensor, device: str) -> tf.Tensor:

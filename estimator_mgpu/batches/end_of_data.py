@@ -176,6 +176,7 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
 
     This op waits for the values of the batch rather than for the ops that make them: if a hook
     feeds the values, those ops don't run (unless TensorFlow's own optimizer of graphs undoes that).
+    If machines have read parts, each of them waits for its own, so no part is sent.
 
     Args:
       graph: a finished one.
@@ -183,15 +184,17 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
       batch: the tensors to wait for.
     """
     input_device = batch[0].device or HOST
+    parts: dict[str, list[tf.Tensor]] = {}  # by the device that has read them
+    for tensor in batch:
+        parts.setdefault(tensor.device or HOST, []).append(tensor)
     batch_is_there: dict[str, tf.Operation] = {}  # by device; made when a write first needs it
     made_for_batch = tracebacks.made_for(batch[0].op)
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'), made_for_batch:
         for write in writes:
             if not batch_is_there:
-                with tf.device(input_device):
-                    values = [tf.identity(tensor, 'is_there') for tensor in batch]
-                    with tf.control_dependencies(values):
-                        batch_is_there[input_device] = tf.no_op('is_there')
+                part = parts.pop(input_device)
+                others = [_is_there(*part_of_other) for part_of_other in parts.items()]
+                batch_is_there[input_device] = _is_there(input_device, part, others)
 
             device = device_of(write) or input_device
             if device not in batch_is_there:
@@ -199,3 +202,13 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
                 with tf.device(device), tf.control_dependencies([message]):
                     batch_is_there[device] = tf.no_op('is_there')
             function_calls.let_wait(write, [batch_is_there[device]])
+
+
+def _is_there(
+    device: str, part: Sequence[tf.Tensor], others: Sequence[tf.Operation] = ()
+) -> tf.Operation:
+    """An op that waits for the tensors that its device has read, and for such ops of others."""
+    with tf.device(device):
+        values = [tf.identity(tensor, 'is_there') for tensor in part]
+        with tf.control_dependencies([*values, *others]):
+            return tf.no_op('is_there')

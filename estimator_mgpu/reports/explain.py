@@ -10,7 +10,7 @@ import functools
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -306,20 +306,32 @@ def messages(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, in
     TensorFlow sends a tensor once to each device. An op without a device counts as on the first.
     """
     devices = {op: _device(op, first) for op in graphs.ancestors(ops)}
-
-    # By key, so that what several ops on a device need counts once: tensors, then control edges.
-    sent: dict[tuple[str, str], tuple[tf.Operation, int]] = {}
-    for op, device in devices.items():
-        for tensor in op.inputs:
-            sent[tensor.name, device] = (tensor.op, bytes_of(tensor))
+    sent = {
+        (source, target, tensor.name): bytes_of(tensor)
+        for source, target, tensor in _tensors_sent(devices)
+    }
     for op, device in devices.items():
         for before in op.control_inputs:
-            sent[before.name, device] = (before, 0)
+            if devices[before] != device:
+                sent.setdefault((devices[before], device, before.name), 0)
+    return [(source, target, size) for (source, target, _), size in sent.items()]
 
+
+def tensors_sent(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, tf.Tensor]]:
+    """The tensors that devices send each other when ops run, each with from and to.
+
+    Control edges aren't among them.
+    """
+    return _tensors_sent({op: _device(op, first) for op in graphs.ancestors(ops)})
+
+
+def _tensors_sent(devices: Mapping[tf.Operation, str]) -> list[tuple[str, str, tf.Tensor]]:
+    """As `tensors_sent`, by the devices of all ops that run."""
+    needed = {(t.name, device): t for op, device in devices.items() for t in op.inputs}
     return [
-        (devices[source], device, size)
-        for (_, device), (source, size) in sent.items()
-        if devices[source] != device
+        (devices[tensor.op], device, tensor)
+        for (_, device), tensor in needed.items()
+        if devices[tensor.op] != device
     ]
 
 

@@ -118,8 +118,9 @@ def gather_selection(
 ) -> str:
     """Concatenates the rows of a selection that towers have picked.
 
-    What a tower without examples has picked is dropped on its own device: no other tower knows how
-    many rows these are.
+    What a tower without examples has picked is dropped before that: no other tower knows how many
+    rows these are. A device with one tower sends what it has picked, which may be there already: a
+    table's device has been given the ids.
 
     Args:
       shards: those that rows were picked from.
@@ -132,12 +133,13 @@ def gather_selection(
     of_chains = []
     for chain in shards.chains:
         picked = []
+        cut_on = chain[0].device if len(chain) > 1 else device
         for tower in chain:
             value = values[tower.number]
             if shards.active is not None and tower.number > 0:
                 is_active = shards.active[tower.number]
                 limit = nodes.add('SelectV2', [is_active, tf.int32.max, 0], nodes.host, T=tf.int32)
-                value = shards.cut(value, dtype, axis, (0, limit), tower.device)
+                value = shards.cut(value, dtype, axis, (0, limit), cut_on)
             picked.append(value)
         of_chains.append(nodes.concat(picked, axis, dtype, chain[0].device))
     return nodes.concat(of_chains, axis, dtype, device)

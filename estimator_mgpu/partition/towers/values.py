@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
-from estimator_mgpu.devices import machine_of, relay
+from estimator_mgpu.devices import host_of, machine_of, relay
 from estimator_mgpu.optimizer import gradients_by_call
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
@@ -371,7 +371,7 @@ class Values:
         device = self.device_of_full(ids)
         shape = self._nodes.add('Shape', [full], device, T=ids.dtype, out_type=tf.int32)
         types = {'Tparams': tf.int32, 'Tindices': tf.int32}
-        return self._nodes.add('Gather', [shape, 0], self._nodes.host, **types)
+        return self._nodes.add('Gather', [shape, 0], host_of(device), **types)
 
     def is_made_from_local(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is another tensor than the output of the user's op."""
@@ -543,14 +543,17 @@ class Values:
         if isinstance(symbol, Largest):
             return self._largest_entry(tensor, symbol.position, dtype)
         with self._nodes.for_many():
+            host = self._nodes.host
             if isinstance(symbol, Dim):
                 vector = self._shape(tensor, tower, dtype)
                 index = symbol.axis
+                if tower is not None:  # It's asked for on the tower's machine.
+                    host = host_of(tower.device)
             else:
                 vector = self._entries(tensor, dtype)
                 index = symbol.position
             types = {'Tparams': dtype, 'Tindices': tf.int32}
-            return self._nodes.add('Gather', [vector, index], self._nodes.host, **types)
+            return self._nodes.add('Gather', [vector, index], host, **types)
 
     def _largest_entry(self, tensor: tf.Tensor, position: int, dtype: tf.DType) -> str:
         """The largest of the entries that towers have at a position of a vector."""
