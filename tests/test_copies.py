@@ -19,15 +19,16 @@ pytestmark = [
     pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason='needs the kernels for GPUs'),
 ]
 
-# Without the moves to the host, at least two more are copied from two GPUs; of cnn, one.
-MODELS = ['cnn', 'embed', 'bags_of_words', 'detection', 'sequence_columns', 'beam_search']
+# Two GPUs would copy more than one does, if nothing were kept on the host; and of cnn, the variable
+# of whose shape a gradient asks together with that of the batch.
+MODELS = ['cnn', 'gru', 'viterbi', 'bags_of_words', 'detection', 'ragged_reductions']
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_no_more_than_the_model_itself(name, behavior):
-    """Each of two GPUs copies to the host what one does, at most."""
+def test_two_gpus_copy_no_more_to_the_host_than_one(name):
+    """Loops are functions here: what is decided in each step of a loop isn't looked at."""
     one, two = (len(traffic.count_copies(name, gpus).down) for gpus in (1, 2))
-    assert two <= 2 * one
+    assert two <= one
 
 
 def test_what_is_counted():

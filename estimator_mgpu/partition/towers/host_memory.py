@@ -63,8 +63,10 @@ def move_to_host(
 
     def stays(name: str) -> bool:
         gains = False
+        is_used = False
         for edge in edges_of[name]:
             if edge.source == name:
+                is_used = True
                 gains |= not edge.is_on_host
                 other_is_on_host = edge.is_taken_on_host or edge.target in moved
             else:
@@ -72,7 +74,7 @@ def move_to_host(
                 other_is_on_host = edge.is_on_host or edge.source in moved
             if not other_is_on_host:
                 return True
-        return not gains
+        return not (gains and is_used)
 
     # If one stays on its GPU, its neighbors may have to stay, too.
     to_look_at = list(moved)

@@ -256,8 +256,8 @@ class NodeBuilder:
                     continue
                 value, dtype, device = self._consts[name]
                 # On a GPU, int32 is in the host's memory anyhow; sizes of other types are not.
-                is_on_host = dtype != tf.int32 and kernels.inputs_on_host(node)[position]
-                wanted = host_of(node.device) if is_on_host else node.device
+                is_size = kernels.is_gpu(node.device) and kernels.inputs_on_host(node)[position]
+                wanted = host_of(node.device) if is_size and dtype != tf.int32 else node.device
                 if device not in (node.device, wanted):
                     with self.serving(self._served_by[node.name]):
                         node.input[position] = self.const(value, dtype, wanted)
