@@ -252,7 +252,7 @@ class NodeBuilder:
         """Makes a constant on each device that uses it, rather than send it there."""
         for node in list(self.graph_def.node):
             for position, name in enumerate(node.input):
-                if name not in self._consts:
+                if name not in self._consts or not node.device:
                     continue
                 value, dtype, device = self._consts[name]
                 # On a GPU, int32 is in the host's memory anyhow; sizes of other types are not.
