@@ -1,7 +1,7 @@
-"""Prints how many bytes machines and devices send each other in a step.
+"""Prints how many bytes machines and devices send each other in a step, and what GPUs wait for.
 
     python traffic.py
-    python traffic.py --machines= --clicks= --networks=cnn --gpus=4,64
+    python traffic.py --machines= --clicks= --networks=cnn --gpus=4,64 --copied=lstm,bags_of_words
 
 There is one line for each model and number of machines, with two devices each. It gives the
 largest number of bytes that a machine sends, and that a machine receives. The larger of both is
@@ -16,8 +16,13 @@ gradients of these. The last number is what is sent, relative to that.
 
 The third table is of the devices of one machine: what the busiest one sends and receives relative
 to a ring, how many messages there are, and how many of them follow each other on the longest path.
-The batch, which comes from the host, isn't counted. The first and the third table are counted in
-the graph: no step is run, and no GPU is needed.
+The batch, which comes from the host, isn't counted.
+
+The fourth table counts the tensors that a step copies from the memory of GPUs to that of the host,
+and back. A GPU waits for the first kind: the host has to know them before it tells the GPU what to
+do next. What one GPU copies comes from the model; each of two may do the same.
+
+All but the second table is counted in the graph: no step is run, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -30,15 +35,17 @@ from typing import NamedTuple
 import benchmark_models
 import loopback
 import numpy as np
+import shares_models
 import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 import estimator_mgpu
 from estimator_mgpu.cluster import machine_input, sessions
 from estimator_mgpu.devices import CHIEF, device_spec, machine_of
+from estimator_mgpu.model_fns.spec_results import result_ops
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.reports import explain
-from estimator_mgpu.tf_internals import graphs
+from estimator_mgpu.tf_internals import graphs, kernels, op_types
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('machines', ['2', '3', '4'], 'Numbers of machines.')
@@ -49,7 +56,13 @@ flags.DEFINE_list(
     ['mlp', 'softmax', 'cnn', 'transformer', 'deep'],
     'Models on the GPUs of one machine.',
 )
+flags.DEFINE_list(
+    'copied',
+    ['mlp', 'cnn', 'embed', 'lstm', 'transformer', 'wide_and_deep', 'bags_of_words', 'detection'],
+    'Models whose copies between GPU and host are counted: of benchmark.py or of shares.py.',
+)
 ROWS = 12
+HOST = f'{CHIEF}/device:CPU:0'
 
 
 def dense(features, labels, mode):
@@ -217,25 +230,29 @@ class Traffic(NamedTuple):
     machines: float
 
 
+def build_on_devices(name, devices):
+    """Builds one of `ON_DEVICES` in the default graph; returns the ops that a step is run for."""
+    model = ON_DEVICES[name]
+    tf.train.get_or_create_global_step()
+    with tf.device(HOST):
+        dataset = model.dataset(max(model.batch, len(devices)))
+        batch = tf.data.make_one_shot_iterator(dataset).get_next()
+    spec = estimator_mgpu.replicate(model.model_fn, devices=devices)(*batch, 'train')
+    return [spec.train_op, spec.loss.op]
+
+
 def count_on_devices(name, count, machines=1):
     """Counts what the GPUs of a machine, or of several ones, send each other in a step."""
-    model = ON_DEVICES[name]
-    host = f'{CHIEF}/device:CPU:0'
     tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
     devices = [f'{task}/device:GPU:{i}' for task in tasks for i in range(count)]
     with tf.Graph().as_default():
-        tf.train.get_or_create_global_step()
-        with tf.device(host):
-            dataset = model.dataset(max(model.batch, len(devices)))
-            batch = tf.data.make_one_shot_iterator(dataset).get_next()
-        spec = estimator_mgpu.replicate(model.model_fn, devices=devices)(*batch, 'train')
+        results = build_on_devices(name, devices)
         variables = sum(map(bytes_of, tf.trainable_variables()))
-    results = [spec.train_op, spec.loss.op]
 
     sent, received = collections.Counter(), collections.Counter()
     of_machines = collections.Counter()
     messages = 0
-    for source, target, size in explain.messages(results, host):
+    for source, target, size in explain.messages(results, HOST):
         if {device_spec(end).device_type for end in (source, target)} == {'GPU'}:
             sent[source] += size
             received[target] += size
@@ -245,7 +262,7 @@ def count_on_devices(name, count, machines=1):
                 of_machines['received', machine_of(target)] += size
     busiest = max(of_machines.values(), default=0) / variables
     ring = 2 * (len(devices) - 1) / len(devices) * variables
-    return Traffic(sent, received, messages, hops(results, host), ring, busiest)
+    return Traffic(sent, received, messages, hops(results, HOST), ring, busiest)
 
 
 def hops(results, first):
@@ -267,6 +284,53 @@ def hops(results, first):
     return max(counts.values())
 
 
+class Copies(NamedTuple):
+    """The tensors that a step copies between the memory of a GPU and that of its host.
+
+    Attributes:
+      down: the names of those that go from a GPU to the host.
+      up: the names of those that go back, once for each GPU.
+    """
+
+    down: list[str]
+    up: list[str]
+
+
+def count_copies(name, gpus):
+    """Lists what a step of a model copies between the memory of GPUs and of the host."""
+    devices = [f'{CHIEF}/device:GPU:{i}' for i in range(gpus)]
+    with tf.Graph().as_default():
+        if name in ON_DEVICES:
+            return copies(build_on_devices(name, devices))
+        spec, _ = shares_models.spec_of(name, devices)
+        return copies(result_ops(spec))
+
+
+def copies(results):
+    """Lists what is copied between the memory of GPUs and of the host when ops run.
+
+    A tensor is copied once to each memory in which it's needed. An op without a device counts as on
+    the first GPU, if there is a kernel, as TensorFlow chooses. In a loop, it counts once.
+    """
+    nodes = {}
+    for op in graphs.ancestors(results):
+        nodes[op] = tf.NodeDef()
+        nodes[op].CopyFrom(op.node_def)
+        is_fed = op.type in op_types.PLACEHOLDERS
+        device = explain._device(op, HOST if is_fed else f'{CHIEF}/device:GPU:0')
+        nodes[op].device = kernels.device_for(op.node_def, device)
+
+    copied = set()
+    for op, node in nodes.items():
+        for tensor, is_taken_on_host in zip(op.inputs, kernels.inputs_on_host(node)):
+            source = nodes[tensor.op]
+            is_made_on_host = kernels.outputs_on_host(source)[tensor.value_index]
+            if is_made_on_host != is_taken_on_host:
+                copied.add((tensor.name, HOST if is_taken_on_host else node.device))
+    down = sorted(name for name, memory in copied if memory == HOST)
+    return Copies(down, sorted(name for name, memory in copied if memory != HOST))
+
+
 def main(_):
     tf.logging.set_verbosity(tf.logging.ERROR)
     if FLAGS.machines:
@@ -275,6 +339,8 @@ def main(_):
         print_clicks()
     if FLAGS.gpus:
         print_devices()
+    if FLAGS.copied:
+        print_copies()
 
 
 def print_devices():
@@ -304,6 +370,16 @@ def print_clicks():
         print(
             f'{"deepfm":10} {count:8} {out / 1e3:9.1f} {into / 1e3:13.1f} {moved.messages:9} '
             f'{sum(moved.sent.values()) / moved.needed:18.4f}',
+            flush=True,
+        )
+
+
+def print_copies():
+    print('model          from one GPU  from two  to one GPU  to two')
+    for name in FLAGS.copied:
+        one, two = (count_copies(name, gpus) for gpus in (1, 2))
+        print(
+            f'{name:14} {len(one.down):12} {len(two.down):9} {len(one.up):11} {len(two.up):7}',
             flush=True,
         )
 

@@ -152,7 +152,9 @@ def test_writes_wait_for_all_parts_where_these_are():
         counted = graph.get_operation_by_name('AssignAddVariableOp')
         waiting = [op for op in graphs.ancestors([counted]) if op.name.startswith('batch/is_there')]
         values = [op for op in waiting if op.type == 'Identity']
-        assert sorted(op.device for op in values) == sorted(2 * [f'{t}/device:CPU:0' for t in TASKS])
+        assert sorted(op.device for op in values) == sorted(
+            2 * [f'{t}/device:CPU:0' for t in TASKS]
+        )
         assert all(op.inputs[0].device == op.device for op in values)
         assert spec.train_op
 

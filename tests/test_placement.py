@@ -143,17 +143,20 @@ def test_seeded_masks_are_spread():
 
 
 def test_constants_are_made_where_they_are_used():
-    """But on a GPU only numbers, and what is in the host's memory anyhow: sizes are sent there."""
+    """On a GPU, too; but sizes, which kernels take from the memory of the host, are there."""
     host, gpu = '/device:CPU:0', '/device:GPU:0'
-    places = {(tf.int32, host): gpu, (tf.int64, host): host, (tf.float32, gpu): gpu}
+    places = {(tf.int32, host): gpu, (tf.int64, host): gpu, (tf.float32, gpu): gpu}
     with tf.Graph().as_default() as graph:
         nodes = NodeBuilder(graph, 'replicate', host)
         used = [
             nodes.add('Neg', [nodes.const(1, dtype, device)], gpu, T=dtype)
             for dtype, device in places
         ]
+        size = nodes.const([1, 1], tf.int64, host)
+        reshaped = nodes.add('Reshape', [used[-1], size], gpu, T=tf.float32, Tshape=tf.int64)
         nodes.build()
         found = [graph.get_tensor_by_name(name).op.inputs[0].device for name in used]
+        assert graph.get_tensor_by_name(reshaped).op.inputs[1].device == host
     assert found == list(places.values())
 
 

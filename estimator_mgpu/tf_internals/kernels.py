@@ -1,24 +1,23 @@
 """Which ops have a kernel on a GPU, and where the others run: on the host beside it.
 
 Whether there is a kernel depends on the type of an op and on its attributes: a GPU can concatenate
-floats, but no strings. TensorFlow lists the kernels that it has registered, also on a machine
-without a GPU.
+floats, but no strings. Some kernels take or give a tensor in the memory of the host, as all do with
+a shape. TensorFlow lists the kernels that it has registered, also on a machine without a GPU.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
-from estimator_mgpu.tf_internals import function_calls, private
+from estimator_mgpu.tf_internals import function_calls, op_types, private
 
-# The types or texts that a kernel takes for an attribute, by the attribute's name.
-Constraints = Mapping[str, frozenset[Any]]
+_ALWAYS_ON_HOST = (tf.string, tf.resource)
 
 
 def device_for(node: Any, device: str, graph: tf.Graph | None = None) -> str:
@@ -42,12 +41,7 @@ def has_gpu_kernel(node: Any, graph: tf.Graph | None = None) -> bool:
     """
     if not _knows_gpus() or not private.registered_kernels(node.op).kernel:
         return True
-    # TensorFlow takes a default kernel if a GPU has none of its own.
-    if not any(
-        _takes(constraints, node)
-        for kind in ('GPU', 'DEFAULT')
-        for constraints in _constraints(node.op, kind)
-    ):
+    if _kernel(node, 'GPU') is None:
         return False
     if graph is None:
         return True
@@ -76,6 +70,47 @@ def place(nodes: Sequence[Any]) -> None:
             without_kernel += users[node.name]
 
 
+def inputs_on_host(node: Any) -> list[bool]:
+    """For each input of a NodeDef, whether it's taken in the memory of the host.
+
+    What a kernel on a GPU takes there is copied from the GPU if it was made on it, and the GPU
+    waits for that.
+    """
+    return _on_host(node, private.op_definition(node.op).input_arg)
+
+
+def outputs_on_host(node: Any) -> list[bool]:
+    """For each output of a NodeDef, whether it's given in the memory of the host."""
+    return _on_host(node, private.op_definition(node.op).output_arg)
+
+
+def _on_host(node: Any, arguments: Iterable[Any]) -> list[bool]:
+    """For each tensor of arguments of a NodeDef's op, whether it's in the memory of the host."""
+    is_gpus = is_gpu(node.device)
+    kernel = _kernel(node, 'GPU') if is_gpus else None
+    # Calls of functions keep int32 there, as most ops do of which the functions consist.
+    always = (*_ALWAYS_ON_HOST, tf.int32) if _calls_functions(node) else _ALWAYS_ON_HOST
+    is_on_host: list[bool] = []
+    for argument in arguments:
+        is_named = kernel is not None and argument.name in kernel.on_host
+        for dtype in _types(node, argument):
+            is_on_host.append(not is_gpus or is_named or dtype in always)
+    return is_on_host
+
+
+def _calls_functions(node: Any) -> bool:
+    return node.op in op_types.FUNCTION_CALLERS
+
+
+def _types(node: Any, argument: Any) -> list[tf.DType]:
+    """The types of the tensors of an argument of a NodeDef's op."""
+    if argument.type_list_attr:
+        return [tf.as_dtype(one) for one in _attr(node, argument.type_list_attr).list.type]
+    dtype = _attr(node, argument.type_attr).type if argument.type_attr else argument.type
+    count = _attr(node, argument.number_attr).i if argument.number_attr else 1
+    return [tf.as_dtype(dtype).base_dtype] * count
+
+
 def _users_of_handles(nodes: Sequence[Any]) -> Mapping[str, list[Any]]:
     """For each NodeDef, by its name, those that give it a handle, and those that it gives one."""
     by_name = {node.name: node for node in nodes}
@@ -96,8 +131,7 @@ def _is_handle(node: Any, index: int) -> bool:
     if index >= len(outputs):  # It's one of a list.
         return False
     output = outputs[index]
-    # Asking for an attribute that isn't there would add it to the NodeDef.
-    type_of_output = node.attr[output.type_attr].type if output.type_attr else output.type
+    type_of_output = _attr(node, output.type_attr).type if output.type_attr else output.type
     return type_of_output == tf.resource.as_datatype_enum
 
 
@@ -112,21 +146,44 @@ def _knows_gpus() -> bool:
     return tf.test.is_built_with_gpu_support()
 
 
+class Kernel(NamedTuple):
+    """A kernel for a kind of device.
+
+    Attributes:
+      constraints: the types or texts that it takes for an attribute, by the attribute's name.
+      on_host: the names of inputs and outputs that it has in the memory of the host.
+    """
+
+    constraints: Mapping[str, frozenset[Any]]
+    on_host: frozenset[str]
+
+
+def _kernel(node: Any, kind: str) -> Kernel | None:
+    """The kernel by which a NodeDef runs on a kind of device; None if there is none."""
+    # TensorFlow takes a default kernel if a device has none of its own.
+    for one in [*_kernels(node.op, kind), *_kernels(node.op, 'DEFAULT')]:
+        if _takes(one.constraints, node):
+            return one
+    return None
+
+
 @functools.cache
-def _constraints(op_type: str, kind: str) -> Sequence[Constraints]:
-    """What each kernel for a kind of device takes, of those that are used without being named."""
+def _kernels(op_type: str, kind: str) -> Sequence[Kernel]:
+    """The kernels for a kind of device, of those that are used without being named."""
     return [
-        {one.name: frozenset(_entries(one.allowed_values)) for one in kernel.constraint}
+        Kernel(
+            {one.name: frozenset(_entries(one.allowed_values)) for one in kernel.constraint},
+            frozenset(kernel.host_memory_arg),
+        )
         for kernel in private.registered_kernels(op_type).kernel
         if kernel.device_type == kind and not kernel.label
     ]
 
 
-def _takes(constraints: Constraints, node: Any) -> bool:
+def _takes(constraints: Mapping[str, frozenset[Any]], node: Any) -> bool:
     """Whether the attributes of a NodeDef are among those that a kernel takes."""
     for name, allowed in constraints.items():
-        value = node.attr[name] if name in node.attr else _default(node.op, name)
-        if not allowed.issuperset(_entries(value)):
+        if not allowed.issuperset(_entries(_attr(node, name))):
             return False
     return True
 
@@ -136,6 +193,11 @@ def _entries(value: Any) -> Sequence[Any]:
     entries = [*value.list.type, *value.list.s]
     kind = value.WhichOneof('value')
     return entries if kind in (None, 'list') else [getattr(value, kind)]
+
+
+def _attr(node: Any, name: str) -> Any:
+    """The AttrValue of a NodeDef. Asking `node.attr` for one that isn't there would add it."""
+    return node.attr[name] if name in node.attr else _default(node.op, name)
 
 
 @functools.cache

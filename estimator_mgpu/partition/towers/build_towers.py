@@ -163,7 +163,7 @@ def build_towers(division: Division) -> Towers:
             collected = collect(towers)
 
     nodes, values, waits, control_inputs = collected
-    nodes.build()
+    nodes.build({*values.full_values.values()})
     for op in plan.order:
         _use_full_values(op, values)
     for op, names in control_inputs.items():

@@ -8,12 +8,13 @@ of the user's op that it serves.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, Union
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
+from estimator_mgpu.partition.towers import host_memory
 from estimator_mgpu.partition.towers.names import Names
 from estimator_mgpu.tf_internals import function_calls, kernels, private, tracebacks
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def
@@ -222,9 +223,20 @@ class NodeBuilder:
             self._added[name] = self.copy(definition, name, inputs, device)
         return self._names[key]
 
-    def build(self) -> None:
-        """Adds all nodes to the graph; those without a kernel on a GPU, on the host beside it."""
+    def build(self, results: Set[str] = frozenset()) -> None:
+        """Adds all nodes to the graph; those without a kernel on a GPU, on the host beside it.
+
+        Args:
+          results: the names of outputs that ops of the graph will use.
+        """
         kernels.place(self.graph_def.node)
+        nodes_of_results = {name.partition(':')[0] for name in results}
+
+        def may_move(node: Any) -> bool:
+            is_added = node.name in self._added and f'{node.name}:0' not in self._frames
+            return is_added and node.name not in nodes_of_results
+
+        host_memory.move_to_host(self.graph_def.node, self._inputs_from_graph(), may_move)
         self._copy_constants()
 
         private.import_nodes(self.graph, self.graph_def, self._inputs_from_graph())
@@ -240,12 +252,12 @@ class NodeBuilder:
         """Makes a constant on each device that uses it, rather than send it there."""
         for node in list(self.graph_def.node):
             for position, name in enumerate(node.input):
-                if name not in self._consts:
+                if name not in self._consts or not node.device:
                     continue
                 value, dtype, device = self._consts[name]
                 # On a GPU, int32 is in the host's memory anyhow; sizes of other types are not.
-                is_on_gpu = 'GPU' in node.device and dtype != tf.int32
-                wanted = host_of(node.device) if is_on_gpu else node.device
+                is_size = kernels.is_gpu(node.device) and kernels.inputs_on_host(node)[position]
+                wanted = host_of(node.device) if is_size and dtype != tf.int32 else node.device
                 if device not in (node.device, wanted):
                     with self.serving(self._served_by[node.name]):
                         node.input[position] = self.const(value, dtype, wanted)

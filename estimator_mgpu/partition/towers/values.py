@@ -48,6 +48,7 @@ from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
 from estimator_mgpu.partition.towers.slices import Slices, find_sent
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.kernels import has_gpu_kernel, is_gpu
 
 
 class Values:
@@ -79,12 +80,14 @@ class Values:
         # Features that one machine has read as a whole.
         whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
         whole_sources.update(plan.entries)
-        # The ops that ask for the sizes of something that only towers have.
+        # The ops that ask for the sizes of something that only towers have. If one asks for those
+        # of several tensors, of a source and a variable say, these may be on different devices.
         self._queries_of_local = {
             op
             for op in ops
             if op.type in op_types.SHAPE_QUERIES
-            and any(t.name in plan.placements and t.name not in whole_sources for t in op.inputs)
+            and any(tensor.name in plan.placements for tensor in op.inputs)
+            and not all(tensor.name in whole_sources for tensor in op.inputs)
         }
 
         self.batch_shards = Shards(plan.rows, division.total, towers, nodes, self._symbol_value)
@@ -287,8 +290,13 @@ class Values:
         """The device of a full value, be it the user's op's or made from what towers have."""
         if self.is_made_from_local(tensor):
             return self._full_value_devices.get(tensor.name, self._devices[0])
-        is_source = tensor.name in self._source_names
-        return device_of(tensor.op) or (self._nodes.host if is_source else '')
+        return device_of(tensor.op) or (self._nodes.host if self._is_on_host(tensor) else '')
+
+    def _is_on_host(self, tensor: tf.Tensor) -> bool:
+        """Whether a value without a device is on the host: of the batch, or a text, say."""
+        if tensor.name in self._source_names:
+            return True
+        return is_gpu(self._devices[0]) and not has_gpu_kernel(tensor.op.node_def)
 
     def send(self, value: str, dtype: tf.DType, source: str, target: str) -> str:
         """Sends a value to the machine of another device, once for all towers there."""
