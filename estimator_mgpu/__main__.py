@@ -117,7 +117,9 @@ def explain(options: argparse.Namespace) -> int:
     estimator = estimator_mgpu.Estimator(
         options.model_fn, params=options.params, devices=options.devices
     )
-    estimator.explain(options.input_fn)
+    explanation = estimator.explain(options.input_fn)
+    if options.draw:
+        explanation.draw(options.draw)
     return 0
 
 
@@ -133,6 +135,7 @@ def _options() -> argparse.Namespace:
     command.add_argument(
         '--devices', type=_devices, help='how many, or names with commas; default: all GPUs'
     )
+    command.add_argument('--draw', metavar='plan.svg', help='also draws it, with Matplotlib')
     return parser.parse_args()
 
 

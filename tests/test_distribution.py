@@ -68,7 +68,7 @@ def test_the_source_distribution(built):
     top = 'CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in Makefile PKG-INFO README.md mkdocs.yml'
     assert found == {
         *package(),
-        *sources('docs', '*.md', '*.py', '*.svg', 'digits.png', 'tensorboard.png'),
+        *sources('docs', '*.md', '*.py', '*.svg', 'digits.png', 'plan.png', 'tensorboard.png'),
         *sources('samples', '*.py', '*.ipynb'),
         *sources('tests', '*.py'),
         *('.ci/matrix', '.ci/run', *top.split(), 'pyproject.toml', 'setup.cfg', 'setup.py'),

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import itertools
+import pathlib
 import runpy
 import subprocess
 import sys
@@ -78,11 +79,14 @@ GIVEN = ['program:model_fn', '--input_fn=program:input_fn']
 @pytest.mark.parametrize('devices', ['2', '/cpu:0,/cpu:1'])
 def test_explain(explain, devices, capsys):
     options = ['--devices', devices, '--params', '{"units": 5}']
-    assert explain(*GIVEN, *options) == 0
+    drawn = ['--draw', 'plan.svg'] if devices == '2' else []
+    assert explain(*GIVEN, *options, *drawn) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == ['towers', '  /device:CPU:0: 4 examples', '  /device:CPU:1: 4 examples']
     assert '  net/kernel: 60.0B, summed on /device:CPU:0' in lines  # 3 * 5 * 4 bytes
     assert any('order/TopKV2' in line and 'program.py:6' in line for line in lines)
+    assert pathlib.Path('plan.svg').exists() == bool(drawn)
+    assert not drawn or '<!-- order -->' in pathlib.Path('plan.svg').read_text()
 
 
 @pytest.mark.parametrize(

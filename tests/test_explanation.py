@@ -2,14 +2,17 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
 import tensorflow.compat.v1 as tf
 import tf_slim
+from matplotlib.figure import Figure
 
 import estimator_mgpu
 from estimator_mgpu.devices import has_useless_passes
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
+from estimator_mgpu.reports import pictures
 from estimator_mgpu.reports.explain import _micro_batches
 from estimator_mgpu.reports.notebooks import Table, html_of
 from models import floats, spec_of, step
@@ -418,6 +421,72 @@ def test_html_is_escaped():
     table = Table('<a>', ['&'], [['<b>', 1]])
     assert cells_of(html_of([table, Table('empty', ['x'], [])])) == ['&lt;b&gt;', '1']
     assert '<a>' not in html_of([table]) and 'empty' not in html_of([table])
+
+
+def test_drawing(tmp_path):
+    found, path = explain(ranked), tmp_path / 'plan.svg'
+    found.draw(str(path))
+    svg = path.read_text()
+    texts = re.findall(r'<!-- (.*?) -->', svg)
+    assert {'order', 'net', 'runs once, on one device', 'CPU:0: 6 examples', 'to CPU:1'} <= {*texts}
+    bars = Counter(re.findall(r'style="fill: (#\w+)"/>', svg.partition('legend_1')[0].lower()))
+    colors = [color.lower() for color in pictures._COLORS.values()]
+    assert all(bars[color] >= 2 for color in colors), bars
+    explain(devices=1).draw(str(path))
+    assert 'A step on one device: nothing is sharded' in path.read_text()
+
+
+def test_bars():
+    """None is empty, and those of less than 1% of all output share one."""
+    scopes = {
+        'large': {'shard': 1000, 'once': 200},
+        'empty': {'shard': 0},
+        'small': {'shard': 5},
+        'smaller': {'partial': 3, 'once': 1},
+    }
+    small = {'shard': 5, 'partial': 3, 'once': 1}
+    assert pictures.bars_of(scopes) == [('large', scopes['large']), ('2 smaller scopes', small)]
+    many = pictures.bars_of({f'scope{i}': {'shard': 1000 + i} for i in range(30)})
+    assert [bar.label for bar in many][:1] == ['scope6'] and many[-1].label == '6 smaller scopes'
+
+
+def test_no_bar_ends_at_the_frame():
+    axes = Figure().subplots()
+    pictures._draw_bars(axes, [pictures.Bar('net', {'shard': 900, 'once': 100})])
+    assert axes.get_xlim()[1] > 1100
+    assert [text.get_text() for text in axes.texts] == ['1.00kB']
+
+
+def test_no_bars():
+    axes = Figure().subplots()
+    pictures._draw_bars(axes, [])
+    assert not axes.axison  # There is neither a frame nor a scale.
+    assert [text.get_text() for text in axes.texts] == ['All ops run once, on the global batch.']
+
+
+@pytest.mark.parametrize(
+    'device, short',
+    [('/device:GPU:0', 'GPU:0'), ('/job:worker/task:1/device:CPU:0', 'worker 1, CPU:0')],
+)
+def test_names_of_devices_in_a_picture(device, short):
+    assert pictures._short_name(device) == short
+
+
+@pytest.mark.parametrize('count', [8, 9])
+def test_devices_in_a_picture(count):
+    """Of nine, each has a color for each other one instead of a number; the last has no tower."""
+    axes = Figure().subplots()
+    names = [f'/device:CPU:{i}' for i in range(count)]
+    devices = [pictures.Device(name, '4', 1000, ['a', 'b', 'c']) for name in names]
+    devices[-1] = devices[-1]._replace(examples='', variables=[])
+    pictures._draw_devices(axes, devices, {names[0]: {names[1]: 2000}})
+    [colors] = axes.images
+    assert colors.get_array()[0, 1] == colors.get_array().sum() == 2000
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels[0] == 'CPU:0: 4 examples\n1.00kB of variables\na, b and 1 more'
+    assert labels[-1] == f'CPU:{count - 1}\n1.00kB of variables'
+    assert len(axes.texts) == (0 if count == 9 else 8 * 7)
+    assert ('darkest: 2.00kB' in axes.get_xlabel()) == (count == 9)
 
 
 def test_what_would_save_too_little():

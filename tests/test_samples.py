@@ -130,7 +130,7 @@ def test_trains_on_two_devices(command, tmp_path):
 
 
 def test_notebook(tmp_path):
-    """Its cells run, and show tables, and a progress bar that is a widget."""
+    """Its cells run, and show tables, a picture, and a progress bar that is a widget."""
     notebook = nbformat.read(SAMPLES / 'notebook.ipynb', as_version=4)
     client = nbclient.NotebookClient(notebook, resources={'metadata': {'path': str(tmp_path)}})
     client.execute(env={**os.environ, 'CUDA_VISIBLE_DEVICES': '-1', 'TF_CPP_MIN_LOG_LEVEL': '3'})
@@ -141,6 +141,7 @@ def test_notebook(tmp_path):
     assert float(re.search('accuracy (.*) on 4000 points', printed)[1]) > 0.9
     shown = {kind: data for output in outputs for kind, data in output.get('data', {}).items()}
     assert '<td style="text-align: left">/device:CPU:1</td>' in shown['text/html']
+    assert 'image/png' in shown
     assert 'application/vnd.jupyter.widget-view+json' in shown
 
 

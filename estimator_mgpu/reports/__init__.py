@@ -2,5 +2,5 @@
 
 - `explain`: what is sharded, what isn't, and what devices send each other.
 - `verify`: how far the numbers of several devices are from those of one.
-- `notebooks`: both, as tables.
+- `pictures`, `notebooks`: both, as a picture and as tables.
 """

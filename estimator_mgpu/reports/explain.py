@@ -26,6 +26,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
+from estimator_mgpu.reports import pictures
 from estimator_mgpu.reports.notebooks import Table, html_of
 from estimator_mgpu.reports.work import works_of
 from estimator_mgpu.tf_internals import graphs, op_types, private, tf_estimator
@@ -97,6 +98,14 @@ class Explanation(NamedTuple):
         values['traffic'] = {device: moved._asdict() for device, moved in self.traffic.items()}
         return values
 
+    def draw(self, path: str) -> None:
+        """Draws what each scope puts out, and the devices beside it, with Matplotlib.
+
+        Args:
+          path: of the picture; its ending says in which format: 'plan.svg' or 'plan.png'.
+        """
+        pictures.draw(path, self.scopes, self._devices(), self.sent)
+
     def __repr__(self) -> str:
         counts = f'{self.sharded} ops are sharded, {len(self.once)} run once'
         return f'<Explanation: {len(self.towers)} towers; {counts}>'
@@ -104,11 +113,10 @@ class Explanation(NamedTuple):
     def _repr_html_(self) -> str:
         """The same as tables, for notebooks."""
         devices = []
-        for name, examples in self._examples_by_device().items():
-            moved = self.traffic.get(name, Traffic(0, 0, 0))
-            held = self.variables.get(name, 0)
-            sizes = [_size(size) for size in (held, moved.sent, moved.received)]
-            devices.append([name, ' + '.join(examples), *sizes, moved.messages])
+        for device in self._devices():
+            moved = self.traffic.get(device.name, Traffic(0, 0, 0))
+            sizes = [_size(size) for size in (device.bytes, moved.sent, moved.received)]
+            devices.append([device.name, device.examples, *sizes, moved.messages])
         gradients = [[one.variable, _bytes_sent(one), one.device] for one in self.gradients]
         once = [
             [f'{op.share:.1%}', op.name, _size(op.gathered), op.line, op.why] for op in self.once
@@ -127,16 +135,19 @@ class Explanation(NamedTuple):
         ]
         return html_of(tables)
 
-    def _examples_by_device(self) -> dict[str, list[str]]:
-        """How many each of its towers has; [] for a device that only has variables."""
+    def _devices(self) -> list[pictures.Device]:
+        """What each device has: first those with towers, then others that have variables."""
         counts: Sequence[Any] = self.examples_per_tower or ['its share of the'] * len(self.towers)
-        examples: dict[str, list[str]] = {}
-        for tower, count in zip(self.towers, counts):
-            examples.setdefault(tower, []).append(str(count))
-        for name in [*self.variables, *self.traffic]:
-            if name != _NOWHERE:
-                examples.setdefault(name, [])
-        return examples
+        names = dict.fromkeys([*self.towers, *self.variables, *self.traffic])
+        names.pop(_NOWHERE, None)
+
+        devices = []
+        for name in names:
+            examples = [str(n) for tower, n in zip(self.towers, counts) if tower == name]
+            trained = [one.variable for one in self.gradients if one.device == name]
+            size = self.variables.get(name, 0)
+            devices.append(pictures.Device(name, ' + '.join(examples), size, trained))
+        return devices
 
     def __str__(self) -> str:
         lines: list[str] = []
