@@ -1,5 +1,7 @@
 """Each machine reads its own part of a batch: three servers, of two devices each."""
 
+import zlib
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -8,7 +10,12 @@ import estimator_mgpu
 from estimator_mgpu.cluster import machine_input, sessions
 from estimator_mgpu.tf_internals import graphs
 from models import adam, floats, regression, sgd, spec_of, weights
+from test_samples import SAMPLES
 from towers import assert_close
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(SAMPLES))
+    import benchmark_models
 
 TASKS = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
 DEVICES = [f'{task}/device:CPU:{i}' for task in TASKS for i in range(2)]
@@ -157,6 +164,46 @@ def test_writes_wait_for_all_parts_where_these_are():
         )
         assert all(op.inputs[0].device == op.device for op in values)
         assert spec.train_op
+
+
+def from_names(next_creator, **options):
+    """Creates a variable; one that is trained begins with values that depend on its name."""
+    if options['trainable']:
+        shape = options['initial_value']().shape.as_list()
+        seed = zlib.crc32(options['name'].encode())
+        options['initial_value'] = lambda: tf.constant(0.1 * floats(*shape, seed=seed))
+    return next_creator(**options)
+
+
+@pytest.mark.parametrize('sizes', [[4, 4, 4], [5, 1, 2]], ids=str)
+def test_columns_of_words(sizes, three_machines, behavior):
+    """Tables, from which each machine looks up what it needs."""
+    model = benchmark_models.Model(
+        logits=benchmark_models.deepfm(buckets=20, width=4, layers=[8]),
+        optimizer=lambda: tf.train.AdagradOptimizer(0.1),
+        features=benchmark_models.click_features(words=50),
+        classes=2,
+        batch=sum(sizes),
+    )
+
+    def model_fn(features, labels, mode):
+        with tf.variable_creator_scope(from_names):
+            return model.model_fn(features, labels, mode)
+
+    def part_of(machine):
+        return model.dataset(sizes[machine], seed=machine).take(3)
+
+    def read_all():
+        parts = tf.data.Dataset.zip(tuple(part_of(machine) for machine in range(3)))
+        join = lambda *parts: tf.nest.map_structure(lambda *x: tf.concat(x, 0), *parts)  # noqa: E731
+        return tf.data.make_one_shot_iterator(parts.map(join)).get_next()
+
+    replicated = estimator_mgpu.replicate(model_fn, devices=DEVICES, input='machine')
+    read = read_by_machine(lambda input_context: part_of(input_context.input_pipeline_id))
+    ours = train(read, replicated, three_machines)
+    one = train(read_all, model_fn)
+    assert len(one[0]) == 3 and len(one[1]) > 4 * 26
+    assert_close(list(ours), list(one), 1e-5)
 
 
 def test_sparse_and_ragged(three_machines):

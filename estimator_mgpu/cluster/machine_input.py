@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches import batch
 from estimator_mgpu.devices import CHIEF, host_of, machine_of
+from estimator_mgpu.tf_internals import private
 
 _SCOPE = 'machine_input'
 
@@ -75,7 +76,8 @@ def _fails_without_data(flags: Sequence[tf.Tensor]) -> tf.Tensor:
     """A tensor that raises OutOfRangeError, as at the end of data, if none of the flags is set."""
     empty = _iterator(tf.data.Dataset.range(0))
     any_has_more = tf.reduce_any(tf.stack(flags))
-    return tf.cond(any_has_more, lambda: tf.constant(0, tf.int64), empty.get_next)
+    # As one op, for which all that needs it waits: a `Merge` may have come from the other branch.
+    return private.cond(any_has_more, lambda: tf.constant(0, tf.int64), empty.get_next)
 
 
 def in_context(input_fn: Any, context: tf.distribute.InputContext | None = None) -> Any:

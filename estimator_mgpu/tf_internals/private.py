@@ -71,6 +71,9 @@ _new_operations = _find('framework.ops', 'Graph.new_operations')
 # (graph, op in C, compute_device=): makes the `tf.Operation`.
 _create_op = _find('framework.ops', 'Graph._create_op_from_tf_operation')
 
+# (predicate, function, function): `tf.cond` as one op, also after `tf.disable_v2_behavior()`.
+cond = _find('ops.cond_v2', 'cond_v2')
+
 # (): the traceback of whoever calls it.
 own_traceback = _find('util.tf_stack', 'extract_stack')
 
