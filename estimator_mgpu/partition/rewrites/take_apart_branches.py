@@ -97,6 +97,9 @@ class _Rewrite:
             return False
         if op.type in op_types.IFS and op.inputs[0].dtype != tf.bool:
             return False
+        # Who uses the memory of a reference variable in a branch can't be waited for from outside.
+        if any(map(graphs.reads_reference, op.inputs)):
+            return False
         gives_handles = any(output.dtype == tf.resource for output in op.outputs)
         return len(function_calls.function_graphs(op)) > 1 and not gives_handles
 
