@@ -355,7 +355,8 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     rows = RowSpace('batch', static)
     total = tf.placeholder(tf.int32, []) if static is None else None
     devices = [f'/device:CPU:{i}' for i in range(towers)]
-    division = Division(graph, total=total, devices=devices)
+    results = [trial.op for trial in trials]
+    division = Division(graph, total=total, devices=devices, results=results)
     division.plan = propagate(sources, [], ops, rows, RULES, PRODUCTS, frozenset(), {})
     place_ops(division)
     division.order = Order(graph.get_operations())
