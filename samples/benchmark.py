@@ -204,7 +204,7 @@ def run_once(model, setup, towers):
         known = inspect.signature(estimator_mgpu.replicate).parameters
         options = {name: value for name, value in options.items() if name in known}
         if setup == MACHINES:
-            options['input'], devices = 'machine', 1
+            options['input'], devices = 'machine', tower_devices(FLAGS.devices, 1)
         model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
     elif setup == MIRRORED:
         if FLAGS.devices == 'CPU':

@@ -16,6 +16,6 @@ def free_addresses(count):
 def tf_configs(count):
     """The TF_CONFIG of each of so many machines: those of a chief, and of workers."""
     chief, *workers = free_addresses(count)
-    cluster = {'chief': [chief], 'worker': workers}
+    cluster = {'chief': [chief], **({'worker': workers} if workers else {})}
     tasks = [('chief', 0), *(('worker', index) for index in range(count - 1))]
     return [{'cluster': cluster, 'task': {'type': job, 'index': i}} for job, i in tasks]

@@ -270,7 +270,7 @@ def hops(results, first):
 
     Ops without a device count as on the first one.
     """
-    devices = {op: explain._device(op, first) for op in graphs.ancestors(results)}
+    devices = {op: explain.device_of_op(op, first) for op in graphs.ancestors(results)}
     counts = {}
     for op in graphs.topological_order(list(devices)):
         counts[op] = max(
@@ -317,7 +317,7 @@ def copies(results):
         nodes[op] = tf.NodeDef()
         nodes[op].CopyFrom(op.node_def)
         is_fed = op.type in op_types.PLACEHOLDERS
-        device = explain._device(op, HOST if is_fed else f'{CHIEF}/device:GPU:0')
+        device = explain.device_of_op(op, HOST if is_fed else f'{CHIEF}/device:GPU:0')
         nodes[op].device = kernels.device_for(op.node_def, device)
 
     copied = set()

@@ -187,15 +187,12 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
     parts: dict[str, list[tf.Tensor]] = {}  # by the device that has read them
     for tensor in batch:
         parts.setdefault(tensor.device or HOST, []).append(tensor)
-    batch_is_there: dict[str, tf.Operation] = {}  # by device; made when a write first needs it
     made_for_batch = tracebacks.made_for(batch[0].op)
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope('batch/'), made_for_batch:
+        own_part = parts.pop(input_device)
+        others = [_is_there(device, part) for device, part in parts.items()]
+        batch_is_there = {input_device: _is_there(input_device, own_part, others)}
         for write in writes:
-            if not batch_is_there:
-                part = parts.pop(input_device)
-                others = [_is_there(*part_of_other) for part_of_other in parts.items()]
-                batch_is_there[input_device] = _is_there(input_device, part, others)
-
             device = device_of(write) or input_device
             if device not in batch_is_there:
                 message = batch_is_there[input_device]

@@ -76,7 +76,7 @@ def _fails_without_data(flags: Sequence[tf.Tensor]) -> tf.Tensor:
     """A tensor that raises OutOfRangeError, as at the end of data, if none of the flags is set."""
     empty = _iterator(tf.data.Dataset.range(0))
     any_has_more = tf.reduce_any(tf.stack(flags))
-    # As one op, for which all that needs it waits: a `Merge` may have come from the other branch.
+    # One op, also in v1 mode: a `Merge` runs once either branch is there, so waits for neither.
     return private.cond(any_has_more, lambda: tf.constant(0, tf.int64), empty.get_next)
 
 

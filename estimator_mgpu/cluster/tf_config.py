@@ -53,7 +53,7 @@ def with_chief(text: str) -> str:
         cluster = tf_config.get('cluster', {})
         task = tf_config.get('task', {})
         if not isinstance(cluster, dict) or not isinstance(task, dict):
-            raise TypeError('"cluster" or "task" is none')
+            raise TypeError('"cluster" and "task" have to be objects')
         need = _need(cluster, task) if cluster else ''
     except RecursionError:
         need = 'to be a JSON object of objects (it has too many brackets)'

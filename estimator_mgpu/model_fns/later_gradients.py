@@ -84,12 +84,11 @@ def _check(graph: tf.Graph, ys: Any, xs: Any) -> None:
         index = private.creation_index(op)
         if any(model.begin <= index < model.end for model in models):
             raise ValueError(
-                f'The model_fn had returned as gradients were asked for that go through its op '
-                f'{op.name}. By then the graph is divided over the devices, or computes parts '
-                'twice, so it no longer has them. Call tf.gradients in the model_fn, for example '
-                "in place of a hook's begin(), and return the gradients among the predictions, or "
-                'add them to a collection. If your model_fn calls a replicated one, replicate '
-                'yours instead.'
+                'tf.gradients was called after the model_fn had returned, of something that '
+                f'depends on its op {op.name}. The graph is divided by then, or computes some ops '
+                "twice. Call tf.gradients in the model_fn rather than in a hook's begin(), say, "
+                'and return the gradients among the predictions, or add them to a collection. If '
+                'your model_fn calls a replicated one, replicate yours instead.'
             )
 
 

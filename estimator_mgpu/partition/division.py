@@ -51,7 +51,8 @@ class Division:
       replaced: what steps use in place of tensors, by their names. It grows from step to step.
       unused: names of ops that stay in the graph, but that no step of training runs. It grows, too;
         once there is a plan, `plan.unused` counts.
-      user_ops: those that the model_fn has made, or that its functions have.
+      user_ops: the ops of the graph once functions are inlined and branches taken apart: all that a
+        user may name. Later steps add none.
       facts: what the check compares with; None if it isn't on.
       recomputation: what is computed twice; None if that wasn't asked for.
       order: in which the graph touches state.

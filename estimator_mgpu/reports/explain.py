@@ -316,10 +316,10 @@ def messages(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, in
 
     TensorFlow sends a tensor once to each device. An op without a device counts as on the first.
     """
-    devices = {op: _device(op, first) for op in graphs.ancestors(ops)}
+    devices = {op: device_of_op(op, first) for op in graphs.ancestors(ops)}
     sent = {
         (source, target, tensor.name): bytes_of(tensor)
-        for source, target, tensor in _tensors_sent(devices)
+        for source, target, tensor in _crossing(devices)
     }
     for op, device in devices.items():
         for before in op.control_inputs:
@@ -333,10 +333,10 @@ def tensors_sent(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str
 
     Control edges aren't among them.
     """
-    return _tensors_sent({op: _device(op, first) for op in graphs.ancestors(ops)})
+    return _crossing({op: device_of_op(op, first) for op in graphs.ancestors(ops)})
 
 
-def _tensors_sent(devices: Mapping[tf.Operation, str]) -> list[tuple[str, str, tf.Tensor]]:
+def _crossing(devices: Mapping[tf.Operation, str]) -> list[tuple[str, str, tf.Tensor]]:
     """As `tensors_sent`, by the devices of all ops that run."""
     needed = {(t.name, device): t for op, device in devices.items() for t in op.inputs}
     return [
@@ -346,7 +346,7 @@ def _tensors_sent(devices: Mapping[tf.Operation, str]) -> list[tuple[str, str, t
     ]
 
 
-def _device(op: tf.Operation, first: str) -> str:
+def device_of_op(op: tf.Operation, first: str) -> str:
     """The device of an op, or of what it's colocated with; else the first device."""
     device = device_of(op)
     if not device:

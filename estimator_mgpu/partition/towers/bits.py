@@ -1,10 +1,10 @@
 """Masks that wait for their turns, a bit for each entry.
 
 With micro-batches, a device needs a mask for one turn at a time. But a mask of seeded dropout is
-drawn for the global batch at once, and booleans are a byte each: the masks of all turns would take
-a good part of the memory that micro-batches save. So a mask is packed as soon as it's there. Each
-turn takes the bytes of its rows, and unpacks them on its device. Otherwise a transformer with
-seeded dropout, on two devices in four turns of 8 examples, would need 5% more memory in a step:
+drawn for the global batch at once, and booleans are a byte each. So a mask is packed as soon as
+it's there. Each turn takes the bytes of its rows, and unpacks them on its device. Otherwise a
+transformer with seeded dropout, on two devices in four turns of 8 examples, would need 5% more
+memory in a step.
 
     mask        [batch, 4, 6]    booleans
     packed      [batch, 3]       bytes, of which a turn takes its rows

@@ -1,7 +1,7 @@
 r"""Keeps small values in the memory of the host, where they are made and needed.
 
 A GPU's kernel takes and gives most tensors in the GPU's memory, but sizes and the like in that of
-the host. For example, a host cuts the indices of a sparse tensor for each tower. They are counted
+the host. For example, the host cuts the indices of a sparse tensor for each tower. They are counted
 from the tower's first row, and an op without a kernel for GPUs crosses them with others:
 
     host:  GatherV2         SparseCross          host:  GatherV2 -> Sub -> SparseCross
@@ -53,39 +53,45 @@ def move_to_host(
       inputs_from_graph: the graph's own tensors that they use, by name.
       may_move: whether only other added nodes use what a node gives, and it may be on any device.
     """
-    moved = {node.name: node for node in nodes if kernels.is_gpu(node.device) and may_move(node)}
-    if not moved:
+    candidates = {
+        node.name: node for node in nodes if kernels.is_gpu(node.device) and may_move(node)
+    }
+    if not candidates:
         return
     edges_of = defaultdict[str, list[_Edge]](list)
-    for edge in _edges(nodes, inputs_from_graph, moved.keys()):
+    for edge in _edges(nodes, inputs_from_graph, candidates.keys()):
         edges_of[edge.source].append(edge)
         edges_of[edge.target].append(edge)
 
-    def stays(name: str) -> bool:
-        gains = False
-        is_used = False
-        for edge in edges_of[name]:
-            if edge.source == name:
-                is_used = True
-                gains |= not edge.is_on_host
-                other_is_on_host = edge.is_taken_on_host or edge.target in moved
-            else:
-                gains |= not edge.is_taken_on_host
-                other_is_on_host = edge.is_on_host or edge.source in moved
-            if not other_is_on_host:
-                return True
-        return not (gains and is_used)
-
     # If one stays on its GPU, its neighbors may have to stay, too.
-    to_look_at = list(moved)
+    to_look_at = list(candidates)
     while to_look_at:
         name = to_look_at.pop()
-        if name in moved and stays(name):
-            del moved[name]
+        if name in candidates and not _is_better_on_host(name, edges_of[name], candidates.keys()):
+            del candidates[name]
             for edge in edges_of[name]:
                 to_look_at += [edge.source, edge.target]
-    for node in moved.values():
+    for node in candidates.values():
         node.device = host_of(node.device)
+
+
+def _is_better_on_host(name: str, edges: Sequence[_Edge], candidates: Set[str]) -> bool:
+    """Whether the host has all that a node takes and gives, and a copy is saved if it moves there.
+
+    Args:
+      name: of the node.
+      edges: its own.
+      candidates: the names of nodes that are taken to be on the host.
+    """
+    taken = [edge for edge in edges if edge.target == name]
+    given = [edge for edge in edges if edge.source == name]
+    if not all(edge.is_on_host or edge.source in candidates for edge in taken):
+        return False
+    if not all(edge.is_taken_on_host or edge.target in candidates for edge in given):
+        return False
+    needs_gpu_memory = not all(edge.is_taken_on_host for edge in taken)
+    gives_gpu_memory = not all(edge.is_on_host for edge in given)
+    return bool(given) and (needs_gpu_memory or gives_gpu_memory)
 
 
 def _edges(

@@ -13,7 +13,7 @@ Whoever fetches the squares runs `Relu` and `Square` on one device, but no produ
 gathered, half of what is added to a graph would be gathers that nobody ever runs, and training
 would take longer to start.
 
-In: a plan, and the values that towers have. Out: tensors.
+In: a plan, and the values that towers have. Out: the tensors whose full values are made.
 """
 
 from __future__ import annotations

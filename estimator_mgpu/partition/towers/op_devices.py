@@ -104,7 +104,7 @@ def _spread_draws(
 
     Seeded masks of dropout take as much memory as the activations that they're for, or a fourth of
     it. Each is drawn on the device that has the fewest bytes of them so far. If all were drawn on
-    one of four devices, that would need 7% more memory in a step of a transformer.
+    one of four devices, that device would need 7% more memory in a step of a transformer.
 
     Only devices of the first one's kind and machine count: another kind may draw other numbers, and
     another machine, if it's restarted, begins with the first ones again.

@@ -37,6 +37,7 @@ from estimator_mgpu.partition.sizes import (
     Size,
     Splits,
     UniqueRows,
+    full_size,
     per_row,
     product,
 )
@@ -263,11 +264,14 @@ class Values:
     def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
         """The dimensions of a full value that has `factor` entries a row along an axis."""
         dims = list(self._plan.sizes.dims(tensor) or [])
-        dims[axis] = factor * Size(1, (rows,))
+        dims[axis] = factor * full_size(rows)
         return dims
 
     def runs_only_if_fetched(self, op: tf.Operation) -> bool:
-        """Whether no step runs one of the user's ops: others are used in place of its outputs."""
+        """Whether others are used in place of all outputs of one of the user's ops.
+
+        `only_fetched` finds further ops that no step runs, by who uses them.
+        """
         if op.name in self._plan.unused:
             return True
         if op.type == op_types.NO_OP:
