@@ -1,11 +1,12 @@
 """How branches and calls of functions are sharded.
 
 All towers take the same branch, as the op that chooses one runs once. All branches have to give a
-value in the same placement.
+value in the same placement, but for what is replicated or empty in one of them, and for Optionals.
 
-`tf.cond`, `tf.switch_case` and calls are ops that call functions. Each tower calls its own copy of
-the function, with its shards of the arguments. An assertion in a function is a branch, too, which
-fails unless its condition holds. There each tower chooses by its own examples.
+In loops and functions, `tf.cond` and `tf.switch_case` stay ops that call functions, and so do calls
+in branches, and calls that XLA compiles. Each tower calls its own copy of the function, with its
+shards of the arguments. An assertion in a function is a branch, too, which fails unless its
+condition holds. There each tower chooses by its own examples.
 
 Branches of TensorFlow 1 are made of ops. A `Switch` passes its input on to one of two branches, and
 a `Merge` passes on what comes out of the branch that was taken. The ops of the other branch don't

@@ -2,7 +2,8 @@
 
     x --> PartitionedCall(f) --> user        =>        x --> ops of f --> user
 
-Loops and branches call functions, too; these stay, and are sharded by `propagation`.
+Loops and branches call functions, too: `take_apart_branches` and `take_apart_loops` come next.
+`propagation` shards those that stay.
 """
 
 from __future__ import annotations
