@@ -68,34 +68,20 @@ def decide_branches(
     if is_replicated or not branches:
         return None
 
+    _check_choices(op, placements)
     every_argument = range(len(arguments))
     functions = CalledFunctions(
         scope, branches, arguments, placements[first_argument:], unchanged=every_argument
     )
-    choices = {given.choice for given in placements if isinstance(given, ByBranch)}
-    if choices and choices != {origin_of(op.inputs[0])}:
-        raise NotSharded('it is given what other branches have computed')
     while True:  # Shards that are requested only become more.
         functions.find_placements()
         bodies = [functions.visit(branch, assumes=False) for branch in branches]
         if not _request_shards(functions, bodies):
             break
 
-    output_placements: list[Placement] = []
-    output_dims: list[list[Size] | None] = []
-    for index, output in enumerate(op.outputs):
-        placement = _returned(bodies, index, output)
-        dims = None
-        if isinstance(placement, Shard):
-            returned = [(body.scope.sizes, body.graph.outputs[index]) for body in bodies]
-            factor = _factor(returned, placement, output.name)
-            sizes, tensor = returned[0]
-            dims = scope.sizes.dims_of_shard(output, placement, factor, sizes.rank(tensor))
-        output_placements.append(placement)
-        output_dims.append(dims)
-
     # In the graph, a branch that returns no examples runs once. In a function nothing can run once,
     # and such a branch may check examples.
+    output_placements, output_dims = _outputs(scope, op, bodies)
     returns_no_examples = all(placement == REPLICATE for placement in output_placements)
     if returns_no_examples and not scope.in_function:
         return None
@@ -107,6 +93,49 @@ def decide_branches(
     needs = _needs_of_arguments(functions, op)
     plan = OpPlan((*of_choice, *needs), functions=[body.scope.ops for body in bodies])
     return Decision(plan, output_placements, output_dims)
+
+
+def _check_choices(op: tf.Operation, placements: Sequence[Placement]) -> None:
+    """Checks that an op takes the same branch as those that made the Optionals it's given.
+
+    Args:
+      op: an `If`, a `Case`, or a call of one function.
+      placements: of the op's inputs.
+
+    Raises:
+      NotSharded: if another tensor, or none, chooses its branch.
+    """
+    choices = {given.choice for given in placements if isinstance(given, ByBranch)}
+    if choices and choices != {origin_of(op.inputs[0])}:
+        raise NotSharded('it is given what other branches have computed')
+
+
+def _outputs(
+    scope: Scope, op: tf.Operation, bodies: Sequence[FunctionBody]
+) -> tuple[list[Placement], list[list[Size] | None]]:
+    """The placements of an op's outputs, and the sizes of those that are shards.
+
+    Args:
+      scope: the graph, or the function, that the op is in.
+      op: the op that calls the functions.
+      bodies: what was found of each function.
+
+    Raises:
+      NotSharded: if the functions return an output in several placements, or as sizes that differ.
+    """
+    placements: list[Placement] = []
+    all_dims: list[list[Size] | None] = []
+    for index, output in enumerate(op.outputs):
+        placement = _returned(bodies, index, output)
+        dims = None
+        if isinstance(placement, Shard):
+            returned = [(body.scope.sizes, body.graph.outputs[index]) for body in bodies]
+            factor = _factor(returned, placement, output.name)
+            sizes, tensor = returned[0]
+            dims = scope.sizes.dims_of_shard(output, placement, factor, sizes.rank(tensor))
+        placements.append(placement)
+        all_dims.append(dims)
+    return placements, all_dims
 
 
 def _needs_of_arguments(functions: CalledFunctions, op: tf.Operation) -> list[Need]:
