@@ -71,7 +71,12 @@ def decide_branches(
     _check_choices(op, placements)
     every_argument = range(len(arguments))
     functions = CalledFunctions(
-        scope, branches, arguments, placements[first_argument:], unchanged=every_argument
+        scope,
+        branches,
+        arguments,
+        placements[first_argument:],
+        unchanged=every_argument,
+        are_branches=op.type in op_types.BRANCHES,
     )
     while True:  # Shards that are requested only become more.
         functions.find_placements()
