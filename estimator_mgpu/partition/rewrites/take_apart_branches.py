@@ -30,7 +30,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.rewrites.function_ops import AddedOps, add_ops, after, take_place_of
-from estimator_mgpu.partition.rewrites.function_waits import Waits
+from estimator_mgpu.partition.rewrites.function_waits import add_waits
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, is_assertion
 from estimator_mgpu.tf_internals.liveness import Liveness
@@ -142,7 +142,7 @@ class _Rewrite:
                 if not graphs.direct_inputs(inner):
                     private.add_control_inputs(inner, [pivot.op])
             liveness = Liveness(added.ops)
-            Waits(op, operands, added.ops, liveness, self.can_take_apart).add()
+            add_waits(op, operands, added.ops, liveness, self.can_take_apart)
 
             effects = [effect for effect in added.effects if has_side_effect(effect)]
             outputs = self._bypass_optionals(added)
