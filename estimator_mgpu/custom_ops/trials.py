@@ -39,8 +39,8 @@ def try_dimensions(
 
     What an op is given on one device is given to a copy of it, with the examples along the
     dimension: its inputs that have the dimension are transposed batches. If there are several such
-    inputs, each in turn is unsharded, too, and of one entry if the op broadcasts that. Ops in
-    functions that loops and branches call aren't tried.
+    inputs, each in turn is unsharded, too, and of one entry if the op broadcasts that. Ops in loops
+    and branches aren't tried.
 
     Args:
       outputs: what a function makes in the default graph, to which copies of ops are added.

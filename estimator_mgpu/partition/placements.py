@@ -101,7 +101,9 @@ class ByBranch(NotGatherable):
     What the branch that was taken has put into it, only the same branch of the gradient takes out.
     """
 
-    choice: tuple[tf.Operation, int]  # what chooses the branch: an output of an op
+    # What chooses the branch: an op, and which of its outputs. A tensor won't do: placements have
+    # to be hashable, and tensors of functions aren't with TensorFlow 2's behavior.
+    choice: tuple[tf.Operation, int]
     branches: tuple[Placement, ...]
 
 

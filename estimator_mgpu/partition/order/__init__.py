@@ -1,8 +1,12 @@
 """The order in which a step touches state: variables, tables, queues, the log, random numbers.
 
-    open pairs --> calls and loops taken apart --> rewrites --> Order --> rewrites, towers, waits
-                                   |                                                  |
-                                   +---> Facts ----------------------------------> check
+    open pairs --> calls, branches and loops taken apart --> rewrites --> Order --+
+                                      |                                           |
+                                      |                                           v
+                                      |                               rewrites, towers, waits
+                                      |                                           |
+                                      |                                           v
+                                      +---> Facts ----------------------------> check
 
 One device has an order, and several have to keep it. `order` tells it, of the finished graph, to
 whoever changes the graph; `open_pairs` decides what the graph leaves to chance. What copies and the

@@ -1,11 +1,12 @@
 """How branches and calls of functions are sharded.
 
 All towers take the same branch, as the op that chooses one runs once. All branches have to give a
-value in the same placement.
+value in the same placement, but for what is replicated or empty in one of them, and for Optionals.
 
-`tf.cond`, `tf.switch_case` and calls are ops that call functions. Each tower calls its own copy of
-the function, with its shards of the arguments. An assertion in a function is a branch, too, which
-fails unless its condition holds. There each tower chooses by its own examples.
+In loops and functions, `tf.cond` and `tf.switch_case` stay ops that call functions, and so do calls
+in branches, and calls that XLA compiles. Each tower calls its own copy of the function, with its
+shards of the arguments. An assertion in a function is a branch, too, which fails unless its
+condition holds. There each tower chooses by its own examples.
 
 Branches of TensorFlow 1 are made of ops. A `Switch` passes its input on to one of two branches, and
 a `Merge` passes on what comes out of the branch that was taken. The ops of the other branch don't
@@ -21,7 +22,6 @@ A branch may even sum over all towers: since all take the same branch, all parts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -37,6 +37,7 @@ from estimator_mgpu.partition.placements import (
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan, Slice, VariableValue
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
+from estimator_mgpu.partition.propagation.kept_values import origin_of
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
@@ -67,34 +68,25 @@ def decide_branches(
     if is_replicated or not branches:
         return None
 
+    _check_choices(op, placements)
     every_argument = range(len(arguments))
     functions = CalledFunctions(
-        scope, branches, arguments, placements[first_argument:], unchanged=every_argument
+        scope,
+        branches,
+        arguments,
+        placements[first_argument:],
+        unchanged=every_argument,
+        are_branches=op.type in op_types.BRANCHES,
     )
-    choices = {given.choice for given in placements if isinstance(given, ByBranch)}
-    if choices and choices != {_kept_from(op.inputs[0])}:
-        raise NotSharded('it is given what other branches have computed')
     while True:  # Shards that are requested only become more.
         functions.find_placements()
         bodies = [functions.visit(branch, assumes=False) for branch in branches]
         if not _request_shards(functions, bodies):
             break
 
-    output_placements: list[Placement] = []
-    output_dims: list[list[Size] | None] = []
-    for index, output in enumerate(op.outputs):
-        placement = _returned(bodies, index, output)
-        dims = None
-        if isinstance(placement, Shard):
-            returned = [(body.scope.sizes, body.graph.outputs[index]) for body in bodies]
-            factor = _factor(returned, placement, output.name)
-            sizes, tensor = returned[0]
-            dims = scope.sizes.dims_of_shard(output, placement, factor, sizes.rank(tensor))
-        output_placements.append(placement)
-        output_dims.append(dims)
-
     # In the graph, a branch that returns no examples runs once. In a function nothing can run once,
     # and such a branch may check examples.
+    output_placements, output_dims = _outputs(scope, op, bodies)
     returns_no_examples = all(placement == REPLICATE for placement in output_placements)
     if returns_no_examples and not scope.in_function:
         return None
@@ -106,6 +98,49 @@ def decide_branches(
     needs = _needs_of_arguments(functions, op)
     plan = OpPlan((*of_choice, *needs), functions=[body.scope.ops for body in bodies])
     return Decision(plan, output_placements, output_dims)
+
+
+def _check_choices(op: tf.Operation, placements: Sequence[Placement]) -> None:
+    """Checks that an op takes the same branch as those that made the Optionals it's given.
+
+    Args:
+      op: an `If`, a `Case`, or a call of one function.
+      placements: of the op's inputs.
+
+    Raises:
+      NotSharded: if another tensor, or none, chooses its branch.
+    """
+    choices = {given.choice for given in placements if isinstance(given, ByBranch)}
+    if choices and choices != {origin_of(op.inputs[0])}:
+        raise NotSharded('it is given what other branches have computed')
+
+
+def _outputs(
+    scope: Scope, op: tf.Operation, bodies: Sequence[FunctionBody]
+) -> tuple[list[Placement], list[list[Size] | None]]:
+    """The placements of an op's outputs, and the sizes of those that are shards.
+
+    Args:
+      scope: the graph, or the function, that the op is in.
+      op: the op that calls the functions.
+      bodies: what was found of each function.
+
+    Raises:
+      NotSharded: if the functions return an output in several placements, or as sizes that differ.
+    """
+    placements: list[Placement] = []
+    all_dims: list[list[Size] | None] = []
+    for index, output in enumerate(op.outputs):
+        placement = _returned(bodies, index, output)
+        dims = None
+        if isinstance(placement, Shard):
+            returned = [(body.scope.sizes, body.graph.outputs[index]) for body in bodies]
+            factor = _factor(returned, placement, output.name)
+            sizes, tensor = returned[0]
+            dims = scope.sizes.dims_of_shard(output, placement, factor, sizes.rank(tensor))
+        placements.append(placement)
+        all_dims.append(dims)
+    return placements, all_dims
 
 
 def _needs_of_arguments(functions: CalledFunctions, op: tf.Operation) -> list[Need]:
@@ -171,7 +206,7 @@ def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> 
         is_empty = in_branch == REPLICATE and _is_empty(tensor, placement)
         if in_branch != placement and not is_empty:
             if all(_is_optional(tensor) for tensor in tensors):
-                return ByBranch(_kept_from(output.op.inputs[0]), tuple(placements))
+                return ByBranch(origin_of(output.op.inputs[0]), tuple(placements))
             raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
     differs = any(body.differs(tensor) for body, tensor in zip(bodies, tensors))
     if placement == REPLICATE and differs:
@@ -182,62 +217,6 @@ def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> 
 def _is_optional(tensor: tf.Tensor) -> bool:
     """Whether a branch has made an Optional, for its gradient."""
     return tensor.op.type in (op_types.OPTIONAL, op_types.NO_OPTIONAL)
-
-
-def _kept_from(tensor: tf.Tensor) -> tuple[tf.Operation, int]:
-    """The output of an op that has made a tensor, before a loop has kept it for its gradient.
-
-    What a step of a loop computes, it puts into a list, which is a variable of the loop. A step of
-    the gradient, which is another loop, takes it out of that list.
-    """
-    tensor = passed_on(tensor)
-    if tensor.op.type == op_types.LIST_POP:
-        source = _put_into(_outside(passed_on(tensor.op.inputs[0]), changes=True))
-    elif tensor.op.type in op_types.LOOPS:
-        source = tensor.op.inputs[tensor.value_index] if _stays(tensor) else None
-    else:
-        source = _outside(tensor, changes=False)
-    return (tensor.op, tensor.value_index) if source is None else _kept_from(source)
-
-
-def _put_into(variable: tf.Tensor | None) -> tf.Tensor | None:
-    """What each step of a loop puts into a list, given the list after the loop; None of others."""
-    body = None if variable is None else _body(variable.op)
-    if variable is None or body is None:
-        return None
-    put = body.outputs[variable.value_index].op
-    return put.inputs[1] if put.type == op_types.LIST_PUSH else None
-
-
-def _outside(tensor: tf.Tensor, changes: bool) -> tf.Tensor | None:
-    """What a loop is given for an argument of its body; None for other tensors.
-
-    Args:
-      tensor: mostly an argument of a loop's body.
-      changes: whether steps may change it, as a list.
-    """
-    body = tensor.graph
-    positions = [i for i, argument in enumerate(getattr(body, 'inputs', ())) if argument is tensor]
-    if not positions:
-        return None
-    for op in body.outer_graph.get_operations():
-        if _body(op) is body:
-            [index] = positions
-            return op.inputs[index] if changes or _stays(op.outputs[index]) else None
-    return None
-
-
-def _stays(variable: tf.Tensor) -> bool:
-    """Whether no step changes the variable of a loop, given as it's after the loop."""
-    body = _body(variable.op)
-    index = variable.value_index
-    return body is not None and passed_on(body.outputs[index]) is body.inputs[index]
-
-
-def _body(op: tf.Operation) -> Any:
-    """The graph of a loop's body; None of other ops, and if it isn't known."""
-    graphs = function_calls.function_graphs(op) if op.type in op_types.LOOPS else []
-    return graphs[1] if graphs else None
 
 
 def _is_empty(tensor: tf.Tensor, placement: Placement) -> bool:

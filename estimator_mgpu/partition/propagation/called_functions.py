@@ -39,6 +39,7 @@ class CalledFunctions:
       arguments: the tensors that they are called with.
       placements: of the arguments in `scope`.
       unchanged: indices of the arguments that are the same in every call of a function.
+      are_branches: whether each is a branch of the op, which calls only one of them.
       is_joint: as in `Scope`, inside of the functions.
 
     Attributes:
@@ -54,6 +55,7 @@ class CalledFunctions:
         arguments: Sequence[tf.Tensor],
         placements: Sequence[Placement],
         unchanged: Container[int],
+        are_branches: bool = False,
         is_joint: bool = False,
     ):
         self.scope = scope
@@ -65,6 +67,7 @@ class CalledFunctions:
         self.reduced: set[str] = set()
         self._placements_outside = placements
         self._unchanged = unchanged
+        self._are_branches = are_branches
 
     def visit(self, graph: Any, assumes: bool) -> FunctionBody:
         """Visits the ops of a function, and returns what was found.
@@ -82,7 +85,7 @@ class CalledFunctions:
     def _place_argument(self, body: FunctionBody, index: int, argument: tf.Tensor) -> None:
         """Tells a function's body the placement and the sizes of an argument."""
         placement = self.placements[index]
-        if isinstance(placement, ByBranch) and len(self.bodies) > 1:
+        if isinstance(placement, ByBranch) and self._are_branches:
             placement = placement.branches[self.bodies.index(body.graph)]
         if placement != REPLICATE:
             body.scope.placements[argument.name] = placement

@@ -120,7 +120,7 @@ def _decide_v1_loop(
 ) -> Decision:
     """Decides how a loop runs, either joint or not."""
     functions = CalledFunctions(
-        scope, [loop_body], loop.inputs, placements, loop_body.unchanged, is_joint
+        scope, [loop_body], loop.inputs, placements, loop_body.unchanged, is_joint=is_joint
     )
     body = _find_fixed_point(functions)
     output_dims = _output_dims(

@@ -7,6 +7,7 @@ that read or write wait for what the call waited for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import tensorflow.compat.v1 as tf
 
@@ -15,43 +16,44 @@ from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
-class Waits:
-    """What the ops of a function have to wait for.
+def add_waits(
+    call: tf.Operation,
+    operands: Sequence[tf.Tensor],
+    ops: Sequence[tf.Operation],
+    liveness: Liveness,
+    is_next: Callable[[tf.Operation], bool],
+) -> None:
+    """Adds control inputs to the ops of a function: what they have to wait for.
 
     Args:
       call: the op that called the function: a call, or one that chooses a branch.
       operands: what has taken the place of the function's arguments.
       ops: those of the function, in the graph.
       liveness: of these.
-      are_next: tells which of them call functions whose ops will take their place, too.
+      is_next: whether an op of them calls a function whose ops will take its place, too.
     """
+    waits = _Waits(call, operands, ops, liveness, is_next)
+    waits.wait_as_the_call_did()
+    waits.wait_for_arguments()
 
-    def __init__(
-        self,
-        call: tf.Operation,
-        operands: Sequence[tf.Tensor],
-        ops: Sequence[tf.Operation],
-        liveness: Liveness,
-        are_next: Callable[[tf.Operation], bool],
-    ):
-        self._call = call
-        self._operands = operands
-        self._ops = ops
-        self._liveness = liveness
-        self._are_next = are_next
 
-    def add(self) -> None:
-        """Adds them as control inputs."""
-        self._wait_as_the_call_did()
-        self._wait_for_arguments()
+@dataclass(eq=False)
+class _Waits:
+    """The ops of a function, and what `add_waits` knows of them."""
 
-    def _wait_as_the_call_did(self) -> None:
+    _call: tf.Operation
+    _operands: Sequence[tf.Tensor]
+    _ops: Sequence[tf.Operation]
+    _liveness: Liveness
+    _is_next: Callable[[tf.Operation], bool]
+
+    def wait_as_the_call_did(self) -> None:
         """Lets stateful ops wait for what the call waited for by control edges."""
         if self._call.control_inputs:
             for op in self._first_of_stateful():
                 self._let_wait(op, self._call.control_inputs)
 
-    def _wait_for_arguments(self) -> None:
+    def wait_for_arguments(self) -> None:
         """Lets writes wait for all of the call's arguments, as a call begins with these.
 
         Reads needn't wait, unless the arguments come from an op that writes to a variable that the
@@ -71,7 +73,7 @@ class Waits:
 
         The ops of a function that is called next wait themselves for the arguments that they need.
         """
-        if self._are_next(op):
+        if self._is_next(op):
             private.add_control_inputs(op, list(dict.fromkeys(before)))
         else:
             function_calls.let_wait(op, before)

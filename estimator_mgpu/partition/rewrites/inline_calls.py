@@ -2,7 +2,8 @@
 
     x --> PartitionedCall(f) --> user        =>        x --> ops of f --> user
 
-Loops and branches call functions, too; these stay, and are sharded by `propagation`.
+Loops and branches call functions, too: `take_apart_branches` and `take_apart_loops` come next.
+`propagation` shards those that stay.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.rewrites.function_ops import add_ops, after, take_place_of
-from estimator_mgpu.partition.rewrites.function_waits import Waits
+from estimator_mgpu.partition.rewrites.function_waits import add_waits
 from estimator_mgpu.tf_internals import function_calls, op_types, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -71,4 +72,4 @@ def _inline(call: tf.Operation, function: Any, division: Division) -> None:
             is_call = op.type in op_types.PARTITIONED_CALLS
             return is_call and _function_to_inline(op, liveness) is not None
 
-        Waits(call, call.inputs, added.ops, liveness, is_inlined).add()
+        add_waits(call, call.inputs, added.ops, liveness, is_inlined)

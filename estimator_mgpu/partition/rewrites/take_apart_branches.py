@@ -30,7 +30,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.rewrites.function_ops import AddedOps, add_ops, after, take_place_of
-from estimator_mgpu.partition.rewrites.function_waits import Waits
+from estimator_mgpu.partition.rewrites.function_waits import add_waits
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, is_assertion
 from estimator_mgpu.tf_internals.liveness import Liveness
@@ -40,21 +40,17 @@ from estimator_mgpu.tf_internals.v1_loops import passed_on
 def take_apart_branches(division: Division) -> None:
     """Replaces the outputs of branches that depend on the batch by those of equal v1 branches.
 
-    Assertions, and what is in loops or functions, stay as they are. So do the ops that called
-    branches, for whoever fetches them.
+    These stay as they are:
+
+    - branches in loops, and in functions that are called;
+    - assertions;
+    - branches that a number or a text chooses as if it were a bool;
+    - those that read a reference variable, or give a handle;
+    - a `Case` with one branch, and branches of which only the definitions are known.
+
+    The ops that called branches stay, too, for whoever fetches them.
     """
-    rewrite = _Rewrite(division)
-    while True:  # Branches in branches come next; but no function calls itself.
-        of_batch = graphs.dependents(division.inputs, division.existing_ops)
-        branches = [op for op in of_batch if rewrite.can_take_apart(op)]
-        if not branches:
-            return
-        liveness = Liveness(division.graph.get_operations())
-        for op in branches:
-            rewrite.visited.add(op)
-            if not liveness.is_in_loop(op):
-                rewrite.take_apart(op)
-        rewrite.note_unused()
+    _Rewrite(division).run()
 
 
 class _Way(NamedTuple):
@@ -76,34 +72,54 @@ class _Rewrite:
 
     Args:
       division: the graph.
-
-    Attributes:
-      visited: the ops that were looked at.
     """
 
     def __init__(self, division: Division):
-        self.visited: set[tf.Operation] = set()
         self._division = division
+        self._visited: set[tf.Operation] = set()  # those taken apart, and those in loops
         # By the names of outputs, and of what takes their place, what each branch has returned.
         self._returned: dict[str, _Returned] = {}
+        # Ops that make Optionals: `_note_unused` finds those that no step needs any more.
         self._optionals: list[tf.Operation] = []
+        # The outputs of each `Switch`, by the names of its input and of its decision.
         self._switched: dict[tuple[str, str], list[tf.Tensor]] = {}
+        # By the names of outputs of a `Switch`, the identities that branches use in their place.
         self._in_branches: dict[str, tf.Tensor] = {}
+        # Whether a `Case` takes a branch: by the name of what chooses it, and the branch's number.
         self._decisions: dict[tuple[str, int], tf.Tensor] = {}
 
-    def can_take_apart(self, op: tf.Operation) -> bool:
+    def run(self) -> None:
+        """Takes apart all branches that can be."""
+        while True:  # Branches in branches come next. It ends, as no function calls itself.
+            of_batch = graphs.dependents(self._division.inputs, self._division.existing_ops)
+            branches = [op for op in of_batch if self._can_take_apart(op)]
+            if not branches:
+                return
+            liveness = Liveness(self._division.graph.get_operations())
+            for op in branches:
+                self._visited.add(op)
+                if not liveness.is_in_loop(op):
+                    self._take_apart(op)
+            self._note_unused()
+
+    def _can_take_apart(self, op: tf.Operation) -> bool:
         """Whether an op chooses a branch, and its branches can be ops of the graph."""
-        if op.type not in op_types.BRANCHES or op in self.visited or is_assertion(op):
+        # Of an assertion, each tower has a copy that checks the tower's own examples.
+        if op.type not in op_types.BRANCHES or op in self._visited or is_assertion(op):
             return False
+        # TensorFlow takes a number or a text, too, false if it's 0 or empty. `Switch` doesn't.
         if op.type in op_types.IFS and op.inputs[0].dtype != tf.bool:
             return False
         # Who uses the memory of a reference variable in a branch can't be waited for from outside.
         if any(map(graphs.reads_reference, op.inputs)):
             return False
-        gives_handles = any(output.dtype == tf.resource for output in op.outputs)
-        return len(function_calls.function_graphs(op)) > 1 and not gives_handles
+        # What a `Merge` makes of the handles of variables isn't known as a variable any more.
+        if any(output.dtype == tf.resource for output in op.outputs):
+            return False
+        # There is none if only definitions are known, and nothing to choose from if there is one.
+        return len(function_calls.function_graphs(op)) > 1
 
-    def take_apart(self, op: tf.Operation) -> None:
+    def _take_apart(self, op: tf.Operation) -> None:
         """Lets v1 branches take the place of an `If` or a `Case`."""
         labels = function_calls.function_labels(op.node_def)
         scopes = [f'{op.name}/{label}' for label in labels]
@@ -142,7 +158,7 @@ class _Rewrite:
                 if not graphs.direct_inputs(inner):
                     private.add_control_inputs(inner, [pivot.op])
             liveness = Liveness(added.ops)
-            Waits(op, operands, added.ops, liveness, self.can_take_apart).add()
+            add_waits(op, operands, added.ops, liveness, self._can_take_apart)
 
             effects = [effect for effect in added.effects if has_side_effect(effect)]
             outputs = self._bypass_optionals(added)
@@ -182,7 +198,7 @@ class _Rewrite:
         """
         operands = []
         for argument, tensor in zip(function.inputs, op.inputs[1:]):
-            returned = self._returned.get(_source(tensor).name)
+            returned = self._returned.get(_behind_identities(tensor).name)
             if returned is not None and _is_same(returned.choice, op.inputs[0]):
                 operands.append(returned.values[branch])
             elif _is_used(argument, function):
@@ -232,7 +248,7 @@ class _Rewrite:
         redirections.make()
         return [redirections.in_place_of(output) for output in added.outputs]
 
-    def note_unused(self) -> None:
+    def _note_unused(self) -> None:
         """Notes that no step makes the Optionals that nobody needs any more."""
         for op in self._optionals:
             if all(map(self._is_unused, op.outputs[0].consumers())):
@@ -269,7 +285,7 @@ class _Rewrite:
             if user.type == op_types.IDENTITY:
                 is_for_gradients = self._is_for_gradients(user.outputs[0], choice)
             else:
-                is_for_gradients = self.can_take_apart(user) and _is_same(user.inputs[0], choice)
+                is_for_gradients = self._can_take_apart(user) and _is_same(user.inputs[0], choice)
             if not (is_for_gradients or self._is_unused(user)):
                 return False
         return True
@@ -288,8 +304,12 @@ def _is_same(choice: tf.Tensor, other: tf.Tensor) -> bool:
     return passed_on(choice) is passed_on(other)
 
 
-def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor that identities have passed on."""
+def _behind_identities(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that identities have passed on.
+
+    Unlike `passed_on`, it stops at a `Switch`: a value from before it is there even where the
+    branch after it isn't taken.
+    """
     while tensor.op.type == op_types.IDENTITY:
         tensor = tensor.op.inputs[0]
     return tensor
