@@ -25,5 +25,6 @@ How tasks know of each other:
 - `connections`: those to a machine that has gone are dropped.
 - `watch`, `sigterm`: tasks that don't answer, and SIGTERM, while a step waits in TensorFlow.
 - `restarts`: sessions that are lost, as when a worker dies.
-- `ending`, `exits`: how the chief ends, and with it all others.
+- `exits`: with which error and status this process ends, which Python doesn't tell.
+- `ending`: what the chief leaves of that, and how all other tasks end by it.
 """

@@ -5,5 +5,6 @@ ops on each device, and the same results. `divide` has the steps in order, in th
 
     rewrites/ -> propagation/ (asks rules/) -> a Plan -> towers/
 
-They hand on a `division`. `placements`, `plan` and `sizes` are the data in it.
+They hand on a `division`. `placements`, `plan` and `sizes` are the data in it. Afterwards,
+`fetches` gives whoever fetches a tensor that touches state its value of the step.
 """
