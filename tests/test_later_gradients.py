@@ -12,7 +12,7 @@ from towers import MODES, TRAIN, assert_close, session
 
 pytestmark = pytest.mark.core
 X, Y = floats(7, 4), floats(7, 1)
-REFUSED = 'depends on its op .* Call tf.gradients in the model_fn'
+REFUSED = 'after the model_fn had returned, .* Call tf.gradients in the model_fn'
 
 
 def linear(features, labels, mode):
@@ -103,6 +103,23 @@ def test_gradients_beside_the_model(mode, behavior):
         found = value_of([of_new, of_weight, of_loop])
     for gradient, expected in zip(found, (6 * X.sum(), np.full([1, 4], 6.0), X.sum() ** 2)):
         np.testing.assert_allclose(gradient, expected, 1e-4)
+
+
+def test_gradients_that_stop_before_the_model(behavior):
+    """With respect to all variables: nothing but what the hook adds has a gradient."""
+    with built() as (spec, value_of):
+        [w] = tf.trainable_variables()
+        new = tf.get_variable('new', initializer=3.0)
+        total = tf.reduce_sum(spec.predictions['middle'])
+        count = tf.reduce_sum(tf.cast(spec.predictions['middle'] > 0, tf.float32))
+        found = value_of(
+            [
+                tf.gradients(tf.stop_gradient(total) * new**2, [new, w])[0],
+                tf.gradients(total * new**2, [new, w], stop_gradients=[total])[0],
+                tf.gradients(count * new**2, [new, w])[0],
+            ]
+        )
+    np.testing.assert_allclose(found, [6 * X.sum(), 6 * X.sum(), 6 * (X > 0).sum()], 1e-4)
 
 
 def test_one_device():

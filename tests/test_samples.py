@@ -280,7 +280,7 @@ WRONG = {
     'memory': {
         '--time': 'need --batches',
         '--recompute': 'need --batches',
-        '--models=cnn,none': 'give some of mlp, cnn, deep, embed, wide, lstm, transformer',
+        '--models=cnn,none': 'give some of mlp, cnn, deep, embed, wide, lstm, deepfm, transformer',
     },
     'separate': {f'--learning_rates={given}': RATES for given in ('', '0.1,0.10', '0.1,fast', '0')},
     'benchmark': {

@@ -14,7 +14,8 @@ So `tf.gradients` raises an error if it would go through ops of a graph that was
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -29,6 +30,11 @@ class _Changed(NamedTuple):
 
     begin: int
     end: int
+
+    def has(self, op: tf.Operation) -> bool:
+        """Whether an op of the model computes something: it isn't, nor reads, a variable."""
+        computes = any(not graphs.is_handle(operand) for operand in op.inputs)
+        return computes and self.begin <= private.creation_index(op) < self.end
 
 
 def refuse(graph: tf.Graph, begin: int) -> None:
@@ -60,7 +66,7 @@ def _with_check(gradients: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal depth
         graph = graphs.outermost_graph(tf.get_default_graph())
         if depth == 0 and hasattr(graph, _CHANGED) and not graph.finalized:
-            _check(graph, ys, xs)
+            _check(graph, ys, xs, _argument(gradients, 'stop_gradients', ys, xs, *args, **kwargs))
         depth += 1
         try:
             return gradients(ys, xs, *args, **kwargs)
@@ -70,52 +76,67 @@ def _with_check(gradients: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _check(graph: tf.Graph, ys: Any, xs: Any) -> None:
-    """Raises an error if gradients of `ys` with respect to `xs` may go through a changed model."""
-    # What is newer than a model isn't used in it.
-    models = [
-        model
-        for model in getattr(graph, _CHANGED)
-        if not all(_is_newer(x, graph, model) for x in _as_list(xs))
-    ]
-    for op in _before(_as_list(ys)) if models else ():
-        if op.graph is not graph or not _computes(op):
-            continue
-        index = private.creation_index(op)
-        if any(model.begin <= index < model.end for model in models):
-            raise ValueError(
-                'tf.gradients was called after the model_fn had returned, of something that '
-                f'depends on its op {op.name}. The graph is divided by then, or computes some ops '
-                "twice. Call tf.gradients in the model_fn rather than in a hook's begin(), say, "
-                'and return the gradients among the predictions, or add them to a collection. If '
-                'your model_fn calls a replicated one, replicate yours instead.'
-            )
+def _argument(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """What a function is given for an argument; None if nothing."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments.get(name)
+
+
+def _check(graph: tf.Graph, ys: Any, xs: Any, stopped: Any) -> None:
+    """Raises an error if gradients of `ys` with respect to `xs` may go through a changed model.
+
+    Args:
+      graph: the graph.
+      ys: of which the gradients are taken.
+      xs: by which.
+      stopped: tensors at which gradients stop.
+    """
+    x_ops = [op for op in map(_op_of, _as_list(xs)) if op is not None and op.graph is graph]
+    for model in getattr(graph, _CHANGED):
+        # What is newer than a model isn't used in it.
+        older = {op for op in x_ops if private.creation_index(op) < model.end}
+        for y in _as_list(ys) if older else ():
+            passed = _passed_by_gradients(y, _as_list(stopped))
+            through = [op for op in passed if op.graph is graph and model.has(op)]
+            # No path may be left in a divided graph from something in the middle of the model.
+            in_middle = any(map(model.has, older))
+            before = graphs.ancestors(through, by_control=False)
+            if through and (in_middle or not older.isdisjoint(before)):
+                raise ValueError(
+                    f'tf.gradients of {y.name} was called after the model_fn had returned, and '
+                    'would go through ops that the model_fn made. The graph is divided by then, or '
+                    'computes some ops twice. Call tf.gradients in the model_fn rather than in a '
+                    "hook's begin(), say, and return the gradients among the predictions, or add "
+                    'them to a collection. If only variables of your own are to be trained, pass '
+                    'them as var_list=, or xs. If your model_fn calls a replicated one, replicate '
+                    'yours instead.'
+                )
 
 
 def _as_list(tensors: Any) -> list[Any]:
+    if tensors is None:
+        return []
     return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
 
 
-def _is_newer(x: Any, graph: tf.Graph, model: _Changed) -> bool:
-    """Whether a tensor or variable was made after a model."""
-    op = getattr(getattr(x, 'handle', x), 'op', None)
-    is_of_graph = op is not None and op.graph is graph
-    return is_of_graph and private.creation_index(op) >= model.end
+def _op_of(x: Any) -> tf.Operation | None:
+    """The op that gives a tensor, or that holds a variable."""
+    op: tf.Operation | None = getattr(getattr(x, 'handle', x), 'op', None)
+    return op
 
 
-def _before(ys: Iterable[Any]) -> set[tf.Operation]:
-    """The ops from which tensors are computed, also outside of the functions that they are in."""
+def _passed_by_gradients(y: Any, stopped: Sequence[Any]) -> set[tf.Operation]:
+    """The ops that gradients of a tensor may go through, also out of the function that it is in."""
     seen: set[tf.Operation] = set()
-    ops = {y.op for y in ys if tf.is_symbolic_tensor(y)}
-    while ops:
-        before = graphs.ancestors(list(ops), by_control=False) - seen
-        seen |= before
-        functions = {op.graph for op in before if hasattr(op.graph, 'captures')}
-        captured = {outer for function in functions for outer, _ in function.captures}
-        ops = {tensor.op for tensor in captured if tf.is_symbolic_tensor(tensor)} - seen
+    stack = [y] if tf.is_symbolic_tensor(y) else []
+    while stack:
+        tensor = stack.pop()
+        dtype = tensor.dtype.base_dtype
+        has_gradient = dtype.is_floating or dtype.is_complex or dtype == tf.variant  # a list
+        is_stopped = tensor.op.type == 'StopGradient' or any(tensor is other for other in stopped)
+        if tensor.op in seen or is_stopped or not has_gradient:
+            continue
+        seen.add(tensor.op)
+        stack += tensor.op.inputs
+        captures = getattr(tensor.op.graph, 'captures', ())
+        stack += [outer for outer, inner in captures if inner is tensor]
     return seen
-
-
-def _computes(op: tf.Operation) -> bool:
-    """Whether an op computes something of others, rather than being a variable or a read of one."""
-    return any(not graphs.is_handle(operand) for operand in op.inputs)

@@ -109,14 +109,14 @@ class Division:
     def is_light(self, op: tf.Operation) -> bool:
         """Whether it costs little to run one of the user's ops, and nobody can tell that it runs.
 
-        It's no matrix product, say, touches no state, and is in no loop or branch. Whoever fetches
-        what it gives may run it on one device.
+        It's no matrix product, say, touches no state, and is in no loop of TensorFlow 1. Whoever
+        fetches what it gives may run it on one device.
         """
         if op.type in PRODUCTS or op.type in op_types.FUNCTION_CALLERS:
             return False
         if self.order.bits(op) or any(map(self.order.variables_behind, op.outputs)):
             return False
-        return self.order.liveness.always_runs(op)
+        return not self.order.liveness.is_in_loop(op)
 
     def op_in_place_of(self, op: tf.Operation) -> tf.Operation:
         """The op that now gives what another one gave, if something is used in its place."""

@@ -26,7 +26,8 @@ def find_unused_gradients(division: Division) -> None:
     fetch their gradients, and the user's op would compute these on one device.
     """
     for op in reversed(division.graph.get_operations()):
-        if op in division.results or not division.is_light(op):
+        may_be_unused = division.is_light(op) and division.order.liveness.always_runs(op)
+        if op in division.results or not may_be_unused:
             continue
         users = graphs.consumers_of(op)
         if is_made_by_gradients(op) and all(user.name in division.unused for user in users):

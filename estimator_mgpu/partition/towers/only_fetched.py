@@ -22,6 +22,7 @@ from collections.abc import Iterator, Set
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import LOCAL, Constant, FullSizes, LocalShape, Plan
@@ -36,7 +37,8 @@ def worth_making(
 ) -> Iterator[tuple[tf.Tensor, bool]]:
     """The tensors whose full values are made, and for each whether it's only made to be fetched.
 
-    Either a step uses it, or it would cost much to compute it again.
+    Either a step uses it, or it would cost much to compute it again, or to gather what it's
+    computed from.
 
     Args:
       division: the graph, and its plan.
@@ -45,11 +47,24 @@ def worth_making(
     """
     used = _used_in_steps(division, values, result_ops)
     for op in division.plan.order:
-        is_light = division.is_light(op)
+        is_light = division.is_light(op) and not _gives_much_less(op, division.plan)
         for tensor in op.outputs:
             is_reduced = isinstance(division.plan.placements.get(tensor.name), Partial)
             if tensor in used or is_reduced or not is_light:
                 yield tensor, tensor not in used
+
+
+def _gives_much_less(op: tf.Operation, plan: Plan) -> bool:
+    """Whether far more would be gathered for an op than of what it gives: of an `ArgMax`, say."""
+    if op.name not in plan.ops:
+        return False
+    taken = [_entries(operand) for operand in op.inputs if operand.name in plan.placements]
+    return max(taken, default=0) > 4 * sum(map(_entries, op.outputs))
+
+
+def _entries(tensor: tf.Tensor) -> int:
+    """How many entries a tensor has, as far as that's known."""
+    return bytes_of(tensor) // (tensor.dtype.base_dtype.size or 1)
 
 
 def _used_in_steps(
@@ -65,9 +80,11 @@ def _used_in_steps(
             return True
         if op in result_ops or control_consumers(op):
             return False
+        if op.outputs and all(map(values.is_made_from_local, op.outputs)):  # as sizes are
+            return True
         # What nobody uses is there to be fetched, such as a summary.
         is_used = any(tensor.consumers() for tensor in op.outputs)
-        return is_used and order.is_quiet(op) and order.liveness.always_runs(op)
+        return is_used and order.is_quiet(op) and not order.liveness.is_in_loop(op)
 
     used: set[tf.Tensor] = set()
     skipped: set[tf.Operation] = set()
