@@ -254,6 +254,7 @@ def main(
       waits_to_save: whether the last save waits for the test.
       hangs: where the input hangs: in `input_fn`, or in a `generator`; or after training, in
         `evaluate` or `predict`, or as evaluation is interrupted in a hook, to `close` the session.
+        Or the script hangs in its own `cleanup`, once train() has come to its end.
       forks: whether the chief forks other processes: in a step, and after each training.
       scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
@@ -293,7 +294,11 @@ def main(
     train_input_fn = hanging_input_fn if hangs in ('input_fn', 'generator') else remaining
     for stop in stops:
         listeners = [WaitsToSave(stop, os.path.join(folder, 'save'))] if waits_to_save else []
-        estimator.train(train_input_fn, hooks, None, stop, listeners)
+        try:
+            estimator.train(train_input_fn, hooks, None, stop, listeners)
+        finally:
+            if hangs == 'cleanup':
+                hang()
         eval_input_fn = hanging_input_fn if hangs in ('evaluate', 'close') else input_fn
         eval_hooks = [Sleeps()] if hangs == 'close' else []
         result = estimator.evaluate(eval_input_fn, 4, eval_hooks)

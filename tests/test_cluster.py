@@ -290,6 +290,19 @@ def test_sigterm_while_the_input_hangs(where, make):
     )
 
 
+def test_sigterm_while_the_script_cleans_up(make):
+    """train() has saved and raised SystemExit; a `finally` around it doesn't end."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', hangs='cleanup', sleep=0.5), two.start('worker')
+    chief.says('STEP')
+    chief.terminate()
+    chief.says('HANGS')
+    for machine in (chief, worker):
+        machine.ends(143)
+    assert re.search('SIGTERM came .*cluster_script.py:.* in hang', chief.text())
+    assert saved_in(two.model_dir)['global_step'] == chief.told('STEP')[-1]
+
+
 def test_processes_that_the_chief_forks(make, one_device):
     """SIGTERM ends them, and not the chief, whose end isn't theirs."""
     two = make(chief=1, worker=1)

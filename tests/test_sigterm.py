@@ -101,8 +101,8 @@ def test_a_step_waits_for_a_task(task, leadership, each_second):
 
 
 @pytest.mark.parametrize('ends', ['the save', 'the worker'])
-def test_a_checkpoint_is_saved(ends, task, leadership, each_second):
-    """It's finished, unless a task that saves doesn't answer."""
+def test_a_checkpoint_is_saved(ends, task, leadership, each_second, caplog):
+    """It's finished, and the log says so, unless a task that saves doesn't answer."""
     watch = Watch()
     watch.saving = True
 
@@ -113,6 +113,9 @@ def test_a_checkpoint_is_saved(ends, task, leadership, each_second):
     each_second.append(end)
     sigterm.Sigterm(task, leadership, lambda: watch).end_process_soon()
     assert 'SIGTERM came 67 seconds ago' in leadership.ending[0]
+    assert (
+        'SIGTERM came 8 seconds ago. A checkpoint is being saved, and its listeners' in caplog.text
+    )
 
 
 @pytest.fixture

@@ -125,7 +125,6 @@ class Chief:
                 vars(config).update(machines=None, _master='')
 
         if self.task.sigterm_at is not None:
-            self._sigterm.main_thread_ends = True
             raise SystemExit(SIGTERM_STATUS)
 
     @contextlib.contextmanager

@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import tensorflow.compat.v1 as tf
+
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.task import Task
@@ -85,7 +87,8 @@ class Sigterm:
     def end_process_soon(self) -> None:
         """Ends the process, unless the main thread is about to do so within `GRACE` seconds.
 
-        Time in which a checkpoint is saved doesn't count, unless a task that saves doesn't answer.
+        Time in which a checkpoint is saved doesn't count, with what its listeners do after that,
+        unless a task that saves doesn't answer.
         """
         waited = 0
         patience = GRACE
@@ -94,6 +97,11 @@ class Sigterm:
             waited += 1
             if not self._is_saving():
                 patience -= 1
+            elif waited == GRACE:
+                tf.logging.warning(
+                    f'SIGTERM came {waited} seconds ago. A checkpoint is being saved, and its '
+                    'listeners are called. This process ends after that.'
+                )
             if self.main_thread_ends:
                 return
 
