@@ -284,7 +284,7 @@ WRONG = {
     },
     'separate': {f'--learning_rates={given}': RATES for given in ('', '0.1,0.10', '0.1,fast', '0')},
     'benchmark': {
-        '--models=mlp,none': 'give some of mlp, cnn, deep, embed, wide, lstm, transformer',
+        '--models=mlp,none': 'give some of mlp, cnn, deep, embed, wide, lstm, deepfm',
         '--setups=horovod': 'give some of replicate, MirroredStrategy, optimized, other',
         '--setups=other': 'the set-up other needs --other=DIR',
         '--other=nowhere': '--other=nowhere has no directory estimator_mgpu',

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import graphs, private
+from estimator_mgpu.tf_internals import graphs, op_types, private
 
 _CHANGED = '_estimator_mgpu_changed'  # An attribute of the graph: a list of `_Changed`.
 
@@ -132,7 +132,9 @@ def _passed_by_gradients(y: Any, stopped: Sequence[Any]) -> set[tf.Operation]:
         tensor = stack.pop()
         dtype = tensor.dtype.base_dtype
         has_gradient = dtype.is_floating or dtype.is_complex or dtype == tf.variant  # a list
-        is_stopped = tensor.op.type == 'StopGradient' or any(tensor is other for other in stopped)
+        is_stopped = tensor.op.type == op_types.STOP_GRADIENT or any(
+            tensor is other for other in stopped
+        )
         if tensor.op in seen or is_stopped or not has_gradient:
             continue
         seen.add(tensor.op)

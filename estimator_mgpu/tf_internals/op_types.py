@@ -14,7 +14,8 @@ RESHAPE = 'Reshape'
 ZEROS_ONES_LIKE = {'ZerosLike': 0, 'OnesLike': 1}
 """Ops that fill a tensor of another one's shape, and by what: they need no value, only a shape."""
 
-_IDENTITIES = ('Identity', 'PreventGradient', 'Snapshot', 'StopGradient')
+STOP_GRADIENT = 'StopGradient'
+_IDENTITIES = ('Identity', 'PreventGradient', 'Snapshot', STOP_GRADIENT)
 VIEWS = (*_IDENTITIES, 'ExpandDims', RESHAPE, 'Squeeze')
 """Ops whose output is in the memory of their first input."""
 REARRANGEMENTS = (*VIEWS, 'Transpose')
