@@ -97,7 +97,7 @@ flags.DEFINE_float(
 )
 flags.DEFINE_string('output', 'benchmark', 'Output files: this name with .md, .json and .png.')
 flags.DEFINE_string('run', None, 'Internal: the run of this process, as JSON.')
-flags.DEFINE_string('model_dir', None, 'Internal: the directory for checkpoints of this run.')
+flags.DEFINE_string('run_dir', None, 'Internal: the directory for checkpoints of this run.')
 
 for flag, legal in (('models', MODELS), ('setups', SETUPS)):
     flags.register_validator(
@@ -227,7 +227,7 @@ def run_once(model, setup, towers):
     )
     kind = estimator_mgpu.Estimator if setup == MACHINES else estimator.Estimator
     clock = Clock(FLAGS.seconds)
-    kind(model_fn, FLAGS.model_dir, config).train(input_fn, hooks=[clock])
+    kind(model_fn, FLAGS.run_dir, config).train(input_fn, hooks=[clock])
     legacy = not tf.resource_variables_enabled()
     return {
         'version': estimator_mgpu.__version__,
@@ -252,7 +252,7 @@ def run_apart(run, model_dir):
 
     A run on several machines has further processes, which are workers.
     """
-    command = [sys.executable, __file__, f'--run={json.dumps(run)}', f'--model_dir={model_dir}']
+    command = [sys.executable, __file__, f'--run={json.dumps(run)}', f'--run_dir={model_dir}']
     command += [f'--devices={FLAGS.devices}', f'--towers={",".join(FLAGS.towers)}']
     command += [f'--seconds={FLAGS.seconds}', f'--batch_norm={FLAGS.batch_norm}']
     command += [f'--variables={FLAGS.variables}'] if FLAGS.variables else []
