@@ -370,10 +370,10 @@ def test_nobody_ends_the_training_of_others(make, tmp_path, one_device):
     waits.says(f'Waiting for {other.at("worker", 1)}')
     twin = two.start('chief', elsewhere=other.jobs['worker'][1])
     twin.says('listens on all addresses')
+    twin.send_signal(signal.SIGINT)  # before it finds out that it's the second one
+    twin.ends(-signal.SIGINT)
     waits.terminate()
     waits.ends(143)
-    twin.send_signal(signal.SIGINT)
-    twin.ends(-signal.SIGINT)
     stray = make(chief=1, worker=1)
     stray.jobs['chief'] = two.jobs['chief']
     stray.start('worker', closely=True).says(
