@@ -97,10 +97,11 @@ def _check(graph: tf.Graph, ys: Any, xs: Any, stopped: Any) -> None:
         for y in _as_list(ys) if older else ():
             passed = _passed_by_gradients(y, _as_list(stopped))
             through = [op for op in passed if op.graph is graph and model.has(op)]
-            # No path may be left in a divided graph from something in the middle of the model.
+            if not through:
+                continue
+            # A divided graph may have no path from something in the middle of the model.
             in_middle = any(map(model.has, older))
-            before = graphs.ancestors(through, by_control=False)
-            if through and (in_middle or not older.isdisjoint(before)):
+            if in_middle or not older.isdisjoint(graphs.ancestors(through, by_control=False)):
                 raise ValueError(
                     f'tf.gradients of {y.name} was called after the model_fn had returned, and '
                     'would go through ops that the model_fn made. The graph is divided by then, or '

@@ -28,8 +28,7 @@ NO_BATCH = Batch([], None, {}, {})
 class Division:
     """A graph that is being divided over devices, and over turns of each device.
 
-    A step that asks for the order or the plan before it's there fails with an
-    AttributeError.
+    A step that asks for the order or the plan before it's there fails with an AttributeError.
 
     Attributes:
       graph: the graph that the model_fn has built, which is changed.
