@@ -31,7 +31,7 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import (
 )
 from estimator_mgpu.partition.towers.build_towers import Towers
 from estimator_mgpu.partition.towers.variable_devices import place_variables
-from estimator_mgpu.reports import explain
+from estimator_mgpu.reports.start_of_training import log_sharding
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
 
@@ -92,7 +92,7 @@ def build(
     graph_defs.serialize_once(tf.get_default_graph())
     graph_defs.write_text_by_c()
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
-        explain.log_sharding(options['devices'], options['microbatches'], arguments.get('config'))
+        log_sharding(options['devices'], options['microbatches'], arguments.get('config'))
     return spec
 
 
