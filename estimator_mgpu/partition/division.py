@@ -15,7 +15,7 @@ from estimator_mgpu.batches.batch import Batch
 from estimator_mgpu.partition.order.check import Facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.rules import PRODUCTS
+from estimator_mgpu.partition.rules import HEAVY
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -111,7 +111,7 @@ class Division:
         It's no matrix product, say, touches no state, and is in no loop of TensorFlow 1. Whoever
         fetches what it gives may run it on one device.
         """
-        if op.type in PRODUCTS or op.type in op_types.FUNCTION_CALLERS:
+        if op.type in HEAVY or op.type in op_types.FUNCTION_CALLERS:
             return False
         if self.order.bits(op) or any(map(self.order.variables_behind, op.outputs)):
             return False

@@ -68,7 +68,7 @@ def propagate(
     order: Sequence[Unit],
     batch: RowSpace,
     rules: dict[str, Rule],
-    products: Container[str],
+    heavy: Container[str],
     unused: Set[str],
     reasons: Mapping[str, str],
     may_be_dead: Callable[[tf.Tensor], bool] = lambda _: False,
@@ -83,7 +83,7 @@ def propagate(
         in the place of its ops.
       batch: the batch's row space.
       rules: by type of op.
-      products: types of ops that are worth sharding along other row spaces than the batch's.
+      heavy: types of ops that are worth sharding along other row spaces than the batch's.
       unused: names of ops in `order` that are left as they are.
       reasons: by the name of an unsharded tensor, why ops that use it run once.
       may_be_dead: tells which tensors are in branches of TensorFlow 1, which may not be taken.
@@ -96,7 +96,7 @@ def propagate(
     while True:  # Each pass but the last adds to one of these, and nothing is taken away.
         scope = Scope(
             batch,
-            Rules(rules, CALL_RULES, products),
+            Rules(rules, CALL_RULES, heavy),
             Sizes(),
             reduced=reduced,
             run_once=run_once,

@@ -30,7 +30,7 @@ from estimator_mgpu.partition.rules.notation import Rule
 
 # Ops worth sharding by rows that aren't the examples, such as the entries that a mask leaves. What
 # is sharded so has to be gathered in the end, so cheap ops aren't: they only go on with it.
-PRODUCTS: dict[str, Rule] = {
+HEAVY: dict[str, Rule] = {
     **images.RULES,
     **linear_algebra.RULES,
     **neural_networks.RULES,
@@ -46,7 +46,7 @@ RULES: dict[str, Rule] = {
     **reduction_ops.RULES,
     **shapes.RULES,
     **strings.RULES,
-    **PRODUCTS,
+    **HEAVY,
 }
 
 # These take the place of the same ops' rules if each device uses its own batch norm statistics.
