@@ -6,7 +6,8 @@ gathered and reduced values. No decision about sharding is made here, and no rul
 `build_towers` puts it together, from:
 
 - `op_copies`, `function_copies`: each tower's copies of ops, and of the functions that they call.
-- `values`: what each tower has of a tensor, and its full value, made from that.
+- `values`: what each tower has of a tensor, and its full value; `origins`: which full values are
+  made of what towers have.
 - `shards`, `sparse_rows`, `unique_ids`: which part of the batch, of a sparse tensor, and of all
   different ids each tower has.
 - `reduce_and_gather`: how full values are made; `only_fetched`: which ones are made.
@@ -22,6 +23,7 @@ Where it happens:
 
 What is sent:
 
+- `sending`: full values, to the devices that need them.
 - `packing`: small values share messages; `slices`: large ones are cut.
 - `bits`: masks that wait are packed.
 
