@@ -226,8 +226,8 @@ def _collect_nodes(
         op = graph.get_operation_by_name(name)
         with nodes.serving(op):
             copies.add(op, op_plan)
-    for tensor, is_only_fetched in worth_making(division, origins, result_ops):
-        values.full(tensor, is_only_fetched)
+    for tensor in worth_making(division, origins, result_ops):
+        values.full(tensor)
     control_inputs: dict[tf.Operation, list[str]] = {}
     for op in dict.fromkeys([*plan.order, *waits.ops_with_added()]):
         with nodes.serving(op):

@@ -34,8 +34,8 @@ _SIZES = (LocalShape, Constant, FullSizes)  # Copies have these from elsewhere.
 
 def worth_making(
     division: Division, origins: Origins, result_ops: Set[tf.Operation]
-) -> Iterator[tuple[tf.Tensor, bool]]:
-    """The tensors whose full values are made, and for each whether it's only made to be fetched.
+) -> Iterator[tf.Tensor]:
+    """The tensors whose full values are made.
 
     Either a step uses it, or it would cost much to compute it again, or to gather what it's
     computed from.
@@ -51,7 +51,7 @@ def worth_making(
         for tensor in op.outputs:
             is_reduced = isinstance(division.plan.placements.get(tensor.name), Partial)
             if tensor in used or is_reduced or not is_light:
-                yield tensor, tensor not in used
+                yield tensor
 
 
 def _gives_much_less(op: tf.Operation, plan: Plan) -> bool:

@@ -83,36 +83,6 @@ def _concat_chain(
     return shards.cut(joined, dtype, axis, extent, device, index)
 
 
-def gather_for_fetches(
-    shards: Shards,
-    values: Sequence[str],
-    dtype: tf.DType,
-    axis: int,
-    dims: Sequence[Size],
-    device: str,
-) -> str:
-    """Gathers shards by as few nodes as possible, for a tensor that no step gathers.
-
-    Somebody may fetch any tensor of a graph, so many of its gathers wait for a fetch that never
-    comes. They needn't run fast, but each makes the graph larger, which then takes longer to start.
-
-    The arguments are those of `gather`, and so is the result.
-    """
-    if shards.active is None:
-        return shards.nodes.concat(values, axis, dtype, device)
-
-    # Each tower's entries are put where they belong. DynamicStitch takes int32 positions only.
-    factor = per_row(dims[axis], shards.rows)
-    if axis > 0 or factor is None or index_type(dims[axis]) != tf.int32:
-        return gather(shards, values, dtype, axis, dims, device)
-    positions = [shards.positions(factor, tower) for tower in shards.towers]
-
-    # A tower without examples has computed one that an earlier tower has, maybe with other random
-    # numbers. The last value that is given for a position counts, so the earlier tower comes later.
-    inputs = [*reversed(positions), *reversed(values)]
-    return shards.nodes.add('DynamicStitch', inputs, device, T=dtype, N=len(values))
-
-
 def gather_selection(
     shards: Shards, values: Sequence[str], dtype: tf.DType, axis: int, device: str
 ) -> str:

@@ -240,16 +240,11 @@ class Values:
         dims[axis] = factor * full_size(rows)
         return dims
 
-    def full(self, tensor: tf.Tensor, is_only_fetched: bool = False) -> str:
-        """The value for the global batch: the user's op's, or made from what towers have.
-
-        Args:
-          tensor: the user's.
-          is_only_fetched: whether no step uses it.
-        """
+    def full(self, tensor: tf.Tensor) -> str:
+        """The value for the global batch: the user's op's, or made from what towers have."""
         if self.origins.is_made_from_local(tensor) and tensor.name not in self.full_values:
             with self._nodes.serving(tensor.op, is_for_many=tensor.name in self._packs):
-                self.full_values.update(self._make_full(tensor, is_only_fetched))
+                self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
 
     def shards_of(self, rows: RowSpace) -> Shards:
@@ -286,7 +281,7 @@ class Values:
         types = {'Tparams': tf.int32, 'Tindices': tf.int32}
         return self._nodes.add('Gather', [shape, 0], host_of(device), **types)
 
-    def _make_full(self, tensor: tf.Tensor, is_only_fetched: bool) -> dict[str, str]:
+    def _make_full(self, tensor: tf.Tensor) -> dict[str, str]:
         """Makes a full value from local ones; returns it by name, with others of its pack."""
         name = tensor.name
         if self.origins.is_size_of_local(tensor):
@@ -324,11 +319,8 @@ class Values:
             return {name: gathered}
 
         dims = self._plan.sizes.dims(tensor) or []
-        gather = reduce_and_gather.gather
-        if placement.in_blocks:
-            gather = reduce_and_gather.gather_blocks
-        elif is_only_fetched:
-            gather = reduce_and_gather.gather_for_fetches
+        in_blocks = placement.in_blocks
+        gather = reduce_and_gather.gather_blocks if in_blocks else reduce_and_gather.gather
         return {name: gather(self.shards_of(rows), values, dtype, placement.axis, dims, device)}
 
     def reduced_on(self, tensor: tf.Tensor, device: str) -> str:
