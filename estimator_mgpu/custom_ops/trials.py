@@ -24,7 +24,7 @@ from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.rules import HEAVY, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
-from estimator_mgpu.partition.towers.op_devices import place_ops
+from estimator_mgpu.partition.towers.once_devices import place_ops
 from estimator_mgpu.tf_internals.error_messages import reason
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order
 

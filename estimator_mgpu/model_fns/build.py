@@ -21,6 +21,7 @@ from estimator_mgpu.errors import failures
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.model_fns import later_gradients
 from estimator_mgpu.model_fns.spec_results import decide_order, result_ops, results_of_step
+from estimator_mgpu.optimizer import gradients_by_call
 from estimator_mgpu.partition import fetches
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
@@ -194,6 +195,7 @@ def _divided(
         turns=options['microbatches'],
         results=result_ops(spec),
         step_results=results_of_step(spec),
+        gradient_calls=gradients_by_call(graph),
         recomputed_loss=spec.loss if _recomputes(spec, options) else None,
     )
     try:

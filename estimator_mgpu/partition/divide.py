@@ -26,7 +26,7 @@ from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rules import HEAVY, OF_DEVICE, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
-from estimator_mgpu.partition.towers.op_devices import place_ops
+from estimator_mgpu.partition.towers.once_devices import place_ops
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.v1_loops import find_loops, order_units
 

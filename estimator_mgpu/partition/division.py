@@ -43,6 +43,7 @@ class Division:
         there are fewer examples.
       results: ops of what an EstimatorSpec gives, or whatever is wanted of the graph.
       step_results: those for which a step is run in this mode: turns may need all of these.
+      gradient_calls: the gradients of each call of an optimizer's `apply_gradients`.
       recomputed_loss: the loss, if forward ops are computed again for its gradients.
       bypasses_needless_ops: whether towers have no copies of ops that give what they are given;
         otherwise each op runs as its rule says.
@@ -57,8 +58,8 @@ class Division:
       order: in which the graph touches state.
       loops: the loops of TensorFlow 1.
       plan: which ops are sharded, and how.
-      full_value_devices: by the names of tensors, where their full values are made; by those of ops
-        that run once, where these run.
+      full_value_devices: where full values are made: by the names of tensors that towers have, and
+        by the names of ops that run once, which give full values themselves.
     """
 
     graph: tf.Graph
@@ -70,6 +71,7 @@ class Division:
     turns: int = 1
     results: Sequence[tf.Operation] = ()
     step_results: Sequence[Result] = ()
+    gradient_calls: Sequence[Sequence[tf.Tensor]] = ()
     recomputed_loss: tf.Tensor | None = None
     bypasses_needless_ops: bool = True
 

@@ -403,9 +403,9 @@ class _Pass:
     def _reason_of_pass_before(self, op: Unit, placements: Sequence[Placement]) -> str | None:
         """Why an op needed all of a list in an earlier pass; None if it needed none.
 
-        The maker of that list has run once since, so in this pass the op may have another reason.
-        If the op could be sharded earlier, it now runs once because of the list, and so for the
-        reason of the first op that needed all of it.
+        After that pass, the maker of the list runs once, and so do all ops that use the list, in
+        this pass. Of these, the op that needed all of it keeps its own reason. Others could be
+        sharded before: they run once because of it, so its reason is theirs.
         """
         if not self.scope.run_once:  # Almost no model has such lists, and models have many ops.
             return None

@@ -16,7 +16,8 @@ gathered and reduced values. No decision about sharding is made here, and no rul
 
 Where it happens:
 
-- `op_devices`: on which device what runs once runs, and sums and gathers are made.
+- `op_copies`: copies run on their tower's device, unless the user wants another kind of device.
+- `once_devices`: on which device what runs once runs, and sums and gathers are made.
 - `variable_devices`: where variables live.
 - `host_memory`: what moves from a GPU to the host. Which op has no kernel for GPUs is known to
   `tf_internals.kernels`.
@@ -24,7 +25,8 @@ Where it happens:
 What is sent:
 
 - `sending`: full values, to the devices that need them.
-- `packing`: small values share messages; `slices`: large ones are cut.
+- `packing`: small values share messages, gradients those of one call of an optimizer; `slices`:
+  large ones are cut.
 - `bits`: masks that wait are packed.
 
 What waits for what:

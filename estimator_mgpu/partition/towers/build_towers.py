@@ -22,9 +22,9 @@ from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.once_devices import device_of
 from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies
-from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.packing import find_packs
 from estimator_mgpu.partition.towers.schedule import Schedule, find_schedule

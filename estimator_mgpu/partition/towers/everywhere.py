@@ -30,7 +30,7 @@ from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.op_devices import device_of
+from estimator_mgpu.partition.towers.once_devices import device_of
 from estimator_mgpu.partition.towers.sending import Sender
 from estimator_mgpu.partition.towers.slices import SMALL
 from estimator_mgpu.partition.towers.turns import Tower

@@ -31,7 +31,7 @@ from estimator_mgpu.partition.plan import (
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.function_copies import adapt_node
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.op_devices import runs_at_its_table
+from estimator_mgpu.partition.towers.once_devices import runs_at_its_table
 from estimator_mgpu.partition.towers.sending import Sender
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values

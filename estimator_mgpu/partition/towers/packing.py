@@ -28,7 +28,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.optimizer import gradients_by_call
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
@@ -94,7 +93,7 @@ def find_packs(
     order = division.order
     calls = [
         [division.replacements(gradient)[-1] for gradient in call]
-        for call in gradients_by_call(division.graph)
+        for call in division.gradient_calls
     ]
     if not calls:
         return {}

@@ -1,9 +1,9 @@
 """How towers' results are reduced and gathered: sums, means, concatenations.
 
 They make the value for the global batch from what each tower has of it, on the device that needs
-it: a gradient is summed on the device of its variable, as `op_devices` decides. Of sparse gradients
-(`IndexedSlices`), indices and values are gathered like other shards; the variable's update adds
-them up.
+it: a gradient is summed on the device of its variable, as `once_devices` decides. Of sparse
+gradients (`IndexedSlices`), indices and values are gathered like other shards; the variable's
+update adds them up.
 
 In: the names of the towers' local values, in the order of the towers. Out: the name of the value
 for the global batch, on one device. A tower without examples computes on the first example, so what

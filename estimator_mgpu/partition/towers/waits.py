@@ -12,8 +12,8 @@ after the updates, as on one device:
     tower 1:  activations ----> gradient ---+
 
 So a copy that has no side effect doesn't wait for what runs once, unless it reads a variable that
-is written before. The user's ops, which give what somebody fetches, and which write, get control
-edges to whatever the copies should have waited for.
+is written before. What the copies don't wait for, the ops wait for that the user made and that come
+after them: those that write, and those that give what somebody fetches.
 
 In: a plan, and the order in which the user's graph touches state. Out: ops to wait for.
 """
