@@ -172,7 +172,7 @@ def test_more_turns_add_no_gathers_for_fetches(rows):
         of_step = graphs.ancestors([spec.train_op])
         gathers = {op for op in graph.get_operations() if op.type == 'ConcatV2'}
         counts.append(len(gathers - of_step))
-    assert counts == [counts[0], 3 * counts[0], 3 * counts[0]] and counts[0] > 0
+    assert 0 < counts[0] <= counts[1] == counts[2]
 
 
 def stateful(features, labels, mode):
