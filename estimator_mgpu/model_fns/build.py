@@ -25,7 +25,7 @@ from estimator_mgpu.optimizer import gradients_by_call
 from estimator_mgpu.partition import fetches
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.order import check
+from estimator_mgpu.partition.order import check, facts
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
     recompute_activations,
@@ -119,7 +119,7 @@ def _build_on_one(
     spec = call('' if options['devices'] is None else tower)
     with no_garbage_collection():
         open_pairs = decide_order(spec)
-        facts = _facts(spec)
+        before = facts.noted(tf.get_default_graph(), result_ops(spec))
 
         examples = batch.examples_of(leaves)
         recomputation = _recompute(spec, tensors, existing_ops, options)
@@ -129,7 +129,7 @@ def _build_on_one(
         [tower],
         recomputation=recomputation,
         open_pairs=open_pairs,
-        facts=facts,
+        facts=before,
     )
 
 
@@ -155,9 +155,9 @@ def _build_on_several(
         global_batch = unknown_ranks.shapes_told_by_model(global_batch)
         spec, step = _divided(spec, global_batch, devices, existing_ops, options)
         if step.plan is None:
-            facts = _facts(spec)
-            step = step._replace(recomputation=_recompute(spec, tensors, existing_ops, options))
-            step = step._replace(facts=facts)
+            before = facts.noted(tf.get_default_graph(), result_ops(spec))
+            recomputation = _recompute(spec, tensors, existing_ops, options)
+            step = step._replace(facts=before, recomputation=recomputation)
     return spec, step._replace(open_pairs=open_pairs)
 
 
@@ -228,13 +228,6 @@ def _divided(
         facts=division.facts,
         tower_devices=[tower.device for tower in towers.towers],
     )
-
-
-def _facts(spec: Any) -> check.Facts | None:
-    """What has to stay true of the default graph, if that's to be checked."""
-    if not check.is_on():
-        return None
-    return check.Facts(tf.get_default_graph(), result_ops(spec))
 
 
 def _recompute(

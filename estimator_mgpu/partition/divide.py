@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.order import check
+from estimator_mgpu.partition.order import facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
@@ -65,9 +65,8 @@ def _inline_functions(division: Division) -> None:
 
 
 def _note_facts(division: Division) -> None:
-    if check.is_on():
-        results = [division.op_in_place_of(result) for result in division.results]
-        division.facts = check.Facts(division.graph, results)
+    results = [division.op_in_place_of(result) for result in division.results]
+    division.facts = facts.noted(division.graph, results)
 
 
 def _recompute(division: Division) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import Batch
-from estimator_mgpu.partition.order.check import Facts
+from estimator_mgpu.partition.order.facts import Facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rules import HEAVY
