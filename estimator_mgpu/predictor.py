@@ -175,7 +175,7 @@ class Predictor:
         self._state.wait_for(lambda: self._model is not None or not self._runs)
         while self._model is None:
             attempt = call.attempt(Progress())
-            explained = checkpoint_files.file_errors_explained(
+            explained = checkpoint_files.checked_files(
                 self._estimator.model_dir, self._checkpoint_path
             )
             with explained, attempt as hooks, tf.Graph().as_default():

@@ -7,7 +7,8 @@ special ops. `lists`, `handles`, `selections` and `entries` are apart: functions
 placements.
 
 An op whose type isn't here runs once, unsharded, which is exact: a missing rule costs parallelism,
-never a number. Rules know sizes, but no towers and no devices.
+never a number. An op that may run only once a step, such as a print, must have none: outside of
+functions, nobody else asks. Rules know sizes, but no towers and no devices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells which full values are made, and which ones the user's own op gives if somebody fetches it.
+"""Tells for which tensors that are only fetched a full value is made: the user's op gives others.
 
 The user's ops stay in the graph. Those that are sharded don't run in a step, but somebody may fetch
 what they give, in a hook, say:
