@@ -123,6 +123,14 @@ class Sleeps(tf.train.SessionRunHook):
         time.sleep(1000)
 
 
+class HangsAfterSave(tf.train.CheckpointSaverListener):
+    """Hangs once the first checkpoint after some steps is complete."""
+
+    def after_save(self, session, global_step_value):
+        if global_step_value:
+            hang()
+
+
 class Forks(tf.train.SessionRunHook):
     """After step 3, it forks a process, which gets SIGTERM."""
 
@@ -254,7 +262,8 @@ def main(
       waits_to_save: whether the last save waits for the test.
       hangs: where the input hangs: in `input_fn`, or in a `generator`; or after training, in
         `evaluate` or `predict`, or as evaluation is interrupted in a hook, to `close` the session.
-        Or the script hangs in its own `cleanup`, once train() has come to its end.
+        Or the script hangs `after_save`, in a listener, or in its own `cleanup`, once train() has
+        come to its end.
       forks: whether the chief forks other processes: in a step, and after each training.
       scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
@@ -294,6 +303,8 @@ def main(
     train_input_fn = hanging_input_fn if hangs in ('input_fn', 'generator') else remaining
     for stop in stops:
         listeners = [WaitsToSave(stop, os.path.join(folder, 'save'))] if waits_to_save else []
+        if hangs == 'after_save':
+            listeners.append(HangsAfterSave())
         try:
             estimator.train(train_input_fn, hooks, None, stop, listeners)
         finally:

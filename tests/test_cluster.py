@@ -290,6 +290,20 @@ def test_sigterm_while_the_input_hangs(where, make):
     )
 
 
+def test_sigterm_while_a_listener_hangs(make):
+    """The checkpoint is complete, so nothing has to be waited for."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', hangs='after_save'), two.start('worker')
+    chief.says('HANGS')
+    start = time.monotonic()
+    chief.terminate()
+    chief.ends(143)
+    assert time.monotonic() - start < 15  # 10 seconds, on a machine that is busy
+    worker.ends(143)
+    assert re.search('SIGTERM came 8 .*cluster_script.py:.* in hang', chief.text())
+    assert saved_in(two.model_dir)['global_step'] == 5
+
+
 def test_sigterm_while_the_script_cleans_up(make):
     """train() has saved and raised SystemExit; a `finally` around it doesn't end."""
     two = make(chief=1, worker=1)

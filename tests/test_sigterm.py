@@ -37,7 +37,6 @@ class Leadership:
 class Watch:
     """Knows for how many seconds the worker hasn't answered."""
 
-    saving = False
     silence = 0
 
     def silent_tasks(self, seconds=10):
@@ -100,22 +99,35 @@ def test_a_step_waits_for_a_task(task, leadership, each_second):
     assert silent == [WORKER]
 
 
-@pytest.mark.parametrize('ends', ['the save', 'the worker'])
-def test_a_checkpoint_is_saved(ends, task, leadership, each_second, caplog):
+@pytest.mark.parametrize(
+    'ends, after',
+    [('the save', 67), ('the worker', 67), ('nothing', 3608)],
+    ids=['saved', 'silent', 'never'],
+)
+def test_a_checkpoint_is_saved(ends, after, task, leadership, each_second, caplog, monkeypatch):
     """It's finished, and the log says so, unless a task that saves doesn't answer."""
     watch = Watch()
-    watch.saving = True
+    is_saving = True
 
     def end(seconds):
+        nonlocal is_saving
         if seconds == 60:
-            watch.saving, watch.silence = (False, 0) if ends == 'the save' else (True, 11)
+            is_saving = ends != 'the save'
+            watch.silence = 11 if ends == 'the worker' else 0
 
+    monkeypatch.setattr(sigterm.saving, 'is_saving', lambda: is_saving)
     each_second.append(end)
     sigterm.Sigterm(task, leadership, lambda: watch).end_process_soon()
-    assert 'SIGTERM came 67 seconds ago' in leadership.ending[0]
-    assert (
-        'SIGTERM came 8 seconds ago. A checkpoint is being saved, and its listeners' in caplog.text
-    )
+    assert f'SIGTERM came {after} seconds ago' in leadership.ending[0]
+    said = 'SIGTERM came 8 seconds ago. A checkpoint is being saved. This process ends after that'
+    assert f'{said}, or if it takes more than 3600 seconds.' in caplog.text
+
+
+def test_a_save_outside_of_training(task, leadership, each_second, monkeypatch):
+    """SIGTERM breaks it off, so nothing is waited for."""
+    monkeypatch.setattr(sigterm.saving, 'is_saving', lambda: True)
+    sigterm.Sigterm(task, leadership, lambda: None).end_process_soon()
+    assert 'SIGTERM came 8 seconds ago' in leadership.ending[0]
 
 
 @pytest.fixture

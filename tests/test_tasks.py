@@ -583,15 +583,31 @@ def test_a_limit_of_calls_holds_for_closing_sessions(config_of):
 
 
 @pytest.mark.core
-def test_a_task_that_is_lost_in_the_last_save(chief):
+def test_a_task_that_is_lost_in_the_last_save(chief, tmp_path):
     """Training goes on; an error of anything else is raised."""
-    chief.watch = types.SimpleNamespace(saving=True)
     chief._restarts = mock.Mock()
     lost = tf.errors.UnavailableError(None, None, 'Socket closed')
-    assert chief.until_saved(mock.Mock(side_effect=[lost, 'trained'])) == 'trained'
+    session = mock.Mock()
+    session.run.side_effect = [3, lost]  # the step, and what a listener asks for
+
+    class Asks(tf.train.CheckpointSaverListener):
+        def before_save(self, session, global_step_value):
+            session.run('loss')
+
+    def train():
+        if chief._restarts.lost.called:
+            return 'trained'
+        with tf.Graph().as_default():
+            tf.train.create_global_step()
+            hook = tf.train.CheckpointSaverHook(str(tmp_path), 1, listeners=[Asks()])
+            hook.begin()
+            hook.end(session)
+
+    assert chief.until_saved(train) == 'trained'
     chief._restarts.lost.assert_called_once_with(lost)
+    other = tf.errors.UnavailableError(None, None, 'Socket closed')
     with pytest.raises(tf.errors.UnavailableError):
-        chief.until_saved(mock.Mock(side_effect=lost))
+        chief.until_saved(mock.Mock(side_effect=other))
 
 
 class Trained:

@@ -1,7 +1,7 @@
 """What a chief does: it waits for the other tasks, trains on all devices, and tells how it ends.
 
 In: this process as a `Task`. Out: for each training, the devices of all tasks, a session hook, and
-a listener that hears of checkpoints.
+a listener that looks, before each checkpoint, whether it may be saved.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Chief:
             self.leadership.tell_tasks(Ending(self.task.incarnation, None, 0))
 
     @contextlib.contextmanager
-    def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _AroundCheckpoints]]:
+    def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _BeforeCheckpoints]]:
         """A context in which the devices of all machines can be trained on.
 
         Args:
@@ -104,7 +104,7 @@ class Chief:
             each task, and the session's master.
 
         Yields:
-          What training needs: a hook, and a listener for checkpoints.
+          What training needs: a hook, and a listener for checkpoints, which has to be the last one.
         """
         self._restarts = Restarts(self.task.limit, config.model_dir)
         self._model_dir = config.model_dir
@@ -119,7 +119,7 @@ class Chief:
             try:
                 with _explained_time_limit(config, watch):
                     hook = _AfterSteps(self.task, self._restarts, watch)
-                    yield hook, _AroundCheckpoints(watch)
+                    yield hook, _BeforeCheckpoints(watch)
             finally:
                 self.task.busy = False
                 vars(config).update(machines=None, _master='')
@@ -151,9 +151,8 @@ class Chief:
             try:
                 return train()
             except LOST as error:
-                if self.watch is None or not self.watch.saving:
+                if not saving.is_of_last_save(error):
                     raise
-                self.watch.saving = False
                 self._restarts.lost(error)
 
     def begin_session(self) -> None:
@@ -321,9 +320,6 @@ class _AfterSteps(tf.train.SessionRunHook):
     def begin(self) -> None:
         self._global_step = tf.train.get_global_step()
 
-    def after_create_session(self, session: tf.Session, coord: Any) -> None:
-        self._watch.saving = False  # The session before may have been lost as it saved.
-
     def before_run(self, run_context: Any) -> Any:
         return tf.train.SessionRunArgs(self._global_step)
 
@@ -334,15 +330,11 @@ class _AfterSteps(tf.train.SessionRunHook):
             run_context.request_stop()
 
 
-class _AroundCheckpoints(tf.train.CheckpointSaverListener):
-    """Keeps a chief that has been replaced from saving, and lets others know when it saves."""
+class _BeforeCheckpoints(tf.train.CheckpointSaverListener):
+    """Keeps a chief that has been replaced from saving. It's the last listener."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
     def before_save(self, session: tf.Session, global_step_value: int) -> None:
         self._watch.check()
-        self._watch.saving = True
-
-    def after_save(self, session: tf.Session, global_step_value: int) -> None:
-        self._watch.saving = False

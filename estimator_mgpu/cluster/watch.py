@@ -39,12 +39,10 @@ class Watch:
 
     Attributes:
       replaced_on: the name of a task that another chief leads, in the place of this one; or ''.
-      saving: whether a checkpoint is being saved, for which SIGTERM waits.
     """
 
     def __init__(self, task: Task, leadership: Leadership) -> None:
         self.replaced_on = ''
-        self.saving = False
         self._task = task
         self._leadership = leadership
         self._over = threading.Event()
