@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import chief, reach, serve, sigterm, task, watch
+from estimator_mgpu.cluster import chief, ending, reach, serve, sigterm, task, watch
 from models import floats, of_all_modes, weights
 
 STEPS = 20
@@ -216,6 +216,7 @@ def watch_closely():
     watch._GRACE = 8
     sigterm.GRACE = 4
     chief._WAIT_FOR_LOST = 3
+    ending._READ_EVERY = 3
     serve._CHECK_EVERY = 3
     task._TWIN_PATIENCE = 5
 

@@ -105,6 +105,9 @@ class Clock:
     def monotonic(self):
         return self.now
 
+    def time(self):
+        return self.now
+
     def sleep(self, seconds):
         self.now += seconds
 
@@ -113,7 +116,7 @@ class Clock:
 def clock(monkeypatch):
     """The time of all tasks."""
     clock = Clock()
-    for module in (chief_module, serve, task_module):
+    for module in (chief_module, ending, serve, task_module):
         monkeypatch.setattr(module, 'time', clock)
     return clock
 
@@ -277,7 +280,7 @@ def test_a_task_that_was_away_as_the_chief_ended(
     """A chief that is there may be another one. A damaged file is told of each half minute."""
     folder = str(tmp_path)
     (tmp_path / ending.FILE).write_text('garbage')
-    missed = ending.Ending('old', None, 0, time.time(), (task.addresses[task.name],))
+    missed = ending.Ending('old', None, 0, 1050.0, (task.addresses[task.name],))
     there = ['w0:1']
     serves(Pad())
     monkeypatch.setattr(reach, 'listens', lambda address: address in there)
@@ -295,8 +298,30 @@ def test_a_task_that_was_away_as_the_chief_ended(
     with pytest.raises(SystemExit, match='0'):
         serve.serve(task, folder)
     assert clock.now == 1080
-    assert caplog.text.count('is damaged') == 2
+    assert caplog.text.count('is damaged') == 3  # also as it begins
     assert f'The chief has ended with 0 while {task.name} was away' in caplog.text
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('led_by', ['', 'old'])
+def test_a_task_that_was_led_and_then_away(led_by, task, serves, clock, monkeypatch, tmp_path):
+    """It ends as its chief, or a later one, has ended since; what was there before doesn't count."""
+    folder = str(tmp_path)
+    ending.write(folder, ending.Ending('older', None, 7))
+    serves(Pad(chief=led_by))
+    monkeypatch.setattr(reach, 'listens', lambda address: address != 'c0:1')
+    sleep = clock.sleep
+
+    def sleep_and_end(seconds):
+        sleep(seconds)
+        if clock.now == 1050:
+            ending.write(folder, ending.Ending('new'))
+            ending.write(folder, ending.Ending('new', None, 3))
+
+    clock.sleep = sleep_and_end
+    with pytest.raises(SystemExit if led_by else TimeoutError, match='3' if led_by else CHIEF):
+        serve.serve(task, folder)
+    assert clock.now == (1060 if led_by else 1101)
 
 
 @pytest.mark.core
@@ -326,6 +351,7 @@ def pads(task, chief, monkeypatch, tmp_path):
     notes = {'chief': task.incarnation, 'cluster': cluster, 'version': version(), 'process': 'p'}
     pads = {name: Pad(**notes) for name in task.others}
     monkeypatch.setattr(reach, 'listens', lambda address: True)
+    monkeypatch.setattr(reach, 'that_answer', lambda addresses: {*addresses})
     monkeypatch.setattr(reach, 'check_server', lambda task, address: None)
     monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
     chief.leadership.begin_training(str(tmp_path))
@@ -354,8 +380,7 @@ def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
     chief._tell_ending()
     assert ending.read(str(tmp_path))[:3] == (task.incarnation, 'ValueError: Boo', 1)
     pads[PS] = Pad(cluster=cluster, version=version())
-    chief.leadership.tell_ending(None, 5, silent=[PS])
-    monkeypatch.setattr(reach, 'listens', lambda address: address != 'p0:1')
+    monkeypatch.setattr(reach, 'that_answer', lambda addresses: {*addresses} - {'p0:1'})
     chief.leadership.tell_ending(None, 5)
     assert not pads[PS].read('end')
 
@@ -468,6 +493,31 @@ def test_a_chief_that_waited_looks_again_for_its_successor(task, chief, pads, mo
     with pytest.raises(RuntimeError, match='Two processes are the chief'):
         chief._meet(mock.Mock())
     assert [pad.notes['chief'] for pad in pads.values()] == ['successor'] * 3
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('status', [None, 0], ids=['trains', 'has ended'])
+def test_a_chief_that_waits_after_another_has_trained(
+    status, task, chief, pads, clock, monkeypatch, tmp_path
+):
+    """The other one and its tasks may be gone. The chief before this one doesn't count."""
+    folder = str(tmp_path)
+    for before in ('older', task.incarnation):
+        ending.write(folder, ending.Ending(before))
+        chief.leadership.begin_training(folder)
+        chief.leadership.fail_if_followed()
+        ending.write(folder, ending.Ending(task.incarnation))
+        clock.now += 30
+        chief.leadership.fail_if_followed()
+
+    ending.write(folder, ending.Ending('new'))
+    if status is not None:
+        ending.write(folder, ending.Ending('new', None, status))
+    monkeypatch.setattr(reach, 'listens', lambda address: False)
+    does = 'trains' if status is None else 'has ended with 0'
+    with pytest.raises(RuntimeError, match=f'^Another chief {does} in {folder}: it was started in'):
+        chief._meet(mock.Mock())
+    assert clock.now == 1090
 
 
 @pytest.mark.core

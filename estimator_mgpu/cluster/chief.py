@@ -112,7 +112,8 @@ class Chief:
             self.task.check_alone()
         self.leadership.begin_training(self._model_dir)
 
-        with self._watches() as watch, lost_sessions(self._restarts.lost):
+        lost = lost_sessions(self._restarts.lost)
+        with self._noted_exit.noting(), self._watches() as watch, lost:
             machines = self.devices()
             vars(config).update(machines=machines, _master=self.task.server.target)
             self.task.busy = True
@@ -255,10 +256,11 @@ class Chief:
 
     def _wait_for_answers(self) -> None:
         """Waits until all tasks answer. Fails if another program answers in the place of one."""
-        self.task.wait()  # until something listens at all addresses
+        is_followed = self.leadership.fail_if_followed
+        self.task.wait(ended=is_followed)  # until something listens at all addresses
         for task in self.task.others:
             reach.check_server(task, self.task.addresses[task])
-        self.task.wait(answering=True)
+        self.task.wait(ended=is_followed, answering=True)
 
     def _check_cluster(self, task: str) -> None:
         """Fails if another task has another cluster or version, or if its script doesn't train.

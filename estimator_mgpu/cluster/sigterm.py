@@ -23,7 +23,7 @@ from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.watch import Watch
 from estimator_mgpu.errors import user_lines
 
-GRACE = 8  # seconds for the main thread; with what follows, the process ends within 10
+GRACE = 7  # seconds for the main thread; with what follows, the process ends within 10
 _LONGEST_SAVE = 3600  # seconds
 
 
@@ -114,7 +114,6 @@ class Sigterm:
             f'SIGTERM came {waited} seconds ago, and this process has not ended: {where}. Nothing '
             'is saved after the last checkpoint',
             SIGTERM_STATUS,
-            watch.names_of_silent(GRACE) if watch else (),
         )
 
     def _is_saving(self) -> bool:
