@@ -123,6 +123,20 @@ class Sleeps(tf.train.SessionRunHook):
         time.sleep(1000)
 
 
+class Exits(tf.train.SessionRunHook):
+    """Ends the script after a step, without sys.exit()."""
+
+    def __init__(self, argument):
+        self.argument = argument
+
+    def after_run(self, context, values):
+        raise SystemExit(self.argument)
+
+
+def exit_by_input_fn(argument):
+    raise SystemExit(argument)
+
+
 class HangsAfterSave(tf.train.CheckpointSaverListener):
     """Hangs once the first checkpoint after some steps is complete."""
 
@@ -247,6 +261,7 @@ def main(
     hangs='',
     waits_to_save=False,
     forks=False,
+    exits_in='',
 ):
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
@@ -255,6 +270,7 @@ def main(
       limit: seconds that others are waited for.
       step_limit: seconds of each call of the session.
       status: what sys.exit() is called with at the end.
+      exits_in: where SystemExit(status) is raised instead: in a `hook`, or in the `input_fn`.
       error: of a RuntimeError at the end.
       unreached: addresses that this machine's network has, for TensorFlow, nothing behind.
       elsewhere: another address of this task, as of another machine.
@@ -294,6 +310,8 @@ def main(
     hooks = [Watch(sleep, os.path.join(folder, 'hurry')), Scarce(scarce_at)]
     if forks:
         hooks.append(Forks())
+    if exits_in == 'hook':
+        hooks.append(Exits(status))
     if parts:
         train = tf.estimator.TrainSpec(own_parts, stops[-1], hooks)
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
@@ -302,6 +320,8 @@ def main(
         return
     hanging_input_fn = lambda: hanging(hangs)  # noqa: E731
     train_input_fn = hanging_input_fn if hangs in ('input_fn', 'generator') else remaining
+    if exits_in == 'input_fn':
+        train_input_fn = lambda: exit_by_input_fn(status)  # noqa: E731
     for stop in stops:
         listeners = [WaitsToSave(stop, os.path.join(folder, 'save'))] if waits_to_save else []
         if hangs == 'after_save':

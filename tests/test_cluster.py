@@ -317,6 +317,38 @@ def test_sigterm_while_the_script_cleans_up(make):
     assert saved_in(two.model_dir)['global_step'] == chief.told('STEP')[-1]
 
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM], ids=['Ctrl-C', 'SIGTERM'])
+def test_ends_while_all_workers_are_stopped(number, make):
+    """They are asked together whether they are there."""
+    four = make(chief=1, worker=3)
+    chief = four.start('chief', hangs='cleanup', stops=[2])
+    workers = [four.start('worker', index) for index in range(3)]
+    chief.says('HANGS')
+    for worker in workers:
+        worker.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    chief.send_signal(number)
+    chief.ends(-signal.SIGINT if number == signal.SIGINT else 143)
+    assert time.monotonic() - start < 8
+
+
+@pytest.mark.parametrize(
+    'where, argument, status, last',
+    [
+        ('hook', 3, 3, ''),
+        ('hook', 0, 0, ''),
+        ('input_fn', 'Boo', 1, 'RuntimeError: The chief has failed: Boo'),
+    ],
+    ids=['3', '0', 'a message'],
+)
+def test_system_exit_in_train(where, argument, status, last, make):
+    """Without sys.exit()."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', exits_in=where, status=argument), two.start('worker')
+    chief.ends(status)
+    assert worker.ends(status).endswith(last)
+
+
 def test_processes_that_the_chief_forks(make, one_device):
     """SIGTERM ends them, and not the chief, whose end isn't theirs."""
     two = make(chief=1, worker=1)
@@ -599,6 +631,44 @@ def test_a_task_that_moves_behind_a_proxy(moves, make, one_device):
         tasks[moves] = two.start(moves, elsewhere=after, **options)
         for machine in tasks.values():
             machine.ends()
+        two.comes_to(one_device[0])
+    finally:
+        proxy.close()
+
+
+@pytest.mark.parametrize('away', ['worker', 'chief', 'chief that waits'])
+def test_a_task_that_is_back_after_the_end(away, make, one_device):
+    """Another process has taken its place, and all others have ended with 0."""
+    two = make(chief=1, worker=1)
+    job = away.split()[0]
+    before, after = free_addresses(2)
+    proxy = Proxy(before)
+    two.jobs[job] = [proxy.address]
+    options = {'sleep': 0.3, 'closely': True}
+    old = two.start(job, elsewhere=before, **options)
+    try:
+        if away == 'chief that waits':
+            old.says(f'Waiting for {two.at("worker")}')
+            tasks = {}
+        else:
+            (other,) = {*two.jobs} - {job}
+            tasks = {other: two.start(other, **options)}
+            tasks.get('chief', old).says('STEP 7\n')
+        old.send_signal(signal.SIGSTOP)
+        proxy.to = after
+        two.hurry()
+        tasks[job] = two.start(job, elsewhere=after, **options)
+        if 'worker' not in tasks:
+            tasks['worker'] = two.start('worker', **options)
+        for machine in tasks.values():
+            machine.ends()
+        old.send_signal(signal.SIGCONT)
+        if job == 'worker':
+            old.ends()
+            assert f'The chief has ended with 0 while {WORKER} was away' in old.text()
+        else:
+            said = f'RuntimeError: Another chief has ended with 0 in {two.model_dir}: it was'
+            assert old.ends(1).startswith(said)
         two.comes_to(one_device[0])
     finally:
         proxy.close()
