@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import types
 from unittest import mock
 
@@ -305,7 +304,7 @@ def test_a_task_that_was_away_as_the_chief_ended(
 @pytest.mark.core
 @pytest.mark.parametrize('led_by', ['', 'old'])
 def test_a_task_that_was_led_and_then_away(led_by, task, serves, clock, monkeypatch, tmp_path):
-    """It ends as its chief, or a later one, has ended since; what was there before doesn't count."""
+    """It ends as its chief, or a later one, has ended since; what the file said before is old."""
     folder = str(tmp_path)
     ending.write(folder, ending.Ending('older', None, 7))
     serves(Pad(chief=led_by))

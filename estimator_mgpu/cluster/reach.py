@@ -65,18 +65,15 @@ def that_answer(addresses: Iterable[str]) -> set[str]:
                 selector.register(connection, selectors.EVENT_WRITE, address)
 
         while selector.get_map() and time.monotonic() < end:
-            for key, events in selector.select(end - time.monotonic()):
+            for key, _ in selector.select(end - time.monotonic()):
                 connection: Any = key.fileobj
-                try:
-                    if events & selectors.EVENT_WRITE:  # It's there, or it has failed.
-                        connection.sendall(_GREETING)
-                        selector.modify(connection, selectors.EVENT_READ, key.data)
-                        continue
-                    if _is_settings(connection.recv(64)):
-                        answered.add(key.data)
-                except OSError:
-                    pass
                 selector.unregister(connection)
+                with contextlib.suppress(OSError):  # Nobody may be there.
+                    if key.events == selectors.EVENT_WRITE:
+                        connection.sendall(_GREETING)
+                        selector.register(connection, selectors.EVENT_READ, key.data)
+                    elif _is_settings(connection.recv(64)):
+                        answered.add(key.data)
     return answered
 
 
@@ -119,11 +116,14 @@ def _connect(address: str) -> socket.socket:
 
 def _begun_connections(address: str) -> list[socket.socket]:
     """Returns connections to all that an address's name leads to, without waiting for them."""
+    try:
+        places = socket.getaddrinfo(*_host_and_port(address), type=socket.SOCK_STREAM)
+    except OSError:  # The name doesn't resolve.
+        return []
+
     begun = []
-    with contextlib.suppress(OSError):  # The name may not resolve.
-        for family, kind, protocol, _, place in socket.getaddrinfo(
-            *_host_and_port(address), type=socket.SOCK_STREAM
-        ):
+    for family, kind, protocol, _, place in places:
+        with contextlib.suppress(OSError):  # This machine may have no IPv6.
             connection = socket.socket(family, kind, protocol)
             connection.setblocking(False)
             connection.connect_ex(place)

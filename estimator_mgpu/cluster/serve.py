@@ -91,7 +91,7 @@ def _missed_ending(task: Task, notes: Notes, file: FileReader) -> Ending | None:
     if ending is None or ending.status is None or task.listens(CHIEF):
         return None
 
-    # It was led by the chief that has ended, or by one before that.
+    # The chief that has led it, or a later one, has ended since this process began.
     was_led = notes.read('chief') != '' and ending != file.before
     if not was_led and not ending.was_missed(task.addresses[task.name], task.limit):
         return None
