@@ -60,9 +60,9 @@ def that_answer(addresses: Iterable[str]) -> set[str]:
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         for address in addresses:
-            for connection in _begun_connections(address):
-                stack.enter_context(connection)
-                selector.register(connection, selectors.EVENT_WRITE, address)
+            for begun in _begun_connections(address):
+                stack.enter_context(begun)
+                selector.register(begun, selectors.EVENT_WRITE, address)
 
         while selector.get_map() and time.monotonic() < end:
             for key, _ in selector.select(end - time.monotonic()):
