@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import types
 from unittest import mock
 
@@ -13,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.cluster import chief as chief_module
-from estimator_mgpu.cluster import ending, join, reach, serve, sessions
+from estimator_mgpu.cluster import ending, join, leadership, reach, serve, sessions
 from estimator_mgpu.cluster import task as task_module
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.notes import Notes, version
@@ -427,6 +428,19 @@ def test_sigterm_while_it_tells(status, task, chief, pads, clock, monkeypatch):
     told = [pads[name].read('end') for name in task.others if name != PS]
     assert told == [ending_of(task.incarnation, status=status)] * 2
     assert clock.now == 1000
+
+
+@pytest.mark.core
+def test_a_disk_that_hangs_as_the_process_ends(chief, monkeypatch):
+    """Others have been told by then."""
+    is_over = threading.Event()
+    monkeypatch.setattr(leadership, '_LONGEST_TELLING', 0.1)
+    monkeypatch.setattr(chief.leadership, 'tell_ending', lambda *ending: is_over.wait(60))
+    monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        chief.leadership.end_process('Boo', 1)
+    os._exit.assert_called_once_with(1)
+    is_over.set()
 
 
 @pytest.mark.core

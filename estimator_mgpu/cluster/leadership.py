@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from typing import NoReturn
 
@@ -25,6 +26,7 @@ from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.task import Task
 
+_LONGEST_TELLING = 20  # seconds
 _REPLACED = (
     'it was started in the place of this one, which was stopped or cut off for a while. This one '
     'ends, and writes nothing more.'
@@ -189,15 +191,19 @@ class Leadership:
     def end_process(self, error: str, status: int) -> NoReturn:
         """Ends this process from another thread than the main one, which may be in TensorFlow.
 
-        The other tasks are told before, as nothing of `atexit` runs.
+        The other tasks are told before, as nothing of `atexit` runs, for a while: the disk of the
+        file that is written last may hang.
 
         Args:
           error: why, for the log, and for the other tasks unless it's by SIGTERM.
           status: the exit status.
         """
+        told = None if status == SIGTERM_STATUS else error
+        telling = threading.Thread(target=self.tell_ending, args=[told, status], daemon=True)
         try:
             tf.logging.error(f'{error}. This process ends.')
-            self.tell_ending(None if status == SIGTERM_STATUS else error, status)
+            telling.start()
+            telling.join(_LONGEST_TELLING)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:  # It ends also if its output is a pipe that is closed.
