@@ -14,6 +14,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Callable
+from types import FrameType
 
 import tensorflow.compat.v1 as tf
 
@@ -21,7 +22,6 @@ from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.devices import CHIEF, machine_of
 from estimator_mgpu.tf_internals import op_types
 
-_SAVE = tf.train.Saver.save.__code__
 _LAST_SAVE = tf.train.CheckpointSaverHook.end.__code__
 _CANNOT_READ = (
     tf.errors.FailedPreconditionError,
@@ -37,9 +37,17 @@ def saving_tasks(graph: tf.Graph) -> set[str]:
 
 
 def is_saving() -> bool:
-    """Whether a `tf.train.Saver` is saving now, in any thread of this process."""
+    """Whether a thread of this process is in the method `save` of a `tf.train.Saver`."""
     stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
-    return any(frame.f_code is _SAVE for stack in stacks for frame, _ in stack)
+    return any(_is_save(frame) for stack in stacks for frame, _ in stack)
+
+
+def _is_save(frame: FrameType) -> bool:
+    """Whether a frame is that of `save` of a Saver, which may be of a user's subclass."""
+    code = frame.f_code
+    if code.co_name != 'save' or not code.co_argcount:
+        return False
+    return isinstance(frame.f_locals.get(code.co_varnames[0]), tf.train.Saver)
 
 
 def is_of_last_save(error: BaseException) -> bool:
