@@ -792,7 +792,7 @@ def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
 
 
 def test_a_chief_that_is_cut_off_while_it_waits_and_replaced(make, network, one_device):
-    """As it's back, another process, with the same TF_CONFIG, answers at its address."""
+    """Another process, with the same TF_CONFIG, answers at its address, and writes in model_dir."""
     first, second = network.host(), network.host()
     here, there = network.address(254), network.address(1)
     network.move(there, None, 0)
@@ -806,7 +806,8 @@ def test_a_chief_that_is_cut_off_while_it_waits_and_replaced(make, network, one_
     chief, worker = two.start('chief', within=second, sleep=1.5), two.start('worker')
     chief.says('STEP 1\n')
     network.cable(0, 'up')
-    assert cut_off.ends(1).startswith(f'RuntimeError: Two processes are {CHIEF}: this one, and')
+    said = f'(Two processes are {CHIEF}: this one|Another chief trains in {two.model_dir}: it was)'
+    assert re.match(f'RuntimeError: {said}', cut_off.ends(1))
     two.hurry()
     for machine in (chief, worker):
         machine.ends()
