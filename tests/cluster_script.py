@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import chief, reach, serve, sigterm, task, watch
+from estimator_mgpu.cluster import chief, ending, reach, serve, sigterm, task, watch
 from models import floats, of_all_modes, weights
 
 STEPS = 20
@@ -123,6 +123,28 @@ class Sleeps(tf.train.SessionRunHook):
         time.sleep(1000)
 
 
+class Exits(tf.train.SessionRunHook):
+    """Ends the script after a step, without sys.exit()."""
+
+    def __init__(self, argument):
+        self.argument = argument
+
+    def after_run(self, context, values):
+        raise SystemExit(self.argument)
+
+
+def exit_by_input_fn(argument):
+    raise SystemExit(argument)
+
+
+class HangsAfterSave(tf.train.CheckpointSaverListener):
+    """Hangs once the first checkpoint after some steps is complete."""
+
+    def after_save(self, session, global_step_value):
+        if global_step_value:
+            hang()
+
+
 class Forks(tf.train.SessionRunHook):
     """After step 3, it forks a process, which gets SIGTERM."""
 
@@ -208,6 +230,7 @@ def watch_closely():
     watch._GRACE = 8
     sigterm.GRACE = 4
     chief._WAIT_FOR_LOST = 3
+    ending._READ_EVERY = 3
     serve._CHECK_EVERY = 3
     task._TWIN_PATIENCE = 5
 
@@ -238,6 +261,7 @@ def main(
     hangs='',
     waits_to_save=False,
     forks=False,
+    exits_in='',
 ):
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
@@ -246,6 +270,7 @@ def main(
       limit: seconds that others are waited for.
       step_limit: seconds of each call of the session.
       status: what sys.exit() is called with at the end.
+      exits_in: where SystemExit(status) is raised instead: in a `hook`, or in the `input_fn`.
       error: of a RuntimeError at the end.
       unreached: addresses that this machine's network has, for TensorFlow, nothing behind.
       elsewhere: another address of this task, as of another machine.
@@ -254,7 +279,8 @@ def main(
       waits_to_save: whether the last save waits for the test.
       hangs: where the input hangs: in `input_fn`, or in a `generator`; or after training, in
         `evaluate` or `predict`, or as evaluation is interrupted in a hook, to `close` the session.
-        Or the script hangs in its own `cleanup`, once train() has come to its end.
+        Or the script hangs `after_save`, in a listener, or in its own `cleanup`, once train() has
+        come to its end.
       forks: whether the chief forks other processes: in a step, and after each training.
       scarce_at: after this step, memory is too small once, and two micro-batches are needed.
     """
@@ -284,6 +310,8 @@ def main(
     hooks = [Watch(sleep, os.path.join(folder, 'hurry')), Scarce(scarce_at)]
     if forks:
         hooks.append(Forks())
+    if exits_in == 'hook':
+        hooks.append(Exits(status))
     if parts:
         train = tf.estimator.TrainSpec(own_parts, stops[-1], hooks)
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
@@ -292,8 +320,12 @@ def main(
         return
     hanging_input_fn = lambda: hanging(hangs)  # noqa: E731
     train_input_fn = hanging_input_fn if hangs in ('input_fn', 'generator') else remaining
+    if exits_in == 'input_fn':
+        train_input_fn = lambda: exit_by_input_fn(status)  # noqa: E731
     for stop in stops:
         listeners = [WaitsToSave(stop, os.path.join(folder, 'save'))] if waits_to_save else []
+        if hangs == 'after_save':
+            listeners.append(HangsAfterSave())
         try:
             estimator.train(train_input_fn, hooks, None, stop, listeners)
         finally:

@@ -290,6 +290,20 @@ def test_sigterm_while_the_input_hangs(where, make):
     )
 
 
+def test_sigterm_while_a_listener_hangs(make):
+    """The checkpoint is complete, so nothing has to be waited for."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', hangs='after_save'), two.start('worker')
+    chief.says('HANGS')
+    start = time.monotonic()
+    chief.terminate()
+    chief.ends(143)
+    assert time.monotonic() - start < 15  # 10 seconds, on a machine that is busy
+    worker.ends(143)
+    assert re.search('SIGTERM came 7 .*cluster_script.py:.* in hang', chief.text())
+    assert saved_in(two.model_dir)['global_step'] == 5
+
+
 def test_sigterm_while_the_script_cleans_up(make):
     """train() has saved and raised SystemExit; a `finally` around it doesn't end."""
     two = make(chief=1, worker=1)
@@ -301,6 +315,38 @@ def test_sigterm_while_the_script_cleans_up(make):
         machine.ends(143)
     assert re.search('SIGTERM came .*cluster_script.py:.* in hang', chief.text())
     assert saved_in(two.model_dir)['global_step'] == chief.told('STEP')[-1]
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM], ids=['Ctrl-C', 'SIGTERM'])
+def test_ends_while_all_workers_are_stopped(number, make):
+    """They are asked together whether they are there: one by one, that would take 12 seconds."""
+    five = make(chief=1, worker=4)
+    chief = five.start('chief', hangs='cleanup', stops=[2])
+    workers = [five.start('worker', index) for index in range(4)]
+    chief.says('HANGS')
+    for worker in workers:
+        worker.send_signal(signal.SIGSTOP)
+    start = time.monotonic()
+    chief.send_signal(number)
+    chief.ends(-signal.SIGINT if number == signal.SIGINT else 143)
+    assert time.monotonic() - start < 12
+
+
+@pytest.mark.parametrize(
+    'where, argument, status, last',
+    [
+        ('hook', 3, 3, ''),
+        ('hook', 0, 0, ''),
+        ('input_fn', 'Boo', 1, 'RuntimeError: The chief has failed: Boo'),
+    ],
+    ids=['3', '0', 'a message'],
+)
+def test_system_exit_in_train(where, argument, status, last, make):
+    """Without sys.exit()."""
+    two = make(chief=1, worker=1)
+    chief, worker = two.start('chief', exits_in=where, status=argument), two.start('worker')
+    chief.ends(status)
+    assert worker.ends(status).endswith(last)
 
 
 def test_processes_that_the_chief_forks(make, one_device):
@@ -590,6 +636,44 @@ def test_a_task_that_moves_behind_a_proxy(moves, make, one_device):
         proxy.close()
 
 
+@pytest.mark.parametrize('away', ['worker', 'chief', 'chief that waits'])
+def test_a_task_that_is_back_after_the_end(away, make, one_device):
+    """Another process has taken its place, and all others have ended with 0."""
+    two = make(chief=1, worker=1)
+    job = away.split()[0]
+    before, after = free_addresses(2)
+    proxy = Proxy(before)
+    two.jobs[job] = [proxy.address]
+    options = {'sleep': 0.3, 'closely': True}
+    old = two.start(job, elsewhere=before, **options)
+    try:
+        if away == 'chief that waits':
+            old.says(f'Waiting for {two.at("worker")}')
+            tasks = {}
+        else:
+            (other,) = {*two.jobs} - {job}
+            tasks = {other: two.start(other, **options)}
+            tasks.get('chief', old).says('STEP 7\n')
+        old.send_signal(signal.SIGSTOP)
+        proxy.to = after
+        two.hurry()
+        tasks[job] = two.start(job, elsewhere=after, **options)
+        if 'worker' not in tasks:
+            tasks['worker'] = two.start('worker', **options)
+        for machine in tasks.values():
+            machine.ends()
+        old.send_signal(signal.SIGCONT)
+        if job == 'worker':
+            old.ends()
+            assert f'The chief has ended with 0 while {WORKER} was away' in old.text()
+        else:
+            said = f'RuntimeError: Another chief has ended with 0 in {two.model_dir}: it was'
+            assert old.ends(1).startswith(said)
+        two.comes_to(one_device[0])
+    finally:
+        proxy.close()
+
+
 class Network:
     """A bridge, and hosts at it that have an address each, or take that of another one.
 
@@ -708,7 +792,7 @@ def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
 
 
 def test_a_chief_that_is_cut_off_while_it_waits_and_replaced(make, network, one_device):
-    """As it's back, another process, with the same TF_CONFIG, answers at its address."""
+    """Another process, with the same TF_CONFIG, answers at its address, and writes in model_dir."""
     first, second = network.host(), network.host()
     here, there = network.address(254), network.address(1)
     network.move(there, None, 0)
@@ -722,7 +806,8 @@ def test_a_chief_that_is_cut_off_while_it_waits_and_replaced(make, network, one_
     chief, worker = two.start('chief', within=second, sleep=1.5), two.start('worker')
     chief.says('STEP 1\n')
     network.cable(0, 'up')
-    assert cut_off.ends(1).startswith(f'RuntimeError: Two processes are {CHIEF}: this one, and')
+    said = f'(Two processes are {CHIEF}: this one|Another chief trains in {two.model_dir}: it was)'
+    assert re.match(f'RuntimeError: {said}', cut_off.ends(1))
     two.hurry()
     for machine in (chief, worker):
         machine.ends()

@@ -4,6 +4,7 @@ import contextlib
 import http.server
 import socket
 import threading
+import time
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -100,3 +101,21 @@ def test_a_name():
     told = f'{TASK} at no-such-host.invalid:1 (the name no-such-host.invalid does not resolve)'
     assert reach.described(TASK, 'no-such-host.invalid:1') == told
     assert not reach.listens('no-such-host.invalid:1')
+
+
+def test_all_are_asked_at_the_same_time(monkeypatch):
+    """Servers of TensorFlow's answer; others, and addresses without anyone, cost no time each."""
+    monkeypatch.setattr(reach, '_ANSWER_WITHIN', 1)
+    here, nobody = free_addresses(2)
+    server = tf.train.Server({'worker': [here]}, 'worker', 0)  # noqa: F841
+    by_name = f'localhost:{here.rpartition(":")[2]}'
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(listening(answer)) for answer in NO_ANSWERS.values()]
+        others += [stack.enter_context(listening()) for _ in range(20)]
+        others += [nobody, 'no-such-host.invalid:1', '192.0.2.1:1']  # the last one is for examples
+        start = time.monotonic()
+        assert reach.that_answer([*others, here, by_name]) == {here, by_name}
+        assert 1 <= time.monotonic() - start < 5
+    start = time.monotonic()
+    assert reach.that_answer([here]) == {here} and not reach.that_answer([])
+    assert time.monotonic() - start < 0.9

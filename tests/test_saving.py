@@ -115,3 +115,32 @@ def test_a_task_that_saves_has_to_see_the_model_dir(behavior, tmp_path, monkeypa
     with pytest.raises(ValueError, match=match), finalized(dropped):
         pass
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.core
+def test_while_it_is_saved(tmp_path):
+    """From the beginning, up to the file of the graph, but not in what listeners do."""
+
+    class Saver(tf.train.Saver):
+        def save(self, *args, **kwargs):
+            found.append(saving.is_saving())
+            return super().save(*args, **kwargs)
+
+        def export_meta_graph(self, *args, **kwargs):
+            found.append(saving.is_saving())
+            return super().export_meta_graph(*args, **kwargs)
+
+    class Asks(tf.train.CheckpointSaverListener):
+        def after_save(self, session, global_step_value):
+            found.append(saving.is_saving())
+
+    found = []
+    with tf.Graph().as_default(), tf.Session() as session:
+        tf.get_variable('v', [])
+        tf.train.create_global_step()
+        folder = str(tmp_path)
+        hook = tf.train.CheckpointSaverHook(folder, 1, saver=Saver(), listeners=[Asks()])
+        hook.begin()
+        session.run(tf.global_variables_initializer())
+        hook.after_create_session(session, None)
+    assert found == [True, True, False]

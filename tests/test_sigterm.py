@@ -30,21 +30,17 @@ class Leadership:
 
     ending = None
 
-    def end_process(self, error, status, silent):
-        self.ending = error, status, silent
+    def end_process(self, error, status):
+        self.ending = error, status
 
 
 class Watch:
     """Knows for how many seconds the worker hasn't answered."""
 
-    saving = False
     silence = 0
 
     def silent_tasks(self, seconds=10):
         return f'{WORKER} is silent' if self.silence > seconds else ''
-
-    def names_of_silent(self, seconds):
-        return [WORKER] if self.silence > seconds else []
 
 
 @pytest.fixture
@@ -78,10 +74,10 @@ def each_second(monkeypatch):
 def test_whatever_the_main_thread_does(task, leadership, each_second):
     """The log has the user's line."""
     sigterm.Sigterm(task, leadership, lambda: None).end_process_soon()
-    error, status, silent = leadership.ending
-    assert error.startswith('SIGTERM came 8 seconds ago, and this process has not ended: ')
+    error, status = leadership.ending
+    assert error.startswith('SIGTERM came 7 seconds ago, and this process has not ended: ')
     assert f'the program is at {__file__}:' in error and ' in test_whatever' in error
-    assert (status, silent) == (143, ())
+    assert status == 143
 
 
 def test_the_main_thread_ends(task, leadership, each_second):
@@ -95,27 +91,39 @@ def test_a_step_waits_for_a_task(task, leadership, each_second):
     watch = Watch()
     watch.silence = 9
     sigterm.Sigterm(task, leadership, lambda: watch).end_process_soon()
-    error, _, silent = leadership.ending
+    error, _ = leadership.ending
     assert f'has not ended: {WORKER} is silent. Nothing is saved' in error
-    assert silent == [WORKER]
 
 
-@pytest.mark.parametrize('ends', ['the save', 'the worker'])
-def test_a_checkpoint_is_saved(ends, task, leadership, each_second, caplog):
+@pytest.mark.parametrize(
+    'ends, after',
+    [('the save', 66), ('the worker', 66), ('nothing', 3607)],
+    ids=['saved', 'silent', 'never'],
+)
+def test_a_checkpoint_is_saved(ends, after, task, leadership, each_second, caplog, monkeypatch):
     """It's finished, and the log says so, unless a task that saves doesn't answer."""
     watch = Watch()
-    watch.saving = True
+    is_saving = True
 
     def end(seconds):
+        nonlocal is_saving
         if seconds == 60:
-            watch.saving, watch.silence = (False, 0) if ends == 'the save' else (True, 11)
+            is_saving = ends != 'the save'
+            watch.silence = 11 if ends == 'the worker' else 0
 
+    monkeypatch.setattr(sigterm.saving, 'is_saving', lambda: is_saving)
     each_second.append(end)
     sigterm.Sigterm(task, leadership, lambda: watch).end_process_soon()
-    assert 'SIGTERM came 67 seconds ago' in leadership.ending[0]
-    assert (
-        'SIGTERM came 8 seconds ago. A checkpoint is being saved, and its listeners' in caplog.text
-    )
+    assert f'SIGTERM came {after} seconds ago' in leadership.ending[0]
+    said = 'SIGTERM came 7 seconds ago. A checkpoint is being saved. This process ends after that'
+    assert f'{said}, or if it takes more than 3600 seconds.' in caplog.text
+
+
+def test_a_save_outside_of_training(task, leadership, each_second, monkeypatch):
+    """SIGTERM breaks it off, so nothing is waited for."""
+    monkeypatch.setattr(sigterm.saving, 'is_saving', lambda: True)
+    sigterm.Sigterm(task, leadership, lambda: None).end_process_soon()
+    assert 'SIGTERM came 7 seconds ago' in leadership.ending[0]
 
 
 @pytest.fixture

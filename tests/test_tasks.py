@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import sys
-import time
+import threading
 import types
 from unittest import mock
 
@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.cluster import chief as chief_module
-from estimator_mgpu.cluster import ending, join, reach, serve, sessions
+from estimator_mgpu.cluster import ending, join, leadership, reach, serve, sessions
 from estimator_mgpu.cluster import task as task_module
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.notes import Notes, version
@@ -105,6 +105,9 @@ class Clock:
     def monotonic(self):
         return self.now
 
+    def time(self):
+        return self.now
+
     def sleep(self, seconds):
         self.now += seconds
 
@@ -113,7 +116,7 @@ class Clock:
 def clock(monkeypatch):
     """The time of all tasks."""
     clock = Clock()
-    for module in (chief_module, serve, task_module):
+    for module in (chief_module, ending, serve, task_module):
         monkeypatch.setattr(module, 'time', clock)
     return clock
 
@@ -277,7 +280,7 @@ def test_a_task_that_was_away_as_the_chief_ended(
     """A chief that is there may be another one. A damaged file is told of each half minute."""
     folder = str(tmp_path)
     (tmp_path / ending.FILE).write_text('garbage')
-    missed = ending.Ending('old', None, 0, time.time(), (task.addresses[task.name],))
+    missed = ending.Ending('old', None, 0, 1050.0, (task.addresses[task.name],))
     there = ['w0:1']
     serves(Pad())
     monkeypatch.setattr(reach, 'listens', lambda address: address in there)
@@ -295,8 +298,30 @@ def test_a_task_that_was_away_as_the_chief_ended(
     with pytest.raises(SystemExit, match='0'):
         serve.serve(task, folder)
     assert clock.now == 1080
-    assert caplog.text.count('is damaged') == 2
+    assert caplog.text.count('is damaged') == 3  # also as it begins
     assert f'The chief has ended with 0 while {task.name} was away' in caplog.text
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('led_by', ['', 'old'])
+def test_a_task_that_was_led_and_then_away(led_by, task, serves, clock, monkeypatch, tmp_path):
+    """It ends as its chief, or a later one, has ended since; what the file said before is old."""
+    folder = str(tmp_path)
+    ending.write(folder, ending.Ending('older', None, 7))
+    serves(Pad(chief=led_by))
+    monkeypatch.setattr(reach, 'listens', lambda address: address != 'c0:1')
+    sleep = clock.sleep
+
+    def sleep_and_end(seconds):
+        sleep(seconds)
+        if clock.now == 1050:
+            ending.write(folder, ending.Ending('new'))
+            ending.write(folder, ending.Ending('new', None, 3))
+
+    clock.sleep = sleep_and_end
+    with pytest.raises(SystemExit if led_by else TimeoutError, match='3' if led_by else CHIEF):
+        serve.serve(task, folder)
+    assert clock.now == (1060 if led_by else 1101)
 
 
 @pytest.mark.core
@@ -326,6 +351,7 @@ def pads(task, chief, monkeypatch, tmp_path):
     notes = {'chief': task.incarnation, 'cluster': cluster, 'version': version(), 'process': 'p'}
     pads = {name: Pad(**notes) for name in task.others}
     monkeypatch.setattr(reach, 'listens', lambda address: True)
+    monkeypatch.setattr(reach, 'that_answer', lambda addresses: {*addresses})
     monkeypatch.setattr(reach, 'check_server', lambda task, address: None)
     monkeypatch.setattr(task, 'notes_on', lambda name: pads[name])
     chief.leadership.begin_training(str(tmp_path))
@@ -354,8 +380,7 @@ def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
     chief._tell_ending()
     assert ending.read(str(tmp_path))[:3] == (task.incarnation, 'ValueError: Boo', 1)
     pads[PS] = Pad(cluster=cluster, version=version())
-    chief.leadership.tell_ending(None, 5, silent=[PS])
-    monkeypatch.setattr(reach, 'listens', lambda address: address != 'p0:1')
+    monkeypatch.setattr(reach, 'that_answer', lambda addresses: {*addresses} - {'p0:1'})
     chief.leadership.tell_ending(None, 5)
     assert not pads[PS].read('end')
 
@@ -403,6 +428,19 @@ def test_sigterm_while_it_tells(status, task, chief, pads, clock, monkeypatch):
     told = [pads[name].read('end') for name in task.others if name != PS]
     assert told == [ending_of(task.incarnation, status=status)] * 2
     assert clock.now == 1000
+
+
+@pytest.mark.core
+def test_a_disk_that_hangs_as_the_process_ends(chief, monkeypatch):
+    """Others have been told by then."""
+    is_over = threading.Event()
+    monkeypatch.setattr(leadership, '_LONGEST_TELLING', 0.1)
+    monkeypatch.setattr(chief.leadership, 'tell_ending', lambda *ending: is_over.wait(60))
+    monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        chief.leadership.end_process('Boo', 1)
+    os._exit.assert_called_once_with(1)
+    is_over.set()
 
 
 @pytest.mark.core
@@ -468,6 +506,31 @@ def test_a_chief_that_waited_looks_again_for_its_successor(task, chief, pads, mo
     with pytest.raises(RuntimeError, match='Two processes are the chief'):
         chief._meet(mock.Mock())
     assert [pad.notes['chief'] for pad in pads.values()] == ['successor'] * 3
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('status', [None, 0], ids=['trains', 'has ended'])
+def test_a_chief_that_waits_after_another_has_trained(
+    status, task, chief, pads, clock, monkeypatch, tmp_path
+):
+    """The other one and its tasks may be gone. The chief before this one doesn't count."""
+    folder = str(tmp_path)
+    for before in ('older', task.incarnation):
+        ending.write(folder, ending.Ending(before))
+        chief.leadership.begin_training(folder)
+        chief.leadership.fail_if_followed()
+        ending.write(folder, ending.Ending(task.incarnation))
+        clock.now += 30
+        chief.leadership.fail_if_followed()
+
+    ending.write(folder, ending.Ending('new'))
+    if status is not None:
+        ending.write(folder, ending.Ending('new', None, status))
+    monkeypatch.setattr(reach, 'listens', lambda address: False)
+    does = 'trains' if status is None else 'has ended with 0'
+    with pytest.raises(RuntimeError, match=f'^Another chief {does} in {folder}: it was started in'):
+        chief._meet(mock.Mock())
+    assert clock.now == 1090
 
 
 @pytest.mark.core
@@ -583,15 +646,31 @@ def test_a_limit_of_calls_holds_for_closing_sessions(config_of):
 
 
 @pytest.mark.core
-def test_a_task_that_is_lost_in_the_last_save(chief):
+def test_a_task_that_is_lost_in_the_last_save(chief, tmp_path):
     """Training goes on; an error of anything else is raised."""
-    chief.watch = types.SimpleNamespace(saving=True)
     chief._restarts = mock.Mock()
     lost = tf.errors.UnavailableError(None, None, 'Socket closed')
-    assert chief.until_saved(mock.Mock(side_effect=[lost, 'trained'])) == 'trained'
+    session = mock.Mock()
+    session.run.side_effect = [3, lost]  # the step, and what a listener asks for
+
+    class Asks(tf.train.CheckpointSaverListener):
+        def before_save(self, session, global_step_value):
+            session.run('loss')
+
+    def train():
+        if chief._restarts.lost.called:
+            return 'trained'
+        with tf.Graph().as_default():
+            tf.train.create_global_step()
+            hook = tf.train.CheckpointSaverHook(str(tmp_path), 1, listeners=[Asks()])
+            hook.begin()
+            hook.end(session)
+
+    assert chief.until_saved(train) == 'trained'
     chief._restarts.lost.assert_called_once_with(lost)
+    other = tf.errors.UnavailableError(None, None, 'Socket closed')
     with pytest.raises(tf.errors.UnavailableError):
-        chief.until_saved(mock.Mock(side_effect=lost))
+        chief.until_saved(mock.Mock(side_effect=other))
 
 
 class Trained:

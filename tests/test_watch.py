@@ -155,7 +155,7 @@ def test_a_task_that_never_answers_again(task, leadership, watching, caplog):
     error = (
         f'{WORKER} at w0:1 has not answered for 116 seconds (session_creation_timeout_secs: 100)'
     )
-    assert leadership.told == [(error, 1, [WORKER])]
+    assert leadership.told == [(error, 1)]
     assert f'{error}. This process ends.' in caplog.messages
 
 

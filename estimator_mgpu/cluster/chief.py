@@ -1,7 +1,7 @@
 """What a chief does: it waits for the other tasks, trains on all devices, and tells how it ends.
 
 In: this process as a `Task`. Out: for each training, the devices of all tasks, a session hook, and
-a listener that hears of checkpoints.
+a listener that looks, before each checkpoint, whether it may be saved.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Chief:
             self.leadership.tell_tasks(Ending(self.task.incarnation, None, 0))
 
     @contextlib.contextmanager
-    def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _AroundCheckpoints]]:
+    def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _BeforeCheckpoints]]:
         """A context in which the devices of all machines can be trained on.
 
         Args:
@@ -104,7 +104,7 @@ class Chief:
             each task, and the session's master.
 
         Yields:
-          What training needs: a hook, and a listener for checkpoints.
+          What training needs: a hook, and a listener for checkpoints, which has to be the last one.
         """
         self._restarts = Restarts(self.task.limit, config.model_dir)
         self._model_dir = config.model_dir
@@ -112,14 +112,15 @@ class Chief:
             self.task.check_alone()
         self.leadership.begin_training(self._model_dir)
 
-        with self._watches() as watch, lost_sessions(self._restarts.lost):
+        lost = lost_sessions(self._restarts.lost)
+        with self._noted_exit.noting(), self._watches() as watch, lost:
             machines = self.devices()
             vars(config).update(machines=machines, _master=self.task.server.target)
             self.task.busy = True
             try:
                 with _explained_time_limit(config, watch):
                     hook = _AfterSteps(self.task, self._restarts, watch)
-                    yield hook, _AroundCheckpoints(watch)
+                    yield hook, _BeforeCheckpoints(watch)
             finally:
                 self.task.busy = False
                 vars(config).update(machines=None, _master='')
@@ -151,9 +152,8 @@ class Chief:
             try:
                 return train()
             except LOST as error:
-                if self.watch is None or not self.watch.saving:
+                if not saving.is_of_last_save(error):
                     raise
-                self.watch.saving = False
                 self._restarts.lost(error)
 
     def begin_session(self) -> None:
@@ -256,10 +256,11 @@ class Chief:
 
     def _wait_for_answers(self) -> None:
         """Waits until all tasks answer. Fails if another program answers in the place of one."""
-        self.task.wait()  # until something listens at all addresses
+        is_followed = self.leadership.fail_if_followed
+        self.task.wait(ended=is_followed)  # until something listens at all addresses
         for task in self.task.others:
             reach.check_server(task, self.task.addresses[task])
-        self.task.wait(answering=True)
+        self.task.wait(ended=is_followed, answering=True)
 
     def _check_cluster(self, task: str) -> None:
         """Fails if another task has another cluster or version, or if its script doesn't train.
@@ -321,9 +322,6 @@ class _AfterSteps(tf.train.SessionRunHook):
     def begin(self) -> None:
         self._global_step = tf.train.get_global_step()
 
-    def after_create_session(self, session: tf.Session, coord: Any) -> None:
-        self._watch.saving = False  # The session before may have been lost as it saved.
-
     def before_run(self, run_context: Any) -> Any:
         return tf.train.SessionRunArgs(self._global_step)
 
@@ -334,15 +332,11 @@ class _AfterSteps(tf.train.SessionRunHook):
             run_context.request_stop()
 
 
-class _AroundCheckpoints(tf.train.CheckpointSaverListener):
-    """Keeps a chief that has been replaced from saving, and lets others know when it saves."""
+class _BeforeCheckpoints(tf.train.CheckpointSaverListener):
+    """Keeps a chief that has been replaced from saving. It's the last listener."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
     def before_save(self, session: tf.Session, global_step_value: int) -> None:
         self._watch.check()
-        self._watch.saving = True
-
-    def after_save(self, session: tf.Session, global_step_value: int) -> None:
-        self._watch.saving = False

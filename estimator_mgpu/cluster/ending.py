@@ -2,11 +2,12 @@
 
 Workers and ps tasks read it in a note on themselves. A file in model_dir is for those that the
 chief doesn't reach: an evaluator, which may evaluate for hours after all others have gone, and a
-task that comes back later.
+task, or another chief, that was away and comes back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -15,6 +16,7 @@ from typing import NamedTuple, NoReturn
 import tensorflow.compat.v1 as tf
 
 FILE = 'estimator_mgpu_chief.json'
+_READ_EVERY = 30  # seconds from one look at the file to the next
 
 
 class Ending(NamedTuple):
@@ -83,6 +85,34 @@ class Ending(NamedTuple):
         """
         is_recent = abs(time.time() - self.at) < limit
         return self.status == 0 and address in self.untold and is_recent
+
+
+class FileReader:
+    """Reads a chief's file now and then, for a process that waits for others.
+
+    Args:
+      model_dir: where the file is. Not every task sees it.
+
+    Attributes:
+      before: what the file said at first; None if there was none.
+    """
+
+    def __init__(self, model_dir: str) -> None:
+        self._model_dir = model_dir
+        self._next_read_at = time.monotonic()
+        self.before = self._read()
+
+    def read_now_and_then(self) -> Ending | None:
+        """Returns what the file says, twice a minute; None at other times, and without a file."""
+        if time.monotonic() < self._next_read_at:
+            return None
+        self._next_read_at = time.monotonic() + _READ_EVERY
+        return self._read()
+
+    def _read(self) -> Ending | None:
+        with contextlib.suppress(tf.errors.OpError):
+            return read(self._model_dir)
+        return None
 
 
 def write(model_dir: str, ending: Ending) -> None:

@@ -1,24 +1,27 @@
 """How this process ends, for a function that `atexit` calls: Python doesn't tell it that.
 
-`sys.exit()` raises SystemExit, of which nothing is left by then. So `NotedExit` notes its argument.
+`sys.exit()` raises SystemExit, of which nothing is left by then. So `NotedExit` notes its argument,
+and that of a SystemExit that passes through our own calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 SIGTERM_STATUS = 128 + signal.SIGTERM  # the exit status of a process that SIGTERM has ended
 
 
 class NotedExit:
-    """Notes what `sys.exit()` is called with in the main thread.
+    """Notes what the main thread ends with.
 
     Attributes:
-      argument: what it was called with; None if it wasn't called.
+      argument: that of `sys.exit()`, or of SystemExit; None if neither was seen.
     """
 
     def __init__(self) -> None:
@@ -30,12 +33,24 @@ class NotedExit:
 
         @functools.wraps(original_exit)
         def noting_exit(status: Any = None) -> NoReturn:
-            # In another thread it ends only that thread.
-            if threading.current_thread() is threading.main_thread():
-                self.argument = status
+            self._note(status)
             original_exit(status)
 
         sys.exit = noting_exit
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """A context that notes the argument of a SystemExit which leaves it."""
+        try:
+            yield
+        except SystemExit as error:
+            self._note(error.code)
+            raise
+
+    def _note(self, argument: Any) -> None:
+        # In another thread it ends only that thread.
+        if threading.current_thread() is threading.main_thread():
+            self.argument = argument
 
 
 def error_text(error: BaseException) -> str:

@@ -15,16 +15,22 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Collection
 from typing import NoReturn
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.cluster import ending
+from estimator_mgpu.cluster import ending, reach
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.task import Task
+
+_LONGEST_TELLING = 20  # seconds
+_REPLACED = (
+    'it was started in the place of this one, which was stopped or cut off for a while. This one '
+    'ends, and writes nothing more.'
+)
 
 
 class Leadership:
@@ -47,6 +53,8 @@ class Leadership:
 
     def begin_training(self, model_dir: str) -> None:
         """Lets a file in a model_dir say that this chief runs, once it leads the other tasks."""
+        self._model_dir = model_dir
+        self._file = ending.FileReader(model_dir)
         if model_dir not in self.model_dirs:
             self.model_dirs.append(model_dir)
             if self.has_begun:
@@ -111,13 +119,24 @@ class Leadership:
         Args:
           task: the name of a task that another chief leads.
         """
-        return (
-            f'Another chief leads {task} at {self._task.addresses[task]}: it was started in the '
-            'place of this one, which was stopped or cut off for a while. This one ends, and '
-            'writes nothing more.'
-        )
+        return f'Another chief leads {task} at {self._task.addresses[task]}: {_REPLACED}'
 
-    def tell_ending(self, error: str | None, status: int, silent: Collection[str] = ()) -> None:
+    def fail_if_followed(self) -> None:
+        """Raises RuntimeError if another chief has trained while this one waits for tasks.
+
+        The file in model_dir tells it, also if that chief and its tasks have ended since. It's read
+        now and then.
+        """
+        written = self._file.read_now_and_then()
+        if written is None or written.chief == self._task.incarnation:
+            return
+        before = self._file.before
+        if before is not None and written.chief == before.chief:
+            return
+        status = 'trains' if written.status is None else f'has ended with {written.status}'
+        raise RuntimeError(f'Another chief {status} in {self._model_dir}: {_REPLACED}')
+
+    def tell_ending(self, error: str | None, status: int) -> None:
         """Tells the other tasks and an evaluator how this chief ends.
 
         A chief that hasn't led them tells nobody, nor does one that was replaced.
@@ -125,32 +144,32 @@ class Leadership:
         Args:
           error: the error that it ends by, as text; None if it ends without one.
           status: its exit status.
-          silent: the names of tasks that don't answer, and so aren't told.
         """
         if not self.has_begun:
             return
         end = ending.Ending(self._task.incarnation, error, status)
-        was_replaced = self.tell_tasks(end, silent)
+        was_replaced = self.tell_tasks(end)
         untold = tuple(self._task.addresses[task] for task in self.untold)
         end = end._replace(at=time.time(), untold=untold)
         for model_dir in [] if was_replaced else self.model_dirs:
             with contextlib.suppress(tf.errors.OpError):
                 ending.write(model_dir, end)
 
-    def tell_tasks(self, end: ending.Ending, silent: Collection[str] = ()) -> bool:
+    def tell_tasks(self, end: ending.Ending) -> bool:
         """Tells those of the other tasks that haven't been told yet how this chief ends.
 
         Args:
           end: how it ends.
-          silent: the names of tasks that don't answer, and so aren't told.
 
         Returns:
           Whether this chief was replaced: then nobody is told.
         """
+        addresses = self._task.addresses
+        there = reach.that_answer(addresses[task] for task in self.untold)
         with contextlib.ExitStack() as stack:
             reached = {}
             for task in self.untold:
-                if task in silent or not self._task.listens(task):
+                if addresses[task] not in there:
                     continue
                 with contextlib.suppress(tf.errors.OpError):  # The other tasks are told anyway.
                     notes = stack.enter_context(self._task.notes_on(task))
@@ -169,19 +188,22 @@ class Leadership:
                     self.untold = [other for other in self.untold if other != task]
         return False
 
-    def end_process(self, error: str, status: int, silent: Collection[str] = ()) -> NoReturn:
+    def end_process(self, error: str, status: int) -> NoReturn:
         """Ends this process from another thread than the main one, which may be in TensorFlow.
 
-        The other tasks are told before, as nothing of `atexit` runs.
+        The other tasks are told before, as nothing of `atexit` runs, for a while: the disk of the
+        file that is written last may hang.
 
         Args:
           error: why, for the log, and for the other tasks unless it's by SIGTERM.
           status: the exit status.
-          silent: as for `tell_ending`.
         """
+        told = None if status == SIGTERM_STATUS else error
+        telling = threading.Thread(target=self.tell_ending, args=[told, status], daemon=True)
         try:
             tf.logging.error(f'{error}. This process ends.')
-            self.tell_ending(None if status == SIGTERM_STATUS else error, status, silent)
+            telling.start()
+            telling.join(_LONGEST_TELLING)
             sys.stdout.flush()
             sys.stderr.flush()
         finally:  # It ends also if its output is a pipe that is closed.

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
+import time
+from collections.abc import Iterable
+from typing import Any
 
 _TIMEOUT = 5  # seconds, for each connection
+_ANSWER_WITHIN = 2  # seconds, for all servers that are asked together
 # What a client of HTTP/2, as gRPC is, says first; a server's first frame is of the type SETTINGS.
 _GREETING = b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 _SETTINGS = 4
@@ -45,6 +50,33 @@ def is_server(address: str) -> bool:
     return answer is not None and _is_settings(answer)
 
 
+def that_answer(addresses: Iterable[str]) -> set[str]:
+    """Returns those of some addresses where a server of TensorFlow's, or of gRPC's, answers.
+
+    All are asked at the same time, without threads, which Python doesn't start as it ends.
+    """
+    answered = set()
+    end = time.monotonic() + _ANSWER_WITHIN
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for address in addresses:
+            for begun in _begun_connections(address):
+                stack.enter_context(begun)
+                selector.register(begun, selectors.EVENT_WRITE, address)
+
+        while selector.get_map() and time.monotonic() < end:
+            for key, _ in selector.select(end - time.monotonic()):
+                connection: Any = key.fileobj
+                selector.unregister(connection)
+                with contextlib.suppress(OSError):  # Nobody may be there.
+                    if key.events == selectors.EVENT_WRITE:
+                        connection.sendall(_GREETING)
+                        selector.register(connection, selectors.EVENT_READ, key.data)
+                    elif _is_settings(connection.recv(64)):
+                        answered.add(key.data)
+    return answered
+
+
 def check_server(task: str, address: str) -> None:
     """Raises RuntimeError if what answers at a task's address is no server of TensorFlow's.
 
@@ -80,6 +112,23 @@ def _answer(address: str) -> bytes | None:
 
 def _connect(address: str) -> socket.socket:
     return socket.create_connection(_host_and_port(address), timeout=_TIMEOUT)
+
+
+def _begun_connections(address: str) -> list[socket.socket]:
+    """Returns connections to all that an address's name leads to, without waiting for them."""
+    try:
+        places = socket.getaddrinfo(*_host_and_port(address), type=socket.SOCK_STREAM)
+    except OSError:  # The name doesn't resolve.
+        return []
+
+    begun = []
+    for family, kind, protocol, _, place in places:
+        with contextlib.suppress(OSError):  # This machine may have no IPv6.
+            connection = socket.socket(family, kind, protocol)
+            connection.setblocking(False)
+            connection.connect_ex(place)
+            begun.append(connection)
+    return begun
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

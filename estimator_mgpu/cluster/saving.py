@@ -1,4 +1,6 @@
-"""Which tasks save a part of each checkpoint. These have to see the chief's model_dir.
+"""Which tasks save a part of each checkpoint, and whether a checkpoint is being saved.
+
+Tasks that save a part have to see the chief's model_dir.
 
 The chief saves all resource variables, as a saver doesn't see on which task they are. A saver lets
 a task save itself what it finds there: reference variables, parts of variables that have a
@@ -8,8 +10,11 @@ partitioner, and variables and iterators that a program has put there.
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 import uuid
 from collections.abc import Callable
+from types import FrameType
 
 import tensorflow.compat.v1 as tf
 
@@ -17,6 +22,7 @@ from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.devices import CHIEF, machine_of
 from estimator_mgpu.tf_internals import op_types
 
+_LAST_SAVE = tf.train.CheckpointSaverHook.end.__code__
 _CANNOT_READ = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
@@ -28,6 +34,26 @@ def saving_tasks(graph: tf.Graph) -> set[str]:
     """Returns the names of the tasks that write and read parts of checkpoints."""
     writes = [op for op in graph.get_operations() if op.type in op_types.CHECKPOINT_WRITES]
     return {machine_of(op.device) for op in writes}
+
+
+def is_saving() -> bool:
+    """Whether a thread of this process is in the method `save` of a `tf.train.Saver`."""
+    stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
+    return any(_is_save(frame) for stack in stacks for frame, _ in stack)
+
+
+def _is_save(frame: FrameType) -> bool:
+    """Whether a frame is that of `save` of a Saver, which may be of a user's subclass."""
+    code = frame.f_code
+    if code.co_name != 'save' or not code.co_argcount:
+        return False
+    return isinstance(frame.f_locals.get(code.co_varnames[0]), tf.train.Saver)
+
+
+def is_of_last_save(error: BaseException) -> bool:
+    """Whether an error was raised in the save after the last step, or by one of its listeners."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(frame.f_code is _LAST_SAVE for frame in frames)
 
 
 def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Notes]) -> None:

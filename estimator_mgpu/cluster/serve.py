@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from typing import NoReturn
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.cluster import ending as ending_file
-from estimator_mgpu.cluster.ending import Ending
+from estimator_mgpu.cluster.ending import Ending, FileReader
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes, version
 from estimator_mgpu.cluster.task import Task
@@ -28,7 +26,7 @@ def serve(task: Task, model_dir: str) -> NoReturn:
 
     Args:
       task: this process.
-      model_dir: where the chief leaves how it has ended. Not every task sees it.
+      model_dir: where the chief leaves how it has ended.
     """
     task.busy = True
     with Notes(task.name, task.server.target, seconds=0) as notes:
@@ -37,18 +35,14 @@ def serve(task: Task, model_dir: str) -> NoReturn:
         notes.write('cluster', json.dumps(task.addresses))
         next_answer_at = time.monotonic() + _CHECK_EVERY
         next_check_alone_at = time.monotonic()
-        next_read_at = time.monotonic()
+        file = FileReader(model_dir)
 
         def look() -> Ending | None:
             _renew_connections(task, notes)
             return _ending_of_chief(notes)
 
         def look_without_chief() -> Ending | None:
-            nonlocal next_read_at
-            if time.monotonic() < next_read_at:
-                return look()
-            next_read_at = time.monotonic() + _CHECK_EVERY
-            return look() or _missed_ending(task, model_dir)
+            return look() or _missed_ending(task, notes, file)
 
         ending = look()
         while ending is None:
@@ -91,17 +85,18 @@ def _ending_of_chief(notes: Notes) -> Ending | None:
     return ending if ending.chief == notes.read('chief') else None
 
 
-def _missed_ending(task: Task, model_dir: str) -> Ending | None:
+def _missed_ending(task: Task, notes: Notes, file: FileReader) -> Ending | None:
     """How the chief has ended while this task was away; None if that isn't known."""
-    ending = None
-    with contextlib.suppress(tf.errors.OpError):
-        ending = ending_file.read(model_dir)
-    if ending is None or task.listens(CHIEF):
+    ending = file.read_now_and_then()
+    if ending is None or ending.status is None or task.listens(CHIEF):
         return None
-    if not ending.was_missed(task.addresses[task.name], task.limit):
+
+    # The chief that has led it, or a later one, has ended since this process began.
+    was_led = notes.read('chief') != '' and ending != file.before
+    if not was_led and not ending.was_missed(task.addresses[task.name], task.limit):
         return None
     tf.logging.warning(
-        f'The chief has ended with 0 while {task.name} was away, which ends, too. To train again, '
-        'start the chief first.'
+        f'The chief has ended with {ending.status} while {task.name} was away, which ends, too. To '
+        'train again, start the chief first.'
     )
     return ending

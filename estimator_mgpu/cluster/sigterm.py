@@ -3,7 +3,7 @@
 Python runs a signal's handler in the main thread, once TensorFlow returns to it: never, if a step
 waits for an input that hangs. But Python writes a signal's number to a pipe at once, if it's given
 one (`signal.set_wakeup_fd`). Here a thread reads from it. Only a checkpoint that is being saved is
-finished first.
+finished first, unless that takes an hour, as on a disk that hangs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from collections.abc import Callable
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.cluster import saving
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.watch import Watch
 from estimator_mgpu.errors import user_lines
 
-GRACE = 8  # seconds for the main thread; with what follows, the process ends within 10
+GRACE = 7  # seconds for the main thread; with what follows, the process ends within 10
+_LONGEST_SAVE = 3600  # seconds
 
 
 class Sigterm:
@@ -87,20 +89,20 @@ class Sigterm:
     def end_process_soon(self) -> None:
         """Ends the process, unless the main thread is about to do so within `GRACE` seconds.
 
-        Time in which a checkpoint is saved doesn't count, with what its listeners do after that,
-        unless a task that saves doesn't answer.
+        Time in which a training saves a checkpoint doesn't count, up to an hour, unless a task that
+        saves a part doesn't answer.
         """
         waited = 0
         patience = GRACE
         while patience > 0:
             time.sleep(1)
             waited += 1
-            if not self._is_saving():
+            if not self._is_saving() or waited > _LONGEST_SAVE:
                 patience -= 1
             elif waited == GRACE:
                 tf.logging.warning(
-                    f'SIGTERM came {waited} seconds ago. A checkpoint is being saved, and its '
-                    'listeners are called. This process ends after that.'
+                    f'SIGTERM came {waited} seconds ago. A checkpoint is being saved. This process '
+                    f'ends after that, or if it takes more than {_LONGEST_SAVE} seconds.'
                 )
             if self.main_thread_ends:
                 return
@@ -112,12 +114,11 @@ class Sigterm:
             f'SIGTERM came {waited} seconds ago, and this process has not ended: {where}. Nothing '
             'is saved after the last checkpoint',
             SIGTERM_STATUS,
-            watch.names_of_silent(GRACE) if watch else (),
         )
 
     def _is_saving(self) -> bool:
         watch = self._watch()
-        return watch is not None and watch.saving and not watch.silent_tasks()
+        return watch is not None and saving.is_saving() and not watch.silent_tasks()
 
 
 def _open_signal_pipe() -> int | None:

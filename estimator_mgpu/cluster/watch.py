@@ -39,12 +39,10 @@ class Watch:
 
     Attributes:
       replaced_on: the name of a task that another chief leads, in the place of this one; or ''.
-      saving: whether a checkpoint is being saved, for which SIGTERM waits.
     """
 
     def __init__(self, task: Task, leadership: Leadership) -> None:
         self.replaced_on = ''
-        self.saving = False
         self._task = task
         self._leadership = leadership
         self._over = threading.Event()
@@ -96,11 +94,6 @@ class Watch:
         """
         limit = _ANSWER_WITHIN if seconds is None else seconds
         return self._described(self._silences(time.monotonic()), limit)
-
-    def names_of_silent(self, seconds: float) -> list[str]:
-        """The names of the tasks that haven't answered for so many seconds."""
-        silences = self._silences(time.monotonic())
-        return [name for name, silence in silences.items() if silence > seconds]
 
     def ask(self, name: str, notes: Notes) -> None:
         """Asks a task which chief leads it, and notes that it has answered.
@@ -209,7 +202,7 @@ class Watch:
         silent = self._described(silences, limit)
         if silent:
             error = f'{silent} (session_creation_timeout_secs: {self._task.limit})'
-            self._end_process(error)
+            self._leadership.end_process(error, 1)
 
     def _end_if_replaced(self, now: float) -> None:
         """Ends the process if another chief has replaced it, and the present step doesn't end."""
@@ -218,7 +211,5 @@ class Watch:
         if self._replaced_since is None:
             self._replaced_since = now
         if now - self._replaced_since > _GRACE:
-            self._end_process(self._leadership.replacement_error(self.replaced_on))
-
-    def _end_process(self, error: str) -> None:
-        self._leadership.end_process(error, 1, self.names_of_silent(_ANSWER_WITHIN))
+            error = self._leadership.replacement_error(self.replaced_on)
+            self._leadership.end_process(error, 1)
