@@ -73,9 +73,8 @@ class Scope:
 
     def placement_of(self, tensor: tf.Tensor) -> Placement:
         """The placement that the tensor has for the ops that use it."""
-        if tensor.name in self.reduced:
-            return REPLICATE
-        return self.placements.get(tensor.name, REPLICATE)
+        name = tensor.name
+        return REPLICATE if name in self.reduced else self.placements.get(name, REPLICATE)
 
     def is_reduced(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is a partial result of towers that is reduced where it's made."""

@@ -123,11 +123,11 @@ class Body:
 
         outputs = []
         for output in self.function.outputs:
-            number = self._arguments.get(output.op.name)
-            if number is None:
+            argument = self._arguments.get(output.op.name)
+            if argument is None:
                 outputs.append(graph.get_tensor_by_name(self._name(output.name)))
             else:
-                outputs.append(operands[number])
+                outputs.append(operands[argument])
         effects = self.function.control_outputs
         return AddedOps(
             ops=self.ops(graph),

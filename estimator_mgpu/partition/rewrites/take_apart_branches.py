@@ -23,7 +23,7 @@ value. Ops of the graph use the value itself:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -100,8 +100,7 @@ class _Rewrite:
     def run(self) -> None:
         """Takes apart all branches that can be."""
         while True:  # Branches in branches come next. It ends, as no function calls itself.
-            of_batch = graphs.dependents(self._division.inputs, self._division.existing_ops)
-            branches = [op for op in of_batch if self._can_take_apart(op)]
+            branches = self._next_branches()
             if not branches:
                 return
             liveness = Liveness(self._division.graph.get_operations())
@@ -111,6 +110,14 @@ class _Rewrite:
                 if op in self._bodies:
                     self._take_apart(op)
             self._note_unused()
+
+    def _next_branches(self) -> list[tf.Operation]:
+        """The ops that depend on the batch, choose a branch and can be taken apart."""
+        branches = [op for op in self._division.graph.get_operations() if self._can_take_apart(op)]
+        if not branches:
+            return []
+        of_batch = set(graphs.dependents(self._division.inputs, self._division.existing_ops))
+        return [op for op in branches if op in of_batch]
 
     def _add_bodies(self, ops: Sequence[tf.Operation]) -> None:
         """Adds the ops of all branches of an `If` or a `Case`.

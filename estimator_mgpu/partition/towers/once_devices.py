@@ -19,7 +19,9 @@ from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 # Types whose ops may lack a kernel.
-_NOT_ON_EVERY_DEVICE = frozenset((tf.string, tf.resource, tf.variant))
+_NOT_ON_EVERY_DEVICE = frozenset(
+    dtype.as_datatype_enum for dtype in (tf.string, tf.resource, tf.variant)
+)
 
 
 def place_ops(division: Division) -> None:
@@ -60,7 +62,8 @@ def place_ops(division: Division) -> None:
             # A small result is rather sent.
             if device and bytes_of(output) >= max(map(bytes_of, op.inputs), default=0):
                 device_of_name.setdefault(op.name, device)
-    _place_full_values(graph, plan, device_of_name)
+    local = {name: graph.get_tensor_by_name(name) for name in plan.placements}
+    _place_full_values(local, device_of_name)
 
     unplaced = [op for op in movable if op.name not in device_of_name]
     _spread_draws(unplaced, division.devices, device_of_name)
@@ -78,7 +81,7 @@ def place_ops(division: Division) -> None:
     for op in reversed(movable):
         for output in op.outputs:
             _follow_consumers(op.name, output, device_of_name)
-    _place_full_values(graph, plan, device_of_name)
+    _place_full_values(local, device_of_name)
 
     for op in movable:
         if op.name in device_of_name:
@@ -91,10 +94,15 @@ def place_ops(division: Division) -> None:
     division.full_value_devices = device_of_name
 
 
-def _place_full_values(graph: tf.Graph, plan: Plan, device_of_name: dict[str, str]) -> None:
-    """Decides where full values of sharded tensors are made: where they are used."""
-    for name in plan.placements:
-        _follow_consumers(name, graph.get_tensor_by_name(name), device_of_name)
+def _place_full_values(tensors: Mapping[str, tf.Tensor], device_of_name: dict[str, str]) -> None:
+    """Decides where full values of sharded tensors are made: where they are used.
+
+    Args:
+      tensors: those that towers make, by name.
+      device_of_name: as of `place_ops`.
+    """
+    for name, tensor in tensors.items():
+        _follow_consumers(name, tensor, device_of_name)
 
 
 def _spread_draws(
@@ -150,8 +158,11 @@ def device_of(op: tf.Operation) -> str | None:
     Returns:
       '' if it uses a variable without a device, and None if it uses none.
     """
-    if op.device:
-        return op.device
+    return op.device or _device_of_handle(op)
+
+
+def _device_of_handle(op: tf.Operation) -> str | None:
+    """As `device_of`, of an op that has no device."""
     for operand in op.inputs:
         if graphs.is_handle(operand):
             return operand.op.device
@@ -176,18 +187,20 @@ def runs_at_its_table(
 
 def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:
     """The device of an op that can't be moved, '' if it isn't known; None if it can be moved."""
-    device = device_of(op)
+    node = op.node_def  # It takes as long to ask for the device alone.
+    device = node.device or _device_of_handle(op)
     if device is not None:
         return device
     if not op.outputs:
         return ''
     for tensor in [*op.inputs, *op.outputs]:
-        if tensor.dtype in _NOT_ON_EVERY_DEVICE or graphs.is_reference_variable(tensor):
+        is_bound = tensor.dtype.as_datatype_enum in _NOT_ON_EVERY_DEVICE
+        if is_bound or graphs.is_reference_variable(tensor):
             return ''
     # It has to stay with the ops that it's colocated with, unless towers have copies of these.
     together = [
         op.graph.get_operation_by_name(name)
-        for name in graphs.colocated_with(op)
+        for name in graphs.colocations(node)
         if name not in plan.ops
     ]
     if together:
