@@ -87,12 +87,14 @@ class Scope:
         If a v1 loop is given the handle of a list, that has the placement of the list, even if a
         `Switch`, say, has passed it on.
         """
-        placements: list[Placement] = []
-        for tensor in op.inputs:
-            is_handle = isinstance(op, V1Loop) and tensor.dtype == tf.resource
-            placement = self.placement_of_list(tensor) if is_handle else self.placement_of(tensor)
-            placements.append(placement)
-        return placements
+        if not isinstance(op, V1Loop):
+            return list(map(self.placement_of, op.inputs))
+        return [
+            self.placement_of_list(tensor)
+            if tensor.dtype == tf.resource
+            else self.placement_of(tensor)
+            for tensor in op.inputs
+        ]
 
     def follows_gathered(self, op: Unit) -> bool:
         """Whether an op uses what was gathered, or what was made once of such."""

@@ -7,6 +7,7 @@ That is the device of the variable that they serve: a gradient is summed where i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -42,14 +43,18 @@ def place_ops(division: Division) -> None:
     liveness = Liveness(graph.get_operations())
     device_of_name: dict[str, str] = {}
     movable: list[tf.Operation] = []
+    colocated: set[tf.Operation] = set()  # of these
     for op in graph.get_operations():
         if op.name in plan.ops:
             continue
-        device = _fixed_device(op, plan)
+        node = op.node_def
+        device = _fixed_device(op, node, plan)
         if device is None and liveness.is_in_loop(op):
             device = ''
         if device is None:
             movable.append(op)
+            if '_class' in node.attr:
+                colocated.add(op)
         elif device:
             device_of_name[op.name] = device
             if function_calls.calls_compiled(op):  # XLA takes no variable of another device.
@@ -89,7 +94,8 @@ def place_ops(division: Division) -> None:
             if kernels.is_gpu(device):  # Only then is it worth the time that a NodeDef takes.
                 device = kernels.device_for(op.node_def, device, graph)
             device_of_name[op.name] = device
-            private.clear_colocation(op)
+            if op in colocated:
+                private.clear_colocation(op)
             private.set_device(op, device)
     division.full_value_devices = device_of_name
 
@@ -185,9 +191,14 @@ def runs_at_its_table(
     return is_sum_of_rows and bool(device_of_full(op.inputs[0]))
 
 
-def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:
-    """The device of an op that can't be moved, '' if it isn't known; None if it can be moved."""
-    node = op.node_def  # It takes as long to ask for the device alone.
+def _fixed_device(op: tf.Operation, node: Any, plan: Plan) -> str | None:
+    """The device of an op that can't be moved, '' if it isn't known; None if it can be moved.
+
+    Args:
+      op: the op.
+      node: its NodeDef.
+      plan: which ops are sharded.
+    """
     device = node.device or _device_of_handle(op)
     if device is not None:
         return device
