@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,8 +22,7 @@ class _MadeOld(NamedTuple):
 
     Attributes:
       full_collections: how many there had been.
-      first_count: about how many objects there were when they were first made old after the last
-        one.
+      first_count: the number of all objects, when they were first made old after the last one.
       last_count: the same when they were last made old.
     """
 
@@ -73,9 +71,8 @@ def _make_objects_old() -> None:
     if gc.get_freeze_count() > _MOST_FROZEN_BY_PYTHON:
         return
     gc.freeze()
+    count = gc.get_freeze_count()
     gc.unfreeze()
-    # Blocks of memory stand for objects, which Python could only count by visiting all of them.
-    count = sys.getallocatedblocks()
 
     full_collections = _count_full_collections()
     if _made_old is None or _made_old.full_collections != full_collections:
