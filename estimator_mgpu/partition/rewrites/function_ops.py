@@ -52,7 +52,8 @@ class Body:
 
     Args:
       function: its graph.
-      operands: tensors of the same types and shapes as what will take the place of its arguments.
+      operands: of the types and shapes of what is to take the place of its arguments: the ops are
+        added with these.
       scope: what the names of the ops begin with.
       device: that of ops that say nothing else; '' for the present one.
 
@@ -65,7 +66,9 @@ class Body:
         self.function = function
         self.scope = scope
         self._device = device
-        self._arguments = {argument.op.name: n for n, argument in enumerate(function.inputs)}
+        self._arguments = {
+            argument.op.name: number for number, argument in enumerate(function.inputs)
+        }
         # The nodes that use an argument, by name, with the input's position and the argument's.
         self._uses: list[tuple[str, int, int]] = []
         self._waits: list[tuple[str, int]] = []  # those that only wait for one

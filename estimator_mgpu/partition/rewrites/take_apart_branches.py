@@ -94,6 +94,7 @@ class _Rewrite:
         self._switched: dict[tuple[str, str], list[tf.Tensor]] = {}
         # By the names of outputs of a `Switch`, the identities that branches use in their place.
         self._in_branches: dict[str, tf.Tensor] = {}
+        self._liveness = Liveness([])  # of the ops that were added last
         # Whether a `Case` takes a branch: by the name of what chooses it, and the branch's number.
         self._decisions: dict[tuple[str, int], tf.Tensor] = {}
 
@@ -120,9 +121,10 @@ class _Rewrite:
         return [op for op in branches if op in of_batch]
 
     def _add_bodies(self, ops: Sequence[tf.Operation]) -> None:
-        """Adds the ops of all branches of an `If` or a `Case`.
+        """Adds the ops of the branches of several ops, each an `If` or a `Case`, all at once.
 
-        They are given what these are given now, which need not be what the branches are to have.
+        They are given what these ops are given. What they are to have instead may be made of what
+        other branches return, so that's there only when these are taken apart.
         """
         for op in ops:
             scopes = [f'{op.name}/{label}' for label in function_calls.function_labels(op.node_def)]
